@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,7 +20,7 @@ from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.files import RankRecords, common_steps, read_run
 from lightning_commopt.measure.link.from_steps import NUM_LAST_STEPS
 from lightning_commopt.measure.observer import BucketInfo
-from lightning_commopt.measure.plain import load_json, write_json
+from lightning_commopt.measure.plain import from_plain, load_json, write_json
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.runs.files import PREDICTION_FILE, RUN_FILE
 from lightning_commopt.measure.runs.record import RunRecord
@@ -99,8 +99,8 @@ class Basis:
             "kind": _KIND,
             "format": FORMAT,
             "plan": self.plan.to_dict(),
-            "workload": self.workload.to_plain(),
-            "link": self.link.to_plain(),
+            "workload": asdict(self.workload),
+            "link": asdict(self.link),
             "costs": [cost.to_plain() for cost in self.costs.values()],
             "step_s": self.step_s,
             "forecasts": [list(forecast) for forecast in forecasts],
@@ -115,8 +115,8 @@ class Basis:
             costs = map(CompressorCost.from_plain, plain["costs"])
             return cls(
                 plan=CommPlan.from_dict(plain["plan"]),
-                workload=Workload.from_plain(plain["workload"]),
-                link=Link.from_plain(plain["link"]),
+                workload=from_plain(Workload, plain["workload"]),
+                link=from_plain(Link, plain["link"]),
                 costs={cost.compressor: cost for cost in costs},
                 step_s=float(plain["step_s"]),
             )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_commopt.text.validation import check_positive
 
@@ -59,13 +57,3 @@ class Link:
         if not self.has_trees:
             return ring_s
         return min(ring_s, 2 * math.ceil(math.log2(num_ranks)) * self.hop_s + 2 * num_bytes * self.s_per_byte)
-
-    def to_plain(self) -> dict[str, Any]:
-        """Returns it in JSON types."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Link:
-        """Returns what `to_plain` gave; unknown keys are ignored."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in plain.items() if name in known})

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lightning_commopt.text.validation import check_integer
 
@@ -73,21 +72,3 @@ class Workload:
             gradients=tuple(one._replace(ready_s=factor * one.ready_s) for one in self.gradients),
             **{name: factor * getattr(self, name) for name in ("forward_s", "backward_s", "rest_s", "straggler_s")},
         )
-
-    def to_plain(self) -> dict[str, Any]:
-        """Returns it in JSON types."""
-        return dataclasses.asdict(self) | {"gradients": [list(gradient) for gradient in self.gradients]}
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Workload:
-        """Returns what `to_plain` gave; unknown keys are ignored.
-
-        Raises:
-            KeyError, TypeError, ValueError: something is missing, or has another type or shape.
-        """
-        known = {field.name for field in dataclasses.fields(cls)}
-        gradients = tuple(
-            Gradient(str(name), tuple(map(int, shape)), int(itemsize), float(ready_s))
-            for name, shape, itemsize, ready_s in plain["gradients"]
-        )
-        return cls(**{name: value for name, value in plain.items() if name in known} | {"gradients": gradients})

@@ -44,7 +44,7 @@ class StepWriter:
     def write(self, records: Sequence[StepRecord], layout: Mapping[int, BucketInfo]) -> None:
         """Appends steps, the oldest first; the data has been handed to the operating system on return.
 
-        The layout has their buckets by index; it is written if it changed since the last call. Without steps nothing is.
+        The layout has their buckets by index; it is written if it changed. Without steps nothing is written.
 
         Raises:
             OSError: the file cannot be written. What was appended is removed again if possible; call it again.
@@ -115,7 +115,7 @@ def read_run(run_dir: str | Path, *, fit: int = -1) -> list[RankRecords]:
     A fit that was resumed in the same directory continues the files. If it had fewer ranks, the files of the others
     are ignored.
 
-    The result is of one fit in the files, 0 for the first and -1 for the last one; the ranks are in order, and `notices`
+    The result is of one fit in the files, 0 for the first and -1 for the last one. The ranks are in order; `notices`
     lists what is missing.
 
     Raises:

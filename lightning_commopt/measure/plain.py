@@ -1,11 +1,12 @@
-"""JSON files: written atomically, and read into dataclasses with the types that their annotations name."""
+"""CSV and JSON files: JSON is written atomically, and read into dataclasses of the annotated types."""
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import NoneType
@@ -20,6 +21,15 @@ def write_json(path: Path, value: Any) -> None:
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     unfinished.replace(path)
+
+
+def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], first: Iterable[str] = ()) -> None:
+    """Writes a CSV table with a column for each name in some row, those in ``first`` before others."""
+    names = dict.fromkeys([*first, *(name for row in rows for name in row)])
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(names), restval="")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def load_json(path: Path, kind: str, newest_format: int, read: Callable[[dict[str, Any]], _T]) -> _T:
@@ -45,7 +55,7 @@ def load_json(path: Path, kind: str, newest_format: int, read: Callable[[dict[st
 
 
 def from_plain(cls: type[_T], plain: Any) -> _T:
-    """Returns a dataclass or named tuple, which may contain others, from a JSON object.
+    """Returns a dataclass or named tuple, which may contain others, from a JSON object; a named tuple from a list, too.
 
     An int is accepted for a float, a bool for no number. Keys of later versions are ignored.
 
@@ -53,6 +63,8 @@ def from_plain(cls: type[_T], plain: Any) -> _T:
         TypeError: a field without a default is missing.
         ValueError: a field has another type; the message has its name.
     """
+    if isinstance(plain, list):
+        plain = dict(zip(getattr(cls, "_fields", ()), plain, strict=False))
     if not isinstance(plain, dict):
         raise ValueError(f"{str(plain)[:80]!r} is not the JSON object of a {cls.__name__}")
     hints = _type_hints(cls)  # type: ignore[arg-type]  # mypy takes classes for unhashable

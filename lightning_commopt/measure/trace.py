@@ -103,7 +103,7 @@ def to_trace(ranks: Sequence[RankRecords], steps: range) -> dict[str, Any]:
     by_buckets_s = [clock_shift_s([record for record, _ in own], [record for record, _ in shown[0]]) for own in shown]
     shifts_s = [origin if shift is None else shift for shift, origin in zip(by_buckets_s, origins_s, strict=True)]
     rows = [_rows(own, shift_s) for own, shift_s in zip(shown, shifts_s, strict=True)]
-    origin = min((piece.start for rank in rows for row in rank for piece in row.slices), default=0)
+    origin = min((piece.start for rank in rows for row in rank.values() for piece in row), default=0)
     events = [event for records, own in zip(ranks, rows, strict=True) for event in _events(records, own, origin)]
     corrections_us = {
         str(records.rank): round((shift_s - origin_s) * 1e6, 3)
@@ -130,13 +130,11 @@ class _Slice(NamedTuple):
     args: Mapping[str, Any]
 
 
-class _Row(NamedTuple):
-    name: str
-    slices: list[_Slice]
+_Rows = dict[str, list[_Slice]]  # by name, from the top
 
 
-def _rows(steps: Sequence[tuple[StepRecord, Mapping[int, BucketInfo]]], shift_s: float) -> list[_Row]:
-    """Returns the slices of a rank's steps and layouts, row by row from the top."""
+def _rows(steps: Sequence[tuple[StepRecord, Mapping[int, BucketInfo]]], shift_s: float) -> _Rows:
+    """Returns the rows of a rank's steps and layouts."""
 
     def piece(name: str, start_s: float, end_s: float, **args: Any) -> _Slice:
         start, end = (round((at_s + shift_s) * 1e6 * _TICKS_PER_US) for at_s in (start_s, end_s))
@@ -160,10 +158,8 @@ def _rows(steps: Sequence[tuple[StepRecord, Mapping[int, BucketInfo]]], shift_s:
             if one.start_s is not None and one.end_s is not None:
                 args = {"step": record.step, "phase": one.phase, "source": one.source, "bytes": one.num_bytes}
                 collectives.append([piece(one.operation, one.start_s, one.end_s, **args)])
-    return [
-        *(_Row("steps", whole), _Row("phases", phases)),
-        *(*_lanes("buckets", buckets), *_lanes("wire", wire), *_lanes("collectives", collectives)),
-    ]
+    lanes = _lanes("buckets", buckets) | _lanes("wire", wire) | _lanes("collectives", collectives)
+    return {"steps": whole, "phases": phases, **lanes}
 
 
 def _step_args(record: StepRecord) -> dict[str, Any]:
@@ -188,19 +184,16 @@ def _bucket_args(record: StepRecord, bucket: BucketSpan, layout: Mapping[int, Bu
     }
 
 
-def _lanes(name: str, groups: Iterable[list[_Slice]]) -> list[_Row]:
+def _lanes(name: str, groups: Iterable[list[_Slice]]) -> _Rows:
     """Spreads groups of adjoining slices over as few rows as keep them apart."""
-    rows: list[_Row] = []
+    rows: _Rows = {}
     for group in sorted(groups, key=lambda slices: slices[0].start):
-        free = next((row for row in rows if row.slices[-1].end <= group[0].start), None)
-        if free is None:
-            free = _Row(f"{name} {len(rows) + 1}" if rows else name, [])
-            rows.append(free)
-        free.slices.extend(group)
+        free = [row for row, slices in rows.items() if slices[-1].end <= group[0].start]
+        rows.setdefault(free[0] if free else f"{name} {len(rows) + 1}" if rows else name, []).extend(group)
     return rows
 
 
-def _events(records: RankRecords, rows: Sequence[_Row], origin: int) -> list[dict[str, Any]]:
+def _events(records: RankRecords, rows: _Rows, origin: int) -> list[dict[str, Any]]:
     """Returns the events of a rank, with times since the origin."""
     pid = records.rank
     label = ",".join(str(records.header[key]) for key in ("device", "backend") if records.header.get(key))
@@ -211,15 +204,14 @@ def _events(records: RankRecords, rows: Sequence[_Row], origin: int) -> list[dic
     events: list[dict[str, Any]] = [
         {"name": name, "ph": "M", "pid": pid, "tid": first_tid, "args": args} for name, args in about.items()
     ]
-    for tid, row in enumerate(rows, first_tid):
-        for name, key, value in (("thread_name", "name", row.name), ("thread_sort_index", "sort_index", tid)):
+    for tid, (row, slices) in enumerate(rows.items(), first_tid):
+        for name, key, value in (("thread_name", "name", row), ("thread_sort_index", "sort_index", tid)):
             events.append({"name": name, "ph": "M", "pid": pid, "tid": tid, "args": {key: value}})
-        for piece in row.slices:
+        for piece in slices:
             times = {"ts": (piece.start - origin) / _TICKS_PER_US, "dur": (piece.end - piece.start) / _TICKS_PER_US}
-            category = row.name.split()[0]
-            named = {"name": piece.name, "cat": category, "ph": "X", "pid": pid, "tid": tid}
+            named = {"name": piece.name, "cat": row.split()[0], "ph": "X", "pid": pid, "tid": tid}
             events.append({**named, **times, "args": dict(piece.args)})
-    steps = [piece for piece in rows[0].slices if piece.args["gradient_bytes"]]
+    steps = [piece for piece in rows["steps"] if piece.args["gradient_bytes"]]
     exposed = [(piece.start, piece.args["exposed_ms"]) for piece in steps]
     for at, exposed_ms in [*exposed, *[(piece.end, 0) for piece in steps[-1:]]]:
         counter = {"name": "exposed communication", "cat": "steps", "ph": "C", "pid": pid, "tid": first_tid}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_commopt.measure.plain import write_rows
 from lightning_commopt.measure.runs.files import PAGE_FILE, TABLE_FILE
 from lightning_commopt.report.model import COLUMNS, Group, Report, Run, Setting
 from lightning_commopt.report.settings import chosen_settings
@@ -75,11 +75,8 @@ def write_csv(report: Report, path: Path) -> None:
     Of the searches of ``plan="auto"`` it has ``chosen`` and ``lost_steps`` of all repetitions, with "; " between them.
     """
     rows = [_row(group, setting) for group in report.groups for setting in group.settings]
-    columns = dict.fromkeys([*(name for numbers, _ in rows for name in numbers), *(n for _, own in rows for n in own)])
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(columns), restval="")
-        writer.writeheader()
-        writer.writerows({**numbers, **values} for numbers, values in rows)
+    results = dict.fromkeys(name for numbers, _ in rows for name in numbers)
+    write_rows(path, [{**numbers, **values} for numbers, values in rows], first=results)
 
 
 def _plain_setting(setting: Setting) -> dict[str, Any]:

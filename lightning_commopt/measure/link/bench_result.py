@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_commopt.measure.median import Median, median_of
-from lightning_commopt.measure.plain import from_plain, load_json
+from lightning_commopt.measure.plain import from_plain, load_json, write_rows
 
 FORMAT = 1  # version of the JSON, raised when a key changes its meaning; new keys keep it
 _KIND = "commopt bench"
@@ -160,10 +159,7 @@ class BenchResult:
     def write_csv(self, path: Path) -> None:
         """Writes a row for each case; see `to_plain`."""
         rows = [{name: value for name, value in _plain_row(row).items() if name != "times_s"} for row in self.rows]
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)), restval="")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(path, rows)
 
 
 def kind_of(path: Path) -> object:
