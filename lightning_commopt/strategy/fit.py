@@ -9,7 +9,6 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_commopt.compat.lightning import has_trainer, optimizer_is_toggled
 from lightning_commopt.compat.loops import batch_is_open
 from lightning_commopt.compat.sigterm import SigtermCheck, broadcasts_sigterm
-from lightning_commopt.launch.environment import launcher_pid
 from lightning_commopt.sync.checkpoint import gather_state, read_state
 from lightning_commopt.sync.state import KEY
 from lightning_commopt.text.validation import warn_once
@@ -20,15 +19,7 @@ def watch_fit(strategy: Any) -> FitWatch | None:
     """Starts to watch a fit of several ranks, whose process group exists; returns None where there is no such fit."""
     if strategy.world_size == 1 or not is_fit(strategy):
         return None
-    return FitWatch(
-        strategy.lightning_module.trainer,
-        strategy._uneven_batches,
-        strategy.root_device,
-        ranks_per_node=strategy.num_processes,
-        main_address=strategy.cluster_environment.main_address,
-        launcher_pid=launcher_pid(strategy._start_method),
-        timeout=strategy._timeout or default_pg_timeout,
-    )
+    return FitWatch(strategy)
 
 
 def check_sigterm(strategy: Any, every_n_steps: int | None) -> SigtermCheck | None:

@@ -6,13 +6,13 @@ import multiprocessing
 import os
 import threading
 import time
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from lightning_commopt.compat.loops import LoopEvents, num_begun
+from lightning_commopt.launch.environment import launcher_pid
 from lightning_commopt.sync.store import key_space
 from lightning_commopt.watch.epoch_ends import EpochEnds
 from lightning_commopt.watch.peers import Failure, Lifelines, Peers
@@ -40,39 +40,25 @@ class FitWatch:
     All ranks must make it, once for each fit.
 
     Args:
-        trainer: about to fit.
-        uneven_batches: one of `lightning_commopt.watch.uneven_batches.POLICIES`.
-        device: that this rank trains on, whose tensors the default group can gather.
-        ranks_per_node: consecutive ranks on each host.
-        main_address: of rank 0's host.
-        launcher_pid: the process that has started this one and waits for it; None if there is none.
-        timeout: how long ranks wait for others at the end of an epoch.
+        strategy: of a Trainer that is about to fit, with its process group.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        uneven_batches: str,
-        device: torch.device,
-        *,
-        ranks_per_node: int,
-        main_address: str,
-        launcher_pid: int | None,
-        timeout: timedelta,
-    ) -> None:
-        self._trainer = trainer
-        self._policy = uneven_batches
-        self._device = device
+    def __init__(self, strategy: Any) -> None:
+        trainer = self._trainer = strategy.lightning_module.trainer
+        self._policy = strategy._uneven_batches
+        self._device = strategy.root_device
+        self._launcher = launcher_pid(strategy._start_method)
         self._rank, world_size = dist.get_rank(), dist.get_world_size()
+        ranks_per_node, timeout = strategy.num_processes, strategy._timeout or default_pg_timeout
         store = key_space("fit")
         first = self._rank - self._rank % ranks_per_node
-        self._lifelines = Lifelines(store, self._rank, range(0, world_size, ranks_per_node), main_address)
+        first_ranks, address = range(0, world_size, ranks_per_node), strategy.cluster_environment.main_address
+        self._lifelines = Lifelines(store, self._rank, first_ranks, address)
         self._peers = Peers(store, self._rank, world_size, range(first, first + ranks_per_node), self._lifelines)
         self._ends = EpochEnds(store, self._rank, world_size, timeout.total_seconds(), self._check_peers)
         self._agreed: int | None = None
         self._explanation: str | None = None
         self._fit_thread = threading.get_ident()
-        self._launcher = launcher_pid
         self._events = LoopEvents(
             trainer,
             on_data=self._make_even,
