@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from lightning_commopt.launch.process import InterruptedRun, raise_signals, run_in_group
+from lightning_commopt.launch.process import InterruptedRun, RankError, raise_signals, run_in_group, run_ranks
 from support.process_groups import is_group_gone, living_members
 
 PYTHON = (sys.executable, "-u", "-c")
@@ -159,3 +159,23 @@ def test_only_the_first_signal_is_raised():
     assert caught.value.signal == signal.SIGTERM
     assert cleaned
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_rank_that_fails_ends_the_others():
+    """If it fails, a bench whose rank has failed leaves processes that disturb the next one."""
+    output: list[tuple[int, bytes]] = []
+    failing = "import sys, time; print('it broke', flush=True); time.sleep(1); sys.exit(3)"
+    programs = [((*PYTHON, code), os.environ) for code in (WITH_CHILD + "time.sleep(600)", failing)]
+    with pytest.raises(RankError, match=r"(?s)rank 1 ended with status 3; .*it broke") as caught:
+        run_ranks(programs, on_output=lambda *part: output.append(part))
+    assert (caught.value.rank, caught.value.status) == (1, 3)
+    assert b"".join(part for rank, part in output if rank == 0).decode() == caught.value.outputs[0]
+    assert is_group_gone(int(caught.value.outputs[0]))
+
+
+def test_ranks_that_take_too_long_are_ended():
+    programs = [((*PYTHON, "import time; time.sleep(600)"), os.environ)] * 2
+    with pytest.raises(RankError, match=r"rank 0 still ran after 0\.5 s") as caught:
+        run_ranks(programs, on_output=lambda *_: None, timeout_s=0.5)
+    assert caught.value.status is None
+    assert run_ranks([((*PYTHON, ""), os.environ)] * 2, on_output=lambda *_: None) == ["", ""]
