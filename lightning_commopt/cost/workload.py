@@ -45,11 +45,6 @@ class Workload:
     def gradient_bytes(self) -> int:
         return sum(gradient.num_bytes for gradient in self.gradients)
 
-    @property
-    def compute_s(self) -> float:
-        """A step with nothing to send."""
-        return self.forward_s + self.backward_s + self.rest_s
-
     def accumulating(self, num_batches: int) -> Workload:
         """Returns the same with another number of batches to a step; what is not forward or backward stays.
 

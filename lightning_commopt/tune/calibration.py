@@ -23,6 +23,7 @@ from lightning_commopt.tune.options import TuneOptions
 NUM_STEPS = 6
 MAX_CANDIDATES = 3
 _MIN_GAIN = 0.01  # that a prediction must promise; the search wants more
+_MIN_BYTES = 2**18  # of gradients: the steps of smaller models do not separate the link's rate from its latency
 _MIN_RATIO = 2  # of the numbers of buckets: what a bucket costs besides its bytes is what predictions miss most
 _NUM_SETTLING_STEPS = 3  # DDP lays out its buckets after the first, or, with a static graph, the second
 
@@ -167,7 +168,7 @@ def _differ(one: CommPlan, other: CommPlan, basis: Basis) -> bool:
 
 def _not_allowed(basis: Basis, options: TuneOptions, best_s: float) -> dict[str, float]:
     """Returns what compressors would save beside the best allowed plan, if their arithmetic cost nothing."""
-    if options.has_fixed_hook:
+    if options.has_fixed_hook or basis.workload.gradient_bytes < _MIN_BYTES:
         return {}
     saved = {}
     for name, compressor in ready_compressors().items():

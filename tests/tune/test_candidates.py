@@ -54,6 +54,15 @@ def test_lossless_stays_lossless_and_names_what_would_help() -> None:
     assert "int8" not in _list(_SLOW, ("int8",)).not_allowed
 
 
+def test_a_model_that_sends_hardly_anything_is_not_told_to_compress() -> None:
+    """If it fails, latency is taken for a slow link, and compression promised to save what it cannot."""
+    small = dataclasses.replace(_WORKLOAD, gradients=(Gradient("layer", (128, 128), 4, 0.01),))
+    link = Link(hop_s=1e-4, s_per_byte=1e-4)
+    basis = Basis(plan=CommPlan(), workload=small, link=link, costs={}, step_s=1.0)
+    assert predict(CommPlan(comm_hook=_INT8), small, link, {}).step_s < predict(CommPlan(), small, link, {}).step_s
+    assert shortlist(basis, TuneOptions()).not_allowed == {}
+
+
 def test_a_fast_link_needs_nothing() -> None:
     """If it fails, steps are spent on a search although communication is hidden."""
     found = _list(_FAST, ("bf16", "int8"))
