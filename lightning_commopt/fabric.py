@@ -157,7 +157,6 @@ class CommOptDDP(DDPStrategy):
         return output
 
     def setup_module(self, module: Module) -> Module:  # type: ignore[override]
-        """Wraps the module, unless there is only one rank."""
         self.auto_plan.start_loop()
         if max(self.world_size, self.num_nodes * self.num_processes) == 1:
             explain_one_rank("comm_hook" if self._plan.comm_hook is not None else None)
@@ -211,7 +210,6 @@ class CommOptDDP(DDPStrategy):
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Writes a checkpoint, with the gradient-sync state of all ranks if it holds an optimizer."""
         if self._save_comm_state and any(isinstance(value, Optimizer) for value in state.values()):
             saved = self._syncs.gather(
                 state,

@@ -109,11 +109,7 @@ class CommPlan:
             )
 
     def with_comm_hook(self, comm_hook: str | Mapping[str, Any] | Compressor) -> CommPlan:
-        """Returns this plan with another compressor.
-
-        Raises:
-            OptionError: ``comm_hook`` is nothing that a plan takes; None is refused too, write "none".
-        """
+        """Returns this plan with another compressor; None is an OptionError, as "none" means no compressor."""
         try:
             if comm_hook is None:
                 raise TypeError("got None")

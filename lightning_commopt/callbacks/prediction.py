@@ -76,10 +76,7 @@ class PredictionRecorder:
             self._times.close()
 
     def conclude(self, comm_hook: str, files: StepFiles | None) -> list[Forecast]:
-        """Returns what other settings would make of a step; empty if the fit has not shown enough.
-
-        ``comm_hook`` is the name of what has averaged the gradients; ``files`` get what ``commopt predict`` reads.
-        """
+        """Returns what other settings would make of a step, if the fit has shown enough; ``files`` get it too."""
         self.close()
         if self._times is None or not self._steps or (plan := _plan(self._strategy, comm_hook)) is None:
             return []

@@ -101,10 +101,7 @@ def plan_settings(strategy: Strategy) -> dict[str, Any]:
 
 
 def _plan_options(plan: CommPlan, *, is_short: bool = False) -> dict[str, Any]:
-    """Returns the options of a plan in JSON types, an unnamed compressor by its repr.
-
-    With ``is_short``, options of the compressor that have their defaults are left out.
-    """
+    """Returns a plan's options in JSON types, with ``is_short`` without a compressor's defaults."""
     try:
         options = plan.to_dict()
     except ValueError:

@@ -26,10 +26,7 @@ def registered_hooks(model: DistributedDataParallel) -> list[object]:
 
 
 def bucket_parameters(model: DistributedDataParallel) -> list[list[int]]:
-    """Returns the parameters in each bucket, once DDP has rebuilt its buckets; empty before.
-
-    Not during a backward, in which DDP holds a lock.
-    """
+    """Returns the parameters in each bucket, empty before DDP has rebuilt them; not in a backward, which has a lock."""
     text = str(model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", ""))
     return [[int(index) for index in bucket.split()] for bucket in text.split(",") if bucket.strip()]
 
@@ -46,10 +43,7 @@ def has_bucket_limits(model: DistributedDataParallel) -> bool:
 
 
 def first_bucket_parameters(model: DistributedDataParallel, parameters: list[Tensor]) -> list[list[int]]:
-    """Returns the parameters in each bucket of the first backward, which DDP rebuilds after it, of dense gradients.
-
-    The ``model`` was just wrapped and synchronizes ``parameters``, in its order.
-    """
+    """Returns the parameters in each bucket of the first backward of dense gradients, for a model just wrapped."""
     limits, _ = model._bucket_config.compute_bucket_size_limits(
         static_graph=model.static_graph, find_unused_parameters=model.find_unused_parameters
     )

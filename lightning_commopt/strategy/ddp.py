@@ -201,14 +201,12 @@ class CommOptStrategy(_DDPStrategy):
             check_backward(trainable, self.lightning_module, bool(self.plan.static_graph))
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Ends the first backward of a static graph under manual optimization, and counts the gradient sync."""
         super().post_backward(closure_loss)
         is_manual = (module := self.lightning_module) is not None and not module.automatic_optimization
         self.gradient_sync.end_backward(ends_static_graph=is_manual and not self._flushes_static_graph)
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Blocks gradient sync in backward, but for the first one of a static graph, which DDP needs."""
         if self.gradient_sync.must_sync:
             yield
         else:
@@ -238,7 +236,6 @@ class CommOptStrategy(_DDPStrategy):
             self._apply_next_plan()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Applies a plan that arrived within the last batch; wraps again where parameters were frozen or unfrozen."""
         super().on_train_batch_start(batch, batch_idx)
         self._apply_next_plan()
         if fit.must_rewrap(self):
@@ -260,25 +257,21 @@ class CommOptStrategy(_DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Writes a checkpoint, with the gradient-sync state of all ranks unless it is of weights only."""
         if self._save_comm_state and "optimizer_states" in checkpoint:
             fit.add_comm_state(checkpoint, self)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Reads a checkpoint; if it is to be trained further, keeps this rank's part of the state."""
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         fit.take_comm_state(checkpoint, self)
         return checkpoint
 
     def on_exception(self, exception: BaseException) -> None:
-        """Explains torch's messages about compiled modules and unused parameters, and lets the other ranks know."""
         explain_error(exception)
         if self._fit_watch is not None:
             self._fit_watch.fail(exception)
 
     def teardown(self) -> None:
-        """Removes the wrapper, and ends the hook."""
         try:
             if self._save_comm_state and not fit.is_in_batch(self):
                 self.gradient_sync.keep_state()

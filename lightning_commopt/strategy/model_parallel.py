@@ -122,7 +122,6 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
         self._sigterm_check = check_sigterm(self, self._sigterm_every_n_steps)
 
     def setup(self, trainer: Trainer) -> None:
-        """Sets up the model, and compresses its collectives in a fit."""
         super().setup(trainer)
         assert self.model is not None
         covered: set[Module] = set()
@@ -185,7 +184,6 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Saves a checkpoint, with the state of ``comm_hook``. All ranks must call it."""
         sync = self.sharded_sync
         if sync is None or not sync.units or not self._saves_comm_state or "optimizer_states" not in checkpoint:
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -198,7 +196,6 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
             save_in_directory(sync, Path(self.broadcast(filepath)))
 
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Loads a checkpoint; a fit resumes with its state of ``comm_hook``. All ranks must call it."""
         path = Path(self.broadcast(checkpoint_path))
         checkpoint = super().load_checkpoint(path, *args, **kwargs)
         saved = checkpoint.pop(KEY, None)
@@ -207,7 +204,6 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
         return checkpoint
 
     def on_exception(self, exception: BaseException) -> None:
-        """Explains torch's message about parameters that were not gathered."""
         explain_error(exception)
         super().on_exception(exception)
 

@@ -35,11 +35,7 @@ _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 def place_compressor(
     model: DistributedDataParallel, compressor: Compressor, ranks_per_node: int | None
 ) -> tuple[Compressor, int | None]:
-    """Returns the compressor for the nodes of ``model``, and the ranks per node if it uses them.
-
-    Raises:
-        OptionError: the model is on another type of device, or ``ranks_per_node`` does not divide the world size.
-    """
+    """Returns the compressor for the nodes of ``model``, and the ranks per node if it uses them; or an OptionError."""
     if model.device_type not in ("cpu", "cuda"):
         raise OptionError(f"comm_hook works on cpu and cuda, but the model is on {model.device_type}")
     world_size = dist.get_world_size(model.process_group)
@@ -162,8 +158,7 @@ def unwrap(model: DistributedDataParallel) -> Module:
 class ResidualAdder:
     """Adds residuals to the next gradients of their parameters, once; those of frozen ones are left out.
 
-    Attributes:
-        residuals: not added yet, by parameter name; of its shape, or for a complex one as pairs of real numbers.
+    ``residuals`` are those not added yet, of the parameter's shape, or for a complex one as pairs of real numbers.
     """
 
     def __init__(self, module: Module, residuals: dict[str, Tensor]) -> None:

@@ -43,12 +43,7 @@ _EXPLANATIONS = {
 
 
 def check_backward(trainable: Trainable, module: LightningModule, is_static: bool) -> None:
-    """Refuses a backward whose gradients DDP does not synchronize as it was set up.
-
-    Raises:
-        MisconfigurationException: a parameter that was frozen when the model was wrapped was unfrozen; or one
-            of several optimizers is toggled, so that the graph is not static.
-    """
+    """Refuses a backward whose gradients DDP does not synchronize as it was set up."""
     if trainable.some_unfrozen():
         raise MisconfigurationException(
             "A parameter was unfrozen within the training step, after DDP had laid out its buckets: each rank"

@@ -185,7 +185,6 @@ class GradientSync:
         return CommState(None, self.num_syncs, is_common=True) if self.num_syncs else None
 
     def restore(self, state: CommState) -> None:
-        """Keeps the state of a checkpoint for `resume`."""
         self._restored = state
 
     def resume(self, module: Module) -> None:

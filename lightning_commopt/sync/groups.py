@@ -85,11 +85,7 @@ def borrow_groups(
 
 
 def borrow_host_group() -> BorrowedGroups:
-    """Returns a gloo group of all ranks for small messages of the host. All ranks must call it.
-
-    Raises:
-        RuntimeError: the ranks cannot reach each other over gloo.
-    """
+    """Returns a gloo group of all ranks for small messages of the host, or raises. All ranks must call it."""
     return borrow_groups(default_group(), backend="gloo")
 
 

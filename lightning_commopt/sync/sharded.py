@@ -158,10 +158,7 @@ def check_available(option: str = "comm_hook") -> None:
 
 
 def sharded_units(model: Module) -> list[tuple[tuple[FSDPModule, ...], list[Column]]]:
-    """Returns the units of a model that have several shards: their modules and parameters.
-
-    Raises an OptionError if torch is too old, or a unit is sharded in a way that is not supported here.
-    """
+    """Returns the units of a model that have several shards, with their parameters; or an OptionError."""
     check_available()
     names = {module: name for name, module in model.named_modules()}
     units = []

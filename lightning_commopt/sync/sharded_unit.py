@@ -48,7 +48,6 @@ class Column(NamedTuple):
         return len(self.shape) > 1
 
     def is_trained(self) -> bool:
-        """Returns whether it takes part in gradient sync; it may be frozen for some steps."""
         return bool(getattr(self.owner, self.attribute).requires_grad)
 
     def width(self, world_size: int) -> int:
@@ -81,7 +80,6 @@ class CommObject:
     """What all comm objects of FSDP2 have in common."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Returns memory for the input or the output."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -176,7 +174,6 @@ class UnitReduceScatter(CommObject):
         return {"names": self._compressed()[0], "state": self._state}
 
     def restore(self, saved: SavedUnit) -> None:
-        """Uses a state from the next backward on."""
         self._restored = saved
 
     def residuals(self) -> dict[str, Tensor]:

@@ -180,10 +180,7 @@ def _from_plain(part: dict[str, Any], compressor: Compressor | None, num_syncs: 
 
 
 def fit_to(saved: Any, fresh: Any, device: torch.device) -> Any:
-    """Returns ``saved`` on the devices of ``fresh``, if both have the same structure.
-
-    A saved dict may have more entries, which go to ``device``: states may grow in their first gradient sync.
-    """
+    """Returns ``saved``, of the structure of ``fresh``, on its devices; other entries of a dict go to ``device``."""
     if isinstance(fresh, Tensor):
         if not isinstance(saved, Tensor) or (saved.shape, saved.dtype) != (fresh.shape, fresh.dtype):
             raise CheckpointError(f"a state has {_kind(saved)} where {_kind(fresh)} is expected")

@@ -92,10 +92,7 @@ def run_on_samples(
 
 
 def run_alone(compressor: Compressor, layout: Layout, flat: Tensor, channel: Channel, first_step: int = 0) -> None:
-    """Runs a compressor as if all ranks had the same gradients; nothing is sent.
-
-    Two steps, its residual, and a step that is given the residual of another layout or plan.
-    """
+    """Runs two steps, and one with a carried residual, as if all ranks had the same gradients; nothing is sent."""
     state, alone = compressor.init(layout, flat.device, first_step), cast(Channel, AloneChannel(channel))
     for carried in (*[None] * _NUM_STEPS, torch.zeros_like(flat)):
         finish(compressor.rounds(flat, layout, state, alone, carried))

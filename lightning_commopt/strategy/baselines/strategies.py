@@ -156,9 +156,7 @@ class NaiveDP(ParameterwiseDP):
 
     No communication is hidden behind backward, and every parameter pays a collective's latency. Trains as
     ``DDPStrategy`` does: the same bits on two ranks, and to rounding on more. On CUDA each all-reduce is waited for by
-    the stream, and the host runs ahead.
-
-    Takes the arguments of `ParameterwiseDP`.
+    the stream, and the host runs ahead. Takes the arguments of `ParameterwiseDP`.
     """
 
     _sync_class = AfterBackward
@@ -167,10 +165,8 @@ class NaiveDP(ParameterwiseDP):
 class InterleavedDP(ParameterwiseDP):
     """Data parallelism that starts each gradient's all-reduce when backward has computed it, without buckets.
 
-    Backward hides communication as far as it lasts, while every parameter pays a collective's latency. All are waited
-    for when backward is over. Trains as ``DDPStrategy`` does: the same bits on two ranks, and to rounding on more.
-
-    Takes the arguments of `ParameterwiseDP`.
+    Backward hides communication as far as it lasts, while every parameter pays a collective's latency. Trains as
+    ``DDPStrategy`` does: the same bits on two ranks, and to rounding on more. Takes the arguments of `ParameterwiseDP`.
     """
 
     _sync_class = WhileBackwardRuns
