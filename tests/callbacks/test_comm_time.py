@@ -22,6 +22,7 @@ from lightning_commopt.measure.files import rank_file, read_run
 from support.cross_section import sampled
 from support.lightnings import Callback, CSVLogger, DDPStrategy, LightningModule, Logger, Trainer
 from support.ranks import run_ranks
+from support.strategy_models import trainer
 
 TIMES = [
     "step_s",
@@ -264,20 +265,11 @@ class StepsLater(Net):
 
 def steps_on_some_ranks() -> list[float]:
     comm_time = CommTimeMonitor(num_warmup_steps=0, save_records=False, print_summary=False)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=CommOptDDP(),
-        callbacks=[comm_time],
-        max_epochs=2,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer.fit(StepsLater(), DataLoader(TensorDataset(torch.randn(24, 8)), batch_size=3))
+        trainer(CommOptDDP(), callbacks=[comm_time]).fit(
+            StepsLater(), DataLoader(TensorDataset(torch.randn(24, 8)), batch_size=3)
+        )
     return [comm_time.metrics["step_s"], comm_time.summary["step_s"]]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import nvtx  # type: ignore[import-untyped]
 import pytest
 import torch
+from line import Line
 from recorded_domain import RecordedDomain
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -20,31 +21,14 @@ from lightning_commopt.text import validation
 from support.lightnings import (
     Callback,
     DDPStrategy,
-    LightningModule,
     LightningOptimizer,
     MisconfigurationException,
     ModelCheckpoint,
-    Trainer,
 )
 from support.ranks import run_ranks
+from support.strategy_models import trainer
 
 START, STOP = ["wait", "start"], ["wait", "stop"]
-
-
-class Line(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = torch.nn.Linear(3, 2)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch[0]).square().sum()
-
-    def validation_step(self, batch, batch_idx):
-        return None
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class ByHand(Line):
@@ -96,17 +80,13 @@ def loader(num_batches=4, num_ranks=1):
 
 
 def trainer_for(callbacks, **settings):
-    return Trainer(
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    return trainer(
         **{
-            "accelerator": "cpu",
-            "devices": 1,
+            "strategy": "auto",
             "callbacks": callbacks,
-            "logger": False,
-            "enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
+            "enable_checkpointing": saves,
             "max_epochs": 1,
-            "num_sanity_val_steps": 0,
             "limit_val_batches": 0,
             **settings,
         }

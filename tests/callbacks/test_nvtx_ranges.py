@@ -2,6 +2,7 @@ import pickle
 import threading
 import warnings
 
+import line
 import nvtx  # type: ignore[import-untyped]
 import pytest
 import torch
@@ -12,8 +13,9 @@ from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks.nvtx_ranges import COLORS, RANGES, NVTXRanges
 from lightning_commopt.measure.nvtx_timeline import SyncRanges
 from lightning_commopt.measure.observer import BucketInfo
-from support.lightnings import Callback, DDPStrategy, LightningModule, LightningOptimizer, ModelCheckpoint, Trainer
+from support.lightnings import Callback, DDPStrategy, LightningOptimizer, ModelCheckpoint
 from support.ranks import run_ranks
+from support.strategy_models import trainer
 
 STEP = ["get batch", "forward", "backward", "optimizer step"]
 ACCUMULATED = STEP[:-1]
@@ -26,20 +28,11 @@ def domain(monkeypatch):
     return recorded
 
 
-class Line(LightningModule):
+class Line(line.Line):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
-
-    def training_step(self, batch, batch_idx):
-        return self.layers(batch[0]).square().sum()
-
-    def validation_step(self, batch, batch_idx):
-        return None
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.01)
+        self.layer = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
 
 
 class TwoSteps(Line):
@@ -112,19 +105,9 @@ def loader(num_batches=3, num_ranks=1):
 
 
 def trainer_for(callbacks, **settings):
-    return Trainer(
-        **{
-            "accelerator": "cpu",
-            "devices": 1,
-            "callbacks": callbacks,
-            "logger": False,
-            "enable_checkpointing": any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-            "max_epochs": 1,
-            "num_sanity_val_steps": 0,
-            **settings,
-        }
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    return trainer(
+        **{"strategy": "auto", "callbacks": callbacks, "enable_checkpointing": saves, "max_epochs": 1, **settings}
     )
 
 

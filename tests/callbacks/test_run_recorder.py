@@ -14,8 +14,9 @@ from lightning_commopt.measure.runs.files import LOSS_FILE, RUN_FILE
 from lightning_commopt.measure.runs.losses import read_losses
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.report.build import build_report
-from support.lightnings import LightningModule, Trainer
+from support.lightnings import LightningModule
 from support.ranks import run_ranks, run_ranks_or_raise
+from support.strategy_models import trainer
 
 BATCH_SIZE = 4
 
@@ -47,17 +48,9 @@ def fit(folder, *, strategy="auto", devices=1, callbacks=(), recorder=None, mode
     loader = DataLoader(TensorDataset(torch.ones(6 * devices * BATCH_SIZE, 3)), batch_size=BATCH_SIZE)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=devices,
-            strategy=strategy,
-            callbacks=[*callbacks, recorder or RunRecorder(dirpath=folder)],
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **{"max_epochs": 1, "enable_checkpointing": False, **settings},
-        )
-        trainer.fit(model or RankLoss(), loader, loader, ckpt_path=ckpt_path)
+        options = {"devices": devices, "max_epochs": 1, "num_sanity_val_steps": 2, **settings}
+        run = trainer(strategy, callbacks=[*callbacks, recorder or RunRecorder(dirpath=folder)], **options)
+        run.fit(model or RankLoss(), loader, loader, ckpt_path=ckpt_path)
 
 
 def two_ranks(folder):

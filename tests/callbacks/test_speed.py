@@ -3,30 +3,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from line import Line
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, SpeedMonitor
-from support.lightnings import CSVLogger, DDPStrategy, LightningModule, ThroughputMonitor, Trainer
+from support.lightnings import CSVLogger, DDPStrategy, ThroughputMonitor
 from support.ranks import run_ranks
+from support.strategy_models import trainer
 
 NUMEL = 3 * 2 + 2
-
-
-class Line(LightningModule):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(3, 2)
-
-    def training_step(self, batch, batch_idx):
-        return self.layer(batch[0]).sum()
-
-    def validation_step(self, batch, batch_idx):
-        return None
-
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Ignoring(Line):
@@ -60,18 +47,7 @@ def fit(strategy="auto", devices=1, num_warmup_steps=2, model=Line, collate_fn=N
     loader = DataLoader(data, batch_size=4, collate_fn=collate_fn)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=devices,
-            strategy=strategy,
-            callbacks=[speed],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            **{"max_epochs": 2, **settings},
-        )
-        trainer.fit(model(), loader, loader)
+        trainer(strategy, callbacks=[speed], **settings).fit(model(), loader, loader)
     return speed
 
 
@@ -141,18 +117,9 @@ def test_it_stands_beside_lightnings_throughput_monitor(tmp_path):
     assert speed.state_key != lightnings.state_key
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = Trainer(
-            accelerator="cpu",
-            devices=1,
-            callbacks=[speed, lightnings, CommTimeMonitor(every_n_steps=5, log="all")],
-            logger=logger,
-            log_every_n_steps=5,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            max_steps=20,
-        )
-        trainer.fit(Line(), DataLoader(TensorDataset(torch.ones(80, 3)), batch_size=4))
+        callbacks = [speed, lightnings, CommTimeMonitor(every_n_steps=5, log="all")]
+        run = trainer("auto", callbacks=callbacks, logger=logger, log_every_n_steps=5, max_steps=20)
+        run.fit(Line(), DataLoader(TensorDataset(torch.ones(80, 3)), batch_size=4))
     logged = set((tmp_path / "metrics.csv").read_text().splitlines()[0].split(",")) - {"step", "epoch"}
     ours = {name for name in logged if name.startswith("comm_time/")}
     theirs = {name for name in logged if name.startswith("train")}

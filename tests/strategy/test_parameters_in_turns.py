@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP
-from support.lightnings import LightningModule, Trainer
+from support.lightnings import LightningModule
 from support.ranks import run_ranks, run_ranks_or_raise
+from support.strategy_models import trainer
 
 
 class _InTurns(LightningModule):
@@ -33,18 +34,8 @@ class _InTurns(LightningModule):
 
 def _fit(starts_frozen: bool, **options: Any) -> np.ndarray:
     data = TensorDataset(torch.randn(64, 8, generator=torch.Generator().manual_seed(0)))
-    trainer = Trainer(
-        strategy=CommOptDDP(**options),
-        accelerator="cpu",
-        devices=2,
-        max_epochs=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
     model = _InTurns(starts_frozen)
-    trainer.fit(model, DataLoader(data, batch_size=4, num_workers=0))
+    trainer(CommOptDDP(**options)).fit(model, DataLoader(data, batch_size=4, num_workers=0))
     return np.concatenate([parameter.detach().numpy().ravel() for parameter in model.parameters()])
 
 

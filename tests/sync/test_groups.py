@@ -12,13 +12,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.compressors.channel import Channel, backends_of
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit
 from support.ranks import run_ranks
+from support.strategy_models import trainer
 
 NUM_RANKS = 2
 
@@ -78,18 +78,9 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", WORLD_SIZE=str(NUM_RANKS), MASTER_ADDR="", MASTER_PORT="1")
     dist.init_process_group("gloo", store=store, rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=60))
-    trainer = Trainer(
-        strategy=CommOptDDP(comm_hook="powersgd"),
-        accelerator="cpu",
-        devices=NUM_RANKS,
-        max_steps=3,
-        logger=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-    )
-    trainer.fit(BoringModel())
-    assert trainer.global_step == 3
+    run = trainer(CommOptDDP(comm_hook="powersgd"), max_steps=3)
+    run.fit(BoringModel())
+    assert run.global_step == 3
     print("trained", flush=True)
 
 
