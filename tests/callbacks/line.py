@@ -12,7 +12,7 @@ class Line(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layer: torch.nn.Module = torch.nn.Linear(3, 2)
+        self.layer: Any = torch.nn.Linear(3, 2)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.layer(batch[0]).square().sum()
