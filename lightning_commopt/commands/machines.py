@@ -12,6 +12,10 @@ from rich.console import Console
 
 from lightning_commopt.commands.errors import Json, check_outputs, errors_in_a_line
 
+Command = Annotated[
+    list[str], typer.Argument(metavar="COMMAND", help="Command of one rank, such as python train.py; or torchrun ...")
+]
+
 
 def selftest(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: CUDA where there is a device.")] = "auto",
@@ -110,17 +114,14 @@ def _explain_hang(run_dir: Path, *, json: bool) -> None:
 
 def nccl_log(
     files: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="FILE...", help="Logs of NCCL_DEBUG=INFO, one for each rank or all in one; - is standard input."
-        ),
+        list[Path], typer.Argument(metavar="FILE...", help="Logs of NCCL_DEBUG=INFO of all ranks; - is standard input.")
     ],
     run: Annotated[
         Path | None, typer.Option(metavar="RUN_DIR", help="Match the Inspector's records with this run's buckets.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Says how the ranks of a job talk, what is slow, wrong or unequal, and which setting or hardware is behind it.
+    """Reports how the ranks of a job talk, what is slow, wrong or unequal, and which setting or hardware is behind it.
 
     Files may be cut, mixed, compressed, and of NCCL 2.2 to 2.30, and those of NCCL's Inspector may be among them. Exit
     status 2 if there is no line of NCCL in them.
@@ -148,17 +149,15 @@ def nccl_log(
 def topo(
     file: Annotated[
         Path | None,
-        typer.Option(
-            "--from", metavar="FILE", help="Text of nvidia-smi topo -m, or XML of NCCL_TOPO_DUMP_FILE; - for the input."
-        ),
+        typer.Option("--from", metavar="FILE", help="Text of nvidia-smi topo -m, or XML of NCCL; - is the input."),
     ] = None,
     source: Annotated[
-        str, typer.Option(help="Whom to ask on this machine: nvml, nvidia-smi, or auto for the first that works.")
+        str, typer.Option(help="Where to read this machine's: nvml, nvidia-smi, or auto for the first that works.")
     ] = "auto",
     json: Json = False,
     output: Annotated[Path | None, typer.Option(help="Write it as a page, too: one HTML file.")] = None,
 ) -> None:
-    """Says how the GPUs and NICs of a machine are connected, what to expect of that, and what hurts.
+    """Reports how the GPUs and NICs of a machine are connected, what to expect of that, and what hurts.
 
     Under torchrun or srun also whether this rank's cores are near its GPU. Exit status 1 if a link is broken, 2 if
     there is no topology to read.
@@ -192,12 +191,7 @@ def topo(
 
 
 def nsys(
-    command: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="COMMAND", help="Command of one rank, such as python train.py; or torchrun and its words."
-        ),
-    ],
+    command: Command,
     nproc_per_node: Annotated[
         int | None, typer.Option(min=1, help="Ranks on this machine; by default one for each CUDA device, at least 1.")
     ] = None,
@@ -227,10 +221,7 @@ def nsys(
 
 
 def tune(
-    command: Annotated[
-        list[str],
-        typer.Argument(metavar="COMMAND", help="The training, such as python train.py, or torchrun and its words."),
-    ],
+    command: Command,
     lossy: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="A compressor that may be chosen, such as int8; may be given several times."),

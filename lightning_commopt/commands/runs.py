@@ -10,11 +10,11 @@ from rich.console import Console
 from lightning_commopt.commands.errors import Json, errors_in_a_line
 from lightning_commopt.text.formatting import count
 
+RunDir = Annotated[Path, typer.Argument(help="Directory of a run with CommTimeMonitor, which has comm_time.")]
+
 
 def trace(
-    run_dir: Annotated[
-        Path, typer.Argument(help="Directory that has comm_time, where CommTimeMonitor saved its steps.")
-    ],
+    run_dir: RunDir,
     output: Annotated[Path | None, typer.Option(help="The file; by default comm_time/trace.json in RUN_DIR.")] = None,
     first_step: Annotated[
         int | None, typer.Option(min=0, help="First step of the trace; by default the first one that was saved.")
@@ -35,9 +35,7 @@ def trace(
 
 
 def summary(
-    run_dir: Annotated[
-        Path, typer.Argument(help="Directory that has comm_time, where CommTimeMonitor saved its steps.")
-    ],
+    run_dir: RunDir,
     num_warmup_steps: Annotated[
         int | None, typer.Option(min=0, help="First steps to exclude; by default as many as CommTimeMonitor did.")
     ] = None,
@@ -68,13 +66,10 @@ def report(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            help="Folder for report.html and report.csv, or the page itself; by default the first DIR that exists."
-        ),
+        typer.Option(help="Folder for report.html and report.csv, or the page; by default the first DIR that exists."),
     ] = None,
     earlier: Annotated[
-        Path | None,
-        typer.Option(help="Earlier sweep, or the output of --json for it: list what is slower now beyond noise."),
+        Path | None, typer.Option(help="Earlier sweep, or its output of --json: list what is slower now beyond noise.")
     ] = None,
     tolerance: Annotated[
         float, typer.Option(metavar="SHARE", help="Share of the throughput that a setting may lose since --earlier.")
@@ -111,13 +106,10 @@ def report(
 
 
 def predict(
-    run_dir: Annotated[Path, typer.Argument(help="Directory of a run with CommTimeMonitor; it has comm_time.")],
+    run_dir: RunDir,
     ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks; by default as many as trained.")] = None,
     link: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RATE", help="Of each rank's link, such as 25gbit or 500mbit; by default that of the run."
-        ),
+        str | None, typer.Option(metavar="RATE", help="Of each rank's link, such as 25gbit; by default the run's.")
     ] = None,
     accumulate: Annotated[
         int | None, typer.Option(min=1, help="Batches to accumulate for a step; by default as many as the run did.")

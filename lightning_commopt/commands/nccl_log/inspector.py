@@ -85,10 +85,8 @@ class InspectorReader:
         if not text.startswith('{"') or not any(f'"{name}"' in text for name in ("coll_perf", "dump_stats")):
             return False
         try:
-            record = json.loads(text)
+            record = dict(json.loads(text))  # it begins as an object
         except (ValueError, RecursionError):
-            return False
-        if not isinstance(record, dict):
             return False
         header, stats = record.get("header"), record.get("dump_stats")
         if isinstance(stats, dict) and isinstance(header, dict):

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from lightning_commopt.commands.nccl_log.communicators import Source
 from lightning_commopt.commands.nccl_log.facts import Connection, Fact, Member, Process, SearchResult
 from lightning_commopt.commands.nccl_log.lines import Message
-from lightning_commopt.commands.nccl_log.sources import Source
 from lightning_commopt.text.findings import read_texts
 
 _TABLE = read_texts(Path(__file__).with_name("patterns.txt"))

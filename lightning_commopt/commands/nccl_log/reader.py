@@ -11,12 +11,11 @@ from collections.abc import Iterable, Sequence
 from gzip import BadGzipFile
 from pathlib import Path
 
-from lightning_commopt.commands.nccl_log.communicators import add_listed, add_unnamed, group_members
+from lightning_commopt.commands.nccl_log.communicators import Sources, add_listed, add_unnamed, group_members
 from lightning_commopt.commands.nccl_log.facts import Choice, Fact, LoggedWarning, NcclLog, Progress, RasReport, Timeout
 from lightning_commopt.commands.nccl_log.inspector import InspectorReader
 from lightning_commopt.commands.nccl_log.lines import Message, read_messages
 from lightning_commopt.commands.nccl_log.messages import find_version, read_process_line, read_rank_line
-from lightning_commopt.commands.nccl_log.sources import Sources
 from lightning_commopt.commands.nccl_log.warnings import explain
 from lightning_commopt.text.findings import Line, read_texts
 

@@ -175,9 +175,18 @@ def print_log(log: NcclLog, findings: list[Finding], console: Console) -> None:
         sizes = list_some([each.num_ranks or "?" for each in others], _MAX_ROWS)
         print_text(f"{len(others)} more communicators, of {sizes} ranks: see --json", console)
     _print_rest(log, console)
-    _print_choices(log, console)
+    choices = sorted(log.choices.most_common(_MAX_ROWS), key=lambda item: item[0].num_bytes)
+    columns = ("operation", "bytes", "algorithm", "protocol", "channels", "times")
+    _print_table(columns, [[*choice, n] for choice, n in choices], console, "the tuner's choices", len(log.choices))
     _print_inspected(log, console)
-    _print_settings(log, console)
+    settings: dict[str, set[str]] = {}
+    for process in log.processes:
+        for name, fact in process.settings.items():
+            settings.setdefault(name, set()).add(fact.value)
+    if settings:
+        shown = ", ".join(f"{name}={'|'.join(sorted(values))}" for name, values in sorted(settings.items()))
+        console.print()
+        print_text(f"environment: {shown}", console)
     console.print()
     if not findings:
         print_text("nothing is wrong, slow or unequal, as far as the log says", console, "green")
@@ -244,13 +253,6 @@ def _print_rest(log: NcclLog, console: Console) -> None:
         print_text(f"nccl-tests lists {shown}", console)
 
 
-def _print_choices(log: NcclLog, console: Console) -> None:
-    shown = sorted(log.choices.most_common(_MAX_ROWS), key=lambda item: item[0].num_bytes)
-    columns = ("operation", "bytes", "algorithm", "protocol", "channels", "times")
-    rows = [[*choice, times] for choice, times in shown]
-    _print_table(columns, rows, console, "the tuner's choices", len(log.choices))
-
-
 def _print_inspected(log: NcclLog, console: Console) -> None:
     numbers = {m.comm_id: each.number for each in log.communicators for m in each.all_members if m.comm_id}
     rows = [row._replace(name=str(numbers.get(row.name, row.name))) for row in log.inspected.rows()]
@@ -284,14 +286,3 @@ def _print_table(
     console.print(table)
     if num_rows > len(rows):
         print_text(f"and {num_rows - len(rows)} more: see --json", console)
-
-
-def _print_settings(log: NcclLog, console: Console) -> None:
-    settings: dict[str, set[str]] = {}
-    for process in log.processes:
-        for name, fact in process.settings.items():
-            settings.setdefault(name, set()).add(fact.value)
-    if settings:
-        shown = ", ".join(f"{name}={'|'.join(sorted(values))}" for name, values in sorted(settings.items()))
-        console.print()
-        print_text(f"environment: {shown}", console)
