@@ -49,20 +49,18 @@ class Source:
             found.rank = rank
         return found
 
-    def named_member(
-        self, message: Message, address: str, rank: int, num_ranks: int, comm_id: str | None = None
-    ) -> Member:
+    def named_member(self, message: Message, address: str, rank: int, num_ranks: int, comm_id: str | None) -> Member:
         """Returns the member with this address: known, or the one whose first lines did not name it, or a new one.
 
         An address is used again once a communicator is destroyed, which a log may not have.
         """
-        member, latest = self.by_address.get(address), self.find_member(message)
+        member = self.by_address.get(address)
         is_known = member is not None and (member.rank, member.num_ranks) == (rank, num_ranks)
         if member is None or not is_known or (comm_id and member.comm_id not in (None, comm_id)):
-            is_open = latest is not None and not latest.address and latest.finished is None
-            if latest is None or not is_open or latest.rank not in (None, rank) or latest.min_ranks > num_ranks:
-                latest = self._new_member(message)
-            member = latest
+            member = self.find_member(message)
+            is_open = member is not None and not member.address and member.finished is None
+            if member is None or not is_open or member.rank not in (None, rank) or member.min_ranks > num_ranks:
+                member = self._new_member(message)
         member.address, member.rank, member.num_ranks = address, rank, num_ranks
         self.by_address[address] = self.by_thread[message.thread] = member
         return member
@@ -91,9 +89,9 @@ class Sources:
             named = _ADDRESS.search(message.text) if "comm 0x" in message.text else None
             owners = [each for each in self._sources.values() if named[1] in each.by_address] if named else []
             last = owners[0] if len(owners) == 1 else self._last_in_file.get(place)
-            has_ended = last is not None and not last.process.host and any(each.finished for each in last.members)
-            if last is not None and not (has_ended and message.text.startswith("Bootstrap")):
-                return last  # else it is another process's first line
+            begins = message.text.startswith("Bootstrap")  # as the first line of another process does
+            if last and not (begins and not last.process.host and any(each.finished for each in last.members)):
+                return last
             self._num_headless += 1
             key = (*place, self._num_headless)
         elif key not in self._sources:

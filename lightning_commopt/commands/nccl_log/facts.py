@@ -105,7 +105,7 @@ class Connection:
 
     @property
     def path(self) -> str:
-        return "/".join([self.kind, *filter(None, [self.method]), *(["GDRDMA"] if self.has_gdr else [])])
+        return "/".join(filter(None, (self.kind, self.method, "GDRDMA" if self.has_gdr else "")))
 
     @property
     def is_between_hosts(self) -> bool:
@@ -137,10 +137,6 @@ class Process:
     @property
     def machine(self) -> Machine:
         return Machine(self.host, self.address)
-
-    @property
-    def interface(self) -> str:
-        return "" if self.bootstrap is None else self.bootstrap.value.partition(":")[0]
 
 
 class SearchResult(NamedTuple):

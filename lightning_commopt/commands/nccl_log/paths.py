@@ -216,7 +216,8 @@ def _find_virtual_interface(communicator: Communicator) -> Iterator[Finding]:
     for process in communicator.processes:
         usable = [name for name, fact in process.interfaces.items() if not _is_unreachable(name, fact.value)]
         is_tcp = process.network is None or process.network.value == "Socket"
-        for name in dict.fromkeys((process.interface, *(process.interfaces if is_tcp else ()))):
+        interface = "" if process.bootstrap is None else process.bootstrap.value.partition(":")[0]
+        for name in dict.fromkeys((interface, *(process.interfaces if is_tcp else ()))):
             fact = process.interfaces.get(name)
             address = fact.value if fact else process.address
             if name and _is_unreachable(name, address):

@@ -15,13 +15,6 @@ from lightning_commopt.text.formatting import count
 _TEXTS = read_texts(Path(__file__).with_name("expectations.txt"))
 _WITHOUT_P2P = re.compile(r"\bRTX [2-5]0[5-9]0|\bTITAN RTX")
 _NVLINK_BY_CAPABILITY: dict[int | None, float] = {60: 20e9, 86: 14e9, 100: 50e9, 103: 50e9}
-_MEANINGS = {
-    "PIX": "one PCIe switch between them",
-    "PXB": "several PCIe switches between them, not the CPU",
-    "PHB": "through the CPU's PCIe host bridge",
-    "NODE": "through several host bridges of one NUMA node",
-    "SYS": "through the link between CPU sockets or NUMA nodes",
-}
 _MAX_STEPS = 20_000  # of the search for a ring
 
 
@@ -33,17 +26,10 @@ class NVLinkModel(NamedTuple):
 
 
 _HOPPER = NVLinkModel(18, 25e9)
-# By the driver's names. H100 and A100 on PCIe are left out: what they have depends on their bridges.
-_NVLINK_MODELS = {
-    r"\bP100-SXM": NVLinkModel(4, 20e9),
-    r"\bV100-SXM": NVLinkModel(6, 25e9),
-    r"\bA100-SXM": NVLinkModel(12, 25e9),
-    r"\bA800-SXM": NVLinkModel(8, 25e9),
-    r"\b(H100 \d+GB HBM|H100 SXM|H200\b(?! NVL)|H20\b(?! NVL))": _HOPPER,
-    r"\bH800\b(?! (PCIe|NVL))": NVLinkModel(8, 25e9),
-    r"\b(RTX 3090|RTX A[456]000|A40)\b": NVLinkModel(4, 14e9),
-    r"\bG?B(100|200|300)\b": NVLinkModel(18, 50e9),
-}
+_NVLINK_MODELS = [
+    (re.compile(pattern), NVLinkModel(int(num_links), float(rate)))
+    for num_links, rate, pattern in (text.split(" ", 2) for text in _TEXTS["nvlink_models"].values())
+]
 
 
 class Expectation(NamedTuple):
@@ -56,13 +42,13 @@ class Expectation(NamedTuple):
 
 def nvlink_model(name: str | None) -> NVLinkModel | None:
     """Returns what a model of GPU has; None for those that have no fixed number."""
-    return next((model for pattern, model in _NVLINK_MODELS.items() if name and re.search(pattern, name)), None)
+    return next((model for pattern, model in _NVLINK_MODELS if name and pattern.search(name)), None)
 
 
 def meaning(link: Link, *, is_switched: bool = False) -> str:
     """Returns what a link is; `is_switched` where the machine's NVLinks end at switches."""
     if link.num_nvlinks == 0:
-        return _MEANINGS[link.kind]
+        return _TEXTS["meanings"][link.kind]
     through = " through NVSwitch" if is_switched and link.kind == "NV" else ""
     return count(link.num_nvlinks, "NVLink" if link.kind == "NV" else "xGMI link") + through
 
