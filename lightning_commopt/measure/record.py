@@ -179,8 +179,7 @@ class StepRecord:
     def from_dict(cls, values: dict[str, Any]) -> StepRecord:
         """Returns the record of a parsed line of `to_json`.
 
-        Raises:
-            KeyError, OverflowError, TypeError, ValueError: something is missing, or has another type or shape.
+        A KeyError, OverflowError, TypeError or ValueError if something is missing, or has another type or shape.
         """
         return cls(
             step=int(values["step"]),

@@ -81,21 +81,19 @@ def compare(values: Sequence[float], baseline: Sequence[float], *, is_paired: bo
         raise ValueError(f"samples must be of positive numbers, got {list(values)} and {list(baseline)}")
     if is_paired and len(ours) != len(theirs):
         raise ValueError(f"pairs must be of one length, got {len(ours)} and {len(theirs)}")
-    num_values = min(len(ours), len(theirs))
-    ratios = [a / b for a, b in zip(ours, theirs, strict=True)] if is_paired else []
-    if is_paired:
-        median, low, high = median_of(ratios)
-    else:
+    ratio = median_interval(a / b for a, b in zip(ours, theirs, strict=True)) if is_paired else None
+    if ratio is None:
+        num_values = min(len(ours), len(theirs))
+        low, high = _bootstrap_ratio(ours, theirs) if num_values > 1 else (None, None)
         median = statistics.median(ours) / statistics.median(theirs)
-        low, high = _bootstrap_ratio(ours, theirs) if num_values > 1 else (median, median)
-    if num_values == 1:
-        return Comparison(Interval(median=median, low=None, high=None, num_values=1), "unknown")
-    ratio = Interval(median=median, low=low, high=high, num_values=num_values)
-    if low <= 1 <= high:
-        return Comparison(ratio, "no difference")
-    if num_values < MIN_VALUES_OF_AN_INTERVAL and not _t_test_sees_a_difference(ours, theirs, is_paired):
+        ratio = Interval(median=median, low=low, high=high, num_values=num_values)
+    if ratio.low is None or ratio.high is None:
         return Comparison(ratio, "unknown")
-    return Comparison(ratio, "faster" if median > 1 else "slower")
+    if ratio.low <= 1 <= ratio.high:
+        return Comparison(ratio, "no difference")
+    if ratio.num_values < MIN_VALUES_OF_AN_INTERVAL and not _t_test_sees_a_difference(ours, theirs, is_paired):
+        return Comparison(ratio, "unknown")
+    return Comparison(ratio, "faster" if ratio.median > 1 else "slower")
 
 
 def _bootstrap_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:

@@ -21,11 +21,7 @@ _MAX_STEPS_BYTES = 200_000_000  # parsing takes seconds and 5x the memory; per r
 
 
 def read_runs(folders: Sequence[Path]) -> FoundRuns:
-    """Reads all runs in some directories, at any depth down to six.
-
-    Raises:
-        ValueError: there is neither a finished run nor a failed one.
-    """
+    """Reads all runs in some directories, at any depth down to six; a ValueError if none has finished or failed."""
     found = FoundRuns(_short_names(folders))
     if not found.finished and not found.failed:
         # Unlike a page, an error is not shared with others: it has the whole paths.

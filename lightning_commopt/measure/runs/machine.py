@@ -72,12 +72,9 @@ def nccl_version() -> str | None:
 
 def _cpu_name() -> str:
     listing = Path("/proc/cpuinfo")
-    if listing.is_file():
-        for line in listing.read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() == "model name":
-                return value.strip()
-    return platform.processor() or platform.machine()
+    text = listing.read_text(encoding="utf-8") if listing.is_file() else ""
+    found = re.search(r"^model name\s*:(.*)$", text, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 class PeakMemory:
@@ -102,9 +99,7 @@ class PeakMemory:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         if self._is_reset:
-            found = re.search(
-                r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE
-            )
-            if found:
+            status = Path("/proc/self/status").read_text(encoding="ascii")
+            if found := re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE):
                 return int(found[1]) * _KIBIBYTE
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT_OF_GETRUSAGE

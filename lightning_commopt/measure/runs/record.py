@@ -79,12 +79,7 @@ class RunRecord:
 
     @classmethod
     def load(cls, folder: Path) -> RunRecord:
-        """Reads the record from the folder of its run.
-
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: the file holds something else.
-        """
+        """Reads the record from the folder of its run; FileNotFoundError without one, ValueError of another content."""
         path = folder / RUN_FILE
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict) or not {"status", "sync_method"} <= values.keys():
