@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_commopt.measure.files import common_steps, notices, read_run
-from lightning_commopt.measure.operations import Operation, OperationTotals
-from lightning_commopt.measure.statistics import Steps, ratio, row
+from lightning_commopt.measure.statistics import Operation, OperationTotals, Steps, ratio, row
 from lightning_commopt.measure.verdict import Verdict, read_forecasts, verdict
 from lightning_commopt.text.formatting import count, number, percent
 from lightning_commopt.text.terminal import TextTable

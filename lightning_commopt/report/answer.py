@@ -117,9 +117,9 @@ def answer_for(settings: Sequence[Setting], baseline: Setting) -> Answer:
     # The question is how several ranks should sync gradients; the last sentence compares with one process.
     on_one = [setting for setting in ranked if setting.world_size == 1]
     where += " on several ranks" if ranked[0] in on_one else ""
-    answer = _choose([setting for setting in ranked if setting.world_size > 1], baseline, where)
-    answer = _without_diverged(answer, baseline)
-    return Answer((*answer.sentences, *_compare_one_process(on_one, answer.recommended)), answer.recommended)
+    on_several = [setting for setting in ranked if setting.world_size > 1]
+    sentences, recommended = _without_diverged(_choose(on_several, baseline, where), baseline)
+    return Answer((*sentences, *_compare_one_process(on_one, recommended)), recommended)
 
 
 def _choose(ranked: Sequence[Setting], baseline: Setting, where: str) -> Answer:
@@ -131,16 +131,13 @@ def _choose(ranked: Sequence[Setting], baseline: Setting, where: str) -> Answer:
         for setting in ranked
         if setting.is_beyond_limit and setting.speedup_limit is not None
     ]
-    if not impossible:
-        return _choose_possible(ranked, baseline, where)
     possible = [setting for setting in ranked if not setting.is_beyond_limit]
-    if len(possible) < 2:
+    if impossible and len(possible) < 2:
         return Answer(tuple(impossible), None)
-    answer = _choose_possible(possible, baseline, where)
-    if answer.recommended is not baseline:
-        return Answer((*answer.sentences, *impossible), answer.recommended)
-    sentences = (sentence.replace(_NO_MORE, "") for sentence in answer.sentences)
-    return Answer((*sentences, *impossible), None)
+    sentences, recommended = _choose_possible(possible, baseline, where)
+    if impossible and recommended is baseline:
+        sentences, recommended = tuple(sentence.replace(_NO_MORE, "") for sentence in sentences), None
+    return Answer((*sentences, *impossible), recommended)
 
 
 def _choose_possible(ranked: Sequence[Setting], baseline: Setting, where: str) -> Answer:

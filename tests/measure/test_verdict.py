@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_commopt.measure.operations import Operation
+from lightning_commopt.measure.statistics import Operation
 from lightning_commopt.measure.verdict import Forecast, Verdict, verdict
 from support.sample_metrics import sample_metrics
 

@@ -143,7 +143,7 @@ def main() -> None:
             print(PROGRESS + json.dumps([num_done, total, label]), flush=True)
 
     result = run_job(
-        BenchSettings.from_dict(job["settings"]),
+        BenchSettings(**job["settings"]),
         identity,
         device_type=job["device_type"],
         on_progress=print_progress,

@@ -72,7 +72,7 @@ def test_bad_settings_name_the_option() -> None:
         BenchSettings(sizes_bytes=[8], block_s=0)
     settings = BenchSettings(collectives=["alltoall"], dtypes=["half", "float16"], sizes_bytes=[64, 8, 64])
     assert (settings.collectives, settings.dtypes, settings.sizes_bytes) == (("all_to_all",), ("float16",), (8, 64))
-    assert BenchSettings.from_dict(settings.to_dict()) == settings
+    assert BenchSettings(**settings.to_dict()) == settings
 
 
 def test_a_result_survives_its_file(tmp_path: Path) -> None:
