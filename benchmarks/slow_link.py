@@ -22,7 +22,7 @@ from small_gpt import train_gpt
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
 from lightning_commopt.launch.lab import NetLab, why_not
-from lightning_commopt.measure.summary import summary_table
+from lightning_commopt.measure.summary import FitSummary
 
 PLANS: dict[str, Any] = {
     "none": None,
@@ -49,7 +49,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     )
     if os.environ["RANK"] == "0":
         assert comm_time.verdict is not None
-        Console(width=80).print(summary_table(comm_time.summary, comm_time.verdict))
+        Console(width=80).print(FitSummary(metrics=comm_time.summary, verdict=comm_time.verdict).table())
 
 
 def main() -> None:

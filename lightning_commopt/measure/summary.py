@@ -20,6 +20,26 @@ from lightning_commopt.text.formatting import count, number, percent
 from lightning_commopt.text.terminal import TextTable
 
 DEFAULT_NUM_WARMUP_STEPS = 10
+_PHASES = (
+    ("data", "data_s"),
+    ("forward", "forward_s"),
+    ("backward, with exposed", "backward_s"),
+    ("optimizer", "optimizer_s"),
+)
+_COMMUNICATION = (
+    ("communication", "comm_s"),
+    ("  queue", "queue_s"),
+    ("  compression", "compression_s"),
+    ("  collectives", "wire_s"),
+    ("    waiting for others", "wait_s"),
+    ("exposed", "exposed_s"),
+    ("  waiting for others", "exposed_wait_s"),
+)
+_COLUMNS = {"mean": "", "p50": "_p50", "p95": "_p95", "max": "_max"}
+_INDENT = (0, 0, 0, 1)
+_INDENT_BELOW = (1, 0, 0, 1)
+_MAX_DECIMALS = 4  # of milliseconds: a tenth of a microsecond
+_UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +48,7 @@ class FitSummary:
 
     metrics: Mapping[str, float]  # from `Steps.statistics`
     verdict: Verdict  # on the metrics
-    scope: str  # number of steps and ranks, in words
+    scope: str = "steps and ranks"  # their numbers, in words
     operations: Sequence[Operation] = ()  # what the first rank's collectives cost; empty where none were observed
 
     @classmethod
@@ -49,7 +69,36 @@ class FitSummary:
 
         Times are in milliseconds and shares of the step. An unknown number is a dash.
         """
-        return summary_table(self.metrics, self.verdict, scope=self.scope, operations=self.operations)
+        metrics = self.metrics
+        has_comm = metrics["comm_s"] > 0
+        rates = [number(metrics[name]) for name in ("steps_per_s", "samples_per_s")]
+        lines = [f"{rates[0]} steps/s, {rates[1]} samples/s over all ranks"]
+        if has_comm:
+            gradients, wire, algorithm, bus = (
+                _size(metrics[name])
+                for name in ("gradient_bytes", "wire_bytes", "algorithm_bandwidth", "bus_bandwidth")
+            )
+            compression = number(metrics["compression_ratio"])
+            lines += [
+                f"{gradients} of gradients a step and rank, {wire} on the wire: ratio {compression}",
+                f"{algorithm}/s algorithm bandwidth, {bus}/s bus bandwidth",
+            ]
+        collectives = TextTable(
+            *OPERATION_COLUMNS, numbers=OPERATION_COLUMNS[2:], title=" Collectives of a step on the first rank"
+        )
+        for cells in operation_rows(self.operations, metrics["step_s"]):
+            collectives.add_row(*cells)
+        recommendations = Table.grid(padding=(0, 1))
+        for text in self.verdict.recommendations:
+            recommendations.add_row("-", Text(text))
+        sections = [(("step", "step_s"),), _PHASES, *([_COMMUNICATION] if has_comm else [])]
+        return Group(
+            _times(metrics, sections, f" Time of a step, over {self.scope}"),
+            *([collectives] if self.operations else []),
+            Padding(Text("\n".join(lines)), _INDENT),
+            Padding(Text(self.verdict.headline, style="bold"), _INDENT_BELOW),
+            *([Padding(recommendations, _INDENT)] if self.verdict.recommendations else []),
+        )
 
 
 def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> tuple[FitSummary, list[str]]:
@@ -83,65 +132,6 @@ def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> t
         forecasts=read_forecasts(Path(run_dir)),
     )
     return summary, notices(ranks)
-
-
-_PHASES = (
-    ("data", "data_s"),
-    ("forward", "forward_s"),
-    ("backward, with exposed", "backward_s"),
-    ("optimizer", "optimizer_s"),
-)
-_COMMUNICATION = (
-    ("communication", "comm_s"),
-    ("  queue", "queue_s"),
-    ("  compression", "compression_s"),
-    ("  collectives", "wire_s"),
-    ("    waiting for others", "wait_s"),
-    ("exposed", "exposed_s"),
-    ("  waiting for others", "exposed_wait_s"),
-)
-_COLUMNS = {"mean": "", "p50": "_p50", "p95": "_p95", "max": "_max"}
-_INDENT = (0, 0, 0, 1)
-_INDENT_BELOW = (1, 0, 0, 1)
-_MAX_DECIMALS = 4  # of milliseconds: a tenth of a microsecond
-_UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
-
-
-def summary_table(
-    metrics: Mapping[str, float],
-    verdict: Verdict,
-    *,
-    scope: str = "steps and ranks",
-    operations: Sequence[Operation] = (),
-) -> Group:
-    """Returns what `FitSummary.table` does, for any metrics."""
-    has_comm = metrics["comm_s"] > 0
-    lines = [f"{number(metrics['steps_per_s'])} steps/s, {number(metrics['samples_per_s'])} samples/s over all ranks"]
-    if has_comm:
-        gradients, wire, algorithm, bus = (
-            _size(metrics[name]) for name in ("gradient_bytes", "wire_bytes", "algorithm_bandwidth", "bus_bandwidth")
-        )
-        compression = number(metrics["compression_ratio"])
-        lines += [
-            f"{gradients} of gradients a step and rank, {wire} on the wire: ratio {compression}",
-            f"{algorithm}/s algorithm bandwidth, {bus}/s bus bandwidth",
-        ]
-    collectives = TextTable(
-        *OPERATION_COLUMNS, numbers=OPERATION_COLUMNS[2:], title=" Collectives of a step on the first rank"
-    )
-    for cells in operation_rows(operations, metrics["step_s"]):
-        collectives.add_row(*cells)
-    recommendations = Table.grid(padding=(0, 1))
-    for text in verdict.recommendations:
-        recommendations.add_row("-", Text(text))
-    sections = [(("step", "step_s"),), _PHASES, *([_COMMUNICATION] if has_comm else [])]
-    return Group(
-        _times(metrics, sections, f" Time of a step, over {scope}"),
-        *([collectives] if operations else []),
-        Padding(Text("\n".join(lines)), _INDENT),
-        Padding(Text(verdict.headline, style="bold"), _INDENT_BELOW),
-        *([Padding(recommendations, _INDENT)] if verdict.recommendations else []),
-    )
 
 
 OPERATION_COLUMNS = ("phase", "operation", "calls", "bytes", "ms", "of step")

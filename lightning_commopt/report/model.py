@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from lightning_commopt.measure.runs.losses import LossPoint
 from lightning_commopt.measure.runs.record import RunRecord, Tuning
 from lightning_commopt.report.intervals import TIMES, Difference, Interval, spread_text
-from lightning_commopt.text.formatting import megabytes, number, percent
+from lightning_commopt.text.formatting import number, percent
 
 _LIMIT_TOLERANCE = 0.1
 
@@ -194,7 +194,7 @@ def _share(value: Interval | float | None, *_: object) -> Cell:
 
 
 def _megabytes(num_bytes: float | None, *_: object) -> Cell:
-    return Cell() if num_bytes is None else Cell(megabytes(num_bytes), value=num_bytes)
+    return Cell() if num_bytes is None else Cell(number(num_bytes / 1e6), value=num_bytes)
 
 
 def _loss(val_loss: Interval | None, setting: Setting, group: Group) -> Cell:

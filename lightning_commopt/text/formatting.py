@@ -111,15 +111,6 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank {shown}" if shown.isdecimal() else f"ranks {shown}"
 
 
-def megabytes(num_bytes: float) -> str:
-    """Returns bytes in MB, without the unit.
-
-    >>> megabytes(1.75e6)
-    '1.75'
-    """
-    return number(num_bytes / 1e6)
-
-
 MILLISECONDS = Unit("ms", 1e-3)
 
 

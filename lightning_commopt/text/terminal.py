@@ -40,12 +40,8 @@ class TextTable:
     In a narrow console columns move closer, then text wraps between words. If the longest words do not fit side by
     side, it becomes a list: a line for each row's first cell, and below it the other cells after their headings.
 
-    Args:
-        headings: of the columns; may have several lines.
-        numbers: headings of columns whose cells are aligned right and never wrap.
-        title: above the table.
-        caption: below the table.
-        has_rules: draw a line below the headings and between sections.
+    Headings may have several lines. The cells of columns in ``numbers`` are aligned right and never wrap. ``has_rules``
+    draws a line below the headings and between sections.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ from lightning_commopt.launch.hydra_command import config_flags
 from lightning_commopt.launch.process import InterruptedRun
 from lightning_commopt.measure.runs.files import CONFIG_FILE
 from lightning_commopt.measure.runs.record import RunRecord, fail_rank, finish_record, write_record
-from lightning_commopt.text.formatting import megabytes, number, percent
+from lightning_commopt.text.formatting import number, percent
 from lightning_commopt.text.terminal import TextTable, print_in_any_encoding
 from lightning_commopt.train.sweep.composing import continue_command
 from lightning_commopt.train.sweep.config import ConfigError, check_config, link_note, spread_over_hosts, start_record
@@ -180,7 +180,7 @@ def run_table(record: RunRecord) -> TextTable:
         "ranks": str(record.world_size or "-"),
         "steps/s": number(known(record.steps_per_s)),
         "samples/s": number(known(record.samples_per_s)),
-        "MB on the wire\nper step": megabytes(known(record.wire_bytes_per_step)),
+        "MB on the wire\nper step": number(known(record.wire_bytes_per_step) / 1e6),
         "exposed": percent(known(record.exposed_share)),
         "final\nvalidation loss": number(known(record.val_loss), digits=4),
     }

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from lightning_commopt.measure.statistics import TIMES
-from lightning_commopt.measure.summary import summary_table
+from lightning_commopt.measure.summary import FitSummary
 from lightning_commopt.measure.verdict import Forecast, Verdict, verdict
 from support.narrow import WIDTHS, check_numbers_are_whole
 from support.sample_metrics import NAN, sample_metrics
@@ -17,7 +17,7 @@ FORECASTS = [Forecast("bucket_cap_mb=100", False, 0.0, 0.5, 0.4, 0.6)]
 def rendered(metrics: dict[str, float], width: int = 80, result: Verdict | None = None) -> list[str]:
     console = Console(file=io.StringIO(), width=width)
     result = result or verdict(metrics, world_size=8, comm_hook="none", is_lossy=False, forecasts=FORECASTS)
-    console.print(summary_table(metrics, result))
+    console.print(FitSummary(metrics=metrics, verdict=result).table())
     text = console.file.getvalue()  # type: ignore[attr-defined]
     return [line.rstrip() for line in text.splitlines()]
 
@@ -74,7 +74,7 @@ def test_it_fits_into_80_columns(metrics: dict[str, float]) -> None:
 def test_no_number_is_cut(metrics: dict[str, float], width: int) -> None:
     """If it fails, the table at the end of a fit loses digits in a narrow terminal."""
     result = verdict(metrics, world_size=8, comm_hook="none", is_lossy=False)
-    check_numbers_are_whole(lambda console: console.print(summary_table(metrics, result)), width)
+    check_numbers_are_whole(lambda console: console.print(FitSummary(metrics=metrics, verdict=result).table()), width)
 
 
 def test_no_rows_of_communication_that_was_not_observed() -> None:
