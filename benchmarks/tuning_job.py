@@ -38,7 +38,7 @@ class _Model(LightningModule):
 
 
 class _Stop(Callback):
-    """Ends a fit early, and keeps the time of every step; rank 0 asks for another rate at a step, if there is one."""
+    """Ends a fit early, and keeps the time of every step; rank 0 requests another rate at a step, if wanted."""
 
     def __init__(self, at_step: int, change_at_step: int | None) -> None:
         self.at_step, self.change_at_step = at_step, change_at_step

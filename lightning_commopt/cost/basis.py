@@ -14,9 +14,8 @@ from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.catalog import ready_compressors, recommended
 from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs
 from lightning_commopt.cost.from_steps import even_gradients, link_of_steps, workload_of_steps
-from lightning_commopt.cost.link import Link
 from lightning_commopt.cost.predict import Costs, Prediction, fixed_s, outcome_of, predict
-from lightning_commopt.cost.workload import Gradient, Workload
+from lightning_commopt.cost.workload import Gradient, Link, Workload
 from lightning_commopt.measure.files import RankRecords, common_steps, read_run
 from lightning_commopt.measure.link.from_steps import NUM_LAST_STEPS
 from lightning_commopt.measure.observer import BucketInfo

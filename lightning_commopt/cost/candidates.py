@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.cost.basis import Basis, recommended_compressors
-from lightning_commopt.cost.link import Link
 from lightning_commopt.cost.predict import MIB, Costs, Prediction, buckets_of, jobs_of
 from lightning_commopt.cost.simulate import WAKE_S
-from lightning_commopt.cost.workload import Gradient, Workload
+from lightning_commopt.cost.workload import Gradient, Link, Workload
 from lightning_commopt.measure.verdict import Forecast
 from lightning_commopt.plan import CommPlan, ddp_options
 

@@ -10,8 +10,7 @@ from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 from lightning_commopt.cost.compressor_cost import CompressorCost
-from lightning_commopt.cost.link import GLOO_CPU_S, TYPICAL_HOP_S, Link
-from lightning_commopt.cost.workload import Gradient, Workload
+from lightning_commopt.cost.workload import GLOO_CPU_S, TYPICAL_HOP_S, Gradient, Link, Workload
 from lightning_commopt.measure.link.fit import Point, Segment, fit_segments
 from lightning_commopt.measure.link.from_steps import MIN_TIMES
 from lightning_commopt.measure.observer import BucketInfo
@@ -76,7 +75,7 @@ def link_of_steps(
 ) -> Link:
     """Returns the link behind the buckets of the same steps of all ranks, whatever the comm hook.
 
-    The time of a bucket's collectives is that of the rank on which it is least: the last one to join waits for nobody.
+    The time of a bucket's collectives is that of the rank on which it is least: the last one to join does not wait.
 
     The arithmetic of the compressor of these steps, by its ``cost``, is the part of ``comm_cpu_s`` that is not the
     link's. For ``has_trees`` and ``burst_bytes`` see `Link`.

@@ -20,7 +20,7 @@ _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
 
 class _ThreadClock(HostClock):
-    """The processor time of the thread that asks."""
+    """The processor time of the calling thread."""
 
     mark = staticmethod(time.thread_time)
 
@@ -93,7 +93,7 @@ class GradientTimes:
 
     @property
     def comm_cpu_s(self) -> float:
-        """Processor time of other threads of this process from one backward to the next; 0 where that says nothing."""
+        """Processor time of other threads of this process from one backward to the next; 0 if unknown."""
         if not self.has_cpu_times or len(self._cpu_s) < 2:
             return 0.0
         return median(

@@ -1,4 +1,4 @@
-"""Workload: what a model asks of gradient sync: when each gradient is ready, and the rest of a step."""
+"""Workload and Link, which predictions are made of: what a step computes, and how long collectives take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from lightning_commopt.text.validation import check_integer
+from lightning_commopt.text.validation import check_integer, check_positive
+
+PAYLOAD_SHARE = 1448 / 1514
+"""Payload over bytes on an Ethernet link with TCP and timestamps, in full frames of 1500 bytes."""
+
+TYPICAL_HOP_S = 1e-4
+"""Of TCP between hosts of a rack, where steps do not show it."""
+
+GLOO_CPU_S = 0.9e-3
+"""Processor time of one collective over gloo, whatever its size, for its threads to be woken and to wait."""
 
 
 class Gradient(NamedTuple):
@@ -67,3 +76,44 @@ class Workload:
             gradients=tuple(one._replace(ready_s=factor * one.ready_s) for one in self.gradients),
             **{name: factor * getattr(self, name) for name in ("forward_s", "backward_s", "rest_s", "straggler_s")},
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What lies between ranks, in terms of one message between two of them."""
+
+    hop_s: float  # of a message without content
+    s_per_byte: float  # of payload, in one direction
+    cpu_s_per_byte: float = 0.0  # processor time that a rank spends on a byte of an all-reduce's payload
+    cpu_s_per_message: float = 0.0  # that it spends on a collective besides
+    burst_bytes: float = 0.0  # that pass at once after a pause, as a token bucket lets them; 0 for a link without one
+    low_ratio: float = 0.9  # of the times of 95 % of all messages over the expected ones, the least
+    high_ratio: float = 1.1  # the most
+    has_trees: bool = False  # collectives may use trees, as NCCL's do; else rings only
+    source: str = ""  # what it was measured on, in words
+
+    def at_rate(self, bits_per_s: float) -> Link:
+        """Returns the same with another rate, as far as the processor keeps up with it.
+
+        Raises:
+            ValueError: the rate is not above 0.
+        """
+        check_positive("bits_per_s", bits_per_s)
+        s_per_byte = max(8 / bits_per_s / PAYLOAD_SHARE, self.cpu_s_per_byte)
+        return dataclasses.replace(self, s_per_byte=s_per_byte, source=f"a rate of {bits_per_s / 1e9:g} Gbit/s")
+
+    def time_s(self, operation: str, num_bytes: float, num_ranks: int) -> float:
+        """Returns how long a collective takes on an idle link.
+
+        A ring for an all-reduce; the direct exchange of our `Channel` for its halves. NCCL takes a tree where that is
+        faster, which needs twice the bytes of a large ring's link. ``num_bytes`` are of the whole message.
+        """
+        if num_ranks < 2:
+            return 0.0
+        share = (num_ranks - 1) / num_ranks
+        if operation != "all_reduce":
+            return self.hop_s + share * num_bytes * self.s_per_byte
+        ring_s = 2 * (num_ranks - 1) * self.hop_s + 2 * share * num_bytes * self.s_per_byte
+        if not self.has_trees:
+            return ring_s
+        return min(ring_s, 2 * math.ceil(math.log2(num_ranks)) * self.hop_s + 2 * num_bytes * self.s_per_byte)

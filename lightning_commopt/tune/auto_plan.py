@@ -57,7 +57,7 @@ class AutoPlan:
             info("plan='auto': one rank has no gradients to synchronize, so there is nothing to choose.")
             return
         if strategy.root_device.type == "cpu" and any(one.claims.has_c_kernels for one in self._options.lossy):
-            c_library.load()  # compiled once for a machine, for whoever compresses: not in a step
+            c_library.load()  # compiles once per machine, which no step should wait for
         if self._base is None:
             self._base = strategy.plan
         elif strategy.plan != self._base:  # that an earlier fit has chosen

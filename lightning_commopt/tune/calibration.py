@@ -81,7 +81,7 @@ class Calibration:
         Args:
             ranks: the steps of each rank.
             costs: of the compressors, on this rank.
-            step_s: that a step takes which nobody observes.
+            step_s: a step that is not observed.
 
         Raises:
             ValueError: nothing can be predicted from these steps.

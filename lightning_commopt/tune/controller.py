@@ -133,7 +133,7 @@ class Controller:
         is_open = found is not None and (
             found.why == "not sure" or (found.why == "too short" and math.isinf(self._num_steps))
         )
-        num_steps, num_looks, num_odd = _PROBATION_STEPS if is_measured else WATCH_STEPS, 0, 0
+        num_steps, num_looks, num_shifted = _PROBATION_STEPS if is_measured else WATCH_STEPS, 0, 0
         reference: float | None = None
         while True:
             arm = self.chosen
@@ -159,8 +159,8 @@ class Controller:
             if reference is None:
                 reference = look.step_s
             has_shifted = abs(math.log(look.step_s / reference)) > max(_DRIFT, _NUM_NOISES * look.noise)
-            num_odd = num_odd + 1 if has_shifted else 0
-            if num_odd > 1 and self._num_done >= self._search_from:
+            num_shifted = num_shifted + 1 if has_shifted else 0
+            if num_shifted > 1 and self._num_done >= self._search_from:
                 self.events.append(Event(self._num_done, "drift"))
                 if not self.chosen:  # a fit that has become slower has a larger budget
                     self._base_steps *= reference / look.step_s

@@ -47,7 +47,7 @@ class TuneOptions:
         allowed = _lossy(lossy)
         if plan != AUTO:
             if allowed:
-                raise OptionError(f"lossy={lossy!r} needs plan='auto': it says what that may choose")
+                raise OptionError(f"lossy={lossy!r} needs plan='auto': it lists what that may choose")
             return None
         if options.get("ddp_comm_hook") is not None:
             raise OptionError("plan='auto' and ddp_comm_hook exclude each other: DDP takes one hook")

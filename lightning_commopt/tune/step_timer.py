@@ -46,9 +46,9 @@ class StepTimer:
         shapes, self._shapes = self._shapes, 0
         self._counts[shapes] += 1
         usual, num_usual = self._counts.most_common(1)[0]
-        is_odd = shapes != usual and 2 * num_usual > self._counts.total()
+        is_unusual = shapes != usual and 2 * num_usual > self._counts.total()
         mark = self._clock.mark()
-        self._spans.append((self._start, mark, not (is_odd or self._is_excluded)))
+        self._spans.append((self._start, mark, not (is_unusual or self._is_excluded)))
         self._start, self._is_excluded = mark, False
 
     def add_batch(self, batch: Any) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from lightning_commopt.cost.basis import Basis, basis_of_run, calibrated
 from lightning_commopt.cost.from_steps import link_of_steps, workload_of_steps
-from lightning_commopt.cost.link import GLOO_CPU_S
 from lightning_commopt.cost.predict import predict
+from lightning_commopt.cost.workload import GLOO_CPU_S
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
