@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Self
 
-from lightning_commopt.compat.fabric import DDPBackwardSyncControl, StrategyRegistry
+from lightning_commopt.compat.fabric import DDPBackwardSyncControl
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.launch.nccl_variables import NcclOptions
 from lightning_commopt.measure.observer import Observers
@@ -116,7 +116,7 @@ class CommOptDDP(DDPStrategy):
         return strategy_from_plan(cls, plan, **kwargs)
 
     @classmethod
-    def register_strategies(cls, strategy_registry: StrategyRegistry) -> None:
+    def register_strategies(cls, strategy_registry: Any) -> None:
         register_aliases(strategy_registry, cls)
 
     @property

@@ -104,10 +104,7 @@ class PhaseCallback(Callback):
 
 
 def batch_follows(trainer: Trainer) -> bool:
-    """Returns whether the loop waits for a batch next; for ``on_train_batch_end`` and ``on_validation_end``.
-
-    It does not if the epoch or the fit has ended, or if a validation is next.
-    """
+    """Returns whether the loop waits for a batch next, not for a validation or its end."""
     if trainer.fit_loop.epoch_loop.done:
         return False
     return trainer.validating or not is_validation_next(trainer)

@@ -27,11 +27,7 @@ _NUM_STEPS = 100
 
 
 class PredictionRecorder:
-    """Times the gradients of ten backwards after the warm-up, and keeps the last steps. On rank 0 only.
-
-    Attributes:
-        is_over: no further gradients are timed, so `enter` need not be called.
-    """
+    """Times the gradients of ten backwards after the warm-up, on rank 0, and keeps the last steps."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, num_warmup_backwards: int) -> None:
         self._strategy = trainer.strategy
@@ -41,6 +37,7 @@ class PredictionRecorder:
         self._num_left = num_warmup_backwards
         self._times: GradientTimes | None = None
         self._steps: deque[RecordedStep] = deque(maxlen=_NUM_STEPS)
+        # No further gradients are timed then, so `enter` need not be called.
         self.is_over = not (trainer.is_global_zero and isinstance(trainer.strategy.model, DistributedDataParallel))
 
     def enter(self, phase: str | None) -> None:

@@ -88,10 +88,7 @@ class AllRanks:
 
 
 class CollectiveWatch:
-    """Observes the collectives of a fit until `close`, where torch has hooks for that: from 2.14 on.
-
-    The process group must exist.
-    """
+    """Observes the collectives of a fit until `close`, from torch 2.14 on. The process group must exist."""
 
     def __init__(self, trainer: Trainer, recorder: StepRecorder) -> None:
         self._hooks: CollectiveHooks | None = None

@@ -1,9 +1,5 @@
 """Private names of Fabric; see `lightning_commopt.compat`."""
 
-from lightning.fabric.strategies import _StrategyRegistry as StrategyRegistry
 from lightning.fabric.strategies.ddp import _DDPBackwardSyncControl as DDPBackwardSyncControl
 
-__all__ = [
-    "DDPBackwardSyncControl",  # Fabric asks it for the context of no_backward_sync
-    "StrategyRegistry",  # for annotations only
-]
+__all__ = ["DDPBackwardSyncControl"]  # Fabric asks it for the context of no_backward_sync

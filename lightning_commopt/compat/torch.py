@@ -82,13 +82,10 @@ def sparse_values(tensor: Tensor) -> Tensor:
 
 
 def flight_records() -> dict[str, Any]:
-    """Returns the collectives that torch has recorded in this process, from its JSON, the oldest first.
+    """Returns the collectives that torch has recorded in this process, from its JSON, the oldest first; or raises.
 
     Each backend may have its own recorder: gloo, NCCL's first backend ("nccl-legacy" since torch 2.15, "nccl" before),
     and its second one, which records through a hook.
-
-    Raises:
-        RuntimeError: this torch records none.
     """
     dumps = []
     if (dump := getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)) is not None:

@@ -44,14 +44,10 @@ def document_plan_options(strategy: _Class) -> _Class:
 
 
 def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, dict[str, Any]]:
-    """Checks what a strategy was made with, ``locals()`` of its constructor, and makes its plan.
+    """Returns the plan that a strategy was made with, and what Lightning's strategy is made with.
 
-    Returns the plan, and what Lightning's strategy is made with: its own arguments, the plan's and ``kwargs`` for
-    ``DistributedDataParallel``.
-
-    Raises:
-        OptionError: an argument has the wrong type or is out of range, see also `CommPlan`; or it is unknown, or given
-            in two ways.
+    That is its own arguments, the plan's, and ``kwargs`` for ``DistributedDataParallel``. The ``arguments`` are
+    ``locals()`` of the constructor. A wrong or unknown one, or one that is given twice, is an OptionError.
     """
     given = named_arguments(arguments)
     others = dict(arguments["kwargs"])

@@ -155,10 +155,7 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
 
     @property
     def wire_bytes(self) -> int | None:
-        """Payload bytes of gradients that this rank has handed to reduce-scatters so far, which count half.
-
-        None without a ``comm_hook``. An all-reduce moves twice what a reduce-scatter does: so numbers compare.
-        """
+        """Payload bytes of gradients handed to reduce-scatters, which count half; None without a ``comm_hook``."""
         return None if self.sharded_sync is None else self.sharded_sync.wire_bytes
 
     @contextmanager

@@ -65,14 +65,11 @@ def attach_bucket_hook(
 
     Args:
         model: just wrapped; DDP accepts one hook for its lifetime.
-        compressor: averages the buckets.
+        compressor: see `place_compressor`, whose errors this raises too.
         timeout: of collectives in the thread's groups; None for the backend's default.
         step: number of earlier gradient syncs.
         ranks_per_node: None for torchrun's ``LOCAL_WORLD_SIZE``, else all ranks.
         observers: notified of every bucket.
-
-    Raises:
-        OptionError: see `place_compressor`; or DDP has no buckets.
     """
     compressor, ranks_per_node = place_compressor(model, compressor, ranks_per_node)
     if uses_python_reducer(model):

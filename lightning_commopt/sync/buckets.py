@@ -23,12 +23,9 @@ _MAX_BACKWARDS = 3
 
 
 class BucketOrder:
-    """Counts buckets where DDP does not: in the first backward of a static graph.
+    """Counts buckets where DDP does not: in the first backward of a static graph, of ``num_parameters`` gradients.
 
     DDP calls all of them number 0 then and, unless there is one only, none the last.
-
-    Args:
-        num_parameters: whose gradients one backward synchronizes.
 
     >>> order = BucketOrder(num_parameters=3)
     >>> order.place(0, False, ("a", "b")), order.place(0, False, ("c",))

@@ -51,10 +51,7 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(self, task: Callable[[], None], futures: Sequence[BucketFuture], lane: int = 0) -> None:
-        """Starts or queues a task, whose end completes ``futures``.
-
-        Tasks of one lane run one after another; those of different lanes may overlap on the device.
-        """
+        """Starts or queues a task, whose end completes ``futures``; tasks of other lanes may overlap with it."""
 
     @abstractmethod
     def close(self) -> bool:
@@ -115,11 +112,8 @@ class SideStreams(Executor):
     Lanes use the streams round-robin: while one bucket is on the wire, the next one is compressed and the one before is
     decompressed. Collectives are issued in the order of tasks, and NCCL runs those of one group in that order. The
     streams have high priority, so that a bucket need not wait for a kernel of backward that fills the device. All hooks
-    of a device share them.
-
-    Args:
-        device: of the tensors.
-        num_streams: 1 for tasks with collectives over several groups, which only one common stream can order.
+    of a device share them. Tasks with collectives over several groups need ``num_streams`` 1: only a common stream can
+    order them.
     """
 
     def __init__(self, device: torch.device, num_streams: int = 2) -> None:
@@ -135,10 +129,7 @@ class SideStreams(Executor):
         return BucketFuture(flat, done, done)
 
     def submit(self, task: Callable[[], None], futures: Sequence[BucketFuture], lane: int = 0) -> None:
-        """Enqueues a task after the work that the current stream had when the futures were made.
-
-        Raises what this task or an earlier one has raised.
-        """
+        """Enqueues a task after what the current stream had when the futures were made; raises its error."""
         with torch.cuda.stream(self._streams[lane % len(self._streams)]):
             self._run(task, futures)  # completing a future records the stream for those that wait
         if self._error is not None:

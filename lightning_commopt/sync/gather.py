@@ -64,14 +64,9 @@ def all_ranks_ready(position: str | None, patience_s: float, timeout_s: float) -
 def gather_on_rank_0(value: Any, device: torch.device) -> list[Any] | None:
     """Gathers nested dicts and lists of tensors and numbers over the default group. All ranks must call it.
 
-    Tensors are sent in pieces of at most 8 MiB, and of 64 MiB over all ranks.
-
-    Args:
-        value: of this rank; its tensors may be on any device.
-        device: whose tensors the group can gather, if not those of the CPU.
-
-    Returns:
-        On rank 0 the values of all ranks, copied to the CPU; None on the others.
+    Tensors are on any device, and are sent in pieces of at most 8 MiB, and of 64 MiB over all ranks; ``device`` is one
+    whose tensors the group can gather, if not those of the CPU. Returns on rank 0 the values of all ranks, copied to
+    the CPU; None on the others.
     """
     device = torch.device("cpu") if "cpu" in backends_of() else device
     tensors: list[Tensor] = []

@@ -35,20 +35,8 @@ class GradientSync:
     """The gradient sync of one model: the plan, DDP's hook, its observers, state and bytes.
 
     A strategy owns it, wraps the model in DDP, calls `attach` for every wrapper, and `detach` before it drops the
-    wrapper, which this object does not keep alive.
-
-    Args:
-        plan: DDP's options and the compressor.
-        torch_hook: used instead of a compressor.
-        observers: notified of every bucket; None for a new list of them.
-
-    Attributes:
-        num_syncs: gradient syncs of this fit, with those before a checkpoint that it resumed.
-        hook: drives the plan's compressor, while attached.
-        trainable: which parameters DDP synchronizes, while attached.
-
-    Raises:
-        OptionError: the plan has a compressor, and there is a ``torch_hook`` too.
+    wrapper, which this object does not keep alive. A ``torch_hook`` is used instead of a compressor; both are an
+    OptionError.
     """
 
     def __init__(self, plan: CommPlan, torch_hook: TorchHook | None = None, observers: Observers | None = None) -> None:
@@ -58,9 +46,9 @@ class GradientSync:
         self.check_plan(plan)
         self.plan = plan
         self.observers = observers if observers is not None else Observers()
-        self.num_syncs = 0
-        self.hook: BucketHook | None = None
-        self.trainable: Trainable | None = None
+        self.num_syncs = 0  # of this fit, with those before a checkpoint that it resumed
+        self.hook: BucketHook | None = None  # drives the plan's compressor, while attached
+        self.trainable: Trainable | None = None  # which parameters DDP synchronizes, while attached
         self._residual_adder: ResidualAdder | None = None
         self._is_graph_recorded = False
         self._gradient_bytes = 0
@@ -90,10 +78,7 @@ class GradientSync:
 
     @property
     def wire_bytes(self) -> int:
-        """Payload bytes of gradients that this rank has passed to collectives so far.
-
-        With a compressor counted at the collectives, otherwise the gradients' size for each synchronized backward.
-        """
+        """Payload bytes of gradients passed to collectives so far; without a compressor, their size in each sync."""
         return self._earlier_bytes + (self.hook.bytes_sent if self.hook is not None else 0)
 
     def attach(

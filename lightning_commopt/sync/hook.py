@@ -31,14 +31,8 @@ class GradientSyncError(RuntimeError):
 class BucketHook:
     """Gives DDP's buckets to one compressor; `reduce` is the hook that DDP calls.
 
-    Args:
-        compressor: averages the buckets.
-        channel: the ranks to average over.
-        names: of the parameters whose gradients DDP synchronizes, by ``id``.
-        executor: runs the compressor, bucket by bucket.
-        step: number of earlier gradient syncs.
-        observers: notified of every bucket.
-        groups: of ``channel``, if they were borrowed for this hook.
+    ``names`` are those of the parameters whose gradients DDP synchronizes, by ``id``; ``step`` is the number of earlier
+    gradient syncs; ``groups`` are those of ``channel``, if they were borrowed for this hook.
     """
 
     def __init__(
@@ -64,7 +58,7 @@ class BucketHook:
         self._residuals: dict[str, Tensor] = {}
         self._relayout: Relayout | None = None
         self._under_way: set[int] = set()
-        self.lost: tuple[str, ...] = ()
+        self.lost: tuple[str, ...] = ()  # parameters whose residuals `close` had to drop
 
     @property
     def bytes_sent(self) -> int:

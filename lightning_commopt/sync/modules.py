@@ -28,16 +28,10 @@ from lightning_commopt.text.validation import warn
 class Backwards:
     """Follows the synchronized backwards of a DDP wrapper, by hooks on the outputs of its forward.
 
-    `forward`, `begin` and `end` are called through this object, so that others can be called around them.
-
-    Args:
-        begin: called when a backward reaches an output of the wrapper, before any gradient of its parameters.
-        end: called when that backward is over, unless it raised; its gradients are averaged, but for the first backward
-            of a static graph.
-
-    Attributes:
-        is_running: whether a backward has begun, and neither ended nor been followed by another forward.
-        is_awaited: whether the outputs of a forward still wait for their backward.
+    ``begin`` is called when a backward reaches an output, before any gradient; ``end`` when it is over, unless it
+    raised: its gradients are averaged, but for the first backward of a static graph. The methods `forward`, `begin` and
+    `end` are called through this object, so that others can be called around them. A backward `is_running` from its
+    begin to its end or another forward; it `is_awaited` while outputs of a forward still wait for it.
     """
 
     def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
@@ -103,11 +97,7 @@ class SyncedModule:
 
 
 class ModuleSyncs:
-    """The `GradientSync` of each module that was set up and is still alive.
-
-    Attributes:
-        observers: notified of every bucket of every module.
-    """
+    """The `GradientSync` of each module that was set up and is still alive, with common ``observers``."""
 
     def __init__(self) -> None:
         self.observers = Observers()

@@ -40,11 +40,8 @@ class ObservedReducer:
     for that bucket's. Backward waits for all of them, so what has not been seen to end has ended with it: the thread
     that notifies of the end may get Python's lock after the one that waited.
 
-    `before_backward` must be called before every backward.
-
-    Args:
-        model: just wrapped, without a hook; see `can_observe_reducer`. It is not kept alive.
-        observers: notified of every bucket.
+    `before_backward` must be called before every backward. The model was just wrapped, without a hook, and is not kept
+    alive.
     """
 
     def __init__(self, model: DistributedDataParallel, observers: Observers) -> None:

@@ -25,10 +25,8 @@ from lightning_commopt.sync.warm_up import prepare_kernels, run_on_shards
 class ShardedSync:
     """The gradient sync of a model that FSDP2 shards, with compressed reduce-scatters.
 
-    Parameters of one dimension (biases, norms) travel uncompressed: they are few, and each of them matters.
-
-    Args:
-        compressor: of all others.
+    Parameters of one dimension (biases, norms) travel uncompressed: they are few, and each of them matters. The
+    ``compressor`` is for all others.
     """
 
     def __init__(self, compressor: ShardedCompressor) -> None:
@@ -45,10 +43,8 @@ class ShardedSync:
     def attach(self, model: Module, *, ranks_per_node: int | None = None, timeout: timedelta | None = None) -> None:
         """Gives each unit of ``model`` a comm object, once all are sharded. All ranks must call it.
 
-        Args:
-            model: with units of FSDP2.
-            ranks_per_node: that the launcher started; None for all ranks.
-            timeout: of collectives in groups that are made for this; None for the backend's default.
+        ``ranks_per_node`` is what the launcher started, None for all ranks; ``timeout`` is for collectives in groups
+        that are made for this.
 
         Raises:
             OptionError: torch is too old, a unit is sharded in a way that is not supported here, or ``ranks_per_node``
@@ -58,7 +54,12 @@ class ShardedSync:
         found = sharded_units(model)
         self._channels.timeout = timeout
         if isinstance(self.compressor, ShardedHierarchical):
-            self._place(self.compressor, [replicas_and_shards(columns)[1] for _, columns in found], ranks_per_node)
+            numbers_of_shards = [replicas_and_shards(columns)[1] for _, columns in found]
+            try:
+                self.compressor = self.compressor.on_nodes(numbers_of_shards, ranks_per_node or dist.get_world_size())
+            except ValueError as error:
+                raise OptionError(f"comm_hook: {error}") from error
+            self._channels.ranks_per_node = self.compressor.ranks_per_node
         self.units = []
         for index, (modules, columns) in enumerate(found):
             unit = UnitReduceScatter(self.compressor, self._channels, index, columns)
@@ -86,10 +87,7 @@ class ShardedSync:
             self._channels.overlap = None
 
     def allow_overlap(self) -> None:
-        """Lets reduce-scatters run while backward goes on, on CPU. All ranks must call it, once attached.
-
-        Those of parameters that have no gradient yet do. All are complete, or raise, before a backward ends.
-        """
+        """Lets reduce-scatters run beside backward on CPU; all end, or raise, before it. All ranks must call it."""
         groups = {unit.group: None for unit in self.units if unit.may_overlap}
         if groups:
             self._channels.overlap = Overlap(list(groups), self._channels)
@@ -112,14 +110,6 @@ class ShardedSync:
         """Adds what other ranks had not sent, as `residuals` returns it. Before the first backward."""
         for unit in self.units:
             unit.add_residuals(residuals)
-
-    def _place(self, compressor: ShardedHierarchical, numbers_of_shards: list[int], ranks_per_node: int | None) -> None:
-        """Makes nodes of the ranks."""
-        try:
-            placed = compressor.on_nodes(numbers_of_shards, ranks_per_node or dist.get_world_size())
-        except ValueError as error:
-            raise OptionError(f"comm_hook: {error}") from error
-        self.compressor, self._channels.ranks_per_node = placed, placed.ranks_per_node
 
     def _register(self, module: FSDPModule, unit: UnitReduceScatter, num_replicas: int) -> None:
         if has_own_divide_factor(module):

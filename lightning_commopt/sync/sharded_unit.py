@@ -86,11 +86,8 @@ class CommObject:
 class UnitReduceScatter(CommObject):
     """The comm object of one unit: what ``set_custom_reduce_scatter`` takes.
 
-    Args:
-        compressor: of parameters with two dimensions or more.
-        channels: of the model.
-        index: of the unit, which is named after its first parameter.
-        columns: its parameters, in the order in which FSDP2 lays them out; sharded now.
+    The ``compressor`` is for parameters with two dimensions or more; ``columns`` are all parameters of the unit, in the
+    order in which FSDP2 lays them out, and sharded now. The unit has the ``index`` and the name of its first parameter.
     """
 
     def __init__(

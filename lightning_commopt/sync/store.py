@@ -36,11 +36,8 @@ _numbers: WeakKeyDictionary[dist.ProcessGroup, dict[str, Iterator[int]]] = WeakK
 class Agreement:
     """The ranks of one attempt agree on a name for it, in a store that may hold keys of earlier attempts.
 
-    Nothing here waits: every rank calls `advance` until it has the name, and rank 0 until all have.
-
-    Attributes:
-        name: of the attempt; None until rank 0 has answered.
-        missing: ranks that do not have the name yet; a rank above 0 only knows of itself.
+    Nothing here waits: every rank calls `advance` until it has the ``name``, and rank 0 until no rank is ``missing``,
+    of which a rank above 0 only knows itself.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:

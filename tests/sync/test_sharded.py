@@ -280,7 +280,7 @@ def test_an_own_divide_factor_is_refused() -> None:
         ({"name": "int8", "error_feedback": True, "stochastic_rounding": True}, "exclude each other"),
         ({"name": "int4", "stochastic_rounding": True}, "'int4' has no option 'stochastic_rounding'"),
         ({"name": "int4", "error_feedback": 2}, "error_feedback must be"),
-        ({"block_size": 128}, "None is unknown"),
+        ({"block_size": 128}, "has no 'name' in {'block_size': 128}"),
     ],
 )
 def test_values(config: Any, message: str) -> None:

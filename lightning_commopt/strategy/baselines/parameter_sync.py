@@ -27,16 +27,10 @@ _NAMES_IN_MESSAGE = 8
 class ParameterSync(ABC):
     """Averages the gradients of a module over all ranks, each with an all-reduce of its own.
 
-    Those parameters take part in a backward that ask for a gradient when it begins. As DDP does, every rank multiplies
-    its gradient by the reciprocal of the number of ranks, and the products are summed in place.
-
-    Args:
-        module: whose gradients are averaged, without the parameters that DDP is set to ignore.
-        group: of the ranks.
-        observers: notified of every gradient, as a bucket that holds nothing else.
-
-    Attributes:
-        bytes_sent: payload that this rank has handed to the all-reduces so far.
+    Those parameters take part in a backward that require a gradient when it begins, without those that DDP is set to
+    ignore. As DDP does, every rank multiplies its gradient by the reciprocal of the number of ranks, and the products
+    are summed in place. Observers see every gradient as a bucket that holds nothing else; ``bytes_sent`` is the payload
+    of the all-reduces so far.
     """
 
     def __init__(self, module: Module, group: dist.ProcessGroup, observers: Observers) -> None:
