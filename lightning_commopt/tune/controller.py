@@ -151,7 +151,9 @@ class Controller:
                     self.chosen, reference, is_open = 0, None, True
                     continue
                 self.lost_steps -= _CREDIT * (1 - look.step_s / found.base_s) * len(report.seconds)
-                if self._num_done >= searched_at + _cost_steps(found) / _CHECK_SHARE:
+                # What such a search costs, over steps with the plan that it has chosen.
+                cost_steps = found.lost_s / found.base_s + found.num_steps * found.gains[found.arm].gain
+                if self._num_done >= searched_at + cost_steps / _CHECK_SHARE:
                     self.events.append(Event(self._num_done, "check"))
                     return
             if is_open and self._num_done >= self._search_from:  # the noise may have ceased, or the budget suffice
@@ -170,11 +172,6 @@ class Controller:
     def _count(self, num_steps: int) -> None:
         self._num_done += num_steps
         self._base_steps += num_steps
-
-
-def _cost_steps(found: Found) -> float:
-    """Returns what a search like this one costs, over steps with the plan that it has chosen."""
-    return found.lost_s / found.base_s + found.num_steps * found.gains[found.arm].gain
 
 
 class _Look(NamedTuple):

@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Generator, Mapping, Sequence
 from typing import Literal
 
-from lightning_commopt.plan import CommPlan
 from lightning_commopt.tune.calibration import NUM_STEPS, Shortlist
 from lightning_commopt.tune.controller import WATCH_STEPS, Controller, ControllerSettings
 from lightning_commopt.tune.search import Report, Visit
@@ -105,7 +104,8 @@ class Director:
             lost_steps += yield from self._calibrate()
         base_s = self.shortlist.base.predicted_s
         expected = [1.0, *(one.high_s / base_s for one in self.shortlist.candidates)]
-        is_lossy = [_is_lossy(one.plan) for one in (self.shortlist.base, *self.shortlist.candidates)]
+        hooks = [one.plan.comm_hook for one in (self.shortlist.base, *self.shortlist.candidates)]
+        is_lossy = [hook is not None and hook.claims.is_lossy for hook in hooks]
         handicaps = {arm: _LOSSY_HANDICAP for arm, lossy in enumerate(is_lossy) if lossy and not is_lossy[0]}
         self.controller = self._search(expected, CALIBRATE, lost_steps, handicaps)
         yield from self.controller.run()
@@ -155,7 +155,3 @@ class Director:
         known = self._num_done if math.isinf(self._num_steps) else self._num_steps
         num_changes = _MIN_CHANGES * (2 + self._num_calibrations)  # as many for a search, at least
         return self._settings.max_regret * known >= num_changes * _MIN_CHANGE_STEPS
-
-
-def _is_lossy(plan: CommPlan) -> bool:
-    return plan.comm_hook is not None and plan.comm_hook.claims.is_lossy
