@@ -3,6 +3,7 @@
 import os
 import shutil
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from lightning_commopt.commands.selftest.checks import candidates
 from lightning_commopt.commands.selftest.laws import LAWS, HasReference, as_ddp
 from lightning_commopt.commands.selftest.steps import Net, Setup, flatten, random_gradients, run_steps, send
 from lightning_commopt.compressors import AfterSteps, Compressor, Hierarchical, Int8, Layout, PowerSGD
+from lightning_commopt.compressors.alone import AloneChannel
+from lightning_commopt.compressors.base import finish
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.compressors.wrappers import Wrapper
 from lightning_commopt.sync.attach import attach_bucket_hook
@@ -77,6 +80,19 @@ def test_fast_algorithms_have_a_reference() -> None:
     assert all(isinstance(COMPRESSORS[name], HasReference) for name in names)
     algorithms = [x for x in COMPRESSORS.values() if x.claims.has_c_kernels and x.claims.is_part]
     assert all(isinstance(x, HasReference) for x in algorithms if not isinstance(x, Wrapper))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, x in COMPRESSORS.items() if x.claims.keeps_residual and "hierarchical" not in name]
+)
+def test_a_state_that_keeps_a_residual_takes_over_a_given_one(name: str) -> None:
+    """If it fails, what earlier buckets have left is sent twice."""
+    compressor, layout = COMPRESSORS[name], Layout.of([torch.empty(40, 33), torch.empty(7)], torch.float32)
+    channel: Any = AloneChannel(mock.Mock(size=2, rank=0, within=None, across=None))
+    residual = torch.ones(layout.numel)
+    state = compressor.init(layout, residual.device)
+    finish(compressor.rounds(torch.randn(layout.numel), layout, state, channel, residual))
+    assert not residual.any()
 
 
 def _start_late() -> None:

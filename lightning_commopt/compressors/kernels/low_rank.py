@@ -72,12 +72,12 @@ def compress(
     products = message[:num_factors] if own is None else own
     p, q = (products, factor) if by_rows else (factor, products)
     if sent is not None and residual is not None:
-        fold_and_multiply(bucket, residual, parts.matrices, sent, p, q, by_rows)
+        fold_and_multiply(bucket, residual, parts, sent, p, q, by_rows)
     else:
         if residual is not None:
             for matrix in parts.matrices:
                 matrix.of(bucket).add_(matrix.of(residual))
-        multiply(bucket, parts.matrices, p, q, by_rows)
+        multiply(bucket, parts, p, q, by_rows)
     if own is not None:
         message[:num_factors].copy_(own)
     if message.numel() > num_factors:
@@ -120,7 +120,7 @@ def decompress(
         subtract_product(bucket, parts, own, residual, finite)
     if residual is not None and parts.rest:
         foreach_mul_(parts.rest_of(residual), (~finite).to(residual.dtype))  # it is always finite itself
-    write_product(bucket, folded, parts.matrices, mean, finite)
+    write_product(bucket, folded, parts, mean, finite)
     if parts.rest:
         rest = message[message.numel() - sum(parts.rest_numels) :]
         foreach_copy_(parts.rest_of(bucket), rest.split(parts.rest_numels))
@@ -130,7 +130,7 @@ def decompress(
 def fold_and_multiply(
     gradient: Tensor,
     residual: Tensor,
-    matrices: tuple[Matrix, ...],
+    parts: Parts,
     sent: tuple[Tensor, Tensor],
     p: Tensor,
     q: Tensor,
@@ -143,13 +143,13 @@ def fold_and_multiply(
     Args:
         gradient: ``(n,)`` the bucket, float32 or float64.
         residual: ``(n,)`` of the same dtype; overwritten at the matrices.
-        matrices: of the bucket.
+        parts: of the bucket.
         sent: ``(sum of r * m,)`` and ``(sum of r * k,)``, what was sent of the residual.
         p: ``(sum of r * m,)``, of the same dtype; overwritten if ``by_rows``.
         q: ``(sum of r * k,)``, of the same dtype; overwritten if not.
         by_rows: see `multiply`.
     """
-    for matrix, (sent_p, sent_q), (its_p, its_q) in per_matrix(matrices, sent, (p, q)):
+    for matrix, (sent_p, sent_q), (its_p, its_q) in per_matrix(parts, sent, (p, q)):
         chunks = _row_chunks(matrix)
         scratch = torch.empty_like(matrix.of(residual)[chunks[0]])
         for rows in chunks:
@@ -162,17 +162,17 @@ def fold_and_multiply(
 
 
 @also_in("c")
-def multiply(flat: Tensor, matrices: tuple[Matrix, ...], p: Tensor, q: Tensor, by_rows: bool) -> None:
+def multiply(flat: Tensor, parts: Parts, p: Tensor, q: Tensor, by_rows: bool) -> None:
     """Sets ``P = M Q`` for every matrix if ``by_rows``, else ``Q = M^T P``.
 
     Args:
         flat: ``(n,)`` float32 or float64.
-        matrices: of the bucket.
+        parts: of the bucket.
         p: ``(sum of r * m,)``, of the dtype of ``flat``; overwritten if ``by_rows``.
         q: ``(sum of r * k,)``, of the same dtype; overwritten if not.
         by_rows: whether rows of the matrices are summed up, or columns.
     """
-    for matrix, (its_p, its_q) in per_matrix(matrices, (p, q)):
+    for matrix, (its_p, its_q) in per_matrix(parts, (p, q)):
         for rows in _row_chunks(matrix):
             _multiply(matrix.of(flat)[rows], rows, its_p, its_q, by_rows)
 
@@ -190,7 +190,7 @@ def subtract_product(flat: Tensor, parts: Parts, factors: tuple[Tensor, Tensor],
     """
     if not finite.all():
         return
-    for matrix, (p, q) in per_matrix(parts.matrices, factors):
+    for matrix, (p, q) in per_matrix(parts, factors):
         for rows in _row_chunks(matrix):
             _subtract_product(matrix.of(flat)[rows], p[:, rows], q, out=matrix.of(out)[rows])
 
@@ -199,7 +199,7 @@ def subtract_product(flat: Tensor, parts: Parts, factors: tuple[Tensor, Tensor],
 def write_product(
     flat: Tensor,
     residual: Tensor | None,
-    matrices: tuple[Matrix, ...],
+    parts: Parts,
     factors: tuple[Tensor, Tensor],
     finite: Tensor,
 ) -> None:
@@ -212,11 +212,11 @@ def write_product(
     Args:
         flat: ``(n,)`` the bucket with its gradients, float32 or float64; its matrices are overwritten.
         residual: ``(n,)`` of the same dtype, from `fold_and_multiply`; None if nothing was folded.
-        matrices: of the bucket.
+        parts: of the bucket.
         factors: ``(sum of r * m,)`` and ``(sum of r * k,)``, of the same dtype.
         finite: 0-dim bool. On CUDA the host does not wait for it.
     """
-    for matrix, (p, q) in per_matrix(matrices, factors):
+    for matrix, (p, q) in per_matrix(parts, factors):
         whole = matrix.of(flat)
         if finite:
             _write_product(matrix, p, q, out=whole)

@@ -12,23 +12,23 @@ from lightning_commopt.compressors.kernels.matrices import Matrix, Parts, per_ma
 def fold_and_multiply(
     gradient: Tensor,
     residual: Tensor,
-    matrices: tuple[Matrix, ...],
+    parts: Parts,
     sent: tuple[Tensor, Tensor],
     p: Tensor,
     q: Tensor,
     by_rows: bool,
 ) -> None:
     """Sets ``residual += gradient - P Q^T`` of ``sent``, and multiplies that."""
-    for matrix, its_sent, (its_p, its_q) in per_matrix(matrices, sent, (p, q)):
+    for matrix, its_sent, (its_p, its_q) in per_matrix(parts, sent, (p, q)):
         name, factors = ("fold_rows", (its_q, its_p)) if by_rows else ("fold_columns", (its_p, its_q))
         _call(name, matrix, matrix.of(gradient), matrix.of(residual), *its_sent, *factors)
 
 
-def multiply(flat: Tensor, matrices: tuple[Matrix, ...], p: Tensor, q: Tensor, by_rows: bool) -> object:
+def multiply(flat: Tensor, parts: Parts, p: Tensor, q: Tensor, by_rows: bool) -> object:
     """Sets ``Q = M^T P``. The other product is as fast in plain torch."""
     if by_rows:
         return NotImplemented
-    for matrix, (its_p, its_q) in per_matrix(matrices, (p, q)):
+    for matrix, (its_p, its_q) in per_matrix(parts, (p, q)):
         _call("multiply_columns", matrix, matrix.of(flat), its_p, its_q)
     return None
 
@@ -38,7 +38,7 @@ def subtract_product(flat: Tensor, parts: Parts, factors: tuple[Tensor, Tensor],
     if out is not flat:
         return NotImplemented
     if finite.all():
-        for matrix, (p, q) in per_matrix(parts.matrices, factors):
+        for matrix, (p, q) in per_matrix(parts, factors):
             _call("subtract_product", matrix, matrix.of(out), p, q)
     return None
 
@@ -46,14 +46,14 @@ def subtract_product(flat: Tensor, parts: Parts, factors: tuple[Tensor, Tensor],
 def write_product(
     flat: Tensor,
     residual: Tensor | None,
-    matrices: tuple[Matrix, ...],
+    parts: Parts,
     factors: tuple[Tensor, Tensor],
     finite: Tensor,
 ) -> object:
     """Sets ``M = P Q^T`` if ``finite``, each product and each sum rounded by itself; factors of few columns only."""
-    if not finite or max(matrix.r for matrix in matrices) > MAX_COLUMNS_ONE_BY_ONE:
+    if not finite or max(matrix.r for matrix in parts.matrices) > MAX_COLUMNS_ONE_BY_ONE:
         return NotImplemented
-    for matrix, (p, q) in per_matrix(matrices, factors):
+    for matrix, (p, q) in per_matrix(parts, factors):
         call("write_product", matrix.m, matrix.k, matrix.r, p, q, matrix.of(flat))
     return None
 

@@ -7,7 +7,7 @@ matrices of a bucket are concatenated in one tensor: ``p`` ``(sum of r * m,)`` a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
@@ -58,26 +58,16 @@ class Parts:
     @cached_property
     def p_shapes(self) -> Shapes:
         """``(r, m)`` of each matrix."""
-        return p_shapes(self.matrices)
+        return tuple((matrix.r, matrix.m) for matrix in self.matrices)
 
     @cached_property
     def q_shapes(self) -> Shapes:
         """``(r, k)`` of each matrix."""
-        return q_shapes(self.matrices)
+        return tuple((matrix.r, matrix.k) for matrix in self.matrices)
 
     def rest_of(self, flat: Tensor) -> list[Tensor]:
         """Returns the views of a bucket that are sent as they are."""
         return [flat[start:end] for start, end in self.rest]
-
-
-def p_shapes(matrices: Sequence[Matrix]) -> Shapes:
-    """Returns ``(r, m)`` of each matrix."""
-    return tuple((matrix.r, matrix.m) for matrix in matrices)
-
-
-def q_shapes(matrices: Sequence[Matrix]) -> Shapes:
-    """Returns ``(r, k)`` of each matrix."""
-    return tuple((matrix.r, matrix.k) for matrix in matrices)
 
 
 def factors_numel(shapes: Shapes) -> int:
@@ -91,7 +81,7 @@ def views(factors: Tensor, shapes: Shapes) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def per_matrix(matrices: tuple[Matrix, ...], *pairs: tuple[Tensor, Tensor]) -> Iterator[tuple[Any, ...]]:
+def per_matrix(parts: Parts, *pairs: tuple[Tensor, Tensor]) -> Iterator[tuple[Any, ...]]:
     """Gives each matrix with its views of pairs of factors, ``P`` and ``Q`` of all matrices."""
-    ps, qs = p_shapes(matrices), q_shapes(matrices)
-    return zip(matrices, *(zip(views(p, ps), views(q, qs), strict=True) for p, q in pairs), strict=True)
+    ps, qs = parts.p_shapes, parts.q_shapes
+    return zip(parts.matrices, *(zip(views(p, ps), views(q, qs), strict=True) for p, q in pairs), strict=True)

@@ -50,18 +50,17 @@ def orthonormalize(
     basis = message.new_empty(plan.num_factors)
     candidates = (message, message if old is None else old)
     earlier = (flags, 0) if before is None else (before, before.numel())
-    combining = {"SINGLE_NORM": 1 / (1 + epsilon), "SPLITS": plan.SPLITS}
-    sizes = {"R": plan.R, "NUM": plan.NUM, "enable_fp_fusion": True}
+    combining = {"SINGLE_NORM": 1 / (1 + epsilon), "SPLITS": plan.num_splits}
 
     args = (plan.tiles, *candidates, sums, flags, *earlier, plan.num_tiles, plan.num_factors, message.numel())
-    blocks = {"BLOCK": plan.BLOCK, "REST_BLOCK": _REST_BLOCK, "num_warps": 8}
-    launch(_multiply_candidates, (num_flags, 1, 1), *args, **sizes, **blocks)
-    if not plan.COMBINES:
+    blocks = {"BLOCK": plan.block, "REST_BLOCK": _REST_BLOCK, "num_warps": 8}
+    launch(_multiply_candidates, (num_flags, 1, 1), *args, **plan.options, **blocks)
+    if not plan.combines:
         grid = (len(shapes), 1, 1)
-        launch(_combine, grid, plan.factors, sums, sums, **sizes, **combining, num_warps=8)
+        launch(_combine, grid, plan.factors, sums, sums, **plan.options, **combining, num_warps=8)
     applied = (plan.tiles, *candidates, sums, flags, basis, num_flags)
-    blocks = {"BLOCK": plan.BLOCK, "COMBINES": plan.COMBINES, "num_warps": 4}
-    launch(_apply, (plan.num_tiles, 1, 1), *applied, **sizes, **combining, **blocks)
+    blocks = {"BLOCK": plan.block, "COMBINES": plan.combines, "num_warps": 4}
+    launch(_apply, (plan.num_tiles, 1, 1), *applied, **plan.options, **combining, **blocks)
     return basis, flags
 
 
@@ -76,11 +75,11 @@ class _Plan(NamedTuple):
         num_tiles: rows of ``tiles``.
         num_factors: elements of all factors.
         num_sums: elements that hold partial sums, ``(tiles, NUM, NUM)``, and behind them the transforms.
-        R: a power of two, not below any ``r``.
-        NUM: candidates; ``R`` if there are no old rows, else ``2 R``.
-        BLOCK: columns of a tile.
-        SPLITS: tiles whose partial sums are added up at once.
-        COMBINES: each tile has a transform of its own.
+        options: of all kernels: ``R``, a power of two that is not below any ``r``; ``NUM`` candidates, ``R`` if there
+            are no old rows, else ``2 R``; Triton's.
+        block: columns of a tile.
+        num_splits: tiles whose partial sums are added up at once.
+        combines: each tile has a transform of its own.
     """
 
     tiles: Tensor
@@ -88,11 +87,10 @@ class _Plan(NamedTuple):
     num_tiles: int
     num_factors: int
     num_sums: int
-    R: int
-    NUM: int
-    BLOCK: int
-    SPLITS: int
-    COMBINES: bool
+    options: dict[str, int | bool]
+    block: int
+    num_splits: int
+    combines: bool
 
 
 # Tables are made once for each bucket layout, as only then the host waits for the device. They stay, as kernels of
@@ -116,7 +114,8 @@ def _plan_for(shapes: Shapes, has_old: bool, device: torch.device) -> _Plan:
     num_sums = num_tiles * num**2 + (num_tiles if combines else len(shapes)) * most * num
     splits = max(1, min(_MAX_SPLITS, _SUM_NUMEL // num**2))
     tile_table, factor_table = (torch.tensor(rows).to(device) for rows in (tiles, factors))
-    return _Plan(tile_table, factor_table, num_tiles, starts[-1], num_sums, most, num, block, splits, combines)
+    options = {"R": most, "NUM": num, "enable_fp_fusion": True}
+    return _Plan(tile_table, factor_table, num_tiles, starts[-1], num_sums, options, block, splits, combines)
 
 
 @triton.jit(do_not_specialize=["num_before", "num_tiles", "num_factors", "numel"])
@@ -136,38 +135,35 @@ def _multiply_candidates(
     BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
 ):
-    """Multiplies a tile, or looks at a chunk of the rest; writes whether it and what was ``before`` is finite."""
+    """Writes a tile's share of ``C @ C.T`` but for rows and columns of zeros, or looks at a chunk of the rest.
+
+    Each program writes whether that and what was ``before`` is finite.
+    """
     if tl.program_id(0) < num_tiles:
-        is_bad = _multiply_tile(tiles, x, old, sums, R, NUM, BLOCK)
-    else:
-        at = num_factors + (tl.program_id(0) - num_tiles).to(tl.int64) * REST_BLOCK + tl.arange(0, REST_BLOCK)
-        is_bad = tl.max(tl.where(tl.abs(tl.load(x + at, at < numel, 0)) < float("inf"), 0, 1), 0)
-    tl.store(flags + tl.program_id(0), (is_bad == 0) & all_set(before, num_before))
-
-
-@triton.jit
-def _multiply_tile(tiles, x, old, sums, R: tl.constexpr, NUM: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes this tile's share of ``C @ C.T`` but for rows and columns of zeros; returns 0 if all of it is finite."""
-    tile = tiles + tl.program_id(0) * 8
-    r, start, side = tl.load(tile + 2), tl.load(tile + 4), tl.load(tile + 5)
-    columns = tl.load(tile + 6) + tl.arange(0, BLOCK)
-    inside = columns < side
-    c = tl.arange(0, NUM)
-    at = start + (c % R)[:, None] * side + columns[None, :]
-    there = (c % R < r)[:, None] & inside[None, :]
-    candidates = tl.load(x + at, there & (c < R)[:, None], 0)
-    if NUM > R:
-        candidates += tl.load(old + at, there & (c >= R)[:, None], 0)
-    is_bad = tl.max(tl.max(tl.where(tl.abs(candidates) < float("inf"), 0, 1), 1), 0)
-    candidates = candidates.to(tl.float64)
-    out = sums + tl.load(tile + 7) + c
-    for i in range(r):
-        row = tl.load(x + start + i * side + columns, inside, 0).to(tl.float64)
-        tl.store(out + i * NUM, tl.sum(candidates * row[None, :], 1))
+        tile = tiles + tl.program_id(0) * 8
+        r, start, side = tl.load(tile + 2), tl.load(tile + 4), tl.load(tile + 5)
+        columns = tl.load(tile + 6) + tl.arange(0, BLOCK)
+        inside = columns < side
+        c = tl.arange(0, NUM)
+        at = start + (c % R)[:, None] * side + columns[None, :]
+        there = (c % R < r)[:, None] & inside[None, :]
+        candidates = tl.load(x + at, there & (c < R)[:, None], 0)
         if NUM > R:
-            row = tl.load(old + start + i * side + columns, inside, 0).to(tl.float64)
-            tl.store(out + (R + i) * NUM, tl.sum(candidates * row[None, :], 1))
-    return is_bad
+            candidates += tl.load(old + at, there & (c >= R)[:, None], 0)
+        is_bad = tl.max(tl.max(tl.where(tl.abs(candidates) < float("inf"), 0, 1), 1), 0)
+        candidates = candidates.to(tl.float64)
+        out = sums + tl.load(tile + 7) + c
+        for i in range(r):
+            row = tl.load(x + start + i * side + columns, inside, 0).to(tl.float64)
+            tl.store(out + i * NUM, tl.sum(candidates * row[None, :], 1))
+            if NUM > R:
+                row = tl.load(old + start + i * side + columns, inside, 0).to(tl.float64)
+                tl.store(out + (R + i) * NUM, tl.sum(candidates * row[None, :], 1))
+    else:
+        places = num_factors + (tl.program_id(0) - num_tiles).to(tl.int64) * REST_BLOCK + tl.arange(0, REST_BLOCK)
+        rest = tl.load(x + places, places < numel, 0)
+        is_bad = tl.max(tl.where(tl.abs(rest) < float("inf"), 0, 1), 0)
+    tl.store(flags + tl.program_id(0), (is_bad == 0) & all_set(before, num_before))
 
 
 @triton.jit

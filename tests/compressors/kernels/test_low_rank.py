@@ -10,7 +10,7 @@ from forms import in_form
 from torch import Tensor
 
 from lightning_commopt.compressors.kernels import low_rank
-from lightning_commopt.compressors.kernels.matrices import Matrix, Parts, factors_numel, p_shapes, q_shapes, views
+from lightning_commopt.compressors.kernels.matrices import Matrix, Parts, factors_numel, views
 
 CHUNK_NUMEL = 2**14
 RANKS = [1, 2, 3, 5, 8]  # C takes four columns at a time, or what is left of them
@@ -38,7 +38,7 @@ class Bucket:
             return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
 
         self.flat, self.residual = random(ends[-1]), random(ends[-1])
-        num_p, num_q = (factors_numel(shapes(self.matrices)) for shapes in (p_shapes, q_shapes))
+        num_p, num_q = (factors_numel(shapes) for shapes in (self.parts.p_shapes, self.parts.q_shapes))
         self.sent = random(num_p), random(num_q)
         self.factors = random(num_p), random(num_q)
         is_matrix = torch.zeros(ends[-1], dtype=torch.bool)
@@ -51,7 +51,7 @@ class Bucket:
         return [matrix.of(flat).double().numpy() for matrix in self.matrices]
 
     def exact_factors(self, pair: tuple[Tensor, Tensor]) -> list[tuple[np.ndarray, np.ndarray]]:
-        ps, qs = views(pair[0], p_shapes(self.matrices)), views(pair[1], q_shapes(self.matrices))
+        ps, qs = views(pair[0], self.parts.p_shapes), views(pair[1], self.parts.q_shapes)
         return [(p.double().numpy(), q.double().numpy()) for p, q in zip(ps, qs, strict=True)]
 
     def exact_residual(self) -> list[np.ndarray]:
@@ -88,14 +88,14 @@ def fold(bucket: Bucket, by_rows: bool) -> tuple[Tensor, Tensor]:
     """Folds, and returns the factors with the new one in place of the old."""
     p, q = (x.clone() for x in bucket.factors)
     (p if by_rows else q).fill_(torch.nan)
-    low_rank.fold_and_multiply(bucket.flat, bucket.residual, bucket.matrices, bucket.sent, p, q, by_rows)
+    low_rank.fold_and_multiply(bucket.flat, bucket.residual, bucket.parts, bucket.sent, p, q, by_rows)
     return p, q
 
 
 def multiply(bucket: Bucket, by_rows: bool) -> tuple[Tensor, Tensor]:
     p, q = (x.clone() for x in bucket.factors)
     (p if by_rows else q).fill_(torch.nan)
-    low_rank.multiply(bucket.flat, bucket.matrices, p, q, by_rows)
+    low_rank.multiply(bucket.flat, bucket.parts, p, q, by_rows)
     return p, q
 
 
@@ -148,7 +148,7 @@ def test_gradients_that_are_not_finite_stay_out_of_the_residual(bad: float, form
         with in_form(form):
             p, q = fold(bucket, by_rows)
         for matrix, new_p, new_q in zip(
-            bucket.matrices, views(p, p_shapes(bucket.matrices)), views(q, q_shapes(bucket.matrices)), strict=True
+            bucket.matrices, views(p, bucket.parts.p_shapes), views(q, bucket.parts.q_shapes), strict=True
         ):
             if by_rows:
                 assert not new_p[:, [0, matrix.m // 2]].isfinite().all(0).any()
@@ -157,7 +157,7 @@ def test_gradients_that_are_not_finite_stay_out_of_the_residual(bad: float, form
         for sums, exact in zip(bucket.exact(bucket.residual), before, strict=True):
             assert np.isfinite(sums).all()
             assert_near(sums[0, 0], exact[0, 0], torch.float32)
-        low_rank.write_product(bucket.flat, bucket.residual, bucket.matrices, (p, q), torch.tensor(False))
+        low_rank.write_product(bucket.flat, bucket.residual, bucket.parts, (p, q), torch.tensor(False))
         assert bucket.flat.isnan().equal(~bucket.others)
         for sums, exact in zip(bucket.exact(bucket.residual), before, strict=True):
             assert_near(sums, exact, torch.float32)
@@ -175,7 +175,7 @@ def test_huge_gradients_poison_no_residual(form: str) -> None:
     with in_form(form):
         p, q = fold(bucket, by_rows=True)
     assert not p.isfinite().all()
-    low_rank.write_product(bucket.flat, bucket.residual, bucket.matrices, (p, q), torch.tensor(False))
+    low_rank.write_product(bucket.flat, bucket.residual, bucket.parts, (p, q), torch.tensor(False))
     assert bucket.residual.isfinite().all()
 
 
@@ -226,7 +226,7 @@ def test_writing(form: str, sides: str, r: int, dtype: torch.dtype) -> None:
     bucket = Bucket(SIDES[sides], r, dtype)
     flat, residual = bucket.flat.clone(), bucket.residual.clone()
     with in_form(form):
-        low_rank.write_product(bucket.flat, bucket.residual, bucket.matrices, bucket.factors, torch.tensor(True))
+        low_rank.write_product(bucket.flat, bucket.residual, bucket.parts, bucket.factors, torch.tensor(True))
     for mean, (p, q) in zip(bucket.exact(bucket.flat), bucket.exact_factors(bucket.factors), strict=True):
         assert_near(mean, p.T @ q, dtype)
     assert bucket.flat[bucket.others].equal(flat[bucket.others])
@@ -240,6 +240,6 @@ def test_all_ranks_write_the_same_bits() -> None:
         buckets = [Bucket(sides, r, torch.float32) for sides, r in itertools.product(SIDES.values(), RANKS)]
         with in_form(form):
             for bucket in buckets:
-                low_rank.write_product(bucket.flat, None, bucket.matrices, bucket.factors, torch.tensor(True))
+                low_rank.write_product(bucket.flat, None, bucket.parts, bucket.factors, torch.tensor(True))
         written.append([bucket.flat for bucket in buckets])
     assert all(ours.equal(theirs) for ours, theirs in zip(*written, strict=True))
