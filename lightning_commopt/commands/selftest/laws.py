@@ -16,6 +16,7 @@ from lightning_commopt.commands.selftest.steps import (
     LargeNet,
     Setup,
     Vectors,
+    check_residual,
     of_all_ranks,
     random_gradients,
     run_step,
@@ -78,14 +79,7 @@ def averages(setup: Setup, name: str, compressor: Compressor) -> None:
     errors = (received - exact).norm(dim=1) / exact.norm(dim=1)
     worst = errors[:num_steps].max().item()
     assert worst < bound, f"{name}: an average is off by {worst:.3g} in the 2-norm, its error_bound is {bound:.3g}"
-    has_residual = bool(residual.abs().max() > 1e-4)
-    assert has_residual == claims.keeps_residual, f"{name}: has a residual: {has_residual}, its claims: {claims}"
-    if claims.keeps_residual:
-        lost = ((received.sum(0) + residual - exact.sum(0)).norm() / exact.norm(dim=1).sum()).item()
-        assert lost < claims.untracked_error, (
-            f"{name}: {lost:.3g} of the gradients is neither in the averages nor in the residual, its untracked_error"
-            f" is {claims.untracked_error:.3g}"
-        )
+    check_residual(name, received, exact, residual, claims)
 
 
 @law("all ranks receive the same bits")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.commands.selftest.checks import TestDevices
-from lightning_commopt.compressors import Compressor
+from lightning_commopt.compressors import Claims, Compressor
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.gradient_sync import GradientSync
 
@@ -169,3 +169,15 @@ def of_all_ranks(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def check_residual(name: str, received: Tensor, exact: Tensor, residual: Tensor, claims: Claims) -> None:
+    """Holds the mean residual to the claims: there is one, and with it nothing is lost of the ``exact`` averages."""
+    has_residual = bool(residual.abs().max() > 1e-4)
+    assert has_residual == claims.keeps_residual, f"{name}: has a residual: {has_residual}, its claims: {claims}"
+    if claims.keeps_residual:
+        lost = ((received.sum(0) + residual - exact.sum(0)).norm() / exact.norm(dim=1).sum()).item()
+        assert lost < claims.untracked_error, (
+            f"{name}: {lost:.3g} of the gradients is neither in the averages nor in the residual, its untracked_error"
+            f" is {claims.untracked_error:.3g}"
+        )
