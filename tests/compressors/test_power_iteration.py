@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.compressors import AlternatingPowerSGD, Compressor, Layout, PowerSGD
+from lightning_commopt.compressors import AlternatingLowRank, AlternatingPowerSGD, Compressor, Layout, PowerSGD
 from lightning_commopt.sync.attach import attach_bucket_hook
 from support.ranks import run_ranks
 
@@ -87,6 +87,16 @@ def test_bad_options_are_refused(comm_hook: dict[str, object], message: str) -> 
     """If it fails, a bad option of a compressor is accepted, or the error does not say what is allowed."""
     with pytest.raises(ValueError, match=message):
         CommOptDDP(comm_hook=comm_hook)
+
+
+@pytest.mark.parametrize("name", ["q", "p"])
+def test_every_refresh_draws_other_factors_the_same_on_all_ranks(name: str) -> None:
+    """If it fails, a refreshed iteration starts in the same subspace again, or ranks start in different ones."""
+    compressor = AlternatingLowRank(matrix_rank=2)
+    layout = Layout.of([torch.empty(40, 33)], torch.float32)
+    first, again, later = (compressor.init(layout, torch.device("cpu"), step)[name] for step in (0, 0, 8))
+    assert first.equal(again)
+    assert not first.equal(later)
 
 
 @pytest.mark.parametrize(("sides", "is_compressed"), [((8, 8), False), ((9, 8), True)])
