@@ -2,7 +2,6 @@
 
 import json as json_text
 import shlex
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -163,23 +162,18 @@ def topo(
     there is no topology to read.
     """
     from lightning_commopt.commands.topology.findings import find_all
-    from lightning_commopt.commands.topology.sources import local_rank, read_content, read_file, read_machine
-    from lightning_commopt.commands.topology.terminal import print_topology, to_plain
+    from lightning_commopt.commands.topology.sources import local_rank, read_file, read_machine
+    from lightning_commopt.commands.topology.terminal import print_topology, to_plain, write_page
     from lightning_commopt.text.findings import print_findings
 
     with errors_in_a_line(status=2):
-        if file is None:
-            machine = read_machine(source)
-        else:
-            machine = read_content(sys.stdin.buffer.read(), "input") if str(file) == "-" else read_file(file)
+        machine = read_machine(source) if file is None else read_file(file)
         findings = find_all(machine)
         if file is None and local_rank():
             # All else is what the host's first rank says.
             print_findings([finding for finding in findings if finding.code == "wrong_numa_node"], Console())
             return
         if output is not None:
-            from lightning_commopt.commands.topology.terminal import write_page
-
             write_page(machine, findings, output)
     if json:
         typer.echo(json_text.dumps(to_plain(machine, findings), indent=2))

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -140,15 +140,15 @@ def _open_store(identity: RankIdentity, deadline: float) -> dist.Store:
     return dist.PrefixStore("commopt/doctor", store)
 
 
+@dataclass
 class _FactExchange:
     """A store that all ranks write to; rank 0 collects and answers."""
 
-    def __init__(self, store: dist.Store, identity: RankIdentity, deadline: float, limit_s: float) -> None:
-        self._store = store
-        self._identity = identity
-        self._deadline = deadline
-        self._limit_s = limit_s
-        self._absent: list[int] = []
+    _store: dist.Store
+    _identity: RankIdentity
+    _deadline: float
+    _limit_s: float
+    _absent: list[int] = field(default_factory=list)
 
     def meet(self, facts: Facts, ports: Sequence[ListeningPort]) -> Meeting:
         identity = self._identity

@@ -16,7 +16,6 @@ from lightning_commopt.text.terminal import TextTable, print_text
 from lightning_commopt.watch.hangs.marks import PHASES
 from lightning_commopt.watch.hangs.records import HangReport, TimedMark, phases_of
 from lightning_commopt.watch.hangs.sentences import operation_text
-from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
 _HOSTS_SHOWN = 8
 
@@ -92,17 +91,10 @@ def print_hang_report(found: HangReport, console: Console) -> None:
     else:
         console.print("No hang was reported. The ranks were last seen like this:", style="bold")
     console.print()
-    console.print(_ranks(found.snapshots))
-    if found.marks:
-        console.print()
-        _print_timeline(found, console)
-
-
-def _ranks(snapshots: Sequence[RankSnapshot]) -> TextTable:
     numbers = "rank", "step", "no progress\nfor"
     headings = "rank", "host", "state", "phase", "step", "no progress\nfor", "waits in", "at"
     table = TextTable(*headings, numbers=numbers, has_rules=False)
-    for rank in sorted(snapshots, key=lambda snapshot: snapshot.rank):
+    for rank in sorted(found.snapshots, key=lambda snapshot: snapshot.rank):
         known = rank.state not in ("unreachable", "silent")
         table.add_row(
             str(rank.rank),
@@ -114,7 +106,10 @@ def _ranks(snapshots: Sequence[RankSnapshot]) -> TextTable:
             operation_text(rank) if rank.is_waiting else "",
             next(iter(rank.worker_places), shorten(rank.detail, _DETAIL_WIDTH) or rank.place or ""),
         )
-    return table
+    console.print(table)
+    if found.marks:
+        console.print()
+        _print_timeline(found, console)
 
 
 def _print_timeline(found: HangReport, console: Console) -> None:

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_commopt.commands.nccl_log.facts import Communicator, Member, Process
+from lightning_commopt.commands.nccl_log.facts import Communicator, Member, NcclLog, Process
 from lightning_commopt.commands.nccl_log.lines import Message
 
 _ADDRESS = re.compile(r"\bcomm (0x[0-9a-fA-F]+) rank ")
@@ -164,14 +164,11 @@ def group_members(members: Sequence[Member]) -> list[Communicator]:
     return found
 
 
-def add_listed(
-    communicators: Sequence[Communicator],
-    processes: Sequence[Process],
-    listed: Mapping[int, tuple[str, int, int, str]],
-) -> None:
+def add_listed(log: NcclLog) -> None:
     """Adds ranks that only nccl-tests names, in its list of devices, to the communicator that agrees with the list."""
-    by_pid = {(process.host, process.pid): process for process in processes}
-    for communicator in communicators:
+    listed = log.listed
+    by_pid = {(process.host, process.pid): process for process in log.processes}
+    for communicator in log.communicators if listed else ():
         agrees = all(
             rank in listed and (m.process.pid, m.device) == listed[rank][1:3]
             for rank, m in communicator.members.items()
@@ -185,13 +182,14 @@ def add_listed(
                 communicator.members[rank].num_ranks = communicator.num_ranks
 
 
-def add_unnamed(communicators: Sequence[Communicator], processes: Sequence[Process]) -> None:
+def add_unnamed(log: NcclLog) -> None:
     """Adds processes that name no rank to the only communicator there is, if it lacks as many."""
-    if len(communicators) == 1 and communicators[0].count == 1:
-        known = {id(member.process) for member in communicators[0].all_members}
-        left = [each for each in processes if id(each) not in known and each.host and each.network is not None]
-        if 0 < len(left) <= len(communicators[0].missing) - len(communicators[0].unknown):
-            communicators[0].unknown += [Member(process=process) for process in left]
+    if len(log.communicators) == 1 and log.communicators[0].count == 1:
+        (only,) = log.communicators
+        known = {id(member.process) for member in only.all_members}
+        left = [each for each in log.processes if id(each) not in known and each.host and each.network is not None]
+        if len(left) <= len(only.missing) - len(only.unknown):
+            only.unknown += [Member(process=process) for process in left]
 
 
 def _key(member: Member, addresses: dict[tuple[int, str], Member]) -> Hashable:

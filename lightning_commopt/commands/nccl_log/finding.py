@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 from lightning_commopt.commands.nccl_log.facts import Member
 from lightning_commopt.text.findings import Finding, Line, Severity, read_texts
@@ -20,27 +20,24 @@ class HasLine(Protocol):
     def line(self) -> Line: ...
 
 
+Evidence: TypeAlias = Line | HasLine | None
+
+
 class Reason(NamedTuple):
     """Why something is so."""
 
     why: str  # the setting or the fact about the hardware
     advice: str  # what to try
-    evidence: tuple[Line | HasLine | None, ...] = ()
+    evidence: tuple[Evidence, ...] = ()
 
 
-def reason(code: str, /, *evidence: Line | HasLine | None, **values: object) -> Reason:
+def reason(code: str, /, *evidence: Evidence, **values: object) -> Reason:
     """Returns the reason of a code, with its words in braces filled in."""
     return Reason(_TEXTS[code]["why"].format(**values), _TEXTS[code]["try"].format(**values), evidence)
 
 
 def finding(
-    severity: Severity,
-    code: str,
-    /,
-    *evidence: Line | HasLine | None,
-    what: str = "",
-    why: Reason | None = None,
-    **values: object,
+    severity: Severity, code: str, /, *evidence: Evidence, what: str = "", why: Reason | None = None, **values: object
 ) -> Finding:
     """Returns a finding, with the texts of its code where none are given, and each line of evidence once."""
     what, why = what or _TEXTS[code]["what"].format(**values), why or reason(code, **values)

@@ -87,9 +87,8 @@ class LogReader:
         """Groups what was read."""
         self.log.processes = self._sources.processes()
         self.log.communicators = group_members(self._sources.members())
-        if self.log.listed:
-            add_listed(self.log.communicators, self.log.processes, self.log.listed)
-        add_unnamed(self.log.communicators, self.log.processes)
+        add_listed(self.log)
+        add_unnamed(self.log)
         self.log.inspected = self._inspector.found
         return self.log
 

@@ -125,13 +125,9 @@ def parse_cpus(text: str) -> frozenset[int]:
     >>> sorted(parse_cpus("0-2,8"))
     [0, 1, 2, 8]
     """
-    cpus: set[int] = set()
-    if not re.fullmatch(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*", text):
-        return frozenset()
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        cpus.update(range(int(first), int(last or first) + 1))
-    return frozenset(cpus)
+    is_list = re.fullmatch(r"\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*", text)
+    ranges = [part.partition("-") for part in text.split(",")] if is_list else []
+    return frozenset(cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1))
 
 
 def cpus_text(cpus: Iterable[int]) -> str:

@@ -8,6 +8,7 @@ import io
 import os
 import shutil
 import subprocess
+import sys
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,13 +25,16 @@ _LIMIT_S = 60
 def read_file(path: Path) -> Machine:
     """Reads text of ``nvidia-smi topo -m`` or XML of ``NCCL_TOPO_DUMP_FILE``, whatever stands around it.
 
+    ``-`` is the standard input.
+
     Raises:
         OSError: the file cannot be read.
         TopologyError: there is no topology in it.
     """
+    if str(path) == "-":
+        return read_content(sys.stdin.buffer.read(_MAX_BYTES), "input")
     with path.open("rb") as file:
-        content = file.read(_MAX_BYTES)
-    return read_content(content, str(path))
+        return read_content(file.read(_MAX_BYTES), str(path))
 
 
 def read_content(content: bytes, source: str) -> Machine:

@@ -74,11 +74,9 @@ def by_place(machine: Machine) -> list[tuple[str, str, list[Gpu]]]:
     found: dict[int | frozenset[int], list[Gpu]] = {}
     for gpu in machine.gpus:
         found.setdefault(gpu.cpus if gpu.numa_node is None else gpu.numa_node, []).append(gpu)
-    places = []
-    for gpus in found.values():
-        node = UNKNOWN if gpus[0].numa_node is None else gpus[0].numa_node
-        places.append((f"NUMA node {node}", cpus_text(set[int]().union(*(gpu.cpus for gpu in gpus))), gpus))
-    return places
+    names = [UNKNOWN if gpus[0].numa_node is None else str(gpus[0].numa_node) for gpus in found.values()]
+    cores = [cpus_text(cpu for gpu in gpus for cpu in gpu.cpus) for gpus in found.values()]
+    return [(f"NUMA node {name}", text, gpus) for name, text, gpus in zip(names, cores, found.values(), strict=True)]
 
 
 def to_plain(machine: Machine, findings: list[Finding]) -> dict[str, Any]:
