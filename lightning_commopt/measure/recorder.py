@@ -45,7 +45,8 @@ class StepRecorder(SyncObserver):
         self._phases: list[tuple[str | None, Any]] = []
         self._syncs: list[_RecordedSync] = []
         self._collectives: list[_IssuedCollective] = []
-        self._collective_mark = clock.mark if isinstance(clock, HostClock) else _unknown
+        # A device works on collectives in a stream that is not the caller's: no mark there shows their time.
+        self._collective_mark = clock.mark if isinstance(clock, HostClock) else lambda: None
         self._backward = 0
         self._resolved: deque[RecordedStep] = deque()
         self._pending: deque[_Marks] = deque()
@@ -189,12 +190,8 @@ class _RecordedSync(BucketSync):
         )
 
 
-def _unknown() -> None:
-    """Is the mark of a collective on a device, whose stream is not that of the caller."""
-
-
 class _IssuedCollective:
-    """A collective and its marks; without an end where torch does not tell."""
+    """A collective and its marks; without an end where torch does not report it."""
 
     __slots__ = ("_mark", "about", "ended", "started")
 
