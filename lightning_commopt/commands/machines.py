@@ -170,7 +170,7 @@ def topo(
         machine = read_machine(source) if file is None else read_file(file)
         findings = find_all(machine)
         if file is None and local_rank():
-            # All else is what the host's first rank says.
+            # The host's first rank prints the rest
             print_findings([finding for finding in findings if finding.code == "wrong_numa_node"], Console())
             return
         if output is not None:

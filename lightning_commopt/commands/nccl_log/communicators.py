@@ -138,8 +138,8 @@ def group_members(members: Sequence[Member]) -> list[Communicator]:
 
     NCCL names a communicator since 2.16: by its id, or by the parent that it was split from. Older and cut logs give
     the number of ranks alone. Where processes have each the same rank in all communicators of this size, these are
-    told apart by their order. Where not, the log does not say which ranks belong together, and neither do we. Those of
-    which nothing is known but that a line exists are left out.
+    told apart by their order. Where not, it is unknown which ranks belong together. Those of which nothing is known but
+    that a line exists are left out.
     """
     addresses = {(id(each.process), each.address): each for each in members if each.address}
     keys = {id(each): _key(each, addresses) for each in members}
@@ -193,7 +193,7 @@ def add_unnamed(log: NcclLog) -> None:
 
 
 def _key(member: Member, addresses: dict[tuple[int, str], Member]) -> Hashable:
-    """Returns what NCCL names a communicator by; None where the log does not say."""
+    """Returns what NCCL names a communicator by; None if unknown."""
     if member.comm_id is not None:
         return member.comm_id, member.num_ranks
     if not member.split:

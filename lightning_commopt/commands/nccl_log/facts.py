@@ -1,4 +1,4 @@
-"""What processes, ranks and communicators say in NCCL's log: facts, before anything is concluded from them."""
+"""What processes, ranks and communicators report in NCCL's log: facts, before anything is concluded from them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Timeout:
     """A collective that PyTorch's watchdog gave up."""
 
     rank: int
-    group: str  # "" where the line does not say
+    group: str  # "" if unknown
     sequence: int | None  # None before torch 2.0
     operation: str  # such as ALLREDUCE
     sizes: str  # elements in and out, as the line has them
@@ -42,7 +42,7 @@ class Progress:
     """How far a rank was when PyTorch's watchdog acted."""
 
     rank: int
-    group: str  # "" where the line does not say
+    group: str  # "" if unknown
     work: int | None  # number of the collective that failed
     enqueued: int  # number of its last collective that was started
     completed: int
@@ -62,15 +62,15 @@ class RasReport:
 class Choice(NamedTuple):
     """What NCCL's tuner chose for a message."""
 
-    operation: str  # "" where the line does not say
+    operation: str  # "" if unknown
     num_bytes: int
     algorithm: str  # such as RING, TREE, NVLS
     protocol: str  # LL, LL128 or SIMPLE; "" for kernels that have none
-    channels: str  # as the line has them, such as 0..7; "" where it does not say
+    channels: str  # as the line has them, such as 0..7; "" if unknown
 
 
 class Fact(NamedTuple):
-    """A value, and the line that says it."""
+    """A value, and the line that has it."""
 
     value: str
     line: Line
@@ -80,7 +80,7 @@ class Machine(NamedTuple):
     """A host, as its ranks name it: containers may share the name, and differ by the bootstrap's address."""
 
     host: str
-    address: str  # "" where the log does not say
+    address: str  # "" if unknown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,11 +116,11 @@ class Connection:
 
 @dataclass(kw_only=True)
 class Process:
-    """What a process said that holds for all of its ranks."""
+    """What a process reported that holds for all of its ranks."""
 
     host: str = ""  # "" where the heads of its lines are missing
     pid: int | None = None
-    address: str = ""  # of the bootstrap; of another process of the host, where a cut log does not say
+    address: str = ""  # of the bootstrap; of another process of the host, where a log was cut
     bootstrap: Fact | None = None  # interface and address
     version: Fact | None = None
     driver: Fact | None = None
@@ -153,12 +153,12 @@ class SearchResult(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class Member:
-    """What one rank of one communicator said; or lines of a thread, until it is known whose they are."""
+    """What one rank of one communicator reported; or lines of a thread, until it is known whose they are."""
 
     process: Process
     device: int | None = None
     file: str = ""  # of its first line
-    rank: int | None = None  # None where the log does not say, as all of these
+    rank: int | None = None  # None if unknown, as all of these
     num_ranks: int | None = None
     min_ranks: int = 1
     address: str = ""  # the log's name for the communicator in this process
@@ -214,7 +214,7 @@ class Communicator:
 
     number: int  # in the order of the log, from 1; 0 for processes that name no communicator
     members: dict[int, Member] = field(default_factory=dict)  # by rank
-    unknown: list[Member] = field(default_factory=list)  # the log does not say their rank, or their communicator
+    unknown: list[Member] = field(default_factory=list)  # their rank or communicator is unknown
     count: int = 1  # communicators of one size that the log does not tell apart; more than 1 before NCCL 2.16
 
     @property
@@ -234,7 +234,7 @@ class Communicator:
 
     @cached_property
     def num_nodes(self) -> int | None:
-        """Nodes that NCCL sees; None where no line says so and not all ranks are there."""
+        """Nodes that NCCL sees; None if no line has it and not all ranks are there."""
         named = next((each.num_nodes for each in self.all_members if each.num_nodes is not None), None)
         are_known = named is None and self.is_complete and all(machine.host for machine in self.machines)
         return len(self.machines) if are_known else named
@@ -258,7 +258,7 @@ class Communicator:
 
     @property
     def spans_hosts(self) -> bool | None:
-        """Whether there are several hosts; None where the log does not say."""
+        """Whether there are several hosts; None if unknown."""
         if self.num_nodes is not None:
             return self.num_nodes > 1
         hosts = {each.process.host for each in self.all_members if each.process.host}
@@ -277,7 +277,7 @@ class Communicator:
 
 @dataclass(kw_only=True)
 class NcclLog:
-    """All that the files say."""
+    """Everything that was read from the files."""
 
     files: list[str] = field(default_factory=list)
     num_lines: int = 0  # of NCCL

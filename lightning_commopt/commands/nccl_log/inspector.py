@@ -58,7 +58,7 @@ Order = dict[int, tuple[Measured, float]]
 
 @dataclass(kw_only=True)
 class Inspected:
-    """What the Inspector's files say."""
+    """What the Inspector's files contain."""
 
     bus_gb_per_s: dict[Measured, array[float]] = field(default_factory=dict)
     in_order: dict[tuple[str, int, int, str], Order] = field(default_factory=dict)  # operation, rank, ranks, comm_id
@@ -137,7 +137,7 @@ def match_run(inspected: Inspected, ranks: Sequence[RankRecords]) -> tuple[list[
 
     NCCL numbers the collectives of each kind in a communicator. A rank's calls are put at every place of this order
     where all sizes agree and a whole step is covered. If all these places make each number the same collective of a
-    step, that is returned, in the order of a step; else a line says that nothing is claimed.
+    step, that is returned, in the order of a step; else a line reports that nothing matched.
     """
     if not any(record.collectives for rank in ranks for record in rank.steps):
         return [], ["the run has no records of collectives, which torch has hooks for since 2.14"]

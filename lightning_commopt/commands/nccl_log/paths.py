@@ -24,7 +24,7 @@ _OFF = ("0", "no", "false", "")  # values of a switch
 
 
 def is_in_host(communicator: Communicator, connection: Connection) -> bool | None:
-    """Returns whether both ends are on one host; None where the log does not say."""
+    """Returns whether both ends are on one host; None if unknown."""
     if connection.kind != "NET":
         return True
     if connection.is_between_hosts:

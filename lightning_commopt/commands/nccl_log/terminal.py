@@ -28,7 +28,7 @@ class Path(NamedTuple):
     """A way that pairs of ranks talk."""
 
     name: str  # such as P2P/CUMEM/read
-    place: str  # in a host, between hosts, or "" where the log does not say
+    place: str  # in a host, between hosts, or "" if unknown
     pairs: list[tuple[int, int]]  # sender and receiver
     num_channels: int  # the most of a pair
 
@@ -60,7 +60,7 @@ def rings_of(communicator: Communicator) -> dict[tuple[int, ...], list[int]]:
 
 
 def extras_of(communicator: Communicator) -> dict[str, str]:
-    """Returns whether GPUDirect RDMA, PXN, NVLS and CollNet are used; without what the log does not say."""
+    """Returns whether GPUDirect RDMA, PXN, NVLS and CollNet are used; without what is unknown."""
     members = communicator.all_members
     notes = {name for member in members for name in member.notes}
     num_nvls = max((member.channels.get("nvls", 0) for member in members), default=0)

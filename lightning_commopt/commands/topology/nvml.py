@@ -184,7 +184,7 @@ def cpus_of_process(root: Path, pid: int) -> frozenset[int]:
 
 
 def read_text(path: Path) -> str:
-    """Returns what a small file says; nothing if it cannot be read."""
+    """Returns the text of a small file; empty if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

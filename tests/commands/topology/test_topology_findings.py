@@ -176,6 +176,7 @@ def test_figures_of_a_model() -> None:
         assert words == expected if words is None else expected is not None and words in expected.text
     allowed = expect_between_gpus(Link("PHB"), Gpu(label="GPU0", name="NVIDIA GeForce RTX 4090"), "OK")
     assert allowed is None
+    assert expect_between_gpus(Link("XGMI", 4)) is None  # of a file that names no GPU
     blackwell = expect_between_gpus(Link("NV", 18), Gpu(label="GPU0", compute_capability=100))
     assert blackwell is not None
     assert blackwell.bytes_per_s == 900e9
