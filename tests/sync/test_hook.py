@@ -223,6 +223,27 @@ def test_several_communicators_at_a_time_are_warned_of(monkeypatch: pytest.Monke
     warn_of_launch_order(nn.Sequential(nn.SyncBatchNorm(4)))
 
 
+def _received_with_residuals(compressor: Compressor) -> list[Tensor]:
+    """Returns the averages of two steps whose gradients are zero, before which residuals are added."""
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    hook, received = attach_bucket_hook(model, compressor, None), []
+    hook.add_residuals({"weight": torch.full((2, 3), 1.0 + dist.get_rank()), "bias": torch.ones(2)})
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.zeros(1, 3)).sum().mul(0).backward()
+        received.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+    hook.close()
+    return received
+
+
+@pytest.mark.parametrize("compressor", [AllReduce(), PowerSGD()])
+def test_residuals_of_another_hook_are_sent_once(compressor: Compressor) -> None:
+    """If it fails, what a change of the plan has left is lost, or added to the gradients of every step."""
+    for first, second in run_ranks(_received_with_residuals, compressor):
+        assert first.tolist() == [1.5] * 6 + [1.0] * 2
+        assert not second.any()
+
+
 def _succeed() -> None:
     pass
 
