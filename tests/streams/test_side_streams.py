@@ -221,6 +221,16 @@ def test_nothing_is_sent_after_a_failure() -> None:
     assert [launch.name for launch in machine.launches if launch.stream.startswith("nccl")] == ["all_reduce"]
 
 
+@pytest.mark.parametrize(("name", "streams"), [("bf16", {"side 1", "side 2"}), ("hierarchical_lossless", {"side 1"})])
+def test_buckets_take_streams_of_high_priority_in_turn(name: str, streams: set[str]) -> None:
+    """If it fails, no bucket is compressed while another is on the wire, or all wait for kernels of backward."""
+    machine = Machine()
+    with cuda_on(machine):
+        Training(machine, CASES[name]).run(1)
+    assert {launch.stream for launch in machine.launches if launch.stream.startswith("side")} == streams
+    assert set(machine.priorities.values()) == {-1}
+
+
 @pytest.mark.parametrize("name", sampled(CASES, by_default=["powersgd_rank_2"]))
 def test_the_host_never_waits_once_buckets_are_laid_out(name: str) -> None:
     """If it fails, backward stands still in every step until the device has come so far."""

@@ -98,6 +98,8 @@ def _stream_class(machine: Machine) -> Any:
         def __init__(self, device: Any = None, priority: int = 0, name: str | None = None) -> None:
             Stream.num_made += name is None
             self.name = name or f"side {Stream.num_made}"
+            if name is None:
+                machine.priorities[self.name] = priority
 
         def wait_stream(self, other: Stream) -> None:
             machine.wait(self.name, machine.now(other.name))

@@ -68,6 +68,7 @@ class Machine:
         host_waits: where the host waited for the device.
         waits: places in this package that order streams or keep memory for them.
         launches: all of them, in the host's order.
+        priorities: of the streams that were made.
     """
 
     def __init__(self, without: str | None = None) -> None:
@@ -75,6 +76,7 @@ class Machine:
         self.host_waits: list[str] = []
         self.waits: set[str] = set()
         self.launches: list[Launch] = []
+        self.priorities: dict[str, int] = {}
         self._without = without
         self._clocks: dict[str, Clock] = {}
         self._host = Clock()
