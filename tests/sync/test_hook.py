@@ -231,7 +231,8 @@ def _received_with_residuals(compressor: Compressor) -> list[Tensor]:
     for _ in range(2):
         model.zero_grad()
         model(torch.zeros(1, 3)).sum().mul(0).backward()
-        received.append(torch.cat([parameter.grad.flatten() for parameter in model.parameters()]))
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        received.append(torch.cat([gradient.flatten() for gradient in gradients]))
     hook.close()
     return received
 
