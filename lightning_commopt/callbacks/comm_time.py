@@ -15,13 +15,7 @@ from rich.console import Console
 
 from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.callbacks.prediction import PredictionRecorder
-from lightning_commopt.callbacks.publisher import (
-    AllRanks,
-    CollectiveWatch,
-    MetricPublisher,
-    StepFiles,
-    borrow_gathering_group,
-)
+from lightning_commopt.callbacks.publisher import AllRanks, CollectiveWatch, MetricPublisher, StepFiles, gathering_group
 from lightning_commopt.callbacks.run_description import describe_hook, describe_rank
 from lightning_commopt.compat.lightning import batches_that_stepped, count_samples
 from lightning_commopt.measure.clock import clock_for
@@ -138,7 +132,7 @@ class CommTimeMonitor(PhaseCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         has_peers = trainer.world_size > 1 and dist.is_available() and dist.is_initialized()
-        self._group = borrow_gathering_group() if has_peers else None
+        self._group = gathering_group() if has_peers else None
         group = self._group.all_ranks if self._group is not None else None
         is_shared = group is not None or trainer.world_size == 1
         self._publisher = MetricPublisher(publishes_all=self._logs_all, is_shared=is_shared)

@@ -116,7 +116,7 @@ def _broadcast(inner: Callable[[], None]) -> None:
         inner()
 
 
-def borrow_gathering_group() -> BorrowedGroups | None:
+def gathering_group() -> BorrowedGroups | None:
     """Returns a gloo group of all ranks; None, with a warning, if they cannot connect over gloo."""
     try:
         return borrow_host_group()

@@ -162,7 +162,8 @@ def _check_step(name: str, step: StepRecord) -> None:
     for one in step.collectives:
         assert one.start_s is not None
         assert one.end_s is not None
-        assert one.phase == "pause" or step.start_s <= one.start_s <= one.end_s <= step.end_s
+        # Gloo's thread may run the callback that reads the clock after the rank has gone on.
+        assert one.phase == "pause" or step.start_s <= one.start_s <= min(one.end_s, step.end_s)
 
 
 def check_table(folder: Path, name: str) -> None:

@@ -143,16 +143,19 @@ def group_members(members: Sequence[Member]) -> list[Communicator]:
     """
     addresses = {(id(each.process), each.address): each for each in members if each.address}
     keys = {id(each): _key(each, addresses) for each in members}
+    of_process: dict[int, list[Member]] = {}
+    for member in members:
+        of_process.setdefault(id(member.process), []).append(member)
     named: dict[Hashable, list[Member]] = {}
     sized: dict[int, list[Member]] = {}
     for member in members:
         if (key := keys[id(member)]) is not None:
             named.setdefault(key, []).append(member)
-        elif member.num_ranks is not None and (member.address or not _absorb(members, keys, member)):
+        elif member.num_ranks is not None and (member.address or not _absorb(of_process, keys, member)):
             sized.setdefault(member.num_ranks, []).append(member)
     unsized = [m for m in members if keys[id(m)] is None and m.num_ranks is None]
     unsized = [m for m in unsized if m.rank is not None or m.connections or m.channels or m.searches or m.nvlinks]
-    lost = [member for member in unsized if not _absorb(members, keys, member)]
+    lost = [member for member in unsized if not _absorb(of_process, keys, member)]
     found = [_communicator(group) for group in named.values()]
     for size, group in sized.items():
         found += _by_size(size, _join_open(found, group))
@@ -203,7 +206,7 @@ def _key(member: Member, addresses: dict[tuple[int, str], Member]) -> Hashable:
     return above, member.split, member.num_ranks
 
 
-def _absorb(members: Sequence[Member], keys: Mapping[int, Hashable], lines: Member) -> bool:
+def _absorb(of_process: Mapping[int, Sequence[Member]], keys: Mapping[int, Hashable], lines: Member) -> bool:
     """Gives lines of a thread that named no communicator to the one they can be of, if there is only one.
 
     Since NCCL 2.22 ranks connect when they first communicate, by another thread, and that soon follows the start of a
@@ -211,7 +214,7 @@ def _absorb(members: Sequence[Member], keys: Mapping[int, Hashable], lines: Memb
     """
     if lines.address:
         return False
-    fitting = [each for each in members if each is not lines and each.address and _fits(each, lines)]
+    fitting = [m for m in of_process[id(lines.process)] if m is not lines and m.address and _fits(m, lines)]
     if len(fitting) > 1 and all(keys[id(each)] is not None for each in fitting):
         first = min((each.line.number for each in lines.connections.values()), default=None)
         begun = [each for each in fitting if first and each.finished and each.finished.number < first]
@@ -223,7 +226,7 @@ def _absorb(members: Sequence[Member], keys: Mapping[int, Hashable], lines: Memb
 
 
 def _fits(member: Member, lines: Member) -> bool:
-    if member.process is not lines.process or lines.device not in (None, member.device):
+    if lines.device not in (None, member.device):
         return False
     is_set_up = bool(member.rings or member.has_trees) and bool(lines.rings or lines.has_trees)
     if is_set_up or lines.rank not in (None, member.rank) or lines.min_ranks > (member.num_ranks or lines.min_ranks):
@@ -242,12 +245,12 @@ def _communicator(members: Sequence[Member]) -> Communicator:
 def _join_open(found: Sequence[Communicator], group: Sequence[Member]) -> list[Member]:
     """Adds members to the one communicator that lacks them, and returns the others."""
     left = []
+    incomplete = [each for each in found if each.count == 1 and each.missing] if group else []
     for member in group:
         open_ones = [
             each
-            for each in found
-            if each.count == 1
-            and member.num_ranks in (None, each.num_ranks)
+            for each in incomplete
+            if member.num_ranks in (None, each.num_ranks)
             and member.min_ranks <= (each.num_ranks or 0)
             and (member.rank in each.missing if member.rank is not None else len(each.missing) > len(each.unknown))
             and member.owner not in [other.owner for other in each.all_members]
