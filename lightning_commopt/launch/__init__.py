@@ -1,1 +1,1 @@
-"""Processes: starting them, and what the environment says of their ranks."""
+"""Processes: starting them, and what the environment has of their ranks."""

@@ -27,7 +27,7 @@ BucketStates = dict[int, tuple[tuple[str, ...], Layout, State]]
 
 
 class CheckpointError(ValueError):
-    """A checkpoint's state of gradient sync cannot be used; the message says why."""
+    """A checkpoint's state of gradient sync cannot be used; the message has the reason."""
 
 
 @dataclass

@@ -189,7 +189,7 @@ def print_log(log: NcclLog, findings: list[Finding], console: Console) -> None:
         print_text(f"environment: {shown}", console)
     console.print()
     if not findings:
-        print_text("nothing is wrong, slow or unequal, as far as the log says", console, "green")
+        print_text("nothing is wrong, slow or unequal, as far as the log shows", console, "green")
     print_findings(findings, console)
 
 

@@ -63,7 +63,7 @@ def run_ranks(
         What each rank returned, in the order of ranks.
 
     Raises:
-        RankError: a rank raised (its traceback is in the message), died, or said nothing
+        RankError: a rank raised (its traceback is in the message), died, or sent nothing
             for ``limit_s`` seconds.
     """
     job = _Job(fn, args, world_size, group_timeout_s, backend, environment or {})
@@ -144,8 +144,8 @@ def _collect(answers: dict[int, Answer], pipes: list[Connection], limit_s: float
 
 def _check_all_answered(answers: dict[int, Answer], world_size: int, limit_s: float) -> None:
     if len(answers) < world_size:
-        said = "".join(f"\nrank {rank}: {trace}" for rank, (_, trace) in answers.items() if trace)
-        raise RankError(f"only ranks {sorted(answers)} answered within {limit_s} s{said}")
+        traces = "".join(f"\nrank {rank}: {trace}" for rank, (_, trace) in answers.items() if trace)
+        raise RankError(f"only ranks {sorted(answers)} answered within {limit_s} s{traces}")
 
 
 def _rank(rank: int, folder: str, pipe: Connection, job: _Job) -> None:

@@ -1,4 +1,4 @@
-"""Runs the self-test: finds out where ranks can run, runs every check on them, collects what they say."""
+"""Runs the self-test: finds out where ranks can run, runs every check on them, collects their results."""
 
 from __future__ import annotations
 

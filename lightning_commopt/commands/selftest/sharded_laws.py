@@ -182,7 +182,7 @@ def averages(setup: ShardedSetup, compressor: ShardedCompressor) -> None:
 
 @_law("bytes on the wire are those that a compressor declares")
 def bytes_as_declared(setup: ShardedSetup, compressor: ShardedCompressor) -> None:
-    """If it fails, a compressor sends more than it says, or matrices travel uncompressed."""
+    """If it fails, a compressor sends more than it declares, or matrices travel uncompressed."""
     steps = run_steps(setup, compressor)
     counts = of_all_ranks(steps.bytes_per_step)
     assert counts == [steps.declared_bytes] * len(counts), f"{compressor}: {counts}, declared {steps.declared_bytes}"

@@ -143,7 +143,7 @@ class Steps(NamedTuple):
     received: Tensor  # ``(steps, n)`` averages
     residual: Tensor  # ``(n,)`` of this rank, at the end
     bytes_per_step: float  # handed to collectives, in the mean of the last two steps
-    declared_bytes: int  # that the compressor says it sends
+    declared_bytes: int  # that the compressor declares
 
 
 def run_steps(setup: Setup, compressor: Compressor | None) -> Steps:

@@ -65,7 +65,7 @@ def read_machine(source: str = "auto", environment: Mapping[str, str] = os.envir
     The source is ``nvml``, ``nvidia-smi``, or ``auto`` for the first of them that works.
 
     Raises:
-        TopologyError: there is no GPU, or no tool that could tell.
+        TopologyError: there is no GPU, or no tool that lists them.
         ValueError: there is no such source.
     """
     if source not in (*_SOURCES, "auto"):

@@ -1,7 +1,7 @@
 """The operations of `blockwise` in Triton, one kernel each; what they do is defined there.
 
 A program works on a tile ``(TILE, H, B / H)``: whole blocks of one shard, each in as many parts as a byte has codes:
-``H`` is 1 for 8 bits and 2 for 4. Where a multiplication and an addition are fused this says so (``fma``), and the
+``H`` is 1 for 8 bits and 2 for 4. Where a multiplication and an addition are fused it is explicit (``fma``), and the
 compiler may fuse no others: the numbers are those of plain torch.
 
 Arguments of all kernels: messages, uint8 ``(W, shard_bytes)``; ``num_blocks`` in a row of them, and whether that is a

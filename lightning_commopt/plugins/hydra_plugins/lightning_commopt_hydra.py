@@ -23,7 +23,7 @@ class CommOptSearchPath(SearchPathPlugin):
 
 
 class CommOptConfigSource(FileConfigSource):
-    """A folder of configs that says what was probably meant by an option that it does not have.
+    """A folder of configs that suggests what was probably meant by an option that it does not have.
 
     Hydra lists its sources, as they describe themselves, in the error that ends the program.
     """
