@@ -45,7 +45,7 @@ def bench_of(size_bytes: int, num_iters: int) -> tuple[_Bench, Case, torch.Tenso
     """Returns a bench that makes so many calls in a block, a case for it, and the memory that the case works on."""
     settings = BenchSettings(sizes_bytes=[size_bytes], num_iters=num_iters)
     device = torch.device("cpu")
-    memory = torch.ones(2, size_bytes, dtype=torch.uint8, device=device)
+    memory = [torch.ones(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     case = Case(
         operation="all_reduce", size_bytes=size_bytes, count=size_bytes // 4, dtype="float32", redop="sum",
         place="in", num_ranks=2,

@@ -7,7 +7,7 @@ import gc
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +51,8 @@ def measure(settings: BenchSettings, device: torch.device, ranks_per_node: int, 
     """
     cases = cases_of(settings, num_ranks_of_scopes(settings, dist.get_world_size(), ranks_per_node))
     scopes, channel = ranks_by_scope(ranks_per_node)
-    memory = torch.ones(2, max(case.size_bytes for case in cases), dtype=torch.uint8, device=device)
+    num_bytes = max(case.size_bytes for case in cases)
+    memory = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]  # each aligned for all dtypes
     bench = _Bench(settings, device, ranks_per_node, scopes, channel, memory)
     total = len(cases) * (1 + settings.num_repetitions)
     with _no_garbage_collection():
@@ -77,7 +78,7 @@ class _Bench:
     ranks_per_node: int
     scopes: dict[str, Ranks]
     channel: Channel
-    memory: torch.Tensor
+    memory: Sequence[torch.Tensor]  # two buffers, which all cases share
 
     def begin(self, case: Case) -> _Entry:
         """Prepares a case, runs it, checks its result, and determines how many calls fill a block."""

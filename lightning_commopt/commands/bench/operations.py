@@ -68,8 +68,8 @@ def ranks_by_scope(ranks_per_node: int) -> tuple[dict[str, Ranks], Channel]:
     return scopes, Channel(world, within, across)
 
 
-def views(memory: Tensor, dtype: torch.dtype, numel: int) -> Sequence[Tensor]:
-    """Returns the beginning of both buffers in ``memory``, ``(2, num_bytes)`` uint8, as ``(numel,)`` each."""
+def views(memory: Sequence[Tensor], dtype: torch.dtype, numel: int) -> Sequence[Tensor]:
+    """Returns the beginning of both buffers in ``memory``, ``(num_bytes,)`` uint8 each, as ``(numel,)``."""
     return [buffer[: numel * dtype.itemsize].view(dtype) for buffer in memory]
 
 
@@ -83,7 +83,7 @@ class Call(NamedTuple):
     num_wrong: Callable[[], int]  # returns the number of wrong elements on this rank after such a call
 
 
-def prepare(case: Case, ranks: Ranks, memory: Tensor, root: int) -> Call:
+def prepare(case: Case, ranks: Ranks, memory: Sequence[Tensor], root: int) -> Call:
     """Returns a collective's case, ready to run; ``root`` is the index of the root in its scope."""
     dtype = getattr(torch, case.dtype)
     first, second = views(memory, dtype, case.size_bytes // dtype.itemsize)
@@ -209,7 +209,7 @@ def compressor_of(comm_hook: Any) -> Compressor:
     return compressor
 
 
-def prepare_hook(case: Case, ranks: Ranks, channel: Channel, memory: Tensor, ranks_per_node: int) -> Call:
+def prepare_hook(case: Case, ranks: Ranks, channel: Channel, memory: Sequence[Tensor], ranks_per_node: int) -> Call:
     """Returns a comm hook's case over all ranks, ready to run; the bucket is one matrix, as square as possible.
 
     Raises:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,7 +91,7 @@ def _under_compute() -> None:
 
 
 def _faults() -> None:
-    def prepare(case: Case, ranks: Ranks, memory: torch.Tensor, root: int) -> operations.Call:
+    def prepare(case: Case, ranks: Ranks, memory: Sequence[torch.Tensor], root: int) -> operations.Call:
         if case.operation == "reduce" and ranks.index == 1:
             raise RuntimeError("not here\nbecause")
         call = operations.prepare(case, ranks, memory, root)
