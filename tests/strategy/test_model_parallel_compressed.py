@@ -19,6 +19,7 @@ from support.lightnings import LightningModule, ModelParallelStrategy
 from support.ranks import run_ranks
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer
 
+# Older torch cannot run FSDP2 on CPU either.
 needs_comm_objects = pytest.mark.skipif(
     not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
 )
@@ -90,6 +91,7 @@ def _fit_without_forward() -> tuple[Params, Params, str]:
     return {name: value.full_tensor().numpy() for name, value in model.state_dict().items()}, expected, explanation
 
 
+@needs_comm_objects
 def test_parameters_are_gathered_without_a_forward() -> None:
     """If it fails, a LightningModule whose steps call a part of it cannot be sharded, or nothing explains why."""
     for got, expected, explanation in run_ranks(_fit_without_forward):
@@ -110,6 +112,7 @@ def _distance(got: Params, expected: Params) -> float:
     return float(np.linalg.norm(difference) / np.linalg.norm(np.concatenate([x.ravel() for x in expected.values()])))
 
 
+@needs_comm_objects
 @pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}], ids=str)
 def test_lossless_is_bit_for_bit(options: dict[str, Any]) -> None:
     """If it fails, a strategy that compresses nothing trains something else."""
