@@ -13,6 +13,7 @@ from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.compat.sigterm import report_lost_broadcasts
 from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.sync.buckets import bucket_names
+from lightning_commopt.sync.groups import let_gloo_finish_at_exit
 from lightning_commopt.text.validation import check_choice, check_positive, warn, warn_once
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.rank_side import WatchedRank
@@ -75,6 +76,7 @@ class HangMonitor(PhaseCallback):
         if sys.platform != "linux":
             warn_once("HangMonitor does nothing here: it needs Linux.")
             return
+        let_gloo_finish_at_exit()  # with Lightning's own strategies, too: a rank that aborts ends the job
         # All ranks must access log_dir, which is broadcast.
         folder = Path((trainer.log_dir or trainer.default_root_dir) if self._dirpath is None else self._dirpath)
         environment: Any = getattr(trainer.strategy, "cluster_environment", None)
