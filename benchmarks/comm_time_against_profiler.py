@@ -3,7 +3,8 @@
 Trains with both at once. Total: time in which a collective was under way. From the profiler's trace: the union of
 NCCL's kernels (CUDA) or of gloo's all-reduces (CPU), whose spans begin when one of its threads takes them up. Exposed:
 the part of NCCL's kernels that no other kernel covers; on CPU, for each step, from the call of its last all-reduce to
-the end of all of them.
+the end of all of them. With ``--strategy fsdp2`` on CPU, where each all-gather and reduce-scatter blocks its rank: from
+the calls of all of them to their ends.
 
 python benchmarks/comm_time_against_profiler.py --device cuda --output benchmarks/results/...
 torchrun's ranks on one GPU need --share-gpu: each pretends to be a host of its own.
@@ -25,10 +26,10 @@ from rich.console import Console
 from rich.table import Table
 from small_gpt import train_gpt
 
-from lightning_commopt import CommOptDDP
+from lightning_commopt import CommOptDDP, CommOptModelParallel
 from lightning_commopt.callbacks import CommTimeMonitor
 from lightning_commopt.measure.files import read_run
-from lightning_commopt.measure.record import covered_s
+from lightning_commopt.measure.record import StepRecord, covered_s
 
 RESULT = "RESULT "
 NUM_WARMUP_STEPS = 10
@@ -74,7 +75,12 @@ def run_rank(arguments: argparse.Namespace) -> None:
         os.environ |= {"NCCL_HOSTID": f"host{rank}", "LOCAL_RANK": "0"}
     if arguments.device == "cpu":
         torch.set_num_threads(1)
-    options: dict[str, Any] = {"bucket_cap_mb": arguments.bucket_cap_mb, "comm_hook": arguments.comm_hook}
+    is_sharded = arguments.strategy == "fsdp2"
+    strategy: Any
+    if is_sharded:
+        strategy = CommOptModelParallel(int(os.environ["WORLD_SIZE"]), 1)
+    else:
+        strategy = CommOptDDP(bucket_cap_mb=arguments.bucket_cap_mb, comm_hook=arguments.comm_hook)
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         comm_time = CommTimeMonitor(dirpath=folder, print_summary=False)
@@ -85,17 +91,20 @@ def run_rank(arguments: argparse.Namespace) -> None:
             accelerator=arguments.device,
             devices=1 if arguments.share_gpu else int(os.environ["LOCAL_WORLD_SIZE"]),
             num_nodes=int(os.environ["WORLD_SIZE"]) if arguments.share_gpu else 1,
-            strategy=CommOptDDP(**options),
+            strategy=strategy,
             callbacks=[comm_time, ProfiledSteps(trace)],
         )
         records = read_run(folder)[0].steps[NUM_WARMUP_STEPS:]
-        num_buckets = len(records[-1].buckets)
-        profiled = from_trace(json.loads(trace.read_text())["traceEvents"], arguments.device, num_buckets)
+        events = json.loads(trace.read_text())["traceEvents"]
     if rank == 0:
-        ours = {
-            "total_s": sum(record.totals.wire_s for record in records),
-            "exposed_s": sum(record.totals.exposed_s for record in records),
-        }
+        if is_sharded:
+            ours, profiled = of_units(records), of_blocking_calls(events)
+        else:
+            ours = {
+                "total_s": sum(record.totals.wire_s for record in records),
+                "exposed_s": sum(record.totals.exposed_s for record in records),
+            }
+            profiled = from_trace(events, arguments.device, len(records[-1].buckets))
         print(RESULT + json.dumps({"ours": ours, "profiler": profiled, "num_steps": len(records)}), flush=True)
 
 
@@ -120,6 +129,33 @@ def from_trace(events: list[dict[str, Any]], device: str, num_buckets: int) -> d
     last = slice(num_buckets - 1, None, num_buckets)
     exposed_s = sum(end_s - call_s for call_s, end_s in zip(calls_s[last], ends_s[last], strict=True))
     return {"total_s": covered_s(spans), "exposed_s": exposed_s}
+
+
+UNITS = {"all_gather": ("c10d::_allgather_base_", "gloo:all_gather")}
+UNITS["reduce_scatter"] = ("c10d::_reduce_scatter_base_", "gloo:all_reduce")  # of which gloo makes it
+"""Operations of FSDP2: what calls them in a trace, and what they are there on gloo's threads."""
+
+
+def of_units(records: list[StepRecord]) -> dict[str, float]:
+    """Returns the seconds in FSDP2's collectives as `CommTimeMonitor` has them, of each operation and of both."""
+    seconds = dict.fromkeys(UNITS, 0.0)
+    for one in (one for record in records for one in record.collectives if one.operation in UNITS and not one.source):
+        assert one.start_s is not None
+        assert one.end_s is not None
+        seconds[one.operation] += one.end_s - one.start_s
+    return {"total_s": sum(seconds.values()), "exposed_s": sum(seconds.values()), **seconds}
+
+
+def of_blocking_calls(events: list[dict[str, Any]]) -> dict[str, float]:
+    """Returns the same from a trace; each call lasts until the first span of its kind that begins later has ended."""
+    seconds = {}
+    for operation, (call, span) in UNITS.items():
+        calls_s = sorted(interval(event)[0] for event in events if event.get("name") == call)
+        spans = sorted(interval(event) for event in events if event.get("name") == span)
+        seconds[operation] = sum(
+            next(end_s for start_s, end_s in spans if start_s >= call_s) - call_s for call_s in calls_s
+        )
+    return {"total_s": sum(seconds.values()), "exposed_s": sum(seconds.values()), **seconds}
 
 
 def interval(event: dict[str, Any]) -> Interval:
@@ -151,6 +187,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8, help="sequences in a batch of one rank")
     parser.add_argument("--bucket-cap-mb", type=float, default=1.0)
     parser.add_argument("--comm-hook", default="none")
+    parser.add_argument("--strategy", choices=("ddp", "fsdp2"), default="ddp")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--share-gpu", action="store_true", help="all ranks on GPU 0, as hosts of their own")
     parser.add_argument("--output", type=Path)

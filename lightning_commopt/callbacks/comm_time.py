@@ -40,8 +40,8 @@ class CommTimeMonitor(PhaseCallback):
     """Times every step and every bucket, and reports the cost of communication.
 
     Works with `CommOptDDP` and any of its plans, with Lightning's ``DDPStrategy`` and its hooks, and with one rank.
-    With other strategies phases are timed, and from torch 2.14 on collectives counted by phase. Training is not
-    affected, and does not wait for the device: on CUDA times are those of events.
+    With other strategies phases are timed, and collectives counted by phase: all of them from torch 2.14 on, those of
+    FSDP2 from 2.9 on. Training is not affected, and does not wait for the device: on CUDA times are those of events.
 
     Every ``every_n_steps`` steps the ranks gather their measurements in one small message. Its statistics over steps
     and ranks are published a window later: to all loggers of the Trainer under ``comm_time/``, with the number of the

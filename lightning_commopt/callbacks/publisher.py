@@ -22,6 +22,7 @@ from lightning_commopt.measure.recorder import RecordedStep, StepRecorder, issue
 from lightning_commopt.measure.runs.files import LINK_MODEL_FILE
 from lightning_commopt.measure.verdict import Forecast
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_host_group
+from lightning_commopt.sync.observed_units import ObservedUnits
 from lightning_commopt.text.validation import info, warn
 
 if TYPE_CHECKING:
@@ -88,16 +89,24 @@ class AllRanks:
 
 
 class CollectiveWatch:
-    """Observes the collectives of a fit until `close`, from torch 2.14 on. The process group must exist."""
+    """Observes the collectives of a fit until `close`, before torch 2.14 those of FSDP2. Needs the process group."""
 
     def __init__(self, trainer: Trainer, recorder: StepRecorder) -> None:
+        is_cpu, model = trainer.strategy.root_device.type == "cpu", trainer.strategy.model
+        assert model is not None
         self._hooks: CollectiveHooks | None = None
-        if not has_collective_hooks():
-            info("CommTimeMonitor: before torch 2.14 only gradient sync is observed, and no other collective.")
-            return
-        is_cpu = trainer.strategy.root_device.type == "cpu"
-        self._hooks = CollectiveHooks(recorder.issue, sees_end=is_cpu)
-        self._unwrap = around_broadcasts(trainer, _broadcast)
+        self._closers: list[Callable[[], None]] = []
+        if has_collective_hooks():
+            self._hooks = CollectiveHooks(recorder.issue, sees_end=is_cpu)
+            self._closers += [self._hooks.close, around_broadcasts(trainer, _broadcast)]
+            if is_cpu:  # gloo's reduce-scatters do not report their end
+                self._closers.append(ObservedUnits(model, recorder.call, ["reduce_scatter"], sees_end=True).close)
+        else:
+            self._closers.append(ObservedUnits(model, recorder.issue, sees_end=is_cpu).close)
+            info(
+                "CommTimeMonitor: before torch 2.14 only gradient sync and FSDP2's all-gathers and reduce-scatters"
+                " (from torch 2.9 on) are observed, and no other collective."
+            )
 
     def update(self) -> None:
         """Observes process groups that were made since the last call."""
@@ -105,10 +114,8 @@ class CollectiveWatch:
             self._hooks.update()
 
     def close(self) -> None:
-        if self._hooks is not None:
-            self._hooks.close()
-            self._hooks = None
-            self._unwrap()
+        while self._closers:
+            self._closers.pop()()
 
 
 def _broadcast(inner: Callable[[], None]) -> None:

@@ -1,12 +1,14 @@
 """Private names of FSDP2; see `lightning_commopt.compat`.
 
 ``_get_fsdp_state`` is the state that modules share which one call of ``fully_shard`` has made a unit, ``_mp_policy`` is
-its policy. ``gradient_divide_factor`` and ``_all_reduce_hook`` of its parameter groups are what setters set and
-nothing returns. Hooks that are called with a finished gradient are ``_post_accumulate_grad_hooks`` of the parameter.
+its policy. ``gradient_divide_factor`` and ``_all_reduce_hook`` of its parameter groups, and their comm objects
+``_all_gather_comm`` and ``_reduce_scatter_comm`` (torch >= 2.9), are what setters set and nothing returns. Hooks that
+are called with a finished gradient are ``_post_accumulate_grad_hooks`` of the parameter.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,6 +41,15 @@ def has_own_divide_factor(module: FSDPModule) -> bool:
 def has_all_reduce_hook(module: FSDPModule) -> bool:
     """Returns whether somebody has called ``set_all_reduce_hook``."""
     return any(getattr(group, "_all_reduce_hook", None) is not None for group in _groups_of(module))
+
+
+def comm_objects(model: Module) -> Iterator[tuple[str, Any]]:
+    """Yields what issues the "all_gather" and the "reduce_scatter" of each unit; nothing before torch 2.9."""
+    for modules in units_of(model):
+        for group in _groups_of(modules[0]):
+            for operation in ("all_gather", "reduce_scatter"):
+                if (comm := getattr(group, f"_{operation}_comm", None)) is not None:
+                    yield operation, comm
 
 
 def keeps_reduced(parameter: Tensor, dtype: torch.dtype) -> bool:

@@ -73,6 +73,10 @@ class StepRecorder(SyncObserver):
         self._collectives.append(issued)
         return issued
 
+    def call(self, operation: str, num_bytes: int) -> _BlockingCall:
+        """Records until when a call blocks that issues an operation, for collectives that do not report their end."""
+        return _BlockingCall(operation, self._collectives)
+
     def end_step(self, step: int, num_samples: int) -> None:
         """Ends a step, which consists of all marks since the last one.
 
@@ -202,6 +206,20 @@ class _IssuedCollective:
 
     def end(self) -> None:
         self.ended = self._mark()
+
+
+class _BlockingCall:
+    """A call that issues collectives of an operation and waits for them."""
+
+    __slots__ = ("_collectives", "_num_before", "_operation")
+
+    def __init__(self, operation: str, collectives: list[_IssuedCollective]) -> None:
+        self._operation, self._collectives, self._num_before = operation, collectives, len(collectives)
+
+    def end(self) -> None:
+        for one in self._collectives[self._num_before :]:
+            if one.ended is None and one.about[0] == self._operation:
+                one.end()
 
 
 def _spans(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.collectives import has_collective_hooks
+from lightning_commopt.compat.fsdp import comm_objects
 from lightning_commopt.compat.lightning import wrap_comm_hook
 from lightning_commopt.compat.torch import registered_hooks, sparse_values
 from lightning_commopt.measure.observer import BucketInfo, Observers, SyncObserver
@@ -67,7 +68,8 @@ def observe_wrapped(strategy: Any) -> None:
         return
     if not isinstance(model, DistributedDataParallel):
         if getattr(strategy, "world_size", 1) > 1:
-            seen = "step phases are timed, and their collectives" if has_collective_hooks() else "only phases are timed"
+            sees_more = has_collective_hooks() or next(comm_objects(model), None) is not None
+            seen = "step phases are timed, and their collectives" if sees_more else "only phases are timed"
             warn_once(f"{type(strategy).__name__} has no buckets whose gradient sync could be observed: {seen}.")
         return
     if model in _BEFORE_BACKWARD:

@@ -18,7 +18,7 @@ from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
 from lightning_commopt.measure.recorder import issued_by
 from lightning_commopt.sync.sharded import replicas_and_shards, sharded_units
 from lightning_commopt.sync.sharded_overlap import Channels
-from lightning_commopt.sync.sharded_unit import Column, CommObject, runs_of
+from lightning_commopt.sync.sharded_unit import Column, CommObject, CompressedUnit, runs_of
 from lightning_commopt.sync.warm_up import SHARD_SIZES, floating_point, prepare_kernels
 from lightning_commopt.text.validation import warn_once
 
@@ -62,7 +62,7 @@ class _PlainAllGather(CommObject):
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
-class UnitAllGather(_PlainAllGather):
+class UnitAllGather(CompressedUnit):
     """The comm object of one unit: what ``set_custom_all_gather`` takes.
 
     Forward and backward then use parameters that were rounded to int8 in blocks of 128 with one scale each, the same on
@@ -92,10 +92,17 @@ class UnitAllGather(_PlainAllGather):
             warn_once(
                 f"param_hook: the unit of {self._name} is gathered as it is, since it is laid out in another way."
             )
-            return super().__call__(output_tensor, input_tensor, group, async_op)
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
         rows = output_tensor.view(self._num_shards, -1)
-        gather(input_tensor.split(widths), rows.split(widths, 1), self._runs, self._channels.of(group))
+        num_bytes = self._num_shards * self._message_bytes(input_tensor.element_size())
+        with self._notifying("all_gather", "int8 all-gather", num_bytes):
+            gather(input_tensor.split(widths), rows.split(widths, 1), self._runs, self._channels.of(group))
         return None
+
+    def _message_bytes(self, element_bytes: int) -> int:
+        compressed = sum([width for width, yes in self._runs if yes])
+        exact = sum([width for width, yes in self._runs if not yes])
+        return (_FORMAT.shard_bytes(compressed, 1) if compressed else 0) + exact * element_bytes
 
 
 def gather(

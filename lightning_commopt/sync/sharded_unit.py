@@ -6,7 +6,8 @@ parameter behind those of another, each filled up with zeros to the size of the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
+from lightning_commopt.compat.collectives import Listener
 from lightning_commopt.compat.fsdp import keeps_reduced
 from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.compressors.base import State, finish
@@ -83,7 +85,24 @@ class CommObject:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class UnitReduceScatter(CommObject):
+class CompressedUnit(CommObject):
+    """A comm object that compresses.
+
+    The ``listener`` is notified of each of its collectives as one, with the bytes of all messages.
+    """
+
+    listener: Listener | None = None
+
+    @contextmanager
+    def _notifying(self, operation: str, source: str, num_bytes: int) -> Iterator[None]:
+        with issued_by(source):
+            issued = None if self.listener is None else self.listener(operation, num_bytes)
+            yield
+            if issued is not None:
+                issued.end()
+
+
+class UnitReduceScatter(CompressedUnit):
     """The comm object of one unit: what ``set_custom_reduce_scatter`` takes.
 
     The ``compressor`` is for parameters with two dimensions or more; ``columns`` are all parameters of the unit, in the
@@ -145,7 +164,8 @@ class UnitReduceScatter(CommObject):
         state = self._state
 
         def task(channel: Channel) -> None:
-            with issued_by(self._source):
+            num_bytes = _message_bytes(rows, runs, self._compressor)
+            with self._notifying("reduce_scatter", self._source, num_bytes):
                 _reduce_scatter(rows, output_tensor, runs, self._compressor, state, channel)
 
         if overlap is not None and self._is_untouched(output_tensor):
@@ -218,6 +238,13 @@ class UnitReduceScatter(CommObject):
         names, widths = self._compressed()
         residual = self._compressor.residual(self._state, sum(widths), self.num_shards)
         return {} if residual is None else dict(zip(names, residual.split(widths, 1), strict=True))
+
+
+def _message_bytes(rows: Tensor, runs: Sequence[tuple[int, bool]], compressor: ShardedCompressor) -> int:
+    world_size, num_columns = rows.shape
+    compressed = sum([width for width, yes in runs if yes])
+    sent = compressor.message_bytes(compressed, world_size) if compressed else 0
+    return sent + world_size * (num_columns - compressed) * rows.element_size()
 
 
 def _reduce_scatter(

@@ -1,0 +1,209 @@
+"""FSDP2's collectives as they are seen through the objects that issue them, where torch has no hooks of its own."""
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from lightning_commopt import CommOptModelParallel
+from lightning_commopt.callbacks import CommTimeMonitor, publisher
+from lightning_commopt.compat.collectives import CollectiveHooks, has_collective_hooks
+from lightning_commopt.compressors.sharded_registry import sharded_from_config
+from lightning_commopt.measure.clock import HostClock
+from lightning_commopt.measure.files import read_run
+from lightning_commopt.measure.recorder import StepRecorder
+from lightning_commopt.sync.observed_units import ObservedUnits
+from lightning_commopt.sync.sharded import ShardedSync
+from lightning_commopt.sync.sharded_gather import GatheredParameters
+from support.collectives import needs_hooks
+from support.ranks import run_ranks
+from support.strategy_models import Tiny, loader, trainer
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_custom_all_gather"), reason="FSDP2 takes other collectives from torch 2.9 on"
+)
+
+_NUM_BACKWARDS = 3
+
+
+class _Log:
+    """Collectives that were issued, and how many of them have ended."""
+
+    def __init__(self) -> None:
+        self.issued: list[tuple[str, int]] = []
+        self.num_ended = 0
+
+    def __call__(self, operation: str, num_bytes: int) -> "_Log":
+        self.issued.append((operation, num_bytes))
+        return self
+
+    def end(self) -> None:
+        self.num_ended += 1
+
+
+def _model(asynchronous: bool = False) -> Any:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(33, 17), nn.Linear(17, 5))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh)
+        module._set_unshard_async_op(asynchronous)
+    return model
+
+
+def _train(model: Any) -> list[Tensor]:
+    for number in range(_NUM_BACKWARDS):
+        torch.manual_seed(10 * number + dist.get_rank())
+        model(torch.randn(4, 33)).square().mean().backward()
+    return [parameter.grad.to_local().clone() for parameter in model.parameters()]
+
+
+def _classes(model: Any) -> list[str]:
+    group = model._get_fsdp_state()._fsdp_param_group
+    return [type(comm).__qualname__ for comm in (group._all_gather_comm, group._reduce_scatter_comm)]
+
+
+def _plain(asynchronous: bool) -> dict[str, Any]:
+    expected = _train(_model(asynchronous))
+    model, seen, by_hooks = _model(asynchronous), _Log(), _Log()
+    hooks = CollectiveHooks(by_hooks, sees_end=True) if has_collective_hooks() else None
+    observed = ObservedUnits(model, seen, sees_end=True)
+    found = _train(model)
+    observed.close()
+    if hooks is not None:
+        hooks.close()
+    num_issued = len(seen.issued)
+    classes = _classes(model)
+    _train(model)
+    return {
+        "is_equal": all(map(torch.equal, found, expected)),
+        "seen": seen.issued[:num_issued],
+        "num_ended": seen.num_ended,
+        "num_later": len(seen.issued) - num_issued,
+        "by_hooks": None if hooks is None else by_hooks.issued,
+        "classes": classes,
+    }
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_fsdp2_issues(asynchronous: bool) -> None:
+    """If it fails, FSDP2 computes something else when it is observed, or a collective is missing or has other bytes."""
+    for one in run_ranks(_plain, asynchronous, world_size=3):
+        assert one["is_equal"]
+        assert Counter(name for name, _ in one["seen"]) == {
+            "all_gather": 3 * _NUM_BACKWARDS,  # the outer unit stays gathered from forward to backward
+            "reduce_scatter": 2 * _NUM_BACKWARDS,
+        }
+        first = 4 * 3 * (6 * 33 + 6)  # 17 rows in three shards of 6
+        second = 4 * 3 * (2 * 17 + 2)
+        assert {size for name, size in one["seen"] if name == "all_gather"} == {first, second}
+        assert one["by_hooks"] in (None, one["seen"])
+        assert one["num_ended"] == len(one["seen"])
+        assert one["num_later"] == 0
+        assert one["classes"] == ["DefaultAllGather", "DefaultReduceScatter"]
+
+
+def _timed_scatters() -> tuple[list[float], float]:
+    """Returns when the reduce-scatters of a backward have ended, and when it has returned."""
+    model, clock = _model(), HostClock()
+    recorder = StepRecorder(clock)
+    recorder.enter("backward")
+    hooks = CollectiveHooks(recorder.issue, sees_end=True)
+    observed = ObservedUnits(model, recorder.call, ["reduce_scatter"], sees_end=True)
+    model(torch.randn(4, 33)).square().mean().backward()
+    returned = clock.mark()
+    time.sleep(0.1)
+    recorder.end_step(0, 4)
+    observed.close()
+    hooks.close()
+    ((record, _),) = recorder.take(1)
+    ends_s = [one.end_s for one in record.collectives if one.operation == "reduce_scatter"]
+    return [end_s for end_s in ends_s if end_s is not None], clock.seconds(returned)
+
+
+@needs_hooks
+def test_end_of_reduce_scatters() -> None:
+    """If it fails, gloo's reduce-scatters last until something else happens on the rank."""
+    for ends_s, returned_s in run_ranks(_timed_scatters):
+        assert len(ends_s) == 2
+        assert max(ends_s) <= returned_s
+
+
+def _compressed(hook: str, compresses_parameters: bool) -> tuple[list[tuple[str, int]], int, int, int]:
+    model, seen = _model(), _Log()
+    sync, gathered = ShardedSync(sharded_from_config(hook)), GatheredParameters()  # type: ignore[arg-type]
+    sync.attach(model)
+    sync.allow_overlap()
+    if compresses_parameters:
+        gathered.attach(model)
+    observed = ObservedUnits(model, seen, sees_end=True)
+    before = sync.wire_bytes, gathered.wire_bytes
+    _train(model)
+    sent = sync.wire_bytes - before[0], gathered.wire_bytes - before[1]
+    observed.close()
+    num_issued = len(seen.issued)
+    _train(model)
+    sync.detach()
+    gathered.detach()
+    assert len(seen.issued) == num_issued
+    return seen.issued, seen.num_ended, *sent
+
+
+@pytest.mark.parametrize(("hook", "compresses_parameters"), [("bf16", False), ("int8", True), ("int4", False)])
+def test_what_compressed_units_send(hook: str, compresses_parameters: bool) -> None:
+    """If it fails, a compressed collective is missing, counted as more than one, or has bytes that were not sent."""
+    for seen, num_ended, scattered, gathered in run_ranks(_compressed, hook, compresses_parameters, world_size=3):
+        counted: Counter[str] = Counter()
+        for name, num_bytes in seen:
+            counted[name] += num_bytes
+        assert Counter(name for name, _ in seen) == {
+            "all_gather": 3 * _NUM_BACKWARDS,
+            "reduce_scatter": 2 * _NUM_BACKWARDS,
+        }
+        assert counted["reduce_scatter"] // 2 == scattered  # which counts half of it, see Channel.bytes_sent
+        if compresses_parameters:
+            assert counted["all_gather"] // 2 == gathered
+        assert num_ended == len(seen)
+
+
+class _Sharded(Tiny):
+    def configure_model(self) -> None:
+        if not isinstance(self, FSDPModule):
+            for module in (self.layers[2], self):
+                fully_shard(module, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
+
+
+def _fit(folder: Path, options: dict[str, Any]) -> None:
+    monitor = CommTimeMonitor(every_n_steps=2, dirpath=folder, num_warmup_steps=0, print_summary=False)
+    run = trainer(CommOptModelParallel(2, 1, **options), callbacks=[monitor], max_epochs=1)
+    with patch.object(publisher, "has_collective_hooks", lambda: False):
+        run.fit(_Sharded(), loader(8 * 4))
+
+
+@pytest.mark.parametrize(
+    ("options", "source"), [({}, ""), ({"comm_hook": "int8"}, "int8 reduce-scatter")], ids=["plain", "int8"]
+)
+def test_monitor_without_hooks_of_torch(options: dict[str, Any], source: str, tmp_path: Path) -> None:
+    """If it fails, CommTimeMonitor does not see FSDP2 with torch 2.9 to 2.13, or in the wrong phase."""
+    run_ranks(_fit, tmp_path, options)
+    for rank in read_run(tmp_path):
+        assert len(rank.steps) == 4
+        for step in rank.steps:
+            counted = Counter((one.operation, one.phase, one.source) for one in step.collectives)
+            assert counted == {
+                ("all_gather", "forward", ""): 2,
+                ("all_gather", "backward", ""): 1,
+                ("reduce_scatter", "backward", source): 2,
+            }
+            for one in step.collectives:
+                assert one.start_s is not None
+                assert one.end_s is not None
+                assert step.start_s <= one.start_s <= one.end_s <= step.end_s
