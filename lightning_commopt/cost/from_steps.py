@@ -10,7 +10,7 @@ from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 from lightning_commopt.cost.compressor_cost import CompressorCost
-from lightning_commopt.cost.workload import GLOO_CPU_S, TYPICAL_HOP_S, Gradient, Link, Workload
+from lightning_commopt.cost.workload import GLOO_CPU_S, TYPICAL_HOP_S, Gradient, Link, Workload, num_wakes
 from lightning_commopt.measure.link.fit import Point, Segment, fit_segments
 from lightning_commopt.measure.link.from_steps import MIN_TIMES
 from lightning_commopt.measure.observer import BucketInfo
@@ -92,7 +92,8 @@ def link_of_steps(
     line = _line(points, num_hops)
     ratios = sorted(value / line.time_s(size) for size, values in times_of.items() for value in values)
     tail = int(0.025 * len(ratios))
-    cpu_s = _link_cpu_s(ranks[0][-1].buckets, comm_cpu_s, cost if has_own_hook else None)
+    wakes = num_wakes("all_to_all" if has_own_hook and num_rounds > 1 else "all_reduce", num_ranks)
+    cpu_s = _link_cpu_s(ranks[0][-1].buckets, wakes, comm_cpu_s, cost if has_own_hook else None)
     sizes = " to ".join(f"{size / 1e6:.3g}" for size in sorted({points[0].size_bytes, points[-1].size_bytes}))
     return Link(
         hop_s=line.latency_s / num_hops,
@@ -121,11 +122,16 @@ def _wire_times(
     return num_rounds, {size: values for (rounds, size), values in known.items() if rounds == num_rounds}
 
 
-def _link_cpu_s(buckets: Sequence[BucketSpan], comm_cpu_s: float, cost: CompressorCost | None) -> tuple[float, float]:
-    """Returns the processor time of a byte on the wire, and that of a collective besides."""
+def _link_cpu_s(
+    buckets: Sequence[BucketSpan], wakes: float, comm_cpu_s: float, cost: CompressorCost | None
+) -> tuple[float, float]:
+    """Returns the processor time of a byte on the wire, and that of a collective of two ranks besides.
+
+    A collective of these ranks takes ``wakes`` times that.
+    """
     computed_s = 0.0 if cost is None else sum(cost.compute_s(bucket.gradient_bytes) for bucket in buckets)
     left_s = max(0.0, comm_cpu_s - computed_s)
-    num_messages = max(1, sum(len(bucket.wire) for bucket in buckets))
+    num_messages = wakes * max(1, sum(len(bucket.wire) for bucket in buckets))
     message_s = min(GLOO_CPU_S, left_s / num_messages)
     left_s -= num_messages * message_s
     return left_s / max(1, sum(bucket.wire_bytes for bucket in buckets)), message_s

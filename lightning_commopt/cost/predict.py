@@ -129,8 +129,7 @@ def _phases(cost: CompressorCost, gradient_bytes: float, sent: float, link: Link
         if stage.operation:
             num_bytes = stage.share * sent
             duration_s = link.time_s(stage.operation, num_bytes, num_ranks)
-            halves = 1.0 if stage.operation == "all_reduce" else 0.5
-            cpu_s = link.cpu_s_per_message + halves * num_bytes * link.cpu_s_per_byte
+            cpu_s = link.cpu_s(stage.operation, num_bytes, num_ranks)
             phases.append(Phase(True, max(duration_s, cpu_s), min(1.0, cpu_s / max(duration_s, cpu_s, 1e-12))))
     return tuple(phases)
 

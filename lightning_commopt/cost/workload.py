@@ -17,7 +17,7 @@ TYPICAL_HOP_S = 1e-4
 """Of TCP between hosts of a rack, where steps do not show it."""
 
 GLOO_CPU_S = 0.9e-3
-"""Processor time of one collective over gloo, whatever its size, for its threads to be woken and to wait."""
+"""Processor time of a collective of two ranks over gloo, whatever its size, for its threads to be woken and to wait."""
 
 
 class Gradient(NamedTuple):
@@ -85,7 +85,7 @@ class Link:
     hop_s: float  # of a message without content
     s_per_byte: float  # of payload, in one direction
     cpu_s_per_byte: float = 0.0  # processor time that a rank spends on a byte of an all-reduce's payload
-    cpu_s_per_message: float = 0.0  # that it spends on a collective besides
+    cpu_s_per_message: float = 0.0  # that it spends besides on a collective of two ranks, more with `num_wakes`
     burst_bytes: float = 0.0  # that pass at once after a pause, as a token bucket lets them; 0 for a link without one
     low_ratio: float = 0.9  # of the times of 95 % of all messages over the expected ones, the least
     high_ratio: float = 1.1  # the most
@@ -102,6 +102,11 @@ class Link:
         s_per_byte = max(8 / bits_per_s / PAYLOAD_SHARE, self.cpu_s_per_byte)
         return dataclasses.replace(self, s_per_byte=s_per_byte, source=f"a rate of {bits_per_s / 1e9:g} Gbit/s")
 
+    def cpu_s(self, operation: str, num_bytes: float, num_ranks: int) -> float:
+        """Returns the processor time of a rank in a collective over gloo; for the arguments see `time_s`."""
+        halves = 1.0 if operation == "all_reduce" else 0.5
+        return num_wakes(operation, num_ranks) * self.cpu_s_per_message + halves * num_bytes * self.cpu_s_per_byte
+
     def time_s(self, operation: str, num_bytes: float, num_ranks: int) -> float:
         """Returns how long a collective takes on an idle link.
 
@@ -117,3 +122,13 @@ class Link:
         if not self.has_trees:
             return ring_s
         return min(ring_s, 2 * math.ceil(math.log2(num_ranks)) * self.hop_s + 2 * num_bytes * self.s_per_byte)
+
+
+def num_wakes(operation: str, num_ranks: int) -> float:
+    """Returns how often a collective over gloo wakes the threads of a rank, over that with two ranks.
+
+    A ring's hops come one after another; the messages of a direct exchange come together, and several are taken at
+    once. Measured with two, four and eight ranks, see ``docs/predict.md``; nothing is known beyond.
+    """
+    doublings = math.log2(max(2, num_ranks))
+    return 2 * doublings - 1 if operation == "all_reduce" else doublings

@@ -120,6 +120,17 @@ def test_processor_time_is_of_collectives_first_and_then_of_bytes() -> None:
     assert (link.cpu_s_per_message, link.cpu_s_per_byte) == pytest.approx((GLOO_CPU_S / 2, 0))
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_processor_time_of_collectives_of_more_ranks(num_ranks: int) -> None:
+    """If it fails, a run does not predict its own processor time, or more ranks cost no more of it."""
+    steps = [[step(number) for number in range(5)]] * 2
+    comm_cpu_s = 0.6 * 2 * GLOO_CPU_S  # of two buckets
+    link = link_of_steps(steps, num_ranks=num_ranks, comm_cpu_s=comm_cpu_s)
+    assert 2 * link.cpu_s("all_reduce", SIZE, num_ranks) == pytest.approx(comm_cpu_s)
+    assert link.cpu_s("all_reduce", SIZE, 16) == pytest.approx(7 * link.cpu_s("all_reduce", SIZE, 2))
+    assert link.cpu_s("all_to_all", SIZE, 16) == pytest.approx(4 * link.cpu_s("all_to_all", SIZE, 2))
+
+
 def _late(record: StepRecord, forward_s: float, backward_s: float) -> StepRecord:
     """Returns a step whose forward takes longer, and whose backward does."""
     phases = (record.phases[0]._replace(end_s=record.phases[0].end_s + forward_s), *record.phases[1:])
