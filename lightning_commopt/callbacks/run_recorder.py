@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -34,6 +35,9 @@ from lightning_commopt.text.validation import check_switch, info, warn
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+# What both monitors measure: names in the summary of `CommTimeMonitor`, and those of `SpeedMonitor` and the record
+_TWINS = {"steps_per_s": "steps_per_s", "samples_per_s": "samples_per_s", "wire_bytes": "wire_bytes_per_step"}
 
 
 class RunRecorder(Callback):
@@ -193,7 +197,7 @@ class RunRecorder(Callback):
     def _log_loss_name(self, record: RunRecord) -> None:
         """Logs which metric became the final loss, unless that is obvious; or how to name it."""
         name = record.metric_names.get("val_loss")
-        if name is None and self._has_validated:
+        if record.val_loss is None and self._has_validated:
             hint = how_to_name_loss(record.metrics, record.settings.get("commopt_record"))
             info(f"RunRecorder: no final loss is recorded: {hint}.")
         elif name is not None and self._names["val_loss"] is None and name != "val_loss":
@@ -207,21 +211,29 @@ class RunRecorder(Callback):
             if value.numel() == 1 and not name.startswith(PREFIX)  # those are in ``comm_time``
         }
         found = {field: self._metric_name(field, metrics) for field in self._names}
-        names = {field: name for field, name in found.items() if name in metrics}
         results: dict[str, Any] = {
             "status": "finished" if self._ends_run else "running",
             "seconds": time.perf_counter() - self._created,
             "metrics": metrics,
-            "metric_names": names,
-            **{field: metrics[name] for field, name in names.items()},
+            "metric_names": {field: name for field, name in found.items() if name is not None},
         }
         results |= describe_tuning(trainer.strategy)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, SpeedMonitor):
-                results["steps_per_s"] = callback.steps_per_s
-                results["samples_per_s"] = callback.samples_per_s
-                results["num_timed_steps"] = callback.num_steps
-                results["wire_bytes_per_step"] = callback.wire_bytes_per_step
-            elif isinstance(callback, CommTimeMonitor):
-                results["comm_time"] = dict(callback.summary)
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        for monitor in callbacks:
+            if isinstance(monitor, CommTimeMonitor):
+                results |= _without_twins(monitor.summary)
+        for monitor in callbacks:
+            if isinstance(monitor, SpeedMonitor):
+                results["num_timed_steps"] = monitor.num_steps
+                rates = {name: getattr(monitor, name) for name in _TWINS.values()}
+                results |= {name: rate for name, rate in rates.items() if rate is not None}
         return results
+
+
+def _without_twins(summary: Mapping[str, float]) -> dict[str, Any]:
+    """Returns the fields of a record for a summary of `CommTimeMonitor`, with no number in two of them."""
+    is_observed = summary.get("comm_s") != 0
+    twins = {field: summary[name] for name, field in _TWINS.items() if math.isfinite(summary.get(name, math.nan))}
+    if not is_observed:
+        twins.pop("wire_bytes_per_step", None)
+    return {**twins, "comm_time": {name: value for name, value in summary.items() if name not in _TWINS}}

@@ -194,7 +194,7 @@ def test_only_failed_runs_can_be_reported(tmp_path):
 
 def test_a_loss_that_is_not_a_number_is_kept(tmp_path):
     save_run(tmp_path / "0", val_loss=float("nan"))
-    assert json.loads((tmp_path / "0" / "run.json").read_text())["val_loss"] != 0
+    assert json.loads((tmp_path / "0" / "run.json").read_text())["metrics"]["val_loss"] != 0
     assert read_runs([tmp_path]).finished[0].record.val_loss != read_runs([tmp_path]).finished[0].record.val_loss
 
 

@@ -95,9 +95,7 @@ def write_run(folder: Path, run: SampleRun) -> RunRecord:
         comm_time=comm_time,
         peak_memory_bytes=4.0 * run.num_parameters * 4 + 3e8,
         num_parameters=run.num_parameters,
-        val_loss=loss,
-        val_accuracy=0.9 - loss / 10,
-        metrics={"val_loss": loss},
+        metrics={"val_loss": loss, "val_accuracy": 0.9 - loss / 10},
         versions=VERSIONS,
         hardware=(CPU,),
         git={"commit": "0123456789abcdef", "has_changes": False},
@@ -227,7 +225,9 @@ def save_run(folder: Path, *overrides: str, **fields: Any) -> Path:
     ranks = [int(each.partition("=")[2]) for each in overrides if each.startswith(("ranks=", "trainer.devices="))]
     ranks = [1] if "method=one_process" in overrides else [*ranks, 2]
     plan = fields.pop("plan", {})
+    loss = fields.pop("val_loss", None)
     known = {"status": "finished", "sync_method": "none", "world_size": ranks[0], **fields}
+    known["metrics"] = {**fields.get("metrics", {}), **({} if loss is None else {"val_loss": loss})}
     known.setdefault("is_lossy", known["sync_method"] in WIRE_SHARES and known["sync_method"] != "none")
     RunRecord(**known, **described(overrides, config, plan)).save(folder)
     return folder

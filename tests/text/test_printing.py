@@ -73,7 +73,7 @@ def test_what_a_run_was(width: int) -> None:
         samples_per_s=98765.4,
         wire_bytes_per_step=123.4e6,
         comm_time={"exposed_share": 0.1234},
-        val_loss=2.3456,
+        metrics={"val_loss": 2.3456},
     )
     check_numbers_are_whole(lambda console: console.print(run_table(record)), width)
 

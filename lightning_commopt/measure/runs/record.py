@@ -46,22 +46,31 @@ class RunRecord:
     world_size: int | None = None  # number of ranks that trained
     started_at: str | None = None  # local time with its offset, ISO 8601
     seconds: float | None = None  # of the whole run, with set-up and validation
-    steps_per_s: float | None = None  # optimizer steps after the warm-up steps, without validation
+    # optimizer steps after the warm-up steps, without validation: of `SpeedMonitor`, or else of `CommTimeMonitor`
+    steps_per_s: float | None = None
     samples_per_s: float | None = None  # the same in samples, over all ranks
     num_timed_steps: int | None = None  # number of steps behind the two rates
     wire_bytes_per_step: float | None = None  # payload that one rank hands to collectives for its gradients
     tuning: dict[str, Any] = field(default_factory=dict)  # what ``plan="auto"`` has found; empty without it
-    comm_time: dict[str, float] = field(default_factory=dict)  # the summary of `CommTimeMonitor`; empty without
+    comm_time: dict[str, float] = field(default_factory=dict)  # the rest of `CommTimeMonitor`'s summary; empty without
     peak_memory_bytes: float | None = None  # of the neediest rank: allocated on a GPU, else resident
     num_parameters: int | None = None
-    val_loss: float | None = None
-    val_accuracy: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # last values of all metrics that the model logged
-    metric_names: dict[str, str] = field(default_factory=dict)  # the metrics behind ``val_loss`` and ``val_accuracy``
+    metric_names: dict[str, str] = field(default_factory=dict)  # of those that are `val_loss` and `val_accuracy`
     versions: dict[str, str] = field(default_factory=dict)  # of Python and packages
     hardware: tuple[dict[str, Any], ...] = ()  # the CPU and the GPUs, with names, memory and cores
     git: dict[str, Any] | None = None  # commit, and whether files differed from it
     error: str | None = None  # why the run failed
+
+    @property
+    def val_loss(self) -> float | None:
+        """The final validation loss."""
+        return self.metrics.get(self.metric_names.get("val_loss", "val_loss"))
+
+    @property
+    def val_accuracy(self) -> float | None:
+        """The final validation accuracy."""
+        return self.metrics.get(self.metric_names.get("val_accuracy", "val_accuracy"))
 
     @property
     def is_observed(self) -> bool:
@@ -158,15 +167,12 @@ def write_record(folder: Path, record: RunRecord, **fields: Any) -> RunRecord:
 def finish_record(folder: Path, metrics: Mapping[str, float], *, seconds: float) -> RunRecord:
     """Records that a run has finished after some seconds; metrics of its last validation replace those of the fit."""
     record = RunRecord.load(folder)
-    names, values = dict(record.metric_names), dict[str, float]()
-    for name in ("val_loss", "val_accuracy"):
-        found = names.get(name) or find_metric(metrics, name)
-        if found is not None and found in metrics:
-            names[name], values[name] = found, metrics[found]
+    names = dict(record.metric_names)
+    for name in ENDINGS:
+        if name not in names and (found := find_metric(metrics, name)) is not None:
+            names[name] = found
     metrics = {**record.metrics, **metrics}
-    return write_record(
-        folder, record, status="finished", seconds=seconds, metrics=metrics, metric_names=names, **values
-    )
+    return write_record(folder, record, status="finished", seconds=seconds, metrics=metrics, metric_names=names)
 
 
 def fail_record(

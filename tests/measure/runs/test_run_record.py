@@ -17,7 +17,7 @@ FULL = RunRecord(
     plan=("plan.bucket_cap_mb",),
     world_size=2,
     steps_per_s=1.5,
-    val_loss=0.1,
+    metrics={"val_loss": 0.1},
     versions={"torch": "2"},
     hardware=({"kind": "cpu"},),
     git={"commit": "0", "has_changes": False},
@@ -50,7 +50,7 @@ def test_a_plan_that_was_written_with_its_values_is_read(tmp_path):
 
 
 def test_a_loss_that_is_not_a_number_stays_so(tmp_path):
-    dataclasses.replace(FULL, val_loss=math.nan).save(tmp_path)
+    dataclasses.replace(FULL, metrics={"val_loss": math.nan}).save(tmp_path)
     assert math.isnan(RunRecord.load(tmp_path).val_loss or 0)
 
 
@@ -70,8 +70,8 @@ def test_what_cannot_be_written_leaves_the_old_file(tmp_path):
         ("overrides", [1]),
         ("world_size", 2.0),
         ("world_size", True),
-        ("val_loss", "low"),
         ("metrics", {"loss": None}),
+        ("metrics", {"val_loss": "low"}),
         ("hardware", ["cpu"]),
     ],
 )
@@ -82,5 +82,5 @@ def test_what_no_run_has_written_is_refused(tmp_path, name, value):
 
 
 def test_a_whole_number_is_a_number(tmp_path):
-    write_json(tmp_path / RUN_FILE, {**dataclasses.asdict(FULL), "val_loss": 1, "metrics": {"loss": 1}})
+    write_json(tmp_path / RUN_FILE, {**dataclasses.asdict(FULL), "metrics": {"val_loss": 1}})
     assert RunRecord.load(tmp_path).val_loss == 1

@@ -20,7 +20,7 @@ import json, sys
 from pathlib import Path
 values = dict(argument.split("=", 1) for argument in sys.argv[1:])
 seed, repetition = int(values.get("seed", 0)), int(values.get("repetition", 0))
-record = dict(status="finished", sync_method="fake", val_loss=seed + 100.0 * repetition)
+record = dict(status="finished", sync_method="fake", metrics={"val_loss": seed + 100.0 * repetition})
 if seed == 13 or values.get("repeat", "1") != "1":
     raise ValueError("no luck")
 (Path(values["hydra.run.dir"].strip('"')) / "run.json").write_text(json.dumps(record))

@@ -17,7 +17,7 @@ def job(folder, config_yaml="a: 1\n"):
 
 def leave(folder, config_yaml="a: 1\n", status="finished"):
     folder.mkdir(parents=True, exist_ok=True)
-    record = RunRecord(status=status, sync_method="p", val_loss=1.0)
+    record = RunRecord(status=status, sync_method="p", metrics={"val_loss": 1.0})
     record.save(folder)
     (folder / CONFIG_FILE).write_text(config_yaml)
     return record

@@ -12,10 +12,10 @@ from lightning_commopt.train.sweep.job import Job, SweepObserver, run_job, save_
 
 # Written by hand, as the package takes seconds to import.
 WRITE = "import json; from pathlib import Path; Path('{folder}/run.json').write_text(json.dumps(dict(sync_method='p', "
-FINISHED = WRITE + "status='finished', val_loss=1.0)));"
+FINISHED = WRITE + "status='finished', metrics=dict(val_loss=1.0))));"
 RUNNING = WRITE + "status='running', world_size=2)));"
 FAILED = WRITE + "status='failed', error='E: own')));"
-BROKEN = WRITE + "status='finished', val_loss='low')));"
+BROKEN = WRITE + "status='finished', metrics=dict(val_loss='low'))));"
 
 
 def job(folder, code):
@@ -27,7 +27,7 @@ def job(folder, code):
 
 def test_the_record_of_a_run_that_finished_is_its_own(tmp_path):
     result = run_job(job(tmp_path, FINISHED + "print('said')"), os.environ, SweepObserver())
-    assert result.record == RunRecord(status="finished", sync_method="p", val_loss=1.0)
+    assert result.record == RunRecord(status="finished", sync_method="p", metrics={"val_loss": 1.0})
     assert result.job.log.read_text() == "said\n"
 
 
@@ -104,4 +104,4 @@ def test_the_summary_has_all_jobs(tmp_path):
     first, second = json.loads((tmp_path / SUMMARY_FILE).read_text())
     assert first == second
     assert (first["number"], first["overrides"], first["folder"]) == (0, ["a=1"], str(tmp_path / "0"))
-    assert first["run"]["val_loss"] == 1.0
+    assert first["run"]["metrics"]["val_loss"] == 1.0

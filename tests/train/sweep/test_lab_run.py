@@ -42,18 +42,18 @@ with open(f"rank_{{rank}}", "w") as file:
     json.dump([*(int(os.environ[name]) for name in names), len(os.sched_getaffinity(0))], file)
 print("from", rank)
 if rank == 0:
-    record("finished", val_loss=1.5)
+    record("finished", metrics=dict(val_loss=1.5))
 """
     monkeypatch.chdir(tmp_path)
     shape = LabShape(num_hosts=2, ranks_per_host=2)
-    assert run(code, tmp_path, shape) == RunRecord(status="finished", sync_method="own", val_loss=1.5)
+    assert run(code, tmp_path, shape) == RunRecord(status="finished", sync_method="own", metrics={"val_loss": 1.5})
     places = [json.loads((tmp_path / f"rank_{rank}").read_text()) for rank in range(4)]
     assert places == [[rank, 4, rank % 2, rank // 2, 1, 1, 1] for rank in range(4)]
     assert capfd.readouterr().out == "from 0\n"
 
 
 def test_one_rank_is_pinned_too(tmp_path):
-    code = "record('finished', val_loss=len(os.sched_getaffinity(0)))"
+    code = "record('finished', metrics=dict(val_loss=len(os.sched_getaffinity(0))))"
     assert run(code, tmp_path, LabShape(num_hosts=1, ranks_per_host=1)).val_loss == 1
 
 
@@ -88,7 +88,7 @@ time.sleep(600)
         ("record('failed', error='E: own'); raise ValueError('this value')", "E: own"),
         ("record('finished'); os.kill(os.getpid(), 9)", "rank 0 ended with status -9"),
         ("raise SystemExit(3)", "rank 0 ended with status 3"),
-        ("record('finished', val_loss='low'); raise SystemExit(3)", "rank 0 ended with status 3"),
+        ("record('finished', metrics=dict(val_loss='low')); raise SystemExit(3)", "rank 0 ended with status 3"),
     ],
 )
 def test_rank_0_is_recorded_with_its_reason(tmp_path, capfd, code, error):
