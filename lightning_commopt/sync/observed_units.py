@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -38,8 +39,10 @@ class ObservedUnits:
                 comm.listener = listener
                 self._undo.append(partial(setattr, comm, "listener", None))
             else:
-                self._undo.append(partial(setattr, comm, "__class__", type(comm)))
-                comm.__class__ = _observed(type(comm), operation, listener, sees_end=sees_end)
+                undo = partial(setattr, comm, "__class__", type(comm))
+                with suppress(TypeError):  # of somebody's object whose class is fixed
+                    comm.__class__ = _observed(type(comm), operation, listener, sees_end=sees_end)
+                    self._undo.append(undo)
 
     def close(self) -> None:
         while self._undo:

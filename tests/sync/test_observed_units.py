@@ -111,6 +111,42 @@ def test_what_fsdp2_issues(asynchronous: bool) -> None:
         assert one["classes"] == ["DefaultAllGather", "DefaultReduceScatter"]
 
 
+class _Own:
+    """A comm object of somebody's own, whose class cannot be replaced or whose calls are counted."""
+
+    num_calls = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        _Own.num_calls += 1
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _Fixed(_Own):
+    def __setattr__(self, name: str, value: object) -> None:
+        raise TypeError("fixed")
+
+
+def _somebodys(comm: Any) -> tuple[int, int]:
+    model, seen = _model(), _Log()
+    for module in (model[0], model):
+        module.set_custom_all_gather(comm)
+    observed = ObservedUnits(model, seen, ["all_gather"], sees_end=True)
+    _train(model)
+    observed.close()
+    return len(seen.issued), _Own.num_calls
+
+
+@pytest.mark.parametrize("comm", [_Own(), _Fixed()])
+def test_comm_objects_of_somebodys_own(comm: Any) -> None:
+    """If it fails, one that all units share is observed twice, or one that cannot be observed ends training."""
+    for num_seen, num_calls in run_ranks(_somebodys, comm):
+        assert num_calls == 3 * _NUM_BACKWARDS
+        assert num_seen == (0 if isinstance(comm, _Fixed) else num_calls)
+
+
 def _timed_scatters() -> tuple[list[float], float]:
     """Returns when the reduce-scatters of a backward have ended, and when it has returned."""
     model, clock = _model(), HostClock()
