@@ -16,8 +16,6 @@ from lightning_commopt.compressors import compressor_from_config
 from lightning_commopt.launch.conf_path import conf_dir
 from lightning_commopt.plan import ddp_options, plan_options
 from lightning_commopt.train.sweep.config import ConfigError, check_config, sync_method
-from lightning_commopt.train.sweep.job import SweepObserver
-from lightning_commopt.train.train import register_with_hydra
 from support.composed import composed
 from support.cross_section import sampled
 
@@ -27,9 +25,7 @@ def options(group):
 
 
 @pytest.fixture(autouse=True)
-def hydra_knows_us(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["commopt-train"])
-    register_with_hydra(SweepObserver())
+def targets():
     with allow_targets(["lightning_commopt", "lightning"]):
         yield
 

@@ -14,11 +14,8 @@ from lightning_commopt.report.names import in_quotes, join_names
 from lightning_commopt.report.settings import is_seed, link_of
 from lightning_commopt.text.formatting import number, short_percent
 
-LossVerdict = Literal["worse", "fine", "unknown"]
-
 _SAME = 0.001
 _DIGITS = 4
-_NO_MORE = ": leave the rest off"
 
 
 def is_lossless(setting: Setting, baseline: Setting) -> bool:
@@ -31,64 +28,59 @@ def is_lossless(setting: Setting, baseline: Setting) -> bool:
     return has_plan and not setting.is_lossy and differ_in_plan(setting, baseline)
 
 
-def loss_verdict(setting: Setting, baseline: Setting) -> LossVerdict:
-    """Judges the final losses of a setting by those of the baseline.
+class LossComparison(NamedTuple):
+    """A setting's final losses beside those of the baseline.
 
-    They are "worse" if a run diverged, or the median is above by more than 0.1 % and all losses are above all of the
-    baseline's; "unknown" without losses of both, or if the loss of a single run is above, unless the setting is
-    lossless; else "fine".
+    Attributes:
+        verdict: "worse" if a run diverged, or the median is above by more than 0.1 % and all losses are above all of
+            the baseline's; "unknown" without losses of both, or if the loss of a single run is above, unless the
+            setting is lossless; else "fine".
+        sentence: for the answer; empty if a lossless plan has no loss.
     """
+
+    verdict: Literal["worse", "fine", "unknown"]
+    sentence: str
+
+
+def compare_losses(setting: Setting, baseline: Setting) -> LossComparison:
+    """Compares the final losses of a setting with those of the baseline."""
     if setting.num_diverged:
-        return "worse"
+        diverged = f"In {setting.num_diverged} of its {len(setting.runs)} runs the loss became NaN; do not use it."
+        return LossComparison("worse", diverged)
+    lossless = is_lossless(setting, baseline)
+    without_spread: Literal["fine", "unknown"] = "fine" if lossless else "unknown"
+    kind = "It is lossy" if setting.is_lossy else "It is lossless" if lossless else ""
     if setting.val_loss is None or baseline.val_loss is None:
-        return "fine" if is_lossless(setting, baseline) else "unknown"
-    if setting.val_loss.median - baseline.val_loss.median <= _SAME * abs(baseline.val_loss.median):
-        return "fine"
-    if _is_single(setting, baseline):
-        return "fine" if is_lossless(setting, baseline) else "unknown"
-    return "worse" if min(_losses(setting)) > max(_losses(baseline)) else "fine"
-
-
-def loss_sentence(setting: Setting, baseline: Setting) -> list[str]:
-    """Returns a sentence on a setting's final loss; nothing if a lossless plan has none."""
-    kind = "It is lossy" if setting.is_lossy else "It is lossless" if is_lossless(setting, baseline) else ""
-    between = "; "
-    if setting.num_diverged:
-        kind = ""
-        text = f"in {setting.num_diverged} of its {len(setting.runs)} runs the loss became NaN; do not use it"
-    elif setting.val_loss is None or baseline.val_loss is None:
-        if kind == "It is lossless":
-            return []
-        between, text = ", and ", "one of the losses is missing: compare the loss before you use it"
-        if setting.val_loss is baseline.val_loss:
-            run, why = setting.runs[0], ""
-            if any("val" in name for name in run.record.metrics):
-                why = f" ({how_to_name_loss(run.record.metrics, run.settings.get('commopt_record'))})"
-            text = f"no final loss was recorded{why}: compare the loss before you use it"
-    else:
-        text = _loss_difference(setting, baseline, setting.val_loss.median, baseline.val_loss.median)
-    return [f"{kind}{between}{text}." if kind else f"{text[0].upper()}{text[1:]}."]
-
-
-def _loss_difference(setting: Setting, baseline: Setting, ours: float, theirs: float) -> str:
+        return LossComparison(without_spread, "" if lossless else _missing_loss(setting, baseline, kind))
+    ours, theirs = setting.val_loss.median, baseline.val_loss.median
+    lead = f"{kind}; the" if kind else "The"
     if abs(ours - theirs) <= _SAME * abs(theirs):
-        return f"the final loss is the same, {number(ours, _DIGITS)}"
+        return LossComparison("fine", f"{lead} final loss is the same, {number(ours, _DIGITS)}.")
     by = short_percent((ours - theirs) / abs(theirs)) if theirs else number(abs(ours - theirs))
     both = f"{number(ours, _DIGITS)} against {number(theirs, _DIGITS)}"
-    text = f"the final loss is {both}, {by} {'above' if ours > theirs else 'below'}"
-    if _is_single(setting, baseline):
-        return f"{text}, of single runs, whose spread is unknown"
-    overlap = max(min(_losses(setting)), min(_losses(baseline))) <= min(max(_losses(setting)), max(_losses(baseline)))
-    return f"{text} and {'within' if overlap else 'beyond'} the spread over repetitions"
+    text = f"{lead} final loss is {both}, {by} {'above' if ours > theirs else 'below'}"
+    own, others = _losses(setting), _losses(baseline)
+    if min(len(own), len(others)) == 1:
+        text += ", of single runs, whose spread is unknown."
+        return LossComparison(without_spread if ours > theirs else "fine", text)
+    beyond = max(min(own), min(others)) > min(max(own), max(others))
+    spread = f"{'beyond' if beyond else 'within'} the spread over repetitions"
+    return LossComparison("worse" if beyond and ours > theirs else "fine", f"{text} and {spread}.")
+
+
+def _missing_loss(setting: Setting, baseline: Setting, kind: str) -> str:
+    between, text = ", and ", "one of the losses is missing: compare the loss before you use it"
+    if setting.val_loss is baseline.val_loss:
+        run, why = setting.runs[0], ""
+        if any("val" in name for name in run.record.metrics):
+            why = f" ({how_to_name_loss(run.record.metrics, run.settings.get('commopt_record'))})"
+        text = f"no final loss was recorded{why}: compare the loss before you use it"
+    return f"{kind}{between}{text}." if kind else f"{text[0].upper()}{text[1:]}."
 
 
 def _losses(setting: Setting) -> list[float]:
     losses = [run.record.val_loss for run in setting.runs]
     return [loss for loss in losses if loss is not None and math.isfinite(loss)]
-
-
-def _is_single(setting: Setting, baseline: Setting) -> bool:
-    return min(len(_losses(setting)), len(_losses(baseline))) == 1
 
 
 class Answer(NamedTuple):
@@ -134,27 +126,26 @@ def _choose(ranked: Sequence[Setting], baseline: Setting, where: str) -> Answer:
     possible = [setting for setting in ranked if not setting.is_beyond_limit]
     if impossible and len(possible) < 2:
         return Answer(tuple(impossible), None)
-    sentences, recommended = _choose_possible(possible, baseline, where)
-    if impossible and recommended is baseline:
-        sentences, recommended = tuple(sentence.replace(_NO_MORE, "") for sentence in sentences), None
-    return Answer((*sentences, *impossible), recommended)
+    is_certain = not impossible and not baseline.num_diverged
+    sentences, recommended = _choose_possible(possible, baseline, where, ": leave the rest off" if is_certain else "")
+    return Answer((*sentences, *impossible), None if impossible and recommended is baseline else recommended)
 
 
-def _choose_possible(ranked: Sequence[Setting], baseline: Setting, where: str) -> Answer:
+def _choose_possible(ranked: Sequence[Setting], baseline: Setting, where: str, no_more: str) -> Answer:
     others = [setting for setting in ranked if setting.speedup is not None]
     winners = [setting for setting in others if setting.difference == "faster"]
     if not winners:
-        return _without_winner(ranked[0], others, baseline, where)
+        return _without_winner(ranked[0], others, baseline, where, no_more)
     fastest = winners[0]
-    usable = [setting for setting in winners if loss_verdict(setting, baseline) != "worse"]
+    usable = [setting for setting in winners if compare_losses(setting, baseline).verdict != "worse"]
     recommended = usable[0] if usable else baseline
     if recommended is fastest:
         recommended, more = _among_equals(fastest, usable, baseline)
     elif recommended is baseline:
-        more = [f"Nothing else is faster than {in_quotes(baseline.name)} beyond noise{_rest(baseline)}."]
+        more = [f"Nothing else is faster than {in_quotes(baseline.name)} beyond noise{no_more}."]
     else:
         use = f"Use {in_quotes(recommended.name)}: {_compared(recommended, baseline)}."
-        more = [use, *loss_sentence(recommended, baseline)]
+        more = [use, compare_losses(recommended, baseline).sentence]
     higher = ranked[: ranked.index(fastest)]
     what = ("is the fastest beyond noise" if higher else "is the fastest") + where
     sentences = [_lead(fastest, baseline, what)]
@@ -163,8 +154,8 @@ def _choose_possible(ranked: Sequence[Setting], baseline: Setting, where: str) -
         one = f"{names} has a higher median, up to {rate}, but the difference is uncertain."
         several = f"{names} have higher medians, up to {rate}, but the differences are uncertain."
         sentences.append(one if len(higher) == 1 else several)
-    sentences += [*loss_sentence(fastest, baseline), *more, *_compare_most_ranks(ranked, baseline)]
-    return Answer(tuple(sentences), recommended)
+    sentences += [compare_losses(fastest, baseline).sentence, *more, *_compare_most_ranks(ranked, baseline)]
+    return Answer(tuple(filter(None, sentences)), recommended)
 
 
 def _without_diverged(answer: Answer, baseline: Setting) -> Answer:
@@ -178,28 +169,24 @@ def _without_diverged(answer: Answer, baseline: Setting) -> Answer:
     return Answer((warning, *answer.sentences), None if answer.recommended is baseline else answer.recommended)
 
 
-def _without_winner(first: Setting, others: Sequence[Setting], baseline: Setting, where: str) -> Answer:
+def _without_winner(first: Setting, others: Sequence[Setting], baseline: Setting, where: str, no_more: str) -> Answer:
     """Returns that the baseline need not be changed, or that there are too few runs."""
     uncertain = [setting for setting in others if setting.difference == "unknown"]
     promising = [setting for setting in uncertain if setting.speedup is not None and setting.speedup.median > 1]
     if promising:
         what = f"has the highest throughput{where}" if promising[0] is first else "has a higher throughput"
-        lead, loss = _lead(promising[0], baseline, what), loss_sentence(promising[0], baseline)
-        return Answer((lead, *loss, *_too_few_runs(uncertain)), None)
+        lead, loss = _lead(promising[0], baseline, what), compare_losses(promising[0], baseline).sentence
+        return Answer((lead, *filter(None, [loss]), *_too_few_runs(uncertain)), None)
     than = in_quotes(baseline.name)
     if first is baseline:
         what = ("has the highest throughput" if uncertain else "is the fastest") + where
-        sentences = [f"{than} {what}, at {_rate_text(baseline)}{_rest(baseline)}."]
+        sentences = [f"{than} {what}, at {_rate_text(baseline)}{no_more}."]
     else:
-        sentences = [f"Nothing is faster than {than} beyond noise{_rest(baseline)}."]
+        sentences = [f"Nothing is faster than {than} beyond noise{no_more}."]
     if others:
         noise = ", which is within noise" if others[0].difference == "no difference" else ""
         sentences.append(f"{in_quotes(others[0].name)}, the nearest, is {_compared(others[0], baseline)}{noise}.")
     return Answer((*sentences, *_too_few_runs(uncertain)), baseline)
-
-
-def _rest(baseline: Setting) -> str:
-    return "" if baseline.num_diverged else _NO_MORE
 
 
 def _too_few_runs(uncertain: Sequence[Setting]) -> list[str]:
@@ -253,7 +240,7 @@ def _among_equals(fastest: Setting, usable: Sequence[Setting], baseline: Setting
     if fastest.is_lossy and lossless is not None and lossless in equals:
         return lossless, [f"{in_quotes(lossless.name)} is as fast within noise, and lossless: use that."]
     sentences = [f"As fast within noise: {join_names([setting.name for setting in equals])}."] if equals else []
-    if fastest.is_lossy and loss_verdict(fastest, baseline) == "unknown":
+    if fastest.is_lossy and compare_losses(fastest, baseline).verdict == "unknown":
         text = f"No lossless one is faster than {in_quotes(baseline.name)} beyond noise."
         if lossless is not None:
             text = f"The fastest lossless one is {in_quotes(lossless.name)}: {_compared(lossless, baseline)}."

@@ -22,6 +22,7 @@ from lightning_commopt.report.figures.style import (
     plain,
     plan_styles,
 )
+from lightning_commopt.report.intervals import Interval
 from lightning_commopt.report.model import Cell, Column
 from lightning_commopt.report.page import render
 from lightning_commopt.text.formatting import number
@@ -151,14 +152,12 @@ def _figure(series: Sequence[Series], shown: Callable[[Row, float], float]) -> t
     figure = new_figure()
     styles = plan_styles(rows[0].case.label for rows in series)
     for rows in series:
-        trace = line_trace(
-            styles[rows[0].case.label],
-            x=[row.case.size_bytes for row in rows],
-            y=[shown(row, row.time_s.median) for row in rows],
-            ends=[sorted(shown(row, time_s) for time_s in (row.time_s.low, row.time_s.high)) for row in rows],
-            hover=[plain(_hover(row)) for row in rows],
-        )
-        figure.add_trace(trace)
+        intervals = []
+        for row in rows:
+            low, high = sorted(shown(row, time_s) for time_s in (row.time_s.low, row.time_s.high))
+            intervals.append(Interval(median=shown(row, row.time_s.median), low=low, high=high, num_values=1))
+        sizes, hover = [row.case.size_bytes for row in rows], [plain(_hover(row)) for row in rows]
+        figure.add_trace(line_trace(styles[rows[0].case.label], sizes, intervals, hover))
     figure.update_traces(marker_size=7)
     sizes = sorted({row.case.size_bytes for rows in series for row in rows})
     ticks = sizes[:: max(1, -(-len(sizes) // _MAX_TICKS))]

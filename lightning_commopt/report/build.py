@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from pathlib import Path
 
@@ -101,27 +101,27 @@ def _title(found: FoundRuns, folders: Sequence[Path]) -> str:
 def _conditions(found: FoundRuns) -> dict[str, str]:
     """Returns what a reader must know to judge the numbers, name to value."""
     runs = [*found.finished, *found.failed]
-    days = sorted({run.record.started_at[:10] for run in runs if run.record.started_at})
+    records = [run.record for run in runs]
+    days = sorted({record.started_at[:10] for record in records if record.started_at})
     conditions = {
-        "runs": f"{len(found.finished)} finished" + (f", {len(found.failed)} failed" if found.failed else ""),
-        "hardware": _all(runs, lambda run: _hardware(run.record)),
-        "trained on": _all(runs, lambda run: run.record.device),
-        "ranks": _all(runs, lambda run: str(run.record.world_size or "")),
-        "link": _all(runs, link_of),
-        "parameters": _all(runs, lambda run: _num_parameters(run.record)),
-        "samples a rank and batch": _all(runs, lambda run: text_of(run.settings.get("data.batch_size") or "")),
-        "timed steps": _all(runs, lambda run: str(run.record.num_timed_steps or "")),
-        "versions": _all(runs, lambda run: ", ".join(f"{name} {v}" for name, v in run.record.versions.items())),
-        "git": _all(runs, lambda run: _commit(run.record)),
-        "date": " to ".join(dict.fromkeys([*days[:1], *days[-1:]])),
+        "runs": [f"{len(found.finished)} finished" + (f", {len(found.failed)} failed" if found.failed else "")],
+        "hardware": _distinct(map(_hardware, records)),
+        "trained on": _distinct(record.device for record in records),
+        "ranks": _distinct(str(record.world_size or "") for record in records),
+        "link": _distinct(map(link_of, runs)),
+        "parameters": _distinct(map(_num_parameters, records)),
+        "samples a rank and batch": _distinct(text_of(run.settings.get("data.batch_size") or "") for run in runs),
+        "timed steps": _distinct(str(record.num_timed_steps or "") for record in records),
+        "versions": _distinct(", ".join(f"{name} {v}" for name, v in record.versions.items()) for record in records),
+        "git": _distinct(map(_commit, records)),
+        "date": _distinct([" to ".join(dict.fromkeys([*days[:1], *days[-1:]]))]),
     }
-    return {name: value for name, value in conditions.items() if value}
+    return {name: "; ".join(values) for name, values in conditions.items() if values}
 
 
-def _mixed_conditions(groups: Iterable[Group]) -> list[str]:
+def _mixed_conditions(groups: Sequence[Group]) -> list[str]:
     """Returns a line for each condition that differs between runs of a group."""
     lines: dict[str, list[str]] = {}
-    groups = list(groups)
     for group in groups:
         runs = [run for setting in group.settings for run in setting.runs]
         for line in _find_mixed(runs):
@@ -139,16 +139,12 @@ def _find_mixed(runs: Sequence[Run]) -> list[str]:
         "git commits": list(map(_commit, records)),
         "numbers of parameters": list(map(_num_parameters, records)),
     }
-    distinct = {what: dict.fromkeys(value for value in values if value) for what, values in found.items()}
-    return [
-        f"runs with different {what} are compared: {' and '.join(values)}"
-        for what, values in distinct.items()
-        if len(values) > 1
-    ]
+    mixed = {what: " and ".join(distinct) for what, values in found.items() if len(distinct := _distinct(values)) > 1}
+    return [f"runs with different {what} are compared: {values}" for what, values in mixed.items()]
 
 
-def _all(runs: Iterable[Run], read: Callable[[Run], str | None]) -> str:
-    return "; ".join(dict.fromkeys(value for run in runs if (value := read(run))))
+def _distinct(values: Iterable[str | None]) -> list[str]:
+    return list(dict.fromkeys(filter(None, values)))
 
 
 def _hardware(record: RunRecord) -> str:

@@ -38,6 +38,11 @@ class Interval:
     high: float | None
     num_values: int
 
+    def scaled(self, factor: float) -> Interval:
+        """Returns the interval of the number times a positive factor."""
+        low, high = (None if end is None else end * factor for end in (self.low, self.high))
+        return Interval(median=self.median * factor, low=low, high=high, num_values=self.num_values)
+
 
 class Comparison(NamedTuple):
     """The ratio of two medians, or the median of the ratios of pairs; and whether it differs from 1 beyond noise."""
@@ -171,7 +176,7 @@ def kinds_of_intervals(intervals: Iterable[Interval | None]) -> str:
     return f"95 % intervals, or ranges of less than {MIN_VALUES_OF_AN_INTERVAL} repetitions"
 
 
-def spread_text(interval: Interval, scale: float = 1.0, digits: int = 3) -> str:
+def spread_text(interval: Interval, digits: int = 3) -> str:
     """Returns the ends of an interval; empty if it has none.
 
     >>> spread_text(Interval(median=2, low=1.5, high=2.25, num_values=5))
@@ -179,7 +184,7 @@ def spread_text(interval: Interval, scale: float = 1.0, digits: int = 3) -> str:
     """
     if interval.low is None or interval.high is None:
         return ""
-    return f"{number(interval.low * scale, digits)} to {number(interval.high * scale, digits)}"
+    return f"{number(interval.low, digits)} to {number(interval.high, digits)}"
 
 
 def _ends(ratio: Interval, shown: Callable[[float], str], unit: str = "") -> str:

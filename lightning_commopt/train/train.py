@@ -30,10 +30,8 @@ from lightning_commopt.text.terminal import TextTable, print_in_any_encoding
 from lightning_commopt.train.sweep.composing import continue_command
 from lightning_commopt.train.sweep.config import ConfigError, check_config, link_note, spread_over_hosts, start_record
 from lightning_commopt.train.sweep.display import SweepDisplay, hint
-from lightning_commopt.train.sweep.job import SweepObserver
 from lightning_commopt.train.sweep.lab_run import train_in_lab
-from lightning_commopt.train.sweep.launcher import register_launcher
-from lightning_commopt.train.sweep.resolvers import register_resolvers
+from lightning_commopt.train.sweep.launcher import register_with_hydra
 
 _NOISE = (
     # The workloads make a batch faster than another process could send it.
@@ -53,7 +51,7 @@ def main() -> None:
     status: int | str | None = 0
     was_interrupted = False
     with SweepDisplay(console) as display:
-        register_with_hydra(display)
+        register_with_hydra((sys.executable, "-m", "lightning_commopt.train.train", *config_flags()), display)
         try:
             with allow_targets(["lightning_commopt"]):
                 hydra.main(config_path=str(conf_dir()), config_name="train", **VERSION_BASE)(_train_or_explain)()
@@ -74,13 +72,6 @@ def main() -> None:
         command = continue_command(sys.argv[1:], display.sweep_dir)
         console.print(f"To continue:\n{command}", soft_wrap=True, markup=False, highlight=False)
     sys.exit(status)
-
-
-def register_with_hydra(observer: SweepObserver) -> None:
-    """Registers our launcher, with an observer of sweeps, and our resolvers, which the configuration needs."""
-    register_resolvers()
-    command = (sys.executable, "-m", "lightning_commopt.train.train", *config_flags())
-    register_launcher(command, observer)
 
 
 def _train_or_explain(config: DictConfig) -> float | None:

@@ -26,8 +26,6 @@ from lightning_commopt.plan import CommPlan
 from lightning_commopt.report.names import display_name, setting_name
 from lightning_commopt.strategy.adapters import aliases
 from lightning_commopt.train.sweep.config import check_config, sync_method
-from lightning_commopt.train.sweep.job import SweepObserver
-from lightning_commopt.train.train import register_with_hydra
 from support.composed import composed
 from support.ranks import run_ranks
 from support.sample_metrics import sample_metrics
@@ -137,10 +135,8 @@ def test_a_class_that_cannot_be_asked_ends_no_fit() -> None:
 
 
 @pytest.mark.usefixtures("new_compressor")
-def test_its_yaml_is_an_option_of_commopt_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_yaml_is_an_option_of_commopt_train(tmp_path: Path) -> None:
     """If it fails, a YAML in the group is not enough."""
-    monkeypatch.setattr("sys.argv", ["commopt-train"])
-    register_with_hydra(SweepObserver())
     folder = tmp_path / "conf" / "strategy" / "comm_hook"
     folder.mkdir(parents=True)
     (folder / "fp8.yaml").write_text("name: fp8\n")

@@ -20,7 +20,7 @@ from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.runs.losses import read_losses
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.train.sweep.job import SweepObserver
-from lightning_commopt.train.train import register_with_hydra
+from lightning_commopt.train.sweep.launcher import register_with_hydra
 from support.tiny_runs import TINY
 
 PAGE = Path(__file__).parents[2] / "docs" / "launchers.md"
@@ -110,9 +110,8 @@ def test_torchrun_and_srun_leave_the_records_of_a_sweep(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")  # what the plugin imports warns of
-def test_slurm_launcher_composes(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["commopt-train"])
-    register_with_hydra(SweepObserver())
+def test_slurm_launcher_composes():
+    register_with_hydra((), SweepObserver())
     words, *_ = commands("commopt-train -m hydra/launcher=submitit_slurm")
     # A sweep's lists are split before a job is composed.
     one_job = [

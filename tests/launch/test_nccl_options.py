@@ -5,16 +5,12 @@ import warnings
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
 
 from lightning_commopt import CommOptDDP, OptionError
 from lightning_commopt.callbacks import run_description
-from lightning_commopt.compat.hydra import VERSION_BASE
-from lightning_commopt.launch.conf_path import conf_dir
 from lightning_commopt.launch.nccl_variables import NcclOptions, profiles
-from lightning_commopt.train.sweep.job import SweepObserver
-from lightning_commopt.train.sweep.launcher import register_launcher
-from lightning_commopt.train.sweep.resolvers import register_resolvers
+from support.composed import composed
+from support.known import known
 from support.lightnings import BoringModel, Trainer
 from support.ranks import run_ranks
 
@@ -50,17 +46,11 @@ def test_bad_settings(config: Any, message: str) -> None:
 def test_profiles() -> None:
     """If it fails, a profile cannot be used by name, or not as a Hydra config."""
     assert list(profiles()) == ["debug", "ethernet", "infiniband", "pcie"]
-    register_resolvers()
-    register_launcher((), SweepObserver())
     for name in profiles():
-        by_name = NcclOptions.from_config(name)
-        with initialize_config_dir(str(conf_dir()), **VERSION_BASE):
-            of_group = compose("train", ["callbacks=[]", "logger=[]", f"+nccl={name}"]).strategy.nccl
-        assert by_name is not None
-        assert by_name == NcclOptions.from_config(dict(of_group))
+        by_name = known(NcclOptions.from_config(name))
+        assert by_name == NcclOptions.from_config(dict(composed(f"+nccl={name}").strategy.nccl))
         assert by_name.settings
-    changed = NcclOptions.from_config({"profile": "ethernet", "nsocks_perthread": 2, "override": True})
-    assert changed is not None
+    changed = known(NcclOptions.from_config({"profile": "ethernet", "nsocks_perthread": 2, "override": True}))
     assert changed.override
     assert changed.settings == {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "2"}
 

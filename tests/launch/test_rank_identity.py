@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from lightning_commopt.launch.environment import expand_node_list, find_rank_identity
+from support.known import known
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
 TORCHRUN |= {"MASTER_ADDR": "a", "MASTER_PORT": "7"}
@@ -32,14 +33,12 @@ def test_alone() -> None:
 
 def test_of_torchrun() -> None:
     """If it fails, ranks of torchrun do not meet, or open the agent's port once more."""
-    identity = find_rank_identity(environment=TORCHRUN)
-    assert identity is not None
+    identity = known(find_rank_identity(environment=TORCHRUN))
     assert (identity.rank, identity.world_size, identity.local_rank, identity.ranks_per_node) == (5, 8, 1, 4)
     assert (identity.address, identity.port, identity.hosts_store, identity.label(2)) == ("a", 7, False, "rank 2")
     first = {**TORCHRUN, "RANK": "0"}
     for environment, hosts_store in ((first, True), ({**first, "TORCHELASTIC_USE_AGENT_STORE": "True"}, False)):
-        identity = find_rank_identity(environment=environment)
-        assert identity is not None
+        identity = known(find_rank_identity(environment=environment))
         assert identity.hosts_store is hosts_store
 
 
@@ -52,26 +51,20 @@ def test_a_variable_that_is_missing(name: str) -> None:
 
 def test_of_slurm() -> None:
     """If it fails, srun commopt doctor needs variables that SLURM does not set."""
-    identity = find_rank_identity(environment=SLURM)
-    assert identity is not None
+    identity = known(find_rank_identity(environment=SLURM))
     assert (identity.rank, identity.world_size, identity.local_rank, identity.ranks_per_node) == (3, 5, 1, 2)
     assert (identity.host, identity.address, identity.hosts_store) == ("gpu08", "gpu07", False)
     assert [identity.label(rank) for rank in (1, 2, 4)] == ["rank 1 of gpu07", "rank 2 of gpu08", "rank 4 of big"]
     ports = set()
     for job, step in (("1234", "3"), ("1234", "4"), ("1235", "3")):
         for rank in ("0", "4"):
-            other = find_rank_identity(
-                environment={**SLURM, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step, "SLURM_PROCID": rank}
-            )
-            assert other is not None
+            of_step = {**SLURM, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step, "SLURM_PROCID": rank}
+            other = known(find_rank_identity(environment=of_step))
             assert 20_000 <= other.port < 30_000
             ports.add((job, step, other.port))
     assert len(ports) == len({port for *_, port in ports}) == 3, "one for each step, whatever the rank"
-    cyclic = find_rank_identity(environment={**SLURM, "SLURM_DISTRIBUTION": "cyclic"})
-    assert cyclic is not None
-    assert cyclic.label(1) == "rank 1"
-    own = find_rank_identity(environment={**SLURM, "MASTER_PORT": "77", "MASTER_ADDR": "login"})
-    assert own is not None
+    assert known(find_rank_identity(environment={**SLURM, "SLURM_DISTRIBUTION": "cyclic"})).label(1) == "rank 1"
+    own = known(find_rank_identity(environment={**SLURM, "MASTER_PORT": "77", "MASTER_ADDR": "login"}))
     assert (own.address, own.port) == ("login", 77)
 
 
@@ -98,12 +91,10 @@ def test_what_is_no_list_of_slurm(text: str) -> None:
 def test_of_a_list() -> None:
     """If it fails, a host does not find itself, by name or by address, or meets elsewhere than the others."""
     name = socket.gethostname()
-    identity = find_rank_identity(f"no-such-host.invalid, {name}", environment={})
-    assert identity is not None
+    identity = known(find_rank_identity(f"no-such-host.invalid, {name}", environment={}))
     assert (identity.rank, identity.world_size, identity.host, identity.address) == (1, 2, name, "no-such-host.invalid")
     assert (identity.port, identity.hosts_store, identity.label(0)) == (29511, False, "no-such-host.invalid")
-    identity = find_rank_identity("127.0.0.1,198.51.100.1", 77, environment={"RANK": ""})
-    assert identity is not None
+    identity = known(find_rank_identity("127.0.0.1,198.51.100.1", 77, environment={"RANK": ""}))
     assert (identity.rank, identity.hosts_store, identity.port) == (0, True, 77)
 
 

@@ -10,6 +10,7 @@ from browser import CHROMIUM, NO_CHROMIUM, opened, started_browser
 from lightning_commopt.measure.link.bench_result import BenchResult, Row
 from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.report.bench_page import bench_charts, write_bench_page
+from support.known import known
 from support.sample_bench import case, result_of, sample
 
 
@@ -39,8 +40,7 @@ def test_each_question_has_a_chart_with_the_links_rate() -> None:
         "all_reduce: alone, and while the device computes",
         "Within and across nodes",
     ]
-    figure = charts["Bus bandwidth"].figure
-    assert figure is not None
+    figure = known(charts["Bus bandwidth"].figure)
     assert [list(trace.y) for trace in figure.data][-1] == [0.125, 0.125]
     assert figure.data[0].y[-1] == pytest.approx(0.11, rel=0.03)
     assert [line.name for line in charts["Comm hooks: effective bandwidth"].lines][:2] == ["all_reduce", "int8"]

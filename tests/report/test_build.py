@@ -8,16 +8,9 @@ import pytest
 from lightning_commopt.report.baseline import amdahl_serial_share
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.intervals import Interval
-from lightning_commopt.report.model import Group
-from support.sample_runs import (
-    four_methods_report,
-    ladder_report,
-    plan_run,
-    sample_report,
-    save_rates,
-    save_run,
-    write_run,
-)
+from lightning_commopt.report.model import Group, Setting
+from support.known import known
+from support.sample_runs import ladder_report, plan_run, save_rates, save_run, write_run
 
 
 def _group(folder: Path, *jobs: tuple[str, dict[str, Any]]) -> Group:
@@ -28,17 +21,18 @@ def _group(folder: Path, *jobs: tuple[str, dict[str, Any]]) -> Group:
     return group
 
 
+def _by_name(group: Group) -> dict[str, Setting]:
+    return {setting.name: setting for setting in group.settings}
+
+
 def test_speedups_are_medians_of_pairs(tmp_path):
     save_rates(tmp_path, {"none": [100, 50, 100, 100], "bf16": [110, 56, 112, 130]})
     (group,) = build_report([tmp_path]).groups
-    by_name = {setting.name: setting for setting in group.settings}
+    by_name = _by_name(group)
     assert group.baseline.name == "uncompressed"
     assert by_name["uncompressed"].speedup is None
-    speedup = by_name["bf16"].speedup
-    assert speedup is not None
-    assert speedup.median == pytest.approx(1.12)
-    assert speedup.low == pytest.approx(1.10)
-    assert speedup.high == pytest.approx(1.30)
+    speedup = known(by_name["bf16"].speedup)
+    assert (speedup.low, speedup.median, speedup.high) == pytest.approx((1.10, 1.12, 1.30))
     assert by_name["bf16"].samples_per_s == Interval(median=111, low=56, high=130, num_values=4)
     assert group.fastest.name == "bf16"
 
@@ -47,8 +41,7 @@ def test_a_repetition_that_failed_takes_its_pair_away(tmp_path):
     save_rates(tmp_path, {"none": [100, 50, 100], "bf16": [110, 56, 112]})
     save_run(tmp_path / "bf16_1", "strategy/comm_hook=bf16", "repetition=1", status="failed", error="x")
     (group,) = build_report([tmp_path]).groups
-    speedup = next(setting.speedup for setting in group.settings if setting.name == "bf16")
-    assert speedup is not None
+    speedup = known(_by_name(group)["bf16"].speedup)
     assert (speedup.low, speedup.median, speedup.high) == pytest.approx((1.10, 1.11, 1.12))
     assert speedup.num_values == 2
 
@@ -56,8 +49,7 @@ def test_a_repetition_that_failed_takes_its_pair_away(tmp_path):
 def test_repetitions_of_different_numbers_are_no_pairs(tmp_path):
     save_rates(tmp_path, {"none": [100, 50, 100, 100], "bf16": [0, 0, 112, 0, 110]})
     (group,) = build_report([tmp_path]).groups
-    speedup = next(setting.speedup for setting in group.settings if setting.name == "bf16")
-    assert speedup is not None
+    speedup = known(_by_name(group)["bf16"].speedup)
     assert speedup.median == pytest.approx(111 / 100)
 
 
@@ -253,26 +245,25 @@ def test_layouts_of_as_many_ranks_are_one_point(tmp_path):
     assert scaling.num_ranks == (1, 2, 4, 8)
 
 
-def test_the_wrapper_around_one_process_has_an_efficiency_too(tmp_path):
-    (group,) = ladder_report(tmp_path).groups
-    by_name = {setting.name: setting for setting in group.settings}
+def test_the_wrapper_around_one_process_has_an_efficiency_too(ladder):
+    (group,) = ladder.groups
+    by_name = _by_name(group)
     assert by_name["one process"].efficiency == 1
     assert by_name["DDP on one process"].efficiency == pytest.approx(0.96, abs=0.02)
     assert not group.scalings
 
 
-def test_published_figures_stand_beside_the_same_settings(tmp_path):
-    (group,) = ladder_report(tmp_path).groups
-    of_bf16 = next(setting.published for setting in group.settings if setting.name == "bf16")
-    assert [(figure.label, figure.speedup) for figure in of_bf16] == [
+def test_published_figures_stand_beside_the_same_settings(ladder):
+    (group,) = ladder.groups
+    assert [(figure.label, figure.speedup) for figure in _by_name(group)["bf16"].published] == [
         ("+65 % on 8x L40S (PCIe)", 1.65),
         ("slower on 8x A100 (NVLink)", None),
     ]
     assert all("write-up" in figure.source for setting in group.settings for figure in setting.published)
 
 
-def test_published_figures_of_the_four_methods(tmp_path):
-    small, large = four_methods_report(tmp_path).groups
+def test_published_figures_of_the_four_methods(four_methods):
+    small, large = four_methods.groups
     assert (small.name, large.name) == ("small", "large")
     figures = {setting.name: [figure.speedup for figure in setting.published] for setting in large.settings}
     assert figures == {
@@ -290,13 +281,13 @@ def test_published_figures_of_the_four_methods(tmp_path):
 def test_published_speedups_are_left_out_beside_another_baseline(tmp_path):
     ladder_report(tmp_path)
     (group,) = build_report([tmp_path / "ladder"], baseline="static graph").groups
-    of_bf16 = next(setting.published for setting in group.settings if setting.name == "bf16")
+    of_bf16 = _by_name(group)["bf16"].published
     assert [figure.speedup for figure in of_bf16] == [None, None]
     assert of_bf16[0].label.startswith("+65 %")
 
 
-def test_a_sweep_of_ones_own_has_no_published_figures(tmp_path):
-    assert not any(setting.published for group in sample_report(tmp_path).groups for setting in group.settings)
+def test_a_sweep_of_ones_own_has_no_published_figures(sweep):
+    assert not any(setting.published for group in sweep.groups for setting in group.settings)
 
 
 @pytest.mark.parametrize(
@@ -307,8 +298,8 @@ def test_a_project_may_have_lists_where_ours_has_names(tmp_path, config):
     assert _group(tmp_path, ("", {"config": config})).settings[0].published == ()
 
 
-def test_conditions_say_what_a_reader_must_know(tmp_path):
-    conditions = sample_report(tmp_path).conditions
+def test_conditions_say_what_a_reader_must_know(sweep):
+    conditions = sweep.conditions
     assert conditions["runs"] == "24 finished"
     assert conditions["hardware"] == "AMD EPYC, 2 cores"
     assert conditions["date"] == "2026-11-21"
@@ -361,6 +352,5 @@ def test_a_report_of_failures_only_has_no_groups(tmp_path):
     assert len(report.failed) == 1
 
 
-def test_the_title_is_the_experiment(tmp_path):
-    assert ladder_report(tmp_path).title == "ladder"
-    assert sample_report(tmp_path).title == "sweep"
+def test_the_title_is_the_experiment(ladder, sweep):
+    assert (ladder.title, sweep.title) == ("ladder", "sweep")

@@ -2,15 +2,11 @@
 
 import pytest
 import yaml
-from hydra import compose, initialize_config_dir
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.compat.hydra import VERSION_BASE
-from lightning_commopt.launch.conf_path import conf_dir
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.report.build import build_report
-from lightning_commopt.train.sweep.job import SweepObserver
-from lightning_commopt.train.train import register_with_hydra
+from support.composed import composed
 from support.sample_runs import save_run
 
 PLANS = [
@@ -39,14 +35,11 @@ def test_yaml_and_python_make_the_same_plan(tmp_path, plan):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_yaml_is_an_experiment_of_commopt_train(tmp_path, monkeypatch, plan):
+def test_yaml_is_an_experiment_of_commopt_train(tmp_path, plan):
     lines = _lines(tmp_path, plan=plan.to_dict())
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "pasted.yaml").write_text("\n".join(["# @package _global_", *lines]))
-    monkeypatch.setattr("sys.argv", ["commopt-train"])
-    register_with_hydra(SweepObserver())
-    with initialize_config_dir(str(conf_dir()), **VERSION_BASE):
-        config = compose("train", [f"hydra.searchpath=[file://{tmp_path}]", "experiment=pasted"])
+    config = composed(f"hydra.searchpath=[file://{tmp_path}]", "experiment=pasted")
     options = {name: value for name, value in config.strategy.items() if value is not None and name in plan.to_dict()}
     assert CommPlan.from_dict(options) == plan
 

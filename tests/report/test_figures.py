@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plotly import graph_objects as go
 
 from lightning_commopt.measure.files import rank_file
 from lightning_commopt.measure.runs.losses import LossPoint
@@ -22,22 +21,8 @@ from lightning_commopt.report.figures.throughput import bucket_sizes, overlap, p
 from lightning_commopt.report.figures.timeline import MAX_SETTINGS, timelines, typical_steps
 from lightning_commopt.report.model import Group, Report
 from lightning_commopt.report.page import sections
-from support.sample_runs import SampleRun, four_methods_report, ladder_report, sample_report, save_run, write_run
-
-
-@pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    return sample_report(tmp_path_factory.mktemp("sweep"))
-
-
-@pytest.fixture(scope="module")
-def ladder(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    return ladder_report(tmp_path_factory.mktemp("ladder"))
-
-
-@pytest.fixture(scope="module")
-def four_methods(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    return four_methods_report(tmp_path_factory.mktemp("four_methods"))
+from support.known import known
+from support.sample_runs import SampleRun, save_run, write_run
 
 
 def _styles(report: Report) -> dict[str, PlanStyle]:
@@ -46,15 +31,12 @@ def _styles(report: Report) -> dict[str, PlanStyle]:
 
 def _drawn(chart: Chart | None) -> Any:
     """Returns the figure as the page gets it."""
-    assert chart is not None
-    assert chart.figure is not None
-    return json.loads(chart.figure.to_json())
+    return json.loads(known(known(chart).figure).to_json())
 
 
 def _names(chart: Chart | None) -> list[str]:
     """Returns what a chart says outside of its plot: names of bars, or of lines."""
-    assert chart is not None
-    return [bar.name for bar in chart.bars] or [line.name for line in chart.lines]
+    return [bar.name for bar in known(chart).bars] or [line.name for line in known(chart).lines]
 
 
 def _with(group: Group, **changes: Any) -> Group:
@@ -63,10 +45,16 @@ def _with(group: Group, **changes: Any) -> Group:
     return replace(group, settings=settings, baseline=settings[0], fastest=settings[0])
 
 
+def _with_losses(report: Report, losses: list[float]) -> Group:
+    """Returns a group of the first setting alone, with one run that has these training losses."""
+    points = tuple(LossPoint(kind="train", step=at, seconds=float(at), loss=loss) for at, loss in enumerate(losses))
+    first = report.groups[0].settings[0]
+    return replace(report.groups[0], settings=(replace(first, runs=(replace(first.runs[0], losses=points),)),))
+
+
 def test_bars_have_the_medians_and_intervals(sweep: Report) -> None:
     group = sweep.groups[0]
-    chart = throughput(group, _styles(sweep))
-    assert chart is not None
+    chart = known(throughput(group, _styles(sweep)))
     intervals = [setting.samples_per_s for setting in group.settings if setting.samples_per_s is not None]
     most = max(interval.high or 0 for interval in intervals)
     assert [bar.parts[0].end for bar in chart.bars] == pytest.approx([interval.median / most for interval in intervals])
@@ -100,8 +88,7 @@ def test_a_plan_looks_the_same_everywhere(four_methods: Report) -> None:
     of_scaling = {
         scaling.sync_method: line["line"]["color"] for scaling, line in zip(group.scalings, lines, strict=True)
     }
-    bars = throughput(group, styles)
-    assert bars is not None
+    bars = known(throughput(group, styles))
     of_setting = {bar.name: bar.parts[0].color for bar in bars.bars}
     assert {of_setting[f"{name}, 2 ranks"] == color for name, color in of_scaling.items()} == {True}
     assert len(set(of_scaling.values())) == len(of_scaling) == 3
@@ -121,8 +108,7 @@ def test_speedups_have_the_ideal_and_amdahls_curve(four_methods: Report) -> None
     ideal, *lines = _drawn(chart)["data"]
     assert (ideal["x"], ideal["y"]) == ([1, 4], [1, 4])
     for scaling, (fit, points) in zip(group.scalings, zip(lines[::2], lines[1::2], strict=True), strict=True):
-        share = scaling.serial_share
-        assert share is not None
+        share = known(scaling.serial_share)
         assert fit["y"][-1] == pytest.approx(1 / (share + (1 - share) / 4))
         assert points["y"] == pytest.approx([interval.median for interval in scaling.speedups])
     assert any(label.startswith("interleaved") and "f" in label for label in _names(chart))
@@ -156,8 +142,7 @@ def test_a_scaling_that_makes_it_slower_is_named(four_methods: Report) -> None:
 
 def test_the_parts_of_a_step_add_up(sweep: Report) -> None:
     group = sweep.groups[0]
-    chart = step_parts(group)
-    assert chart is not None
+    chart = known(step_parts(group))
     steps_s = [setting.step_s.median for setting in group.settings if setting.step_s is not None]
     lengths = [bar.parts[-1].end for bar in chart.bars]
     assert sorted(lengths) == pytest.approx(sorted(step_s / max(steps_s) for step_s in steps_s))
@@ -169,8 +154,7 @@ def test_the_parts_of_a_step_add_up(sweep: Report) -> None:
 def test_bars_and_table_have_the_same_exposed_share(sweep: Report) -> None:
     """If it fails, a page says 16.1 % in one place and 17.2 % in another."""
     group = sweep.groups[0]
-    chart = step_parts(group)
-    assert chart is not None
+    chart = known(step_parts(group))
     shares = {
         setting.name: setting.exposed_share.median for setting in group.settings if setting.exposed_share is not None
     }
@@ -181,8 +165,7 @@ def test_bars_and_table_have_the_same_exposed_share(sweep: Report) -> None:
 
 
 def test_overlap_never_saves_more_than_its_bound(sweep: Report) -> None:
-    chart = overlap(sweep.groups[0], _styles(sweep))
-    assert chart is not None
+    chart = known(overlap(sweep.groups[0], _styles(sweep)))
     bounds, saved = zip(*((bar.parts[0].end, bar.parts[1].end) for bar in chart.bars), strict=True)
     assert all(saving <= bound + 1e-9 for saving, bound in zip(saved, bounds, strict=True))
     expected = [
@@ -213,23 +196,17 @@ def test_lossless_settings_of_a_plan_share_a_curve(sweep: Report) -> None:
 def test_a_loss_ends_where_it_is_no_number(sweep: Report) -> None:
     """If it fails, a run that diverges looks like a shorter one that is well."""
     setting = sweep.groups[0].settings[0]
-    losses = [5.0, 5.0, 5.0, math.nan, 6.0]
-    points = [LossPoint(kind="train", step=at, seconds=float(at), loss=loss) for at, loss in enumerate(losses)]
-    group = replace(
-        sweep.groups[0], settings=(replace(setting, runs=(replace(setting.runs[0], losses=tuple(points)),)),)
-    )
-    chart = loss_curves(group, _styles(sweep))[0]
+    chart = loss_curves(_with_losses(sweep, [5.0, 5.0, 5.0, math.nan, 6.0]), _styles(sweep))[0]
     (line,) = _drawn(chart)["data"]
     assert line["y"] == [5.0] * 3
     assert f'The loss of "{setting.name}" is NaN from step 3 on.' in chart.note
 
 
 def test_a_loss_that_was_never_a_number_is_named(sweep: Report) -> None:
-    first, *others = sweep.groups[0].settings
-    point = LossPoint(kind="train", step=0, seconds=0.0, loss=math.nan)
-    settings = (replace(first, runs=(replace(first.runs[0], losses=(point,)),)), *others)
-    chart = loss_curves(replace(sweep.groups[0], settings=settings), _styles(sweep))[0]
-    assert f'Never finite: the loss of "{first.name}".' in chart.note
+    group = _with_losses(sweep, [math.nan])
+    both = replace(group, settings=(*group.settings, *sweep.groups[0].settings[1:]))
+    chart = loss_curves(both, _styles(sweep))[0]
+    assert f'Never finite: the loss of "{group.settings[0].name}".' in chart.note
 
 
 def test_the_losses_that_matter_are_drawn_first(sweep: Report) -> None:
@@ -249,20 +226,14 @@ def test_the_losses_that_matter_are_drawn_first(sweep: Report) -> None:
 
 
 def test_a_steep_loss_has_a_logarithmic_axis(sweep: Report) -> None:
-    setting = sweep.groups[0].settings[0]
-    points = [LossPoint(kind="train", step=at, seconds=float(at), loss=10.0 / (1 + at)) for at in range(50)]
-    group = replace(
-        sweep.groups[0], settings=(replace(setting, runs=(replace(setting.runs[0], losses=tuple(points)),)),)
-    )
-    chart = loss_curves(group, _styles(sweep))[0]
+    chart = loss_curves(_with_losses(sweep, [10.0 / (1 + at) for at in range(50)]), _styles(sweep))[0]
     assert _drawn(chart)["layout"]["yaxis"]["type"] == "log"
     assert "logarithmic" in chart.y_title
 
 
 def test_memory_has_a_bar_for_each_setting(sweep: Report) -> None:
     group = sweep.groups[0]
-    chart = peak_memory(group, _styles(sweep))
-    assert chart is not None
+    chart = known(peak_memory(group, _styles(sweep)))
     assert [bar.value for bar in chart.bars] == ["460 MB"] * len(group.settings)
 
 
@@ -329,11 +300,11 @@ def test_charts_without_numbers_are_left_out(sweep: Report, tmp_path: Path) -> N
     assert sections(group, _styles(sweep)) == []
 
 
-@pytest.mark.parametrize("name", ["sweep", "ladder", "four_methods"])
-def test_every_figure_is_calm_on_a_phone(name: str, request: pytest.FixtureRequest) -> None:
+def test_every_figure_is_calm_on_a_phone(report: Report) -> None:
     """No drag zoom, which would catch the finger; margins that leave room for the plot."""
-    report = request.getfixturevalue(name)
-    for figure in _figures(report):
+    found = [sections(group, _styles(report)) for group in report.groups]
+    charts = [chart for of_group in found for section in of_group for chart in section.charts]
+    for figure in [chart.figure for chart in charts if chart.figure is not None]:
         layout = figure.layout
         assert layout.dragmode is False
         assert layout.showlegend is False
@@ -341,12 +312,6 @@ def test_every_figure_is_calm_on_a_phone(name: str, request: pytest.FixtureReque
         assert layout.yaxis.fixedrange
         assert layout.margin.l + layout.margin.r <= 200
         assert layout.width is None
-
-
-def _figures(report: Report) -> list[go.Figure]:
-    found = [sections(group, _styles(report)) for group in report.groups]
-    charts = [chart for of_group in found for section in of_group for chart in section.charts]
-    return [chart.figure for chart in charts if chart.figure is not None]
 
 
 def _group_of(folder: Path) -> Group:
@@ -369,7 +334,6 @@ def _later(values: dict[str, Any], shift_s: float) -> str:
 
 def test_the_typical_run_is_that_of_median_throughput(sweep: Report) -> None:
     setting = sweep.groups[0].settings[0]
-    run = typical_run(setting)
-    assert run is not None
+    run = known(typical_run(setting))
     rates = sorted(run.record.samples_per_s or 0.0 for run in setting.runs)
     assert run.record.samples_per_s == rates[1]

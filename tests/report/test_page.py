@@ -10,13 +10,12 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
-import pytest
-
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.model import Group, Report, Run, difference_in_words
 from lightning_commopt.report.page import write_page
-from support.sample_runs import four_methods_report, ladder_report, sample_report, save_run, write_sweep
+from support.known import known
+from support.sample_runs import save_run, write_sweep
 from support.wheels import REPOSITORY, build_wheel
 
 EVIL = "<script>alert('1')</script> & <b>bold</b> {{ 7 * 7 }}"
@@ -65,24 +64,13 @@ def _table(elements: _Elements) -> str:
     return re.sub(r"\s+", " ", elements.text.replace("\N{NO-BREAK SPACE}", " "))
 
 
-@pytest.fixture(scope="module")
-def ladder(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    return ladder_report(tmp_path_factory.mktemp("ladder"))
-
-
-@pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    return sample_report(tmp_path_factory.mktemp("sweep"))
-
-
 def test_has_everything_in_it(ladder: Report, tmp_path: Path) -> None:
     """If it fails, the page is not whole without a network."""
     page, elements = _written(ladder, tmp_path)
     assert page.count("plotly.js v") == 1
     sources = [attributes.get("src") or attributes.get("href") or "" for _, attributes in elements.elements]
     assert [source for source in sources if source and not source.startswith(("#", "data:"))] == []
-    policy = next(element["content"] for _, element in elements.elements if element.get("http-equiv"))
-    assert policy is not None
+    policy = known(next(element["content"] for _, element in elements.elements if element.get("http-equiv")))
     assert "default-src 'none'" in policy
     assert elements.elements[0] == ("html", {"lang": "en"})
 
@@ -142,14 +130,13 @@ def test_without_throughput_no_median_is_the_highest(tmp_path: Path) -> None:
     assert "highest median" not in _written(build_report([tmp_path]), tmp_path)[0]
 
 
-def test_several_groups_have_contents_and_a_table_of_all(tmp_path: Path) -> None:
-    report = four_methods_report(tmp_path)
-    page, elements = _written(report, tmp_path)
+def test_several_groups_have_contents_and_a_table_of_all(four_methods: Report, tmp_path: Path) -> None:
+    page, elements = _written(four_methods, tmp_path)
     ids = {attributes["id"] for _, attributes in elements.elements if "id" in attributes}
     links = [(attributes["href"] or "")[1:] for tag, attributes in elements.elements if tag == "a"]
     assert len(ids) == page.count(' id="')
     assert set(links) <= ids
-    assert {f"group-{number}" for number in range(1, len(report.groups) + 1)} <= set(links)
+    assert {f"group-{number}" for number in range(1, len(four_methods.groups) + 1)} <= set(links)
     assert "Speed-up at a glance" in elements.text
 
 

@@ -1,18 +1,17 @@
 """``commopt report``: files, output and exit status."""
 
-import io
 import json
 import shutil
 import subprocess
 import sys
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from lightning_commopt.commands.app import app
 from lightning_commopt.report import page
 from lightning_commopt.report.terminal import report_sweep
+from support.narrow import printed
 from support.sample_runs import ladder_report, save_rates, save_run, write_sweep
 
 RATES = {"none": [100, 101, 99], "bf16": [150, 152, 148]}
@@ -196,10 +195,7 @@ def test_json_waits_for_no_charts(tmp_path):
 
 
 def _reported(folder) -> str:  # type: ignore[no-untyped-def]
-    console = Console(file=io.StringIO(), width=60)
-    report_sweep(folder, console)
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return printed(lambda console: report_sweep(folder, console), 60, is_terminal=False)
 
 
 def test_a_sweep_ends_with_its_answer_and_where_the_page_is(tmp_path):

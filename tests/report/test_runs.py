@@ -88,41 +88,34 @@ def test_a_failed_run_keeps_its_error(sweep):
         '{"status": "finished", "sync_method": "none", "comm_time": {"step_s": null}}',
         '{"status": "finished", "sync_method": "none", "plan": "bf16"}',
         '{"status": "finished", "sync_method": "none", "hardware": ["cpu"]}',
+        "\xff\xfe",  # no UTF-8
     ],
 )
 def test_a_broken_record_is_a_line_and_the_rest_is_read(sweep, text):
-    (sweep / "2" / "run.json").write_text(text)
+    (sweep / "2" / "run.json").write_text(text, encoding="latin-1")
     found = read_runs([sweep])
     assert [run.name for run in found.finished] == ["0", "1", "3"]
     assert len(found.problems) == 1
     assert found.problems[0].startswith("2/run.json cannot be read, so the run is left out: ")
 
 
-def test_bytes_that_are_no_text_are_a_line(sweep):
-    (sweep / "2" / "run.json").write_bytes(b"\xff\xfe")
-    assert "2/run.json" in read_runs([sweep]).problems[0]
-
-
-@pytest.mark.parametrize(("name", "text"), [("loss.jsonl", "{}\n")])
-def test_a_broken_file_beside_the_record_is_a_line_and_the_run_is_kept(sweep, name, text):
-    (sweep / "1" / name).write_text(text)
+def test_a_broken_file_beside_the_record_is_a_line_and_the_run_is_kept(sweep):
+    (sweep / "1" / "loss.jsonl").write_text("{}\n")
+    rank_file(sweep / "2", 2).symlink_to("gone")
     found = read_runs([sweep])
     assert len(found.finished) == 4
-    assert len(found.problems) == 1
-    assert found.problems[0].startswith(f"1/{name} cannot be read: ")
+    beginnings = ("1/loss.jsonl cannot be read: ", "2/comm_time cannot be read: ")
+    assert all(line.startswith(begin) for line, begin in zip(found.problems, beginnings, strict=True))
 
 
-def test_a_cut_line_of_steps_is_a_line(sweep):
+def test_cut_lines_of_steps_and_ranks_without_them_are_a_line(sweep):
     path = rank_file(sweep / "1", 1)
     path.write_text(path.read_text()[:-30])
+    rank_file(sweep / "2", 1).unlink()
     assert read_runs([sweep]).problems == (
         "1: comm_time/rank_1.jsonl: 1 broken line left out; a killed process cuts off its last",
+        "2: ranks without records: 1 (of 2 ranks)",
     )
-
-
-def test_a_rank_without_steps_is_a_line(sweep):
-    rank_file(sweep / "1", 1).unlink()
-    assert read_runs([sweep]).problems == ("1: ranks without records: 1 (of 2 ranks)",)
 
 
 def test_runs_without_records_are_one_line_each_kind(tmp_path):
@@ -134,15 +127,19 @@ def test_runs_without_records_are_one_line_each_kind(tmp_path):
     )
 
 
-@pytest.mark.parametrize("rate", [None, 0.0, float("nan")])
-def test_a_run_without_throughput_is_named(tmp_path, rate):
-    save_run(tmp_path / "0", samples_per_s=rate)
-    assert "no throughput, as SpeedMonitor was not among the callbacks: 0" in read_runs([tmp_path]).problems
+NO_MONITOR = "SpeedMonitor was not among the callbacks"
 
 
-def test_a_run_shorter_than_its_warm_up_is_called_so(tmp_path):
-    save_run(tmp_path / "0", num_timed_steps=0)
-    assert "no throughput, as no steps followed the warm-up: 0" in read_runs([tmp_path]).problems
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        *(({"samples_per_s": rate}, NO_MONITOR) for rate in (None, 0.0, float("nan"))),
+        ({"num_timed_steps": 0}, "no steps followed the warm-up"),
+    ],
+)
+def test_a_run_without_throughput_is_named(tmp_path, fields, why):
+    save_run(tmp_path / "0", **fields)
+    assert f"no throughput, as {why}: 0" in read_runs([tmp_path]).problems
 
 
 def test_a_run_that_still_runs_is_named(sweep):
@@ -205,13 +202,6 @@ def test_more_steps_than_can_be_read_are_left_out(sweep, monkeypatch):
     found = read_runs([sweep])
     assert found.problems == ("no timeline, as there are more than 0 MB of steps in comm_time: 1",)
     assert [run.has_steps for run in found.finished] == [True, False, True, True]
-
-
-def test_a_link_to_nothing_is_a_line(sweep):
-    rank_file(sweep / "1", 2).symlink_to("gone")
-    found = read_runs([sweep])
-    assert len(found.finished) == 4
-    assert found.problems[0].startswith("1/comm_time cannot be read: ")
 
 
 def test_many_runs_are_not_all_checked(sweep, monkeypatch):

@@ -16,10 +16,6 @@ def _groups(folder: Path, *jobs: str, **fields: Any) -> list[GroupRuns]:
     return group_runs(read_runs([folder]))
 
 
-def _names(groups: list[GroupRuns]) -> dict[str, list[str]]:
-    return {group.name: [setting.name for setting in group.settings] for group in groups}
-
-
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [
@@ -52,12 +48,42 @@ def test_names(overrides, name):
     assert setting_name(dict(text.split("=", 1) for text in overrides.split())) == name
 
 
+SIZES = ("small", "large")
+SORTED = {
+    "by model or link": (
+        [f"model.size={size} method={method}" for size in SIZES for method in ("naive", "ddp")],
+        {size: {"naive": 1, "DDP": 1} for size in SIZES},
+    ),
+    "experiments that each choose a plan": (
+        [f"experiment={name} seed={seed}" for name in ("ddp", "bf16") for seed in (1, 2)],
+        {"": {"DDP": 2, "bf16": 2}},
+    ),
+    "experiments for each size of a model": (
+        [f"experiment={name} model.size={size}" for name in ("ddp", "bf16") for size in SIZES],
+        {size: {"DDP": 1, "bf16": 1} for size in SIZES},
+    ),
+    "one process, whatever ranks is": (
+        [f"method={method} ranks={ranks}" for method in ("one_process", "ddp") for ranks in (2, 4)],
+        {"": {"one process": 2, "DDP, 2 ranks": 1, "DDP, 4 ranks": 1}},
+    ),
+    "a choice of nothing": (["variant=null ranks=2", "ranks=2", "ranks=4"], {"": {"2 ranks": 2, "4 ranks": 1}}),
+    "a default": (["strategy.bucket_cap_mb=100", ""], {"": {"100 MB buckets": 1, "default bucket cap mb": 1}}),
+}
+
+
+@pytest.mark.parametrize(("jobs", "expected"), SORTED.values(), ids=SORTED.keys())
+def test_groups_have_settings_and_these_their_runs(tmp_path, jobs, expected):
+    groups = _groups(tmp_path, *jobs)
+    found = {group.name: {setting.name: len(setting.runs) for setting in group.settings} for group in groups}
+    assert found == expected
+    assert list(map(list, found.values())) == list(map(list, expected.values())), "in the order of the sweep"
+
+
 def test_settings_differ_in_what_the_sweep_varies(tmp_path):
-    groups = _groups(tmp_path, "a=1 strategy/comm_hook=none", "a=1 strategy/comm_hook=bf16")
-    assert _names(groups) == {"": ["uncompressed", "bf16"]}
-    assert [dict(setting.values) for setting in groups[0].settings] == [
-        {"strategy/comm_hook": "none"},
-        {"strategy/comm_hook": "bf16"},
+    (group,) = _groups(tmp_path, "a=1 strategy/comm_hook=none", "a=1 strategy/comm_hook=bf16")
+    assert [(setting.name, dict(setting.values)) for setting in group.settings] == [
+        ("uncompressed", {"strategy/comm_hook": "none"}),
+        ("bf16", {"strategy/comm_hook": "bf16"}),
     ]
 
 
@@ -101,14 +127,6 @@ def test_settings_of_one_repetition_share_a_key(tmp_path):
     assert keys[0][0] != keys[0][1]
 
 
-def test_another_model_or_link_is_another_group(tmp_path):
-    groups = _groups(
-        tmp_path,
-        *(f"model.size={size} method={method}" for size in ("small", "large") for method in ("naive", "ddp")),
-    )
-    assert _names(groups) == {"small": ["naive", "DDP"], "large": ["naive", "DDP"]}
-
-
 @pytest.mark.parametrize("option", ["model.activation_checkpointing=true", "data.batch_size=8"])
 def test_some_options_of_model_and_data_are_compared(tmp_path, option):
     assert len(_groups(tmp_path, "strategy=ddp", f"strategy=ddp {option}")) == 1
@@ -117,37 +135,6 @@ def test_some_options_of_model_and_data_are_compared(tmp_path, option):
 @pytest.mark.parametrize("option", ["link=1gbit", "data=digits", "datamodule=x", "model/encoder=y"])
 def test_others_are_not(tmp_path, option):
     assert len(_groups(tmp_path, "strategy=ddp", f"strategy=ddp {option}")) == 2
-
-
-def test_experiments_that_each_choose_a_plan_are_compared(tmp_path):
-    jobs = [f"experiment={name} seed={seed}" for name in ("ddp", "bf16") for seed in (1, 2)]
-    assert _names(_groups(tmp_path, *jobs)) == {"": ["DDP", "bf16"]}
-
-
-def test_experiments_are_compared_for_each_size_of_a_model(tmp_path):
-    jobs = [f"experiment={name} model.size={size}" for name in ("ddp", "bf16") for size in ("small", "large")]
-    assert _names(_groups(tmp_path, *jobs)) == {"small": ["DDP", "bf16"], "large": ["DDP", "bf16"]}
-
-
-def test_one_process_is_the_same_whatever_ranks_says(tmp_path):
-    (group,) = _groups(
-        tmp_path, "method=one_process ranks=2", "method=one_process ranks=4", "method=ddp ranks=2", "method=ddp ranks=4"
-    )
-    assert [(setting.name, len(setting.runs)) for setting in group.settings] == [
-        ("one process", 2),
-        ("DDP, 2 ranks", 1),
-        ("DDP, 4 ranks", 1),
-    ]
-
-
-def test_a_choice_of_nothing_is_none(tmp_path):
-    (group,) = _groups(tmp_path, "variant=null ranks=2", "ranks=2", "ranks=4")
-    assert [(setting.name, len(setting.runs)) for setting in group.settings] == [("2 ranks", 2), ("4 ranks", 1)]
-
-
-def test_an_option_that_some_runs_leave_to_its_default(tmp_path):
-    (group,) = _groups(tmp_path, "strategy.bucket_cap_mb=100", "")
-    assert [setting.name for setting in group.settings] == ["100 MB buckets", "default bucket cap mb"]
 
 
 def test_names_are_unique(tmp_path):

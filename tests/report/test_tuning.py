@@ -18,6 +18,7 @@ from lightning_commopt.measure.summary import summarize_run
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.figures.style import Chart, plan_styles
 from lightning_commopt.report.page import sections
+from support.known import known
 from support.ranks import run_ranks
 from support.sample_runs import save_run
 from support.sample_tuning import BASE_S, INT8, SMALL, sample_tuning, tuned_report
@@ -40,13 +41,7 @@ def _chart(folder: Path, tuning: dict[str, Any]) -> Chart:
 
 
 def _texts(chart: Chart) -> list[tuple[str, ...]]:
-    assert chart.rows is not None
-    return [(cells[0].small, *(cell.text for cell in cells)) for cells in chart.rows.rows]
-
-
-def _drawn(chart: Chart) -> Any:
-    assert chart.figure is not None
-    return json.loads(chart.figure.to_json())
+    return [(cells[0].small, *(cell.text for cell in cells)) for cells in known(chart.rows).rows]
 
 
 def test_the_title_has_the_start_the_end_and_the_gain(tmp_path: Path) -> None:
@@ -65,8 +60,7 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path: Path) -> None:
         ("ended on", "int8", "84.0 ms", "80.0 ms"),
         ("tried: slower", "uncompressed, 5 MB buckets", "294 ms", "280 ms"),
     ]
-    assert chart.rows is not None
-    own, int8, _ = chart.rows.rows
+    own, int8, _ = known(chart.rows).rows
     assert int8[1].small == "80.0 to 88.0"
     low, high = map(float, int8[2].small.split(" to "))
     assert low < 80 < high < 100
@@ -76,7 +70,7 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path: Path) -> None:
 def test_every_step_of_the_search_is_drawn_as_its_plan(tmp_path: Path) -> None:
     """If it fails, steps are drawn at the wrong place, or as steps of another plan."""
     chart = _chart(tmp_path, sample_tuning({INT8: 0.4, SMALL: 1.4}))
-    drawn = _drawn(chart)
+    drawn = json.loads(known(chart.figure).to_json())
     by_plan = {line.name: trace for line, trace in zip(chart.lines, drawn["data"], strict=True)}
     assert list(by_plan) == ["uncompressed", "int8", "uncompressed, 5 MB buckets"]
     in_order = sorted(step for trace in by_plan.values() for step in trace["x"])
@@ -178,9 +172,8 @@ def test_the_files_of_a_fit(tmp_path: Path) -> None:
     (search,), (step,) = charts[_TUNING], charts[_STEPS]
     assert search.title == "Started on uncompressed, ended on int8, saved 50 % of a step"
     if has_collective_hooks():
-        assert step.rows is not None
         summary, _ = summarize_run(tmp_path)
-        shown = {(cells[0].small, cells[0].text): cells[2].text for cells in step.rows.rows}
+        shown = {(cells[0].small, cells[0].text): cells[2].text for cells in known(step.rows).rows}
         assert {(one.phase, one.label) for one in summary.operations} >= shown.keys()
         assert shown["data", "broadcast (Lightning's own)"] == "8.00 B"
     else:

@@ -23,9 +23,10 @@ BATCH_SIZE = 32
 VERSIONS = {"python": "3.11.7", "lightning_commopt": "0.1.0", "torch": "2.15.0", "lightning": "2.6.6", "hydra": "1.3.8"}
 CPU = {"kind": "cpu", "name": "AMD EPYC", "memory_bytes": 8 * 2**30, "num_cores": 2}
 
-BF16 = {"name": "bf16"}
-POWERSGD = {"name": "powersgd"}
-PLANS: dict[str, Any] = {"none": None, "bf16": {"name": "bf16"}, "int8": {"name": "int8"}, "powersgd": POWERSGD}
+PLANS: dict[str, Any] = {
+    "none": {},
+    **{name: {"comm_hook": {"name": name}} for name in ("bf16", "int8", "powersgd")},
+}
 LOSSES = {"none": 2.0, "bf16": 2.001, "int8": 2.004, "powersgd": 2.11}
 WIRE_SHARES = {"none": 1.0, "bf16": 0.5, "int8": 0.26, "powersgd": 0.015}
 COMPRESSION_S = {"none": 0.0, "bf16": 0.012, "int8": 0.03, "powersgd": 0.02}
@@ -105,20 +106,26 @@ def write_run(folder: Path, run: SampleRun) -> RunRecord:
     return record
 
 
-def plan_run(comm_hook: str, bucket_cap_mb: int, repetition: int, more: Sequence[str] = ()) -> SampleRun:
+def plan_run(comm_hook: str, bucket_cap_mb: int, repetition: int) -> SampleRun:
     """A job of a sweep over comm hooks and bucket sizes, 40 MB of gradients on a link of 1 Gbit/s."""
-    plan = {"bucket_cap_mb": bucket_cap_mb} | ({} if PLANS[comm_hook] is None else {"comm_hook": PLANS[comm_hook]})
     overrides = (f"strategy/comm_hook={comm_hook}", f"strategy.bucket_cap_mb={bucket_cap_mb}")
     return SampleRun(
-        overrides=(*more, *overrides, f"repetition={repetition}"),
+        overrides=(*overrides, f"repetition={repetition}"),
         sync_method=comm_hook,
-        plan=plan,
-        wire_s=0.32 * WIRE_SHARES[comm_hook],
-        compression_s=COMPRESSION_S[comm_hook],
+        plan={"bucket_cap_mb": bucket_cap_mb} | PLANS[comm_hook],
         num_buckets=-(-40 // bucket_cap_mb),
-        wire_bytes=int(40e6 * WIRE_SHARES[comm_hook]),
-        loss=LOSSES[comm_hook],
+        **_costs(comm_hook),
     )
+
+
+def _costs(comm_hook: str) -> dict[str, Any]:
+    """Returns what follows from what a comm hook sends."""
+    return {
+        "wire_s": 0.32 * WIRE_SHARES[comm_hook],
+        "compression_s": COMPRESSION_S[comm_hook],
+        "wire_bytes": int(40e6 * WIRE_SHARES[comm_hook]),
+        "loss": LOSSES[comm_hook],
+    }
 
 
 def write_sweep(folder: Path, num_repetitions: int = 3) -> Path:
@@ -132,69 +139,56 @@ def write_sweep(folder: Path, num_repetitions: int = 3) -> Path:
     return _write_jobs(folder, jobs)
 
 
+_GRAPH = {"bucket_cap_mb": 2000, "static_graph": True}
 _VARIANTS: dict[str, dict[str, Any]] = {
     "one_process": {"strategy": "SingleDeviceStrategy", "sync_method": "SingleDeviceStrategy", "plan": None},
     "ddp_one_process": {"strategy": "DDPStrategy", "sync_method": "DDPStrategy", "plan": None, "compute_s": 0.063},
     "one_bucket": {"plan": {"bucket_cap_mb": 2000}},
-    "static_graph": {"plan": {"bucket_cap_mb": 2000, "static_graph": True}},
-    "bucket_view": {"plan": {"bucket_cap_mb": 2000, "static_graph": True, "gradient_as_bucket_view": True}},
-    "bf16": {
-        "sync_method": "bf16",
-        "plan": {"bucket_cap_mb": 2000, "static_graph": True, "comm_hook": {"name": "bf16"}},
-    },
-    "powersgd": {
-        "sync_method": "powersgd",
-        "plan": {"bucket_cap_mb": 2000, "static_graph": True, "comm_hook": POWERSGD},
-    },
-    "several_buckets": {"sync_method": "bf16", "plan": {"bucket_cap_mb": 10, "comm_hook": BF16}},
+    "static_graph": {"plan": _GRAPH},
+    "bucket_view": {"plan": {**_GRAPH, "gradient_as_bucket_view": True}},
+    "bf16": {"sync_method": "bf16", "plan": _GRAPH | PLANS["bf16"]},
+    "powersgd": {"sync_method": "powersgd", "plan": _GRAPH | PLANS["powersgd"]},
+    "several_buckets": {"sync_method": "bf16", "plan": {"bucket_cap_mb": 10} | PLANS["bf16"], "num_buckets": 4},
 }
 
 
-def write_ladder(folder: Path, num_repetitions: int = 3) -> Path:
-    """Writes the eight variants of the experiment ``ladder`` on 2 ranks; returns the sweep's directory."""
-    jobs = []
-    for repetition in range(num_repetitions):
-        for variant, options in _VARIANTS.items():
-            name = options.get("sync_method", "none")
-            name = name if name in PLANS else "none"
-            run = SampleRun(
-                overrides=("experiment=ladder", f"variant={variant}", f"repetition={repetition}"),
-                world_size=1 if variant.endswith("one_process") else 2,
-                wire_s=0.32 * WIRE_SHARES[name],
-                compression_s=COMPRESSION_S[name],
-                num_buckets=4 if variant == "several_buckets" else 1,
-                wire_bytes=int(40e6 * WIRE_SHARES[name]),
-                loss=LOSSES[name],
-            )
-            jobs.append(replace(run, **options))
-    return _write_jobs(folder, jobs)
+def ladder_report(folder: Path) -> Report:
+    """Reports three runs of each variant of the experiment ``ladder``, with published figures, and one that failed."""
+    jobs = [
+        SampleRun(
+            overrides=("experiment=ladder", f"variant={variant}", f"repetition={repetition}"),
+            world_size=1 if variant.endswith("one_process") else 2,
+            **_costs(name if (name := options.get("sync_method", "none")) in PLANS else "none"),
+            **options,
+        )
+        for repetition in range(3)
+        for variant, options in _VARIANTS.items()
+    ]
+    sweep = _write_jobs(folder / "ladder", jobs)
+    failed = {"status": "failed", "error": "ValueError: x", "plan": None, "world_size": None, "is_lossy": None}
+    save_run(sweep / "99", "experiment=ladder", "variant=bf16", **failed)
+    return build_report([sweep])
 
 
-_SIZES = {"small": 1.5e6, "medium": 8.4e6, "large": 35.2e6, "xlarge": 52e6}
+_NUMEL = {"small": 1.5e6, "large": 35.2e6}
 
 
-def write_four_methods(
-    folder: Path,
-    sizes: Sequence[str] = ("small", "large"),
-    num_ranks: Sequence[int] = (2, 4),
-    num_repetitions: int = 3,
-) -> Path:
-    """Writes the experiment ``four_methods`` with a global batch of 1024; returns the sweep's directory."""
-    jobs = []
-    for repetition in range(num_repetitions):
-        for size in sizes:
-            for method, ranks in [
-                ("one_process", 1),
-                *((w, n) for w in ("naive", "interleaved", "ddp") for n in num_ranks),
-            ]:
-                jobs.append(_method(size, method, ranks, repetition))
-    return _write_jobs(folder, jobs)
+def four_methods_report(folder: Path) -> Report:
+    """Reports the experiment ``four_methods`` with a global batch of 1024, for two sizes: groups with scaling."""
+    methods = [("one_process", 1), *((method, n) for method in ("naive", "interleaved", "ddp") for n in (2, 4))]
+    jobs = [
+        _method(size, method, ranks, repetition)
+        for repetition in range(3)
+        for size in _NUMEL
+        for method, ranks in methods
+    ]
+    return build_report([_write_jobs(folder / "four_methods", jobs)])
 
 
 def _method(size: str, method: str, ranks: int, repetition: int) -> SampleRun:
     strategies = {"one_process": "SingleDeviceStrategy", "naive": "NaiveDP", "interleaved": "InterleavedDP"}
     strategy = strategies.get(method, "CommOptDDP")
-    gradient_bytes = int(4 * _SIZES[size])
+    gradient_bytes = int(4 * _NUMEL[size])
     return SampleRun(
         overrides=(
             "experiment=four_methods",
@@ -207,13 +201,13 @@ def _method(size: str, method: str, ranks: int, repetition: int) -> SampleRun:
         strategy=strategy,
         plan={} if method == "ddp" else None,
         world_size=ranks,
-        compute_s=(0.02 + 6e-9 * _SIZES[size]) / ranks,
+        compute_s=(0.02 + 6e-9 * _NUMEL[size]) / ranks,
         wire_s=2 * (ranks - 1) / ranks * gradient_bytes / 2e9,
         num_buckets={"one_process": 1, "naive": 1, "interleaved": 8, "ddp": 3}[method],
         gradient_bytes=gradient_bytes,
         wire_bytes=gradient_bytes,
         batch_size=1024 // ranks,
-        num_parameters=int(_SIZES[size]),
+        num_parameters=int(_NUMEL[size]),
         loss=2.0,
     )
 
@@ -248,7 +242,7 @@ def save_rates(
 ) -> Path:
     """Writes a sweep over comm hooks with these samples per second in its repetitions; returns its directory."""
     for comm_hook, of_hook in rates.items():
-        plan = {} if PLANS.get(comm_hook) is None else {"comm_hook": PLANS[comm_hook]}
+        plan = PLANS.get(comm_hook, {})
         for repetition, rate in enumerate(of_hook):
             loss = None if losses is None else losses[comm_hook][repetition]
             overrides = (f"strategy/comm_hook={comm_hook}", f"repetition={repetition}")
@@ -260,25 +254,6 @@ def save_rates(
 def sample_report(folder: Path) -> Report:
     """Returns the report of `write_sweep`, one group without scaling."""
     return build_report([write_sweep(folder / "sweep")])
-
-
-def ladder_report(folder: Path) -> Report:
-    """Returns the report of `write_ladder`, with published figures and a run that failed."""
-    sweep = write_ladder(folder / "ladder")
-    failed = RunRecord(
-        status="failed",
-        sync_method="none",
-        error="ValueError: x",
-        **described(("experiment=ladder", "variant=bf16"), {}),
-    )
-    (sweep / "99").mkdir()
-    failed.save(sweep / "99")
-    return build_report([sweep])
-
-
-def four_methods_report(folder: Path) -> Report:
-    """Returns the report of `write_four_methods`, two groups with scaling and published figures."""
-    return build_report([write_four_methods(folder / "four_methods")])
 
 
 def _write_jobs(folder: Path, jobs: Sequence[SampleRun]) -> Path:

@@ -1,15 +1,11 @@
-import io
-
-from rich.console import Console
-
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.train.train import run_table
+from support.narrow import printed
 
 
 def row(**values):
-    output = io.StringIO()
-    Console(file=output, width=120).print(run_table(RunRecord(status="finished", sync_method="bf16", **values)))
-    return output.getvalue().split("─")[-1].split()
+    record = RunRecord(status="finished", sync_method="bf16", **values)
+    return printed(lambda console: console.print(run_table(record)), 120).split("─")[-1].split()
 
 
 def test_what_was_measured_is_shown_with_its_digits():

@@ -1,40 +1,19 @@
 import json
 import os
 import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.train.train import flags_first, main
-from support.process_groups import is_group_gone, living_members
+from support.process_groups import is_group_gone
 from support.ranks import run_ranks
-from support.tiny_runs import TINY
+from support.tiny_runs import TINY, commopt_train, interrupt_sweep
 
-LIMIT_S = 400  # only against waiting for ever
 # Embeddings 256 x 16 and 64 x 16, one block, one norm: elements of the tiny model.
 TINY_NUMEL = 256 * 16 + 64 * 16 + (2 * 32 + 16 * 48 + 48 + 16 * 16 + 16 + 16 * 64 + 64 + 64 * 16 + 16) + 32
-
-
-def started(*arguments: str, cwd: Path, stderr: int = subprocess.PIPE) -> subprocess.Popen[str]:
-    command = [sys.executable, "-u", "-m", "lightning_commopt.train.train", *arguments]
-    return subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=stderr, text=True, start_new_session=True)
-
-
-def finished(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        stdout, stderr = process.communicate(timeout=LIMIT_S)
-    finally:
-        process.kill()
-        process.wait()
-    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
-
-
-def commopt_train(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return finished(started(*arguments, cwd=cwd))
 
 
 def test_a_run_of_two_ranks_is_recorded(tmp_path):
@@ -129,25 +108,14 @@ def test_a_sweep_trains_with_as_many_ranks_as_each_job_says_and_goes_on_after_a_
 def test_a_signal_in_a_job_leaves_no_process(tmp_path):
     """SIGINT is tested where sweeps go on, in ``test_sweep_in_lab``."""
     many = [argument.replace("max_steps=4", "max_steps=1000000") for argument in TINY]
-    sweep = started("-m", *many, "seed=1,2", "hydra.sweep.dir=sweep", cwd=tmp_path, stderr=subprocess.STDOUT)
-    try:
-        assert sweep.stdout is not None
-        for line in sweep.stdout:
-            if "All distributed processes registered" in line:
-                break
-        children = Path(f"/proc/{sweep.pid}/task/{sweep.pid}/children").read_text().split()
-        job = next(int(child) for child in children if os.getpgid(int(child)) == int(child))
-        assert len(living_members(job)) >= 2
-        sweep.send_signal(signal.SIGTERM)
-        end = finished(sweep)
-        assert end.returncode == 128 + signal.SIGTERM, end.stdout
-        assert is_group_gone(job)
-        assert is_group_gone(sweep.pid)
-        assert RunRecord.load(tmp_path / "sweep" / "0").status == "failed"
-        assert not (tmp_path / "sweep" / "1").exists()
-    finally:
-        sweep.terminate()
-        finished(sweep)
+    sweep = ("-m", *many, "seed=1,2", "hydra.sweep.dir=sweep")
+    registered = ["All distributed processes registered"]
+    job, num_processes, end = interrupt_sweep(signal.SIGTERM, *sweep, cwd=tmp_path, after=registered)
+    assert num_processes >= 2
+    assert end.returncode == 128 + signal.SIGTERM, end.stdout
+    assert is_group_gone(job)
+    assert RunRecord.load(tmp_path / "sweep" / "0").status == "failed"
+    assert not (tmp_path / "sweep" / "1").exists()
 
 
 @pytest.mark.exhaustive

@@ -76,19 +76,13 @@ def _chart(scalings: Sequence[Scaling], looks: Sequence[PlanStyle], base: int, i
 
 def _measured(scaling: Scaling, style: PlanStyle, factors: Mapping[int, float], unit: str) -> go.Scatter:
     """Returns the measured points of a plan, its speed-ups multiplied by factors."""
-    y, ends, hover = [], [], []
-    for num_ranks, interval in zip(scaling.num_ranks, scaling.speedups, strict=True):
-        factor = factors[num_ranks]
-        text = f"<b>{plain(scaling.sync_method)}, {count(num_ranks, 'rank')}</b><br>"
-        text += f"{number(interval.median * factor)} {unit}"
-        low, high = interval.low, interval.high
-        if low is not None and high is not None:
-            text += f"<br>{kind_of_interval(interval)}: {spread_text(interval, factor)}"
-            low, high = low * factor, high * factor
-        y.append(interval.median * factor)
-        ends.append((low, high))
-        hover.append(text)
-    return line_trace(style, x=scaling.num_ranks, y=y, ends=ends, hover=hover)
+    measured = {n: speedup.scaled(factors[n]) for n, speedup in zip(scaling.num_ranks, scaling.speedups, strict=True)}
+    hover = []
+    for num_ranks, interval in measured.items():
+        text = f"<b>{plain(scaling.sync_method)}, {count(num_ranks, 'rank')}</b><br>{number(interval.median)} {unit}"
+        ends = spread_text(interval)
+        hover.append(f"{text}<br>{kind_of_interval(interval)}: {ends}" if ends else text)
+    return line_trace(style, scaling.num_ranks, list(measured.values()), hover)
 
 
 def _draw_amdahl(figure: go.Figure, serial_share: float, max_ranks: int, style: PlanStyle) -> None:

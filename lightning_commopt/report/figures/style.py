@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from plotly import graph_objects as go
 
+from lightning_commopt.report.intervals import Interval
 from lightning_commopt.report.model import Cell, Run, Setting
 
 FONT = '-apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, "Liberation Sans", sans-serif'
@@ -120,24 +121,19 @@ def new_figure(plot_height: float = 320) -> go.Figure:
 
 
 def line_trace(
-    style: PlanStyle,
-    x: Sequence[object],
-    y: Sequence[float],
-    ends: Iterable[Sequence[float | None]],
-    hover: Sequence[str],
+    style: PlanStyle, x: Sequence[object], intervals: Sequence[Interval], hover: Sequence[str]
 ) -> go.Scatter:
     """Returns a line with markers in the look of a plan, error bars up to the ends that are known, and hover texts."""
-    ends = list(ends)
     return go.Scatter(
         mode="lines+markers",
         x=x,
-        y=y,
+        y=[interval.median for interval in intervals],
         error_y={
             "type": "data",
             "symmetric": False,
-            "array": [0.0 if high is None else high - value for value, (_, high) in zip(y, ends, strict=True)],
-            "arrayminus": [0.0 if low is None else value - low for value, (low, _) in zip(y, ends, strict=True)],
-            "visible": any(low is not None for low, _ in ends),
+            "array": [0.0 if one.high is None else one.high - one.median for one in intervals],
+            "arrayminus": [0.0 if one.low is None else one.median - one.low for one in intervals],
+            "visible": any(one.low is not None for one in intervals),
             "thickness": 1.4,
             "width": 4,
             "color": style.color,

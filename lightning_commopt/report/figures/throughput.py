@@ -64,15 +64,9 @@ def bucket_sizes(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
     looks = line_styles([next(iter(by_size.values())).sync_method for by_size in series.values()], styles)
     figure = new_figure()
     for by_size, style in zip(series.values(), looks, strict=True):
-        known = [(setting, setting.samples_per_s) for setting in by_size.values() if setting.samples_per_s is not None]
-        trace = line_trace(
-            style,
-            x=[f"{size:g}" for size in by_size],
-            y=[interval.median for _, interval in known],
-            ends=[(interval.low, interval.high) for _, interval in known],
-            hover=[plain(_hover(setting, interval)) for setting, interval in known],
-        )
-        figure.add_trace(trace)
+        rates = {setting.name: rate for setting in by_size.values() if (rate := setting.samples_per_s) is not None}
+        hover = [plain(_hover(setting, rates[setting.name])) for setting in by_size.values()]
+        figure.add_trace(line_trace(style, [f"{size:g}" for size in by_size], list(rates.values()), hover))
     sizes = [f"{size:g}" for size in sorted({size for by_size in series.values() for size in by_size})]
     figure.update_xaxes(type="category", categoryorder="array", categoryarray=sizes)
     figure.update_yaxes(rangemode="tozero")

@@ -10,7 +10,6 @@ import math
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -30,19 +29,12 @@ from lightning_commopt.train.sweep.composing import (
     find_finished_run,
     set_aside,
 )
-from lightning_commopt.train.sweep.config import ConfigError
+from lightning_commopt.train.sweep.config import ConfigError, register_resolvers
 from lightning_commopt.train.sweep.job import Job, JobResult, SweepObserver, run_job, save_summary
 
 _NAMESPACE = "hydra_plugins._lightning_commopt_sweep"
 # Variables of an allocation, which paths in a configuration may use. The others would make Lightning a SLURM task.
 _SLURM_KEPT = ("SLURM_JOB_ID", "SLURM_TMPDIR")
-
-
-@dataclass
-class FreshProcessesConf:
-    """Options of ``hydra/launcher=fresh_processes``."""
-
-    _target_: str = f"{_NAMESPACE}.FreshProcessLauncher"
 
 
 class FreshProcessLauncher(Launcher):
@@ -136,11 +128,14 @@ class FreshProcessLauncher(Launcher):
         save_summary(sweep_dir, in_order, self._left_out)
 
 
-def register_launcher(command: tuple[str, ...], observer: SweepObserver) -> None:
-    """Registers ``hydra/launcher=fresh_processes`` with Hydra, for the sweeps of this process; see its attributes."""
+def register_with_hydra(command: tuple[str, ...], observer: SweepObserver) -> None:
+    """Registers our resolvers, and ``hydra/launcher=fresh_processes`` for the sweeps of this process."""
+    register_resolvers()
     FreshProcessLauncher.command, FreshProcessLauncher.observer = command, observer
     Plugins.instance().register(FreshProcessLauncher)
-    store_config(group="hydra/launcher", name="fresh_processes", node=FreshProcessesConf)
+    store_config(
+        group="hydra/launcher", name="fresh_processes", node={"_target_": f"{_NAMESPACE}.FreshProcessLauncher"}
+    )
 
 
 def _environment() -> dict[str, str]:

@@ -11,8 +11,7 @@ from hydra.core.hydra_config import HydraConfig
 from lightning_commopt.launch.conf_path import conf_dir
 from lightning_commopt.measure.runs.files import CONFIG_FILE
 from lightning_commopt.train.sweep.job import Job, JobResult, SweepObserver
-from lightning_commopt.train.sweep.launcher import register_launcher
-from lightning_commopt.train.sweep.resolvers import register_resolvers
+from lightning_commopt.train.sweep.launcher import register_with_hydra
 
 # The loss is seed + 100 repetition. Seed 13 fails, and so does any job that asks for other than one repetition.
 JOB = """
@@ -59,8 +58,7 @@ class SweepNotes(SweepObserver):
 def fake_sweep(folder: Path, *overrides: str) -> tuple[list[float], SweepNotes]:
     """Runs a sweep in this process; gives what the sweeper got for each job, and what the observer was told."""
     notes = SweepNotes()
-    register_resolvers()
-    register_launcher((sys.executable, "-S", "-c", JOB), notes)
+    register_with_hydra((sys.executable, "-S", "-c", JOB), notes)
     GlobalHydra.instance().clear()
     hydra = Hydra.create_main_hydra2("commopt-train", create_config_search_path(f"file://{conf_dir()}"))
     quiet = ("hydra/hydra_logging=none", "hydra/job_logging=none")

@@ -5,15 +5,7 @@ from hydra.errors import HydraException
 
 from lightning_commopt.launch.conf_path import conf_dir
 from lightning_commopt.train.sweep.display import hint
-from lightning_commopt.train.sweep.job import SweepObserver
-from lightning_commopt.train.train import register_with_hydra
 from support.composed import composed
-
-
-@pytest.fixture(autouse=True)
-def hydra_knows_us(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["commopt-train"])
-    register_with_hydra(SweepObserver())
 
 
 @pytest.mark.parametrize(

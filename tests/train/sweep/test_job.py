@@ -16,6 +16,7 @@ FINISHED = WRITE + "status='finished', metrics=dict(val_loss=1.0))));"
 RUNNING = WRITE + "status='running', world_size=2)));"
 FAILED = WRITE + "status='failed', error='E: own')));"
 BROKEN = WRITE + "status='finished', metrics=dict(val_loss='low'))));"
+LOST = "RuntimeError: [pair.cc] Connection closed by peer"
 
 
 def job(folder, code):
@@ -42,9 +43,20 @@ def test_the_record_of_a_run_that_finished_is_its_own(tmp_path):
         (FINISHED + "raise SystemExit(1)", "exit status 1"),
         (BROKEN, "ended without a result"),
         ("open('{folder}/run.json', 'w').write('{'); raise SystemExit(3)", "exit status 3"),
+        # another rank explains a lost connection
+        (
+            f"print('ValueError: no such token\\n{LOST}')\n{FAILED.replace('E: own', LOST)}raise SystemExit(1)",
+            f"{LOST}; another rank: ValueError: no such token",
+        ),
+        (
+            f"{RUNNING}print('[rank1]: ValueError: no such token\\n{LOST}')\nimport os; os.kill(os.getpid(), 9)",
+            f"{LOST}; killed by SIGKILL; rank 1: ValueError: no such token",
+        ),
+        (FAILED + "print('[rank1]: ValueError: no such token')\nraise SystemExit(1)", "E: own"),
     ],
 )
 def test_a_run_that_did_not_finish_is_recorded_with_the_reason(tmp_path, code, error):
+    """If it fails, a sweep's table has no reason, or names a lost connection, and not what caused it."""
     result = run_job(job(tmp_path, code), os.environ, SweepObserver())
     assert (result.record.status, result.record.error) == ("failed", error)
     assert RunRecord.load(tmp_path) == result.record
@@ -67,30 +79,6 @@ def test_an_interrupted_run_is_recorded_so(tmp_path):
         run_job(job(tmp_path, code), os.environ, Interrupts())
     record = RunRecord.load(tmp_path)
     assert (record.status, record.error) == ("failed", "interrupted by SIGINT")
-
-
-@pytest.mark.parametrize(
-    ("code", "error"),
-    [
-        (
-            "print('ValueError: no such token\\nRuntimeError: [pair.cc] Connection closed by peer')\n"
-            + FAILED.replace("E: own", "RuntimeError: [pair.cc] Connection closed by peer")
-            + "raise SystemExit(1)",
-            "RuntimeError: [pair.cc] Connection closed by peer; another rank: ValueError: no such token",
-        ),
-        (
-            RUNNING + "print('[rank1]: ValueError: no such token\\nRuntimeError: Connection closed by peer')\n"
-            "import os; os.kill(os.getpid(), 9)",
-            "RuntimeError: Connection closed by peer; killed by SIGKILL; rank 1: ValueError: no such token",
-        ),
-        (FAILED + "print('[rank1]: ValueError: no such token')\nraise SystemExit(1)", "E: own"),
-    ],
-)
-def test_what_another_rank_said_explains_a_lost_connection(tmp_path, code, error):
-    """If it fails, a sweep's table says that a connection was lost, and not why."""
-    result = run_job(job(tmp_path, code), os.environ, SweepObserver())
-    assert (result.record.status, result.record.error) == ("failed", error)
-    assert RunRecord.load(tmp_path) == result.record
 
 
 def test_the_record_of_an_earlier_run_in_the_folder_does_not_count(tmp_path):

@@ -1,7 +1,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_commopt.train.sweep.resolvers import register_resolvers
+from lightning_commopt.train.sweep.config import register_resolvers
 
 ASKED = {
     "accelerator": "${commopt.accelerator:}",

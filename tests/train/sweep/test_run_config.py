@@ -4,17 +4,9 @@ import pytest
 
 from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
 from lightning_commopt.train.sweep.config import ConfigError, check_config
-from lightning_commopt.train.sweep.job import SweepObserver
-from lightning_commopt.train.train import register_with_hydra
 from support.composed import composed
 
 SINGLE = ("strategy=single", "trainer.devices=1", "trainer.accelerator=cpu")
-
-
-@pytest.fixture(autouse=True)
-def hydra_knows_us(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["commopt-train"])
-    register_with_hydra(SweepObserver())
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
 """commopt-train as a user runs it, on two hosts with a link of 1 Gbit/s."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,31 +12,21 @@ from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.runs.record import RunRecord
 from support.lab_traces import machine_traces
 from support.process_groups import is_group_gone
-from support.tiny_runs import TINY
+from support.tiny_runs import TINY, Ended, commopt_train, interrupt_sweep
 
 pytestmark = [pytest.mark.usefixtures("lab_machine"), pytest.mark.exhaustive]
 
-LIMIT_S = 240
-Ended = tuple[Path, subprocess.CompletedProcess[str]]
 IN_LAB = (*TINY, "callbacks.comm_time.print_summary=false", "link=1gbit")
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-u", "-m", "lightning_commopt.train.train", *arguments, *IN_LAB]
-
-
-def commopt_train(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), cwd=cwd, capture_output=True, text=True, timeout=LIMIT_S)
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Ended]]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[tuple[Path, Ended]]]]:
     """One run that finishes and one that fails, side by side, each in a folder of its own."""
 
-    def run(name: str, *arguments: str) -> Ended:
+    def run(name: str, *arguments: str) -> tuple[Path, Ended]:
         folder = tmp_path_factory.mktemp(name)
         (folder / "sources").mkdir()  # too few of them
-        return folder, commopt_train("hydra.run.dir=run", *arguments, cwd=folder)
+        return folder, commopt_train("hydra.run.dir=run", *arguments, *IN_LAB, cwd=folder)
 
     with ThreadPoolExecutor() as pool:
         yield {"finished": pool.submit(run, "finished"), "failed": pool.submit(run, "failed", "data.folder=sources")}
@@ -76,37 +63,19 @@ def test_a_sweep_that_was_interrupted_goes_on(tmp_path):
     """If it fails, an interrupted sweep leaves ranks behind, or what ran before the interrupt is lost."""
     before = machine_traces()
     sweep = ("-m", "strategy/comm_hook=bf16,none", "ranks=1", "hydra.sweep.dir=sweep")
-    running = subprocess.Popen(
-        command(*sweep),
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        assert running.stdout is not None
-        for line in running.stdout:
-            if line.startswith("job 1 (2 of 2)"):
-                break
-        for line in running.stdout:
-            if "GPU available" in line:
-                break
-        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
-        job = next(int(child) for child in children if os.getpgid(int(child)) == int(child))
-        running.send_signal(signal.SIGINT)
-        output = running.communicate(timeout=LIMIT_S)[0]
-    finally:
-        running.kill()
-        running.wait()
-    assert running.returncode == 128 + signal.SIGINT, output
+    texts = ["job 1 (2 of 2)", "GPU available"]
+    job, _, ended = interrupt_sweep(signal.SIGINT, *sweep, *IN_LAB, cwd=tmp_path, after=texts)
+    assert ended.returncode == 128 + signal.SIGINT, ended.stdout
     assert is_group_gone(job)
     assert machine_traces() == before
-    assert f"commopt-train -m strategy/comm_hook=bf16,none ranks=1 {' '.join(IN_LAB)} hydra.sweep.dir=sweep\n" in output
+    assert (
+        f"commopt-train -m strategy/comm_hook=bf16,none ranks=1 {' '.join(IN_LAB)} hydra.sweep.dir=sweep\n"
+        in ended.stdout
+    )
     assert RunRecord.load(tmp_path / "sweep" / "1").error == "interrupted by SIGINT"
     kept = (tmp_path / "sweep" / "0" / "run.json").read_bytes()
 
-    again = commopt_train(*sweep, cwd=tmp_path)
+    again = commopt_train(*sweep, *IN_LAB, cwd=tmp_path)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "job 0 is kept" in again.stdout
     assert (tmp_path / "sweep" / "0" / "run.json").read_bytes() == kept

@@ -11,6 +11,7 @@ from lightning_commopt.train.workloads.digits import Digits, DigitsCNN
 from lightning_commopt.train.workloads.gpt import GPT, StdlibSources
 from lightning_commopt.train.workloads.mlp import MLP, SIZES, Blobs
 from lightning_commopt.train.workloads.vision import RandomImages, VisionModel
+from support.known import known
 from support.ranks import run_ranks
 
 
@@ -41,10 +42,9 @@ def fitted(model, data, devices=1, **settings):
 
 @pytest.mark.parametrize("max_steps", [1, 5, 10])
 def test_gpt_trains_however_few_steps_there_are(max_steps):
-    model = GPT(width=16, num_layers=1, num_heads=2, context=16, warmup_share=0.2)
-    fitted(model, StdlibSources(context=16, batch_size=2), max_steps=max_steps, limit_val_batches=1)
-    model = GPT(width=16, num_layers=1, num_heads=2, context=16, warmup_share=0.1)
-    fitted(model, StdlibSources(context=16, batch_size=2), max_steps=max_steps, limit_val_batches=1)
+    for warmup_share in (0.2, 0.1):
+        model = GPT(width=16, num_layers=1, num_heads=2, context=16, warmup_share=warmup_share)
+        fitted(model, StdlibSources(context=16, batch_size=2), max_steps=max_steps, limit_val_batches=1)
 
 
 def test_gpt_needs_an_end():
@@ -73,16 +73,6 @@ def test_gpt_learns_a_text_that_repeats(tmp_path):
     assert metrics["val_loss"] < 0.5  # a model that only knows how frequent each byte is gets log(8) = 2.08
 
 
-def test_gpt_refuses_heads_that_do_not_divide_its_width():
-    with pytest.raises(ValueError, match="num_heads must divide width=10, got 4"):
-        GPT(width=10, num_heads=4)
-
-
-def test_gpt_refuses_a_vocabulary_without_all_bytes():
-    with pytest.raises(ValueError, match="vocabulary must be at least 256, one row for each byte, got 255"):
-        GPT(vocabulary=255)
-
-
 def test_gpt_of_another_vocabulary_and_context_has_as_many_parameters_as_its_configuration_says():
     with torch.device("meta"):
         model = GPT(width=768, num_layers=12, num_heads=12, context=1024, vocabulary=50304)
@@ -94,8 +84,7 @@ def test_gpt_trains_the_rows_that_no_byte_uses_too():
     logits = model(torch.randint(256, (2, 8)))
     assert logits.shape == (2, 8, 300)
     model.loss(torch.randint(256, (2, 9))).backward()
-    gradient = model.token.weight.grad
-    assert gradient is not None
+    gradient = known(model.token.weight.grad)
     assert gradient[256:].abs().min() > 0
 
 
@@ -223,12 +212,6 @@ def test_mlp_of_a_list_of_widths():
     assert model.hparams["size"] == [8, 4]
 
 
-@pytest.mark.parametrize("size", ["huge", [], [8, 0], [8, 4.5], 8])
-def test_mlp_refuses_an_unknown_size(size):
-    with pytest.raises(ValueError, match="size must be one of small, medium, large, xlarge, or a list of widths, got"):
-        MLP(size=size)
-
-
 @pytest.mark.exhaustive
 def test_blobs_are_learned_over_several_epochs():
     seed_everything(0, verbose=False)
@@ -264,16 +247,22 @@ def test_blobs_of_all_batches_are_all_samples_once():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("make", "options", "message"),
     [
-        ({"num_samples": 0}, "num_samples must be an integer of at least 1, got 0"),
-        ({"num_validation_samples": 0}, "num_validation_samples must be an integer of at least 1, got 0"),
-        ({"separation": -1}, "separation must be at least 0, got -1"),
+        (Blobs, {"num_samples": 0}, "num_samples must be an integer of at least 1, got 0"),
+        (Blobs, {"num_validation_samples": 0}, "num_validation_samples must be an integer of at least 1, got 0"),
+        (Blobs, {"separation": -1}, "separation must be at least 0, got -1"),
+        (GPT, {"width": 10, "num_heads": 4}, "num_heads must divide width=10, got 4"),
+        (GPT, {"vocabulary": 255}, "vocabulary must be at least 256, one row for each byte, got 255"),
+        *[
+            (MLP, {"size": size}, "size must be one of small, medium, large, xlarge, or a list of widths, got")
+            for size in ("huge", [], [8, 0], [8, 4.5], 8)
+        ],
     ],
 )
-def test_blobs_out_of_range_are_refused(options, message):
+def test_what_is_out_of_range_is_refused(make, options, message):
     with pytest.raises(ValueError, match=message):
-        Blobs(**options)
+        make(**options)
 
 
 def validated_on_two_ranks():
