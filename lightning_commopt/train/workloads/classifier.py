@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -13,13 +14,15 @@ _MIN_UNIT_NUMEL = 10_000_000
 
 
 class Classifier(LightningModule):
-    """Learns classes by cross-entropy; subclasses define ``forward``, from inputs to ``(B, classes)`` logits.
+    """Learns classes by cross-entropy, with SGD; subclasses make ``net``, from inputs to ``(B, classes)`` logits.
 
     Logs ``train_loss``, and in validation ``val_loss`` and ``val_accuracy``, over all ranks.
 
     Args:
         num_classes: of the labels; None if they are random, and accuracy is meaningless.
     """
+
+    net: nn.Module
 
     def __init__(self, num_classes: int | None = None) -> None:
         super().__init__()
@@ -31,6 +34,9 @@ class Classifier(LightningModule):
         """Shards the model, for strategies that need it (FSDP2): large modules are units."""
         if self.device_mesh is not None:
             shard(self, self.device_mesh, blocks=_MIN_UNIT_NUMEL)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(inputs)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         inputs, labels = batch
@@ -46,3 +52,6 @@ class Classifier(LightningModule):
         if self.val_accuracy is not None:
             self.val_accuracy.update(logits, labels)
             self.log("val_accuracy", self.val_accuracy, prog_bar=True, batch_size=len(labels))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams["learning_rate"])

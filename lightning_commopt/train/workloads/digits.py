@@ -14,7 +14,7 @@ _VALIDATION_SHARE = 0.2
 
 
 class DigitsCNN(Classifier):
-    """Two convolutions and two linear layers on 8x8 images, trained with Adam.
+    """Two convolutions and two linear layers, ``(B, 1, 8, 8)`` images to ``(B, 10)`` logits, trained with Adam.
 
     Logs ``train_loss``, ``val_loss`` and ``val_accuracy``; the latter two are over all ranks.
 
@@ -38,10 +38,6 @@ class DigitsCNN(Classifier):
             nn.ReLU(),
             nn.Linear(hidden, _NUM_CLASSES),
         )
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Maps ``(B, 1, 8, 8)`` images to ``(B, 10)`` logits."""
-        return self.net(images)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=self.hparams["learning_rate"])

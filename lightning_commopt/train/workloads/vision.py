@@ -15,6 +15,8 @@ from lightning_commopt.train.workloads.classifier import Classifier
 class VisionModel(Classifier):
     """A classifier of torchvision by name, with random weights, trained with SGD.
 
+    Maps ``(B, 3, height, width)`` images to ``(B, classes)`` logits.
+
     Logs ``train_loss`` and ``val_loss``; the latter is averaged over ranks. Accuracy of random labels is meaningless.
 
     Args:
@@ -31,13 +33,6 @@ class VisionModel(Classifier):
             raise ImportError(f"{name} needs torchvision: pip install 'lightning-commopt[vision]'") from error
         self.save_hyperparameters()
         self.net = get_model(name, weights=None, **(options or {}))
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Maps ``(B, 3, height, width)`` images to ``(B, classes)`` logits."""
-        return self.net(images)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=self.hparams["learning_rate"])
 
 
 class _RandomImageDataset(Dataset[tuple[Tensor, int]]):

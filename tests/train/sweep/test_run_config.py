@@ -1,9 +1,10 @@
 """What a run's configuration says against where it runs; see also test_conf and sweep/test_link."""
 
 import pytest
+from omegaconf import OmegaConf
 
 from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
-from lightning_commopt.train.sweep.config import ConfigError, check_config
+from lightning_commopt.train.sweep.config import ConfigError, check_config, register_resolvers
 from support.composed import composed
 
 SINGLE = ("strategy=single", "trainer.devices=1", "trainer.accelerator=cpu")
@@ -81,3 +82,27 @@ def test_a_run_that_is_all_warm_up_is_refused(overrides, message):
 )
 def test_a_run_with_steps_left_to_time_is_not(overrides):
     check_config(composed(*overrides))
+
+
+ASKED = {
+    "accelerator": "${commopt.accelerator:}",
+    "device": "${commopt.device:}",
+    "devices": "${commopt.devices:2}",
+    "chosen": "${commopt.gpu_or_cpu:a,b}",
+}
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "expected"),
+    [
+        (0, {"accelerator": "cpu", "device": "cpu", "devices": 2, "chosen": "b"}),
+        (8, {"accelerator": "gpu", "device": "cuda:0", "devices": 8, "chosen": "a"}),
+    ],
+)
+def test_the_machine_that_resolves_is_asked(monkeypatch, num_gpus, expected):
+    """If it fails, jobs on the nodes of a cluster train on what its login node has."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: num_gpus == 0)
+    register_resolvers()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: num_gpus)
+    assert OmegaConf.to_container(OmegaConf.create(ASKED), resolve=True) == expected

@@ -202,7 +202,7 @@ def test_mlp_has_the_parameters_of_its_size(size, millions):
     with torch.device("meta"):
         model = MLP(size=size)
     assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
-    widths = [layer.out_features for layer in model.net if isinstance(layer, torch.nn.Linear)]
+    widths = [layer.out_features for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
     assert widths == [*SIZES[size], 10]
 
 
