@@ -104,13 +104,12 @@ def answer_for(settings: Sequence[Setting], baseline: Setting) -> Answer:
         return Answer((f"{in_quotes(best.name)} reached {_rate_text(best)}{loss}; {why}.",), None)
     link = link_of(baseline.runs[0])
     where = f" over a link of {link}" if link else ""
-    if baseline.world_size == 1:
-        return _without_diverged(_choose(ranked, baseline, where), baseline)
-    # The question is how several ranks should sync gradients; the last sentence compares with one process.
-    on_one = [setting for setting in ranked if setting.world_size == 1]
+    # The question is how several ranks should sync gradients, unless the baseline is one process; the last sentence
+    # compares with that.
+    on_one = [setting for setting in ranked if setting.world_size == 1 < baseline.world_size]
     where += " on several ranks" if ranked[0] in on_one else ""
-    on_several = [setting for setting in ranked if setting.world_size > 1]
-    sentences, recommended = _without_diverged(_choose(on_several, baseline, where), baseline)
+    chosen = _choose([setting for setting in ranked if setting not in on_one], baseline, where)
+    sentences, recommended = _without_diverged(chosen, baseline)
     return Answer((*sentences, *_compare_one_process(on_one, recommended)), recommended)
 
 
