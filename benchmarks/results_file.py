@@ -28,10 +28,10 @@ def write_result(path: Path, result: dict[str, Any], load_at_start: float) -> No
         "command": shlex.join(["python", *words]),  # says nothing of this machine's folders
         "date": date.today().isoformat(),
         "git": git_state(Path(__file__).parent),
-        "hardware": f"{info.devices[0].name}, {len(os.sched_getaffinity(0))} cores",
+        "hardware": f"{info['devices'][0]['name']}, {len(os.sched_getaffinity(0))} cores",
         "load_at_start": load_at_start,
-        "platform": info.platform,
-        "versions": info.versions,
+        "platform": info["platform"],
+        "versions": info["versions"],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(origin | result, indent=2) + "\n")

@@ -4,7 +4,6 @@ A command imports what it needs when it runs: importing torch takes seconds, and
 """
 
 import json as json_text
-from dataclasses import asdict
 
 import typer
 from rich.console import Console
@@ -34,7 +33,7 @@ def info(json: Json = False) -> None:
 
     found = collect()
     if json:
-        typer.echo(json_text.dumps(asdict(found), indent=2))
+        typer.echo(json_text.dumps(found, indent=2))
     else:
         print_info(found, Console())
 

@@ -1,11 +1,14 @@
-"""Formats numbers with a few significant digits and a unit, and lists of numbers and names."""
+"""Formats numbers with a few significant digits and a unit; groups and lists numbers and names."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from itertools import groupby, islice
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
 
 
 class Unit(NamedTuple):
@@ -77,6 +80,18 @@ def list_some(things: Collection[object], num_shown: int = 4) -> str:
     more = len(things) - num_shown
     shown = ", ".join(map(str, islice(things, num_shown)))
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Returns the values of each key, both in the order of the pairs.
+
+    >>> grouped([("a", 1), ("b", 2), ("a", 3)])
+    {'a': [1, 3], 'b': [2]}
+    """
+    found: dict[K, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def runs_of(numbers: Iterable[int]) -> list[list[int]]:

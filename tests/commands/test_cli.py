@@ -13,21 +13,19 @@ from lightning_commopt.commands.info import info
 from lightning_commopt.compressors import compressor_names
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.plan import DDP_OPTION_SINCE, ddp_options
+from support.commopt import commopt
 from support.cross_section import sampled
 from support.sample_runs import SampleRun, write_run
 from support.wheels import run_checked
 
-COMMANDS = ("bench", "doctor", "info", "nccl-log", "nsys", "predict", "report", "selftest", "summary", "trace")
-
-
-def _run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "120"})
-    assert result.exit_code == 0, result.output
-    return result.output
+COMMANDS = (
+    *("bench", "doctor", "info", "nccl-log", "nsys", "predict"),
+    *("report", "selftest", "summary", "topo", "trace", "tune"),
+)
 
 
 def test_info_json_is_what_the_machine_has() -> None:
-    found = json.loads(_run("info", "--json"))
+    found = json.loads(commopt("info", "--json").output)
     assert found["versions"]["torch"] == torch.__version__
     assert found["devices"][0]["kind"] == "cpu"
     assert found["devices"][0]["num_cores"] >= 1
@@ -39,7 +37,7 @@ def test_info_json_is_what_the_machine_has() -> None:
 
 def test_info_json_says_which_ddp_options_this_torch_has() -> None:
     """A scheduler's script reads this to choose the options of a run."""
-    options = {option["name"]: option for option in json.loads(_run("info", "--json"))["ddp_options"]}
+    options = {option["name"]: option for option in json.loads(commopt("info", "--json").output)["ddp_options"]}
     assert {name: option["since"] for name, option in options.items()} == DDP_OPTION_SINCE
     for name, option in options.items():
         assert option["available"] == (name in ddp_options())
@@ -52,9 +50,9 @@ def test_first_releases_agree_with_the_installed_torch() -> None:
         assert (name in ddp_options()) == (installed >= tuple(int(part) for part in since.split(".")))
 
 
-@pytest.mark.parametrize("columns", ["60", "120"])
-def test_info_tables_cut_nothing_off(columns: str) -> None:
-    output = CliRunner().invoke(app, ["info"], env={"COLUMNS": columns}).output
+@pytest.mark.parametrize("columns", [60, 120])
+def test_info_tables_cut_nothing_off(columns: int) -> None:
+    output = commopt("info", columns=columns).output
     assert "…" not in output
     for name in DDP_OPTION_SINCE:
         assert name in output
@@ -64,37 +62,21 @@ def test_info_shows_the_nccl_version_where_there_is_nccl() -> None:
     version = info.nccl_version()
     assert (version is not None) == torch.distributed.is_nccl_available()
     if version is not None:
-        assert version in _run("info")
+        assert version in commopt("info").output
 
 
 def test_no_command_shows_the_commands() -> None:
     result = CliRunner().invoke(app, [])
-    for name in (
-        "bench",
-        "doctor",
-        "info",
-        "nccl-log",
-        "nsys",
-        "report",
-        "selftest",
-        "summary",
-        "trace",
-        "commopt-train",
-    ):
-        assert name in result.output
+    assert [name for name in (*COMMANDS, "commopt-train") if name not in result.output] == []
 
 
-@pytest.mark.parametrize(
-    "command", ["bench", "doctor", "info", "nccl-log", "nsys", "predict", "report", "selftest", "summary", "trace"]
-)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command: str) -> None:
-    assert "Usage: " in _run(command, "--help")
+    assert "Usage: " in commopt(command, "--help").output
 
 
 def test_unknown_command_is_an_error_that_names_it() -> None:
-    result = CliRunner().invoke(app, ["inform"])
-    assert result.exit_code == 2
-    assert "inform" in result.output
+    assert "inform" in commopt("inform", status=2).output
 
 
 _IMPORTED = """

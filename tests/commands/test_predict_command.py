@@ -5,20 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
 
-from lightning_commopt.commands.app import app
 from lightning_commopt.cost import compressor_cost
+from support.commopt import commopt, refusal
 from support.sample_runs import SampleRun, write_run
 
 
 @pytest.fixture(autouse=True)
 def quick_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compressor_cost, "LARGE_BYTES", 2**20)
-
-
-def predicted(*arguments: str | Path) -> Result:
-    return CliRunner(env={"COLUMNS": "160"}).invoke(app, ["predict", *map(str, arguments)])
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +24,12 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plans(run_dir: Path, *options: str) -> list[dict[str, Any]]:
-    result = predicted(run_dir, "--json", *options)
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)["plans"]
+    return json.loads(commopt("predict", run_dir, "--json", *options).stdout)["plans"]
 
 
 def test_a_table_of_plans(run_dir: Path) -> None:
     """If it fails, the first thing that a user sees is an error."""
-    output = predicted(run_dir).output
+    output = commopt("predict", run_dir, columns=160).output
     assert "with 2 ranks" in output
     assert "uncompressed (as it ran)" in output
     assert "int8" in output
@@ -61,7 +54,7 @@ def test_other_worlds(run_dir: Path) -> None:
     assert ranks["exposed_s"] / usual["exposed_s"] > 1.8
     assert link["exposed_s"] < usual["exposed_s"] / 10
     assert batches["step_s"] == pytest.approx(usual["step_s"] + 3 * 0.06, rel=0.05)
-    output = predicted(run_dir, "--comm-hook=bf16", "--ranks=64", "--link=25gbit", "--accumulate=4").output
+    output = commopt("predict", run_dir, "--comm-hook=bf16", "--ranks=64", "--link=25gbit", "--accumulate=4").output
     assert "with 64 ranks, a link of 25gbit, 4 batches a step" in " ".join(output.split())
 
 
@@ -81,16 +74,11 @@ def test_named_compressors_only(run_dir: Path) -> None:
     ],
 )
 def test_mistakes_in_arguments(run_dir: Path, options: list[str], message: str) -> None:
-    result = predicted(run_dir, *options)
-    assert result.exit_code == 2
-    assert message in result.output
-    assert "Traceback" not in result.output
+    assert message in commopt("predict", run_dir, *options, status=2).output
 
 
 def test_runs_that_show_nothing(tmp_path: Path) -> None:
     write_run(tmp_path / "alone", SampleRun(world_size=1))
     write_run(tmp_path / "other", SampleRun(strategy="FSDPStrategy", sync_method="FSDPStrategy", plan=None))
     for name, message in (("alone", "no step has buckets"), ("nothing", "does not exist")):
-        result = predicted(tmp_path / name)
-        assert result.exit_code == 2
-        assert message in result.output
+        assert message in refusal("predict", tmp_path / name)

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lightning_commopt.commands.nccl_log.facts import NcclLog
+from lightning_commopt.commands.nccl_log.findings import find_all
 from lightning_commopt.commands.nccl_log.inspector import InspectorReader
-from lightning_commopt.commands.nccl_log.lines import Message
+from lightning_commopt.commands.nccl_log.lines import Message, split_line
 from lightning_commopt.commands.nccl_log.reader import LogReader
+from lightning_commopt.text.findings import Finding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,3 +216,31 @@ def read_lines(messages: Iterable[Message]) -> NcclLog:
     reader = LogReader(InspectorReader())
     reader.read(messages)
     return reader.finish()
+
+
+def read(*texts: str) -> NcclLog:
+    """Reads whole lines."""
+    lines = enumerate((line for text in texts for line in text.splitlines()), start=1)
+    return read_lines(message for number, line in lines for message in split_line(line, "log", number))
+
+
+def told(text: str, *, host: str = "a", pid: int = 7, tid: int = 8, device: int = 0) -> str:
+    """Returns a line of NCCL."""
+    return f"{host}:{pid}:{tid} [{device}] NCCL INFO {text}\n"
+
+
+def findings(*texts: str) -> dict[str, Finding]:
+    """Returns what is found in lines, by code."""
+    return {finding.code: finding for finding in find_all(read(*texts))}
+
+
+def watchdog(
+    rank: int, sequence: int, operation: str = "ALLREDUCE", *, numel: int = 8, waited_ms: int = 600_081, group: str = ""
+) -> str:
+    """Returns PyTorch's line of a collective that timed out."""
+    ended = f"[{group} Rank {rank}] Process group watchdog thread terminated with exception: " if group else ""
+    return (
+        f"[rank{rank}]:[E1218 20:27:21.426415540 ProcessGroupNCCL.cpp:629] {ended}[Rank {rank}] Watchdog caught"
+        f" collective operation timeout: WorkNCCL(SeqNum={sequence}, OpType={operation}, NumelIn={numel},"
+        f" NumelOut={numel}, Timeout(ms)=600000) ran for {waited_ms} milliseconds before timing out.\n"
+    )

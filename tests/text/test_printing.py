@@ -127,8 +127,7 @@ def test_hangs() -> None:
 
 def test_other_commands() -> None:
     """`commopt info`, `doctor` and `selftest`."""
-    versions = collect()
-    object.__setattr__(versions, "platform", "Linux")  # a word that is longer than 40 letters breaks
+    versions = collect() | {"platform": "Linux"}  # a word that is longer than 40 letters breaks
     check_numbers_are_whole(lambda console: print_info(versions, console))
     outcome = Outcome(name="a check of 16 compressors", status="passed", detail="8 steps, 1234567.5 us", seconds=1.0)
     tested = SelfTest(place="2 ranks on the CPU, gloo", refused={}, outcomes=[outcome], info={})

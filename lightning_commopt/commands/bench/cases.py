@@ -1,27 +1,27 @@
-"""Expands `BenchSettings` into cases."""
+"""What a bench measures: `BenchSettings` expanded into cases, and the messages of a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from lightning_commopt.compressors import compressor_from_config, compressor_to_config
+from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.link.bench_result import Case
 from lightning_commopt.measure.link.bench_settings import BenchSettings
+from lightning_commopt.plan import CommPlan
 from lightning_commopt.text.validation import check_integer
 
-_ITEM_BYTES = {
-    "float64": 8,
-    "int64": 8,
-    "float32": 4,
-    "int32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int8": 1,
-    "uint8": 1,
-}
 _DIVIDED = ("all_gather", "reduce_scatter", "all_to_all", "reduce_scatter_all_gather")
 _REDUCING = ("all_reduce", "reduce_scatter", "reduce", "reduce_broadcast", "reduce_scatter_all_gather")
 _OUT_ONLY = ("all_to_all", "send_recv")
+_MIB = 2**20
+_DDP_DEFAULT_MIB = (1, 25)
+"""DDP's first bucket, and all others."""
 
 
 def num_ranks_of_scopes(settings: BenchSettings, world_size: int, ranks_per_node: int) -> dict[str, int]:
@@ -62,23 +62,53 @@ def cases_of(settings: BenchSettings, num_ranks: Mapping[str, int]) -> list[Case
 def _cases_of_size(settings: BenchSettings, size_bytes: int, num_ranks: Mapping[str, int]) -> Iterator[Case]:
     for scope in settings.scopes:
         for dtype in settings.dtypes:
+            item_bytes = getattr(torch, dtype).itemsize
             for load in settings.loads:
                 shared: dict[str, Any] = {"dtype": dtype, "load": load, "scope": scope, "num_ranks": num_ranks[scope]}
                 for operation in settings.collectives:
                     parts = num_ranks[scope] if operation in _DIVIDED else 1
-                    count = max(1, size_bytes // _ITEM_BYTES[dtype] // parts)
-                    size: dict[str, Any] = {"count": count, "size_bytes": count * _ITEM_BYTES[dtype] * parts}
+                    count = max(1, size_bytes // item_bytes // parts)
+                    size: dict[str, Any] = {"count": count, "size_bytes": count * item_bytes * parts}
                     for redop in settings.redops if operation in _REDUCING else ("none",):
                         for place in ("out",) if operation in _OUT_ONLY else settings.places:
                             yield Case(operation=operation, redop=redop, place=place, **size, **shared)
                 for comm_hook in settings.comm_hooks if dtype.startswith(("float", "bfloat")) else ():
-                    count = max(1, size_bytes // _ITEM_BYTES[dtype])
+                    count = max(1, size_bytes // item_bytes)
                     yield Case(
                         operation="comm_hook",
                         comm_hook=comm_hook,
-                        size_bytes=count * _ITEM_BYTES[dtype],
+                        size_bytes=count * item_bytes,
                         count=count,
                         redop="mean",
                         place="in",
                         **shared,
                     )
+
+
+def messages_of(plan: CommPlan, run_dir: Path | None = None) -> tuple[list[int], list[Any]]:
+    """Returns the sizes of a plan's buckets, each once, and its comm hook as in configurations, if it has one.
+
+    Buckets have the size of the plan's caps, or those of a run with it.
+
+    Raises:
+        FileNotFoundError: the run has no records of steps.
+        ValueError: its records have no buckets.
+    """
+    if run_dir is None:
+        cap = plan.bucket_cap_mb
+        caps = _DDP_DEFAULT_MIB if cap is None else cap if isinstance(cap, Sequence) else (cap,)
+        sizes_bytes = sorted({max(1, round(cap * _MIB)) for cap in caps})
+    else:
+        layouts = read_run(run_dir)[0].layouts
+        sizes_bytes = sorted({bucket.gradient_bytes for bucket in layouts[-1].values()} if layouts else ())
+        if not sizes_bytes:
+            raise ValueError(
+                f"{run_dir}: the steps in it have no buckets: DDP had one rank, or another strategy trained"
+            )
+    if plan.comm_hook is None:
+        return sizes_bytes, []
+    config = compressor_to_config(plan.comm_hook)
+    with suppress(ValueError, TypeError):  # the name alone needs options
+        if compressor_from_config(config["name"]) == plan.comm_hook:
+            return sizes_bytes, [config["name"]]
+    return sizes_bytes, [config]

@@ -149,7 +149,7 @@ def bench(
 
 def _messages_of(plan: Path, run_dir: Path | None, hooks: list[Any]) -> tuple[list[int], list[Any]]:
     """Returns the sizes of a plan's buckets, and its comm hook in front of the others."""
-    from lightning_commopt.commands.bench.plan_messages import messages_of
+    from lightning_commopt.commands.bench.cases import messages_of
     from lightning_commopt.plan import CommPlan
 
     loaded = CommPlan.load(plan)  # its errors name the file
@@ -232,7 +232,7 @@ def _start_ranks(
     settings: "BenchSettings", device: str, nproc_per_node: int | None, link: str | None, hosts: int | None
 ) -> "BenchResult":
     from lightning_commopt.commands.bench.job import device_type_of
-    from lightning_commopt.commands.bench.start import bench_here, bench_in_lab, check_size
+    from lightning_commopt.commands.bench.start import bench_here, bench_in_lab
     from lightning_commopt.launch.lab import parse_rate
 
     device_type, num_devices = device_type_of("cpu" if link is not None and device == "auto" else device)
@@ -241,7 +241,6 @@ def _start_ranks(
     parse_rate(link, "--link")
     num_hosts = 1 if link is None else hosts or 2
     per_host = nproc_per_node or (num_devices if link is None else 1)
-    check_size(settings, num_hosts * per_host, per_host, device_type)
     with _progress_bar() as progress:
         if link is None:
             return bench_here(settings, num_ranks=per_host, device_type=device_type, on_progress=progress)

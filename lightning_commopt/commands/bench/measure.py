@@ -106,8 +106,7 @@ class _Bench:
             return 0.0
         if entry.case.operation == "comm_hook":
             entry.call.fill()  # sums of other cases may have overflowed there
-        has_load = entry.case.load == "compute"
-        with ComputeLoad(self.device) if has_load else contextlib.nullcontext():
+        with compute_load(self.device) if entry.case.load == "compute" else contextlib.nullcontext():
             # A call that is much larger than a burst need not be made twice.
             if entry.case.size_bytes < _BURST_SHARE_BYTES or entry.call_s < self.settings.block_s:
                 entry.call.run()
@@ -182,52 +181,43 @@ def _no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-class ComputeLoad:
+@contextlib.contextmanager
+def compute_load(device: torch.device) -> Iterator[None]:
     """Multiplies matrices inside a ``with`` statement, as a training step does while gradients travel.
 
     On CPU in one thread, on CUDA on its own stream.
     """
+    is_cuda = device.type == "cuda"
+    side, dtype = (_CUDA_SIDE, torch.bfloat16) if is_cuda else (_CPU_SIDE, torch.float32)
+    left = torch.rand(side, side, dtype=dtype, device=device)
+    product = torch.empty_like(left)
+    has_begun, is_over = threading.Event(), threading.Event()
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        side = _CUDA_SIDE if device.type == "cuda" else _CPU_SIDE
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self._left = torch.rand(side, side, dtype=dtype, device=device)
-        self._product = torch.empty_like(self._left)
-        self._is_over = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> ComputeLoad:
-        self._is_over.clear()
-        has_begun = threading.Event()
-        self._thread = threading.Thread(target=self._multiply, args=(has_begun,), name="commopt-compute", daemon=True)
-        self._thread.start()
-        has_begun.wait()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._thread is not None
-        self._is_over.set()
-        self._thread.join()
-
-    def _multiply(self, has_begun: threading.Event) -> None:
-        if self._device.type == "cuda":
-            self._keep_stream_busy(has_begun)
-            return
+    def multiply() -> None:
         torch.set_num_threads(1)  # of this thread
-        while not self._is_over.is_set():
-            torch.mm(self._left, self._left, out=self._product)
+        while not is_over.is_set():
+            torch.mm(left, left, out=product)
             has_begun.set()
 
-    def _keep_stream_busy(self, has_begun: threading.Event) -> None:
-        torch.cuda.set_device(self._device)
-        stream = torch.cuda.Stream(self._device)
+    def keep_stream_busy() -> None:
+        torch.cuda.set_device(device)
+        stream = torch.cuda.Stream(device)
         events: list[torch.cuda.Event] = []
         with torch.cuda.stream(stream):
-            while not self._is_over.is_set():
-                torch.mm(self._left, self._left, out=self._product)
+            while not is_over.is_set():
+                torch.mm(left, left, out=product)
                 events.append(stream.record_event())
                 has_begun.set()
                 if len(events) > _QUEUED:
                     events.pop(0).synchronize()
         stream.synchronize()
+
+    work = keep_stream_busy if is_cuda else multiply
+    thread = threading.Thread(target=work, name="commopt-compute", daemon=True)
+    thread.start()
+    has_begun.wait()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()

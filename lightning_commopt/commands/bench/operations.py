@@ -88,7 +88,9 @@ def prepare(case: Case, ranks: Ranks, memory: Sequence[Tensor], root: int) -> Ca
     dtype = getattr(torch, case.dtype)
     first, second = views(memory, dtype, case.size_bytes // dtype.itemsize)
     job = _Job(case, ranks, root, send=first, recv=second if case.place == "out" else first)
-    return Call(_in_order(*job.calls()), lambda: fill(job.send, ranks.index), job.num_wrong)
+    calls = job.calls()
+    run = calls[0] if len(calls) == 1 else lambda: [call() for call in calls]
+    return Call(run, lambda: fill(job.send, ranks.index), job.num_wrong)
 
 
 @dataclass(frozen=True)
@@ -152,18 +154,6 @@ class _Job:
             case "reduce" if ranks.index != self.root:
                 return 0
         return num_wrong(self.recv, range(ranks.size), redop)
-
-
-def _in_order(*calls: Callable[[], object]) -> Callable[[], object]:
-    """Returns a function that makes these calls; a single one is returned as it is."""
-    if len(calls) == 1:
-        return calls[0]
-
-    def run() -> None:
-        for call in calls:
-            call()
-
-    return run
 
 
 def fill(part: Tensor, rank: int, offset: int = 0) -> None:

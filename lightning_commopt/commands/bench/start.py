@@ -1,4 +1,4 @@
-"""Starts the ranks of a bench on this machine, or on hosts of the network lab; torch is imported by them, not here."""
+"""Starts the ranks of a bench on this machine, or on hosts of the network lab."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ PROGRESS = "COMMOPT PROGRESS "
 OnProgress = Callable[[int, int, str], None]
 """Called with the number of blocks that are done, the number of all, and the name of the next one."""
 
+_OnOutput = Callable[[int, bytes], None]
+_Start = Callable[..., object]  # takes the command of a rank, and `on_output`
+
 
 def bench_here(
     settings: BenchSettings,
@@ -39,11 +43,12 @@ def bench_here(
         RankError: a rank failed; the message has its last output.
     """
     check_size(settings, num_ranks, num_ranks, device_type)
-    with tempfile.TemporaryDirectory(prefix="commopt-bench-") as folder:
-        job = _Job(Path(folder), settings, device_type, {}, on_progress)
-        envs = [{**os.environ, **_variables(rank, num_ranks, device_type)} for rank in range(num_ranks)]
-        run_ranks([(job.command, env) for env in envs], on_output=job.on_output)
-        return job.result()
+    envs = [{**os.environ, **_variables(rank, num_ranks, device_type)} for rank in range(num_ranks)]
+
+    def start(command: list[str], on_output: _OnOutput) -> object:
+        return run_ranks([(command, env) for env in envs], on_output=on_output)
+
+    return _run(settings, device_type, {}, on_progress, start)
 
 
 def bench_in_lab(
@@ -69,45 +74,34 @@ def bench_in_lab(
     if reason is not None:
         raise ValueError(f"link {link}: {reason}")
     notes = {"link": link, "link_bits_per_s": bits_per_s, "lab": True}
-    with tempfile.TemporaryDirectory(prefix="commopt-bench-") as folder, NetLab(num_hosts, link) as lab:
-        job = _Job(Path(folder), settings, "cpu", notes, on_progress)
-        lab.run(
-            job.command,
-            ranks_per_host=ranks_per_host,
-            environment={"PYTHONUNBUFFERED": "1"},
-            pin_to_cores=True,
-            on_output=job.on_output,
-        )
-        return job.result()
+    environment = {"PYTHONUNBUFFERED": "1"}
+    with NetLab(num_hosts, link) as lab:
+        start = partial(lab.run, ranks_per_host=ranks_per_host, environment=environment, pin_to_cores=True)
+        return _run(settings, "cpu", notes, on_progress, start)
 
 
-class _Job:
-    """The files that a bench shares with its ranks, and the progress that rank 0 prints."""
+def _run(
+    settings: BenchSettings, device_type: str, notes: Mapping[str, Any], on_progress: OnProgress, start: _Start
+) -> BenchResult:
+    """Returns the result of the ranks that ``start`` runs; rank 0 prints its progress and writes the result."""
+    rest = b""
 
-    def __init__(
-        self,
-        folder: Path,
-        settings: BenchSettings,
-        device_type: str,
-        notes: Mapping[str, Any],
-        on_progress: OnProgress,
-    ) -> None:
-        self._result, self._on_progress, self._rest = folder / "result.json", on_progress, b""
-        content = {"settings": settings.to_dict(), "device_type": device_type, "notes": notes}
-        content |= {"store": str(folder / "store"), "result": str(self._result)}
-        (folder / "job.json").write_text(json.dumps(content), encoding="utf-8")
-        self.command = [sys.executable, "-m", "lightning_commopt.commands.bench.job", str(folder / "job.json")]
-
-    def on_output(self, rank: int, output: bytes) -> None:
+    def on_output(rank: int, output: bytes) -> None:
         """Reads progress from output, which may end within a line."""
+        nonlocal rest
         if rank == 0:
-            *lines, self._rest = (self._rest + output).split(b"\n")
+            *lines, rest = (rest + output).split(b"\n")
             for line in lines:
                 if line.startswith(PROGRESS.encode()):
-                    self._on_progress(*json.loads(line[len(PROGRESS) :]))
+                    on_progress(*json.loads(line[len(PROGRESS) :]))
 
-    def result(self) -> BenchResult:
-        return BenchResult.load(self._result)
+    with tempfile.TemporaryDirectory(prefix="commopt-bench-") as folder:
+        job, result = Path(folder) / "job.json", Path(folder) / "result.json"
+        content = {"settings": settings.to_dict(), "device_type": device_type, "notes": notes}
+        content |= {"store": f"{folder}/store", "result": str(result)}
+        job.write_text(json.dumps(content), encoding="utf-8")
+        start([sys.executable, "-m", "lightning_commopt.commands.bench.job", str(job)], on_output=on_output)
+        return BenchResult.load(result)
 
 
 def check_size(settings: BenchSettings, num_ranks: int, ranks_per_node: int, device_type: str) -> None:

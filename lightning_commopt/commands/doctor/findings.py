@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from lightning_commopt.commands.doctor.facts import Facts
 from lightning_commopt.commands.doctor.meeting import UnreachablePort
 from lightning_commopt.launch.nccl_variables import find_mistakes, parse_version
 from lightning_commopt.text.findings import Finding, Severity, read_texts, worst_first
-from lightning_commopt.text.formatting import ranks_text
+from lightning_commopt.text.formatting import grouped, ranks_text
 
 _SMALL_SHARED_MEMORY_BYTES = 2**30
 _OF_ONE_HOST = ("docker", "lo", "virbr")
@@ -44,11 +43,10 @@ def _finding(severity: Severity, text: str, /, *, where: str = "", **values: obj
 
 
 def _unreachable_ports(unreachable: Sequence[UnreachablePort]) -> Iterator[Finding]:
-    by_hosts: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for from_host, to_host, (interface, address, port, users), reason in unreachable:
-        by_hosts[from_host, to_host].append(
-            f"port {port} of {address} ({interface}, which {users} would use): {reason}"
-        )
+    by_hosts = grouped(
+        ((from_host, to_host), f"port {port} of {address} ({interface}, which {users} would use): {reason}")
+        for from_host, to_host, (interface, address, port, users), reason in unreachable
+    )
     for (from_host, to_host), texts in by_hosts.items():
         yield _finding("error", "unreachable", where=from_host, host=to_host, ports="; ".join(texts))
 
@@ -116,9 +114,7 @@ def _differences(everybody: Sequence[Facts]) -> Iterator[Finding]:
     for name in sorted({name for facts in everybody for name in facts.environment if name.startswith("NCCL_")}):
         compared.append(("error", name, [facts.environment.get(name, "unset") for facts in everybody]))
     for severity, name, values in compared:
-        ranks: dict[Any, list[int]] = defaultdict(list)
-        for facts, value in zip(everybody, values, strict=True):
-            ranks[value].append(facts.rank)
+        ranks = grouped((value, facts.rank) for facts, value in zip(everybody, values, strict=True))
         if len(ranks) > 1:
             named = {"none" if value in (None, "") else value: those for value, those in ranks.items()}
             shown = ", ".join(f"{value} on {ranks_text(those)}" for value, those in named.items())

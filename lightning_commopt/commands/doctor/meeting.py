@@ -21,7 +21,7 @@ from lightning_commopt.commands.doctor.facts import Facts, facts_from_plain
 from lightning_commopt.launch.environment import RankIdentity
 from lightning_commopt.launch.interfaces import Interface, explain_os_error, try_port
 from lightning_commopt.sync.store import poll
-from lightning_commopt.text.formatting import list_some
+from lightning_commopt.text.formatting import grouped, list_some
 
 _RETRY_S = 0.2
 _CONNECT_S = 5.0
@@ -51,10 +51,7 @@ class UnreachablePort(NamedTuple):
 @contextlib.contextmanager
 def listen_on_ports(interfaces: Mapping[str, Interface | None]) -> Iterator[list[ListeningPort]]:
     """Listens once on each interface inside a ``with`` statement; the kernel accepts connections by itself."""
-    users: dict[Interface, list[str]] = {}
-    for user, interface in interfaces.items():
-        if interface is not None:
-            users.setdefault(interface, []).append(user)
+    users = grouped((interface, user) for user, interface in interfaces.items() if interface is not None)
     with contextlib.ExitStack() as closing:
         ports = []
         for interface, names in users.items():

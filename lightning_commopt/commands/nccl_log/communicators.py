@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from lightning_commopt.commands.nccl_log.facts import Communicator, Member, NcclLog, Process
 from lightning_commopt.commands.nccl_log.lines import Message
+from lightning_commopt.text.formatting import grouped
 
 _ADDRESS = re.compile(r"\bcomm (0x[0-9a-fA-F]+) rank ")
 
@@ -141,27 +142,25 @@ def group_members(members: Sequence[Member]) -> list[Communicator]:
     told apart by their order. Where not, it is unknown which ranks belong together. Those of which nothing is known but
     that a line exists are left out.
     """
-    addresses = {(id(each.process), each.address): each for each in members if each.address}
-    keys = {id(each): _key(each, addresses) for each in members}
-    of_process: dict[int, list[Member]] = {}
-    for member in members:
-        of_process.setdefault(id(member.process), []).append(member)
+    addresses = {(each.process, each.address): each for each in members if each.address}
+    keys = {each: _key(each, addresses) for each in members}
+    of_process = grouped((each.process, each) for each in members)
     named: dict[Hashable, list[Member]] = {}
     sized: dict[int, list[Member]] = {}
     for member in members:
-        if (key := keys[id(member)]) is not None:
+        if (key := keys[member]) is not None:
             named.setdefault(key, []).append(member)
         elif member.num_ranks is not None and (member.address or not _absorb(of_process, keys, member)):
             sized.setdefault(member.num_ranks, []).append(member)
-    unsized = [m for m in members if keys[id(m)] is None and m.num_ranks is None]
+    unsized = [m for m in members if keys[m] is None and m.num_ranks is None]
     unsized = [m for m in unsized if m.rank is not None or m.connections or m.channels or m.searches or m.nvlinks]
     lost = [member for member in unsized if not _absorb(of_process, keys, member)]
     found = [_communicator(group) for group in named.values()]
     for size, group in sized.items():
         found += _by_size(size, _join_open(found, group))
     found += _by_size(None, _join_open(found, lost))
-    order = {id(member): index for index, member in enumerate(members)}
-    found.sort(key=lambda each: min(order[id(member)] for member in each.all_members))
+    order = {member: index for index, member in enumerate(members)}
+    found.sort(key=lambda each: min(order[member] for member in each.all_members))
     for number, communicator in enumerate(found, start=1):
         communicator.number = number
     return found
@@ -189,24 +188,23 @@ def add_unnamed(log: NcclLog) -> None:
     """Adds processes that name no rank to the only communicator there is, if it lacks as many."""
     if len(log.communicators) == 1 and log.communicators[0].count == 1:
         (only,) = log.communicators
-        known = {id(member.process) for member in only.all_members}
-        left = [each for each in log.processes if id(each) not in known and each.host and each.network is not None]
+        left = [each for each in log.rest().processes if each.host and each.network is not None]
         if len(left) <= len(only.missing) - len(only.unknown):
             only.unknown += [Member(process=process) for process in left]
 
 
-def _key(member: Member, addresses: dict[tuple[int, str], Member]) -> Hashable:
+def _key(member: Member, addresses: Mapping[tuple[Process, str], Member]) -> Hashable:
     """Returns what NCCL names a communicator by; None if unknown."""
     if member.comm_id is not None:
         return member.comm_id, member.num_ranks
     if not member.split:
         return None
-    parent = addresses.get((id(member.process), member.parent))
+    parent = addresses.get((member.process, member.parent))
     above = None if parent is None or parent is member else parent.comm_id or (parent.split, parent.num_ranks)
     return above, member.split, member.num_ranks
 
 
-def _absorb(of_process: Mapping[int, Sequence[Member]], keys: Mapping[int, Hashable], lines: Member) -> bool:
+def _absorb(of_process: Mapping[Process, Sequence[Member]], keys: Mapping[Member, Hashable], lines: Member) -> bool:
     """Gives lines of a thread that named no communicator to the one they can be of, if there is only one.
 
     Since NCCL 2.22 ranks connect when they first communicate, by another thread, and that soon follows the start of a
@@ -214,8 +212,8 @@ def _absorb(of_process: Mapping[int, Sequence[Member]], keys: Mapping[int, Hasha
     """
     if lines.address:
         return False
-    fitting = [m for m in of_process[id(lines.process)] if m is not lines and m.address and _fits(m, lines)]
-    if len(fitting) > 1 and all(keys[id(each)] is not None for each in fitting):
+    fitting = [m for m in of_process[lines.process] if m is not lines and m.address and _fits(m, lines)]
+    if len(fitting) > 1 and all(keys[each] is not None for each in fitting):
         first = min((each.line.number for each in lines.connections.values()), default=None)
         begun = [each for each in fitting if first and each.finished and each.finished.number < first]
         fitting = begun[-1:] or fitting
@@ -226,13 +224,14 @@ def _absorb(of_process: Mapping[int, Sequence[Member]], keys: Mapping[int, Hasha
 
 
 def _fits(member: Member, lines: Member) -> bool:
-    if lines.device not in (None, member.device):
-        return False
     is_set_up = bool(member.rings or member.has_trees) and bool(lines.rings or lines.has_trees)
-    if is_set_up or lines.rank not in (None, member.rank) or lines.min_ranks > (member.num_ranks or lines.min_ranks):
-        return False
-    return lines.num_ranks in (None, member.num_ranks) and all(
-        member.is_gpu(each.labels[each.direction == "receive"]) for each in lines.connections.values()
+    return (
+        not is_set_up
+        and lines.device in (None, member.device)
+        and lines.rank in (None, member.rank)
+        and lines.num_ranks in (None, member.num_ranks)
+        and lines.min_ranks <= (member.num_ranks or lines.min_ranks)
+        and all(member.is_gpu(each.labels[each.direction == "receive"]) for each in lines.connections.values())
     )
 
 
@@ -267,13 +266,10 @@ def _join_open(found: Sequence[Communicator], group: Sequence[Member]) -> list[M
 def _by_size(size: int | None, members: Sequence[Member]) -> list[Communicator]:
     """Returns communicators of one size without ids, or one object for all that cannot be told apart."""
     rounds = [[member] for member in members] if size == 1 else _rounds(members)
-    if rounds is not None and size is None and len(set(map(len, rounds))) > 1:
-        rounds = None  # not every rank has a line of each, so their order says nothing
-    if rounds is not None:
+    # Without a size, unless every rank has a line of each, their order says nothing.
+    if rounds is not None and (size is not None or len(set(map(len, rounds))) < 2):
         return [_communicator(each) for each in rounds]
-    by_file: dict[str, list[Member]] = {}
-    for member in members:
-        by_file.setdefault(member.file, []).append(member)
+    by_file = grouped((each.file, each) for each in members)
     found, rest = [], []
     for group in by_file.values():
         rounds = _rounds(group) if len(by_file) > 1 else None

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from lightning_commopt.commands.nccl_log.inspector import Inspected, Matched
 from lightning_commopt.commands.nccl_log.lines import Message
 from lightning_commopt.text.findings import Line
+from lightning_commopt.text.formatting import grouped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +38,7 @@ class Timeout:
     line: Line
 
 
-@dataclass(frozen=True, kw_only=True)
-class Progress:
+class Progress(NamedTuple):
     """How far a rank was when PyTorch's watchdog acted."""
 
     rank: int
@@ -49,14 +49,13 @@ class Progress:
     line: Line
 
 
-@dataclass(kw_only=True)
-class RasReport:
+class RasReport(NamedTuple):
     """A part of the report: what is wrong with a communicator, or with the job."""
 
     comm_id: str  # "" for the job
     status: str
     line: Line
-    details: list[str] = field(default_factory=list)
+    details: list[str]
 
 
 class Choice(NamedTuple):
@@ -83,20 +82,19 @@ class Machine(NamedTuple):
     address: str  # "" if unknown
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Connection:
+class Connection(NamedTuple):
     """A connection from one rank to another, on one channel."""
 
     channel: int
     sender: int
     receiver: int
-    direction: str = ""  # send or receive, which side wrote the line; "" where both are on one host
+    direction: str  # send or receive, which side wrote the line; "" where both are on one host
     kind: str  # P2P, SHM or NET
-    method: str = ""  # such as CUMEM, IPC, direct pointer, direct/direct, IB, Socket
-    nic: int | None = None
-    proxy_rank: int | None = None  # whose NIC sends in the place of the sender's (PXN)
-    has_gdr: bool = False  # whether the NIC reads and writes the GPU's memory
-    labels: tuple[str, str] = ("", "")  # of sender and receiver: the device, before NCCL 2.17 the GPU's bus id
+    method: str  # such as CUMEM, IPC, direct pointer, direct/direct, IB, Socket
+    nic: int | None
+    proxy_rank: int | None  # whose NIC sends in the place of the sender's (PXN)
+    has_gdr: bool  # whether the NIC reads and writes the GPU's memory
+    labels: tuple[str, str]  # of sender and receiver: the device, before NCCL 2.17 the GPU's bus id
     line: Line
 
     @property
@@ -114,7 +112,7 @@ class Connection:
         return self.kind == "NET" and sender == receiver and len(sender) > 2
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Process:
     """What a process reported that holds for all of its ranks."""
 
@@ -183,9 +181,9 @@ class Member:
     notes: dict[str, Line] = field(default_factory=dict)
 
     @property
-    def owner(self) -> tuple[int, int | None]:
+    def owner(self) -> tuple[Process, int | None]:
         """The process and the GPU, which have one rank in a communicator."""
-        return id(self.process), self.device
+        return self.process, self.device
 
     def reach(self, stage: int, *ranks: int) -> None:
         """Notes how far initialization is, and ranks that the communicator has."""
@@ -194,8 +192,8 @@ class Member:
 
     def is_gpu(self, label: str) -> bool:
         """Returns whether what stands in brackets behind a rank can be this rank's GPU."""
-        known = {str(each) for each in (self.device, self.nvml_device) if each is not None}
-        return not label or not self.bus_id or label in known or label.lstrip("0") == self.bus_id.lstrip("0")
+        numbers = str(self.device), str(self.nvml_device)
+        return not label or not self.bus_id or label in numbers or label.lstrip("0") == self.bus_id.lstrip("0")
 
     def absorb(self, other: Member) -> None:
         """Takes over lines of another thread."""
@@ -204,8 +202,7 @@ class Member:
         for name in ("connections", "rings", "channels", "nvlinks", "notes"):
             getattr(self, name).update(getattr(other, name))
         self.searches += other.searches
-        if other.last is not None and (self.last is None or self.last.number < other.last.number):
-            self.last = other.last
+        self.last = max(filter(None, (self.last, other.last)), key=lambda message: message.number, default=None)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -251,10 +248,7 @@ class Communicator:
 
     @property
     def machines(self) -> dict[Machine, list[int]]:
-        found: dict[Machine, list[int]] = {}
-        for rank, member in sorted(self.members.items()):
-            found.setdefault(member.process.machine, []).append(rank)
-        return found
+        return grouped((member.process.machine, rank) for rank, member in sorted(self.members.items()))
 
     @property
     def spans_hosts(self) -> bool | None:
@@ -272,7 +266,7 @@ class Communicator:
 
     @property
     def processes(self) -> list[Process]:
-        return list({id(member.process): member.process for member in self.all_members}.values())
+        return list(dict.fromkeys(member.process for member in self.all_members))
 
 
 @dataclass(kw_only=True)
@@ -297,9 +291,8 @@ class NcclLog:
     inspected: Inspected = field(default_factory=Inspected)
     matched: list[Matched] = field(default_factory=list)  # with the steps of a run
 
-    @cached_property
     def rest(self) -> Communicator:
         """Processes that name no communicator."""
-        known = {id(member.process) for each in self.communicators for member in each.all_members}
-        processes = [process for process in self.processes if id(process) not in known]
+        known = {member.process for each in self.communicators for member in each.all_members}
+        processes = [process for process in self.processes if process not in known]
         return Communicator(number=0, unknown=[Member(process=process) for process in processes])

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from operator import attrgetter
 
-from lightning_commopt.commands.nccl_log.facts import Communicator, Fact, NcclLog
+from lightning_commopt.commands.nccl_log.facts import Communicator, Fact, NcclLog, Process
 from lightning_commopt.commands.nccl_log.finding import finding, ranks_of, reason
 from lightning_commopt.commands.nccl_log.paths import SLOW_PATHS
 from lightning_commopt.commands.nccl_log.warnings import find_ras, find_timeouts, find_warnings
 from lightning_commopt.text.findings import Finding, Severity, worst_first
-from lightning_commopt.text.formatting import list_some, ranks_text
+from lightning_commopt.text.formatting import grouped, list_some, ranks_text
 
 _FORCED = re.compile(r"NCCL_(ALGO|PROTO|NTHREADS|BUFFSIZE|M(IN|AX)_(NCHANNELS|CTAS|NRINGS)|LAUNCH_MODE)$")
 _SETTINGS = (("forced_settings", _FORCED), ("topology_file", re.compile(r"NCCL_(TOPO|GRAPH)_FILE$")))
@@ -44,8 +44,8 @@ def find_all(log: NcclLog) -> list[Finding]:
         for find in (_find_missing, _find_unfinished, *SLOW_PATHS):
             where = f"communicator {communicator.number}" if communicator.count == 1 else "communicators without an id"
             found += [replace(each, where=where) for each in find(communicator)]
-    for find in SLOW_PATHS:
-        found += find(log.rest)
+    rest = log.rest()
+    found += [each for find in SLOW_PATHS for each in find(rest)]
     found += [*_find_settings(log), *_find_small_protocol(log)]
     found += _find_unknown(log, found)
     once: dict[tuple[str, str, str], Finding] = {}
@@ -98,15 +98,15 @@ def _find_differences(log: NcclLog) -> Iterator[Finding]:
             ("driver", "CUDA drivers", "the same driver on every host"),
             ("network", "networks", "ranks that use different networks cannot talk; make NCCL_NET and plugins equal"),
         ):
-            facts = {id(p): fact for p in communicator.processes if (fact := getattr(p, code)) is not None}
+            facts = {p: fact for p in communicator.processes if (fact := getattr(p, code)) is not None}
             yield from _differing(code, name, advice, facts, ranks)
-        ready = {id(m.process): m.process for m in communicator.all_members if m.finished and m.started}
-        settings = {key: process.settings for key, process in ready.items() if process.bootstrap is not None}
+        ready = dict.fromkeys(m.process for m in communicator.all_members if m.finished and m.started)
+        settings = {process: process.settings for process in ready if process.bootstrap is not None}
         yield from _find_setting_differences(settings, ranks)
 
 
 def _find_setting_differences(
-    settings: Mapping[int, Mapping[str, Fact]], ranks: Mapping[int, str]
+    settings: Mapping[Process, Mapping[str, Fact]], ranks: Mapping[Process, str]
 ) -> Iterator[Finding]:
     for name in sorted({name for of_process in settings.values() for name in of_process} - set(_OF_ONE_RANK)):
         have = {key: of_process[name] for key, of_process in settings.items() if name in of_process}
@@ -134,11 +134,9 @@ def _find_versions(log: NcclLog) -> Iterator[Finding]:
 
 
 def _differing(
-    code: str, name: str, advice: str, facts: Mapping[int, Fact], ranks: Mapping[int, str]
+    code: str, name: str, advice: str, facts: Mapping[Process, Fact], ranks: Mapping[Process, str]
 ) -> Iterator[Finding]:
-    by_value: dict[str, list[int]] = {}
-    for process, fact in facts.items():
-        by_value.setdefault(fact.value, []).append(process)
+    by_value = grouped((fact.value, process) for process, fact in facts.items())
     if len(by_value) > 1:
         shown = "; ".join(f"{value} on {_named(each, ranks)}" for value, each in by_value.items())
         firsts = [facts[each[0]] for each in by_value.values()][:4]
@@ -146,18 +144,16 @@ def _differing(
         yield finding("differs", f"different_{code}", *firsts, what=what, why=why)
 
 
-def _ranks_by_process(log: NcclLog) -> dict[int, str]:
+def _ranks_by_process(log: NcclLog) -> dict[Process, str]:
     """Returns how to call each process: by the ranks that it has in the largest communicator."""
-    names = {id(each): f"{each.host}:{each.pid}" if each.host else "a process" for each in log.processes}
+    names = {each: f"{each.host}:{each.pid}" if each.host else "a process" for each in log.processes}
     for communicator in sorted(log.communicators, key=lambda each: len(each.members)):
-        by_process: dict[int, list[int]] = {}
-        for rank, member in communicator.members.items():
-            by_process.setdefault(id(member.process), []).append(rank)
+        by_process = grouped((member.process, rank) for rank, member in communicator.members.items())
         names.update({process: ranks_text(ranks) for process, ranks in by_process.items()})
     return names
 
 
-def _named(processes: Iterable[int], ranks: Mapping[int, str]) -> str:
+def _named(processes: Iterable[Process], ranks: Mapping[Process, str]) -> str:
     names = list(dict.fromkeys(ranks[each] for each in processes))
     numbers = [name.split()[1] for name in names if name.startswith("rank ")]
     return ranks_text(map(int, numbers)) if len(numbers) == len(names) else list_some(names)

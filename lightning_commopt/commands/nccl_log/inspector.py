@@ -15,6 +15,8 @@ from operator import attrgetter
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lightning_commopt.text.formatting import grouped
+
 if TYPE_CHECKING:
     from lightning_commopt.measure.files import RankRecords
     from lightning_commopt.measure.record import StepRecord
@@ -189,9 +191,7 @@ def _align(calls: Sequence[_Call], order: Order) -> dict[int, set[str]]:
     """Returns for each number the names that calls give it, of all places that fit."""
     sizes = {number: kind.num_bytes for number, (kind, _) in order.items()}
     first, last = min(sizes), max(sizes)
-    steps: dict[int, list[int]] = defaultdict(list)
-    for i, call in enumerate(calls):
-        steps[call.step].append(i)
+    steps = grouped((call.step, i) for i, call in enumerate(calls))
     spans = [(one[0], one[-1]) for one in steps.values() if any(calls[i].num_bytes >= _UNTRACKED_BYTES for i in one)]
     absent = [call.num_bytes if call.num_bytes < _UNTRACKED_BYTES else -1 for call in calls]
     names: dict[int, set[str]] = defaultdict(set)

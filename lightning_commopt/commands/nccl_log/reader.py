@@ -121,7 +121,7 @@ class LogReader:
     def _read_ras(self, message: Message) -> bool:
         text, reports = message.text, self.log.ras
         if found := _PATTERNS["ras_head"].match(text):
-            reports.append(RasReport(comm_id=found[1] or "", status=found[2], line=message.line))
+            reports.append(RasReport(found[1] or "", found[2], message.line, []))
             return True
         last = reports[-1] if reports else None
         if last and _PATTERNS["ras_detail"].match(text) and message.number == last.line.number + len(last.details) + 1:

@@ -13,7 +13,7 @@ from lightning_commopt.commands.nccl_log.facts import Communicator, Member, Nccl
 from lightning_commopt.commands.nccl_log.inspector import Matched
 from lightning_commopt.commands.nccl_log.paths import is_in_host
 from lightning_commopt.text.findings import Finding, print_findings
-from lightning_commopt.text.formatting import count, list_some, number, numbers_text, ranks_text
+from lightning_commopt.text.formatting import count, grouped, list_some, number, numbers_text, ranks_text
 from lightning_commopt.text.terminal import TextTable, print_text
 
 _OF_CONNECTION = ("channel", "sender", "receiver", "path", "nic", "direction")
@@ -52,11 +52,10 @@ def paths_of(communicator: Communicator) -> list[Path]:
 
 def rings_of(communicator: Communicator) -> dict[tuple[int, ...], list[int]]:
     """Returns the channels of each order of ranks; none where the number of ranks is unknown: the line may be cut."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    if communicator.num_ranks is None:
+        return {}
     rings = {channel: ring for each in communicator.all_members for channel, ring in sorted(each.rings.items())}
-    for channel, ring in rings.items() if communicator.num_ranks is not None else ():
-        found.setdefault(ring, []).append(channel)
-    return found
+    return grouped((ring, channel) for channel, ring in rings.items())
 
 
 def extras_of(communicator: Communicator) -> dict[str, str]:
@@ -239,12 +238,12 @@ def _hosts_text(communicator: Communicator) -> str:
 
 def _print_rest(log: NcclLog, console: Console) -> None:
     """Prints where the processes are that name no communicator, and the ranks that only nccl-tests lists."""
-    rest = log.rest.processes
-    if rest:
-        hosts = Counter(process.host or "an unknown host" for process in rest)
-        nics = list(dict.fromkeys(name for process in rest for name in process.nics))
+    rest = log.rest()
+    if processes := rest.processes:
+        hosts = Counter(process.host or "an unknown host" for process in processes)
+        nics = list(dict.fromkeys(name for process in processes for name in process.nics))
         parts = [list_some([f"{number} on {host}" for host, number in hosts.items()], _MAX_PAIRS)]
-        parts += [f"network {name}" for name in _networks_of(log.rest)]
+        parts += [f"network {name}" for name in _networks_of(rest)]
         parts += [f"NICs {list_some(nics, _MAX_PAIRS)}"] if nics else []
         print_text(f"processes that name no communicator: {', '.join(parts)}", console)
     if log.listed and not log.communicators:

@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 from lightning_commopt.commands.nccl_log.facts import LoggedWarning, NcclLog, Progress, RasReport, Timeout
 from lightning_commopt.commands.nccl_log.finding import Reason, finding, ranks_of, reason
 from lightning_commopt.text.findings import Finding, Severity, read_texts
-from lightning_commopt.text.formatting import list_some, ranks_text
+from lightning_commopt.text.formatting import grouped, list_some, ranks_text
 
 _RESULTS = (  # of NCCL's functions, by their number
     *("success", "an error of CUDA", "an error of the system", "an internal error", "an invalid argument"),
@@ -87,23 +87,20 @@ def _who(warnings: list[LoggedWarning]) -> str:
 
 def _find_silent_errors(log: NcclLog) -> Iterator[Finding]:
     """Finds errors that NCCL hands on where no warning says why."""
-    failed = {id(process): process.failed_at for process in log.processes if process.failed_at is not None}
+    failed = {process: process.failed_at for process in log.processes if process.failed_at is not None}
     if failed and not log.warnings:
         members = [member for communicator in log.communicators for member in communicator.all_members]
         first = next(iter(failed.values()))
         place, _, code = first.value.partition(" -> ")
         result = _RESULTS[int(code)] if 0 < int(code) < len(_RESULTS) else "an error"
-        what = f"{ranks_of(m for m in members if id(m.process) in failed)} failed at {place} with {result}"
+        what = f"{ranks_of(m for m in members if m.process in failed)} failed at {place} with {result}"
         why = reason("silent_socket_error" if "socket" in place else "silent_error")
         yield finding("error", "silent_error", first, what=what, why=why)
 
 
 def find_timeouts(log: NcclLog) -> Iterator[Finding]:
     """Finds collectives that timed out, the rank that is behind, and calls that do not match."""
-    groups: dict[str, list[Timeout]] = {}
-    for timeout in _with_groups(log):
-        groups.setdefault(timeout.group, []).append(timeout)
-    for group, timeouts in groups.items():
+    for group, timeouts in grouped((each.group, each) for each in _with_groups(log)).items():
         yield _timeout(group, timeouts, log)
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 from lightning_commopt.commands.selftest.checks import check
 from lightning_commopt.commands.selftest.steps import (
     NUM_STEPS,
-    LargeNet,
     Setup,
     Vectors,
     check_residual,
+    large_setup,
     of_all_ranks,
     random_gradients,
     run_step,
@@ -30,8 +30,6 @@ from lightning_commopt.sync.state import CommState
 
 _ATOL_LOSSLESS = 1e-5
 _SCALES = (0.0, 1e-20, 1e4)
-BUCKET_CAP_MB = 0.5
-"""For `LargeNet`: several buckets."""
 
 Law = Callable[[Setup, str, Compressor], None]
 """Runs on every rank. Raises an AssertionError that says what is wrong, after the last collective."""
@@ -50,9 +48,7 @@ def law(name: str) -> Callable[[Law], Law]:
             return f"{len(compressors)} compressors"
 
         check(name)(lambda place: check_examples(Setup(place=place)))
-        check(f"{name}; in several buckets", is_extra=True)(
-            lambda place: check_examples(Setup(place=place, net=LargeNet, ddp={"bucket_cap_mb": BUCKET_CAP_MB}))
-        )
+        check(f"{name}; in several buckets", is_extra=True)(lambda place: check_examples(large_setup(place)))
         LAWS[name] = holds
         return holds
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.commands.selftest.checks import Found, NotChecked, TestDevices, check
-from lightning_commopt.commands.selftest.steps import NUM_STEPS, Setup, run_step, send
-from lightning_commopt.commands.selftest.variants import large_setup
+from lightning_commopt.commands.selftest.steps import NUM_STEPS, Setup, large_setup, run_step, send
 from lightning_commopt.compressors import Compressor, Layout, Rounds
 from lightning_commopt.compressors.catalog import example_compressors, ready_compressors
 from lightning_commopt.compressors.channel import Channel

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
@@ -88,7 +88,7 @@ def run_selftest(
             continue
         on_start(check.name)
         outcomes.append(_run(check, place))
-    return SelfTest(place=place.name, refused=refused, outcomes=outcomes, info=asdict(collect()) | _versions())
+    return SelfTest(place=place.name, refused=refused, outcomes=outcomes, info=collect() | _versions())
 
 
 def _versions() -> dict[str, Any]:

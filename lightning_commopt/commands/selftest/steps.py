@@ -129,6 +129,15 @@ class Setup:
         return {name: x.to(self.device) for name, x in gradients.items()}
 
 
+BUCKET_CAP_MB = 0.5
+"""For `LargeNet`: several buckets."""
+
+
+def large_setup(place: TestDevices) -> Setup:
+    """Returns the setup of several buckets with odd sizes."""
+    return Setup(place=place, net=LargeNet, ddp={"bucket_cap_mb": BUCKET_CAP_MB})
+
+
 def run_step(model: DistributedDataParallel, sync: GradientSync, gradients: Mapping[str, Tensor]) -> Tensor:
     """Sends this rank's gradients, and returns their average, ``(n,)`` float64."""
     average = send(model, gradients)

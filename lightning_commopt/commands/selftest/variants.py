@@ -22,9 +22,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.commands.selftest.checks import NotChecked, TestDevices, check
-from lightning_commopt.commands.selftest.laws import BUCKET_CAP_MB
 from lightning_commopt.commands.selftest.ranks import run_on
-from lightning_commopt.commands.selftest.steps import LargeNet, Setup, flatten, run_step, run_steps, send
+from lightning_commopt.commands.selftest.steps import flatten, large_setup, run_step, run_steps, send
 from lightning_commopt.compat.torch import flight_records
 from lightning_commopt.compressors import Layout
 from lightning_commopt.compressors.catalog import example_compressors, ready_compressors
@@ -44,11 +43,6 @@ _AFTER_S = 2.0
 _LIMIT_S = 60.0
 _FAULTY_STEP = 3
 _RECORDER = dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
-
-
-def large_setup(place: TestDevices) -> Setup:
-    """Returns the setup of several buckets with odd sizes."""
-    return Setup(place=place, net=LargeNet, ddp={"bucket_cap_mb": BUCKET_CAP_MB})
 
 
 @check("compiled kernels give what plain torch gives", is_extra=True)

@@ -21,7 +21,7 @@ from lightning_commopt.commands.topology.expectations import (
 )
 from lightning_commopt.commands.topology.machine import KINDS, UNKNOWN, Gpu, Link, Machine, cpus_text
 from lightning_commopt.text.findings import Finding, print_findings
-from lightning_commopt.text.formatting import count
+from lightning_commopt.text.formatting import count, grouped
 from lightning_commopt.text.terminal import TextTable, print_text
 
 _COLORS = dict(zip(KINDS, ("green", "green", "cyan", "cyan", "yellow", "yellow", "red"), strict=True))
@@ -63,17 +63,13 @@ def nic_pairs(machine: Machine) -> list[Pair]:
 
 def by_link(pairs: list[Pair]) -> list[list[Pair]]:
     """Returns pairs with the same link and the same expectation together, the fastest first."""
-    found: dict[tuple[Link, Expectation | None], list[Pair]] = {}
-    for pair in sorted(pairs, key=lambda pair: (pair.link.distance, -pair.link.num_nvlinks)):
-        found.setdefault((pair.link, pair.expectation), []).append(pair)
-    return list(found.values())
+    in_order = sorted(pairs, key=lambda pair: (pair.link.distance, -pair.link.num_nvlinks))
+    return list(grouped(((pair.link, pair.expectation), pair) for pair in in_order).values())
 
 
 def by_place(machine: Machine) -> list[tuple[str, str, list[Gpu]]]:
     """Returns GPUs by their NUMA node, or by their cores where the source has no nodes: both as text, and the GPUs."""
-    found: dict[int | frozenset[int], list[Gpu]] = {}
-    for gpu in machine.gpus:
-        found.setdefault(gpu.cpus if gpu.numa_node is None else gpu.numa_node, []).append(gpu)
+    found = grouped((gpu.cpus if gpu.numa_node is None else gpu.numa_node, gpu) for gpu in machine.gpus)
     names = [UNKNOWN if gpus[0].numa_node is None else str(gpus[0].numa_node) for gpus in found.values()]
     cores = [cpus_text(cpu for gpu in gpus for cpu in gpu.cpus) for gpus in found.values()]
     return [(f"NUMA node {name}", text, gpus) for name, text, gpus in zip(names, cores, found.values(), strict=True)]

@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from lightning_commopt.commands.app import app
 from lightning_commopt.commands.bench import start
-from lightning_commopt.commands.bench.plan_messages import messages_of
+from lightning_commopt.commands.bench.cases import messages_of
 from lightning_commopt.commands.bench.start import bench_in_lab
 from lightning_commopt.launch import process as processes
 from lightning_commopt.launch.process import InterruptedRun, raise_signals
@@ -28,17 +26,17 @@ from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
 from lightning_commopt.plan import CommPlan
+from support.commopt import commopt, refusal
 from support.marked_processes import Program
 from support.sample_bench import result_of, sample
 from support.sample_runs import SampleRun, write_run
 
 QUICK = ("-b", "64", "-e", "4K", "-f", "64", "-n", "2", "--repetitions", "1")
+COMMAND = (sys.executable, "-c", "from lightning_commopt.commands.app import app; app()", "bench", *QUICK)
 
 
-def _run(*arguments: str, status: int = 0) -> str:
-    result = CliRunner().invoke(app, ["bench", *arguments], env={"COLUMNS": "200"})
-    assert result.exit_code == status, result.output
-    return result.output
+def _run(*arguments: object, status: int = 0) -> str:
+    return commopt("bench", *arguments, status=status, columns=200).output
 
 
 def test_the_command_measures_prints_and_writes(tmp_path: Path) -> None:
@@ -46,15 +44,7 @@ def test_the_command_measures_prints_and_writes(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("bench.json", "bench.csv", "bench.html", "model.json")]
     written = [word for name, path in zip(("output", "csv", "page", "model"), files, strict=True)
                for word in (f"--{name}", str(path))]  # fmt: skip
-    command = [
-        sys.executable,
-        "-c",
-        "from lightning_commopt.commands.app import app; app()",
-        "bench",
-        "send_recv",
-        *QUICK,
-    ]
-    ran = subprocess.run([*command, "--comm-hook", "bf16", "--predict", "2K", *written],
+    ran = subprocess.run([*COMMAND, "send_recv", "--comm-hook", "bf16", "--predict", "2K", *written],
                          capture_output=True, text=True, timeout=200, check=True)  # fmt: skip
     result = BenchResult.load(files[0])
     assert [(row.case.name, row.case.size_bytes, row.num_wrong) for row in result.rows] == [
@@ -66,14 +56,11 @@ def test_the_command_measures_prints_and_writes(tmp_path: Path) -> None:
     assert ran.stderr == f"written to {', '.join(map(str, files))}\n"
 
 
-COMMAND = (sys.executable, "-c", "from lightning_commopt.commands.app import app; app()", "bench", *QUICK, "--json")
-
-
 @pytest.mark.exhaustive
 def test_under_torchrun_every_rank_runs_the_command_and_the_first_prints() -> None:
     """If it fails, torchrun's ranks start ranks of their own, hang, or all print."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    ran = subprocess.run([*launcher, *COMMAND], capture_output=True, text=True, timeout=200, check=True)
+    ran = subprocess.run([*launcher, *COMMAND, "--json"], capture_output=True, text=True, timeout=200, check=True)
     assert [row["num_wrong"] for row in json.loads(ran.stdout)["rows"]] == [0, 0]
 
 
@@ -94,12 +81,8 @@ def test_under_srun_tasks_are_the_ranks() -> None:
         "MASTER_PORT": port,
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    tasks = [
-        subprocess.Popen(
-            COMMAND, env={**os.environ, **job, "SLURM_PROCID": task, "SLURM_LOCALID": task}, stdout=subprocess.PIPE
-        )
-        for task in ("0", "1")
-    ]
+    envs = [{**os.environ, **job, "SLURM_PROCID": task, "SLURM_LOCALID": task} for task in ("0", "1")]
+    tasks = [subprocess.Popen([*COMMAND, "--json"], env=env, stdout=subprocess.PIPE) for env in envs]
     first, second = (task.communicate(timeout=200)[0] for task in tasks)
     assert [row["num_wrong"] for row in json.loads(first)["rows"]] == [0, 0]
     assert second == b""
@@ -160,7 +143,7 @@ def test_a_mistake_is_one_line_and_status_2(
     Path("binary.json").write_bytes(b"\x00\xff\xd5")
     Path("list.json").write_text("[]")
     Path("model.json").write_text('{"kind": "commopt link model", "format": 1}')
-    (line,) = _run(*arguments, status=2).splitlines()
+    line = refusal("bench", *arguments)
     assert line.startswith("commopt: ")
     assert said in line
 
@@ -169,13 +152,13 @@ def test_a_kept_result_is_shown_again_and_a_wrong_one_fails(tmp_path: Path) -> N
     """If it fails, a script does not see that a link changes bits."""
     rows = sample(lambda size: size / 1e8, [2**20, 2**21, 2**22])
     result_of(rows).save(tmp_path / "bench.json")
-    shown = _run("--load", str(tmp_path / "bench.json"), "--predict", "3M,1G")
+    shown = _run("--load", tmp_path / "bench.json", "--predict", "3M,1G")
     assert "1G: 10" in shown
     assert "extrapolated" in shown
     plain = json.loads((tmp_path / "bench.json").read_text())
     plain["rows"][1]["num_wrong"] = 5
     (tmp_path / "bench.json").write_text(json.dumps(plain))
-    assert "Out of bounds values : 5 FAILED" in _run("--load", str(tmp_path / "bench.json"), status=1)
+    assert "Out of bounds values : 5 FAILED" in _run("--load", tmp_path / "bench.json", status=1)
 
 
 def test_a_plan_is_measured_at_its_own_messages(tmp_path: Path) -> None:
@@ -213,7 +196,7 @@ def test_a_run_tells_of_its_link_without_a_probe(tmp_path: Path) -> None:
         ("all_reduce", 1_000_000, 2), ("all_reduce", 10_000_000, 2),
     ]  # fmt: skip
     assert [row.time_s.median for row in result.rows] == [pytest.approx(0.011), pytest.approx(0.101)]
-    assert "5M: 53.4 ms" in _run("--from-run", str(tmp_path), "--predict", "5M")
+    assert "5M: 53.4 ms" in _run("--from-run", tmp_path, "--predict", "5M")
 
 
 @pytest.mark.parametrize("where", [{}, {"run": "first", "last_step": 49}])
@@ -221,13 +204,13 @@ def test_a_kept_model_predicts(where: dict[str, Any], tmp_path: Path) -> None:
     """If it fails, nobody can look at the model that a bench, or a run that trains, has written."""
     model = LinkModel.fit(result_of(sample(lambda size: 1e-3 + size / 1e8, noise=0.0), **where))
     model.save(tmp_path / "link_model.json")
-    shown = _run("--load", str(tmp_path / "link_model.json"), "--predict", "100K").splitlines()
+    shown = _run("--load", tmp_path / "link_model.json", "--predict", "100K").splitlines()
     assert shown[0].startswith(
         "# run first: buckets of 2 ranks, up to step 49" if where else "# commopt bench: 2 ranks"
     )
     assert "#   all_reduce (2 ranks): 1.00 ms + size / 100 MB/s; sizes left out are off by 0 % (median)" in shown
     assert "#     100K: 2.02 ms (2.02 to 2.02)" in shown
-    plain = json.loads(_run("--load", str(tmp_path / "link_model.json"), "--predict", "100K", "--json"))
+    plain = json.loads(_run("--load", tmp_path / "link_model.json", "--predict", "100K", "--json"))
     assert plain["predictions"][0]["time_s"] == pytest.approx(1e-3 + 102400e-8)
     assert plain["curves"] == model.to_plain()["curves"]
 

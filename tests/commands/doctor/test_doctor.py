@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from lightning_commopt.commands.app import app
 from lightning_commopt.commands.doctor.facts import Facts, Port, collect_facts, read_ports
 from lightning_commopt.commands.doctor.findings import find
 from lightning_commopt.commands.doctor.meeting import MeetingError, check_port
 from lightning_commopt.launch.environment import find_rank_identity
+from support.commopt import commopt
 
 _HEALTHY = Facts(
     host="node0",
@@ -122,9 +121,8 @@ def test_facts_of_this_machine() -> None:
 
 def test_the_command() -> None:
     """If it fails, commopt doctor says something else than it finds."""
-    ran = CliRunner().invoke(app, ["doctor", "--json"], env={"NCCL_TREE_THRESHOLD": "0"})
-    assert ran.exit_code == 1
-    messages = [finding["what"] for finding in json.loads(ran.output)["findings"]]
+    output = commopt("doctor", "--json", status=1, env={"NCCL_TREE_THRESHOLD": "0"}).output
+    messages = [finding["what"] for finding in json.loads(output)["findings"]]
     assert "NCCL_TREE_THRESHOLD has no effect since NCCL 2.5, which removed it" in messages
 
 

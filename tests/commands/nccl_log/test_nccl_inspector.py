@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from lightning_commopt.commands.app import app
 from lightning_commopt.commands.nccl_log.findings import find_all
 from lightning_commopt.commands.nccl_log.inspector import InspectorReader, Measured
 from lightning_commopt.commands.nccl_log.reader import read_log
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.record import BucketSpan, Collective, Phase, StepRecord
+from support.commopt import commopt
 from support.nccl_sample_logs import SampleJob
 
 COMM = "0x9e3779b97f4a7c15"  # as SampleJob has it
@@ -87,7 +86,7 @@ def test_communicators_are_matched(tmp_path: Path) -> None:
     files = sorted(tmp_path.iterdir())
     log = read_log(files)
     assert (log.silent_files, find_all(log)) == ([], [])
-    output = CliRunner().invoke(app, ["nccl-log", *map(str, files)], env={"COLUMNS": "120"}).output
+    output = commopt("nccl-log", *files).output
     assert "and 40 records of the Inspector in 5 files" in output
     row = next(line for line in output.splitlines() if "AllReduce" in line)
     assert row.split() == ["1", "AllReduce", "1048576", "RING", "LL", "40", "2.25"]
@@ -148,11 +147,10 @@ def inspected(numbers: dict[int, tuple[str, int, str]], *, comm: str = COMM, ski
     return "".join(f"{line}\n" for line in found)
 
 
-def call(folder: Path, text: str, *options: str) -> tuple[list[dict[str, Any]], str]:
+def call(folder: Path, text: str) -> tuple[list[dict[str, Any]], str]:
     """Returns what is matched, and the messages."""
     (folder / "inspector").write_text(text)
-    result = CliRunner().invoke(app, ["nccl-log", str(folder / "inspector"), "--run", str(folder), "--json", *options])
-    assert result.exit_code == 0, result.output
+    result = commopt("nccl-log", folder / "inspector", "--run", folder, "--json")
     return json.loads(result.stdout)["matched"], result.stderr
 
 
@@ -177,8 +175,7 @@ def test_buckets_are_matched(tmp_path: Path) -> None:
         ("bucket 2", "AllReduce", 2 << 20, "SIMPLE", 10),
     ]
     assert [row["bus_gb_per_s"] for row in found] == [1, 4, 1, 2]
-    shown = CliRunner().invoke(app, ["nccl-log", str(tmp_path / "inspector"), "--run", str(tmp_path)]).output
-    assert "bucket 2" in shown
+    assert "bucket 2" in commopt("nccl-log", tmp_path / "inspector", "--run", tmp_path).output
 
 
 def test_one_bucket_by_two_protocols(tmp_path: Path) -> None:

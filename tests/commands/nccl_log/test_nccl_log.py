@@ -12,19 +12,9 @@ from lightning_commopt.commands.nccl_log.findings import find_all
 from lightning_commopt.commands.nccl_log.lines import split_line
 from lightning_commopt.commands.nccl_log.reader import read_log
 from lightning_commopt.commands.nccl_log.terminal import extras_of, paths_of, rings_of, to_plain, versions_of
-from lightning_commopt.text.findings import Finding
-from support.nccl_sample_logs import HEALTHY, SampleJob, read_lines
+from support.nccl_sample_logs import HEALTHY, SampleJob, findings, read, watchdog
 
 VERSIONS = ["2.4.8", "2.5.7", "2.8.4", "2.9.9", "2.14.3", "2.16.5", "2.18.5", "2.21.5", "2.24.3", "2.27.7", "2.30.7"]
-
-
-def read(text: str) -> NcclLog:
-    lines = enumerate(text.splitlines(), start=1)
-    return read_lines(message for number, line in lines for message in split_line(line, "log", number))
-
-
-def findings(text: str) -> dict[str, Finding]:
-    return {finding.code: finding for finding in find_all(read(text))}
 
 
 def facts(log: NcclLog) -> list[object]:
@@ -307,14 +297,6 @@ def test_errors_of_torch(words: str, code: str) -> None:
     found = findings(SampleJob().mixed() + line)
     assert set(found) == {code}
     assert found[code].what.startswith("rank 1 warns: ")
-
-
-def watchdog(rank: int, sequence: int, operation: str = "ALLREDUCE", numel: int = 8) -> str:
-    return (
-        f"[rank{rank}]:[E1218 20:27:21.426415540 ProcessGroupNCCL.cpp:629] [Rank {rank}] Watchdog caught collective"
-        f" operation timeout: WorkNCCL(SeqNum={sequence}, OpType={operation}, NumelIn={numel}, NumelOut={numel},"
-        f" Timeout(ms)=600000) ran for 600081 milliseconds before timing out.\n"
-    )
 
 
 def progress(rank: int, enqueued: int, group: int = 0) -> str:

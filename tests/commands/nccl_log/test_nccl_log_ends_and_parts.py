@@ -50,12 +50,6 @@ def test_a_whole_run_that_pytorch_ends_by_aborting_has_no_errors(read: Read) -> 
     assert {code: finding.severity for code, finding in found.items()} == {"shutdown": "note"}
 
 
-def test_other_codes_of_sockets_and_a_lost_peer_stay_errors(read: Read) -> None:
-    assert read(f"{HEAD}misc/socket.cc:64 -> 2\n")[1]["silent_error"].severity == "error"
-    lost = "node-a:10:19 [0] proxy.cc:1497 NCCL WARN [Service thread] Could not receive type from localRank 3, res=6\n"
-    assert read(lost)[1]["proxy_failed"].severity == "error"
-
-
 def test_what_only_follows_is_a_note_beside_an_unknown_warning(read: Read) -> None:
     torch = "RuntimeError: NCCL error in: NCCLUtils.cpp:77, invalid usage (run with NCCL_DEBUG=WARN for details)\n"
     assert read(torch)[1]["refused_call"].severity == "error"
@@ -142,11 +136,6 @@ def test_quotes_are_no_part_of_a_host(read: Read) -> None:
     assert [process.host for process in log.processes] == ["node-a"]
 
 
-def test_a_plugin_without_its_hardware_is_a_note(read: Read) -> None:
-    found = read("n:9:9 [0] ofi_init:1134 NCCL WARN NET/OFI Only EFA provider is supported\n")[1]
-    assert found["no_efa"].severity == "note"
-
-
 def test_a_socket_never_has_gpudirect(read: Read) -> None:
     found = read(f"{HEAD}NET/Socket : GPU Direct RDMA Disabled for HCA 0 'enp1s0f0'\n")[1]
     assert set(found) == {"unknown"}
@@ -162,11 +151,6 @@ def test_pairs_of_several_hosts_are_not_put_on_one(read: Read) -> None:
     )
     found = read(text)[1]["network_in_host"]
     assert "(0 and 1, 2 and 3) are each on one host (node-a, node-b) but talk over NET/Socket" in found.what
-
-
-def test_a_link_seen_from_one_end(read: Read) -> None:
-    found = read("n:9:9 [2] src/graph/paths.cc:82 NCCL WARN Failed to find reverse path from remNode 0/2 nlinks 3\n")[1]
-    assert "seen from one end only" in found["one_way_link"].why
 
 
 RAS = """NCCL version 2.26.2 compiled with CUDA 12.6

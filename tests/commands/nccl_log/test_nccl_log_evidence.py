@@ -8,25 +8,9 @@ from pathlib import Path
 import pytest
 
 from lightning_commopt.commands import nccl_log
-from lightning_commopt.commands.nccl_log.facts import NcclLog
-from lightning_commopt.commands.nccl_log.findings import find_all
-from lightning_commopt.commands.nccl_log.lines import split_line
 from lightning_commopt.commands.nccl_log.terminal import versions_of
-from lightning_commopt.text.findings import Finding, read_texts
-from support.nccl_sample_logs import read_lines
-
-
-def read(*lines: str) -> NcclLog:
-    return read_lines(message for number, line in enumerate(lines) for message in split_line(line, "log", number))
-
-
-def findings(*lines: str) -> dict[str, Finding]:
-    return {finding.code: finding for finding in find_all(read(*lines))}
-
-
-def told(text: str, *, host: str = "a", pid: int = 7, tid: int = 8, device: int = 0) -> str:
-    return f"{host}:{pid}:{tid} [{device}] NCCL INFO {text}"
-
+from lightning_commopt.text.findings import read_texts
+from support.nccl_sample_logs import findings, read, told, watchdog
 
 SHM = told("Channel 00 : 0[1a000] -> 1[1b000] via SHM/direct/direct")
 NO_P2P = told("NCCL_P2P_DISABLE set by environment to 1.")
@@ -65,9 +49,37 @@ def test_ranks_that_have_connected_all_rings_do_not_hang() -> None:
     assert findings(*[line for line in lines if "rings" not in line])["unfinished_init"].severity == "error"
 
 
-def test_without_hosts_no_gpudirect_is_a_note() -> None:
-    disabled = told("NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'")
-    assert findings(disabled)["no_gdr"].severity == "note"
+LISTED = "".join(f"#  Rank  {i} Group  0 Pid   146 on    h200 device  {i} [0x5{i}] NVIDIA H200\n" for i in range(2))
+LISTED += told("Channel 07/0 : 1[1] -> 0[0] [send] via NET/AWS Libfabric/1/GDRDMA", host="h200", pid=146, device=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"),
+    [
+        (told("NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'"), "no_gdr", "note: "),  # there may be one host
+        (told("misc/socket.cc:505 -> 2 (Operation now in progress)") + told("bootstrap.cc:275 -> 2"),
+         "silent_error", "connection to another rank"),
+        (told("misc/socket.cc:64 -> 2"), "silent_error", "error: "),
+        ("a:10:19 [0] proxy.cc:1497 NCCL WARN [Service thread] Could not receive type from localRank 3, res=6",
+         "proxy_failed", "error: "),
+        ("RuntimeError: NCCL Error 2: unhandled system error", "torch_error", "error: "),
+        ("UnknownError: ncclCommInitRank failed: unhandled cuda error", "torch_error", "error: "),
+        ('a:7:7 [0] init.cpp:122 NCCL WARN Missing "iommu=pt" from kernel command line', "kernel_parameters", ""),
+        ("misc/ibvwrap.cc:280 NCCL WARN Call to ibv_create_qp failed\u201c", "ib_memory_lock", "error: "),
+        ("n:9:9 [0] ofi_init:1134 NCCL WARN NET/OFI Only EFA provider is supported", "no_efa", "note: "),
+        ("n:9:9 [2] src/graph/paths.cc:82 NCCL WARN Failed to find reverse path from remNode 0/2 nlinks 3",
+         "one_way_link", "seen from one end only"),
+        ("*some host* [0] include/socket.h:185 WARN Call to connect failed : Connection refused",  # before NCCL 2.3
+         "unreachable", "Connection refused"),
+        (watchdog(0, 5, waited_ms=25_624_887), "collective_timeout",
+         "rank 0 waited 25625 s under a limit of 600 s: the process or its machine was suspended"),
+        # Ranks of one host that only nccl-tests lists
+        (LISTED, "network_in_host", "ranks 0 and 1 are on one host (h200)"),
+    ],
+)  # fmt: skip
+def test_what_one_line_proves(text: str, code: str, words: str) -> None:
+    found = findings(text)[code]
+    assert words in f"{found.severity}: {found.what}; {found.why}"
 
 
 def test_rccl_gets_no_advice_about_nvidias_module() -> None:
@@ -84,23 +96,6 @@ def test_an_error_that_nccl_goes_on_after_is_none() -> None:
     assert findings(failed)["silent_error"].severity == "error"
     assert "silent_error" not in findings(failed, told("Using network Socket"))
     assert "silent_error" in findings(failed, told("Using network Socket", tid=9)), "another thread did"
-
-
-def test_a_failed_connection_without_a_warning() -> None:
-    found = findings(told("misc/socket.cc:505 -> 2 (Operation now in progress)"), told("bootstrap.cc:275 -> 2"))
-    assert "connection to another rank" in found["silent_error"].why
-
-
-@pytest.mark.parametrize(
-    ("line", "code"),
-    [
-        ("RuntimeError: NCCL Error 2: unhandled system error", "torch_error"),
-        ("UnknownError: ncclCommInitRank failed: unhandled cuda error", "torch_error"),
-        ('a:7:7 [0] init.cpp:122 NCCL WARN Missing "iommu=pt" from kernel command line', "kernel_parameters"),
-    ],
-)
-def test_errors_of_other_programs(line: str, code: str) -> None:
-    assert code in findings(line)
 
 
 def test_a_path_whose_name_is_cut_is_no_path() -> None:
@@ -154,10 +149,6 @@ def test_lines_of_a_rank_without_a_name_are_of_the_only_communicator() -> None:
     end = told("comm 0x7f rank 0 nranks 2 cudaDev 0 busId 8000 commId 0x9e - Init COMPLETE")
     (communicator,) = read(*channels, end).communicators
     assert (sorted(communicator.members), len(communicator.unknown)) == ([0], 1)
-
-
-def test_a_quotation_mark_behind_a_warning() -> None:
-    assert "ib_memory_lock" in findings("misc/ibvwrap.cc:280 NCCL WARN Call to ibv_create_qp failed\u201c")
 
 
 def test_each_reason_has_a_text() -> None:

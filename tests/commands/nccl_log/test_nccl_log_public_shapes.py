@@ -9,26 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from lightning_commopt.commands.app import app
-from lightning_commopt.commands.nccl_log.facts import NcclLog
 from lightning_commopt.commands.nccl_log.findings import find_all
-from lightning_commopt.commands.nccl_log.lines import split_line
 from lightning_commopt.commands.nccl_log.reader import read_log
 from lightning_commopt.commands.nccl_log.terminal import versions_of
 from lightning_commopt.commands.nccl_log.warnings import explain
-from lightning_commopt.text.findings import Finding
-from support.nccl_sample_logs import HEALTHY, SampleJob, read_lines
-
-
-def read(text: str) -> NcclLog:
-    lines = enumerate(text.splitlines(), start=1)
-    return read_lines(message for number, line in lines for message in split_line(line, "log", number))
-
-
-def findings(text: str) -> dict[str, Finding]:
-    return {finding.code: finding for finding in find_all(read(text))}
+from support.commopt import commopt, refusal
+from support.nccl_sample_logs import HEALTHY, SampleJob, findings, read, told, watchdog
 
 
 def old_rank(host: str, pid: int, tid: int, rank: int, size: int, bus: str, links: list[str]) -> str:
@@ -109,21 +96,17 @@ def test_a_cut_log_of_one_rank_says_nothing_about_the_others() -> None:
     assert found["unknown"].what.startswith("unknown: how rank 1 talks")
 
 
-def line(text: str) -> str:
-    return f"h1:7:9 [0] NCCL INFO {text}\n"
-
-
 @pytest.mark.parametrize(
     ("text", "code", "words"),
     [
-        (line("NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'"), "no_gdr", "for mlx5_0"),
-        (line("GPU Direct RDMA Disabled for GPU ca000 / HCA 0 (distance 7 > 4)"), "no_gdr", "GPU ca000 / HCA 0"),
-        (line("NCCL_P2P_DISABLE set by environment to 1."), "shared_memory", "without P2P"),
-        (line("Could not enable P2P between dev 0(=1b0) and dev 3(=1e0)"), "shared_memory", "without P2P"),
-        (line("P2P is disabled between connected GPUs 1 and 0. You can"), "shared_memory", "without P2P"),
-        (line("NCCL_TOPO_FILE set by environment to /opt/topo.xml"), "topology_file", "/opt/topo.xml"),
-        (line("Pattern 4, crossNic 0, nChannels 2, bw 9.0/9.0, type PHB/PIX, sameChannels 1"), "far_link", "PHB link"),
-        (line("NCCL version 2.18.3") + line("graph/paths.cc:312 -> 3"), "silent_error", "graph/paths.cc:312"),
+        (told("NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'"), "no_gdr", "for mlx5_0"),
+        (told("GPU Direct RDMA Disabled for GPU ca000 / HCA 0 (distance 7 > 4)"), "no_gdr", "GPU ca000 / HCA 0"),
+        (told("NCCL_P2P_DISABLE set by environment to 1."), "shared_memory", "without P2P"),
+        (told("Could not enable P2P between dev 0(=1b0) and dev 3(=1e0)"), "shared_memory", "without P2P"),
+        (told("P2P is disabled between connected GPUs 1 and 0. You can"), "shared_memory", "without P2P"),
+        (told("NCCL_TOPO_FILE set by environment to /opt/topo.xml"), "topology_file", "/opt/topo.xml"),
+        (told("Pattern 4, crossNic 0, nChannels 2, bw 9.0/9.0, type PHB/PIX, sameChannels 1"), "far_link", "PHB link"),
+        (told("NCCL version 2.18.3") + told("graph/paths.cc:312 -> 3"), "silent_error", "graph/paths.cc:312"),
     ],
 )
 def test_findings_need_no_connections(text: str, code: str, words: str) -> None:
@@ -136,7 +119,7 @@ def test_a_far_nic_matters_between_hosts_only() -> None:
     search = ["Pattern 4, crossNic 0, nChannels 2, bw 9.0/9.0, type NVL/PHB, sameChannels 1"]
     assert "far_nic" in findings(SampleJob(hosts=("a", "b"), gpus=1, notes=search).mixed())
     assert "far_nic" not in findings(SampleJob(notes=search).mixed())
-    assert "far_nic" in findings(line("Pattern 3, crossNic 0, nChannels 1, bw 24.0/12.0, type LOC/PHB, sameChannels 1"))
+    assert "far_nic" in findings(told("Pattern 3, crossNic 0, nChannels 1, bw 24.0/12.0, type LOC/PHB, sameChannels 1"))
 
 
 def test_nvlink_in_one_direction() -> None:
@@ -144,26 +127,26 @@ def test_nvlink_in_one_direction() -> None:
     links = {"1A": ["1B"], "1B": ["1A", "1C"], "1C": ["1A"]}
     text = ""
     for gpu, others in links.items():
-        text += line(f"GPU/{gpu}000 (0)") + "".join(line(f"     + NVL[40.0] - GPU/{each}000") for each in others)
+        text += told(f"GPU/{gpu}000 (0)") + "".join(told(f"     + NVL[40.0] - GPU/{each}000") for each in others)
     found = findings(text)["one_way_nvlink"]
     assert found.what.endswith("in one direction only: 1B000 > 1C000, 1C000 > 1A000 (bus ids)")
-    assert "one_way_nvlink" not in findings(text.partition(line("GPU/1C000 (0)"))[0])  # cut: its links are not known
+    assert "one_way_nvlink" not in findings(text.partition(told("GPU/1C000 (0)"))[0])  # cut: its links are not known
 
 
-LIBIBVERBS = "h1:7:9 [0] misc/ibvwrap.cc:63 NCCL WARN Failed to open libibverbs.so[.1]\n"
+LIBIBVERBS = "a:7:8 [0] misc/ibvwrap.cc:63 NCCL WARN Failed to open libibverbs.so[.1]\n"
 
 
 def test_libibverbs_is_harmless_on_one_host_and_the_reason_for_tcp_between_hosts() -> None:
     alone = findings(LIBIBVERBS)
     assert alone["no_ibverbs"].severity == "note"
     assert "harmless on one host" in alone["no_ibverbs"].why
-    tcp = line("Channel 00 : 1[1e0] -> 0[1e0] [receive] via NET/Socket/0")
+    tcp = told("Channel 00 : 1[1e0] -> 0[1e0] [receive] via NET/Socket/0")
     assert findings(LIBIBVERBS + tcp)["socket_network"].why.startswith("libibverbs cannot be loaded")
 
 
 def test_a_virtual_interface_among_several() -> None:
-    tcp = line("Channel 00 : 1[1e0] -> 0[1e0] [receive] via NET/Socket/0")
-    text = line("Bootstrap : Using [0]ens5:10.0.0.7<0> [1]veth75:fe80::14ad%veth75<0>") + tcp
+    tcp = told("Channel 00 : 1[1e0] -> 0[1e0] [receive] via NET/Socket/0")
+    text = told("Bootstrap : Using [0]ens5:10.0.0.7<0> [1]veth75:fe80::14ad%veth75<0>") + tcp
     found = findings(text)["virtual_interface"]
     assert "the interface veth75 (fe80::14ad%veth75)" in found.what
     assert found.advice == "set NCCL_SOCKET_IFNAME to ens5"
@@ -208,10 +191,22 @@ SHM = "Error while attaching to shared memory segment /dev/shm/nccl-x (size {}),
         ("transport/net_ib.cc:1", "NET/IB : req 0/1 tag 0 peer 10.0.0.2<5> collective mismatch error, local size 4",
          "mismatched_collective"),
         ("transport.cc:30", "No transport found for rank 1[b000] -> rank 0[a000]", "no_transport"),
+        ("enqueue.cc:58", "Cuda failure 'named symbol not found'", "wrong_build"),
+        ("enqueue.cc:58", "Cuda failure 209 'no kernel image is available for execution on the device'", "wrong_build"),
+        ("enqueue.cc:58", "hipIpcGetMemHandle failed : invalid argument", "no_peer_access"),
+        ("net_ib.cc:9", "NET/IB : Got async event : local catastrophic error", "ib_device"),
+        ("net_ib.cc:9", "NET/IB : mlx5_0:1 async fatal event: local catastrophic error", "ib_device"),
+        ("net_ib.cc:9", "NET/IB : mlx5_0:1 Got async event : local access violation work queue error", "ib_queue"),
+        ("net_ib.cc:9", "NET/IB : mlx5_1:1 async fatal event on QP (0x7f00): invalid request local work queue error",
+         "ib_queue"),
+        ("net_ib.cc:9", "NET/IB : Got async event : CQ error", "ib_queue"),
+        ("net_ib.cc:9", "NET/IB : Got async event : port error", "ib_link"),
+        ("net_ib.cc:9", "NET/IB : mlx5_1:1 Got non-fatal async event: GID table change(18)", "ib_event"),
         ("", "connecting to address  with family 5 is neither AF_INET(2) nor AF_INET6(10)", "no_interface"),
     ],
 )  # fmt: skip
 def test_one_text_one_cause(place: str, text: str, code: str) -> None:
+    """If it fails, a user looks for a cable where the NIC itself failed, or refused an access."""
     entry = explain(text, place)
     assert entry is not None
     assert entry.code == code
@@ -221,15 +216,6 @@ def test_what_only_follows_is_a_note() -> None:
     closed = "h1:7:8 [0] misc/socket.cc:49 NCCL WARN socketProgress: Connection closed by remote peer h2<5>\n"
     alone, both = findings(closed), findings(closed + TRACEBACK)
     assert (alone["peer_gone"].severity, both["peer_gone"].severity) == ("error", "note")
-
-
-def watchdog(rank: int, sequence: int, waited_ms: int = 600_081, group: str = "") -> str:
-    found = f"[{group} Rank {rank}] Process group watchdog thread terminated with exception: " if group else ""
-    return (
-        f"[rank{rank}]:[E1218 20:27:21 ProcessGroupNCCL.cpp:629] {found}[Rank {rank}] Watchdog caught collective"
-        f" operation timeout: WorkNCCL(SeqNum={sequence}, OpType=ALLREDUCE, NumelIn=8, NumelOut=8,"
-        f" Timeout(ms)=600000) ran for {waited_ms} milliseconds before timing out.\n"
-    )
 
 
 def test_timeouts_of_several_process_groups_are_not_compared() -> None:
@@ -252,23 +238,10 @@ def test_the_world_size_is_unknown_without_a_communicator() -> None:
     assert "did not time out" not in one.why
 
 
-def test_a_watchdog_that_waited_far_over_its_limit_was_suspended() -> None:
-    found = findings(watchdog(0, 5, waited_ms=25_624_887))["collective_timeout"]
-    assert found.why.startswith(
-        "rank 0 waited 25625 s under a limit of 600 s: the process or its machine was suspended"
-    )
-
-
 def test_a_line_of_the_watchdog_that_a_terminal_broke() -> None:
     broken = watchdog(2, 4).replace("OpType", "OpTy\npe")
     (timeout,) = read(broken).timeouts.values()
     assert (timeout.rank, timeout.sequence, timeout.operation, timeout.limit_s) == (2, 4, "ALLREDUCE", 600.0)
-
-
-def test_ranks_of_one_host_that_only_nccl_tests_lists() -> None:
-    listed = "".join(f"#  Rank  {i} Group  0 Pid   146 on    h200 device  {i} [0x5{i}] NVIDIA H200\n" for i in range(2))
-    text = listed + "h200:146:150 [1] NCCL INFO Channel 07/0 : 1[1] -> 0[0] [send] via NET/AWS Libfabric/1/GDRDMA\n"
-    assert "ranks 0 and 1 are on one host (h200)" in findings(text)["network_in_host"].what
 
 
 def test_the_network_within_a_host_that_shares_memory_is_by_design() -> None:
@@ -333,14 +306,11 @@ def test_a_compressed_log_is_read_up_to_where_it_is_cut_or_damaged(fault: str, t
         begin = -8 if fault == "checksum" else middle
         whole[begin : begin + 4] = b"\xff" * 4
     path.write_bytes(whole)
-    result = CliRunner().invoke(app, ["nccl-log", str(path)], env={"COLUMNS": "300"})
-    assert result.exit_code == 0
-    assert f"warning: {path} is cut or damaged, and was read up to there" in result.output
-    assert "communicator 1: 8 ranks, 2 hosts" in result.output
+    output = commopt("nccl-log", path, columns=300).output
+    assert f"warning: {path} is cut or damaged, and was read up to there" in output
+    assert "communicator 1: 8 ranks, 2 hosts" in output
     path.write_bytes(whole[:30])
-    result = CliRunner().invoke(app, ["nccl-log", str(path)])
-    assert result.exit_code == 2
-    assert result.output == f"commopt: {path}: no line of NCCL before {path} is cut or damaged\n"
+    assert refusal("nccl-log", path) == f"commopt: {path}: no line of NCCL before {path} is cut or damaged"
 
 
 def test_two_jobs_in_one_call_are_two_communicators(tmp_path: Path) -> None:
@@ -356,10 +326,9 @@ def test_two_jobs_in_one_call_are_two_communicators(tmp_path: Path) -> None:
 
 
 def test_a_long_table_says_what_it_leaves_out(tmp_path: Path) -> None:
-    lines = "".join(line(f"AllReduce: {1 << size} Bytes -> Algo RING proto LL time 5.0") for size in range(1, 20))
+    lines = "".join(told(f"AllReduce: {1 << size} Bytes -> Algo RING proto LL time 5.0") for size in range(1, 20))
     (tmp_path / "log").write_text(lines)
-    output = CliRunner().invoke(app, ["nccl-log", str(tmp_path / "log")]).output
-    assert "and 7 more: see --json" in output
+    assert "and 7 more: see --json" in commopt("nccl-log", tmp_path / "log").output
 
 
 def test_manifest_of_public_threads() -> None:
@@ -375,27 +344,8 @@ def test_json_of_a_pool(tmp_path: Path) -> None:
         for turn in range(2)
     )
     (tmp_path / "log").write_text(text)
-    (pool,) = json.loads(CliRunner().invoke(app, ["nccl-log", str(tmp_path / "log"), "--json"]).output)["communicators"]
+    (pool,) = json.loads(commopt("nccl-log", tmp_path / "log", "--json").output)["communicators"]
     assert (pool["num_communicators"], pool["num_ranks"], pool["ranks"]) == (2, 2, [])
-
-
-@pytest.mark.parametrize(
-    ("event", "code"),
-    [
-        ("Got async event : local catastrophic error", "ib_device"),
-        ("mlx5_0:1 async fatal event: local catastrophic error", "ib_device"),
-        ("mlx5_0:1 Got async event : local access violation work queue error", "ib_queue"),
-        ("mlx5_1:1 async fatal event on QP (0x7f00): invalid request local work queue error", "ib_queue"),
-        ("Got async event : CQ error", "ib_queue"),
-        ("Got async event : port error", "ib_link"),
-        ("mlx5_1:1 Got non-fatal async event: GID table change(18)", "ib_event"),
-    ],
-)
-def test_events_of_nics_have_their_own_reasons(event: str, code: str) -> None:
-    """If it fails, a user looks for a cable where the NIC itself failed, or refused an access."""
-    found = explain(f"NET/IB : {event}", "transport/net_ib.cc:94")
-    assert found is not None
-    assert found.code == code
 
 
 def test_a_connection_that_another_process_wrote_into_is_none() -> None:
@@ -424,22 +374,3 @@ def test_a_traceback_whose_lines_are_in_the_wrong_order() -> None:
     text = "Last error:\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\n"
     text += "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:268, invalid usage, NCCL version 2.21.5\n"
     assert [each.severity for each in findings(text).values()] == ["error"]
-
-
-def test_a_warning_before_nccl_2_3_without_a_host() -> None:
-    found = findings("*some host* [0] include/socket.h:185 WARN Call to connect failed : Connection refused\n")
-    assert "Connection refused" in found["unreachable"].what
-
-
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("Cuda failure 'named symbol not found'", "wrong_build"),
-        ("Cuda failure 209 'no kernel image is available for execution on the device'", "wrong_build"),
-        ("hipIpcGetMemHandle failed : invalid argument", "no_peer_access"),
-    ],
-)
-def test_failures_of_cuda_and_hip(text: str, code: str) -> None:
-    found = explain(text, "enqueue.cc:58")
-    assert found is not None
-    assert found.code == code

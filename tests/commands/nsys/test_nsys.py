@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
-from lightning_commopt.commands.app import app
 from lightning_commopt.commands.nsys.nsys import make_ready, nsys_command, run
+from support.commopt import commopt, refusal
 
 OURS = ["--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--trace=cuda,nvtx,osrt,nccl"]
 NSYS = ["nsys", "profile", *OURS, "--output=nsys/rank_%q{RANK}"]
@@ -56,21 +55,13 @@ def nsys_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def _command(*arguments: str) -> Result:
-    result = CliRunner().invoke(app, ["nsys", *arguments])
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-    return result
-
-
 def test_every_rank_runs_under_its_own_nsys(nsys_dir, tmp_path):
-    result = _command(
-        "--nproc-per-node", "2", "--output-dir", "deep/reports", "--", "sh", "-c", 'echo x > "rank $RANK"'
-    )
-    assert result.exit_code == 0
+    program = ["sh", "-c", 'echo x > "rank $RANK"']
+    result = commopt("nsys", "--nproc-per-node", "2", "--output-dir", "deep/reports", "--", *program)
     for rank in (0, 1):
         assert (tmp_path / f"rank {rank}").read_text() == "x\n"
         argv = (nsys_dir / f"argv_{rank}").read_text().splitlines()
-        assert argv == ["profile", *OURS, "--output=deep/reports/rank_%q{RANK}", "sh", "-c", 'echo x > "rank $RANK"']
+        assert argv == ["profile", *OURS, "--output=deep/reports/rank_%q{RANK}", *program]
     assert result.output == "commopt: reports: deep/reports/rank_0.nsys-rep, deep/reports/rank_1.nsys-rep\n"
 
 
@@ -87,9 +78,8 @@ def test_under_the_users_launcher_a_failure_is_passed_on(nsys_dir, tmp_path, mon
     monkeypatch.setenv("FAKE_NSYS_IDLE", "1")
     script = "import os, sys; open(f'rank {os.environ[\"RANK\"]}', 'w').write(sys.argv[1]); sys.exit(3)"
     (tmp_path / "train.py").write_text(script)
-    result = _command(*LAUNCHER, "--standalone", "--nproc-per-node=2", "train.py", "--lr=1")
-    assert result.exit_code == 1
-    assert "there are no reports: nsys collects between cudaProfilerStart and cudaProfilerStop" in result.output
+    output = commopt("nsys", *LAUNCHER, "--standalone", "--nproc-per-node=2", "train.py", "--lr=1", status=1).output
+    assert "there are no reports: nsys collects between cudaProfilerStart and cudaProfilerStop" in output
     written = [rank for rank in (0, 1) if (tmp_path / f"rank {rank}").exists()]  # the first failure ends the others
     assert written
     for rank in written:
@@ -156,9 +146,8 @@ def test_options_of_nsys_replace_ours(nsys_args, expected):
 def test_print_prints_a_shell_command_and_runs_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.chdir(tmp_path)
-    result = _command("--print", "--nproc-per-node=2", "--output-dir=my reports", "--", "python", "a b.py", "--lr", "1")
-    assert result.exit_code == 0
     command = ["python", "a b.py", "--lr", "1"]
+    result = commopt("nsys", "--print", "--nproc-per-node=2", "--output-dir=my reports", "--", *command)
     words = nsys_command(command, nproc_per_node=2, output_dir="my reports")
     assert result.output == f"{shlex.join(words)}\n"
     assert subprocess.run(
@@ -183,19 +172,15 @@ def test_print_prints_a_shell_command_and_runs_nothing(tmp_path, monkeypatch):
     ],
 )
 def test_mistakes_are_one_line(arguments, message):
-    result = _command(*shlex.split(arguments))
-    assert result.exit_code == 1
-    assert result.output.startswith(f"commopt: {message}")
-    assert len(result.output.splitlines()) == 1
+    assert refusal("nsys", *shlex.split(arguments), status=1).startswith(f"commopt: {message}")
 
 
 def test_without_nsys_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    result = _command("python", "a.py")
-    assert result.exit_code == 1
-    assert result.output.startswith("commopt: nsys is not on PATH. Install Nsight Systems (NVIDIA's package nsight-")
-    assert "--print" in result.output
+    line = refusal("nsys", "python", "a.py", status=1)
+    assert line.startswith("commopt: nsys is not on PATH. Install Nsight Systems (NVIDIA's package nsight-")
+    assert "--print" in line
     assert list(tmp_path.iterdir()) == []
 
 
@@ -203,17 +188,16 @@ def test_reports_are_not_lost_to_those_that_are_there(nsys_dir, tmp_path):
     """nsys would find that out after the training, and leave its report in a temporary directory."""
     (tmp_path / "nsys").mkdir()
     (tmp_path / "nsys" / "rank_0.nsys-rep").touch()
-    result = _command("python", "a.py", "-f")
-    assert result.exit_code == 1
-    assert result.output.startswith("commopt: nsys/rank_0.nsys-rep exists, and nsys would not replace it")
+    line = refusal("nsys", "python", "a.py", "-f", status=1)
+    assert line.startswith("commopt: nsys/rank_0.nsys-rep exists, and nsys would not replace it")
     assert not (nsys_dir / "argv_0").exists()
     for nsys_args in ("-f true", "--force-overwrite=true"):
         make_ready("nsys", nsys_args)
 
 
 def test_a_command_is_needed():
-    assert _command("--print").exit_code == 2
-    assert _command("--nproc-per-node=0", "--print", "python", "a.py").exit_code == 2
+    commopt("nsys", "--print", status=2)
+    commopt("nsys", "--nproc-per-node=0", "--print", "python", "a.py", status=2)
 
 
 def test_signals_leave_the_end_to_the_command():

@@ -11,14 +11,13 @@ from unittest import mock
 import pytest
 import torch
 from rich.console import Console
-from typer.testing import CliRunner
 
-from lightning_commopt.commands.app import app
 from lightning_commopt.commands.selftest import checks, on_device, run, variants
 from lightning_commopt.commands.selftest.checks import CHECKS, Check, Found, NotChecked, candidates
 from lightning_commopt.commands.selftest.run import Outcome, SelfTest, print_selftest, progress_lines, run_selftest
-from lightning_commopt.commands.selftest.steps import LargeNet
+from lightning_commopt.commands.selftest.steps import BUCKET_CAP_MB, LargeNet
 from lightning_commopt.compressors import Int8
+from support.commopt import commopt
 from support.cross_section import sampled
 from support.ranks import run_ranks
 
@@ -39,8 +38,7 @@ def test_the_extra_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     extra = [check for check in CHECKS if check.is_extra and not check.name.endswith("; in several buckets")]
     monkeypatch.setattr(run, "CHECKS", extra)
     written = tmp_path / "selftest.json"
-    ran = CliRunner().invoke(app, ["selftest", "--full", "--device", "cpu", "--output", str(written)])
-    assert ran.exit_code == 0, ran.output
+    commopt("selftest", "--full", "--device", "cpu", "--output", written)
     found = json.loads(written.read_text())
     statuses = {outcome["name"]: outcome["status"] for outcome in found["outcomes"]}
     assert len(statuses) == len(extra)
@@ -98,9 +96,8 @@ def some_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_check_says_comes_out_whole(tmp_path: Path) -> None:
     """If it fails, an error text in brackets ends the command before anything is written, or its trace is lost."""
     written = tmp_path / "selftest.json"
-    ran = CliRunner().invoke(app, ["selftest", "--device", "cpu", "--output", str(written)])
-    assert ran.exit_code == 1, ran.output
-    assert "[/opt/gloo/transport]" in ran.output.replace("\n", "")
+    output = commopt("selftest", "--device", "cpu", "--output", written, status=1).output
+    assert "[/opt/gloo/transport]" in output.replace("\n", "")
     outcomes = {each["name"]: each for each in json.loads(written.read_text())["outcomes"]}
     assert list(outcomes) == ["fails", "fails by itself", "measures", "is missing"]
     for name in ("fails", "fails by itself"):
@@ -115,8 +112,8 @@ def test_what_a_check_says_comes_out_whole(tmp_path: Path) -> None:
 def test_results_are_written_before_they_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, minutes of checks are lost because of a terminal."""
     monkeypatch.setattr("lightning_commopt.commands.selftest.run.print_selftest", mock.Mock(side_effect=UnicodeError))
-    ran = CliRunner().invoke(app, ["selftest", "--device", "cpu", "--output", str(tmp_path / "selftest.json")])
-    assert isinstance(ran.exception, UnicodeError)
+    with pytest.raises(UnicodeError):
+        commopt("selftest", "--device", "cpu", "--output", tmp_path / "selftest.json", catch_exceptions=False)
     assert json.loads((tmp_path / "selftest.json").read_text())["outcomes"]
 
 
@@ -149,7 +146,7 @@ def test_gloo_on_cuda_is_not_held_to_the_profiler() -> None:
 def test_the_larger_network_has_several_buckets_tiles_and_partial_sums() -> None:
     """If it fails, the self-test never uses a second stream, and stays within one tile."""
     numels = [parameter.numel() for parameter in LargeNet().parameters()]
-    assert sum(numels) * 4 > 3 * variants.BUCKET_CAP_MB * 2**20
+    assert sum(numels) * 4 > 3 * BUCKET_CAP_MB * 2**20
     assert sum(numel % 16 != 0 for numel in numels) > 4
     assert max(numels) > 16 * 4096
 

@@ -10,19 +10,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from typer.testing import CliRunner
 
-from lightning_commopt.commands.app import app
 from lightning_commopt.commands.selftest import laws
 from lightning_commopt.commands.selftest.checks import candidates
 from lightning_commopt.commands.selftest.steps import Setup
 from lightning_commopt.compressors import AfterSteps, Claims, Compressor, ErrorFeedback, Layout, Rounds, State
 from lightning_commopt.compressors.channel import Channel
+from support.commopt import commopt, refusal
 from support.ranks import run_ranks
 
 
+class Stateless(Compressor):
+    """Sends the gradients as they are."""
+
+    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
+        """Needs no state."""
+        return {}
+
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        """Returns the bytes of the gradients."""
+        return 4 * layout.numel
+
+
 @dataclass(frozen=True, kw_only=True)
-class Faulty(Compressor):
+class Faulty(Stateless):
     """All-reduces, and then does something wrong.
 
     Attributes:
@@ -34,14 +45,6 @@ class Faulty(Compressor):
     hidden: list[Tensor] = field(default_factory=list, compare=False, repr=False)
 
     claims = Claims(is_lossy=False)
-
-    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Needs no state."""
-        return {}
-
-    def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        """Returns the bytes of the gradients."""
-        return 4 * layout.numel
 
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
@@ -85,7 +88,7 @@ _FINDS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lossy(Compressor):
+class Lossy(Stateless):
     """A user's, inexact by a factor, which is an error of that share.
 
     Attributes:
@@ -100,14 +103,6 @@ class Lossy(Compressor):
     def claims(self) -> Claims:
         """Lossy."""
         return Claims(error_bound=self.error_bound)
-
-    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Needs no state."""
-        return {}
-
-    def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        """Returns the bytes of the gradients."""
-        return 4 * layout.numel
 
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
@@ -169,8 +164,7 @@ def test_a_fault_is_found_and_named() -> None:
 @pytest.mark.exhaustive
 def test_the_command(tmp_path: Path) -> None:
     """If it fails, gradient sync is broken on this machine, or the command is."""
-    ran = CliRunner().invoke(app, ["selftest", "--device", "cpu", "--output", str(tmp_path / "selftest.json")])
-    assert ran.exit_code == 0, ran.output
+    commopt("selftest", "--device", "cpu", "--output", tmp_path / "selftest.json")
     written = json.loads((tmp_path / "selftest.json").read_text())
     num_of_fsdp2 = sum(outcome["name"].startswith("FSDP2") for outcome in written["outcomes"])
     assert num_of_fsdp2
@@ -184,9 +178,8 @@ def test_the_command(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("output", "words"), [(".", "it is a folder"), ("nowhere/self.json", "there is no folder")])
 def test_a_file_that_cannot_be_written_is_reported_first(output: str, words: str) -> None:
     """If it fails, minutes of checks end in an error, and nobody sees what they found."""
-    ran = CliRunner().invoke(app, ["selftest", "--device", "cpu", "--output", output])
-    assert ran.exit_code == 2
-    assert ran.output.startswith(f"commopt: {output} cannot be written: {words}")
+    line = refusal("selftest", "--device", "cpu", "--output", output)
+    assert line.startswith(f"commopt: {output} cannot be written: {words}")
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda"])
@@ -194,6 +187,4 @@ def test_a_device_that_there_is_not(device: str) -> None:
     """If it fails, a wrong --device ends in a traceback."""
     if device == "cuda" and torch.cuda.is_available():
         pytest.skip("there is one")
-    ran = CliRunner().invoke(app, ["selftest", "--device", device])
-    assert ran.exit_code == 2
-    assert device in ran.output
+    assert device in refusal("selftest", "--device", device)

@@ -9,7 +9,7 @@ import random
 import re
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ctypes import c_ulonglong
 from dataclasses import replace
 from pathlib import Path
@@ -19,16 +19,23 @@ from typing import Any
 import pynvml
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from lightning_commopt.commands.app import app
 from lightning_commopt.commands.topology.findings import find_all
 from lightning_commopt.commands.topology.machine import Machine, TopologyError, cpus_text
 from lightning_commopt.commands.topology.nvml import read_nvml
 from lightning_commopt.commands.topology.sources import read_content, read_machine
 from lightning_commopt.commands.topology.terminal import print_topology, to_plain, write_page
+from support.commopt import commopt, is_documented, refusal
 from support.topology_samples import DOCUMENTED, SAMPLES, XML
 
+LINKS = {
+    "GPU0 GPU1": "PHB",
+    "GPU0 GPU2": "NV4",
+    "GPU1 GPU2": "SYS",
+    "GPU0 mlx5_0": "PIX",
+    "GPU1 mlx5_0": "PHB",
+    "GPU2 mlx5_0": "SYS",
+}
 BUSES = ["00000000:11:00.0", "00000000:12:00.0", "00000000:91:00.0"]
 
 
@@ -39,14 +46,7 @@ def links_of(machine: Machine) -> dict[str, str]:
 def test_xml() -> None:
     """If it fails, NCCL's own view of a machine is read wrongly."""
     machine = read_content(f"some log\n{XML}more of it".encode(), "dump")
-    assert links_of(machine) == {
-        "GPU0 GPU1": "PHB",
-        "GPU0 GPU2": "NV4",
-        "GPU1 GPU2": "SYS",
-        "GPU0 mlx5_0": "PIX",
-        "GPU1 mlx5_0": "PHB",
-        "GPU2 mlx5_0": "SYS",
-    }
+    assert links_of(machine) == LINKS
     assert [(gpu.numa_node, cpus_text(gpu.cpus), gpu.pcie_width) for gpu in machine.gpus] == [
         (0, "0-31", 16),
         (0, "0-31", 8),
@@ -70,55 +70,45 @@ class FakeDriver:
     """Three GPUs: 0 and 2 with four NVLinks, 1 alone; in nvidia-ml-py's functions, which must exist."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        for name in dir(self):
-            if name.startswith("nvml"):
-                patch.setattr(pynvml, name, getattr(self, name))
         self.processes: dict[int, list[int]] = {}
+        functions: dict[str, Callable[..., Any]] = {
+            "Init": lambda: None,
+            "Shutdown": lambda: None,
+            "DeviceGetCount": lambda: 3,
+            "DeviceGetHandleByIndex": lambda index: index,
+            "DeviceGetName": lambda handle: b"NVIDIA A100-SXM4-80GB" if handle == 2 else "NVIDIA A100-SXM4-80GB",
+            "DeviceGetPciInfo": self.pci_info,
+            "DeviceGetCpuAffinity": self.cpu_affinity,
+            "DeviceGetTopologyCommonAncestor": lambda one, other: (
+                pynvml.NVML_TOPOLOGY_SYSTEM if 2 in (one, other) else pynvml.NVML_TOPOLOGY_HOSTBRIDGE
+            ),
+            "DeviceGetNvLinkState": self.nvlink_state,
+            "DeviceGetNvLinkRemoteDeviceType": lambda handle, link: pynvml.NVML_NVLINK_DEVICE_TYPE_GPU,
+            "DeviceGetNvLinkRemotePciInfo": lambda handle, link: self.pci_info(2 - handle),
+            "DeviceGetCurrPcieLinkWidth": lambda handle: 16,
+            "DeviceGetComputeRunningProcesses": lambda handle: [
+                SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in self.processes.get(handle, [])
+            ],
+        }
+        for name, function in functions.items():
+            patch.setattr(pynvml, f"nvml{name}", function)
 
-    def nvmlInit(self) -> None: ...  # noqa: N802
-
-    def nvmlShutdown(self) -> None: ...  # noqa: N802
-
-    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
-        return 3
-
-    def nvmlDeviceGetHandleByIndex(self, index: int) -> Any:  # noqa: N802
-        return index
-
-    def nvmlDeviceGetName(self, handle: int) -> str | bytes:  # noqa: N802
-        return b"NVIDIA A100-SXM4-80GB" if handle == 2 else "NVIDIA A100-SXM4-80GB"
-
-    def nvmlDeviceGetPciInfo(self, handle: int) -> Any:  # noqa: N802
+    def pci_info(self, handle: int) -> Any:
         info = pynvml.nvmlPciInfo_t()
         info.busId = BUSES[handle].encode()
         return info
 
-    def nvmlDeviceGetCpuAffinity(self, handle: int, num_words: int) -> Any:  # noqa: N802
+    def cpu_affinity(self, handle: int, num_words: int) -> Any:
         words = (c_ulonglong * num_words)()
         words[0] = 0xFFFFFFFF << (32 if handle == 2 else 0)
         return words
 
-    def nvmlDeviceGetTopologyCommonAncestor(self, one: int, other: int) -> int:  # noqa: N802
-        return pynvml.NVML_TOPOLOGY_SYSTEM if 2 in (one, other) else pynvml.NVML_TOPOLOGY_HOSTBRIDGE
-
-    def nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:  # noqa: N802
+    def nvlink_state(self, handle: int, link: int) -> int:
         if handle == 1:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         if link >= 12:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
         return int(link < 4)
-
-    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: int, link: int) -> int:  # noqa: N802
-        return pynvml.NVML_NVLINK_DEVICE_TYPE_GPU
-
-    def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> Any:  # noqa: N802
-        return self.nvmlDeviceGetPciInfo(2 - handle)
-
-    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: int) -> int:  # noqa: N802
-        return 16
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[Any]:  # noqa: N802
-        return [SimpleNamespace(pid=pid, usedGpuMemory=None) for pid in self.processes.get(handle, [])]
 
 
 @pytest.fixture
@@ -152,14 +142,7 @@ def root(tmp_path: Path) -> Path:
 def test_nvml(driver: FakeDriver, root: Path) -> None:
     """If it fails, what the driver reports is read wrongly."""
     machine = read_nvml(root)
-    assert links_of(machine) == {
-        "GPU0 GPU1": "PHB",
-        "GPU0 GPU2": "NV4",
-        "GPU1 GPU2": "SYS",
-        "GPU0 mlx5_0": "PIX",
-        "GPU1 mlx5_0": "PHB",
-        "GPU2 mlx5_0": "SYS",
-    }
+    assert links_of(machine) == LINKS
     assert [(gpu.name, gpu.numa_node, cpus_text(gpu.cpus)) for gpu in machine.gpus] == [
         ("NVIDIA A100-SXM4-80GB", 0, "0-31"),
         ("NVIDIA A100-SXM4-80GB", 0, "0-31"),
@@ -219,7 +202,7 @@ def test_further_ranks_speak_of_themselves_only(smi: Path, monkeypatch: pytest.M
     write_program(smi, f"cat {smi.parent}/matrix")
     for rank, words in (("1", "slow: process "), ("2", "")):
         monkeypatch.setenv("SLURM_LOCALID", rank)
-        output = CliRunner().invoke(app, ["topo"]).output
+        output = commopt("topo").output
         assert output[: len(words) or None] == words
 
 
@@ -254,19 +237,14 @@ def test_a_machine_without_a_gpu(program: str | None, words: str, smi: Path) -> 
     """If it fails, a machine without a GPU ends in a traceback."""
     if program is not None:
         write_program(smi, program)
-    result = CliRunner().invoke(app, ["topo"])
-    assert result.exit_code == 2
-    assert words in result.output
-    assert len(result.output.splitlines()) == 1
+    assert words in refusal("topo")
 
 
 def test_without_nvidia_ml_py(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, the message does not name what to install, and a misspelt source is not refused."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    result = CliRunner().invoke(app, ["topo", "--source", "nvml"])
-    assert (result.exit_code, "pip install 'lightning-commopt[topo]'" in result.output) == (2, True)
-    result = CliRunner().invoke(app, ["topo", "--source", "nvm"])
-    assert (result.exit_code, "must be auto, nvml or nvidia-smi, got 'nvm'" in result.output) == (2, True)
+    assert "pip install 'lightning-commopt[topo]'" in refusal("topo", "--source", "nvml")
+    assert "must be auto, nvml or nvidia-smi, got 'nvm'" in refusal("topo", "--source", "nvm")
 
 
 def test_xml_with_links_that_join_nothing() -> None:
@@ -359,18 +337,14 @@ def test_bad_input_is_one_line(name: str, tmp_path: Path) -> None:
     content, words = BAD_FILES[name]
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    result = CliRunner().invoke(app, ["topo", "--from", str(tmp_path / name)])
-    assert result.exit_code == 2
-    assert words in result.output
-    assert len(result.output.splitlines()) == 1
+    assert words in refusal("topo", "--from", tmp_path / name)
 
 
 def test_json_page_and_input(tmp_path: Path) -> None:
     """If it fails, programs cannot read a topology, or a page shows markup that came with a file."""
     page = tmp_path / "pages" / "topology.html"
     text = SAMPLES["pcie_4"].spaced() + "GPU 0: NVIDIA <script>L40S\n"
-    result = CliRunner().invoke(app, ["topo", "--from", "-", "--json", "--output", str(page)], input=text)
-    found = json.loads(result.stdout)
+    found = json.loads(commopt("topo", "--from", "-", "--json", "--output", page, input=text).stdout)
     assert found["source"] == "input"
     (pair,) = (each for each in found["pairs"] if (each["one"], each["other"]) == ("GPU0", "GPU1"))
     assert (pair["link"], pair["meaning"]) == ("PIX", "one PCIe switch between them")
@@ -385,12 +359,8 @@ def test_json_page_and_input(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SAMPLES)
 def test_the_terminal_cuts_nothing(name: str) -> None:
     """If it fails, a wide matrix loses columns."""
-    for columns in ("40", "200"):
-        output = (
-            CliRunner()
-            .invoke(app, ["topo", "--from", "-"], input=SAMPLES[name].tabbed(), env={"COLUMNS": columns})
-            .output
-        )
+    for columns in (40, 200):
+        output = commopt("topo", "--from", "-", input=SAMPLES[name].tabbed(), columns=columns).output
         assert "…" not in output
         assert output.startswith("input: ")
         assert f"GPU{SAMPLES[name].num_gpus - 1}" in output
@@ -447,10 +417,8 @@ def test_docs_show_what_is_printed(name: str, tmp_path: Path, monkeypatch: pytes
     """If it fails, docs/topology.md shows what the command does not print."""
     monkeypatch.chdir(tmp_path)
     Path(f"{name}.txt").write_text(DOCUMENTED[name].tabbed())
-    output = CliRunner().invoke(app, ["topo", "--from", f"{name}.txt"], env={"COLUMNS": "120"}).output
-    lines = [f"$ commopt topo --from {name}.txt", *output.splitlines()]
-    block = "\n".join(f"    {line}".rstrip() for line in lines)
-    assert block in (Path(__file__).parents[3] / "docs" / "topology.md").read_text()
+    output = commopt("topo", "--from", f"{name}.txt", status=name == "broken").output
+    assert is_documented("topology.md", f"commopt topo --from {name}.txt", output)
 
 
 def test_links_without_a_count_are_not_nccls() -> None:
