@@ -55,8 +55,7 @@ def test_laws() -> None:
 
 def _sent_bytes() -> tuple[int, int]:
     """Returns the bytes that process groups see in a step, and those that shapes predict."""
-    model, sync = ShardedSetup().shard(on_two_nodes(ShardedInt8()))
-    assert sync is not None
+    model, _ = ShardedSetup().shard(on_two_nodes(ShardedInt8()))
     observed: Counter[str] = Counter()
 
     def issue(name: str, num_bytes: int) -> Any:
@@ -85,12 +84,10 @@ def test_bytes_as_process_groups_see_them() -> None:
 def _handed_over(before: ShardedCompressor, after: ShardedCompressor) -> tuple[float, float]:
     """Returns what is lost of the residuals of one compressor that another goes on with, as a share, and their mean."""
     model, sync = ShardedSetup().shard(before)
-    assert sync is not None
     for step in range(2):
         run_step(model, gradients_of(step, dist.get_rank()))
     mean_before = _mean(sync.residuals())
     model, other = ShardedSetup().shard(after)
-    assert other is not None
     other.add_residuals(sync.residuals())
     received = run_step(model, {name: torch.zeros(p.shape) for name, p in new_model().named_parameters()})
     mean_after = _mean(other.residuals()) + flatten({name: received[name] for name in sorted(other.residuals())})
@@ -115,7 +112,6 @@ def test_residuals_are_handed_over(before: ShardedCompressor, after: ShardedComp
 
 def _steps(overlaps: bool) -> list[Tensor]:
     model, sync = ShardedSetup().shard(on_two_nodes(FEEDBACK))
-    assert sync is not None
     if overlaps:
         sync.allow_overlap()
     averages = []

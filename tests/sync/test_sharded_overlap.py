@@ -31,7 +31,6 @@ def _steps(overlaps: bool, fsdp: dict[str, Any], num_replicas: int) -> tuple[lis
     """Returns the averages of steps, of which some accumulate; what ran beside backward; and bytes."""
     setup = ShardedSetup(fsdp=fsdp, num_replicas=num_replicas)
     model, sync = setup.shard(ShardedInt8(error_feedback=True))
-    assert sync is not None
     if overlaps:
         sync.allow_overlap()
     averages, submitted = [], []
@@ -106,7 +105,6 @@ def test_a_unit_that_is_used_twice() -> None:
 
 def _hooked() -> list[bool]:
     model, sync = ShardedSetup().shard(ShardedInt8())
-    assert sync is not None
     sync.allow_overlap()
     seen: list[Tensor] = []
     parameter = model.p0
@@ -122,7 +120,6 @@ def test_hooks_of_gradients_see_complete_ones() -> None:
 
 def _fails(task: Callable[..., Any]) -> str:
     model, sync = ShardedSetup().shard(ShardedInt8())
-    assert sync is not None
     sync.allow_overlap()
     with patch("lightning_commopt.sync.sharded_unit._reduce_scatter", task):
         try:

@@ -55,7 +55,8 @@ def measure(settings: BenchSettings, device: torch.device, ranks_per_node: int, 
     memory = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]  # each aligned for all dtypes
     bench = _Bench(settings, device, ranks_per_node, scopes, channel, memory)
     total = len(cases) * (1 + settings.num_repetitions)
-    with _no_garbage_collection():
+    gc.disable()
+    try:
         entries = []
         for number, case in enumerate(cases):
             on_progress(number, total, case.label)
@@ -65,6 +66,8 @@ def measure(settings: BenchSettings, device: torch.device, ranks_per_node: int, 
             for number, entry in enumerate(entries):
                 on_progress((1 + repetition) * len(cases) + number, total, entry.case.label)
                 times_s[repetition, number] = bench.block(entry)
+    finally:
+        gc.enable()
     dist.all_reduce(times_s, dist.ReduceOp.MAX)
     return [_row(entry, times_s[:, number].tolist()) for number, entry in enumerate(entries)]
 
@@ -170,15 +173,6 @@ def reduce_value(value: float, redop: dist.ReduceOp.RedOpType) -> float:
     values = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(values, redop)
     return float(values.item())
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @contextlib.contextmanager

@@ -62,7 +62,7 @@ class ShardedSetup:
     num_replicas: int = 1  # of each shard; above 1 this is HSDP
     fsdp: Mapping[str, Any] = field(default_factory=dict)  # options of ``fully_shard``
 
-    def shard(self, compressor: ShardedCompressor | None) -> tuple[Unit, ShardedSync | None]:
+    def shard(self, compressor: ShardedCompressor) -> tuple[Unit, ShardedSync]:
         """Returns a model, each of whose parts is a unit, synchronized by a compressor."""
         num_ranks = dist.get_world_size()
         shape = (num_ranks,) if self.num_replicas == 1 else (self.num_replicas, num_ranks // self.num_replicas)
@@ -70,8 +70,6 @@ class ShardedSetup:
         model = new_model().to(self.device_type)
         for module in (*model.parts, model):
             fully_shard(module, mesh=mesh, **self.fsdp)
-        if compressor is None:
-            return model, None
         sync = ShardedSync(compressor)
         sync.attach(model)
         return model, sync
@@ -100,7 +98,6 @@ def averages_of(model: Unit) -> dict[str, Tensor]:
 def run_steps(setup: ShardedSetup, compressor: ShardedCompressor, *, repeat: bool = False) -> Steps:
     """Makes `NUM_STEPS` steps; with ``repeat`` the gradients of all are the same."""
     model, sync = setup.shard(compressor)
-    assert sync is not None
     sent, received = [], []
     for step in range(NUM_STEPS):
         gradients = gradients_of(0 if repeat else step, dist.get_rank())
@@ -192,7 +189,6 @@ def bytes_as_declared(setup: ShardedSetup, compressor: ShardedCompressor) -> Non
 def overflow(setup: ShardedSetup, compressor: ShardedCompressor) -> None:
     """Infinity and NaN on one rank only; the owner of the shard receives them, and residuals do not keep them."""
     model, sync = setup.shard(compressor)
-    assert sync is not None
     rank, problems = dist.get_rank(), []
     for step, bad in enumerate((0.0, float("inf"), 0.0, float("nan"), 0.0)):
         gradients = gradients_of(step, rank)
@@ -224,12 +220,10 @@ def resume(setup: ShardedSetup, compressor: ShardedCompressor) -> None:
     outcomes = []
     for stops_at in (None, 3):
         model, sync = setup.shard(compressor)
-        assert sync is not None
         for step in range(5):
             if step == stops_at:
                 saved = sync.state()
                 model, sync = setup.shard(compressor)
-                assert sync is not None
                 sync.restore(saved)
             received = run_step(model, gradients_of(step, dist.get_rank()))
         outcomes.append(flatten(received))

@@ -36,6 +36,7 @@ FACTS = Facts(
     host="a", address="10.0.0.1", versions={"torch": "2.15.0"}, num_cores=8, num_threads=1,
     interfaces=[LOOPBACK, ETHERNET], gloo_interface=ETHERNET, nccl_interface=ETHERNET, no_topology="no GPU",
 )  # fmt: skip
+PORT = Port(name="mlx5_0:1", state="ACTIVE", rate="400 Gb/sec (4X NDR)", errors={})
 
 
 def met(rank: int, world_size: int, port: int, limit_s: float) -> Any:
@@ -62,10 +63,8 @@ def met(rank: int, world_size: int, port: int, limit_s: float) -> Any:
 def test_hosts_of_one_name() -> None:
     """If it fails, two machines that are both called localhost count as one, and are not tried."""
     everybody = [replace(FACTS, rank=rank) for rank in range(4)]
-    assert [each.host for each in disambiguate_hosts(everybody, listeners=[0, 2])] == [
-        *["a (rank 0)"] * 2,
-        *["a (rank 2)"] * 2,
-    ]
+    named = [each.host for each in disambiguate_hosts(everybody, listeners=[0, 2])]
+    assert named == ["a (rank 0)", "a (rank 0)", "a (rank 2)", "a (rank 2)"]
     assert disambiguate_hosts(everybody, listeners=[0]) == everybody
 
 
@@ -199,10 +198,7 @@ def test_what_the_topology_says_is_passed_on() -> None:
 
 def test_adapters_at_different_rates() -> None:
     """If it fails, a port that came up at half its rate passes."""
-    ports = [
-        Port(name=f"mlx5_{index}:1", state="ACTIVE", rate=rate, errors={})
-        for index, rate in enumerate(("400 Gb/sec (4X NDR)", "200 Gb/sec (2X NDR)"))
-    ]
+    ports = [PORT, replace(PORT, name="mlx5_1:1", rate="200 Gb/sec (2X NDR)")]
     (finding,) = find_in_adapters(replace(FACTS, ports=ports))
     assert "mlx5_0:1 400 Gb/sec (4X NDR), mlx5_1:1 200 Gb/sec (2X NDR)" in finding.what
     alone, other = (replace(FACTS, ports=[port]) for port in ports)
@@ -224,8 +220,7 @@ def test_gpudirect_rdma_and_sharp(tmp_path: Path) -> None:
     assert not has_sharp_plugin(tmp_path, {"LD_LIBRARY_PATH": str(tmp_path)})
     (tmp_path / "libnccl-net.so").touch()
     assert has_sharp_plugin(tmp_path, {"LD_LIBRARY_PATH": f"/nowhere:{tmp_path}"})
-    ports = [Port(name="mlx5_0:1", state="ACTIVE", rate="400 Gb/sec (4X NDR)", errors={})]
-    asked = replace(FACTS, gpus=["H100"], ports=ports, environment={"NCCL_COLLNET_ENABLE": "1"})
+    asked = replace(FACTS, gpus=["H100"], ports=[PORT], environment={"NCCL_COLLNET_ENABLE": "1"})
     assert [finding.what[:20] for finding in find_in_adapters(asked)] == [
         "no GPUDirect RDMA: n",
         "NCCL_COLLNET_ENABLE=",
@@ -240,8 +235,7 @@ def test_what_was_not_checked() -> None:
         "links between GPUs",
         "InfiniBand, RoCE and GPUDirect RDMA",
     ]
-    ports = [Port(name="mlx5_0:1", state="ACTIVE", rate="", errors={})]
-    whole = replace(FACTS, ports=ports, no_topology=None, environment={"NCCL_COLLNET_ENABLE": "1"})
+    whole = replace(FACTS, ports=[PORT], no_topology=None, environment={"NCCL_COLLNET_ENABLE": "1"})
     assert list_unchecked([whole, replace(whole, rank=1, host="b")]) == []
 
 

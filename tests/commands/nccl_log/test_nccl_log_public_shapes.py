@@ -18,24 +18,20 @@ from support.commopt import commopt, refusal
 from support.nccl_sample_logs import HEALTHY, SampleJob, findings, read, told, watchdog
 
 
-def old_rank(host: str, pid: int, tid: int, rank: int, size: int, bus: str, links: list[str]) -> str:
-    """Returns the lines of a thread that sets up a communicator, as before NCCL 2.16."""
-    head = f"{host}:{pid}:{tid} [0] NCCL INFO "
-    ring = [f"Channel 00/01 :{''.join(f'{each:5d}' for each in range(size))}"] if rank == 0 else []
-    above, below = rank - 1, rank + 1 if rank + 1 < size else -1
-    done = f"comm 0x{pid}{tid} rank {rank} nranks {size} cudaDev 0 busId {bus} - Init COMPLETE"
-    lines = ["Setting affinity for GPU 0 to ff", *ring, f"Trees [0] {below}/-1/-1->{rank}->{above}", *links, done]
-    return "".join(f"{head}{line}\n" for line in lines)
+def old_rank(host: str, tid: int, rank: int, *, is_connected: bool = True) -> str:
+    """Returns the lines of a thread that sets up a communicator of two hosts, as before NCCL 2.16."""
+    ring = ["Channel 00/01 :    0    1"] if rank == 0 else []
+    link = [f"Channel 00 : {1 - rank}[1a000] -> {rank}[1a000] [receive] via NET/IB/0/GDRDMA"] if is_connected else []
+    trees = f"Trees [0] {-1 if rank else 1}/-1/-1->{rank}->{rank - 1}"
+    done = f"comm 0x100{tid} rank {rank} nranks 2 cudaDev 0 busId 1a000 - Init COMPLETE"
+    lines = ["Setting affinity for GPU 0 to ff", *ring, trees, *link, done]
+    return "".join(told(line, host=host, pid=100, tid=tid) for line in lines)
 
 
 def test_a_new_thread_behind_the_end_of_initialization_is_a_new_communicator() -> None:
     """Two hosts with a world of 2 ranks, and then 2 groups of 2 ranks in another order: nothing is mixed up."""
-    text = ""
-    for index, host in enumerate(("node-a", "node-b")):
-        links = [f"Channel 00 : {1 - index}[1a000] -> {index}[1a000] [receive] via NET/IB/0/GDRDMA"]
-        text += old_rank(host, 100, 101, index, 2, "1a000", links)
-        again = [f"Channel 00 : {index}[1a000] -> {1 - index}[1a000] [receive] via NET/IB/0/GDRDMA"]
-        text += old_rank(host, 100, 102, 1 - index, 2, "1a000", again)
+    hosts = ("node-a", 0), ("node-b", 1)
+    text = "".join(old_rank(host, 101, index) + old_rank(host, 102, 1 - index) for host, index in hosts)
     log = read(text)
     (pool,) = log.communicators
     assert (pool.count, pool.num_ranks, len(pool.unknown), pool.members) == (2, 2, 4, {})
@@ -43,21 +39,15 @@ def test_a_new_thread_behind_the_end_of_initialization_is_a_new_communicator() -
 
 
 def test_ranks_that_are_always_the_same_gpu_are_told_apart_by_their_order() -> None:
-    text = ""
-    for index, host in enumerate(("node-a", "node-b")):
-        for tid in (101, 102):
-            links = [f"Channel 00 : {1 - index}[1a000] -> {index}[1a000] [receive] via NET/IB/0/GDRDMA"]
-            text += old_rank(host, 100, tid, index, 2, "1a000", links)
-    assert [(each.count, sorted(each.members), each.num_nodes) for each in read(text).communicators] == [
-        (1, [0, 1], 2),
-        (1, [0, 1], 2),
-    ]
-    assert find_all(read(text)) == []
+    hosts = ("node-a", 0), ("node-b", 1)
+    log = read(*(old_rank(host, tid, index) for host, index in hosts for tid in (101, 102)))
+    assert [(each.count, sorted(each.members), each.num_nodes) for each in log.communicators] == [(1, [0, 1], 2)] * 2
+    assert find_all(log) == []
 
 
 def test_lines_of_another_thread_go_to_the_one_communicator_that_fits() -> None:
-    rank = old_rank("node-a", 100, 101, 0, 2, "1a000", [])
-    late = "node-a:100:190 [0] NCCL INFO Channel 00 : 0[1a000] -> 1[2b000] via P2P/IPC\n"
+    rank = old_rank("node-a", 101, 0, is_connected=False)
+    late = told("Channel 00 : 0[1a000] -> 1[2b000] via P2P/IPC", host="node-a", pid=100, tid=190)
     (communicator,) = read(rank + late).communicators
     assert len(communicator.connections) == 1
     foreign = late.replace("0[1a000]", "0[99000]")  # a bus id of another GPU
@@ -338,11 +328,8 @@ def test_manifest_of_public_threads() -> None:
 
 
 def test_json_of_a_pool(tmp_path: Path) -> None:
-    text = "".join(
-        old_rank(host, 100, 101 + turn, (index + turn) % 2, 2, "1a000", [])
-        for index, host in enumerate("ab")
-        for turn in range(2)
-    )
+    hosts = ("a", 0), ("b", 1)
+    text = "".join(old_rank(host, 101, index) + old_rank(host, 102, 1 - index) for host, index in hosts)
     (tmp_path / "log").write_text(text)
     (pool,) = json.loads(commopt("nccl-log", tmp_path / "log", "--json").output)["communicators"]
     assert (pool["num_communicators"], pool["num_ranks"], pool["ranks"]) == (2, 2, [])

@@ -227,13 +227,9 @@ def test_kernels_of_the_profiler_are_counted_without_those_of_nccl() -> None:
     assert seconds == pytest.approx(20e-6)
 
 
-def _num_recorded() -> int:
-    return variants.num_recorded(CPU)
-
-
 def test_recorded_collectives_are_counted() -> None:
     has_recorder = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")
-    assert set(run_ranks(_num_recorded)) == {3 if has_recorder else 0}
+    assert set(run_ranks(variants.num_recorded, CPU)) == {3 if has_recorder else 0}
 
 
 @pytest.mark.parametrize("fault", sampled(["stopped", "failed"], by_default=["failed"]))

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,39 +53,29 @@ class Faulty(Stateless):
         """Averages, with the fault."""
         yield channel.all_reduce(flat.div_(channel.size))
         self.hidden.append(flat.clone())
-        if self.fault in ("inexact", "inexact vectors"):
-            flat.mul_(1.001)
-        elif self.fault == "unequal":
-            flat.add_(dist.get_rank(), alpha=1e-7)
-        elif self.fault == "talkative":
+        if self.fault == "talkative":
             yield channel.all_reduce(torch.zeros(1))
-        elif self.fault == "poisoned":
-            flat.add_(torch.stack(self.hidden).sum(0), alpha=1e-12)
-        elif self.fault == "forgetful":
-            flat.add_(len(self.hidden), alpha=1e-6)
-        elif self.fault == "leaky" and not flat.any():
-            flat.add_(1e-9)
-        elif self.fault == "almost exact":
-            flat.mul_(1 + 2e-5)
-        elif self.fault == "unlike its reference":
-            flat.mul_(1.01)
+        else:
+            _, damage = _FAULTS[self.fault]
+            damage(flat, self.hidden)
 
     def reference(self, shares: Tensor, layout: Layout, state: State) -> tuple[Tensor, Tensor]:
         """Averages without a fault."""
         return shares.mean(0), shares
 
 
-_FINDS = {
-    "inexact": laws.averages,
-    "unequal": laws.ranks_agree,
-    "talkative": laws.bytes_as_declared,
-    "unlike its reference": laws.as_reference,
-    "almost exact": laws.as_ddp,
-    "poisoned": laws.overflow,
-    "leaky": laws.tiny,
-    "inexact vectors": laws.small_and_unused,
-    "forgetful": laws.resume,
+_FAULTS: dict[str, tuple[laws.Law, Callable[[Tensor, list[Tensor]], object]]] = {
+    "inexact": (laws.averages, lambda flat, hidden: flat.mul_(1.001)),
+    "inexact vectors": (laws.small_and_unused, lambda flat, hidden: flat.mul_(1.001)),
+    "almost exact": (laws.as_ddp, lambda flat, hidden: flat.mul_(1 + 2e-5)),
+    "unlike its reference": (laws.as_reference, lambda flat, hidden: flat.mul_(1.01)),
+    "unequal": (laws.ranks_agree, lambda flat, hidden: flat.add_(dist.get_rank(), alpha=1e-7)),
+    "talkative": (laws.bytes_as_declared, lambda flat, hidden: None),
+    "poisoned": (laws.overflow, lambda flat, hidden: flat.add_(torch.stack(hidden).sum(0), alpha=1e-12)),
+    "leaky": (laws.tiny, lambda flat, hidden: None if flat.any() else flat.add_(1e-9)),
+    "forgetful": (laws.resume, lambda flat, hidden: flat.add_(len(hidden), alpha=1e-6)),
 }
+"""The law that finds a fault; and what the fault does to averages ``(n,)``, given those of all steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +132,7 @@ def test_lossy_compressors_are_held_to_what_they_declare_and_must_declare_it() -
 
 
 def _messages_about_faults() -> dict[str, str]:
-    return {fault: _message(law, fault, Faulty(fault=fault)) for fault, law in _FINDS.items()}
+    return {fault: _message(law, fault, Faulty(fault=fault)) for fault, (law, _) in _FAULTS.items()}
 
 
 def _message(law: laws.Law, name: str, compressor: Compressor) -> str:
@@ -155,7 +146,7 @@ def _message(law: laws.Law, name: str, compressor: Compressor) -> str:
 
 def test_a_fault_is_found_and_named() -> None:
     """If it fails, the self-test passes on a machine where training is wrong."""
-    assert set(_FINDS.values()) == set(laws.LAWS.values())
+    assert {law for law, _ in _FAULTS.values()} == set(laws.LAWS.values())
     for messages in run_ranks(_messages_about_faults):
         for fault, message in messages.items():
             assert message.startswith(f"{fault}: ")

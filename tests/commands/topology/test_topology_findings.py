@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 
@@ -20,8 +21,10 @@ def read(sample: Sample, *names: str) -> Machine:
     return read_smi_text(sample.tabbed() + "\n".join(lines), "sent")
 
 
-def found(sample: Sample, *names: str) -> dict[str, Finding]:
-    return {finding.code: finding for finding in find_all(read(sample, *names))}
+def found(sample: str, *names: str, **changes: object) -> dict[str, Finding]:
+    """Returns what is found in a changed sample, with names of its GPUs, by code."""
+    changed = dataclasses.replace(SAMPLES[sample], **changes)  # type: ignore[arg-type]
+    return {finding.code: finding for finding in find_all(read(changed, *names))}
 
 
 @pytest.mark.parametrize(
@@ -40,17 +43,17 @@ def found(sample: Sample, *names: str) -> dict[str, Finding]:
 )
 def test_what_hurts(name: str, codes: set[str]) -> None:
     """If it fails, a slow machine passes, or a good one gets advice that nobody needs."""
-    assert found(SAMPLES[name]).keys() == codes
+    assert found(name).keys() == codes
 
 
 def test_a_ring_that_must_cross_sockets() -> None:
     """If it fails, the advice names GPUs that SYS lies between."""
-    finding = found(SAMPLES["pcie_8"])["ring_over_sockets"]
+    finding = found("pcie_8")["ring_over_sockets"]
     assert "every ring over all 8 GPUs crosses SYS" in finding.what
     assert "2 times in the best one found" in finding.what
     assert finding.advice.endswith("CUDA_VISIBLE_DEVICES=0,1,2,3")
-    hidden = dataclasses.replace(SAMPLES["pcie_8"], gpus=lambda low, high: "SYS", nodes=lambda gpu: 0)
-    assert "a virtual machine or the BIOS may hide" in found(hidden)["ring_over_sockets"].why
+    hidden = found("pcie_8", gpus=lambda low, high: "SYS", nodes=lambda gpu: 0)
+    assert "a virtual machine or the BIOS may hide" in hidden["ring_over_sockets"].why
 
 
 def test_rings() -> None:
@@ -66,50 +69,54 @@ def test_rings() -> None:
 
 def test_nvlink_in_pairs() -> None:
     """If it fails, four GPUs with two bridges look as if NVLink connected all."""
-    pairs = dataclasses.replace(SAMPLES["pcie_4"], gpus=lambda low, high: "NV4" if low // 2 == high // 2 else "NODE")
-    finding = found(pairs)["ring_leaves_nvlink"]
+    pairs = found("pcie_4", gpus=lambda low, high: "NV4" if low // 2 == high // 2 else "NODE")
+    finding = pairs["ring_leaves_nvlink"]
     assert "goes over NODE 2 times" in finding.what
     assert finding.advice.endswith("CUDA_VISIBLE_DEVICES=0,1")
 
 
-def test_degraded_nvlink() -> None:
+@pytest.mark.parametrize(
+    ("gpus", "what"),
+    [
+        (lambda low, high: "NV16" if 3 in (low, high) else "NV18", "GPU3 16"),
+        (lambda low, high: "NV17" if (low, high) == (1, 2) else "NV18", "GPU1 and GPU2 17"),
+        (lambda low, high: "NODE" if 7 in (low, high) else "NV18", "GPU7 0"),
+    ],
+)
+def test_degraded_nvlink(gpus: Callable[[int, int], str], what: str) -> None:
     """If it fails, a broken link that slows every collective passes."""
-    whole = SAMPLES["nvswitch_8"]
-    gpu = dataclasses.replace(whole, gpus=lambda low, high: "NV16" if 3 in (low, high) else "NV18")
-    assert found(gpu)["degraded_nvlink"].what == "NVLinks are missing: GPU3 16, where others have 18"
-    pair = dataclasses.replace(whole, gpus=lambda low, high: "NV17" if (low, high) == (1, 2) else "NV18")
-    assert found(pair)["degraded_nvlink"].what == "NVLinks are missing: GPU1 and GPU2 17, where others have 18"
-    lost = dataclasses.replace(whole, gpus=lambda low, high: "NODE" if 7 in (low, high) else "NV18")
-    assert found(lost)["degraded_nvlink"].what == "NVLinks are missing: GPU7 0, where others have 18"
-    every = dataclasses.replace(whole, gpus=lambda low, high: "NV16")
-    assert found(every) == {}
+    degraded = found("nvswitch_8", gpus=gpus)["degraded_nvlink"]
+    assert degraded.what == f"NVLinks are missing: {what}, where others have 18"
+
+
+def test_degraded_nvlink_of_all() -> None:
+    """If it fails, links that all GPUs lack are not missed, or are where the model is unknown."""
     names = ["NVIDIA H100 80GB HBM3"] * 8
-    assert "GPU0 16, GPU1 16, " in found(every, *names)["degraded_nvlink"].what
-    assert "this model has 18" in found(every, *names)["degraded_nvlink"].what
-    assert found(whole, *names) == {}
+    assert found("nvswitch_8", gpus=lambda low, high: "NV16") == {}
+    every = found("nvswitch_8", *names, gpus=lambda low, high: "NV16")["degraded_nvlink"].what
+    assert "GPU0 16, GPU1 16, " in every
+    assert "this model has 18" in every
+    assert found("nvswitch_8", *names) == {}
 
 
 def test_unequal_links_without_switches_are_a_note() -> None:
     """If it fails, a part of a cube, as clouds lend it, is called broken, or a link that is down in one is not seen."""
-    part = dataclasses.replace(SAMPLES["cube_8"], num_gpus=4, nics=())
-    finding = found(part)["unequal_nvlinks"]
+    finding = found("cube_8", num_gpus=4, nics=())["unequal_nvlinks"]
     assert (finding.severity, finding.what[-32:]) == ("note", ": GPU0 4, GPU1 4, GPU2 5, GPU3 5")
     cube = SAMPLES["cube_8"]
-    broken = dataclasses.replace(cube, gpus=lambda low, high: "NV1" if (low, high) == (0, 3) else cube.gpus(low, high))
-    assert ": GPU0 5, GPU1 6, GPU2 6, GPU3 5, " in found(broken)["unequal_nvlinks"].what
-    square = dataclasses.replace(part, gpus=lambda low, high: "NV3")
-    assert found(square) == {}
-    assert "has 9 NVLinks to the others, and its model has 12" in found(square, "A100-SXM4-40GB")["few_nvlinks"].what
+    broken = found("cube_8", gpus=lambda low, high: "NV1" if (low, high) == (0, 3) else cube.gpus(low, high))
+    assert ": GPU0 5, GPU1 6, GPU2 6, GPU3 5, " in broken["unequal_nvlinks"].what
+    square = {"num_gpus": 4, "nics": (), "gpus": lambda low, high: "NV3"}
+    assert found("cube_8", **square) == {}
+    few = found("cube_8", "A100-SXM4-40GB", **square)["few_nvlinks"]
+    assert "has 9 NVLinks to the others, and its model has 12" in few.what
 
 
 def test_adapters() -> None:
     """If it fails, a GPU without an adapter near it passes."""
-    far = dataclasses.replace(
-        SAMPLES["nvswitch_8"], to_nic=lambda gpu, nic: "SYS" if gpu == 5 else "PIX" if gpu == nic else "NODE"
-    )
-    assert found(far)["far_nic"].what == "no NIC nearer than SYS to GPU5"
-    ethernet = dataclasses.replace(SAMPLES["pcie_8"], nics=("eth0",), has_legend_of_nics=True)
-    assert "fewer_nics" not in found(ethernet)
+    far = found("nvswitch_8", to_nic=lambda gpu, nic: "SYS" if gpu == 5 else "PIX" if gpu == nic else "NODE")
+    assert far["far_nic"].what == "no NIC nearer than SYS to GPU5"
+    assert "fewer_nics" not in found("pcie_8", nics=("eth0",), has_legend_of_nics=True)
 
 
 def test_lanes() -> None:
