@@ -62,18 +62,14 @@ def listen_on_ports(interfaces: Mapping[str, Interface | None]) -> Iterator[list
 
 
 def find_unreachable(
-    own_host: str,
-    ports: Mapping[str, Sequence[ListeningPort]],
-    *,
-    limit_s: float,
-    connect: Any = socket.create_connection,
+    own_host: str, ports: Mapping[str, Sequence[ListeningPort]], *, limit_s: float
 ) -> list[UnreachablePort]:
     """Connects to all ports of other hosts at the same time, and returns those that could not be reached."""
 
     def attempt(to: tuple[str, ListeningPort]) -> UnreachablePort | None:
         host, port = to
         try:
-            connect((port.address, port.port), timeout=limit_s).close()
+            socket.create_connection((port.address, port.port), timeout=limit_s).close()
         except TimeoutError:
             reason = f"no answer within {limit_s:g} s: probably a firewall drops it"
             return UnreachablePort(own_host, host, port, reason)

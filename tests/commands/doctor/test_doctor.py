@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -130,11 +131,7 @@ def test_a_port_where_nothing_listens_and_a_name_that_is_unknown() -> None:
 
 def test_a_firewall(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, packets that are dropped look like a rank that is late."""
-
-    def drop(*_: Any, **__: Any) -> None:
-        raise TimeoutError
-
-    monkeypatch.setattr(socket, "create_connection", drop)
+    monkeypatch.setattr(socket, "create_connection", mock.Mock(side_effect=TimeoutError))
     with pytest.raises(MeetingError, match="firewall"):
         check_port("127.0.0.1", 1, limit_s=0.1)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -84,7 +85,7 @@ def test_a_meeting_and_one_that_somebody_misses(port: int) -> None:
     assert found == found[:1] * 3
 
 
-def test_ports_are_tried() -> None:
+def test_ports_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a connection that works counts as failed, or one that fails passes."""
     with listen_on_ports({"gloo": LOOPBACK, "NCCL": LOOPBACK, "none": None}) as ports:
         (port,) = ports
@@ -94,11 +95,8 @@ def test_ports_are_tried() -> None:
     assert closed[:3] == ("a", "b", port)
     assert find_unreachable("b", {"b": ports}, limit_s=5) == []
     assert "a firewall rejects it" in closed.reason
-
-    def drop(*_: Any, **__: Any) -> None:
-        raise TimeoutError
-
-    assert "no answer within 5 s" in find_unreachable("a", {"b": ports}, limit_s=5, connect=drop)[0].reason
+    monkeypatch.setattr(socket, "create_connection", mock.Mock(side_effect=TimeoutError))
+    assert "no answer within 5 s" in find_unreachable("a", {"b": ports}, limit_s=5)[0].reason
 
 
 def test_unreachable_ports_are_errors() -> None:
