@@ -11,11 +11,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 
 @contextmanager
-def errors_in_a_line(status: int = 1) -> Iterator[None]:
-    """Prints a user's mistake as one line, and exits with ``status``; other errors keep their traceback."""
+def errors_in_a_line(*others: type[Exception], status: int = 1) -> Iterator[None]:
+    """Prints a user's mistake, or one of ``others``, and exits with ``status``; other errors keep their traceback."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, *others) as error:
         typer.echo(f"commopt: {error}", err=True)
         raise typer.Exit(status) from None
 

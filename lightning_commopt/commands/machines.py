@@ -27,10 +27,11 @@ def selftest(
 
     Exit status 1 if a check fails, 2 if it cannot run.
     """
+    from lightning_commopt.commands.selftest.ranks import RankError
     from lightning_commopt.commands.selftest.run import print_selftest, progress_lines, run_selftest
 
     console = Console()
-    with errors_in_a_line(status=2), progress_lines(console) as on_progress:
+    with errors_in_a_line(RankError, status=2), progress_lines(console) as on_progress:
         check_outputs(output)
         on_progress("starting two ranks")
         found = run_selftest(device, on_progress, is_full=full)
@@ -82,11 +83,8 @@ def doctor(
         if identity is None and port is not None:
             raise ValueError("--port is where several hosts meet: give --hosts as well, or use torchrun or srun")
     facts = collect_facts(identity=identity)
-    try:
+    with errors_in_a_line(MeetingError, status=2):
         met = Meeting([facts], []) if identity is None else meet(facts, identity, limit_s=limit_s)
-    except MeetingError as error:
-        typer.echo(f"commopt: {error}", err=True)
-        raise typer.Exit(2) from None
     found = find(*met)
     if facts.rank == 0 and json:
         ranks = [asdict(rank_facts) for rank_facts in met.everybody]

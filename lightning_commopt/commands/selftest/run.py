@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
@@ -27,17 +27,15 @@ _FILLED_BY = laws, sharded_laws, on_device, variants
 LIMIT_S = 300.0
 """After so long no other check is started."""
 
-Status = Literal["passed", "failed", "not checked"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What came of one check."""
 
     name: str  # what should hold
-    status: Status  # whether it does
+    status: Literal["passed", "failed", "not checked"]
     detail: str  # what was checked; what is wrong; or what is missing here
-    seconds: float  # that it took
+    seconds: float = 0.0  # that it took
     numbers: dict[str, Any] = field(default_factory=dict)  # that were measured, by name
     trace: str = ""  # of the failure, whole
 
@@ -77,14 +75,21 @@ def run_selftest(
     """
     PROCESSES.set_forkserver_preload(["lightning_commopt.commands.selftest.run"])
     refused: dict[str, str] = {}
-    place = _first_that_works(candidates(device), refused)
+    for place in candidates(device):
+        try:
+            run_on(place, _try)
+            break
+        except RankError as error:
+            refused[place.name] = _last_line(error)
+    else:
+        raise RankError("; ".join(f"{name}: {why}" for name, why in refused.items()))
     outcomes, start_s = [], time.monotonic()
     for check in CHECKS:
         if check.is_extra and not is_full:
             continue
         if time.monotonic() - start_s > limit_s:
             late = f"the checks before it took more than {limit_s:g} s"
-            outcomes.append(Outcome(name=check.name, status="not checked", detail=late, seconds=0.0))
+            outcomes.append(Outcome(name=check.name, status="not checked", detail=late))
             continue
         on_start(check.name)
         outcomes.append(_run(check, place))
@@ -104,17 +109,6 @@ def _versions() -> dict[str, Any]:
     return found
 
 
-def _first_that_works(places: list[TestDevices], refused: dict[str, str]) -> TestDevices:
-    for place in places:
-        try:
-            run_on(place, _try)
-        except RankError as error:
-            refused[place.name] = _last_line(error)
-        else:
-            return place
-    raise RankError("; ".join(f"{name}: {why}" for name, why in refused.items()))
-
-
 def _try(place: TestDevices) -> None:
     value = torch.ones(1, device=place.device(dist.get_rank()))
     dist.all_reduce(value)
@@ -123,32 +117,28 @@ def _try(place: TestDevices) -> None:
 
 def _run(check: Check, place: TestDevices) -> Outcome:
     start_s = time.monotonic()
-    status: Status
-    numbers, trace = {}, ""
     try:
-        if check.is_on_ranks:
-            status, detail, numbers = run_on(place, _run_on_rank, check.name)[0]
-        else:
-            status, detail, numbers = _try_check(check, place)
+        outcome = run_on(place, _run_on_rank, check.name)[0] if check.is_on_ranks else _try_check(check, place)
     except Exception as error:  # the file with the other results must be written
-        status, detail, trace = "failed", _last_line(error), traceback.format_exc()
-    seconds = time.monotonic() - start_s
-    return Outcome(name=check.name, status=status, detail=detail, seconds=seconds, numbers=numbers, trace=trace)
+        trace = traceback.format_exc()
+        outcome = Outcome(name=check.name, status="failed", detail=_last_line(error), trace=trace)
+    return replace(outcome, seconds=time.monotonic() - start_s)
 
 
-def _run_on_rank(name: str, place: TestDevices) -> tuple[Status, str, dict[str, Any]]:
+def _run_on_rank(name: str, place: TestDevices) -> Outcome:
     if place.device_type == "cuda":
         torch.cuda.set_device(place.device(dist.get_rank()))
     (check,) = (each for each in CHECKS if each.name == name)  # the order is that of imports, which differs
     return _try_check(check, place)
 
 
-def _try_check(check: Check, place: TestDevices) -> tuple[Status, str, dict[str, Any]]:
+def _try_check(check: Check, place: TestDevices) -> Outcome:
     try:
         found = check.run(place)
     except NotChecked as missing:
-        return "not checked", str(missing), {}
-    return ("passed", *found) if isinstance(found, Found) else ("passed", found, {})
+        return Outcome(name=check.name, status="not checked", detail=str(missing))
+    detail, numbers = found if isinstance(found, Found) else (found, {})
+    return Outcome(name=check.name, status="passed", detail=detail, numbers=numbers)
 
 
 def _last_line(error: Exception) -> str:

@@ -19,7 +19,7 @@ from lightning_commopt.commands.selftest.steps import BUCKET_CAP_MB, LargeNet
 from lightning_commopt.compressors import Int8
 from support.commopt import commopt
 from support.cross_section import sampled
-from support.ranks import run_ranks
+from support.ranks import RankError, run_ranks
 
 (CPU,) = candidates("cpu")
 GPU = checks.TestDevices(name="a GPU", device_type="cuda", backend="cpu:gloo,cuda:nccl")
@@ -115,6 +115,13 @@ def test_results_are_written_before_they_are_printed(tmp_path: Path, monkeypatch
     with pytest.raises(UnicodeError):
         commopt("selftest", "--device", "cpu", "--output", tmp_path / "selftest.json", catch_exceptions=False)
     assert json.loads((tmp_path / "selftest.json").read_text())["outcomes"]
+
+
+def test_ranks_that_can_run_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a machine on which gloo does not work gets a traceback, and the status of a check that fails."""
+    monkeypatch.setattr(run, "run_on", mock.Mock(side_effect=RankError(f"rank 0 raised\n{ERROR}")))
+    output = commopt("selftest", "--device", "cpu", status=2).output
+    assert output.endswith(f"commopt: 2 ranks on the CPU, gloo: {ERROR}\n")
 
 
 @pytest.mark.usefixtures("some_checks")
