@@ -23,13 +23,12 @@ from lightning_commopt.measure.link.bench_result import BenchResult
 from lightning_commopt.measure.link.bench_settings import BenchSettings
 from lightning_commopt.measure.link.from_steps import result_of_run
 from lightning_commopt.measure.link.model import LinkModel
-from lightning_commopt.measure.observer import BucketInfo
-from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
 from lightning_commopt.plan import CommPlan
 from support.commopt import commopt, refusal
 from support.marked_processes import Program
 from support.sample_bench import result_of, sample
 from support.sample_runs import SampleRun, write_run
+from support.simulated_link import LATENCY_S, S_PER_BYTE, records_of_ranks
 
 QUICK = ("-b", "64", "-e", "4K", "-f", "64", "-n", "2", "--repetitions", "1")
 COMMAND = (sys.executable, "-c", "from lightning_commopt.commands.app import app; app()", "bench", *QUICK)
@@ -175,28 +174,14 @@ def test_a_plan_is_measured_at_its_own_messages(tmp_path: Path) -> None:
 
 def test_a_run_tells_of_its_link_without_a_probe(tmp_path: Path) -> None:
     """If it fails, the model from training's own marks counts what ranks, or buckets, wait for each other."""
-    sizes = {0: 10_000_000, 1: 1_000_000}
-    layout = {index: BucketInfo(index, size, (f"w{index}",), index == 1) for index, size in sizes.items()}
-    for rank in range(2):
-        steps = []
-        for step in range(5):
-            waiting_s = [0.07, 0.03] if (step + rank) % 2 else [0.0, 0.0]  # the ranks are late in turns
-            spans = [
-                BucketSpan(
-                    index=index, backward=0, gradient_bytes=size, wire_bytes=size, ready_s=0.0, wire=((0.1, 0.2),),
-                    start_s=1.0 - waiting_s[index], end_s=1.101 if index == 0 else 1.112,  # one behind the other
-                )
-                for index, size in sizes.items()
-            ]  # fmt: skip
-            steps.append(StepRecord(step=step, num_samples=1, phases=(Phase("backward", 0, 2),), buckets=tuple(spans)))
+    for rank, records in enumerate(records_of_ranks(5, (10_000_000, 1_000_000))):
         header = {"rank": rank, "world_size": 2, "origin_unix_s": 1.7e9, "comm_hook": "none"}
-        StepWriter(rank_file(tmp_path, rank), header).write(steps, layout)
-    result = result_of_run(tmp_path)
-    assert [(row.case.operation, row.case.size_bytes, row.case.num_ranks) for row in result.rows] == [
-        ("all_reduce", 1_000_000, 2), ("all_reduce", 10_000_000, 2),
-    ]  # fmt: skip
-    assert [row.time_s.median for row in result.rows] == [pytest.approx(0.011), pytest.approx(0.101)]
-    assert "5M: 53.4 ms" in _run("--from-run", tmp_path, "--predict", "5M")
+        StepWriter(rank_file(tmp_path, rank), header).write(records, {})
+    rows = result_of_run(tmp_path).rows
+    assert [(row.case.operation, row.case.num_ranks) for row in rows] == [("all_reduce", 2)] * 2
+    times_s = {row.case.size_bytes: row.time_s.median for row in rows}
+    assert times_s == {size: pytest.approx(LATENCY_S + size * S_PER_BYTE) for size in (1_000_000, 10_000_000)}
+    assert "5M: 54.4 ms" in _run("--from-run", tmp_path, "--predict", "5M")
 
 
 @pytest.mark.parametrize("where", [{}, {"run": "first", "last_step": 49}])

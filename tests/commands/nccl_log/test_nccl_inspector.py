@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from lightning_commopt.commands.nccl_log.findings import find_all
 from lightning_commopt.commands.nccl_log.inspector import InspectorReader, Measured
 from lightning_commopt.commands.nccl_log.reader import read_log
 from lightning_commopt.measure.files import StepWriter, rank_file
-from lightning_commopt.measure.record import BucketSpan, Collective, Phase, StepRecord
+from lightning_commopt.measure.record import Collective
 from support.commopt import commopt
 from support.nccl_sample_logs import SampleJob
+from support.simulated_link import records_of_ranks
 
 COMM = "0x9e3779b97f4a7c15"  # as SampleJob has it
 
@@ -104,31 +106,10 @@ LAYOUT = (4 << 20, 1 << 20, 2 << 20)
 
 def write_run(folder: Path, steps: list[list[tuple[str, str, int]]], buckets: tuple[int, ...] = LAYOUT) -> None:
     """Writes the records of two ranks: for each step its collectives, with operation, phase and bytes."""
-    spans = tuple(
-        BucketSpan(
-            index=i,
-            backward=0,
-            gradient_bytes=size,
-            wire_bytes=size,
-            ready_s=1.0,
-            start_s=1.0,
-            end_s=2.0,
-            wire=((1, 2),),
-        )
-        for i, size in enumerate(buckets)
-    )
-    records = [
-        StepRecord(
-            step=number,
-            num_samples=4,
-            phases=(Phase("backward", 0.0, 2.0),),
-            buckets=spans,
-            collectives=tuple(Collective(operation, phase, "", size, None, None) for operation, phase, size in step),
-        )
-        for number, step in enumerate(steps)
-    ]
-    for rank in range(2):
-        StepWriter(rank_file(folder, rank), {"rank": rank, "world_size": 2, "origin_unix_s": 0.0}).write(records, {})
+    calls = [tuple(Collective(operation, phase, "", size, None, None) for operation, phase, size in s) for s in steps]
+    for rank, records in enumerate(records_of_ranks(len(steps), buckets)):
+        whole = [replace(record, collectives=own) for record, own in zip(records, calls, strict=True)]
+        StepWriter(rank_file(folder, rank), {"rank": rank, "world_size": 2, "origin_unix_s": 0.0}).write(whole, {})
 
 
 def sync(*sizes: int) -> list[tuple[str, str, int]]:
