@@ -24,8 +24,7 @@ class Run:
     record: RunRecord
     repetition: int = 0  # counted from 0 among the runs of a setting
     losses: tuple[LossPoint, ...] = ()  # the curve; may be empty
-    name: str = ""  # of the directory, relative to ``root``, the one that the user named
-    root: Path = Path()
+    name: str = ""  # of the directory, relative to the one that the user named
     group: str = ""
     setting: str = ""  # name of its setting; a failed run may be the only one of its name
     has_steps: bool = True  # its steps are recorded, and few enough to be read in seconds

@@ -75,7 +75,7 @@ class FoundRuns:
         if record.status == "running":
             self._lacks("still running or killed, left out", name)
             return
-        run = Run(folder=folder, record=record, name=name, root=root)
+        run = Run(folder=folder, record=record, name=name)
         if record.status == "failed":
             shown = None if record.error is None else _without_paths(record.error, folder, root)
             self.failed.append(dataclasses.replace(run, record=dataclasses.replace(record, error=shown)))

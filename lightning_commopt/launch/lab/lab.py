@@ -72,7 +72,6 @@ class NetLab:
         if isinstance(num_hosts, bool) or not isinstance(num_hosts, int) or not 1 <= num_hosts <= _MAX_HOSTS:
             raise ValueError(f"num_hosts must be an integer from 1 to {_MAX_HOSTS}, got {num_hosts!r}")
         self.num_hosts = num_hosts
-        self.rate = rate
         self._bits_per_s = parse_rate(rate)
         self._unshare_options: tuple[str, ...] = ()
         self._keeper: Keeper | None = None
@@ -156,7 +155,7 @@ class NetLab:
         if bits_per_s is None:
             raise ValueError(f"rate must be a limit, got {rate!r}")
         self._opened()
-        self.rate, self._bits_per_s = rate, bits_per_s
+        self._bits_per_s = bits_per_s
         for host in range(self.num_hosts):
             self._limit("-n", f"host{host}", device=DEVICE)
             if self.num_hosts != 2:
