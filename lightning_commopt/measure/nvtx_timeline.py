@@ -8,7 +8,7 @@ from typing import Any
 
 import nvtx  # type: ignore[import-untyped]
 
-from lightning_commopt.measure.observer import BucketInfo, BucketSync, SyncObserver
+from lightning_commopt.measure.observer import END, START, BucketInfo, BucketSync, SyncObserver
 
 
 def profiled_domain(name: str) -> Any:
@@ -94,14 +94,8 @@ class _SyncRange(BucketSync):
         self._attributes = attributes
         self._range_id: int | None = None
 
-    def start(self) -> None:
-        self._range_id = self._ranges.start(self._attributes)
-
-    def send(self) -> None:
-        pass
-
-    def arrive(self) -> None:
-        pass
-
-    def end(self, wire_bytes: int) -> None:
-        self._ranges.end(self._range_id)
+    def note(self, event: int, wire_bytes: int = 0) -> None:
+        if event == START:
+            self._range_id = self._ranges.start(self._attributes)
+        elif event == END:
+            self._ranges.end(self._range_id)

@@ -17,30 +17,26 @@ class BucketInfo:
     is_last: bool
 
 
-class BucketSync(ABC):
-    """Observes the sync of one bucket: the hook calls these methods in order, on any thread.
+START, SEND, ARRIVE, END = range(4)
+"""The events of one bucket's sync.
 
-    For CUDA tensors the current stream is the one of the sync, and the host may be far ahead of it. Each collective is
-    a pair of `send` and `arrive`. After a failure no further method is called.
+START: it leaves the queue, to be compressed or sent. SEND: a collective starts, or the first of several that overlap.
+ARRIVE: it is done, or the last of several that overlap. END: the bucket holds the average.
+"""
+
+
+class BucketSync(ABC):
+    """Observes the sync of one bucket: the hook notes START, pairs of SEND and ARRIVE, and END, on any thread.
+
+    For CUDA tensors the current stream is the one of the sync, and the host may be far ahead of it. After a failure no
+    further event is noted.
     """
 
     __slots__ = ()
 
     @abstractmethod
-    def start(self) -> None:
-        """The bucket leaves the queue, to be compressed or sent."""
-
-    @abstractmethod
-    def send(self) -> None:
-        """A collective starts, or the first of several that overlap."""
-
-    @abstractmethod
-    def arrive(self) -> None:
-        """The collective is done, or the last of several that overlap."""
-
-    @abstractmethod
-    def end(self, wire_bytes: int) -> None:
-        """The bucket holds the average, for which this rank handed ``wire_bytes`` to collectives, see `BucketSpan`."""
+    def note(self, event: int, wire_bytes: int = 0) -> None:
+        """Notes an event; for END with the bytes that this rank handed to collectives, see `BucketSpan`."""
 
 
 class SyncObserver(ABC):
@@ -83,18 +79,6 @@ class BucketSyncs(BucketSync):
     def __init__(self, syncs: list[BucketSync]) -> None:
         self._syncs = syncs
 
-    def start(self) -> None:
+    def note(self, event: int, wire_bytes: int = 0) -> None:
         for sync in self._syncs:
-            sync.start()
-
-    def send(self) -> None:
-        for sync in self._syncs:
-            sync.send()
-
-    def arrive(self) -> None:
-        for sync in self._syncs:
-            sync.arrive()
-
-    def end(self, wire_bytes: int) -> None:
-        for sync in self._syncs:
-            sync.end(wire_bytes)
+            sync.note(event, wire_bytes)

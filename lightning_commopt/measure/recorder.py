@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from lightning_commopt.measure.clock import Clock, HostClock
-from lightning_commopt.measure.observer import BucketInfo, BucketSync, SyncObserver
+from lightning_commopt.measure.observer import END, BucketInfo, BucketSync, SyncObserver
 from lightning_commopt.measure.record import BucketSpan, Collective, Phase, StepRecord
 
 # Steps that `StepRecorder.end_step` makes records of, at most: one more than there are new ones, to catch up
@@ -164,14 +164,10 @@ class _RecordedSync(BucketSync):
         self._backward = backward
         self.bucket = bucket
 
-    def start(self) -> None:
+    def note(self, event: int, wire_bytes: int = 0) -> None:
         self.marks.append(self._mark())
-
-    send = arrive = start
-
-    def end(self, wire_bytes: int) -> None:
-        self.marks.append(self._mark())
-        self._wire_bytes = wire_bytes
+        if event == END:
+            self._wire_bytes = wire_bytes
 
     @property
     def has_ended(self) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_commopt.compat.torch import sparse_values
 from lightning_commopt.compressors import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.channel import Channel
-from lightning_commopt.measure.observer import BucketInfo, BucketSync, BucketSyncs, Observers
+from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketInfo, BucketSync, BucketSyncs, Observers
 from lightning_commopt.sync.buckets import Bucket, BucketOrder, HeldBuckets, Relayout
 from lightning_commopt.sync.executors import Executor
 from lightning_commopt.sync.groups import BorrowedGroups
@@ -149,13 +149,13 @@ class BucketHook:
     def _sync_as_saved(self, held: HeldBuckets) -> None:
         bytes_before = self._channel.bytes_sent
         together = BucketSyncs([bucket.sync for bucket in held.buckets])
-        together.start()
-        together.send()
+        together.note(START)
+        together.note(SEND)
         for bucket in held.laid_out_as_saved():
             self._sync_or_explain(bucket)
-        together.arrive()
+        together.note(ARRIVE)
         for bucket in held.buckets:
-            bucket.sync.end(self._channel.bytes_sent - bytes_before)
+            bucket.sync.note(END, self._channel.bytes_sent - bytes_before)
             bytes_before = self._channel.bytes_sent
 
     def _sync_or_explain(self, bucket: Bucket) -> None:
@@ -172,10 +172,10 @@ class BucketHook:
     def _sync(self, bucket: Bucket) -> None:
         bytes_before = self._channel.bytes_sent
         self._under_way.add(bucket.index)
-        bucket.sync.start()
+        bucket.sync.note(START)
         _run(self._rounds(bucket), bucket.sync)
         self._under_way.remove(bucket.index)
-        bucket.sync.end(self._channel.bytes_sent - bytes_before)
+        bucket.sync.note(END, self._channel.bytes_sent - bytes_before)
 
     def _rounds(self, bucket: Bucket) -> Rounds:
         if bucket.is_compressible:
@@ -232,8 +232,8 @@ def _run(rounds: Rounds, sync: BucketSync) -> None:
         pending, is_sending = next(rounds), False
         while True:
             if not is_sending:
-                sync.send()
+                sync.note(SEND)
             arrived, is_sending = pending.wait(), pending.is_followed
             if not is_sending:
-                sync.arrive()
+                sync.note(ARRIVE)
             pending = rounds.send(arrived)

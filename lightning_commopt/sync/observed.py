@@ -16,7 +16,7 @@ from lightning_commopt.compat.collectives import has_collective_hooks
 from lightning_commopt.compat.fsdp import comm_objects
 from lightning_commopt.compat.lightning import wrap_comm_hook
 from lightning_commopt.compat.torch import registered_hooks, sparse_values
-from lightning_commopt.measure.observer import BucketInfo, Observers, SyncObserver
+from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketInfo, Observers, SyncObserver
 from lightning_commopt.sync.buckets import BucketOrder, synced_parameters
 from lightning_commopt.sync.observed_reducer import ObservedReducer, can_observe_reducer
 from lightning_commopt.text.validation import warn, warn_once
@@ -76,7 +76,7 @@ def observe_wrapped(strategy: Any) -> None:
         return
     if not registered_hooks(model):
         observe_all_reduce(model, observers)
-    elif not any(isinstance(owner, _ObservedBuckets) for owner in registered_hooks(model)):
+    elif not any(isinstance(owner, ObservedBuckets) for owner in registered_hooks(model)):
         warn_once("a comm hook that the strategy does not know of cannot be observed: only step phases are timed.")
 
 
@@ -96,7 +96,7 @@ def before_backward(model: object) -> None:
         call()
 
 
-class _ObservedBuckets:
+class ObservedBuckets:
     """Describes the buckets of a model that was just wrapped to observers."""
 
     def __init__(self, model: DistributedDataParallel, observers: Observers) -> None:
@@ -119,7 +119,7 @@ class _ObservedBuckets:
         return info
 
 
-class ObservedHook(_ObservedBuckets):
+class ObservedHook(ObservedBuckets):
     """Wraps a hook of DDP that does not notify observers; `reduce` is the hook.
 
     All time between the call and the result counts as on the wire. The number of bytes is known for torch's casts and
@@ -135,8 +135,8 @@ class ObservedHook(_ObservedBuckets):
         """Calls the hook for one bucket, and returns a future of its result."""
         flat = bucket.buffer()
         sync = self._observers.ready(self._info(bucket, flat))
-        sync.start()
-        sync.send()
+        sync.note(START)
+        sync.note(SEND)
         values = sparse_values(flat)
         numel_before = _numel_after_compression(state)
         future = self._hook(state, bucket)
@@ -145,14 +145,14 @@ class ObservedHook(_ObservedBuckets):
 
         def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
             value = done.value()
-            sync.arrive()
-            sync.end(num_bytes)
+            sync.note(ARRIVE)
+            sync.note(END, num_bytes)
             return value[0] if isinstance(value, list) else value
 
         return future.then(finish)
 
 
-class ObservedAllReduce(_ObservedBuckets):
+class ObservedAllReduce(ObservedBuckets):
     """What DDP does without a hook: every rank's gradients are divided by the number of ranks, then summed.
 
     DDP multiplies gradients by the reciprocal when it copies them into the bucket, and divides those that are views of
@@ -180,8 +180,8 @@ class ObservedAllReduce(_ObservedBuckets):
         flat = bucket.buffer()
         info = self._info(bucket, flat)
         sync = self._observers.ready(info)
-        sync.start()
-        sync.send()
+        sync.note(START)
+        sync.note(SEND)
         if self._kept:
             self._divide_where_kept(bucket)
         elif self._world_size > 1:
@@ -189,8 +189,8 @@ class ObservedAllReduce(_ObservedBuckets):
 
         def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
             (averaged,) = done.value()
-            sync.arrive()
-            sync.end(info.gradient_bytes)
+            sync.note(ARRIVE)
+            sync.note(END, info.gradient_bytes)
             return averaged
 
         return self._group.allreduce([flat]).get_future().then(finish)  # what DDP calls; dist.all_reduce is slower

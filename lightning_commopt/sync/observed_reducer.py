@@ -17,7 +17,7 @@ from lightning_commopt.compat.torch import (
     refresh_bucket_parameters,
     uses_python_reducer,
 )
-from lightning_commopt.measure.observer import BucketInfo, BucketSync, Observers
+from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketInfo, BucketSync, Observers
 from lightning_commopt.sync.buckets import synced_parameters
 
 
@@ -80,8 +80,8 @@ class ObservedReducer:
             with suppress(RuntimeError):  # a static graph's first all-reduces may come after their backward
                 call_after_backward(lambda: call_after_backward(self._end))  # DDP waits in a callback between the two
         sync = self._observers.ready(bucket)
-        sync.start()
-        sync.send()
+        sync.note(START)
+        sync.note(SEND)
         self._open.append(issued := _IssuedBucket(sync, num_bytes))
         return issued
 
@@ -115,5 +115,5 @@ class _IssuedBucket:
             sync = self._under_way.pop()
         except IndexError:
             return
-        sync.arrive()
-        sync.end(self._num_bytes)
+        sync.note(ARRIVE)
+        sync.note(END, self._num_bytes)

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks.nvtx_ranges import COLORS, RANGES, NVTXRanges
 from lightning_commopt.measure.nvtx_timeline import SyncRanges
-from lightning_commopt.measure.observer import BucketInfo
+from lightning_commopt.measure.observer import END, START, BucketInfo
 from support.lightnings import Callback, DDPStrategy, LightningOptimizer, ModelCheckpoint
 from support.ranks import run_ranks
 from support.strategy_models import trainer
@@ -79,7 +79,7 @@ class Unfinished(Line):
 
     def training_step(self, batch, batch_idx):
         bucket = BucketInfo(index=0, gradient_bytes=8, names=(), is_last=True)
-        self.trainer.strategy.sync_observers.ready(bucket).start()  # type: ignore[attr-defined]
+        self.trainer.strategy.sync_observers.ready(bucket).note(START)  # type: ignore[attr-defined]
         raise RuntimeError("on purpose")
 
 
@@ -335,16 +335,16 @@ def test_syncs_end_on_any_thread_and_those_that_failed_at_the_end():
     first, second, late = (
         ranges.ready(BucketInfo(index=index, gradient_bytes=8 * index, names=(), is_last=False)) for index in range(3)
     )
-    first.start()
-    second.start()
+    first.note(START)
+    second.note(START)
     thread = threading.Thread(target=first.end, args=(4,))
     thread.start()
     thread.join()
     assert recorded.events == [("start", "bucket 0"), ("start", "bucket 1"), ("end", "bucket 0")]
     ranges.close()
-    second.end(4)
-    late.start()
-    late.end(4)
+    second.note(END, 4)
+    late.note(START)
+    late.note(END, 4)
     assert recorded.events[3:] == [("end", "bucket 1")]
     assert recorded.payloads == {"bucket 0": [0], "bucket 1": [8]}
     assert recorded.is_balanced

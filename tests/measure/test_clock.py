@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_commopt.measure.clock import CudaClock
-from lightning_commopt.measure.observer import BucketInfo
+from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketInfo
 from lightning_commopt.measure.recorder import StepRecorder
 
 NUM_BUCKETS, NUM_PHASES = 3, 4  # data, forward, backward, and the pause
@@ -64,10 +64,10 @@ def one_step(recorder: StepRecorder, step: int) -> None:
         recorder.enter(phase)
     for index in range(NUM_BUCKETS):
         sync = recorder.ready(BucketInfo(index, 8, (f"p{index}",), index == NUM_BUCKETS - 1))
-        sync.start()
-        sync.send()
-        sync.arrive()
-        sync.end(4)
+        sync.note(START)
+        sync.note(SEND)
+        sync.note(ARRIVE)
+        sync.note(END, 4)
     recorder.end_step(step, 1)
 
 

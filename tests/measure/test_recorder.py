@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import PowerSGD
 from lightning_commopt.measure.clock import CudaClock, HostClock
-from lightning_commopt.measure.observer import BucketInfo, Observers
+from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketInfo, Observers
 from lightning_commopt.measure.record import Collective, Phase
 from lightning_commopt.measure.recorder import StepRecorder, issued_by
 from lightning_commopt.sync.attach import attach_bucket_hook
@@ -54,10 +54,10 @@ def test_a_step_is_recorded_when_the_device_has_passed_it() -> None:
     recorder.enter("backward")
     first, last = recorder.ready(bucket(0, False)), recorder.ready(bucket(1, True))
     for sync in (first, last):
-        sync.start()
-        sync.send()
-        sync.arrive()
-        sync.end(4)
+        sync.note(START)
+        sync.note(SEND)
+        sync.note(ARRIVE)
+        sync.note(END, 4)
     recorder.enter("optimizer")
     recorder.end_step(7, 3)
     assert recorder.num_pending == 1
@@ -125,7 +125,7 @@ def test_a_sync_that_failed_is_left_out() -> None:
     clock.reached = 100
     recorder = StepRecorder(clock)
     recorder.enter("backward")
-    recorder.ready(bucket(0, False)).start()
+    recorder.ready(bucket(0, False)).note(START)
     recorder.end_step(0, 1)
     assert recorder.take(1)[0].record.buckets == ()
 

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_commopt.compat.lightning import MisconfigurationException
 from lightning_commopt.compat.torch import ignored_names
-from lightning_commopt.measure.observer import BucketInfo, BucketSync, Observers
+from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketInfo, BucketSync, Observers
 from lightning_commopt.text.formatting import list_some
 
 _NAMES_IN_MESSAGE = 8
@@ -58,10 +58,10 @@ class ParameterSync(ABC):
 
     def _all_reduce(self, gradient: Tensor, sync: BucketSync | None) -> dist.Work:
         if sync is not None:
-            sync.start()
+            sync.note(START)
         gradient.mul_(self._reciprocal)
         if sync is not None:
-            sync.send()
+            sync.note(SEND)
         self.bytes_sent += gradient.nbytes
         return self._group.allreduce([gradient])
 
@@ -84,8 +84,8 @@ class AfterBackward(ParameterSync):
         for gradient, sync in zip(gradients, syncs, strict=True):
             self._all_reduce(gradient, sync).wait()
             if sync is not None:
-                sync.arrive()
-                sync.end(gradient.nbytes)
+                sync.note(ARRIVE)
+                sync.note(END, gradient.nbytes)
 
 
 class WhileBackwardRuns(ParameterSync):
@@ -150,8 +150,8 @@ class WhileBackwardRuns(ParameterSync):
 
         def finish(done: Future[Any]) -> None:
             done.value()  # raises what the all-reduce has raised
-            sync.arrive()
-            sync.end(gradient.nbytes)
+            sync.note(ARRIVE)
+            sync.note(END, gradient.nbytes)
 
         # The future's callback runs as soon as the all-reduce is done; on CUDA, in a stream that waits for it.
         return work, work.get_future().then(finish)

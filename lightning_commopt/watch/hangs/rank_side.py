@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from lightning_commopt.compat.hooks import hook_owner
 from lightning_commopt.compat.torch import flight_records
-from lightning_commopt.measure.observer import BucketInfo, BucketSync, SyncObserver
+from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketInfo, BucketSync, SyncObserver
 from lightning_commopt.sync.store import key_space
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.marks import MarkWriter
@@ -37,6 +37,12 @@ from lightning_commopt.watch.waiting import end_process
 _FIRST_POLL_S, _LAST_POLL_S = 0.02, 1.0
 _MEET_S = 60.0
 _NUM_EVENTS = 256
+_KINDS = {
+    START: kinds.BUCKET_START,
+    SEND: kinds.COLLECTIVE_START,
+    ARRIVE: kinds.COLLECTIVE_END,
+    END: kinds.BUCKET_END,
+}
 
 
 class WatchedRank:
@@ -227,18 +233,10 @@ class _MarkedBucket(BucketSync):
     def __init__(self, rank: WatchedRank, index: int) -> None:
         self._rank, self._index = rank, index
 
-    def start(self) -> None:
-        self._rank.mark(kinds.BUCKET_START, 0, self._index)
-
-    def send(self) -> None:
-        self._rank.mark(kinds.COLLECTIVE_START, 0, self._index)
-
-    def arrive(self) -> None:
-        self._rank.mark(kinds.COLLECTIVE_END, 0, self._index)
-
-    def end(self, wire_bytes: int) -> None:
-        self._rank.mark(kinds.BUCKET_END, 0, self._index)
-        self._rank.note_device(self._index)
+    def note(self, event: int, wire_bytes: int = 0) -> None:
+        self._rank.mark(_KINDS[event], 0, self._index)
+        if event == END:
+            self._rank.note_device(self._index)
 
 
 def _ending_of(exception: BaseException) -> tuple[str, str]:
