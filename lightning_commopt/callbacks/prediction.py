@@ -16,7 +16,7 @@ from lightning_commopt.cost.gradient_times import GradientTimes
 from lightning_commopt.measure.recorder import RecordedStep
 from lightning_commopt.measure.verdict import Forecast
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.strategy.base import plan_of
+from lightning_commopt.strategy.base import is_baseline, plan_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -38,7 +38,8 @@ class PredictionRecorder:
         self._times: GradientTimes | None = None
         self._steps: deque[RecordedStep] = deque(maxlen=_NUM_STEPS)
         # No further gradients are timed then, so `enter` need not be called.
-        self.is_over = not (trainer.is_global_zero and isinstance(trainer.strategy.model, DistributedDataParallel))
+        is_ddp = isinstance(trainer.strategy.model, DistributedDataParallel) and not is_baseline(trainer.strategy)
+        self.is_over = not (trainer.is_global_zero and is_ddp)
 
     def enter(self, phase: str | None) -> None:
         """Must be called when a phase of a step begins; "backward" right before a backward."""

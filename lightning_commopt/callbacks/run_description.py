@@ -17,7 +17,7 @@ from lightning_commopt.compressors.registry import compressor_from_config, compr
 from lightning_commopt.launch.nccl_variables import PREFIX, nccl_variables
 from lightning_commopt.measure.runs.settings import flat
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.strategy.base import plan_of
+from lightning_commopt.strategy.base import is_baseline, plan_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -65,7 +65,9 @@ def describe_hook(strategy: Strategy) -> dict[str, Any]:
     compressor = None if plan is None else plan.comm_hook
     if compressor is not None:
         name, is_lossy = compressor_name(compressor), compressor.claims.is_lossy
-    elif getattr(strategy, "world_size", 1) > 1 and not isinstance(strategy.model, DistributedDataParallel):
+    elif getattr(strategy, "world_size", 1) > 1 and (
+        is_baseline(strategy) or not isinstance(strategy.model, DistributedDataParallel)
+    ):
         name, is_lossy = type(strategy).__name__, getattr(strategy, "is_lossy", False)
     elif (hook := comm_hook_of(strategy)) is None:
         name, is_lossy = "none", False

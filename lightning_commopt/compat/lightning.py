@@ -179,8 +179,3 @@ def wrap_comm_hook(strategy: Any, wrap: Callable[[Any], Any]) -> None:
     if hasattr(strategy, "_ddp_comm_wrapper"):
         inner = strategy._ddp_comm_wrapper
         strategy._ddp_comm_wrapper = wrap if inner is None else lambda hook: wrap(inner(hook))
-
-
-def sync_module_states(module: Any) -> None:
-    """Sends parameters and buffers of rank 0 to the others, in DDP's own way, for baselines."""
-    import_module(f"{package_in_use()}.overrides.distributed")._sync_module_states(module)

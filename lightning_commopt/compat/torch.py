@@ -10,13 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Variable
-from torch.distributed import distributed_c10d, utils
-from torch.nn import Module
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-broadcast_coalesced = torch.distributed._broadcast_coalesced  # as DDP sends buffers, for baselines
 default_store = distributed_c10d._get_default_store  # for messages that no missing rank breaks
-verify_shapes = utils._verify_param_shape_across_processes  # DDP's own check of parameters, with its message
 foreach_copy_, foreach_mul_ = torch._foreach_copy_, torch._foreach_mul_  # what optimizers use for many small tensors
 
 
@@ -69,11 +66,6 @@ def flush_static_graph(model: DistributedDataParallel) -> None:
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Calls a function when the backward that is running ends without an exception."""
     Variable._execution_engine.queue_callback(callback)
-
-
-def ignored_names(module: Module) -> set[str]:
-    """Returns the names of parameters and buffers of a module that DDP must ignore."""
-    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
 def sparse_values(tensor: Tensor) -> Tensor:

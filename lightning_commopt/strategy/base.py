@@ -37,9 +37,14 @@ def exchange_plan(ddp_kwargs: dict[str, Any], old: CommPlan, new: CommPlan) -> N
 
 
 def plan_of(strategy: object) -> CommPlan | None:
-    """Returns the plan of a strategy of ours; None for any other strategy."""
+    """Returns the plan of a strategy of ours; None for the baselines, and for any other strategy."""
     plan = getattr(strategy, "plan", None)
-    return plan if isinstance(plan, CommPlan) else None
+    return plan if isinstance(plan, CommPlan) and not is_baseline(strategy) else None
+
+
+def is_baseline(strategy: object) -> bool:
+    """Returns whether a strategy or its class is one of `lightning_commopt.baselines`, whose plan nobody chooses."""
+    return getattr(strategy, "is_baseline", False)
 
 
 @contextmanager

@@ -170,9 +170,10 @@ class CommOptStrategy(_DDPStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._fit_watch = fit.watch_fit(self) if self._watch else None
+        is_fit = fit.is_fit(self)
+        self._fit_watch = FitWatch(self) if self._watch and is_fit and self.world_size > 1 else None
         self._sigterm_check = fit.check_sigterm(self, self._sigterm_every_n_steps)
-        self.auto_plan.start_fit(is_fit=fit.is_fit(self))
+        self.auto_plan.start_fit(is_fit=is_fit)
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)

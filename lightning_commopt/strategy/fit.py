@@ -1,4 +1,4 @@
-"""What the strategy for a Trainer does around a fit: it watches for absent ranks, and keeps state in checkpoints."""
+"""What the strategy for a Trainer does around a fit: it checks for SIGTERM, and keeps state in checkpoints."""
 
 from __future__ import annotations
 
@@ -12,14 +12,6 @@ from lightning_commopt.compat.sigterm import SigtermCheck, broadcasts_sigterm
 from lightning_commopt.sync.checkpoint import gather_state, read_state
 from lightning_commopt.sync.state import KEY
 from lightning_commopt.text.validation import warn_once
-from lightning_commopt.watch.fit_watch import FitWatch
-
-
-def watch_fit(strategy: Any) -> FitWatch | None:
-    """Starts to watch a fit of several ranks, whose process group exists; returns None where there is no such fit."""
-    if strategy.world_size == 1 or not is_fit(strategy):
-        return None
-    return FitWatch(strategy)
 
 
 def check_sigterm(strategy: Any, every_n_steps: int | None) -> SigtermCheck | None:

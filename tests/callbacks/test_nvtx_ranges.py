@@ -337,7 +337,7 @@ def test_syncs_end_on_any_thread_and_those_that_failed_at_the_end():
     )
     first.note(START)
     second.note(START)
-    thread = threading.Thread(target=first.end, args=(4,))
+    thread = threading.Thread(target=first.note, args=(END, 4))
     thread.start()
     thread.join()
     assert recorded.events == [("start", "bucket 0"), ("start", "bucket 1"), ("end", "bucket 0")]

@@ -96,6 +96,7 @@ def tuned_strategy(strategy: Any, ours: Any) -> Any:
     from lightning_commopt.commands.tune.tuning import Tuning
     from lightning_commopt.compat.lightning import arguments_of_ddp, comm_hook_of, is_lightnings_ddp
     from lightning_commopt.strategy.adapters import aliases
+    from lightning_commopt.strategy.base import is_baseline
     from lightning_commopt.strategy.ddp import CommOptStrategy
 
     if isinstance(strategy, str):
@@ -108,7 +109,7 @@ def tuned_strategy(strategy: Any, ours: Any) -> Any:
         if comm_hook_of(strategy) is not None:
             raise ValueError("commopt tune has nothing to choose: the Trainer's DDPStrategy has a ddp_comm_hook")
         strategy = ours(**arguments_of_ddp(strategy))
-    elif not isinstance(strategy, CommOptStrategy):
+    elif not isinstance(strategy, CommOptStrategy) or is_baseline(strategy):
         raise ValueError(f"commopt tune is for DDP, and the Trainer has strategy={strategy!r}")
     strategy.auto_plan = Tuning(strategy, json.loads(os.environ[VARIABLE]))
     return strategy

@@ -26,6 +26,7 @@ from lightning_commopt.launch.lab import NetLab, parse_rate, why_not
 from lightning_commopt.measure.runs.record import RunRecord, new_record
 from lightning_commopt.measure.runs.settings import hydra_settings
 from lightning_commopt.plan import CommPlan, plan_options
+from lightning_commopt.strategy.base import is_baseline
 from lightning_commopt.strategy.ddp import CommOptStrategy
 from lightning_commopt.text.validation import check_integer
 from lightning_commopt.tune.options import AUTO, TuneOptions, plan_from_option
@@ -244,7 +245,8 @@ def _as_config_error(prefix: str = "") -> Iterator[None]:
 
 def _is_commopt(config: DictConfig) -> bool:
     target = config.strategy.get("_target_")
-    return target is not None and issubclass(get_class(target), CommOptStrategy)
+    strategy = None if target is None else get_class(target)
+    return strategy is not None and issubclass(strategy, CommOptStrategy) and not is_baseline(strategy)
 
 
 def register_resolvers() -> None:

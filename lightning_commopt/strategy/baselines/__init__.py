@@ -1,1 +1,0 @@
-"""Data parallelism without buckets: parameters that are synchronized one by one."""
