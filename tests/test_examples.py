@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -203,11 +202,8 @@ def test_hydra_sweep_over_plans_and_devices(example: tuple[Path, str]) -> None:
 
 
 @pytest.mark.exhaustive
-def test_two_nodes(tmp_path: Path) -> None:
+def test_two_nodes(tmp_path: Path, port: int) -> None:
     """If it fails, torchrun over two nodes does not work."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     torchrun = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1")
     address = ("--master-addr", "127.0.0.1", "--master-port", str(port))
     nodes = [

@@ -135,13 +135,10 @@ def _come_late(folder: Path, port: int) -> int:
 
 
 @pytest.mark.exhaustive
-def test_late_ranks_are_named_and_then_train(tmp_path: Path) -> None:
+def test_late_ranks_are_named_and_then_train(tmp_path: Path, port: int) -> None:
     """If it fails, a start that waits says nothing, or the watch breaks a start that is only slow."""
     for rank in range(3):
         (tmp_path / str(rank)).touch()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     assert run_ranks(_come_late, tmp_path, port, world_size=3, limit_s=_LIMIT_S) == [6, 6, 6]
     lines = [(tmp_path / str(rank)).read_text().splitlines() for rank in range(3)]
     told = [[line for line in each if " s in init_process_group: " in line] for each in lines]
@@ -165,11 +162,8 @@ def _fail_on_rank_0(folder: Path, port: int) -> None:
         threading.Event().wait(600)
 
 
-def test_ranks_end_when_another_has_failed(tmp_path: Path) -> None:
+def test_ranks_end_when_another_has_failed(tmp_path: Path, port: int) -> None:
     """If it fails, one rank's error at the start leaves the others waiting, over gloo for five times the timeout."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     ends = run_ranks_or_raise(_fail_on_rank_0, tmp_path, port, world_size=2, limit_s=_LIMIT_S)
     assert "ArithmeticError: broken on purpose" in str(ends[0][1])
     assert ends[1][1] == "it died before it answered"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -64,11 +63,8 @@ def test_under_torchrun_every_rank_runs_the_command_and_the_first_prints() -> No
 
 
 @pytest.mark.exhaustive
-def test_under_srun_tasks_are_the_ranks() -> None:
+def test_under_srun_tasks_are_the_ranks(port: int) -> None:
     """If it fails, srun's tasks each measure alone, or do not find each other."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     job = {
         "SLURM_NTASKS": "2",
         "SLURM_STEP_ID": "0",
@@ -77,7 +73,7 @@ def test_under_srun_tasks_are_the_ranks() -> None:
         "SLURM_STEP_TASKS_PER_NODE": "2",
         "SLURM_JOB_ID": "1",
         "SLURM_NODEID": "0",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
     }
     envs = [{**os.environ, **job, "SLURM_PROCID": task, "SLURM_LOCALID": task} for task in ("0", "1")]

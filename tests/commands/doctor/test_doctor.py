@@ -118,11 +118,8 @@ def test_the_command() -> None:
     assert "NCCL_TREE_THRESHOLD has no effect since NCCL 2.5, which removed it" in messages
 
 
-def test_a_port_where_nothing_listens_and_a_name_that_is_unknown() -> None:
+def test_a_port_where_nothing_listens_and_a_name_that_is_unknown(port: int) -> None:
     """If it fails, a launch that cannot work ends in a timeout that tells nothing."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with pytest.raises(MeetingError, match=f"refuses connections to port {port}"):
         check_port("127.0.0.1", port, limit_s=0.1)
     with pytest.raises(MeetingError, match=r"no-such-host\.invalid cannot be resolved"):

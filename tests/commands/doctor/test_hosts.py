@@ -69,12 +69,6 @@ def test_hosts_of_one_name() -> None:
     assert disambiguate_hosts(everybody, listeners=[0]) == everybody
 
 
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
-
-
 def test_a_meeting_and_one_that_somebody_misses(port: int) -> None:
     """If it fails, hosts are compared wrongly, or nobody is told who is missing."""
     with PROCESSES.Pool(3) as pool:
