@@ -11,22 +11,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.commands.selftest.steps import Net, flatten, random_gradients, send
-from lightning_commopt.compressors import BySize, Compressor, Int4, Layout, PowerSGD, Rounds, State
+from lightning_commopt.compressors import BySize, Int4, Layout, PowerSGD, Rounds, State
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.gradient_sync import GradientSync
+from support.own_compressors import Averages
 from support.ranks import run_ranks
 
 ALONE: Any = SimpleNamespace(size=1, all_reduce=lambda tensor: tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doubles(Compressor):
+class Doubles(Averages):
     """Doubles gradients, leaves a residual of 7 for each, and notes in whose memory they were."""
 
     memories: list[int] = field(default_factory=list)
-
-    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        return {}
 
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Any, residual: Tensor | None = None
@@ -35,9 +33,6 @@ class Doubles(Compressor):
         self.memories.extend(tensor.untyped_storage().data_ptr() for tensor in (flat, residual))
         yield channel.all_reduce(flat.mul_(2))
         residual.fill_(7)
-
-    def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        return layout.numel * layout.dtype.itemsize
 
 
 @pytest.mark.parametrize(

@@ -23,29 +23,18 @@ from lightning_commopt.compressors import (
     register_compressor,
     registry,
 )
-from lightning_commopt.compressors.base import Layout, Rounds, State
 from lightning_commopt.compressors.registry import compressor_name, names_with_option
 from lightning_commopt.plan import CommPlan, OptionError
 from lightning_commopt.sync.state import CheckpointError, from_checkpoint, to_checkpoint
 from support.every_compressor import COMPRESSORS
+from support.own_compressors import Averages
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mine(Compressor):
-    """Averages as `AllReduce` does."""
+class Mine(Averages):
+    """With an option."""
 
     size: Any = 1
-
-    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        return {}
-
-    def rounds(
-        self, flat: torch.Tensor, layout: Layout, state: State, channel: Any, residual: torch.Tensor | None = None
-    ) -> Rounds:
-        yield from AllReduce().rounds(flat, layout, state, channel, residual)
-
-    def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        return AllReduce().wire_bytes(layout, world_size)
 
 
 @pytest.fixture

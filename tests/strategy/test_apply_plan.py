@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_commopt import AllReduce, CommOptDDP, CommPlan, ErrorFeedback, PowerSGD
-from lightning_commopt.compressors import Compressor, Layout, LowRank, Rounds, State
-from lightning_commopt.compressors.channel import Channel
+from lightning_commopt.compressors import LowRank
 from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.checks import check_plans_agree
 from support.lightnings import Callback, DDPStrategy, LightningModule, Trainer
+from support.own_compressors import Averages
 from support.ranks import run_ranks, run_ranks_or_raise
 from support.strategy_models import FEATURES, Manual, Params, Tiny, assert_same, loader, numbers, trainer
 
@@ -167,22 +167,11 @@ class Threshold:
         self.value = value
 
 
-class Own(Compressor):
+class Own(Averages):
     """A user's compressor, not a dataclass, whose repr has an address too."""
 
     def __init__(self, threshold: Any) -> None:
         self.threshold = threshold
-
-    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        return {}
-
-    def rounds(
-        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
-    ) -> Rounds:
-        return (yield from AllReduce().rounds(flat, layout, state, channel, residual))
-
-    def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        return AllReduce().wire_bytes(layout, world_size)
 
 
 def _compare(settings: list[list[Any]]) -> list[str]:

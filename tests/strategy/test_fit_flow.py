@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt import CommOptDDP, CommPlan, ErrorFeedback, PowerSGD
-from lightning_commopt.compressors import Compressor, Layout, LowRank, Rounds, State
+from lightning_commopt.compressors import Layout, LowRank, Rounds, State
 from support.lightnings import Callback, DDPStrategy, LightningModule, MixedPrecision, ModelCheckpoint, Trainer
+from support.own_compressors import Averages
 from support.ranks import run_ranks, run_ranks_or_raise
 from support.strategy_models import (
     FEATURES,
@@ -300,7 +301,7 @@ def test_exception_in_one_rank(options: dict[str, Any]) -> None:
     assert waiting[1] is not None
 
 
-class Fails(Compressor):
+class Fails(Averages):
     """Averages, but for bucket 1 of the third gradient sync on rank 1, where it raises."""
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
@@ -313,10 +314,7 @@ class Fails(Compressor):
         is_second_bucket = torch.Size([24, FEATURES]) in layout.shapes
         if dist.get_rank() == 1 and is_second_bucket and state["steps"] == 3:
             raise ArithmeticError("broken on purpose")
-        yield channel.all_reduce(flat.mul_(1 / channel.size))
-
-    def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        return layout.numel * layout.dtype.itemsize
+        yield from super().rounds(flat, layout, {}, channel)
 
 
 def _break_a_gradient_sync(limits: dict[str, Any]) -> None:

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
-from lightning_commopt.compressors import AllReduce, Compressor, Layout, Rounds, State
-from lightning_commopt.compressors.channel import Channel
+from lightning_commopt.compressors import Layout, State
 from support.lightnings import BoringModel, DDPStrategy
+from support.own_compressors import Averages
 from support.ranks import run_ranks
 from support.strategy_models import trainer
 
@@ -63,19 +63,11 @@ def test_fits_one_after_another_of_a_module_that_holds_another_ddp() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _KeepsAnObject(Compressor):
+class _KeepsAnObject(Averages):
     """Has a state that no checkpoint can hold."""
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         return {"anything": object()}
-
-    def rounds(
-        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
-    ) -> Rounds:
-        yield from AllReduce().rounds(flat, layout, {}, channel)
-
-    def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        return AllReduce().wire_bytes(layout, world_size)
 
 
 def _end_with_a_state_that_cannot_be_kept() -> tuple[str, int, int]:

@@ -10,12 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 from torch import Tensor
 
 from lightning_commopt.compressors import (
     AfterSteps,
-    AllReduce,
     AlternatingPowerSGD,
     BySize,
     Compressor,
@@ -34,6 +32,7 @@ from support.ddp_steps import BUCKETS, FIRST_BUCKETS, OTHER_BUCKETS, Training
 from support.every_compressor import COMPRESSORS
 from support.fake_cuda import cuda_on, needs_fake_copies
 from support.machine import Machine
+from support.own_compressors import Averages
 
 pytestmark = needs_fake_copies
 BF16 = COMPRESSORS["bf16"]
@@ -188,13 +187,10 @@ def test_streams_are_in_order_and_memory_is_kept(name: str, scenario: str, apart
 
 
 @dataclass(frozen=True, kw_only=True)
-class _FailsOnce(Compressor):
+class _FailsOnce(Averages):
     """Raises in one bucket, the second of the first step."""
 
     calls: list[int] = field(default_factory=list, compare=False)
-
-    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        return {}
 
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
@@ -202,10 +198,7 @@ class _FailsOnce(Compressor):
         self.calls.append(len(self.calls))
         if len(self.calls) == 2:
             raise MemoryError("no luck")
-        yield from AllReduce().rounds(flat, layout, {}, channel)
-
-    def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        return 0
+        yield from super().rounds(flat, layout, {}, channel)
 
 
 def test_nothing_is_sent_after_a_failure() -> None:

@@ -22,6 +22,7 @@ from lightning_commopt.sync.attach import attach_bucket_hook, warn_of_launch_ord
 from lightning_commopt.sync.executors import WorkerThread
 from lightning_commopt.sync.hook import BucketHook
 from lightning_commopt.text import validation
+from support.own_compressors import Averages
 from support.ranks import run_ranks, run_ranks_or_raise
 
 _SYNC_HAS_STARTED = threading.Event()
@@ -34,21 +35,15 @@ def _model() -> nn.Sequential:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _WaitsForBackward(Compressor):
+class _WaitsForBackward(Averages):
     """Does not finish the first bucket before backward has reached the first layer."""
-
-    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        return {}
 
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
         _SYNC_HAS_STARTED.set()
         assert _BACKWARD_REACHED_THE_INPUT.wait(20), "backward stood still while a bucket was synchronized"
-        yield from AllReduce().rounds(flat, layout, {}, channel)
-
-    def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        return AllReduce().wire_bytes(layout, world_size)
+        yield from super().rounds(flat, layout, {}, channel)
 
 
 def _overlap() -> StepRecord:
@@ -117,7 +112,7 @@ def test_collectives_of_the_main_thread_do_not_mix() -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _FailsOnce(Compressor):
+class _FailsOnce(Averages):
     """Raises on one rank, in the second bucket of the second step."""
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
@@ -129,10 +124,7 @@ class _FailsOnce(Compressor):
         state["step"] += 1
         if dist.get_rank() == 1 and state["step"] == 3 and torch.Size([32, 32]) in layout.shapes:
             raise ArithmeticError("no luck")
-        yield from AllReduce().rounds(flat, layout, {}, channel)
-
-    def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        return 0
+        yield from super().rounds(flat, layout, {}, channel)
 
 
 def _fail() -> None:

@@ -18,23 +18,12 @@ from lightning_commopt.commands.selftest.steps import Setup
 from lightning_commopt.compressors import AfterSteps, Claims, Compressor, ErrorFeedback, Layout, Rounds, State
 from lightning_commopt.compressors.channel import Channel
 from support.commopt import commopt, refusal
+from support.own_compressors import Averages
 from support.ranks import run_ranks
 
 
-class Stateless(Compressor):
-    """Sends the gradients as they are."""
-
-    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Needs no state."""
-        return {}
-
-    def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        """Returns the bytes of the gradients."""
-        return 4 * layout.numel
-
-
 @dataclass(frozen=True, kw_only=True)
-class Faulty(Stateless):
+class Faulty(Averages):
     """All-reduces, and then does something wrong.
 
     Attributes:
@@ -79,7 +68,7 @@ _FAULTS: dict[str, tuple[laws.Law, Callable[[Tensor, list[Tensor]], object]]] = 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lossy(Stateless):
+class Lossy(Averages):
     """A user's, inexact by a factor, which is an error of that share.
 
     Attributes:
