@@ -11,7 +11,7 @@ from rich.console import Console
 from lightning_commopt.measure.link.bench_result import BenchResult, Case, Row
 from lightning_commopt.measure.link.bench_settings import size_text
 from lightning_commopt.measure.link.model import LinkModel
-from lightning_commopt.text.formatting import count, number
+from lightning_commopt.text.formatting import count, grouped, number
 from lightning_commopt.text.terminal import TextTable, print_text
 
 _SIZE = "{:>12}  {:>12}  {:>8}  {:>6}"
@@ -70,12 +70,9 @@ def condition_lines(where: Mapping[str, Any]) -> list[str]:
 
 def _tables(result: BenchResult) -> Iterator[tuple[str, list[Row]]]:
     """Yields title and rows of each table, in and out of place together."""
-    found: dict[tuple[object, ...], list[Row]] = {}
-    for row in result.rows:
-        case = row.case
-        key = case.name, case.dtype, case.redop, case.load, case.scope
-        found.setdefault(key, []).append(row)
-    for rows in found.values():
+    cases = ((row.case, row) for row in result.rows)
+    alike = grouped(((case.name, case.dtype, case.redop, case.load, case.scope), row) for case, row in cases)
+    for rows in alike.values():
         first = rows[0].case
         ranks = f"{count(first.num_ranks, 'rank')}{'' if first.scope == 'all' else ' in a group'}"
         yield f"{first.label.removesuffix(', out of place')} ({ranks})", rows

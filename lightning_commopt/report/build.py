@@ -23,6 +23,7 @@ from lightning_commopt.report.names import display_name
 from lightning_commopt.report.published import published_figures
 from lightning_commopt.report.runs import FoundRuns, read_runs
 from lightning_commopt.report.settings import GroupRuns, group_runs, link_of
+from lightning_commopt.text.formatting import grouped
 
 _NUM_COMMIT_DIGITS = 10
 
@@ -121,11 +122,8 @@ def _conditions(found: FoundRuns) -> dict[str, str]:
 
 def _mixed_conditions(groups: Sequence[Group]) -> list[str]:
     """Returns a line for each condition that differs between runs of a group."""
-    lines: dict[str, list[str]] = {}
-    for group in groups:
-        runs = [run for setting in group.settings for run in setting.runs]
-        for line in _find_mixed(runs):
-            lines.setdefault(line, []).append(group.name)
+    runs = {group.name: [run for setting in group.settings for run in setting.runs] for group in groups}
+    lines = grouped((line, name) for name, own in runs.items() for line in _find_mixed(own))
     return [f"{'' if len(names) == len(groups) else ', '.join(names) + ': '}{line}" for line, names in lines.items()]
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.intervals import Interval, compare
 from lightning_commopt.report.outputs import FORMAT, to_plain
+from lightning_commopt.text.formatting import grouped
 
 # Of a setting: "failed" if runs failed and none did before, or all do and some had worked; "unknown" with too few runs
 Outcome = Literal["slower", "failed", "unknown", "missing", "faster", "new", "no difference"]
@@ -129,9 +130,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _entries(report: Mapping[str, Any]) -> list[_Entry]:
-    errors: dict[tuple[str, str], list[str]] = {}
-    for run in report["failed"]:
-        errors.setdefault((run["group"], run["setting"]), []).append(str(run["error"]))
+    errors = grouped(((run["group"], run["setting"]), str(run["error"])) for run in report["failed"])
     found = [(group["name"], setting) for group in report["groups"] for setting in group["settings"]]
     found += [(run["group"], {**run, "name": run["setting"], "runs": []}) for run in report["failed"]]
     entries: dict[tuple[str, str], _Entry] = {}

@@ -22,6 +22,7 @@ from lightning_commopt.report.intervals import median_interval
 from lightning_commopt.report.model import Run, Setting
 from lightning_commopt.report.names import OFF, canonical, is_ranks, setting_name
 from lightning_commopt.report.runs import FoundRuns
+from lightning_commopt.text.formatting import grouped
 
 _WITHOUT_EFFECT = (
     *("repetition", "repeat", "num_warmup_steps", "hydra", "logger", "callbacks.progress_bar"),
@@ -111,9 +112,7 @@ def _varied(options: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
 
 def _add_plans(runs: Sequence[Run], values: Sequence[dict[str, str]]) -> list[dict[str, str]]:
     """Adds plans and ranks where runs with equal values differ in them."""
-    alike: dict[str, list[int]] = {}
-    for index, own in enumerate(values):
-        alike.setdefault(json.dumps(own, sort_keys=True), []).append(index)
+    alike = grouped((json.dumps(own, sort_keys=True), index) for index, own in enumerate(values))
     completed = list(values)
     for indices in alike.values():
         finished = [index for index in indices if runs[index].record.status == "finished"]

@@ -6,11 +6,11 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from lightning_commopt.commands.app import app
 from lightning_commopt.report import page
 from lightning_commopt.report.terminal import report_sweep
+from support.commopt import commopt, refusal
 from support.narrow import printed
 from support.sample_runs import ladder_report, save_rates, save_run, write_sweep
 
@@ -18,14 +18,13 @@ RATES = {"none": [100, 101, 99], "bf16": [150, 152, 148]}
 SLOWER = {"none": [100, 101, 99], "bf16": [120, 121, 119]}
 
 
-def _run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, ["report", *map(str, arguments)], env={"COLUMNS": "100"})
+def _run(*arguments: object, status: int = 0) -> Result:
+    return commopt("report", *arguments, status=status, columns=100)
 
 
 def test_the_page_and_the_table_lie_in_the_sweep(tmp_path):
     sweep = write_sweep(tmp_path / "sweep", num_repetitions=2)
     result = _run(sweep)
-    assert result.exit_code == 0, result.output
     assert '"PowerSGD, 25 MB buckets" is the fastest' in result.stdout
     assert f"report: {sweep}/report.html and {sweep}/report.csv" in result.stdout
     assert (sweep / "report.csv").read_text().startswith("group,setting,")
@@ -44,7 +43,7 @@ def test_a_second_report_reads_the_same_runs(tmp_path):
 )
 def test_output_is_a_folder_or_the_page(tmp_path, output, page, table):
     sweep = save_rates(tmp_path / "sweep", RATES)
-    assert _run(sweep, "--output", tmp_path / output).exit_code == 0
+    _run(sweep, "--output", tmp_path / output)
     folder = tmp_path / "new" / ("folder" if page == "report.html" else "")
     assert (folder / page).is_file()
     assert (folder / table).is_file()
@@ -53,14 +52,14 @@ def test_output_is_a_folder_or_the_page(tmp_path, output, page, table):
 
 def test_no_folder_is_made_for_a_slip(tmp_path):
     sweep = save_rates(tmp_path / "sweep", RATES)
-    assert _run(tmp_path / "sweeep", sweep).exit_code == 0
+    _run(tmp_path / "sweeep", sweep)
     assert not (tmp_path / "sweeep").exists()
     assert (sweep / "report.html").is_file()
 
 
 def test_csv_may_lie_elsewhere(tmp_path):
     sweep = save_rates(tmp_path / "sweep", RATES)
-    assert _run(sweep, "--csv", tmp_path / "x.csv").exit_code == 0
+    _run(sweep, "--csv", tmp_path / "x.csv")
     assert (tmp_path / "x.csv").is_file()
     assert not (sweep / "report.csv").exists()
 
@@ -89,9 +88,8 @@ def test_several_sweeps_are_one_report(tmp_path):
 def test_baseline_is_a_setting(tmp_path):
     sweep = save_rates(tmp_path / "sweep", RATES)
     assert json.loads(_run(sweep, "--json", "--baseline", "bf16").stdout)["groups"][0]["baseline"] == "bf16"
-    result = _run(sweep, "--baseline", "fp16")
-    assert result.exit_code == 2
-    assert result.stderr == "commopt: no setting is called 'fp16'; there are: bf16; uncompressed\n"
+    refused = refusal("report", sweep, "--baseline", "fp16")
+    assert refused == "commopt: no setting is called 'fp16'; there are: bf16; uncompressed"
 
 
 @pytest.mark.parametrize(("now", "status"), [(RATES, 0), (SLOWER, 1)])
@@ -102,22 +100,19 @@ def test_earlier_is_a_gate(tmp_path, now, status, as_file):
     if as_file:
         other = tmp_path / "before.json"
         other.write_text(_run(before, "--json").stdout)
-    result = _run(after, "--earlier", other)
-    assert result.exit_code == status, result.output
+    result = _run(after, "--earlier", other, status=status)
     assert ("slower (1)\n  bf16: 120 samples/s, before 150, ratio 0.800 (0.783 to 0.818)" in result.stdout) is bool(
         status
     )
-    as_json = _run(after, "--json", "--earlier", other)
-    assert as_json.exit_code == status
+    as_json = _run(after, "--json", "--earlier", other, status=status)
     assert json.loads(as_json.stdout)["regressions"]["is_worse"] is bool(status)
 
 
 def test_the_tolerance_is_reported(tmp_path):
     before, after = save_rates(tmp_path / "before", RATES), save_rates(tmp_path / "after", SLOWER)
     result = _run(after, "--earlier", before, "--tolerance", 0.3)
-    assert result.exit_code == 0, result.output
     assert "compared with before, with a tolerance of 30 %:" in result.stdout
-    assert _run(after, "--earlier", before, "--tolerance", 5).exit_code == 2
+    _run(after, "--earlier", before, "--tolerance", 5, status=2)
 
 
 def test_no_file_says_where_it_was_made(tmp_path, monkeypatch):
@@ -139,8 +134,7 @@ def test_a_job_that_fails_now_closes_the_gate(tmp_path):
     before, after = save_rates(tmp_path / "before", RATES), save_rates(tmp_path / "after", RATES)
     shutil.rmtree(after / "bf16_2")
     save_run(after / "bf16_2", "strategy/comm_hook=bf16", "repetition=2", status="failed", error="RuntimeError: no")
-    result = _run(after, "--earlier", before)
-    assert result.exit_code == 1
+    result = _run(after, "--earlier", before, status=1)
     assert "failed, worked before (1)\n  bf16: RuntimeError: no" in result.stdout
 
 
@@ -151,16 +145,13 @@ def test_mistakes_have_a_status_of_their_own(tmp_path, monkeypatch, arguments):
     monkeypatch.chdir(tmp_path)
     save_rates(tmp_path / "sweep", RATES)
     (tmp_path / "sweep" / "x.json").write_text("{}")
-    result = _run(*arguments)
-    assert result.exit_code == 2
-    assert "Traceback" not in result.output
+    assert "Traceback" not in _run(*arguments, status=2).output
 
 
 def test_what_cannot_be_read_is_said_and_the_rest_is_reported(tmp_path):
     sweep = save_rates(tmp_path / "sweep", RATES)
     (sweep / "bf16_0" / "run.json").write_text("{")
     result = _run(sweep, tmp_path / "gone")
-    assert result.exit_code == 0
     assert "warning: gone does not exist" in result.stdout
     assert "warning: sweep/bf16_0/run.json cannot be read" in result.stdout
     assert "is the fastest" in result.stdout
@@ -169,10 +160,9 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_reported(tmp_path):
 def test_nothing_but_a_record_that_is_cut_off_leaves_nothing_to_report(tmp_path):
     (tmp_path / "sweep" / "0").mkdir(parents=True)
     (tmp_path / "sweep" / "0" / "run.json").write_text('{"status": "fini')
-    result = _run(tmp_path / "sweep")
-    assert result.exit_code == 2
-    assert result.stderr.startswith("commopt: no run could be read: ")
-    assert "0/run.json" in result.stderr
+    refused = refusal("report", tmp_path / "sweep")
+    assert refused.startswith("commopt: no run could be read: ")
+    assert "0/run.json" in refused
     assert not (tmp_path / "sweep" / "report.html").exists()
 
 

@@ -16,7 +16,7 @@ from lightning_commopt.measure.summary import OPERATION_COLUMNS, operation_rows
 from lightning_commopt.report.baseline import without_ranks
 from lightning_commopt.report.figures.style import EXPOSED, INK, Chart, Key, Rows, new_figure, typical_run
 from lightning_commopt.report.model import Cell, Group, Setting
-from lightning_commopt.text.formatting import Unit, byte_unit, number, time_unit
+from lightning_commopt.text.formatting import Unit, byte_unit, grouped, number, time_unit
 
 MAX_SETTINGS = 8
 _WARM_UP_SHARE = 0.2
@@ -69,9 +69,8 @@ def _by_urgency(group: Group) -> list[Setting]:
         key = setting.sync_method, setting.bucket_cap_mb, *sorted(without_ranks(setting.values).items())
         if key not in kept or setting.world_size > kept[key].world_size:
             kept[key] = setting
-    by_plan: dict[str, list[Setting]] = {}
-    for setting in sorted(kept.values(), key=lambda own: own.step_s.median if own.step_s else float("inf")):
-        by_plan.setdefault(setting.sync_method, []).append(setting)
+    by_length = sorted(kept.values(), key=lambda own: own.step_s.median if own.step_s else float("inf"))
+    by_plan = grouped((setting.sync_method, setting) for setting in by_length)
     fastest = [of_plan[0] for of_plan in by_plan.values()]
     slowest = [of_plan[-1] for of_plan in by_plan.values() if len(of_plan) > 1]
     return [*fastest, *slowest, *(setting for of_plan in by_plan.values() for setting in of_plan[1:-1])]
