@@ -40,7 +40,7 @@ def selftest(
     print_selftest(found, console)
     if output is not None:
         console.print(f"written to {output}", highlight=False, markup=False)
-    raise typer.Exit(found.has_failed)
+    raise typer.Exit(any(outcome.status == "failed" for outcome in found.outcomes))
 
 
 def doctor(

@@ -17,7 +17,6 @@ from lightning_commopt.compressors import Compressor, compressor_from_config
 from lightning_commopt.cost.basis import Basis, basis_of_run, recommended_compressors
 from lightning_commopt.cost.candidates import Candidate, best_of_each
 from lightning_commopt.cost.compressor_cost import measure_costs
-from lightning_commopt.cost.predict import Prediction
 from lightning_commopt.launch.lab import parse_rate
 from lightning_commopt.text.formatting import count, number
 from lightning_commopt.text.terminal import TextTable
@@ -33,33 +32,24 @@ class Outlook:
     present: Candidate  # the run's own plan
     others: tuple[Candidate, ...]  # the best plan with each compressor, the fastest first
 
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """What any prediction leans on."""
-        found = (reason for one in (self.present, *self.others) for reason in one.prediction.reasons)
-        return tuple(dict.fromkeys(found))
-
-    def speedup(self, prediction: Prediction) -> tuple[float, float, float]:
-        """Returns how many times as fast as the run's plan another is, and the ends of the interval."""
-        step_s = self.present.prediction.step_s
-        return step_s / prediction.step_s, step_s / prediction.high_s, step_s / prediction.low_s
-
     def table(self) -> Group:
         columns = ("step, s", "95 %", "exposed, s", "times as fast", "lossy")
         table = TextTable("plan", *columns, numbers=columns[:-1], title=self.title)
-        for candidate in (self.present, *self.others):
+        candidates, now_s = (self.present, *self.others), self.present.prediction.step_s
+        for candidate in candidates:
             found, hook = candidate.prediction, candidate.plan.comm_hook
-            speedup = "1" if candidate is self.present else "{:.2f} ({:.2f} to {:.2f})".format(*self.speedup(found))
+            speedup = f"{now_s / found.step_s:.2f} ({now_s / found.high_s:.2f} to {now_s / found.low_s:.2f})"
             table.add_row(
                 plan_text(candidate) + (" (as it ran)" if candidate is self.present else ""),
                 number(found.step_s),
                 f"{number(found.low_s)} to {number(found.high_s)}",
                 number(found.exposed_s),
-                speedup,
+                "1" if candidate is self.present else speedup,
                 "yes" if hook is not None and hook.claims.is_lossy else "no",
             )
-        reasons = "\n".join(f"Leans on: {reason}." for reason in self.reasons)
-        return Group(table, Padding(Text(reasons), (0, 0, 0, 1)))
+        reasons = dict.fromkeys(reason for candidate in candidates for reason in candidate.prediction.reasons)
+        shown = "\n".join(f"Leans on: {reason}." for reason in reasons)
+        return Group(table, Padding(Text(shown), (0, 0, 0, 1)))
 
     def to_plain(self) -> dict[str, Any]:
         """Returns it in JSON types, times in seconds."""

@@ -49,10 +49,6 @@ class SelfTest:
     outcomes: list[Outcome]  # one for each check
     info: dict[str, Any]  # versions, devices and backends
 
-    @property
-    def has_failed(self) -> bool:
-        return any(outcome.status == "failed" for outcome in self.outcomes)
-
 
 def run_selftest(
     device: str = "auto",

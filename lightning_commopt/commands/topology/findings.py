@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from lightning_commopt.text.findings import Finding, Severity, read_texts, worst
 from lightning_commopt.text.formatting import count, list_some
 
 _MAX_SHOWN = 8
+_RDMA = re.compile(r"(NIC\d|mlx|bnxt_re|irdma|hfi|efa|rdma|roce|ib|erdma|hns|qedr|mana)", re.IGNORECASE)
 _TEXTS = read_texts(Path(__file__).with_name("findings.txt"))
 
 
@@ -107,7 +109,7 @@ def _find_p2p(machine: Machine) -> Iterator[Finding]:
 
 def _find_nics(machine: Machine) -> Iterator[Finding]:
     """Finds adapters that are too few, too far, or without GPUDirect RDMA."""
-    nics = [nic for nic in machine.nics if nic.can_rdma]
+    nics = [nic for nic in machine.nics if _RDMA.match(nic.name)]
     if not nics:
         return
     if len(nics) < len(machine.gpus):

@@ -18,7 +18,6 @@ UNKNOWN = "?"
 
 _FORMER = {"PSB": "PIX", "SOC": "SYS"}
 _WORD = re.compile(r"NV(?P<num_nvlinks>[1-9]\d{0,2})|PIX|PXB|PHB|NODE|SYS|PSB|SOC")
-_RDMA = re.compile(r"(NIC\d|mlx|bnxt_re|irdma|hfi|efa|rdma|roce|ib|erdma|hns|qedr|mana)", re.IGNORECASE)
 
 
 class TopologyError(ValueError):
@@ -64,11 +63,6 @@ class Nic:
     numa_node: int | None = None  # that it is on; None if unknown
     bytes_per_s: float | None = None  # nominal, one way; likewise
     can_gdr: bool | None = None  # NCCL found GPUDirect RDMA for it; likewise
-
-    @property
-    def can_rdma(self) -> bool:
-        """Whether its name is one of an RDMA adapter."""
-        return _RDMA.match(self.name) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
