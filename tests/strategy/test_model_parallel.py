@@ -125,6 +125,9 @@ def test_the_memory_is_printed_once(num_replicas: int, world_size: int, num_shar
         ({"accumulate_grads": "unshaded"}, "one of sharded, unsharded, got 'unshaded'; did you mean 'unsharded'"),
         ({"sigterm_every_n_steps": 0}, "sigterm_every_n_steps must be a number of steps above 0 or None, got 0"),
         ({"timeout": 5}, "timeout must be a timedelta"),
+        ({"param_hook": "int4"}, "param_hook must be \"int8\" or None, got 'int4'"),
+        ({"reduce_scatter_max_input_buffers": 0}, "must be a number of buffers above 0 or None, got 0"),
+        ({"separate_reduce_scatter_group": 1}, "separate_reduce_scatter_group must be true or false, got 1"),
     ],
 )
 def test_values(options: dict[str, Any], message: str) -> None:

@@ -259,20 +259,6 @@ def test_torch_without_an_option(monkeypatch: pytest.MonkeyPatch, name: str) -> 
         CommOptModelParallel(**options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"param_hook": "int4"}, "param_hook must be \"int8\" or None, got 'int4'"),
-        ({"reduce_scatter_max_input_buffers": 0}, "must be a number of buffers above 0 or None, got 0"),
-        ({"separate_reduce_scatter_group": 1}, "separate_reduce_scatter_group must be true or false, got 1"),
-    ],
-)
-def test_values_of_other_options(options: dict[str, Any], message: str) -> None:
-    """If it fails, a wrong value is noticed in the middle of a fit."""
-    with pytest.raises(OptionError, match=message):
-        CommOptModelParallel(**options)
-
-
 def _with_int8_parameters() -> tuple[Params, Params]:
     return _fit(CommOptModelParallel(comm_hook="int8")), _fit(CommOptModelParallel(param_hook="int8"))
 
