@@ -6,11 +6,12 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from lightning_commopt.commands.nccl_log.facts import NcclLog
 from lightning_commopt.commands.nccl_log.findings import find_all
 from lightning_commopt.commands.nccl_log.inspector import InspectorReader
-from lightning_commopt.commands.nccl_log.lines import Message, split_line
+from lightning_commopt.commands.nccl_log.lines import Message, read_messages
 from lightning_commopt.commands.nccl_log.reader import LogReader
 from lightning_commopt.text.findings import Finding
 
@@ -219,9 +220,11 @@ def read_lines(messages: Iterable[Message]) -> NcclLog:
 
 
 def read(*texts: str) -> NcclLog:
-    """Reads whole lines."""
-    lines = enumerate((line for text in texts for line in text.splitlines()), start=1)
-    return read_lines(message for number, line in lines for message in split_line(line, "log", number))
+    """Reads a file with these texts, each of whole lines."""
+    with NamedTemporaryFile("w", encoding="utf-8") as file:
+        file.writelines(text if text.endswith("\n") else f"{text}\n" for text in texts)
+        file.flush()
+        return read_lines(read_messages(Path(file.name)))
 
 
 def told(text: str, *, host: str = "a", pid: int = 7, tid: int = 8, device: int = 0) -> str:

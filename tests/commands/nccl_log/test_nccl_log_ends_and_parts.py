@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from rich.console import Console
 
 from lightning_commopt.commands.nccl_log.facts import NcclLog
 from lightning_commopt.commands.nccl_log.findings import find_all
 from lightning_commopt.commands.nccl_log.reader import read_log
 from lightning_commopt.commands.nccl_log.terminal import extras_of, print_log, versions_of
-from lightning_commopt.text.findings import Finding
-from support.nccl_sample_logs import SampleJob
+from support.nccl_sample_logs import SampleJob, findings, read
 
-Read = Callable[[str], tuple[NcclLog, dict[str, Finding]]]
 HEAD = "node-a:10:11 [0] NCCL INFO "
-
-
-@pytest.fixture
-def read(tmp_path: Path) -> Read:
-    def read_text(text: str) -> tuple[NcclLog, dict[str, Finding]]:
-        (tmp_path / "log").write_text(text)
-        log = read_log([tmp_path / "log"])
-        return log, {finding.code: finding for finding in find_all(log)}
-
-    return read_text
 
 
 def shown(log: NcclLog) -> str:
@@ -36,7 +22,7 @@ def shown(log: NcclLog) -> str:
     return output.getvalue()
 
 
-def test_a_whole_run_that_pytorch_ends_by_aborting_has_no_errors(read: Read) -> None:
+def test_a_whole_run_that_pytorch_ends_by_aborting_has_no_errors() -> None:
     ends = "".join(
         f"node-a:10:19 [0] proxy.cc:1458 NCCL WARN {text}\n"
         for text in (
@@ -46,110 +32,115 @@ def test_a_whole_run_that_pytorch_ends_by_aborting_has_no_errors(read: Read) -> 
         )
     )
     ends += f"{HEAD}misc/socket.cc:64 -> 3\n{HEAD}comm 0x5f00 rank 0 nranks 1 cudaDev 0 busId 1000 - Abort COMPLETE\n"
-    _, found = read(SampleJob().mixed() + ends)
+    found = findings(SampleJob().mixed() + ends)
     assert {code: finding.severity for code, finding in found.items()} == {"shutdown": "note"}
 
 
-def test_what_only_follows_is_a_note_beside_an_unknown_warning(read: Read) -> None:
+def test_what_only_follows_is_a_note_beside_an_unknown_warning() -> None:
     torch = "RuntimeError: NCCL error in: NCCLUtils.cpp:77, invalid usage (run with NCCL_DEBUG=WARN for details)\n"
-    assert read(torch)[1]["refused_call"].severity == "error"
-    found = read(f"{torch}Last error:\n2: NET/IB : The moon is in the wrong place\n")[1]
+    assert findings(torch)["refused_call"].severity == "error"
+    found = findings(f"{torch}Last error:\n2: NET/IB : The moon is in the wrong place\n")
     assert (found["refused_call"].severity, found["warning"].severity) == ("note", "warning")
     assert found["warning"].what == "a warning: NET/IB : The moon is in the wrong place"
-    assert "merged" in read(f"{torch}Last error:\nNET/IB : Requested properties for vNic 8\n")[1]["merged_nics"].why
+    assert "merged" in findings(f"{torch}Last error:\nNET/IB : Requested properties for vNic 8\n")["merged_nics"].why
 
 
-def test_a_prefix_of_ray_is_no_part_of_an_error(read: Read) -> None:
+def test_a_prefix_of_ray_is_no_part_of_an_error() -> None:
     ray = "(Engine pid=23, ip=10.0.0.1) "
-    found = read(f"{ray}Last error:\n{ray}Proxy Call to rank 7 failed (Connect)\n")[1]
+    found = findings(f"{ray}Last error:\n{ray}Proxy Call to rank 7 failed (Connect)\n")
     assert found["proxy_failed"].what == "a warning: Proxy Call to rank 7 failed (Connect)"
 
 
-def test_the_watchdogs_line_may_break_before_the_work(read: Read) -> None:
+def test_the_watchdogs_line_may_break_before_the_work() -> None:
     lines = "".join(
         f"job.node-b [stderr] [rank{rank}]:[E909 09:55:29.3 ProcessGroupNCCL.cpp:607] [Rank {rank}] Watchdog caught"
         " collective operation timeout: \nWorkNCCL(SeqNum=2070, OpType=REDUCE, NumelIn=1, NumelOut=1,"
         " Timeout(ms)=600000) ran for 600034 milliseconds before timing out.\n"
         for rank in (11, 12, 14)
     )
-    assert "ranks 11, 12, 14 in REDUCE 2070" in read(lines)[1]["collective_timeout"].what
+    assert "ranks 11, 12, 14 in REDUCE 2070" in findings(lines)["collective_timeout"].what
 
 
-def test_a_cut_id_makes_no_other_communicator(read: Read) -> None:
+def test_a_cut_id_makes_no_other_communicator() -> None:
     start = "ncclCommInitRank comm 0x5f0{rank} rank {rank} nranks 3 cudaDev {rank} busId {rank}0 commId 0x996ee6f117cb"
     lines = [f"n:1{rank}:2{rank} [{rank}] NCCL INFO {start.format(rank=rank)}8e1e - Init START" for rank in (0, 1)]
     lines.append(f"n:12:22 [2] NCCL INFO {start.format(rank=2)}")
-    (communicator,) = read("\n".join(lines))[0].communicators
+    (communicator,) = read("\n".join(lines)).communicators
     assert list(communicator.members) == [0, 1, 2]
 
 
-def test_a_cut_warning_is_left_out_unless_it_is_known(read: Read) -> None:
-    assert "warning" not in read(f"{HEAD}Using network IB\nnode-a:10:11 [0] misc/ibvwrap.cc:63 NCCL WARN Fai")[1]
-    assert "unreachable" in read("node-a:10:11 [0] NCCL WARN Call to connect returned Connection refused, re")[1]
+def test_a_cut_warning_is_left_out_unless_it_is_known(tmp_path: Path) -> None:
+    unknown = f"{HEAD}Using network IB\nnode-a:10:11 [0] misc/ibvwrap.cc:63 NCCL WARN Fai"
+    known = "node-a:10:11 [0] NCCL WARN Call to connect returned Connection refused, re"
+    for name, text in (("unknown", unknown), ("known", known)):
+        (tmp_path / name).write_text(text)
+    assert "warning" not in [finding.code for finding in find_all(read_log([tmp_path / "unknown"]))]
+    assert "unreachable" in [finding.code for finding in find_all(read_log([tmp_path / "known"]))]
 
 
-def test_nvls_is_unused_only_where_the_number_of_its_channels_is_known(read: Read) -> None:
+def test_nvls_is_unused_only_where_the_number_of_its_channels_is_known() -> None:
     begin = f"{HEAD}comm 0x5f rank 0 nRanks 2 nNodes 1 localRanks 2 localRank 0 MNNVL 0\n"
     begin += f"{HEAD}NVLS multicast support is available on dev 0\n"
-    assert extras_of(read(begin)[0].communicators[0])["NVLS"] == "available"
+    assert extras_of(read(begin).communicators[0])["NVLS"] == "available"
     rest = f"{HEAD}16 coll channels, 16 collnet channels, 0 nvls channels, 16 p2p channels\n"
-    assert extras_of(read(begin + rest)[0].communicators[0])["NVLS"] == "available, not used"
+    assert extras_of(read(begin + rest).communicators[0])["NVLS"] == "available, not used"
 
 
-def test_rccl_names_the_number_of_ranks_in_each_line(read: Read) -> None:
+def test_rccl_names_the_number_of_ranks_in_each_line() -> None:
     line = "Channel 00/0 : 16[17000] -> 18[21000] via P2P/IPC comm 0x5609 nRanks 32"
     warn = "node-a:10:11 [0] src/init.cc:20 NCCL WARN MSCCL++: Cannot enable MSCCL++\n"
-    log, found = read(f"{HEAD}RCCL version : 2.22.3-HEAD:271856d\n{HEAD}{line}\n{warn}")
+    text = f"{HEAD}RCCL version : 2.22.3-HEAD:271856d\n{HEAD}{line}\n{warn}"
+    log = read(text)
     assert (versions_of(log), log.communicators[0].num_ranks) == (["2.22.3 (RCCL)"], 32)
-    assert found["mscclpp"].severity == "note"
+    assert findings(text)["mscclpp"].severity == "note"
 
 
-def test_processes_without_a_communicator_are_shown(read: Read) -> None:
+def test_processes_without_a_communicator_are_shown() -> None:
     text = "#  Rank  0 Group  0 Pid     10 on node-a device  0 [0x07] A100\n" + "".join(
         f"{host}:10:11 [0] NCCL INFO {message}\n"
         for host in ("node-a", "node-b")
         for message in ("NET/IB: [0] mlx5_3:1/IB", "NCCL_IB_DISABLE set by environment to 1.")
     )
-    log, found = read(text)
+    log, found = read(text), findings(text)
     assert "1 on node-a, 1 on node-b, NICs mlx5_3:1/IB\nnccl-tests lists 1 rank on node-a" in shown(log)
     assert (found["socket_network"].severity, found["socket_network"].what) == (
         "slow",
         "hosts talk over TCP (network Socket)",
     )
-    assert "socket_network" not in read(text.replace("node-b", "node-a"))[1]
-    assert "1 on node-a" in shown(read(f"{HEAD}NET/OFI Initializing aws-ofi-nccl 1.9.1-aws\n")[0])
+    assert "socket_network" not in findings(text.replace("node-b", "node-a"))
+    assert "1 on node-a" in shown(read(f"{HEAD}NET/OFI Initializing aws-ofi-nccl 1.9.1-aws\n"))
 
 
-def test_lines_that_name_no_communicator_belong_to_the_one_that_lacks_their_rank(read: Read) -> None:
+def test_lines_that_name_no_communicator_belong_to_the_one_that_lacks_their_rank() -> None:
     """Threads of one process, of which a cut log has the name of the communicator only for some."""
     name = "n:9:1{rank} [{rank}] NCCL INFO comm 0x5f0{rank} rank {rank} nRanks 4 nNodes 1 localRanks 4 localRank 0\n"
     tree = "n:9:1{rank} [{device}] NCCL INFO Trees [0] -1/-1/-1->{rank}->0\n"
     named = "".join(name.format(rank=rank) for rank in (0, 2))
-    (communicator,) = read(named + "".join(tree.format(rank=rank, device=rank) for rank in (1, 3)))[0].communicators
+    (communicator,) = read(named + "".join(tree.format(rank=rank, device=rank) for rank in (1, 3))).communicators
     assert communicator.is_complete
     # Another rank on a GPU that has one already is in another communicator.
-    assert len(read(named + "".join(tree.format(rank=rank, device=2) for rank in (1, 3)))[0].communicators) > 1
+    assert len(read(named + "".join(tree.format(rank=rank, device=2) for rank in (1, 3))).communicators) > 1
 
 
-def test_quotes_are_no_part_of_a_host(read: Read) -> None:
-    log, _ = read("log `node-a:10:11 [1] NCCL INFO Using network IB\nnode-a:10:11 [1] NCCL INFO Using network IB\n")
+def test_quotes_are_no_part_of_a_host() -> None:
+    log = read("log `node-a:10:11 [1] NCCL INFO Using network IB\nnode-a:10:11 [1] NCCL INFO Using network IB\n")
     assert [process.host for process in log.processes] == ["node-a"]
 
 
-def test_a_socket_never_has_gpudirect(read: Read) -> None:
-    found = read(f"{HEAD}NET/Socket : GPU Direct RDMA Disabled for HCA 0 'enp1s0f0'\n")[1]
+def test_a_socket_never_has_gpudirect() -> None:
+    found = findings(f"{HEAD}NET/Socket : GPU Direct RDMA Disabled for HCA 0 'enp1s0f0'\n")
     assert set(found) == {"unknown"}
-    assert "no_gdr" in read(f"{HEAD}NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'\n")[1]
+    assert "no_gdr" in findings(f"{HEAD}NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'\n")
 
 
-def test_pairs_of_several_hosts_are_not_put_on_one(read: Read) -> None:
+def test_pairs_of_several_hosts_are_not_put_on_one() -> None:
     line = "{host}:1{rank}:2{rank} [0] NCCL INFO Channel 01 : {first}[1c0] -> {last}[1d0] [{way}] via NET/Socket/0\n"
     text = "".join(
         line.format(host=host, rank=rank, first=first, last=first + 1, way="send" if rank == first else "receive")
         for host, first in (("node-a", 0), ("node-b", 2))
         for rank in (first, first + 1)
     )
-    found = read(text)[1]["network_in_host"]
+    found = findings(text)["network_in_host"]
     assert "(0 and 1, 2 and 3) are each on one host (node-a, node-b) but talk over NET/Socket" in found.what
 
 
@@ -181,8 +172,8 @@ Rank 7 trains on
 """
 
 
-def test_ras_report(read: Read) -> None:
-    log, _ = read(RAS)
+def test_ras_report() -> None:
+    log = read(RAS)
     found = [(finding.severity, finding.what) for finding in find_all(log)]
     assert found == [
         (
@@ -204,12 +195,12 @@ def test_ras_report(read: Read) -> None:
     ]
 
 
-def test_a_port_of_ras_is_no_fault_of_the_run(read: Read) -> None:
+def test_a_port_of_ras_is_no_fault_of_the_run() -> None:
     warn = "node-a:10:11 [0] ras/client_support.cc:1 NCCL WARN Call to bind failed: Address already in use\n"
-    assert read(warn)[1]["ras_port"].severity == "note"
-    assert "ras_port" not in read(warn.replace("ras/client_support", "misc/socket"))[1]
+    assert findings(warn)["ras_port"].severity == "note"
+    assert "ras_port" not in findings(warn.replace("ras/client_support", "misc/socket"))
 
 
-def test_one_cut_line_of_a_ring_is_no_communicator_of_one_rank(read: Read) -> None:
-    log, _ = read(f"{HEAD}Channel 00/02 :    0\n")
+def test_one_cut_line_of_a_ring_is_no_communicator_of_one_rank() -> None:
+    log = read(f"{HEAD}Channel 00/02 :    0\n")
     assert (log.communicators[0].num_ranks, "ring on" in shown(log)) == (None, False)
