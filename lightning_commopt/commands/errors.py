@@ -13,9 +13,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 @contextmanager
 def errors_in_a_line(*others: type[Exception], status: int = 1) -> Iterator[None]:
     """Prints a user's mistake, or one of ``others``, and exits with ``status``; other errors keep their traceback."""
+    mistakes: tuple[type[Exception], ...] = (OSError, ValueError, *others)
     try:
         yield
-    except (OSError, ValueError, *others) as error:
+    except mistakes as error:
         typer.echo(f"commopt: {error}", err=True)
         raise typer.Exit(status) from None
 

@@ -21,7 +21,9 @@ _SHOWN_CHARACTERS = 400
 _LARGE_BYTES = 16 << 20
 _MAX_RAS_LINES = 600
 _OF_INTEREST = re.compile(
-    rb"atchdog|enqueued|Last error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|Test CUDA|[nr]ccl.?version", re.IGNORECASE
+    rb"atchdog|enqueued|Last error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|Test CUDA"
+    rb"|[nr]ccl.?version|nvidia-nccl-cu|using nccl|nccl\w+ failed:",
+    re.IGNORECASE,
 )
 _RAS = re.compile(rb"(?:#\d+-\d+ \(\w+\) )?(?:INCOMPLETE|DEAD|ERROR|MISMATCH|TIMEOUT)\r?\n")
 # Versions before 2.3 write no "NCCL" in front of the level; then the head must have a host, or a device and a place.

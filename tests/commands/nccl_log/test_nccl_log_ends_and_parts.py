@@ -95,6 +95,13 @@ def test_rccl_names_the_number_of_ranks_in_each_line() -> None:
     assert findings(text)["mscclpp"].severity == "note"
 
 
+def test_packages_name_the_version_where_nccl_does_not() -> None:
+    """Such as in the output of pip or of torch's collect_env."""
+    package, line = "[pip3] nvidia-nccl-cu12==2.19.3\n", f"{HEAD}Connected all rings\n"
+    assert versions_of(read(package + line)) == ["2.19.3"]
+    assert versions_of(read(package + line + "NCCL version 2.21.5+cuda12.4\n")) == ["2.21.5+cuda12.4"]
+
+
 def test_processes_without_a_communicator_are_shown() -> None:
     text = "#  Rank  0 Group  0 Pid     10 on node-a device  0 [0x07] A100\n" + "".join(
         f"{host}:10:11 [0] NCCL INFO {message}\n"
