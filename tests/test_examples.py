@@ -173,7 +173,7 @@ def test_own_compressor(example: tuple[Path, str], tmp_path: Path) -> None:
     assert record["world_size"] == 2
     settings = {name: record["settings"][f"plan.comm_hook.inner.{name}"] for name in ("name", "share")}
     assert settings == {"name": "topk", "share": 0.05}
-    assert record["val_accuracy"] > 0.6
+    assert record["metrics"]["val_accuracy"] > 0.6
     assert "topk" in CliRunner().invoke(app, ["report", str(folder)], catch_exceptions=False).output
 
     _finish(_start(tmp_path, str(EXAMPLES / "own_compressor.py"), str(folder / "own" / "epoch=0.ckpt")))

@@ -77,8 +77,9 @@ def refuse_ray(strategy: Any) -> None:
     has_environment = any(cls.__module__.startswith("ray.train.") for cls in type(strategy.cluster_environment).__mro__)
     is_worker = "ray.train" in sys.modules and dist.is_available() and dist.is_initialized()
     if has_environment or (is_worker and dist.get_world_size() != strategy.num_nodes * strategy.num_processes):
+        name = "CommOptDDP" if is_baseline(strategy) else type(strategy).__name__
         raise MisconfigurationException(
-            f"In a worker of Ray Train use lightning_commopt.ray.{type(strategy).__name__}, with"
+            f"In a worker of Ray Train use lightning_commopt.ray.{name}, with"
             " Trainer(plugins=[ray.train.lightning.RayLightningEnvironment()])."
         )
 

@@ -19,6 +19,7 @@ from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.plan import OptionError, UnknownOptionError
 from lightning_commopt.strategy.base import plan_of
 from support.cross_section import sampled
+from support.lightnings import LightningEnvironment, MisconfigurationException
 from support.ranks import run_ranks, run_ranks_or_raise
 from support.strategy_models import (
     FEATURES,
@@ -320,3 +321,10 @@ def test_nobody_takes_it_for_a_plan(strategy: type[NaiveDP]) -> None:
     assert plan_of(strategy()) is None
     with pytest.raises(ValueError, match="commopt tune is for DDP"):
         tuned_strategy(strategy(), CommOptDDP)
+
+
+def test_the_environment_of_ray() -> None:
+    """If it fails, the error names a strategy that there is not."""
+    environment = type("RayLightningEnvironment", (LightningEnvironment,), {"__module__": "ray.train.lightning"})()
+    with pytest.raises(MisconfigurationException, match=r"lightning_commopt\.ray\.CommOptDDP,"):
+        trainer(NaiveDP(), plugins=[environment])
