@@ -26,7 +26,7 @@ _MORE_FAULTS = [
     ("hook", "ddp"),
 ]
 HOOKS = {"callbacks": "Holding.on_before_optimizer_step", "hook": "Blocking.on_train_batch_end"}
-_HAS_RECORDER = TorchVersion(torch.__version__) >= (2, 13)
+_HAS_RECORDER = TorchVersion(torch.__version__) >= "2.13"
 """Whether torch records gloo's collectives by itself; 2.9 does not, between them nothing was run."""
 _SYNC = "rank 0 waits in the gradient sync of bucket 0 (layers.*) of step 4"
 
