@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 from lightning_commopt.compat.hydra import allow_targets
 from lightning_commopt.launch.conf_path import conf_dir
 from lightning_commopt.plan import DDP_OPTION_SINCE
-from lightning_commopt.train.sweep.config import ConfigError, check_config, divide, multiply, spread_over_hosts
+from lightning_commopt.train.sweep.config import ConfigError, check_config, spread_over_hosts
+from lightning_commopt.train.sweep.resolvers import divide, multiply
 from support.composed import composed
 from support.cross_section import sampled
 
@@ -46,7 +47,7 @@ def test_every_job_of_an_experiment_can_be_run(experiment):
 @pytest.mark.parametrize("experiment", sampled(["four_methods", "ladder", "scaling"], ["scaling"]))
 def test_two_hosts_are_enough_for_every_job_of_an_experiment(experiment, monkeypatch):
     """Also for those of one process, which have one host."""
-    monkeypatch.setattr("lightning_commopt.train.sweep.config.why_no_lab", lambda: None)
+    monkeypatch.setattr("lightning_commopt.train.sweep.resolvers.why_no_lab", lambda: None)
     for overrides in jobs(experiment):
         check_config(composed(*overrides, "link=1gbit", "hosts=2", "trainer.accelerator=cpu"))
 
@@ -65,7 +66,7 @@ def test_what_fsdp_is_to_shard_is_left_to_who_makes_it_where_it_is_no_class(targ
 
 @pytest.mark.parametrize("options", [[], ["link=1gbit", "hosts=2"]])
 def test_fsdp_shards_over_the_ranks_of_all_nodes(options, monkeypatch):
-    monkeypatch.setattr("lightning_commopt.train.sweep.config.why_no_lab", lambda: None)
+    monkeypatch.setattr("lightning_commopt.train.sweep.resolvers.why_no_lab", lambda: None)
     config = composed("strategy=fsdp", "ranks=4", "trainer.accelerator=cpu", *options)
     assert spread_over_hosts(config).strategy.data_parallel_size == 4
 

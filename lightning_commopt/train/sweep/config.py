@@ -1,17 +1,14 @@
-"""Checks a run's configuration before anything is started, and resolves what depends on the machine."""
+"""Checks a run's configuration before anything is started."""
 
 from __future__ import annotations
 
 import copy
-import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
@@ -19,20 +16,17 @@ from hydra.utils import get_class, get_object, get_original_cwd
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_commopt.compat.hydra import register_resolver
 from lightning_commopt.compat.lightning import PACKAGES
-from lightning_commopt.launch.environment import has_external_launcher, is_lab_rank, num_started_ranks
-from lightning_commopt.launch.lab import NetLab, parse_rate, why_not
+from lightning_commopt.launch.environment import is_lab_rank, num_started_ranks
+from lightning_commopt.launch.lab import NetLab, parse_rate
 from lightning_commopt.measure.runs.record import RunRecord, new_record
 from lightning_commopt.measure.runs.settings import hydra_settings
 from lightning_commopt.plan import CommPlan, plan_options
 from lightning_commopt.strategy.base import is_baseline
 from lightning_commopt.strategy.ddp import CommOptStrategy
 from lightning_commopt.text.validation import check_integer
+from lightning_commopt.train.sweep import resolvers
 from lightning_commopt.tune.options import AUTO, TuneOptions, plan_from_option
-
-why_no_lab = cache(why_not)
-"""Returns why the network lab does not work here, or None if it does; tried once in a process."""
 
 
 class ConfigError(CompactHydraException):
@@ -164,7 +158,7 @@ def link_note(config: DictConfig) -> str | None:
             f"link={config.link}: the ranks run on {shape.num_hosts} hosts of the network lab, on this machine; "
             "link=null turns that off"
         )
-    reason = why_no_lab()
+    reason = resolvers.why_no_lab()
     return reason and f"no slow link between the ranks: {reason}"
 
 
@@ -230,7 +224,7 @@ def _check_link(config: DictConfig) -> None:
         raise ConfigError(
             f"link={config.link} starts the ranks itself: run it without torchrun, in one process ({started_by} is set)"
         )
-    reason = why_no_lab()
+    reason = resolvers.why_no_lab()
     if reason is not None:
         raise ConfigError(f"link={config.link}: {reason}")
 
@@ -247,68 +241,3 @@ def _is_commopt(config: DictConfig) -> bool:
     target = config.strategy.get("_target_")
     strategy = None if target is None else get_class(target)
     return strategy is not None and issubclass(strategy, CommOptStrategy) and not is_baseline(strategy)
-
-
-def register_resolvers() -> None:
-    """Registers our resolvers with OmegaConf.
-
-    - ``${commopt.accelerator:}``: "gpu" if there is one, else "cpu";
-    - ``${commopt.device:}``: "cuda:0" or "cpu";
-    - ``${commopt.devices:n}``: the number of GPUs, or ``n`` processes on the CPU;
-    - ``${commopt.gpu_or_cpu:a,b}``: ``a`` with a GPU, else ``b``;
-    - ``${commopt.link:rate,accelerator}``: the rate if this run can have a link of that rate, else null;
-    - ``${commopt.divide:n,d,...}``: ``n`` divided by all others; an error if there is a remainder;
-    - ``${commopt.multiply:n,m,...}``: the product.
-
-    Each queries the machine that resolves it: Hydra sends resolvers from a login node to the nodes where jobs run.
-    """
-    resolvers: dict[str, Callable[..., Any]] = {
-        "commopt.accelerator": lambda: "gpu" if _has_gpu() else "cpu",
-        "commopt.device": lambda: "cuda:0" if _has_gpu() else "cpu",
-        "commopt.devices": lambda num_cpu_processes: torch.cuda.device_count() if _has_gpu() else num_cpu_processes,
-        "commopt.gpu_or_cpu": lambda on_gpu, on_cpu: on_gpu if _has_gpu() else on_cpu,
-        "commopt.link": link,
-        "commopt.divide": divide,
-        "commopt.multiply": multiply,
-    }
-    for name, resolver in resolvers.items():
-        register_resolver(name, resolver)
-
-
-def _has_gpu() -> bool:
-    return torch.cuda.is_available()
-
-
-def link(rate: str, accelerator: str) -> str | None:
-    """Returns a rate for `NetLab` if ranks on this accelerator can be hosts of the network lab, else None."""
-    can_start_lab = accelerator == "cpu" and not has_external_launcher()
-    return rate if is_lab_rank() or (can_start_lab and why_no_lab() is None) else None
-
-
-def divide(number: int, *divisors: int) -> int:
-    """Divides integers above 0; a remainder is a ValueError.
-
-    >>> divide(1024, 4, 2)
-    128
-    """
-    _check_counts("commopt.divide", number, *divisors)
-    divisor = math.prod(divisors)
-    if number % divisor:
-        raise ValueError(f"{number} cannot be divided by {' x '.join(map(str, divisors))} without a remainder")
-    return number // divisor
-
-
-def multiply(*factors: int) -> int:
-    """Multiplies integers above 0.
-
-    >>> multiply(8, 2)
-    16
-    """
-    _check_counts("commopt.multiply", *factors)
-    return math.prod(factors)
-
-
-def _check_counts(name: str, *counts: object) -> None:
-    for value in counts:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} takes integers above 0, got {value!r}")

@@ -29,8 +29,9 @@ from lightning_commopt.train.sweep.composing import (
     find_finished_run,
     set_aside,
 )
-from lightning_commopt.train.sweep.config import ConfigError, register_resolvers
+from lightning_commopt.train.sweep.config import ConfigError
 from lightning_commopt.train.sweep.job import Job, JobResult, SweepObserver, run_job, save_summary
+from lightning_commopt.train.sweep.resolvers import register_resolvers
 
 _NAMESPACE = "hydra_plugins._lightning_commopt_sweep"
 # Variables of an allocation, which paths in a configuration may use. The others would make Lightning a SLURM task.

@@ -4,14 +4,14 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
-from lightning_commopt.train.sweep import config as run_config
+from lightning_commopt.train.sweep import resolvers
 from lightning_commopt.train.sweep.config import ConfigError, check_config, link_note, spread_over_hosts
 from support.composed import composed as composed_anywhere
 
 
 @pytest.fixture(autouse=True)
 def machine_has_a_lab(monkeypatch):
-    monkeypatch.setattr(run_config, "why_no_lab", lambda: None)
+    monkeypatch.setattr(resolvers, "why_no_lab", lambda: None)
 
 
 def composed(*overrides: str) -> DictConfig:
@@ -52,7 +52,7 @@ def test_a_rank_of_torchrun_opens_no_lab(monkeypatch, variable):
 
 
 def test_without_a_lab_the_note_has_the_reason(monkeypatch):
-    monkeypatch.setattr(run_config, "why_no_lab", lambda: "the network lab needs Linux, this is plan9")
+    monkeypatch.setattr(resolvers, "why_no_lab", lambda: "the network lab needs Linux, this is plan9")
     check_config(composed())
     with pytest.raises(ConfigError, match="link=1gbit: the network lab needs Linux, this is plan9"):
         check_config(composed("link=1gbit"))
@@ -95,7 +95,7 @@ class TestTheQuickstart:
         assert "link=200mbit: the ranks run on 2 hosts" in str(link_note(config))
 
     def test_says_why_where_there_is_no_lab(self, monkeypatch):
-        monkeypatch.setattr(run_config, "why_no_lab", lambda: "the network lab needs Linux, this is plan9")
+        monkeypatch.setattr(resolvers, "why_no_lab", lambda: "the network lab needs Linux, this is plan9")
         config = composed(self.QUICKSTART)
         check_config(config)
         assert config.link is None
@@ -120,7 +120,7 @@ class TestTheQuickstart:
     def test_keeps_its_link_in_a_rank_of_the_lab(self, monkeypatch):
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv(LAB_RANK_VARIABLE, "1")
-        monkeypatch.setattr(run_config, "why_no_lab", lambda: "not within a lab")
+        monkeypatch.setattr(resolvers, "why_no_lab", lambda: "not within a lab")
         assert composed(self.QUICKSTART).link == "200mbit"
 
     def test_says_nothing_of_a_link_that_was_asked_for(self):

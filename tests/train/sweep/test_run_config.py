@@ -4,7 +4,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
-from lightning_commopt.train.sweep.config import ConfigError, check_config, register_resolvers
+from lightning_commopt.train.sweep.config import ConfigError, check_config
+from lightning_commopt.train.sweep.resolvers import register_resolvers
 from support.composed import composed
 
 SINGLE = ("strategy=single", "trainer.devices=1", "trainer.accelerator=cpu")
