@@ -134,14 +134,17 @@ class Shortlist(NamedTuple):
 def shortlist(basis: Basis, options: TuneOptions) -> Shortlist:
     """Returns the plans that are worth trying, from what steps with the user's plan have shown.
 
-    They are at most `MAX_CANDIDATES`, and every compressor that promises something is among them before a second layout
-    of another, which has at least twice or at most half as many buckets as the first.
+    They are at most `MAX_CANDIDATES`, none of them slower than the best beyond the 95 % intervals of both. Every
+    compressor that is left is among them before a second layout of another, which has at least twice or at most half as
+    many buckets as the first.
     """
     base = basis.plan
     own = basis.predict(base)
     found = candidates(basis, (base.comm_hook, *options.lossy))
     found = [one for one in found if one.plan != base and options.fits(one.plan, base)]
     promising = [one for one in found if one.prediction.step_s < (1 - _MIN_GAIN) * own.step_s]
+    slowest_s = min([one.prediction.high_s for one in promising], default=0.0)
+    promising = [one for one in promising if one.prediction.low_s < slowest_s]
     chosen: list[tuple[CommPlan, Prediction]] = []
     for is_second in (False, True):
         for plan, prediction in promising:

@@ -39,10 +39,20 @@ def test_a_slow_link_promises_something() -> None:
     found = _list(_SLOW, ("bf16", "int8"))
     plans = [one.plan for one in found.candidates]
     assert 0 < len(plans) <= MAX_CANDIDATES
-    assert {plan.comm_hook for plan in plans} >= {_BF16, _INT8}
     assert [one.predicted_s for one in found.candidates] == sorted(one.predicted_s for one in found.candidates)
     assert all(one.predicted_s < found.base.predicted_s for one in found.candidates)
     assert all(one.low_s <= one.predicted_s <= one.high_s for one in found.candidates)
+
+
+def test_every_compressor_that_may_win_is_tried_and_no_other() -> None:
+    """If it fails, steps are spent on a plan that is known to be slow, and none on other buckets of the fastest."""
+    slow = _list(_SLOW, ("bf16", "int8")).candidates
+    assert {one.plan.comm_hook for one in slow} == {_INT8}
+    assert len({len(buckets_of(one.plan, _GRADIENTS)) for one in slow}) == MAX_CANDIDATES
+    close = _list(Link(hop_s=1e-4, s_per_byte=2e-9), ("bf16", "int8")).candidates
+    assert {one.plan.comm_hook for one in close} >= {_BF16, _INT8}
+    for found in (slow, close):
+        assert max(one.low_s for one in found) < min(one.high_s for one in found)
 
 
 def test_lossless_stays_lossless_and_names_what_would_help() -> None:
