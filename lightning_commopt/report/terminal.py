@@ -38,7 +38,8 @@ def print_report(report: Report, console: Console) -> None:
         for sentence in group.answer:
             print_text(sentence, console)
         chosen = group.recommended or group.fastest
-        is_highest = not group.recommended and chosen.samples_per_s is not None
+        is_discarded = any(setting.is_beyond_limit for setting in group.settings)
+        is_highest = not group.recommended and chosen.samples_per_s is not None and not is_discarded
         heading = f"# {chosen.name}: the highest throughput so far" if is_highest else f"# {chosen.name}"
         console.print(Text("\n".join(["", heading, *chosen.config_lines]), style="cyan"), soft_wrap=True)
     for run in report.failed:

@@ -6,7 +6,9 @@ import pytest
 
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.model import Group
+from lightning_commopt.report.terminal import print_report
 from support.known import known
+from support.narrow import printed
 from support.sample_runs import save_rates, save_run
 
 SLOW = [100, 101, 99]
@@ -247,6 +249,8 @@ def test_more_than_communication_explains_is_no_headline(tmp_path, rates, share,
     (group,) = build_report([tmp_path], baseline=build_report([tmp_path]).groups[0].settings[0].name).groups
     setting = group.settings[1]
     assert setting.is_beyond_limit is is_beyond
+    page = printed(lambda console: print_report(build_report([tmp_path]), console), 100, is_terminal=False)
+    assert not (is_beyond and "highest throughput so far" in page)
     assert ("busy" in " ".join(group.answer)) is is_beyond
     assert (group.fastest is setting) is not is_beyond
     assert (group.recommended is None) is is_beyond
