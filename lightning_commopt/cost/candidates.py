@@ -17,7 +17,7 @@ from lightning_commopt.measure.verdict import Forecast
 from lightning_commopt.plan import CommPlan, ddp_options
 
 _NUM_BATCHES = 4  # that a forecast accumulates
-_CAPS_MB = (5, 10, 25, 50, 100, 200, 400)
+_CAPS_MB = (1, 2, 5, 10, 25, 50, 100, 200, 400)
 _MAX_GROUPS = (96, 16, 6)  # fewer buckets than the layout that ends first take less of a core that backward needs
 
 

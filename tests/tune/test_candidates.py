@@ -55,6 +55,16 @@ def test_every_compressor_that_may_win_is_tried_and_no_other() -> None:
         assert max(one.low_s for one in found) < min(one.high_s for one in found)
 
 
+def test_small_buckets_are_tried_where_they_are_predicted_to_be_about_equal() -> None:
+    """If it fails, nothing finds out that several ranks keep a slow link busier with them."""
+    four = tuple(Gradient(f"layer.{i}", (768, 768), 4, 0.005 * (i + 1)) for i in range(4))
+    workload = dataclasses.replace(_WORKLOAD, gradients=four, backward_s=0.02, num_ranks=4)
+    link = Link(hop_s=1e-4, s_per_byte=8e-8)
+    basis = Basis(plan=CommPlan(), workload=workload, link=link, costs=_COSTS, step_s=1.0)
+    found = shortlist(basis, TuneOptions(lossy=(_INT8,))).candidates
+    assert {len(buckets_of(one.plan, four)) for one in found if one.plan.comm_hook == _INT8} == {1, 2, 4}
+
+
 def test_lossless_stays_lossless_and_names_what_would_help() -> None:
     """If it fails, a compressor is used that nobody has allowed, or nobody learns that it would help."""
     found = _list(_SLOW)
