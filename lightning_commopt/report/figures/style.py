@@ -1,4 +1,4 @@
-"""What all charts share: their parts, and their style: colours, dashes, symbols, axes.
+"""What all charts share: their parts, and their style, which `style.yaml` holds.
 
 A chart is bars, which are HTML, or a plot. Names, titles and legends are HTML, which the browser wraps in any font;
 plots have no text but the numbers at their axes. So no code here needs the width of a text.
@@ -9,43 +9,26 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from importlib.resources import files
+from typing import Any, Literal, NamedTuple
 
+import yaml
 from plotly import graph_objects as go
 
 from lightning_commopt.report.intervals import Interval
 from lightning_commopt.report.model import Cell, Run, Setting
 
-FONT = '-apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, "Liberation Sans", sans-serif'
-FONT_SIZE = 13
-INK = "#1c2733"
-QUIET = "#5b6876"
-GRID = "#e3e8ed"
-EXPOSED = "#b34a00"  # waiting for gradients, in a step
-
-# Okabe and Ito's colours, which the colour-blind can distinguish, in alternating lightness; without yellow, which is
-# invisible on white.
-_COLORS = ("#3d4a57", "#0072b2", "#d55e00", "#009e73", "#e69f00", "#aa4499", "#56b4e9", "#882255")
-_DASHES = (
-    *("solid", "8px,5px", "8px,4px,2px,4px", "14px,5px", "4px,3px", "14px,4px,2px,4px"),
-    "10px,3px,2px,3px,2px,3px",
+_STYLE: dict[str, Any] = yaml.safe_load(
+    (files("lightning_commopt.report.figures") / "style.yaml").read_text(encoding="utf-8")
 )
-_SYMBOLS = {  # plotly's name, and the outline in a square from -5 to 5
-    "circle": "M5,0A5,5 0 1,1 -5,0A5,5 0 1,1 5,0Z",
-    "square": "M-4,-4H4V4H-4Z",
-    "diamond": "M0,-5L5,0L0,5L-5,0Z",
-    "triangle-up": "M0,-5L5,4H-5Z",
-    "x": "M-5,-3L-3,-5L0,-2L3,-5L5,-3L2,0L5,3L3,5L0,2L-3,5L-5,3L-2,0Z",
-    "triangle-down": "M0,5L5,-4H-5Z",
-    "star": "M0,-5L1.5,-1.6L5,-1.6L2.2,0.7L3.2,4.4L0,2.2L-3.2,4.4L-2.2,0.7L-5,-1.6L-1.5,-1.6Z",
-    "pentagon": "M0,-5L4.8,-1.5L2.9,4.1H-2.9L-4.8,-1.5Z",
-    "cross": "M-5,-1.6H-1.6V-5H1.6V-1.6H5V1.6H1.6V5H-1.6V1.6H-5Z",
-}
+INK, QUIET, GRID, EXPOSED = (_STYLE[name] for name in ("ink", "quiet", "grid", "exposed"))
+SPAN_COLORS: dict[str, str] = _STYLE["spans"]
+_COLORS, _DASHES, _SYMBOLS = _STYLE["colors"], _STYLE["dashes"], _STYLE["symbols"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanStyle:
-    """The look of a plan in every chart: a colour, and plotly's dash and symbol; any two plans differ in all."""
+    """The look of a plan in every chart: a color, and plotly's dash and symbol; any two plans differ in all."""
 
     color: str
     dash: str
@@ -62,7 +45,7 @@ class PlanStyle:
         return _SYMBOLS[self.symbol]
 
     def variant(self, number: int) -> PlanStyle:
-        """Returns the look of the plan's n-th line in a chart, in the same colour; 0 is the plan's own look."""
+        """Returns the look of the plan's n-th line in a chart, in the same color; 0 is the plan's own look."""
         return replace(
             self,
             dash=_DASHES[(_DASHES.index(self.dash) + number) % len(_DASHES)],
@@ -89,35 +72,7 @@ def line_styles(sync_methods: Sequence[str], styles: Mapping[str, PlanStyle]) ->
 
 def new_figure(plot_height: float = 320) -> go.Figure:
     """Returns an empty figure of a height in pixels, as wide as the page, with automatic margins."""
-    axis = {
-        "showgrid": True,
-        "gridcolor": GRID,
-        "zeroline": False,
-        "showline": False,
-        "ticks": "",
-        "fixedrange": True,
-        "automargin": True,
-        "nticks": 6,
-        "tickfont": {"color": QUIET},
-    }
-    return go.Figure(
-        layout=go.Layout(
-            template=None,
-            autosize=True,
-            height=round(plot_height),
-            margin={"l": 8, "r": 28, "t": 10, "b": 24, "pad": 0},
-            font={"family": FONT, "size": FONT_SIZE, "color": INK},
-            paper_bgcolor="rgba(0,0,0,0)",
-            plot_bgcolor="rgba(0,0,0,0)",
-            showlegend=False,
-            dragmode=False,  # a finger on a chart scrolls the page
-            hovermode="closest",
-            hoverlabel={"bgcolor": "#ffffff", "bordercolor": QUIET, "font": {"family": FONT, "color": INK}},
-            barmode="overlay",
-            xaxis=axis,
-            yaxis=axis,
-        )
-    )
+    return go.Figure(layout=go.Layout(template=None, height=round(plot_height), **_STYLE["layout"]))
 
 
 def line_trace(
@@ -175,7 +130,7 @@ class Line(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a bar in a shade or a colour; its ends are shares of the axis."""
+    """A part of a bar in a shade or a color; its ends are shares of the axis."""
 
     start: float
     end: float

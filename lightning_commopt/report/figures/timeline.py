@@ -14,7 +14,7 @@ from lightning_commopt.measure.record import StepRecord, clock_shift_s
 from lightning_commopt.measure.statistics import OperationTotals
 from lightning_commopt.measure.summary import OPERATION_COLUMNS, operation_rows
 from lightning_commopt.report.baseline import without_ranks
-from lightning_commopt.report.figures.style import EXPOSED, INK, Chart, Key, Rows, new_figure, typical_run
+from lightning_commopt.report.figures.style import EXPOSED, INK, SPAN_COLORS, Chart, Key, Rows, new_figure, typical_run
 from lightning_commopt.report.model import Cell, Group, Setting
 from lightning_commopt.text.formatting import Unit, byte_unit, grouped, number, time_unit
 
@@ -29,16 +29,6 @@ KEYS = (
 
 _PHASE, _BUCKETS, _MAX_BUCKET, _GAP, _AXIS = 20, 110, 12, 16, 50
 _MAX_BUCKETS_SHOWN = 240
-_COLORS = {
-    "data": "#eceff2",
-    "forward": "#efe4c6",
-    "backward": "#dcc48f",
-    "optimizer": "#b99b62",
-    "other": "#e0e4e8",
-    "waiting": "#f4f6f8",
-    "compressing": "#8fbbe0",
-    "wire": "#0b4f8a",
-}
 _CLEAR = "rgba(0,0,0,0)"
 
 
@@ -215,7 +205,7 @@ def _buckets(record: StepRecord, origin_s: float, top: float, height: float, uni
 def _draw(figure: go.Figure, spans: Sequence[_Span], unit: Unit) -> None:
     """Draws all spans of one kind."""
     kind = spans[0].kind
-    marker: dict[str, object] = {"color": _COLORS.get(kind, _CLEAR), "line": {"width": 0}}
+    marker: dict[str, object] = {"color": SPAN_COLORS.get(kind, _CLEAR), "line": {"width": 0}}
     if kind == "exposed":
         marker["pattern"] = {"shape": "/", "fgcolor": EXPOSED, "size": 6, "solidity": 0.35, "bgcolor": _CLEAR}
     if kind == "waiting":
