@@ -6,7 +6,6 @@ And which collective of a step each record is: both have their order and their b
 from __future__ import annotations
 
 import json
-import math
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
@@ -32,6 +31,7 @@ _OPERATIONS = {
 }
 _OF_ONE_RANK = ("AllGather", "ReduceScatter")  # NCCL counts the bytes of one rank, our records those of all
 _UNTRACKED_BYTES = 8192  # NCCL numbers smaller collectives too, but the Inspector does not write them by default
+_MAX_NUMBER = 1 << 63  # a larger one is damage to the line, and may be too large for a float
 _MAX_CALLS = 2048  # of the end of a run; their square bounds the comparisons
 
 
@@ -121,11 +121,11 @@ class InspectorReader:
 
 
 def _integer(value: object) -> int:
-    return value if isinstance(value, int) else 0
+    return value if isinstance(value, int) and abs(value) < _MAX_NUMBER else 0
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+    return float(value) if isinstance(value, (int, float)) and abs(value) < _MAX_NUMBER else None  # NaN is not less
 
 
 class _Call(NamedTuple):

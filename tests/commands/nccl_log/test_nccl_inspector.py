@@ -80,6 +80,16 @@ def test_damaged_lines(text: str) -> None:
     assert reader.found.rows() == []
 
 
+@pytest.mark.parametrize(("name", "is_read"), [("coll_busbw_gbs", False), ("coll_msg_size_bytes", True)])
+def test_numbers_that_are_too_large_for_a_float(tmp_path: Path, name: str, is_read: bool) -> None:
+    record = measured(1)
+    record["coll_perf"][name] = 10**400
+    (tmp_path / "log").write_text(lines(0, [measured(0), record]))
+    log = read_log([tmp_path / "log"])
+    assert log.inspected.num_records == 1 + is_read
+    assert [finding.code for finding in find_all(log)] == []
+
+
 def test_communicators_are_matched(tmp_path: Path) -> None:
     """By the id that NCCL's log has too."""
     (tmp_path / "nccl.log").write_text(SampleJob().mixed())
