@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 from lightning_commopt.callbacks.phases import PhaseCallback, batch_follows
 from lightning_commopt.compat.lightning import Callback
+from lightning_commopt.compat.loops import wrap_method
 from lightning_commopt.measure.nvtx_timeline import SyncRanges, Timeline, profiled_domain
 from lightning_commopt.sync.observed import observe, stop_observing
 
@@ -76,7 +76,7 @@ class NVTXRanges(PhaseCallback):
         self._timeline: Timeline | None = None
         self._bucket_ranges: SyncRanges | None = None
         self._opener: _BatchOpener | None = None
-        self._save: functools.partial[None] | None = None
+        self._unwrap_save: Callable[[], None] | None = None
         self._index = 0  # among the Trainer's callbacks
         self._batch_depth = 0
         self._is_in_batch = False
@@ -96,8 +96,7 @@ class NVTXRanges(PhaseCallback):
         self._index = _callbacks(trainer).index(self)
         trainer.callbacks = [self, *others, self._opener]  # type: ignore[attr-defined]
         # No callback hook covers the writing of a checkpoint, and none runs for a checkpoint with weights only.
-        self._save = functools.partial(self._save_in_range, trainer.save_checkpoint)
-        trainer.save_checkpoint = self._save  # type: ignore[method-assign]
+        self._unwrap_save = wrap_method(trainer, "save_checkpoint", self._save_in_range)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close(trainer)
@@ -158,19 +157,15 @@ class NVTXRanges(PhaseCallback):
             self._timeline.pop_to(depth)
 
     def _close(self, trainer: Trainer) -> None:
-        if self._timeline is None or self._bucket_ranges is None or self._save is None:
+        if self._timeline is None or self._bucket_ranges is None or self._unwrap_save is None:
             return
-        (wrapped,) = self._save.args
         stop_observing(trainer.strategy, self._bucket_ranges)
         self._bucket_ranges.close()
         self._enter(None)
         others = [callback for callback in _callbacks(trainer) if callback not in (self, self._opener)]
         trainer.callbacks = [*others[: self._index], self, *others[self._index :]]  # type: ignore[attr-defined]
-        if trainer.__dict__.get("save_checkpoint") is self._save:
-            del trainer.save_checkpoint
-            if trainer.save_checkpoint != wrapped:
-                trainer.save_checkpoint = wrapped  # type: ignore[method-assign]
-        self._timeline = self._bucket_ranges = self._opener = self._save = None
+        self._unwrap_save()
+        self._timeline = self._bucket_ranges = self._opener = self._unwrap_save = None
 
 
 class _BatchOpener(Callback):

@@ -83,26 +83,31 @@ class LoopEvents:
 def wrap_method(owner: Any, name: str, around: Callable[..., None]) -> Callable[[], None]:
     """Makes one object call ``around(method, *args)`` instead of a method; returns a function that undoes it.
 
-    A method may be wrapped several times, the last outermost, and unwrapped in any order. Keywords are passed on.
+    A method may be wrapped several times, the last outermost, and unwrapped in any order. Keywords are passed on. What
+    others have put in its place, before or since, stays there.
     """
     own = vars(owner).get(name)
-    chain = own if isinstance(own, _Wrapped) else _Wrapped(getattr(owner, name))
+    chain = own if isinstance(own, _Wrapped) else _Wrapped(getattr(owner, name), is_own=own is not None)
     setattr(owner, name, chain)
     chain.arounds.append(around)
 
     def undo() -> None:
         chain.arounds.remove(around)
-        if not chain.arounds:
-            delattr(owner, name)
+        if not chain.arounds and vars(owner).get(name) is chain:
+            if chain.is_own:
+                setattr(owner, name, chain.inner)
+            else:
+                delattr(owner, name)
 
     return undo
 
 
 class _Wrapped:
-    """A method of an object, and what is called around it."""
+    """A method of an object, or with ``is_own`` what it had instead of its class's, and what is called around it."""
 
-    def __init__(self, inner: Callable[..., None]) -> None:
+    def __init__(self, inner: Callable[..., None], *, is_own: bool) -> None:
         self.inner = inner
+        self.is_own = is_own
         self.arounds: list[Callable[..., None]] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:

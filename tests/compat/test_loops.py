@@ -36,3 +36,22 @@ def test_wrappers_are_removed_in_any_order(order: tuple[int, ...]) -> None:
         loop.run(7)
         assert loop.called == [*("abc"[one] for one in sorted(left, reverse=True)), 7]
     assert vars(loop) == {"called": loop.called}
+
+
+def test_what_others_have_put_in_its_place_stays() -> None:
+    """If it fails, a method that a user or another tool has replaced is the class's again after the fit."""
+    loop = Loop()
+    loop.run = before = lambda value: loop.called.append(-value)  # type: ignore[method-assign]
+    undo = wrap_method(loop, "run", lambda inner, value: inner(value + 1))
+    loop.run(7)
+    ours = loop.run
+    loop.run = since = lambda value: ours(10 * value)  # type: ignore[method-assign]
+    loop.run(7)
+    undo()
+    assert loop.run is since
+    loop.run(7)
+    assert loop.called == [-8, -71, -70]
+
+    loop.run = before  # type: ignore[method-assign]
+    wrap_method(loop, "run", lambda inner, value: inner(value + 1))()
+    assert loop.run is before
