@@ -154,7 +154,6 @@ def test_the_laws_are_checked_for_it(new_compressor: ModuleType) -> None:
 _MAY_NAME_THEM = {
     "lightning_commopt/__init__.py",  # the public names, which tests freeze
     "lightning_commopt/report/names.py",  # how PowerSGD is spelled
-    "lightning_commopt/report/published.py",  # what others measured
 }
 
 
