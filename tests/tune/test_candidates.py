@@ -61,7 +61,7 @@ def test_small_buckets_are_tried_where_they_are_predicted_to_be_about_equal() ->
     workload = dataclasses.replace(_WORKLOAD, gradients=four, backward_s=0.02, num_ranks=4)
     link = Link(hop_s=1e-4, s_per_byte=8e-8)
     basis = Basis(plan=CommPlan(), workload=workload, link=link, costs=_COSTS, step_s=1.0)
-    found = shortlist(basis, TuneOptions(lossy=(_INT8,))).candidates
+    found = shortlist(basis, TuneOptions(lossy=(_INT8,))).candidates  # type: ignore[arg-type]
     assert {len(buckets_of(one.plan, four)) for one in found if one.plan.comm_hook == _INT8} == {1, 2, 4}
 
 
