@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_commopt.compressors.channel import Pending
+from lightning_commopt.compressors.channel import Channel, Pending
 
 
-class AloneChannel:
-    """Replaces a channel: sends nothing, as if the other ranks had sent what this one does.
+class AloneChannel(Channel):
+    """Sends nothing, as if the other ranks had sent what this one does.
 
     Args:
         channel: or what else has ``size``, ``rank``, ``within`` and ``across``.
 
     Attributes:
-        issued: the name of each collective, and the bytes of its whole message.
+        issued: the name of each collective, also of the lanes, and the bytes of its whole message.
     """
 
     def __init__(self, channel: Any) -> None:
@@ -25,12 +24,7 @@ class AloneChannel:
         self.size, self.rank = channel.size, channel.rank
         self.within = None if channel.within is None else type(self)(channel.within)
         self.across = None if channel.across is None else type(self)(channel.across)
-
-    def lanes(self) -> tuple[Any, Any]:
-        return self, self
-
-    def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+        self._scratch, self._lanes = {}, None
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         self.issued.append(("all_reduce", tensor.nbytes))

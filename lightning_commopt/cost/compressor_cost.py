@@ -8,14 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from lightning_commopt.compressors import Compressor, Layout, compressor_from_config, compressor_to_config
 from lightning_commopt.compressors.alone import AloneChannel
-from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.cost.gradient_times import work_clock
 from lightning_commopt.cost.workload import Gradient
 from lightning_commopt.measure.clock import Clock
@@ -109,20 +107,6 @@ def _layout(shapes: Sequence[tuple[int, ...]]) -> Layout:
     return Layout.of([torch.empty(shape, device="meta") for shape in shapes], torch.float32)
 
 
-class _WarmChannel(AloneChannel):
-    """Its memory costs nothing from the second bucket on."""
-
-    def __init__(self, channel: Any) -> None:
-        super().__init__(channel)
-        self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
-
-    def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        kept = self._scratch.get((name, dtype))
-        if kept is None or kept.shape != shape:
-            kept = self._scratch[name, dtype] = torch.zeros(shape, dtype=dtype, device=device)
-        return kept
-
-
 def _measure(
     compressor: Compressor | None, layouts: Sequence[Layout], clock: Clock, device: torch.device, num_ranks: int
 ) -> CompressorCost:
@@ -155,7 +139,7 @@ def _run(
 
     Seconds are medians over a few runs on one bucket, without the first.
     """
-    channel = _WarmChannel(SimpleNamespace(size=num_ranks, rank=0, within=None, across=None))
+    channel = AloneChannel(SimpleNamespace(size=num_ranks, rank=0, within=None, across=None))
     generator = torch.Generator(device).manual_seed(0)  # training's own must not notice
     flat = torch.randn(layout.numel, dtype=layout.dtype, device=device, generator=generator)
     state = compressor.init(layout, device, _LATE_STEP)
@@ -163,13 +147,14 @@ def _run(
     other = torch.zeros(_CACHE_BYTES if device.type == "cpu" else 0, dtype=torch.uint8, device="cpu")
     with torch.no_grad():
         for _ in range(_NUM_RUNS + 1):
-            channel.issued = []
+            channel.issued.clear()
             other.add_(1)  # backward has other memory in the caches when a bucket's turn comes
-            runs.append(_time_rounds(compressor.rounds(flat, layout, state, cast(Channel, channel)), clock))
+            runs.append(time_rounds(compressor.rounds(flat, layout, state, channel), clock))
     return [median(stage) for stage in zip(*runs[1:], strict=True)], channel.issued
 
 
-def _time_rounds(rounds: Any, clock: Clock) -> list[float]:
+def time_rounds(rounds: Any, clock: Clock) -> list[float]:
+    """Drives rounds to their end; returns the seconds before each collective and after the last one."""
     marks, arrived = [], None
     while True:
         start = clock.mark()

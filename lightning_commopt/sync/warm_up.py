@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -93,7 +92,7 @@ def run_on_samples(
 
 def run_alone(compressor: Compressor, layout: Layout, flat: Tensor, channel: Channel, first_step: int = 0) -> None:
     """Runs two steps, and one with a carried residual, as if all ranks had the same gradients; nothing is sent."""
-    state, alone = compressor.init(layout, flat.device, first_step), cast(Channel, AloneChannel(channel))
+    state, alone = compressor.init(layout, flat.device, first_step), AloneChannel(channel)
     for carried in (*[None] * _NUM_STEPS, torch.zeros_like(flat)):
         finish(compressor.rounds(flat, layout, state, alone, carried))
     compressor.residual(layout, state)
@@ -103,7 +102,7 @@ def run_on_shards(
     compressor: ShardedCompressor, channel: Channel, dtypes: Collection[torch.dtype], device: torch.device
 ) -> None:
     """Runs a compressor of shards on small ones that need all its kernels; see `run_on_samples`."""
-    alone = cast(Channel, AloneChannel(channel))
+    alone = AloneChannel(channel)
     with torch.no_grad():
         for dtype in floating_point(dtypes):
             for numel in SHARD_SIZES:

@@ -15,7 +15,8 @@ from lightning_commopt.commands.selftest.steps import NUM_STEPS, Setup, large_se
 from lightning_commopt.compressors import Compressor, Layout, Rounds
 from lightning_commopt.compressors.catalog import example_compressors, ready_compressors
 from lightning_commopt.compressors.channel import Channel
-from lightning_commopt.measure.clock import clock_for
+from lightning_commopt.cost.compressor_cost import time_rounds
+from lightning_commopt.measure.clock import HostClock, clock_for
 from lightning_commopt.measure.record import covered_s
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.plan import CommPlan
@@ -157,15 +158,7 @@ def bucket_cost(
 
 def _host_s(rounds: Rounds) -> float:
     """Drives rounds to their end; returns the seconds in which the host did not wait for a collective."""
-    seconds, arrived = 0.0, None
-    while True:
-        start_s = time.perf_counter()
-        try:
-            pending = next(rounds) if arrived is None else rounds.send(arrived)
-        except StopIteration:
-            return seconds + time.perf_counter() - start_s
-        seconds += time.perf_counter() - start_s
-        arrived = pending.wait()
+    return sum(time_rounds(rounds, HostClock()))
 
 
 def _profiled(
