@@ -23,8 +23,9 @@ from lightning_commopt.strategy.arguments import check_arguments, named_argument
 from lightning_commopt.strategy.base import refuse_ray
 from lightning_commopt.strategy.fit import check_sigterm, is_fit
 from lightning_commopt.sync.checks import explain_error
+from lightning_commopt.sync.gather import gather_on_rank_0
 from lightning_commopt.sync.sharded import ShardedSync, check_available
-from lightning_commopt.sync.sharded_checkpoint import describe, gather_in_file, restore, save_in_directory
+from lightning_commopt.sync.sharded_checkpoint import describe, rank_state, restore, save_in_directory
 from lightning_commopt.sync.sharded_gather import GatheredParameters
 from lightning_commopt.sync.state import KEY
 from lightning_commopt.text.formatting import byte_unit
@@ -187,7 +188,7 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
             return
         checkpoint[KEY] = describe(sync)
         if not self._save_distributed_checkpoint:
-            checkpoint[KEY]["ranks"] = gather_in_file(sync, self.root_device)
+            checkpoint[KEY]["ranks"] = gather_on_rank_0(rank_state(sync), self.root_device)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self._save_distributed_checkpoint:
             save_in_directory(sync, Path(self.broadcast(filepath)))

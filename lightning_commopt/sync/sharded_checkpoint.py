@@ -17,10 +17,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_commopt.compressors.channel import backends_of
 from lightning_commopt.compressors.sharded import ShardedCompressor
 from lightning_commopt.compressors.sharded_registry import sharded_from_config, sharded_to_config
-from lightning_commopt.sync.gather import gather_on_rank_0
 from lightning_commopt.sync.sharded import ShardedSync
 from lightning_commopt.sync.state import KEY, CheckpointError
 from lightning_commopt.text.validation import info, warn
@@ -48,17 +46,12 @@ def save_in_directory(sync: ShardedSync, directory: Path) -> None:
     dcp.save(tensors or {f"{rank}/none": torch.zeros(1)}, checkpoint_id=directory / KEY)
 
 
-def gather_in_file(sync: ShardedSync, device: torch.device) -> list[RankState] | None:
-    """Returns the states of all ranks on rank 0, None on the others. All ranks must call it."""
-    return gather_on_rank_0(rank_state(sync), torch.device("cpu") if "cpu" in backends_of() else device)
-
-
 def restore(sync: ShardedSync, saved: Any, directory: Path | None) -> None:
     """Continues from a checkpoint, before the first backward. All ranks must call it.
 
     With as many ranks each gets its state. With more or fewer, or another compressor, each gets the mean of all ranks'
     residuals, so that what is still to be sent of the mean gradient stays the same. ``saved`` is from `describe`, in a
-    file with ``ranks`` of `gather_in_file`; ``directory`` is that of the checkpoint, None if it is a file.
+    file with ``ranks``, a `rank_state` of each; ``directory`` is that of the checkpoint, None if it is a file.
     """
     try:
         if not isinstance(saved, Mapping) or "sharded" not in saved or saved.get("version") != _VERSION:
