@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -43,10 +43,6 @@ class Finding:
 
     def to_plain(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Finding:
-        return cls(**{**plain, "evidence": tuple(Line(**line) for line in plain["evidence"])})
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:

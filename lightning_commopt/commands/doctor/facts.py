@@ -29,6 +29,7 @@ from lightning_commopt.launch.interfaces import (
     list_interfaces,
     own_address,
 )
+from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.measure.runs.machine import nccl_version, versions
 from lightning_commopt.text.findings import Finding
 
@@ -149,10 +150,10 @@ def collect_facts(
 def facts_from_plain(plain: Mapping[str, Any]) -> Facts:
     """Reverts ``asdict`` and JSON; entries that another version of this package has added are dropped."""
     known = {each.name: plain[each.name] for each in fields(Facts) if each.name in plain}
-    known["ports"] = [Port(**port) for port in known.get("ports", [])]
-    known["interfaces"] = [Interface(*each) for each in known.get("interfaces", [])]
-    known["topology"] = [Finding.from_plain(each) for each in known.get("topology", [])]
-    chosen = {name: Interface(*plain[name]) for name in ("gloo_interface", "nccl_interface") if plain.get(name)}
+    for name, cls in (("ports", Port), ("interfaces", Interface), ("topology", Finding)):
+        known[name] = [from_plain(cls, each) for each in known.get(name, [])]
+    names = ("gloo_interface", "nccl_interface")
+    chosen = {name: from_plain(Interface, plain[name]) for name in names if plain.get(name)}
     return Facts(**{**known, **chosen})
 
 

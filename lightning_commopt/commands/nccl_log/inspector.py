@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from statistics import median
@@ -195,7 +195,7 @@ def _align(calls: Sequence[_Call], order: Order) -> dict[int, set[str]]:
     spans = [(one[0], one[-1]) for one in steps.values() if any(calls[i].num_bytes >= _UNTRACKED_BYTES for i in one)]
     absent = [call.num_bytes if call.num_bytes < _UNTRACKED_BYTES else -1 for call in calls]
     names: dict[int, set[str]] = defaultdict(set)
-    for start in range(max(0, first - len(calls)), last + 1):
+    for start in _starts(sizes, len(calls)):
         covered = range(max(0, first - start), min(len(calls), last + 1 - start))
         if not any(begin in covered and end in covered for begin, end in spans):
             continue
@@ -204,3 +204,11 @@ def _align(calls: Sequence[_Call], order: Order) -> dict[int, set[str]]:
                 if start + i in sizes:
                     names[start + i].add(calls[i].name)
     return names
+
+
+def _starts(numbers: Iterable[int], num_calls: int) -> Iterator[int]:
+    """Yields where calls may begin for at least one to meet a number, of which a damaged one may be far away."""
+    begin = 0
+    for number in sorted(numbers):
+        yield from range(max(begin, number - num_calls + 1), number + 1)
+        begin = number + 1

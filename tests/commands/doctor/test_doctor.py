@@ -5,17 +5,19 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from lightning_commopt.commands.doctor.facts import Facts, Port, collect_facts, read_ports
+from lightning_commopt.commands.doctor.facts import Facts, Port, collect_facts, facts_from_plain, read_ports
 from lightning_commopt.commands.doctor.findings import find
 from lightning_commopt.commands.doctor.meeting import MeetingError, check_port
 from lightning_commopt.launch.environment import find_rank_identity
+from lightning_commopt.launch.interfaces import Interface
+from lightning_commopt.text.findings import Finding, Line
 from support.commopt import commopt
 
 _PORT = Port(name="mlx5_0:1", state="ACTIVE", rate="400 Gb/sec (4X NDR)", errors={})
@@ -39,6 +41,21 @@ def test_a_healthy_host_has_no_findings() -> None:
     """If it fails, users learn to ignore what the doctor says."""
     assert find([_HEALTHY]) == []
     assert find([_HEALTHY, replace(_HEALTHY, rank=1, host="node1", address="10.0.0.2")]) == []
+
+
+def test_facts_of_a_later_version_are_read() -> None:
+    """If it fails, hosts with different versions of this package end in a TypeError instead of a finding."""
+    line = Line(text="x", file="log", number=1)
+    finding = Finding(severity="note", what="a", advice="b", evidence=(line,))
+    interface = Interface("eth0", "10.0.0.1", 24)
+    facts = replace(_HEALTHY, interfaces=[interface], gloo_interface=interface, topology=[finding])
+    plain = json.loads(json.dumps(asdict(facts)))
+    assert facts_from_plain(plain) == facts
+    for added in (plain, plain["ports"][0], plain["topology"][0], plain["topology"][0]["evidence"][0]):
+        added["added"] = 1
+    plain["interfaces"][0].append("added")
+    plain["gloo_interface"].append("added")
+    assert facts_from_plain(plain) == facts
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,15 @@ def test_one_bucket_by_two_protocols(tmp_path: Path) -> None:
     ]
 
 
+def test_a_damaged_number_far_away(tmp_path: Path) -> None:
+    """If it fails, one damaged line makes the search for a run's place endless."""
+    write_run(tmp_path, [sync(*LAYOUT)] * 4)
+    numbers = numbered([*LAYOUT] * 4)
+    expected = call(tmp_path, inspected(numbers))
+    assert len(expected[0]) == len(LAYOUT)
+    assert call(tmp_path, inspected(numbers | {10**15: ("AllReduce", 1 << 20, "SIMPLE")})) == expected
+
+
 @pytest.mark.parametrize(
     ("steps", "numbers", "comms", "problem"),
     [
