@@ -12,6 +12,8 @@ from lightning_commopt.sync.store import poll
 from lightning_commopt.text.formatting import ranks_text
 from lightning_commopt.watch.uneven_batches import UnevenBatchesError, different_ends_message, goes_on_message
 
+_SEEN_S = 10.0  # that rank 0 waits for others to read that all have come; one that has died is found by what follows
+
 
 @dataclass(kw_only=True)
 class _Epoch:
@@ -113,10 +115,13 @@ class EpochEnds:
                 f" {ranks_text(missing)} {'has' if len(missing) == 1 else 'have'} not within {self._timeout_s:g} s."
             )
         numbers = json.loads(store.get(f"{run}/all"))
+        store.add(f"{run}/seen", 1)
+        if self._rank == 0:  # its process may end with the fit, and the store with it: nobody could read more
+            poll(lambda: store.add(f"{run}/seen", 0) >= self._world_size, _SEEN_S)
         if len(set(numbers)) > 1:
             raise UnevenBatchesError(different_ends_message(numbers, epoch.number))
         if self._rank == 0 and run > 1:  # nobody reads the keys of the previous epoch
-            for key in ("left", "come", "all", *(f"rank/{rank}" for rank in self._ranks)):
+            for key in ("left", "come", "all", "seen", *(f"rank/{rank}" for rank in self._ranks)):
                 store.delete_key(f"{run - 1}/{key}")
 
     def _have_all_left(self, epoch: _Epoch) -> bool:
