@@ -145,14 +145,15 @@ class Look(Callback):
     def __init__(self, path: Path | None = None, plan: CommPlan | None = None) -> None:
         self.path = path
         self.plan = plan
-        self.in_saved_buckets = False
+        self.has_saved = self.in_saved_buckets = False
         self.residual: Params = {}
         self.finished = False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         hook = trainer.strategy.gradient_sync.hook  # type: ignore[attr-defined]
         self.in_saved_buckets = self.in_saved_buckets or (hook is not None and hook.is_in_saved_buckets)
-        if self.path is not None and trainer.global_step == HALF and not self.path.exists():
+        if self.path is not None and trainer.global_step == HALF and not self.has_saved:
+            self.has_saved = True  # the file itself may be there before another rank looks
             if self.plan is not None:
                 trainer.strategy.apply_plan(self.plan)  # type: ignore[attr-defined]
             trainer.save_checkpoint(self.path)
