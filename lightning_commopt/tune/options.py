@@ -14,9 +14,6 @@ from lightning_commopt.text.validation import did_you_mean
 
 AUTO, NEVER = "auto", "never"
 
-PlanOption = CommPlan | str | Path | None
-LossyOption = str | Sequence[Any]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuneOptions:

@@ -10,8 +10,8 @@ import platform
 import re
 import resource
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ from lightning_commopt.launch.interfaces import (
     list_interfaces,
     own_address,
 )
-from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.measure.runs.machine import nccl_version, versions
 from lightning_commopt.text.findings import Finding
 
@@ -91,24 +90,24 @@ class Facts:
     rank: int = 0  # global rank
     host: str
     world_size: int = 1  # number of ranks that this rank expects
-    hosts: list[str] = field(default_factory=list)  # value of ``--hosts``; empty under a launcher
+    hosts: Sequence[str] = ()  # value of ``--hosts``; empty under a launcher
     address: str | None  # that the host's name resolves to, which gloo listens on; None if it resolves to nothing
     versions: dict[str, str]  # of Python, torch, NCCL and the packages
-    gpus: list[str] = field(default_factory=list)  # names of the CUDA devices that torch finds
+    gpus: Sequence[str] = ()  # names of the CUDA devices that torch finds
     has_gpu_driver: bool = False  # NVIDIA's driver is loaded
     num_cores: int  # available to this rank
     num_threads: int  # that torch would use
     ranks_per_node: int = 1  # ranks on this host
     shared_memory_bytes: int | None = None  # size of /dev/shm; None without one
     max_locked_bytes: int | None = None  # memory that a process may lock; None without a limit
-    ports: list[Port] = field(default_factory=list)  # of InfiniBand and RoCE adapters
+    ports: Sequence[Port] = ()  # of InfiniBand and RoCE adapters
     has_peer_memory: bool = False  # the kernel module for GPUDirect RDMA is loaded
     can_dma_buf: bool = False  # GPUDirect RDMA works without it
     has_sharp_plugin: bool = False  # NCCL would find a network plugin
-    interfaces: list[Interface] = field(default_factory=list)  # network interfaces that are up
+    interfaces: Sequence[Interface] = ()  # network interfaces that are up
     gloo_interface: Interface | None = None  # that gloo would use; None if there is none
     nccl_interface: Interface | None = None  # that NCCL would use for bootstrap; None if there is none
-    topology: list[Finding] = field(default_factory=list)  # findings of ``commopt topo``
+    topology: Sequence[Finding] = ()  # findings of ``commopt topo``
     no_topology: str | None = None  # why there are none; None where it ran
     environment: dict[str, str] = field(default_factory=dict)  # variables of NCCL, gloo and OpenMP
 
@@ -145,16 +144,6 @@ def collect_facts(
         no_topology=no_topology,
         environment={name: value for name, value in environment.items() if _VARIABLES.match(name)},
     )
-
-
-def facts_from_plain(plain: Mapping[str, Any]) -> Facts:
-    """Reverts ``asdict`` and JSON; entries that another version of this package has added are dropped."""
-    known = {each.name: plain[each.name] for each in fields(Facts) if each.name in plain}
-    for name, cls in (("ports", Port), ("interfaces", Interface), ("topology", Finding)):
-        known[name] = [from_plain(cls, each) for each in known.get(name, [])]
-    names = ("gloo_interface", "nccl_interface")
-    chosen = {name: from_plain(Interface, plain[name]) for name in names if plain.get(name)}
-    return Facts(**{**known, **chosen})
 
 
 def _topology(identity: RankIdentity | None) -> tuple[list[Finding], str | None]:

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_commopt.commands.doctor.facts import Facts, facts_from_plain
+from lightning_commopt.commands.doctor.facts import Facts
 from lightning_commopt.launch.environment import RankIdentity
 from lightning_commopt.launch.interfaces import Interface, explain_os_error, try_port
+from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.sync.store import poll
 from lightning_commopt.text.formatting import grouped, list_some
 
@@ -149,7 +150,7 @@ class _FactExchange:
             plain = self._exchange("facts", {**asdict(facts), "ports_to_try": list(ports)})
             ports_of_ranks = [[ListeningPort(*port) for port in each["ports_to_try"]] for each in plain]
             listeners = [rank for rank, theirs in enumerate(ports_of_ranks) if theirs]
-            everybody = disambiguate_hosts([facts_from_plain(each) for each in plain], listeners)
+            everybody = disambiguate_hosts([from_plain(Facts, each) for each in plain], listeners)
             by_host = {everybody[rank].host: ports_of_ranks[rank] for rank in listeners}
             unreachable: list[UnreachablePort] = []
             if identity.local_rank == 0:  # the others of its host are on the same network

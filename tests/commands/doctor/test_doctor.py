@@ -12,11 +12,12 @@ from unittest import mock
 
 import pytest
 
-from lightning_commopt.commands.doctor.facts import Facts, Port, collect_facts, facts_from_plain, read_ports
+from lightning_commopt.commands.doctor.facts import Facts, Port, collect_facts, read_ports
 from lightning_commopt.commands.doctor.findings import find
 from lightning_commopt.commands.doctor.meeting import MeetingError, check_port
 from lightning_commopt.launch.environment import find_rank_identity
 from lightning_commopt.launch.interfaces import Interface
+from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.text.findings import Finding, Line
 from support.commopt import commopt
 
@@ -48,14 +49,16 @@ def test_facts_of_a_later_version_are_read() -> None:
     line = Line(text="x", file="log", number=1)
     finding = Finding(severity="note", what="a", advice="b", evidence=(line,))
     interface = Interface("eth0", "10.0.0.1", 24)
-    facts = replace(_HEALTHY, interfaces=[interface], gloo_interface=interface, topology=[finding])
+    facts = replace(
+        _HEALTHY, gpus=("H100",), ports=(_PORT,), interfaces=(interface,), gloo_interface=interface, topology=(finding,)
+    )
     plain = json.loads(json.dumps(asdict(facts)))
-    assert facts_from_plain(plain) == facts
+    assert from_plain(Facts, plain) == facts
     for added in (plain, plain["ports"][0], plain["topology"][0], plain["topology"][0]["evidence"][0]):
         added["added"] = 1
     plain["interfaces"][0].append("added")
     plain["gloo_interface"].append("added")
-    assert facts_from_plain(plain) == facts
+    assert from_plain(Facts, plain) == facts
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ LOOPBACK = Interface("lo", "127.0.0.1", 8)
 ETHERNET = Interface("eth0", "10.0.0.1", 24)
 FACTS = Facts(
     host="a", address="10.0.0.1", versions={"torch": "2.15.0"}, num_cores=8, num_threads=1,
-    interfaces=[LOOPBACK, ETHERNET], gloo_interface=ETHERNET, nccl_interface=ETHERNET, no_topology="no GPU",
+    interfaces=(LOOPBACK, ETHERNET), gloo_interface=ETHERNET, nccl_interface=ETHERNET, no_topology="no GPU",
 )  # fmt: skip
 PORT = Port(name="mlx5_0:1", state="ACTIVE", rate="400 Gb/sec (4X NDR)", errors={})
 
