@@ -159,6 +159,8 @@ def _rank(rank: int, folder: str, pipe: Connection, job: _Job) -> None:
         store = dist.FileStore(str(Path(folder) / "store"), job.world_size)  # a file, so that no port can be taken
         timeout = timedelta(seconds=job.group_timeout_s)
         dist.init_process_group(job.backend, store=store, rank=rank, world_size=job.world_size, timeout=timeout)
+        store.set(f"connected/{rank}", "")  # gloo fails on a rank that still connects to one that has ended
+        store.wait([f"connected/{other}" for other in range(job.world_size)])
         # By plain pickle: multiprocessing's own only lends tensors, and this process may be gone when they are fetched.
         answer = pickle.dumps((job.fn(*job.args), None))
     except BaseException:
