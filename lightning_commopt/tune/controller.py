@@ -11,6 +11,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lightning_commopt.tune.gains import TimedVisit
 from lightning_commopt.tune.search import Found, Report, Search, SearchSettings, Visit
 
 WATCH_STEPS = 100
@@ -84,6 +85,7 @@ class Controller:
         self._base_steps = 0.0  # as many of the present length took as long as what was trained so far
         self._is_start = is_start
         self._handicaps = handicaps
+        self._undecided: list[Sequence[TimedVisit]] = []  # visits of searches that were not sure, since the last drift
         self._min_pause = 2 * WATCH_STEPS  # from one search to the next
         self._search_from = self._min_pause
         self.chosen = arm
@@ -117,8 +119,10 @@ class Controller:
             arm=self.chosen,
             is_start=is_first and self._is_start,
             handicaps=self._handicaps,
+            earlier=self._undecided,
         )
         found = yield from search.run()
+        self._undecided = [*self._undecided, search.visits] if found.why in ("not sure", "too short") else []
         self._count(found.num_steps)
         self.searches.append(found)
         self.lost_steps += found.lost_s / found.base_s if found.base_s > 0 else 0.0
@@ -164,6 +168,7 @@ class Controller:
             num_shifted = num_shifted + 1 if has_shifted else 0
             if num_shifted > 1 and self._num_done >= self._search_from:
                 self.events.append(Event(self._num_done, "drift"))
+                self._undecided = []
                 if not self.chosen:  # a fit that has become slower has a larger budget
                     self._base_steps *= reference / look.step_s
                     self.lost_steps *= reference / look.step_s

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _SURE = 3.5
-"""Standard errors between an estimate and the end of its interval. Visits are few and their noise is not normal: see
-``tests/tune/test_search_simulated.py`` for how often the interval misses."""
+"""Standard errors between an estimate and the end of its interval: visits are few, and their noise is not normal."""
 _SIGMA_OF_MEDIAN = 1.2533  # of a median of normally distributed values, over that of their mean
 _SIGMA_OF_SPREAD = {2: 1.7725, 3: 1.3820, 4: 1.4826}  # standard deviation over the median distance from the median
 _PRIOR_VISITS = 4.0  # weight of the noise within visits in an estimate of the noise between them
@@ -57,17 +56,37 @@ def typical_s(visits: Sequence[TimedVisit], arm: int) -> float:
     return math.exp(statistics.median([visit.log_s for visit in visits if visit.arm == arm]))
 
 
-def gains(visits: Sequence[TimedVisit]) -> dict[int, Gain]:
-    """Compares every plan that was visited with the user's, at the time of its visits.
+def gains(searches: Sequence[Sequence[TimedVisit]]) -> dict[int, Gain]:
+    """Compares every plan that was visited with the user's.
 
-    The user's plan takes part in between, so its time at a visit of another plan is interpolated: what slows all
-    plans down for a while favors none.
+    Searches are weighted by the inverse of their variances: one that another process has disturbed counts little.
 
     Args:
-        visits: in the order of time, at least one of arm 0.
+        searches: the visits of each, in the order of time, at least one of arm 0 in each.
 
     Returns:
         By arm, without 0.
+    """
+    weighted: dict[int, list[tuple[float, float]]] = {}
+    for visits in searches:
+        for arm, (log_gain, variance) in _log_gains(visits).items():
+            weighted.setdefault(arm, []).append((log_gain, 1 / variance))
+    found = {}
+    for arm, rows in weighted.items():
+        total = sum(weight for _, weight in rows)
+        log_gain = sum(log_gain * weight for log_gain, weight in rows) / total
+        error = _SURE / math.sqrt(total)
+        found[arm] = Gain(
+            *(1 - math.exp(min(-value, _MOST)) for value in (log_gain, log_gain - error, log_gain + error))
+        )
+    return found
+
+
+def _log_gains(visits: Sequence[TimedVisit]) -> dict[int, tuple[float, float]]:
+    """Returns by arm the logarithm of the user's time over the plan's, and its variance.
+
+    The user's plan takes part in between, so its time at a visit of another plan is interpolated: what slows all
+    plans down for a while favors none.
     """
     base = [visit for visit in visits if visit.arm == 0]
     places = [visit.at_step for visit in base]
@@ -84,11 +103,7 @@ def gains(visits: Sequence[TimedVisit]) -> dict[int, Gain]:
     found = {}
     for arm, values in differences.items():
         shares = np.mean(weights[arm], axis=0)
-        error = _SURE * math.sqrt(variance * (1 / len(values) + float(shares @ shares)))
-        log_gain = statistics.fmean(values)
-        found[arm] = Gain(
-            *(1 - math.exp(min(-value, _MOST)) for value in (log_gain, log_gain - error, log_gain + error))
-        )
+        found[arm] = statistics.fmean(values), variance * (1 / len(values) + float(shares @ shares))
     return found
 
 

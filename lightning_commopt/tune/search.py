@@ -89,9 +89,14 @@ class Search:
             where it is unknown, infinite for one that must not be tried. The most promising first.
         budget_steps: how many steps with the user's plan the search may cost at most.
         settings: see there.
-        arm: the plan that steps run with at present.
+        arm: the plan that steps run with at present. It was chosen before if it is not the user's, and stays unless
+            it is found to save less than `SearchSettings.min_gain`.
         is_start: the fit has just begun.
         handicaps: by arm, share of a step that it must save beyond what others save, as it has other costs.
+        earlier: visits of searches before this one that still count.
+
+    Attributes:
+        visits: of this search so far.
     """
 
     def __init__(
@@ -103,15 +108,18 @@ class Search:
         arm: int = 0,
         is_start: bool = True,
         handicaps: Mapping[int, float] | None = None,
+        earlier: Sequence[Sequence[TimedVisit]] = (),
     ) -> None:
         self._expected = expected
-        self._candidates = [arm for arm in range(1, len(expected)) if expected[arm] != math.inf]
+        candidates = (arm for arm in range(1, len(expected)) if expected[arm] != math.inf)
+        self._candidates = sorted(candidates, key=lambda candidate: candidate != arm)
         self._budget_steps = budget_steps
         self._settings = settings or SearchSettings()
-        self._arm = arm
+        self._arm = self._present = arm
         self._handicaps = handicaps or {}
         self._num_first = _NUM_START_STEPS if is_start else 0
-        self._visits: list[TimedVisit] = []
+        self.visits: list[TimedVisit] = []
+        self._all_visits = [*earlier, self.visits]
         self._num_steps = 0
         self._spent: list[tuple[float, int]] = []  # seconds, and the steps made in them
         self._change_s: list[float] = []
@@ -159,7 +167,7 @@ class Search:
                 if arm and others and min(others) > _MAX_SLOWDOWN * self._base_s:
                     others += yield from self._steps(arm, 1)  # a single step may be slow by chance
                     if min(others) > _MAX_SLOWDOWN * self._base_s:
-                        self._visits.append(TimedVisit(arm, self._num_steps, tuple(others)))
+                        self.visits.append(TimedVisit(arm, self._num_steps, tuple(others)))
                         return True
         began, seconds = self._num_steps, list[float]()
         for _ in range(_NUM_TRIES):
@@ -169,7 +177,7 @@ class Search:
         if seconds and arm:  # not their sum: with the user's plan the same steps would have been slow
             self._spent.append((statistics.median(seconds) * len(seconds), len(seconds)))
         if seconds:
-            self._visits.append(TimedVisit(arm, (began + self._num_steps) / 2, tuple(seconds)))
+            self.visits.append(TimedVisit(arm, (began + self._num_steps) / 2, tuple(seconds)))
         return bool(seconds)
 
     def _steps(self, arm: int, num_steps: int, *, is_spent: bool = True) -> Generator[Visit, Report, list[float]]:
@@ -188,7 +196,7 @@ class Search:
 
     @property
     def _base_s(self) -> float:
-        return typical_s(self._visits, 0)
+        return typical_s(self.visits, 0)
 
     @property
     def lost_steps(self) -> float:
@@ -206,7 +214,7 @@ class Search:
         settling_steps = max(0.0, max(self._settling_s, default=base_s * (1 + _UNKNOWN_CHANGE)) / base_s - 1)
         expected = 1.0
         if arm:
-            seen = [visit for visit in self._visits if visit.arm == arm]
+            seen = [visit for visit in self.visits if visit.arm == arm]
             guess = self._expected[arm]
             expected = typical_s(seen, arm) / base_s if seen else _UNKNOWN_SLOWDOWN if guess is None else guess
         num_slow = settings.num_settling_steps - 1 + settings.num_timed_steps
@@ -216,15 +224,18 @@ class Search:
 
     def _promising(self, active: list[int]) -> list[int]:
         """Returns the candidates that may still be worth choosing."""
-        found = gains(self._visits)
+        found = gains(self._all_visits)
         best = max((gain.low - self._handicaps.get(arm, 0.0) for arm, gain in found.items()), default=-math.inf)
         least = max(self._settings.min_gain, best)
         return [arm for arm in active if arm not in found or found[arm].high >= least]
 
+    def _net_gains(self, found: Mapping[int, Gain]) -> dict[int, float]:
+        return {arm: gain.gain - self._handicaps.get(arm, 0.0) for arm, gain in found.items()}
+
     def _winner(self, active: list[int]) -> int:
         """Returns the fastest plan that is faster than the user's beyond the noise, seen twice; 0 if none is."""
-        found, seen = gains(self._visits), [visit.arm for visit in self._visits]
-        net = {arm: gain.gain - self._handicaps.get(arm, 0.0) for arm, gain in found.items()}
+        found, seen = gains(self._all_visits), [visit.arm for visits in self._all_visits for visit in visits]
+        net = self._net_gains(found)
         sure = [
             arm
             for arm in active
@@ -237,17 +248,23 @@ class Search:
         winner = self._winner(active)
         if not winner:
             return not active
-        found = gains(self._visits)
+        found = gains(self._all_visits)
         least = found[winner].gain - self._handicaps.get(winner, 0.0) + self._settings.min_gain
         others = [arm for arm in active if arm != winner]
         return all(arm in found and found[arm].high - self._handicaps.get(arm, 0.0) <= least for arm in others)
 
     def _found(self, active: list[int], why: str | None = None) -> Found:
-        winner, known, base_s = self._winner(active), gains(self._visits), self._base_s
+        winner, known, base_s = self._winner(active), gains(self._all_visits), self._base_s
         if why is None and winner:
             why = "faster"
         elif why is None:
             why = ("too short" if self._is_too_dear else "not sure") if active else "none faster"
+        if (
+            not winner
+            and self._present in active
+            and self._net_gains(known).get(self._present, 0.0) >= self._settings.min_gain
+        ):
+            winner = self._present
         return Found(
             arm=winner,
             gains=known,
