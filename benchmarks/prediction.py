@@ -90,10 +90,11 @@ def learn(ranks: list[dict[str, Any]], base: int, burst_bytes: float) -> Basis:
     """Returns what the steps of one plan show of the model, the link and the compressors."""
     plan, turns = CommPlan.from_dict(ranks[0]["runs"][base]["plan"]), all_turns(ranks, base)
     costs = {cost.compressor: cost for cost in map(CompressorCost.from_plain, ranks[0]["costs"])}
+    buckets = (BucketInfo(index, size, tuple(names), last) for index, size, names, last in turns[0]["layout"])
+    layout = {bucket.index: bucket for bucket in buckets}
     return Basis.of_steps(
         plan,
-        [[StepRecord.from_dict(step) for step in turn["steps"]] for turn in turns],
-        {index: BucketInfo(index, size, tuple(names), last) for index, size, names, last in turns[0]["layout"]},
+        [[StepRecord.from_dict(step, layout) for step in turn["steps"]] for turn in turns],
         costs,
         num_ranks=len(ranks),
         gradients=[Gradient(name, tuple(shape), size, at) for name, shape, size, at in turns[0]["gradients"]],

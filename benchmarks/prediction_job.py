@@ -92,7 +92,7 @@ class Training:
             hook.close()
         unwrap(wrapped)
         return {
-            "steps": [json.loads(step.record.to_json()) for step in steps],
+            "steps": [json.loads(step.to_json()) for step in steps],
             "layout": [[b.index, b.gradient_bytes, b.names, b.is_last] for b in steps[-1].layout.values()],
             "gradients": [list(gradient) for gradient in times.gradients()],
             "comm_cpu_s": times.comm_cpu_s,

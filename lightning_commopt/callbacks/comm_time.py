@@ -234,14 +234,13 @@ class CommTimeMonitor(PhaseCallback):
     def _take(self, trainer: Trainer, num_steps: int) -> list[list[float]]:
         """Saves at most ``num_steps`` of the oldest steps, and returns their numbers."""
         assert self._recorder is not None
-        steps = self._recorder.take(num_steps)
-        if steps:
-            self._last_step = steps[-1].record.step
+        records = self._recorder.take(num_steps)
+        if records:
+            self._last_step = records[-1].step
             if self._prediction is not None:
-                self._prediction.add(steps)
+                self._prediction.add(records)
             if self._files is not None:
-                self._files.save_steps(steps)
-        records = [step.record for step in steps]
+                self._files.save_steps(records)
         self._operations.add(records)
         if self._link is None:
             return [row(record) for record in records]

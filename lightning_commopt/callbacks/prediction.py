@@ -13,7 +13,7 @@ from lightning_commopt.cost.basis import Basis, recommended_compressors
 from lightning_commopt.cost.candidates import forecasts
 from lightning_commopt.cost.compressor_cost import measure_costs
 from lightning_commopt.cost.gradient_times import GradientTimes
-from lightning_commopt.measure.recorder import RecordedStep
+from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.verdict import Forecast
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.base import is_baseline, plan_of
@@ -36,7 +36,7 @@ class PredictionRecorder:
         self._plan = plan_of(trainer.strategy)
         self._num_left = num_warmup_backwards
         self._times: GradientTimes | None = None
-        self._steps: deque[RecordedStep] = deque(maxlen=_NUM_STEPS)
+        self._steps: deque[StepRecord] = deque(maxlen=_NUM_STEPS)
         # No further gradients are timed then, so `enter` need not be called.
         is_ddp = isinstance(trainer.strategy.model, DistributedDataParallel) and not is_baseline(trainer.strategy)
         self.is_over = not (trainer.is_global_zero and is_ddp)
@@ -58,7 +58,7 @@ class PredictionRecorder:
         else:
             self._times.begin_backward()
 
-    def add(self, steps: Sequence[RecordedStep]) -> None:
+    def add(self, steps: Sequence[StepRecord]) -> None:
         """Adds steps as they are taken from the recorder; those of an earlier plan, and the first of another, go."""
         plan = plan_of(self._strategy)
         if plan == self._plan:
@@ -84,8 +84,7 @@ class PredictionRecorder:
             hooks = dict.fromkeys([*recommended_compressors(), plan.comm_hook])
             basis = Basis.of_steps(
                 plan,
-                [[step.record for step in self._steps if step.record.buckets]],
-                self._steps[-1].layout,
+                [[step for step in self._steps if step.buckets]],
                 measure_costs(hooks, found["gradients"], device, self._num_ranks),
                 num_ranks=self._num_ranks,
                 device=device.type,

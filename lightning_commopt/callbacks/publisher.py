@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,8 @@ from lightning_commopt.compat.sigterm import around_broadcasts
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.link.model import LinkModel
-from lightning_commopt.measure.recorder import RecordedStep, StepRecorder, issued_by
+from lightning_commopt.measure.record import StepRecord
+from lightning_commopt.measure.recorder import StepRecorder, issued_by
 from lightning_commopt.measure.runs.files import LINK_MODEL_FILE
 from lightning_commopt.measure.verdict import Forecast
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_host_group
@@ -184,9 +184,8 @@ class StepFiles:
         self._saves_model = header["rank"] == 0
         self._failed: set[str] = set()
 
-    def save_steps(self, steps: Sequence[RecordedStep]) -> None:
-        for layout, group in groupby(steps, lambda step: step.layout):
-            self._save("steps", partial(self._writer.write, [step.record for step in group], layout))
+    def save_steps(self, steps: Sequence[StepRecord]) -> None:
+        self._save("steps", partial(self._writer.write, steps))
 
     def save_model(self, model: LinkModel) -> None:
         """Replaces the model."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -18,7 +18,6 @@ from lightning_commopt.cost.predict import Costs, Prediction, fixed_s, outcome_o
 from lightning_commopt.cost.workload import Gradient, Link, Workload
 from lightning_commopt.measure.files import RankRecords, common_steps, read_run
 from lightning_commopt.measure.link.from_steps import NUM_LAST_STEPS
-from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.plain import from_plain, load_json, write_json
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.runs.files import PREDICTION_FILE, RUN_FILE
@@ -52,7 +51,6 @@ class Basis:
         cls,
         plan: CommPlan,
         ranks: Sequence[Sequence[StepRecord]],
-        layout: Mapping[int, BucketInfo],
         costs: Costs,
         *,
         num_ranks: int,
@@ -74,7 +72,7 @@ class Basis:
         """
         costs = {hook: cost.slower(slowdown) for hook, cost in costs.items()}
         comm_cpu_s *= slowdown
-        found = workload_of_steps(ranks, layout, gradients, num_ranks=num_ranks, **workload)
+        found = workload_of_steps(ranks, gradients, num_ranks=num_ranks, **workload)
         found = replace(found, num_others=slowdown - 1)
         link = link_of_steps(
             ranks,
@@ -171,15 +169,14 @@ def basis_of_run(run_dir: Path) -> Basis:
         return Basis.load(path)
     ranks = read_run(run_dir)
     steps = list(zip(*list(common_steps(ranks).values())[-NUM_LAST_STEPS:], strict=True)) or [()]
-    num_ranks, layout = ranks[0].world_size, ranks[0].layouts[-1] if ranks[0].layouts else {}
-    plan = _plan_of(run_dir, ranks[0])
+    num_ranks, plan = ranks[0].world_size, _plan_of(run_dir, ranks[0])
     is_cpu = ranks[0].header.get("device") == "cpu"
     costs: Costs = {}
-    if is_cpu and layout and steps[0]:
+    if is_cpu and steps[0] and steps[0][-1].layout:
         hooks = dict.fromkeys([plan.comm_hook, *recommended_compressors()])
-        costs = measure_costs(hooks, even_gradients(steps[0], layout), torch.device("cpu"), num_ranks)
+        costs = measure_costs(hooks, even_gradients(steps[0]), torch.device("cpu"), num_ranks)
     try:
-        return Basis.of_steps(plan, steps, layout, costs, num_ranks=num_ranks, device="cpu" if is_cpu else "cuda")
+        return Basis.of_steps(plan, steps, costs, num_ranks=num_ranks, device="cpu" if is_cpu else "cuda")
     except ValueError as error:
         raise ValueError(f"{run_dir}: {error}") from None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from statistics import fmean, median, stdev
 from typing import NamedTuple
@@ -13,13 +13,11 @@ from lightning_commopt.cost.compressor_cost import CompressorCost
 from lightning_commopt.cost.workload import GLOO_CPU_S, TYPICAL_HOP_S, Gradient, Link, Workload, num_wakes
 from lightning_commopt.measure.link.fit import Point, Segment, fit_segments
 from lightning_commopt.measure.link.from_steps import MIN_TIMES
-from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.record import BucketSpan, StepRecord, covered_s
 
 
 def workload_of_steps(
     ranks: Sequence[Sequence[StepRecord]],
-    layout: Mapping[int, BucketInfo],
     gradients: Sequence[Gradient] = (),
     *,
     num_ranks: int,
@@ -40,7 +38,7 @@ def workload_of_steps(
     every = [part for of_rank in parts for part in of_rank]
     is_per_gradient = bool(gradients)
     if not is_per_gradient:
-        gradients = even_gradients(ranks[0], layout)
+        gradients = even_gradients(ranks[0])
     forward_s = median(part.forward_s for part in every)
     backward_s = max(gradients[-1].ready_s, 1e-9) if is_per_gradient else median(part.backward_s for part in every)
     # Backward is longer for gradient sync that shares its core, and forward for buffers that are broadcast.
@@ -194,8 +192,9 @@ def _all_together(record: StepRecord) -> list[_Message]:
     return [_Message(len(record.buckets), sum(bucket.wire_bytes for bucket in record.buckets), sent_s)]
 
 
-def even_gradients(steps: Sequence[StepRecord], layout: Mapping[int, BucketInfo]) -> list[Gradient]:
+def even_gradients(steps: Sequence[StepRecord]) -> list[Gradient]:
     """Returns gradients where only buckets are known: of one size in each, ready evenly since the bucket before."""
+    layout = steps[-1].layout
     ready_s: defaultdict[int, list[float]] = defaultdict(list)
     for record in steps:
         if record.buckets:

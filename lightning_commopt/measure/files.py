@@ -39,26 +39,25 @@ class StepWriter:
         self._path = path
         self._header = json.dumps({"type": "run", "format": FORMAT, **header})
         self._has_header = False
-        self._layout: tuple[BucketInfo, ...] = ()
+        self._layout: Mapping[int, BucketInfo] = {}
 
-    def write(self, records: Sequence[StepRecord], layout: Mapping[int, BucketInfo]) -> None:
+    def write(self, records: Sequence[StepRecord]) -> None:
         """Appends steps, the oldest first; the data has been handed to the operating system on return.
-
-        The layout has their buckets by index; it is written if it changed. Without steps nothing is written.
 
         Raises:
             OSError: the file cannot be written. What was appended is removed again if possible; call it again.
         """
-        if not records:
-            return
-        buckets = tuple(layout[index] for index in sorted(layout))
-        lines = [] if self._has_header else [self._header]
-        if buckets != self._layout:
-            plain = [{"index": b.index, "gradient_bytes": b.gradient_bytes, "names": list(b.names)} for b in buckets]
-            lines.append(json.dumps({"type": "layout", "buckets": plain}))
-        lines += [f'{{"type":"step",{record.to_json()[1:]}' for record in records]
-        _append(self._path, "".join([f"{line}\n" for line in lines]).encode())
-        self._has_header, self._layout = True, buckets
+        lines, layout = [] if self._has_header else [self._header], self._layout
+        for record in records:
+            if record.layout != layout:
+                layout = record.layout
+                buckets = [layout[index] for index in sorted(layout)]
+                plain = [{"index": b.index, "gradient_bytes": b.gradient_bytes, "names": b.names} for b in buckets]
+                lines.append(json.dumps({"type": "layout", "buckets": plain}))
+            lines.append(f'{{"type":"step",{record.to_json()[1:]}')
+        if records:
+            _append(self._path, "".join([f"{line}\n" for line in lines]).encode())
+            self._has_header, self._layout = True, layout
 
 
 @dataclass(kw_only=True)
@@ -70,10 +69,8 @@ class RankRecords:
     rank: int  # that wrote the file
     world_size: int  # number of ranks that trained
     origin_unix_s: float | None  # second 0 of the records' times, in seconds since 1970; None if unknown
-    steps: list[StepRecord] = field(default_factory=list)  # in the order in which they were made
-    # for each of the steps, its buckets by index; empty where none were observed. The highest index counts as
-    # `BucketInfo.is_last`.
-    layouts: list[Mapping[int, BucketInfo]] = field(default_factory=list)
+    # in the order in which they were made; the bucket with the highest index counts as `BucketInfo.is_last`
+    steps: list[StepRecord] = field(default_factory=list)
     num_broken_lines: int = 0  # lines that could not be read, and are left out
 
     @classmethod
@@ -95,11 +92,10 @@ class RankRecords:
             last = max((index for index, *_ in buckets), default=0)
             return {bucket[0]: BucketInfo(*bucket, is_last=bucket[0] == last) for bucket in buckets}
         if values["type"] == "step":
-            record = StepRecord.from_dict(dict(values))
+            record = StepRecord.from_dict(values, layout)
             if not record.phases:
                 raise ValueError("a step without times")
             self.steps.append(record)
-            self.layouts.append(layout)
         return layout
 
     def origin_shift_s(self, first: RankRecords) -> float | None:

@@ -18,13 +18,15 @@ Backward hid the first two of them; when the last bucket was ready it had nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
 from statistics import median
 from typing import Any, NamedTuple
+
+from lightning_commopt.measure.observer import BucketInfo
 
 # The parts of a step: waiting for the batch; the model; backward with the exposed communication; the optimizer's step;
 # and everything else (hooks, schedulers, logging)
@@ -115,6 +117,7 @@ class StepRecord:
     phases: tuple[Phase, ...]  # in the order of time
     buckets: tuple[BucketSpan, ...]  # in the order in which they were ready; empty where none are observed
     collectives: tuple[Collective, ...] = ()  # in the order in which they were issued; empty where none are observed
+    layout: Mapping[int, BucketInfo] = field(default_factory=dict, compare=False)  # the buckets by index; not in JSON
 
     @property
     def start_s(self) -> float:
@@ -176,7 +179,7 @@ class StepRecord:
         )
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> StepRecord:
+    def from_dict(cls, values: Mapping[str, Any], layout: Mapping[int, BucketInfo] | None = None) -> StepRecord:
         """Returns the record of a parsed line of `to_json`.
 
         A KeyError, OverflowError, TypeError or ValueError if something is missing, or has another type or shape.
@@ -200,6 +203,7 @@ class StepRecord:
                 )
                 for operation, phase, source, num_bytes, start_s, end_s in values.get("collectives", ())
             ),
+            layout=layout or {},
         )
 
 

@@ -29,13 +29,6 @@ def issued_by(source: str) -> Iterator[None]:
         _source.reset(token)
 
 
-class RecordedStep(NamedTuple):
-    """A step, and the layout of its buckets by index."""
-
-    record: StepRecord
-    layout: dict[int, BucketInfo]
-
-
 class StepRecorder(SyncObserver):
     """Records the steps of one rank, on the clock of its device. Only `take` waits for the device."""
 
@@ -48,7 +41,7 @@ class StepRecorder(SyncObserver):
         # A device works on collectives in a stream that is not the caller's: no mark there shows their time.
         self._collective_mark = clock.mark if isinstance(clock, HostClock) else lambda: None
         self._backward = 0
-        self._resolved: deque[RecordedStep] = deque()
+        self._resolved: deque[StepRecord] = deque()
         self._pending: deque[_Marks] = deque()
 
     @property
@@ -94,7 +87,7 @@ class StepRecorder(SyncObserver):
         last = num_steps - len(self._resolved) - 1
         return last < 0 or (last < len(self._pending) and self._clock.has_passed(self._pending[last].end))
 
-    def take(self, num_steps: int) -> list[RecordedStep]:
+    def take(self, num_steps: int) -> list[StepRecord]:
         """Returns at most this many steps, the oldest first; waits until the device has passed them."""
         num_unresolved = min(num_steps - len(self._resolved), len(self._pending))
         if num_unresolved > 0:
@@ -118,18 +111,18 @@ class StepRecorder(SyncObserver):
         self._resolved.append(self._resolve(marks))
         self._clock.release(marks.all())
 
-    def _resolve(self, marks: _Marks) -> RecordedStep:
+    def _resolve(self, marks: _Marks) -> StepRecord:
         seconds = self._clock.seconds
         began = [(name, seconds(mark)) for name, mark in marks.phases]
         phases = [Phase(name, at_s, end_s) for (name, at_s), (_, end_s) in pairwise(began) if name is not None]
-        record = StepRecord(
+        return StepRecord(
             step=marks.step,
             num_samples=marks.num_samples,
             phases=tuple(phases),
             buckets=tuple([sync.span(seconds) for sync in marks.syncs if sync.has_ended]),
             collectives=_spans(marks.collectives, [at_s for _, at_s in began], seconds),
+            layout={sync.bucket.index: sync.bucket for sync in marks.syncs},
         )
-        return RecordedStep(record, {sync.bucket.index: sync.bucket for sync in marks.syncs})
 
 
 class _Marks(NamedTuple):

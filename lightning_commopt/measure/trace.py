@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_commopt.measure.files import FOLDER, RankRecords, notices, read_run
-from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.record import BucketSpan, StepRecord, clock_shift_s
 
 DEFAULT_NUM_STEPS = 100
@@ -95,12 +94,9 @@ def to_trace(ranks: Sequence[RankRecords], steps: range) -> dict[str, Any]:
     It has complete events ("X") in rows that nest, counters ("C"), and metadata ("M"); times in microseconds from the
     first event. "otherData" describes how the clocks of the ranks were aligned.
     """
-    shown = [
-        [pair for pair in zip(records.steps, records.layouts, strict=True) if pair[0].step in steps]
-        for records in ranks
-    ]
+    shown = [[record for record in records.steps if record.step in steps] for records in ranks]
     origins_s = [records.origin_shift_s(ranks[0]) or 0.0 for records in ranks]
-    by_buckets_s = [clock_shift_s([record for record, _ in own], [record for record, _ in shown[0]]) for own in shown]
+    by_buckets_s = [clock_shift_s(own, shown[0]) for own in shown]
     shifts_s = [origin if shift is None else shift for shift, origin in zip(by_buckets_s, origins_s, strict=True)]
     rows = [_rows(own, shift_s) for own, shift_s in zip(shown, shifts_s, strict=True)]
     origin = min((piece.start for rank in rows for row in rank.values() for piece in row), default=0)
@@ -133,19 +129,19 @@ class _Slice(NamedTuple):
 _Rows = dict[str, list[_Slice]]  # by name, from the top
 
 
-def _rows(steps: Sequence[tuple[StepRecord, Mapping[int, BucketInfo]]], shift_s: float) -> _Rows:
-    """Returns the rows of a rank's steps and layouts."""
+def _rows(steps: Sequence[StepRecord], shift_s: float) -> _Rows:
+    """Returns the rows of a rank's steps."""
 
     def piece(name: str, start_s: float, end_s: float, **args: Any) -> _Slice:
         start, end = (round((at_s + shift_s) * 1e6 * _TICKS_PER_US) for at_s in (start_s, end_s))
         return _Slice(name, start, max(start, end), args)
 
-    whole = [piece(f"step {r.step}", r.start_s, r.end_s, **_step_args(r)) for r, _ in steps]
-    phases = [piece(phase.name, phase.start_s, phase.end_s, step=r.step) for r, _ in steps for phase in r.phases]
+    whole = [piece(f"step {r.step}", r.start_s, r.end_s, **_step_args(r)) for r in steps]
+    phases = [piece(phase.name, phase.start_s, phase.end_s, step=r.step) for r in steps for phase in r.phases]
     buckets, wire = [], []
-    for record, layout in steps:
+    for record in steps:
         for bucket in record.buckets:
-            args = _bucket_args(record, bucket, layout)
+            args = _bucket_args(record, bucket)
             waits = piece(f"bucket {bucket.index} waits", min(bucket.ready_s, bucket.start_s), bucket.start_s, **args)
             travels = piece(f"bucket {bucket.index}", bucket.start_s, bucket.end_s, **args)
             buckets.append([waits, travels] if waits.end > waits.start else [travels])
@@ -153,7 +149,7 @@ def _rows(steps: Sequence[tuple[StepRecord, Mapping[int, BucketInfo]]], shift_s:
                 args = {"step": record.step, "bucket": bucket.index, "collective": number}
                 wire.append([piece(f"bucket {bucket.index} on the wire", start_s, end_s, **args)])
     collectives = []
-    for record, _ in steps:
+    for record in steps:
         for one in record.collectives:
             if one.start_s is not None and one.end_s is not None:
                 args = {"step": record.step, "phase": one.phase, "source": one.source, "bytes": one.num_bytes}
@@ -172,8 +168,8 @@ def _step_args(record: StepRecord) -> dict[str, Any]:
     }
 
 
-def _bucket_args(record: StepRecord, bucket: BucketSpan, layout: Mapping[int, BucketInfo]) -> dict[str, Any]:
-    info = layout.get(bucket.index)
+def _bucket_args(record: StepRecord, bucket: BucketSpan) -> dict[str, Any]:
+    info = record.layout.get(bucket.index)
     # DDP lays buckets out anew after the first step, and records of both layouts may have been written together.
     names = info.names if info is not None and info.gradient_bytes == bucket.gradient_bytes else ()
     more = len(names) - _NAMES_SHOWN

@@ -14,7 +14,8 @@ from lightning_commopt.cost.compressor_cost import measure_costs
 from lightning_commopt.cost.gradient_times import GradientTimes
 from lightning_commopt.cost.predict import Costs, Prediction, buckets_of, predict
 from lightning_commopt.measure.clock import clock_for
-from lightning_commopt.measure.recorder import RecordedStep, StepRecorder
+from lightning_commopt.measure.record import StepRecord
+from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.observed import before_backward
 from lightning_commopt.tune.host import Host
@@ -58,7 +59,7 @@ class Calibration:
         self._recorder.enter("forward")
         self._times.begin_forward()
 
-    def steps(self) -> list[RecordedStep]:
+    def steps(self) -> list[StepRecord]:
         """Returns the steps, without those in which DDP laid out its buckets; waits for the device."""
         return self._recorder.take(self._recorder.num_pending)[_NUM_SETTLING_STEPS:]
 
@@ -75,7 +76,7 @@ class Calibration:
         gradients = self._times.gradients()
         return measure_costs(compressors, gradients, self._strategy.root_device, self._strategy.world_size)
 
-    def basis(self, ranks: list[list[RecordedStep]], costs: Costs, step_s: float) -> Basis:
+    def basis(self, ranks: list[list[StepRecord]], costs: Costs, step_s: float) -> Basis:
         """Returns what the steps of all ranks show, whose plan is the user's; on rank 0.
 
         Args:
@@ -88,8 +89,7 @@ class Calibration:
         """
         return Basis.of_steps(
             self._strategy.plan,
-            [[step.record for step in steps] for steps in ranks],
-            ranks[0][-1].layout,
+            ranks,
             costs,
             num_ranks=self._strategy.world_size,
             device=self._strategy.root_device.type,

@@ -13,7 +13,8 @@ from lightning_commopt.callbacks import CommTimeMonitor
 from lightning_commopt.callbacks import comm_time as comm_time_module
 from lightning_commopt.measure.link.from_steps import result_of_run
 from lightning_commopt.measure.link.model import LinkModel
-from lightning_commopt.measure.recorder import RecordedStep, StepRecorder
+from lightning_commopt.measure.record import StepRecord
+from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.measure.runs.files import LINK_MODEL_FILE
 from support.lightnings import Callback, Trainer
 from support.ranks import run_ranks
@@ -48,12 +49,11 @@ def trained_thrice(folder: str) -> list[Any]:
     class OnSimulatedLink(StepRecorder):
         """Trains as it does, but its buckets took what they take on another link."""
 
-        def take(self, num_steps: int) -> list[RecordedStep]:
+        def take(self, num_steps: int) -> list[StepRecord]:
             steps = super().take(num_steps)
             rank = comm_time_module.dist.get_rank()
-            buckets = [buckets_of_ranks(step.record.step, SIZES)[rank] for step in steps]
-            records = [dataclasses.replace(step.record, buckets=own) for step, own in zip(steps, buckets, strict=True)]
-            return [RecordedStep(record, step.layout) for record, step in zip(records, steps, strict=True)]
+            buckets = [buckets_of_ranks(step.step, SIZES)[rank] for step in steps]
+            return [dataclasses.replace(step, buckets=own) for step, own in zip(steps, buckets, strict=True)]
 
     answers = [trained(f"{folder}/real")]
     comm_time_module.StepRecorder = OnSimulatedLink  # type: ignore[misc]

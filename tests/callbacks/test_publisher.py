@@ -8,7 +8,6 @@ from lightning_commopt.callbacks.publisher import StepFiles
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.measure.record import Phase, StepRecord
-from lightning_commopt.measure.recorder import RecordedStep
 from lightning_commopt.measure.runs.files import LINK_MODEL_FILE
 from support.sample_bench import result_of, sample
 
@@ -24,7 +23,7 @@ def test_a_model_that_cannot_be_written_is_warned_of_once(
     for step in range(3):
         files.save_model(model)
         record = StepRecord(step=step, num_samples=1, phases=(Phase("backward", 0, 1),), buckets=())
-        files.save_steps([RecordedStep(record, {})])
+        files.save_steps([record])
     messages = [str(warning.message) for warning in recwarn]
     assert len(messages) == num_warnings
     assert all("saving the link model failed" in message for message in messages)

@@ -91,7 +91,7 @@ def _outcome(compressor: Compressor) -> dict[str, Any]:
         model(gradients).backward()
         recorder.end_step(step, 1)
         received.append(model.module.vector.grad.clone())
-    wire = recorder.take(NUM_STEPS)[-1].record.buckets[0].wire
+    wire = recorder.take(NUM_STEPS)[-1].buckets[0].wire
     num_bytes = hook.bytes_sent
     residual = hook.close().get("vector", torch.zeros(NUMEL))
     dist.all_reduce(residual)

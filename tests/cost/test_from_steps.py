@@ -36,7 +36,7 @@ def test_too_few_buckets() -> None:
         link_of_steps(records_of_ranks(2, SIZES), num_ranks=2)
     with pytest.raises(ValueError, match="no step has buckets"):
         workload_of_steps(
-            [[StepRecord(step=0, num_samples=1, phases=(Phase("forward", 0, 1),), buckets=())]], {}, num_ranks=2
+            [[StepRecord(step=0, num_samples=1, phases=(Phase("forward", 0, 1),), buckets=())]], num_ranks=2
         )
 
 
@@ -51,12 +51,12 @@ def step(number: int) -> StepRecord:
     bounds = [at_s, at_s + 1, at_s + 10, at_s + 10.5]
     names = ("forward", "backward", "optimizer")
     phases = tuple(Phase(name, a, b) for name, a, b in zip(names, bounds, bounds[1:], strict=False))
-    return StepRecord(step=number, num_samples=1, phases=phases, buckets=tuple(buckets))
+    return StepRecord(step=number, num_samples=1, phases=phases, buckets=tuple(buckets), layout=OF_BUCKET)
 
 
 def test_the_parts_of_a_step() -> None:
     """If it fails, a step without gradient sync is not what is left of it."""
-    work = workload_of_steps([[step(number) for number in range(5)]] * 2, OF_BUCKET, num_ranks=2)
+    work = workload_of_steps([[step(number) for number in range(5)]] * 2, num_ranks=2)
     assert (work.forward_s, work.backward_s, work.rest_s) == pytest.approx((1, 4, 0.5))
     assert [one.ready_s for one in work.gradients] == pytest.approx([2 / 3, 4 / 3, 2, 8 / 3, 10 / 3, 4])
     assert work.gradient_bytes == 24 * 10**6
@@ -66,7 +66,7 @@ def test_the_parts_of_a_step() -> None:
 def test_the_model_reproduces_the_run() -> None:
     """If it fails, predictions of other plans begin with an error that is known."""
     steps = [[step(number) for number in range(5)]] * 2
-    work, link, plan = workload_of_steps(steps, OF_BUCKET, num_ranks=2), link_of_steps(steps, num_ranks=2), CommPlan()
+    work, link, plan = workload_of_steps(steps, num_ranks=2), link_of_steps(steps, num_ranks=2), CommPlan()
     for measured_s in (9.0, 10.5, 14.0):
         fitted = calibrated(work, link, {}, plan, measured_s)
         assert predict(plan, work, fitted, {}).step_s == pytest.approx(measured_s, rel=1e-3)
@@ -77,14 +77,14 @@ def test_a_run_whose_first_rank_is_slow_can_be_predicted() -> None:
     """If it fails, the last bucket of rank 0 is ready after the end of the backward of the median rank."""
     fast = [step(number) for number in range(5)]
     slow = [_late(record, 0.0, 0.5) for record in fast]
-    basis = Basis.of_steps(CommPlan(), [slow, fast], OF_BUCKET, {}, num_ranks=2)
+    basis = Basis.of_steps(CommPlan(), [slow, fast], {}, num_ranks=2)
     assert basis.workload.gradients[-1].ready_s > basis.workload.backward_s
     assert basis.predict(CommPlan()).step_s == pytest.approx(basis.step_s, rel=0.1)
 
 
 def test_a_basis_survives_its_file(tmp_path: Path) -> None:
     steps = [[step(number) for number in range(5)]] * 2
-    basis = Basis.of_steps(CommPlan(bucket_cap_mb=5), steps, OF_BUCKET, {}, num_ranks=2)
+    basis = Basis.of_steps(CommPlan(bucket_cap_mb=5), steps, {}, num_ranks=2)
     basis.save(tmp_path)
     assert basis_of_run(tmp_path) == basis
     (tmp_path / "prediction.json").write_text("{}")
@@ -104,7 +104,7 @@ def test_a_run_that_was_cut_off(tmp_path: Path) -> None:
 def test_a_run_with_somebody_elses_hook(tmp_path: Path) -> None:
     for rank in range(2):
         header = {"rank": rank, "world_size": 2, "origin_unix_s": 0.0, "comm_hook": "my_hook"}
-        StepWriter(rank_file(tmp_path, rank), header).write([step(0)], OF_BUCKET)
+        StepWriter(rank_file(tmp_path, rank), header).write([step(0)])
     with pytest.raises(ValueError, match="'my_hook', is none of ours"):
         basis_of_run(tmp_path)
     with pytest.raises(FileNotFoundError):
@@ -144,7 +144,6 @@ def test_a_rank_is_late_where_it_computes_and_not_where_it_shares_its_core() -> 
     for forward_s, backward_s, expected in ((0.0, 1.0, (0.5, 0.0)), (0.2, 0.0, (0.1, 0.1)), (0.2, 1.0, (0.6, 0.51))):
         ranks = [steps, [_late(record, forward_s, backward_s) for record in steps]]
         found = [
-            workload_of_steps(ranks, OF_BUCKET, num_ranks=2, shares_core=shares_core).straggler_s
-            for shares_core in (False, True)
+            workload_of_steps(ranks, num_ranks=2, shares_core=shares_core).straggler_s for shares_core in (False, True)
         ]
         assert found == pytest.approx(expected, abs=0.01)

@@ -50,7 +50,11 @@ def step_record(step: int, since_s: float = 0.0, num_buckets: int = 3, num_round
             )
         )
     return StepRecord(
-        step=step, num_samples=32, phases=tuple(Phase(*phase) for phase in phases), buckets=tuple(buckets)
+        step=step,
+        num_samples=32,
+        phases=tuple(Phase(*phase) for phase in phases),
+        buckets=tuple(buckets),
+        layout=layout(num_buckets),
     )
 
 
@@ -65,6 +69,6 @@ def write_run(run_dir: Path, num_steps: int = 5, world_size: int = 2) -> list[li
     for rank in range(world_size):
         records = [step_record(step, since_s=50.0 - rank) for step in range(num_steps)]
         first_line = header(rank, world_size, origin_unix_s=1.7e9 + rank * 3601)
-        StepWriter(rank_file(run_dir, rank), first_line).write(records, layout())
+        StepWriter(rank_file(run_dir, rank), first_line).write(records)
         ranks.append(records)
     return ranks

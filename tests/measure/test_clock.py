@@ -84,8 +84,8 @@ def test_events_are_reused_and_read_a_step_at_a_time(device: Device) -> None:
             before = Counter(device.calls)
             taken = recorder.take(WINDOW)
             assert device.calls == before, "reads while the window is sent"
-            assert [each.record.step for each in taken] == list(range(step + 1 - lag - WINDOW, step + 1 - lag))
-            seconds = [each.record.totals.step_s for each in taken]
+            assert [each.step for each in taken] == list(range(step + 1 - lag - WINDOW, step + 1 - lag))
+            seconds = [each.totals.step_s for each in taken]
             assert seconds == pytest.approx([1e-3 * (MARKS_PER_STEP - 1)] * WINDOW)
     assert device.calls["made"] <= MARKS_PER_STEP * (lag + 2) + 1
     assert (most["queried"], most["read"]) == (1, MARKS_PER_STEP)
@@ -108,8 +108,8 @@ def test_what_the_device_has_not_passed_is_not_read(device: Device) -> None:
     assert recorder.has(lag + 6)
     steps = recorder.take(lag + 6)
     assert device.calls["waited for"] == 1
-    assert [each.record.step for each in steps] == list(range(lag + 6))
-    starts = [each.record.start_s for each in steps]
+    assert [each.step for each in steps] == list(range(lag + 6))
+    starts = [each.start_s for each in steps]
     assert starts == pytest.approx([1e-3 * (1 + MARKS_PER_STEP * step) for step in range(lag + 6)])
 
 
@@ -119,5 +119,5 @@ def test_times_stay_exact_while_the_base_follows(device: Device) -> None:
     recorder = StepRecorder(CudaClock(torch.device("cuda")))
     for step in range(200):
         one_step(recorder, step)
-    starts = [each.record.start_s for each in recorder.take(200)]
+    starts = [each.start_s for each in recorder.take(200)]
     assert starts == pytest.approx([0.3 * (1 + MARKS_PER_STEP * step) for step in range(200)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ def test_what_is_written_is_read(tmp_path):
     for found, records in zip(ranks, written, strict=True):
         for one, other in zip(found.steps, records, strict=True):
             _assert_same(one, other)
-        assert found.layouts == [layout()] * 3
+        assert [record.layout for record in found.steps] == [layout()] * 3
         assert found.num_broken_lines == 0
     assert notices(ranks) == []
 
@@ -72,16 +72,18 @@ def test_a_line_has_what_the_record_derives(num_buckets, num_rounds):
 
 def test_a_layout_is_written_when_it_changes(tmp_path):
     writer = StepWriter(rank_file(tmp_path, 0), header(world_size=1))
-    writer.write(STEPS[:1], layout(2))
-    writer.write(STEPS[1:2], layout(3))
-    writer.write(STEPS[2:], dict(reversed(layout(3).items())))
+    layouts = layout(2), layout(3), layout(3), dict(reversed(layout(3).items()))
+    steps = [replace(record, layout=own) for record, own in zip(STEPS, layouts, strict=True)]
+    writer.write(steps[:1])
+    writer.write(steps[1:])
     types = [line["type"] for line in _lines(rank_file(tmp_path, 0))]
     assert types == ["run", "layout", "step", "layout", "step", "step", "step"]
-    assert read_run(tmp_path)[0].layouts == [layout(2), layout(3), layout(3), layout(3)]
+    found = [record.layout for record in read_run(tmp_path)[0].steps]
+    assert found == [layout(2), layout(3), layout(3), layout(3)]
 
 
 def test_without_steps_there_is_no_file(tmp_path):
-    StepWriter(rank_file(tmp_path, 0), header()).write([], {})
+    StepWriter(rank_file(tmp_path, 0), header()).write([])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -91,19 +93,19 @@ def test_a_header_that_json_cannot_hold_is_told_before_training(tmp_path):
 
 
 def test_of_a_resumed_run_the_last_fit_is_read(tmp_path):
-    StepWriter(rank_file(tmp_path, 0), header(world_size=1, plan="one")).write(STEPS[:3], layout(2))
-    StepWriter(rank_file(tmp_path, 0), header(world_size=1, plan="two")).write(STEPS[3:], {})
+    StepWriter(rank_file(tmp_path, 0), header(world_size=1, plan="one")).write(STEPS[:3])
+    StepWriter(rank_file(tmp_path, 0), header(world_size=1, plan="two")).write([replace(STEPS[3], layout={})])
     (last,), (first,) = read_run(tmp_path), read_run(tmp_path, fit=0)
     assert (last.header["plan"], [record.step for record in last.steps]) == ("two", [3])
     assert (first.header["plan"], [record.step for record in first.steps]) == ("one", [0, 1, 2])
-    assert last.layouts == [{}]
+    assert last.steps[0].layout == {}
     with pytest.raises(ValueError, match=r"fit=2: .* hold 2"):
         read_run(tmp_path, fit=2)
 
 
 def test_a_file_that_is_cut_anywhere_gives_the_steps_before_the_cut(tmp_path):
     path = rank_file(tmp_path, 0)
-    StepWriter(path, header(world_size=1)).write(STEPS, layout())
+    StepWriter(path, header(world_size=1)).write(STEPS)
     whole = path.read_bytes()
     ends = [index + 1 for index, byte in enumerate(whole) if byte == ord("\n")]
     for size in [*range(ends[0], len(whole), 41), *(end + by for end in ends[:-1] for by in (-1, 0, 1))][1:]:
@@ -121,9 +123,9 @@ def test_a_file_that_is_cut_anywhere_gives_the_steps_before_the_cut(tmp_path):
 def test_a_fit_after_a_killed_one_begins_on_a_new_line(tmp_path):
     """Else the header would be lost with the line that was cut."""
     path = rank_file(tmp_path, 0)
-    StepWriter(path, header(world_size=1)).write(STEPS[:2], layout())
+    StepWriter(path, header(world_size=1)).write(STEPS[:2])
     path.write_bytes(path.read_bytes()[:-40])
-    StepWriter(path, header(world_size=1)).write(STEPS[2:], layout())
+    StepWriter(path, header(world_size=1)).write(STEPS[2:])
     (last,), (first,) = read_run(tmp_path), read_run(tmp_path, fit=0)
     assert [record.step for record in last.steps] == [2, 3]
     assert last.num_broken_lines == 0
@@ -150,7 +152,7 @@ def test_a_fit_after_a_killed_one_begins_on_a_new_line(tmp_path):
 )
 def test_a_broken_line_is_left_out_and_counted(tmp_path, line):
     path = rank_file(tmp_path, 0)
-    StepWriter(path, header(world_size=1)).write(STEPS[:2], layout())
+    StepWriter(path, header(world_size=1)).write(STEPS[:2])
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:-1], line.encode("latin-1") + b"\n", lines[-1]]))
     (found,) = read_run(tmp_path)
@@ -163,7 +165,7 @@ def test_a_broken_line_is_left_out_and_counted(tmp_path, line):
 def test_steps_after_a_broken_header_are_of_no_fit(tmp_path, broken):
     """They must not be taken for steps of the fit before."""
     path = rank_file(tmp_path, 0)
-    StepWriter(path, header(world_size=1)).write(STEPS[:1], layout())
+    StepWriter(path, header(world_size=1)).write(STEPS[:1])
     path.write_text(path.read_text() + broken + "\n" + '{"type":"step",' + STEPS[1].to_json()[1:] + "\n")
     (found,) = read_run(tmp_path)
     assert [record.step for record in found.steps] == [0]
@@ -171,7 +173,7 @@ def test_steps_after_a_broken_header_are_of_no_fit(tmp_path, broken):
 
 def test_lines_of_later_versions_are_passed_over(tmp_path):
     path = rank_file(tmp_path, 0)
-    StepWriter(path, header(world_size=1, new_key=1)).write(STEPS[:1], layout())
+    StepWriter(path, header(world_size=1, new_key=1)).write(STEPS[:1])
     path.write_text(path.read_text() + '{"type": "memory", "peak_bytes": 1}\n\n')
     (found,) = read_run(tmp_path)
     assert len(found.steps) == 1
@@ -195,7 +197,7 @@ def test_without_files_the_error_names_what_was_expected(tmp_path):
 
 def test_ranks_are_in_order_and_missing_ones_are_reported(tmp_path):
     for rank in (10, 9, 2):
-        StepWriter(rank_file(tmp_path, rank), header(rank, world_size=11)).write(STEPS, layout())
+        StepWriter(rank_file(tmp_path, rank), header(rank, world_size=11)).write(STEPS)
     ranks = read_run(tmp_path)
     assert [found.rank for found in ranks] == [2, 9, 10]
     assert notices(ranks) == ["ranks without records: 0, 1, 3, 4, 5, 6, 7, 8 (of 11 ranks)"]
@@ -204,9 +206,9 @@ def test_ranks_are_in_order_and_missing_ones_are_reported(tmp_path):
 def test_files_of_ranks_that_the_last_fit_has_not_are_left_out(tmp_path):
     """A run on four ranks that is resumed on two leaves the files of ranks 2 and 3 behind."""
     for rank in range(4):
-        StepWriter(rank_file(tmp_path, rank), header(rank, world_size=4)).write(STEPS, layout())
+        StepWriter(rank_file(tmp_path, rank), header(rank, world_size=4)).write(STEPS)
     for rank in range(2):
-        StepWriter(rank_file(tmp_path, rank), header(rank, origin_unix_s=1.8e9)).write(STEPS[:1], layout())
+        StepWriter(rank_file(tmp_path, rank), header(rank, origin_unix_s=1.8e9)).write(STEPS[:1])
     ranks = read_run(tmp_path)
     assert [found.rank for found in ranks] == [0, 1]
     assert all(len(found.steps) == 1 for found in ranks)
@@ -215,17 +217,17 @@ def test_files_of_ranks_that_the_last_fit_has_not_are_left_out(tmp_path):
 def test_a_disk_that_is_full_leaves_whole_lines_and_the_call_can_be_repeated(tmp_path):
     path = rank_file(tmp_path, 0)
     writer = StepWriter(path, header(world_size=1))
-    writer.write(STEPS[:1], layout())
+    writer.write(STEPS[:1])
     before = path.read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 500, hard))
     try:
         with pytest.raises(OSError, match="too large"):
-            writer.write(STEPS[1:], layout())
+            writer.write(STEPS[1:])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert path.read_bytes() == before
-    writer.write(STEPS[1:], layout())
+    writer.write(STEPS[1:])
     (found,) = read_run(tmp_path)
     assert [record.step for record in found.steps] == [0, 1, 2, 3]
     assert found.num_broken_lines == 0
@@ -235,7 +237,7 @@ def test_a_directory_that_cannot_be_made_is_an_oserror(tmp_path):
     (tmp_path / "comm_time").write_text("a file")
     writer = StepWriter(rank_file(tmp_path, 0), header())
     with pytest.raises(OSError, match="comm_time"):
-        writer.write(STEPS, layout())
+        writer.write(STEPS)
     (tmp_path / "comm_time").unlink()
-    writer.write(STEPS, layout())
+    writer.write(STEPS)
     assert [line["type"] for line in _lines(rank_file(tmp_path, 0))] == ["run", "layout", *["step"] * 4]

@@ -67,13 +67,12 @@ def test_a_step_is_recorded_when_the_device_has_passed_it() -> None:
     clock.reached = clock.now
     assert recorder.has(1)
     assert not recorder.has(2)
-    (step,) = recorder.take(1)
-    record = step.record
+    (record,) = recorder.take(1)
     assert (record.step, record.num_samples) == (7, 3)
     assert record.phases == (Phase("forward", 1, 2), Phase("backward", 2, 13), Phase("optimizer", 13, 14))
     spans = [(b.index, b.ready_s, b.start_s, b.wire, b.end_s, b.wire_bytes) for b in record.buckets]
     assert spans == [(0, 3, 5, ((6, 7),), 8, 4), (1, 4, 9, ((10, 11),), 12, 4)]
-    assert step.layout == {0: bucket(0, False), 1: bucket(1, True)}
+    assert record.layout == {0: bucket(0, False), 1: bucket(1, True)}
     assert recorder.num_pending == 0
 
 
@@ -102,7 +101,7 @@ def issue_some(recorder: StepRecorder) -> tuple[Collective, ...]:
     broadcast.end()
     recorder.end_step(0, 1)
     (step,) = recorder.take(1)
-    return step.record.collectives
+    return step.collectives
 
 
 def test_collectives_without_an_end_last_until_the_next_event() -> None:
@@ -127,7 +126,7 @@ def test_a_sync_that_failed_is_left_out() -> None:
     recorder.enter("backward")
     recorder.ready(bucket(0, False)).note(START)
     recorder.end_step(0, 1)
-    assert recorder.take(1)[0].record.buckets == ()
+    assert recorder.take(1)[0].buckets == ()
 
 
 def test_taking_waits_for_the_device_and_gives_what_there_is() -> None:
@@ -137,7 +136,7 @@ def test_taking_waits_for_the_device_and_gives_what_there_is() -> None:
     for step in range(2):
         recorder.enter("forward")
         recorder.end_step(step, 1)
-    assert [step.record.step for step in recorder.take(3)] == [0, 1]
+    assert [step.step for step in recorder.take(3)] == [0, 1]
 
 
 def test_what_is_between_phases_is_no_part_of_a_step() -> None:
@@ -149,7 +148,7 @@ def test_what_is_between_phases_is_no_part_of_a_step() -> None:
     clock.now = 50
     recorder.enter("data")
     recorder.end_step(0, 1)
-    assert recorder.take(1)[0].record.totals.step_s == 2
+    assert recorder.take(1)[0].totals.step_s == 2
 
 
 def test_the_hosts_clock_counts_from_its_origin() -> None:
@@ -180,7 +179,7 @@ def record_on_cuda() -> tuple[float, float, int]:
     torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
     assert recorder.has(8)
-    record = recorder.take(8)[-1].record
+    record = recorder.take(8)[-1]
     hook.close()
     return record.totals.step_s, record.totals.comm_s, len(record.buckets)
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from sample_steps import header, layout, step_record, write_run
+from sample_steps import header, step_record, write_run
 from typer.testing import CliRunner
 
 from lightning_commopt.commands.app import app
@@ -26,7 +26,7 @@ def test_the_numbers_are_those_of_the_records(tmp_path: Path) -> None:
 
 def test_the_header_says_what_was_left_out_and_what_averaged(tmp_path: Path) -> None:
     first_line = header(world_size=1, num_warmup_steps=2, comm_hook="bf16", is_lossy=True)
-    StepWriter(rank_file(tmp_path, 0), first_line).write([step_record(step) for step in range(6)], layout())
+    StepWriter(rank_file(tmp_path, 0), first_line).write([step_record(step) for step in range(6)])
     assert summarize_run(tmp_path)[0].scope == "4 steps and 1 rank"
     assert summarize_run(tmp_path, num_warmup_steps=5)[0].scope == "1 step and 1 rank"
 

@@ -109,9 +109,9 @@ def test_slices_say_what_they_are(tmp_path):
 
 def test_many_names_are_cut_short_and_names_of_another_layout_are_not_shown(tmp_path):
     writer = StepWriter(rank_file(tmp_path, 0), header(world_size=1))
-    writer.write([step_record(0)], layout(3, names_each=10))
     other = {index: replace(bucket, gradient_bytes=7) for index, bucket in layout(3).items()}
-    writer.write([step_record(1)], other)
+    layouts = layout(3, names_each=10), other
+    writer.write([replace(step_record(number), layout=own) for number, own in enumerate(layouts)])
     found = rows(_trace(tmp_path))
     names = [piece["args"]["names"] for piece in found[0, "buckets"] if piece["name"] == "bucket 0"]
     assert names == [[*(f"layer0.{i}" for i in range(8)), "and 2 more"], []]
@@ -136,7 +136,7 @@ def test_one_late_collective_does_not_move_the_clock(tmp_path):
     moved = replace(late.buckets[2], end_s=late.buckets[2].end_s + 0.02, wire=((0.06, 0.09),))
     records = [[step_record(0), step_record(1)], [replace(late, buckets=(*late.buckets[:2], moved)), step_record(1)]]
     for rank, of_rank in enumerate(records):
-        StepWriter(rank_file(tmp_path, rank), header(rank)).write(of_rank, layout())
+        StepWriter(rank_file(tmp_path, rank), header(rank)).write(of_rank)
     assert _trace(tmp_path)["otherData"]["clock_corrections_us"] == {"0": 0, "1": pytest.approx(0, abs=0.2)}
 
 
@@ -145,7 +145,7 @@ def test_without_collectives_the_hosts_clocks_align(tmp_path, has_origin):
     origins = [1.7e9, 1.7e9 + 2] if has_origin else [None, None]
     for rank, origin_unix_s in enumerate(origins):
         first_line = header(rank, origin_unix_s=origin_unix_s)
-        StepWriter(rank_file(tmp_path, rank), first_line).write([step_record(0, num_rounds=0)], layout())
+        StepWriter(rank_file(tmp_path, rank), first_line).write([step_record(0, num_rounds=0)])
     trace = _trace(tmp_path)
     found = rows(trace)
     apart_us = found[1, "steps"][0]["ts"] - found[0, "steps"][0]["ts"]
@@ -175,7 +175,7 @@ def test_marks_out_of_order_by_the_clocks_rounding(tmp_path):
     record = step_record(0)
     early = replace(record.buckets[0], ready_s=record.buckets[0].start_s + 1e-6, wire=((0.0451, 0.0450),))
     records = [replace(record, buckets=(early, *record.buckets[1:]))]
-    StepWriter(rank_file(tmp_path, 0), header(world_size=1)).write(records, layout())
+    StepWriter(rank_file(tmp_path, 0), header(world_size=1)).write(records)
     found = rows(_trace(tmp_path))
     assert found[0, "buckets"][0]["name"] == "bucket 0"
     assert found[0, "wire"][0]["dur"] == 0
@@ -184,15 +184,15 @@ def test_marks_out_of_order_by_the_clocks_rounding(tmp_path):
 def test_times_after_a_week_adjoin_still(tmp_path):
     """Seconds are large then, and what a float has left for microseconds is little."""
     records = [step_record(step, since_s=7 * 86400 + 0.1234567) for step in range(20)]
-    StepWriter(rank_file(tmp_path, 0), header(world_size=1)).write(records, layout())
+    StepWriter(rank_file(tmp_path, 0), header(world_size=1)).write(records)
     phases = rows(_trace(tmp_path))[0, "phases"]
     for one, other in pairwise(phases):
         assert other["ts"] == pytest.approx(one["ts"] + one["dur"], abs=ROUNDED_US)
 
 
 def test_a_rank_without_these_steps_is_shown_empty(tmp_path):
-    StepWriter(rank_file(tmp_path, 0), header(0)).write([step_record(step) for step in range(4)], layout())
-    StepWriter(rank_file(tmp_path, 1), header(1)).write([step_record(0)], layout())
+    StepWriter(rank_file(tmp_path, 0), header(0)).write([step_record(step) for step in range(4)])
+    StepWriter(rank_file(tmp_path, 1), header(1)).write([step_record(0)])
     trace = _trace(tmp_path, first=2)
     assert {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"} == {
         "rank 0",

@@ -75,7 +75,7 @@ def write_run(folder: Path, run: SampleRun) -> RunRecord:
     ranks = [[_step(run, step, slowness) for step in range(NUM_STEPS)] for _ in range(run.world_size)]
     for rank, steps in enumerate(ranks):
         header = {"rank": rank, "world_size": run.world_size, "origin_unix_s": 1.7e9, "device": "cpu"}
-        StepWriter(rank_file(folder, rank), header).write(steps, _layout(run))
+        StepWriter(rank_file(folder, rank), header).write(steps)
     comm_time = Steps.of([[row(step) for step in steps] for steps in ranks]).statistics()
     loss = run.loss * (1 + random.gauss(0, 0.004))
     write_losses(folder, _losses(loss, comm_time["step_s"], random))
@@ -302,7 +302,7 @@ def _step(run: SampleRun, step: int, slowness: float) -> StepRecord:
     names = ("data", "forward", "backward", "optimizer", "other")
     phases = tuple(Phase(*phase) for phase in zip(names, ends[:-1], ends[1:], strict=True))
     known: dict[str, Any] = {"phases": phases, "buckets": tuple(buckets), "collectives": run.collectives}
-    return StepRecord(step=step, num_samples=run.batch_size, **known)
+    return StepRecord(step=step, num_samples=run.batch_size, layout=_layout(run), **known)
 
 
 def _losses(final: float, step_s: float, random: Random) -> list[LossPoint]:

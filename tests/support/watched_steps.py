@@ -26,7 +26,7 @@ class Watch(PhaseCallback):
         stop_observing(trainer.strategy, self.recorder)
 
     def records(self) -> list[StepRecord]:
-        return [step.record for step in self.recorder.take(100)]
+        return self.recorder.take(100)
 
     def _enter(self, phase: str | None) -> None:
         self.recorder.enter(phase)

@@ -67,7 +67,7 @@ def _overlap() -> StepRecord:
         model(torch.randn(4, 32)).sum().backward()
         recorder.end_step(step, 4)
     hook.close()
-    return recorder.take(2)[-1].record
+    return recorder.take(2)[-1]
 
 
 def test_backward_goes_on_during_a_gradient_sync() -> None:

@@ -62,8 +62,8 @@ def train(options: dict[str, Any], *, by_hook: bool) -> tuple[list[tuple[Layout,
         loss.backward()
         recorder.end_step(step, 4)
     steps = [
-        (layout, [(b.backward, b.index, b.gradient_bytes, b.wire_bytes) for b in record.buckets])
-        for record, layout in recorder.take(NUM_STEPS)
+        (record.layout, [(b.backward, b.index, b.gradient_bytes, b.wire_bytes) for b in record.buckets])
+        for record in recorder.take(NUM_STEPS)
     ]
     return steps, {name: parameter.grad for name, parameter in model.module.named_parameters()}
 

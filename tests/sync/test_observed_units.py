@@ -160,7 +160,7 @@ def _timed_scatters() -> tuple[list[float], float]:
     recorder.end_step(0, 4)
     observed.close()
     hooks.close()
-    ((record, _),) = recorder.take(1)
+    (record,) = recorder.take(1)
     ends_s = [one.end_s for one in record.collectives if one.operation == "reduce_scatter"]
     return [end_s for end_s in ends_s if end_s is not None], clock.seconds(returned)
 

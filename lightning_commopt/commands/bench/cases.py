@@ -99,8 +99,8 @@ def messages_of(plan: CommPlan, run_dir: Path | None = None) -> tuple[list[int],
         caps = _DDP_DEFAULT_MIB if cap is None else cap if isinstance(cap, Sequence) else (cap,)
         sizes_bytes = sorted({max(1, round(cap * _MIB)) for cap in caps})
     else:
-        layouts = read_run(run_dir)[0].layouts
-        sizes_bytes = sorted({bucket.gradient_bytes for bucket in layouts[-1].values()} if layouts else ())
+        steps = read_run(run_dir)[0].steps
+        sizes_bytes = sorted({bucket.gradient_bytes for bucket in steps[-1].layout.values()} if steps else ())
         if not sizes_bytes:
             raise ValueError(
                 f"{run_dir}: the steps in it have no buckets: DDP had one rank, or another strategy trained"

@@ -57,7 +57,7 @@ def _recorded_time(place: TestDevices) -> str:
             run(step)
         recorder.take(0)
         steps = recorder.take(NUM_STEPS)
-    ours = [span for step in steps for bucket in step.record.buckets for span in bucket.wire]
+    ours = [span for step in steps for bucket in step.buckets for span in bucket.wire]
     theirs = [
         (event.time_range.start / 1e6, event.time_range.end / 1e6)
         for event in profiler.events() or ()

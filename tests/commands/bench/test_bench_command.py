@@ -172,7 +172,7 @@ def test_a_run_tells_of_its_link_without_a_probe(tmp_path: Path) -> None:
     """If it fails, the model from training's own marks counts what ranks, or buckets, wait for each other."""
     for rank, records in enumerate(records_of_ranks(5, (10_000_000, 1_000_000))):
         header = {"rank": rank, "world_size": 2, "origin_unix_s": 1.7e9, "comm_hook": "none"}
-        StepWriter(rank_file(tmp_path, rank), header).write(records, {})
+        StepWriter(rank_file(tmp_path, rank), header).write(records)
     rows = result_of_run(tmp_path).rows
     assert [(row.case.operation, row.case.num_ranks) for row in rows] == [("all_reduce", 2)] * 2
     times_s = {row.case.size_bytes: row.time_s.median for row in rows}

@@ -119,7 +119,7 @@ def write_run(folder: Path, steps: list[list[tuple[str, str, int]]], buckets: tu
     calls = [tuple(Collective(operation, phase, "", size, None, None) for operation, phase, size in s) for s in steps]
     for rank, records in enumerate(records_of_ranks(len(steps), buckets)):
         whole = [replace(record, collectives=own) for record, own in zip(records, calls, strict=True)]
-        StepWriter(rank_file(folder, rank), {"rank": rank, "world_size": 2, "origin_unix_s": 0.0}).write(whole, {})
+        StepWriter(rank_file(folder, rank), {"rank": rank, "world_size": 2, "origin_unix_s": 0.0}).write(whole)
 
 
 def sync(*sizes: int) -> list[tuple[str, str, int]]:
