@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.lightning import comm_hook_of
 from lightning_commopt.compressors.channel import backends_of
-from lightning_commopt.compressors.registry import compressor_from_config, compressor_name, compressor_to_config
+from lightning_commopt.compressors.registry import compressor_name, compressor_to_config
 from lightning_commopt.launch.nccl_variables import PREFIX, nccl_variables
 from lightning_commopt.measure.runs.settings import flat
 from lightning_commopt.plan import CommPlan
@@ -108,23 +107,9 @@ def _plan_options(plan: CommPlan, *, is_short: bool = False) -> dict[str, Any]:
         options = plan.to_dict()
     except ValueError:
         return {**dataclasses.replace(plan, comm_hook=None).to_dict(), "comm_hook": repr(plan.comm_hook)}
-    if is_short and "comm_hook" in options:
-        options["comm_hook"] = _without_defaults(options["comm_hook"])
+    if is_short and plan.comm_hook is not None:
+        options["comm_hook"] = compressor_to_config(plan.comm_hook, with_defaults=False)
     return options
-
-
-def _without_defaults(hook: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a compressor's configuration without the options that have their defaults."""
-    inner = hook.get("inner")
-    short = {**hook, "inner": _without_defaults(inner)} if isinstance(inner, Mapping) else dict(hook)
-    needed: dict[str, Any] = {name: short[name] for name in ("name", "inner") if name in short}
-    try:
-        compressor = compressor_from_config(needed)
-        assert compressor is not None
-        defaults = compressor_to_config(compressor)
-    except (AssertionError, TypeError, ValueError):  # it has options without defaults
-        return short
-    return {name: value for name, value in short.items() if name in needed or value != defaults.get(name)}
 
 
 def _describe_ranks(trainer: Trainer) -> dict[str, Any]:

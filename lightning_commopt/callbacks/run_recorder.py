@@ -28,7 +28,6 @@ from lightning_commopt.measure.runs.record import (
     find_metric,
     how_to_name_loss,
     new_record,
-    write_record,
 )
 from lightning_commopt.measure.runs.settings import hydra_settings
 from lightning_commopt.text.validation import check_switch, info, warn
@@ -176,7 +175,7 @@ class RunRecorder(Callback):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._save_losses(folder, losses)
-            write_record(folder, self._record)
+            self._record.save(folder)
         except OSError as error:
             warn(f"RunRecorder: the run cannot be recorded ({error}); training goes on.")
 

@@ -147,8 +147,10 @@ def split_config(config: str | Mapping[Any, Any], known: Sequence[str]) -> tuple
     return name, options
 
 
-def compressor_to_config(compressor: Compressor) -> dict[str, Any]:
+def compressor_to_config(compressor: Compressor, *, with_defaults: bool = True) -> dict[str, Any]:
     """Returns the mapping that `compressor_from_config` makes an equal compressor from, in types that JSON has.
+
+    ``with_defaults`` adds the options that have their defaults.
 
     Raises:
         ValueError: there is none: the class is no dataclass, was defined in a function, or has a value that JSON has
@@ -157,14 +159,18 @@ def compressor_to_config(compressor: Compressor) -> dict[str, Any]:
     cls = type(compressor)
     if not dataclasses.is_dataclass(compressor):
         raise ValueError(f"{cls.__qualname__} must be a dataclass, as its fields are the options")
-    values = {field.name: getattr(compressor, field.name) for field in dataclasses.fields(compressor) if field.init}
+    values = {
+        field.name: getattr(compressor, field.name)
+        for field in dataclasses.fields(compressor)
+        if field.init and (with_defaults or getattr(compressor, field.name) != field.default)
+    }
     entry = _entry_of(compressor)
     if entry is None and "<locals>" in cls.__qualname__:
         raise ValueError(f"{cls.__qualname__} has no import path: give it a name with @register_compressor")
     entry = entry or Entry(_path(cls), cls, {})
     options = {key: value for key, value in values.items() if key not in entry.fixed}
     if isinstance(options.get("inner"), Compressor):
-        options["inner"] = compressor_to_config(options["inner"])
+        options["inner"] = compressor_to_config(options["inner"], with_defaults=with_defaults)
     try:
         json.dumps(options)
     except TypeError as error:

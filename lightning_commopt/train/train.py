@@ -24,7 +24,7 @@ from lightning_commopt.launch.environment import is_first_rank, is_lab_rank
 from lightning_commopt.launch.hydra_command import config_flags
 from lightning_commopt.launch.process import InterruptedRun
 from lightning_commopt.measure.runs.files import CONFIG_FILE
-from lightning_commopt.measure.runs.record import RunRecord, fail_rank, finish_record, write_record
+from lightning_commopt.measure.runs.record import RunRecord, fail_rank, finish_record
 from lightning_commopt.text.formatting import number, percent
 from lightning_commopt.text.terminal import TextTable, print_in_any_encoding
 from lightning_commopt.train.sweep.composing import continue_command
@@ -106,7 +106,7 @@ def train(config: DictConfig) -> float | None:
     started = time.perf_counter()
     if is_first:
         OmegaConf.save(config, folder / CONFIG_FILE, resolve=True)
-        write_record(folder, start_record(config, folder))
+        start_record(config, folder).save(folder)
     try:
         with allow_targets(packages_of_targets(OmegaConf.to_container(config, resolve=True))):
             metrics = _fit(config, folder)

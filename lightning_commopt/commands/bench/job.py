@@ -87,7 +87,7 @@ def run_job(
 
 
 def _describe_machine(device: torch.device, ranks_per_node: int) -> dict[str, Any]:
-    name = devices()[0].name if device.type == "cpu" else torch.cuda.get_device_name(device)
+    name = devices()[0]["name"] if device.type == "cpu" else torch.cuda.get_device_name(device)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, (socket.gethostname(), name))
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
@@ -25,7 +24,7 @@ def collect() -> dict[str, Any]:
     return {
         "versions": versions(),  # of Python, of this package and of those that it stands on
         "platform": platform.platform(),  # operating system and architecture
-        "devices": [asdict(device) for device in devices()],  # the CPU first, then the GPUs in the order of indices
+        "devices": devices(),  # the CPU first, then the GPUs in the order of indices
         # torch's communication backends, and whether this torch was built with each
         "backends": {name: getattr(dist, f"is_{name}_available")() for name in ("gloo", "nccl", "mpi")},
         "nccl_version": nccl_version(),  # of the NCCL in this torch; None where there is none

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -17,6 +17,7 @@ from lightning_commopt.measure.files import common_steps, read_run
 from lightning_commopt.measure.link.bench_result import BenchResult, Case, Row, bus_factor
 from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.measure.record import StepRecord
+from lightning_commopt.text.formatting import grouped
 
 NUM_LAST_STEPS = 200  # steps that count: enough for medians, few enough to follow changes of the link
 MIN_TIMES = 3  # times that a size needs to count
@@ -69,53 +70,37 @@ def spread_sizes(messages: Sequence[BucketTime], num_messages: int) -> list[Buck
     return [messages[ordered[number * (len(ordered) - 1) // (num_messages - 1)]] for number in range(num_messages)]
 
 
-class MessageTimes:
-    """The times of the last `NUM_LAST_STEPS` steps' messages by size."""
+def result_of_steps(steps: Iterable[Iterable[BucketTime]], where: Mapping[str, Any]) -> BenchResult:
+    """Returns a row for each size that was measured `MIN_TIMES` times, under the load "compute" of backward.
 
-    def __init__(self) -> None:
-        self._steps: deque[list[BucketTime]] = deque(maxlen=NUM_LAST_STEPS)
-
-    def clear(self) -> None:
-        self._steps.clear()
-
-    def add(self, messages: Iterable[BucketTime]) -> None:
-        """Adds a step, each message with the shortest of all ranks' times; those not above 0, or NaN, do not count.
-
-        The last rank to join a collective waits for no other.
-        """
-        self._steps.append([message for message in messages if message.time_s > 0])
-
-    def result(self, *, comm_hook: str, where: Mapping[str, Any]) -> BenchResult:
-        """Returns a row for each size that was measured `MIN_TIMES` times, under the load "compute" of backward.
-
-        Without a comm hook ("none") the times are those of the all-reduce; with one, compression is part of them.
-        """
-        has_hook = comm_hook not in ("none", "all_reduce")
-        case = Case(
-            operation="comm_hook" if has_hook else "all_reduce",
-            comm_hook=comm_hook if has_hook else None,
-            size_bytes=0,
-            count=0,
-            dtype="float32",
-            redop="mean" if has_hook else "sum",
-            place="in",
-            load="compute",
-            num_ranks=where["world_size"],
-        )
-        times: defaultdict[int, list[float]] = defaultdict(list)
-        for step in self._steps:
-            for size_bytes, time_s in step:
-                times[size_bytes].append(time_s)
-        rows = [
-            Row(case=replace(case, size_bytes=size_bytes, count=max(1, size_bytes // 4)), times_s=times_s, num_iters=1)
-            for size_bytes, times_s in sorted(times.items())
-            if len(times_s) >= MIN_TIMES
-        ]
-        return BenchResult(rows=tuple(rows), where=where, settings={})
+    The messages of a step come with the shortest of all ranks' times, as the last rank to join a collective waits for
+    no other; those not above 0, or NaN, do not count. Without a comm hook ("none") the times are those of the
+    all-reduce; with one, compression is part of them. For ``where`` see `where_of_run`.
+    """
+    comm_hook = where["comm_hook"] or "none"
+    has_hook = comm_hook not in ("none", "all_reduce")
+    case = Case(
+        operation="comm_hook" if has_hook else "all_reduce",
+        comm_hook=comm_hook if has_hook else None,
+        size_bytes=0,
+        count=0,
+        dtype="float32",
+        redop="mean" if has_hook else "sum",
+        place="in",
+        load="compute",
+        num_ranks=where["world_size"],
+    )
+    times = grouped(message for step in steps for message in step if message.time_s > 0)
+    rows = [
+        Row(case=replace(case, size_bytes=size_bytes, count=max(1, size_bytes // 4)), times_s=times_s, num_iters=1)
+        for size_bytes, times_s in sorted(times.items())
+        if len(times_s) >= MIN_TIMES
+    ]
+    return BenchResult(rows=tuple(rows), where=where, settings={})
 
 
 def result_of_run(run_dir: Path) -> BenchResult:
-    """Returns the times of a run's buckets by size, in the last steps that all ranks have saved; see `MessageTimes`.
+    """Returns the times of a run's buckets by size, in the last steps that all ranks have saved.
 
     Ranks append to their files while they train: read them again for newer steps.
 
@@ -124,16 +109,14 @@ def result_of_run(run_dir: Path) -> BenchResult:
         ValueError: the steps have no buckets, or too few.
     """
     ranks = read_run(run_dir)
-    header, world_size = ranks[0].header, ranks[0].world_size
-    times = MessageTimes()
-    common = common_steps(ranks) if len(ranks) == world_size else {}
-    for step in list(common.values())[-NUM_LAST_STEPS:]:
-        messages = list(map(bucket_times, step))
+    common = common_steps(ranks) if len(ranks) == ranks[0].world_size else {}
+    steps = []
+    for records in list(common.values())[-NUM_LAST_STEPS:]:
+        messages = list(map(bucket_times, records))
         sizes_bytes = [message.size_bytes for message in messages[0]]
         if all([message.size_bytes for message in own] == sizes_bytes for own in messages):
-            times.add(min(pair, key=attrgetter("time_s")) for pair in zip(*messages, strict=True))
-    where = where_of_run(run_dir, header, last_step=max(common, default=-1))
-    result = times.result(comm_hook=str(header.get("comm_hook", "none")), where=where)
+            steps.append([min(same, key=attrgetter("time_s")) for same in zip(*messages, strict=True)])
+    result = result_of_steps(steps, where_of_run(run_dir, ranks[0].header, last_step=max(common, default=-1)))
     if not result.rows:
         raise ValueError(f"{run_dir}: no bucket of its steps was recorded {MIN_TIMES} times on all ranks")
     return result
@@ -158,7 +141,7 @@ class LinkTracker:
         self._header = header
         self._comm_hook: str | None = None
         self._sent: list[tuple[int, list[int]]] = []  # the number of a step, and the sizes of its messages
-        self._times = MessageTimes()
+        self._steps: deque[list[BucketTime]] = deque(maxlen=NUM_LAST_STEPS)
 
     def rows(self, records: Sequence[StepRecord], comm_hook: str) -> list[list[float]]:
         """Returns how long the buckets of some steps took, to be gathered from all ranks.
@@ -172,7 +155,7 @@ class LinkTracker:
         is_changed = self._comm_hook not in (None, comm_hook)
         self._comm_hook = comm_hook
         if is_changed:
-            self._times.clear()
+            self._steps.clear()
             self.model = None
         self._sent, rows = [], []
         for record in records:
@@ -190,11 +173,10 @@ class LinkTracker:
         if len(times_s) < world_size or not times_s.shape[1]:
             return None
         for (_, sizes_bytes), shortest_s in zip(self._sent, times_s.min(axis=0).tolist(), strict=False):
-            self._times.add(map(BucketTime, sizes_bytes, shortest_s))
+            self._steps.append(list(map(BucketTime, sizes_bytes, shortest_s)))
         last_step, _ = self._sent[times_s.shape[1] - 1]
-        comm_hook = str(self._comm_hook)
-        where = where_of_run(self._run_dir, {**self._header, "comm_hook": comm_hook}, last_step=last_step)
-        result = self._times.result(comm_hook=comm_hook, where=where)
+        header = {**self._header, "comm_hook": str(self._comm_hook)}
+        result = result_of_steps(self._steps, where_of_run(self._run_dir, header, last_step=last_step))
         if not result.rows:
             return None
         self.model = LinkModel.fit(result)

@@ -6,9 +6,9 @@ import re
 import resource
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,16 +25,6 @@ _DISTRIBUTIONS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    """A processor that a rank can run on, of the kind "cpu" or "cuda", with the vendor's name."""
-
-    kind: str
-    name: str
-    memory_bytes: int  # its own memory; of a CPU the machine's
-    num_cores: int  # cores that this process may use, or streaming multiprocessors
-
-
 def versions() -> dict[str, str]:
     """Returns the versions of Python, of this package and of its main dependencies, if installed.
 
@@ -49,15 +39,18 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **installed, "torch": str(torch.__version__)}
 
 
-def devices() -> list[Device]:
-    """Returns the CPU and every CUDA device that this process sees."""
+def devices() -> list[dict[str, Any]]:
+    """Returns the CPU and every CUDA device that this process sees, with the vendor's name.
+
+    The memory is a GPU's own, or the machine's; cores are those that this process may use, or multiprocessors.
+    """
     # Linux only; knows of taskset and of a scheduler's limits
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    cpu = Device(kind="cpu", name=_cpu_name(), memory_bytes=memory_bytes, num_cores=num_cores)
+    cpu = {"kind": "cpu", "name": _cpu_name(), "memory_bytes": memory_bytes, "num_cores": num_cores}
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     gpus = [
-        Device(kind="cuda", name=gpu.name, memory_bytes=gpu.total_memory, num_cores=gpu.multi_processor_count)
+        {"kind": "cuda", "name": gpu.name, "memory_bytes": gpu.total_memory, "num_cores": gpu.multi_processor_count}
         for gpu in properties
     ]
     return [cpu, *gpus]

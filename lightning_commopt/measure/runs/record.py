@@ -82,9 +82,11 @@ class RunRecord:
         """Share of a step that waits for communication, 0 to 1; None if it was not observed."""
         return self.comm_time.get("exposed_share") if self.is_observed else None
 
-    def save(self, folder: Path) -> None:
-        """Writes the record into the folder of its run, atomically."""
-        write_json(folder / RUN_FILE, dataclasses.asdict(self))
+    def save(self, folder: Path, **changed: Any) -> RunRecord:
+        """Writes the record with some changed fields into the folder of its run, atomically; returns what it wrote."""
+        record = dataclasses.replace(self, **changed)
+        write_json(folder / RUN_FILE, dataclasses.asdict(record))
+        return record
 
     @classmethod
     def load(cls, folder: Path) -> RunRecord:
@@ -157,13 +159,6 @@ def new_record(
     )
 
 
-def write_record(folder: Path, record: RunRecord, **fields: Any) -> RunRecord:
-    """Writes the record of a run with some changed fields, and returns it; an OSError leaves the old file."""
-    record = dataclasses.replace(record, **fields)
-    record.save(folder)
-    return record
-
-
 def finish_record(folder: Path, metrics: Mapping[str, float], *, seconds: float) -> RunRecord:
     """Records that a run has finished after some seconds; metrics of its last validation replace those of the fit."""
     record = RunRecord.load(folder)
@@ -172,7 +167,7 @@ def finish_record(folder: Path, metrics: Mapping[str, float], *, seconds: float)
         if name not in names and (found := find_metric(metrics, name)) is not None:
             names[name] = found
     metrics = {**record.metrics, **metrics}
-    return write_record(folder, record, status="finished", seconds=seconds, metrics=metrics, metric_names=names)
+    return record.save(folder, status="finished", seconds=seconds, metrics=metrics, metric_names=names)
 
 
 def fail_record(
@@ -197,7 +192,7 @@ def fail_record(
     if record.status == "failed" and not is_final:
         return record
     known = {} if seconds is None else {"seconds": seconds}
-    return write_record(folder, record, status="failed", error=reason, **known)
+    return record.save(folder, status="failed", error=reason, **known)
 
 
 def fail_rank(folder: Path, error: BaseException, *, rank: int, seconds: float) -> None:
