@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+from nvtx.colors import color_to_hex  # type: ignore[import-untyped]
+
 from lightning_commopt.callbacks.phases import PhaseCallback, batch_follows
 from lightning_commopt.compat.lightning import Callback
 from lightning_commopt.compat.loops import wrap_method
@@ -15,18 +17,8 @@ from lightning_commopt.sync.observed import observe, stop_observing
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-COLORS = {
-    "blue": 0x0000FF,
-    "cyan": 0x00FFFF,
-    "darkgreen": 0x006400,
-    "green": 0x008000,
-    "orange": 0xFFA500,
-    "purple": 0x800080,
-    "rapids": 0x7400FF,
-    "red": 0xFF0000,
-    "white": 0xFFFFFF,
-    "yellow": 0xFFFF00,
-}
+_NAMES = ("blue", "cyan", "darkgreen", "green", "orange", "purple", "rapids", "red", "white", "yellow")
+COLORS = {name: color_to_hex(name) for name in _NAMES}
 """nvtx's names of colours, and their ARGB values."""
 
 RANGES = {

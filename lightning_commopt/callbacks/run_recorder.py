@@ -22,13 +22,7 @@ from lightning_commopt.callbacks.speed import SpeedMonitor
 from lightning_commopt.compat.lightning import Callback
 from lightning_commopt.measure.runs.losses import LossCurve, LossPoint, read_losses, write_losses
 from lightning_commopt.measure.runs.machine import PeakMemory
-from lightning_commopt.measure.runs.record import (
-    RunRecord,
-    fail_rank,
-    find_metric,
-    how_to_name_loss,
-    new_record,
-)
+from lightning_commopt.measure.runs.record import RunRecord, fail_rank, find_metric, how_to_name_loss, new_record
 from lightning_commopt.measure.runs.settings import hydra_settings
 from lightning_commopt.text.validation import check_switch, info, warn
 
@@ -68,17 +62,14 @@ class RunRecorder(Callback):
                 raise ValueError(f"{option} must be the name of a metric or None, got {name!r}")
         check_switch("ends_run", ends_run)
         self._dirpath = dirpath
-        self._overrides: tuple[str, ...] = ()
-        self._settings: dict[str, Any] = {}
-        self._chosen: tuple[str, ...] = ()
+        self._of_job: dict[str, Any] = {}
         self._started_in = Path.cwd()
         if HydraConfig.initialized():  # which it is not in ranks that are spawned later
             job = HydraConfig.get()
-            self._overrides = tuple(job.overrides.task)
             self._started_in = Path(get_original_cwd())
             self._dirpath = job.runtime.output_dir if dirpath is None else dirpath
             if ends_run:
-                self._settings, self._chosen = hydra_settings(Path(job.runtime.output_dir))
+                self._of_job = hydra_settings(Path(job.runtime.output_dir))
         self._ends_run = ends_run
         self._names = {"val_loss": val_loss, "val_accuracy": val_accuracy}
         self._record: RunRecord | None = None
@@ -112,9 +103,7 @@ class RunRecorder(Callback):
                 record = RunRecord.load(folder)
                 if record.status == "running":
                     return record
-        return new_record(
-            sync_method, self._started_in, settings=self._settings, overrides=self._overrides, chosen=self._chosen
-        )
+        return new_record(sync_method, self._started_in, **self._of_job)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step > 0 and self._record is not None:

@@ -40,23 +40,7 @@ def find_straggler(
       for some 10 % longer. The exposed time counts it once.
 
     The exposed time alone is not enough either: a rank may be slow in backward while no other waits for it, because the
-    link is slower still.
-
-    In a simulation (`tests/measure/simulated_steps.py`; 27 settings with 2, 4 and 8 ranks, 1, 5 and 20 buckets, links
-    that take 0.05, 0.5 and 2 times as long as the computation; 2 % of a rank's steps up to 4 times as long, one rank
-    always 3 % slower; 200 windows each) this happened in so many % of the windows, mean over the settings and worst of
-    them. The wrong rank was never named.
-
-    | a rank's steps vary by | window | named, though none sleeps | missed, though one sleeps 20 % of a step |
-    |---|---|---|---|
-    | 2 % | 10 steps | 0 | 0.0, 0.5 |
-    | 5 % | 10 steps | 0.0, 0.5 | 0.3, 3.5 |
-    | 10 % | 10 steps | 1.7, 5.0 | 2.2, 17 |
-    | 10 % | 20 steps | 0.3, 2.5 | 0.7, 5.0 |
-    | 10 % | 50 steps | 0 | 0.2, 3.0 |
-
-    Up to 5 % there was no error with 20 steps or more, but for one window in 5,400. A rank that shares its cores with
-    another program for most of a window is late, and is named.
+    link is slower still. ``docs/comm_time.md`` has the errors in a simulation, and in fits.
 
     Args:
         wire_s: ``(world_size, num_steps)``, seconds in which a rank had a collective under way.

@@ -269,10 +269,6 @@ def test_names_and_colours(domain):
     assert [colors[name] for name in kept] == [COLORS[color] for color in ("purple", "red", "yellow")]
 
 
-def test_our_colours_are_those_of_nvtx():
-    assert {name: nvtx.colors.color_to_hex(name) for name in COLORS} == COLORS
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -164,7 +164,7 @@ def test_the_counter_has_the_exposed_time_of_every_step(tmp_path):
 
 
 def test_one_rank_without_buckets(tmp_path):
-    StepWriter(rank_file(tmp_path, 0), header(world_size=1)).write([step_record(0, num_buckets=0)], {})
+    StepWriter(rank_file(tmp_path, 0), header(world_size=1)).write([step_record(0, num_buckets=0)])
     trace = _trace(tmp_path)
     assert set(rows(trace)) == {(0, "steps"), (0, "phases")}
     assert not [event for event in trace["traceEvents"] if event["ph"] == "C"]

@@ -231,10 +231,10 @@ def described(
     overrides: Sequence[str], config: Mapping[str, Any], plan: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """Returns the fields of a record that say how the run was set, as the recorder makes them."""
-    settings, chosen = settings_of(Path("run"), config, overrides)
+    of_job = settings_of(Path("run"), config, overrides)
     options = flat(plan or {}, "plan.")
     names = None if plan is None else tuple(options)
-    return {"overrides": tuple(overrides), "chosen": chosen, "settings": settings | options, "plan": names}
+    return of_job | {"settings": of_job["settings"] | options, "plan": names}
 
 
 def save_rates(

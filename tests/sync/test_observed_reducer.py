@@ -1,5 +1,6 @@
 """DDP's own all-reduces as hooks of its process group show them, compared with what a comm hook is given."""
 
+from collections.abc import Mapping
 from typing import Any
 from unittest.mock import patch
 
@@ -39,7 +40,7 @@ class Talkative(nn.Module):
         return result
 
 
-Layout = dict[int, BucketInfo]
+Layout = Mapping[int, BucketInfo]
 Bucket = tuple[int, int, int, int]
 
 

@@ -132,15 +132,8 @@ def how_to_name_loss(metrics: Iterable[str], callbacks_choice: str | None) -> st
     return f"no metric ends in val_loss or val/loss (logged: {logged}); name it with {option}"
 
 
-def new_record(
-    sync_method: str,
-    started_in: Path,
-    *,
-    settings: Mapping[str, Any] | None = None,
-    overrides: Sequence[str] = (),
-    chosen: Sequence[str] = (),
-) -> RunRecord:
-    """Returns the record of a run that begins now, on this machine; for the arguments see `RunRecord`.
+def new_record(sync_method: str, started_in: Path, **fields: Any) -> RunRecord:
+    """Returns the record of a run that begins now, on this machine, with further fields of it.
 
     Its code is in the repository that has the folder ``started_in``, if there is one.
     """
@@ -149,13 +142,11 @@ def new_record(
     return RunRecord(
         status="running",
         sync_method=sync_method,
-        settings=dict(settings or {}),
-        overrides=tuple(overrides),
-        chosen=tuple(chosen),
         started_at=datetime.now().astimezone().isoformat(timespec="seconds"),
         versions=versions(),
-        hardware=tuple(dataclasses.asdict(device) for device in devices()),
+        hardware=tuple(devices()),
         git=git_state(started_in),
+        **fields,
     )
 
 

@@ -44,8 +44,8 @@ def nested(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return nodes
 
 
-def hydra_settings(folder: Path, config: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Returns the settings of this process's Hydra job, and the names that its command line set.
+def hydra_settings(folder: Path, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns ``settings``, ``overrides`` and ``chosen`` of a `RunRecord` for this process's Hydra job.
 
     The settings are the leaves of the configuration and, under the names of config groups, the chosen options. The path
     of ``folder``, of the run, becomes "." in values, as it does not affect training. ``config`` is resolved and in
@@ -61,7 +61,7 @@ def hydra_settings(folder: Path, config: Mapping[str, Any] | None = None) -> tup
 
 def settings_of(
     folder: Path, config: Mapping[str, Any], overrides: Sequence[str], choices: Mapping[str, Any] | None = None
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+) -> dict[str, Any]:
     """Returns what `hydra_settings` does, for any Hydra job; without choices of config groups, from its overrides."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -75,7 +75,7 @@ def settings_of(
     chosen = tuple(_name(override.key_or_group, override.package or "") for override in parsed)
     for name, override in zip(chosen, parsed, strict=True):
         settings.setdefault(name, _value_of(override))
-    return settings, chosen
+    return {"settings": settings, "overrides": tuple(overrides), "chosen": chosen}
 
 
 def text_of(value: Any) -> str:

@@ -187,10 +187,8 @@ def start_record(config: DictConfig, folder: Path) -> RunRecord:
     """Returns a new record for the Hydra job of this process."""
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
-    settings, chosen = hydra_settings(folder, {str(name): value for name, value in plain.items()})
-    overrides = HydraConfig.get().overrides.task
-    started_in = Path(get_original_cwd())
-    return new_record(sync_method(config), started_in, settings=settings, overrides=overrides, chosen=chosen)
+    of_job = hydra_settings(folder, {str(name): value for name, value in plain.items()})
+    return new_record(sync_method(config), Path(get_original_cwd()), **of_job)
 
 
 def _check_plan(config: DictConfig) -> None:
