@@ -8,7 +8,6 @@ import typer
 from rich.console import Console
 
 from lightning_commopt.commands.errors import Json, errors_in_a_line
-from lightning_commopt.text.formatting import count
 
 RunDir = Annotated[Path, typer.Argument(help="Directory of a run with CommTimeMonitor, which has comm_time.")]
 
@@ -25,13 +24,10 @@ def trace(
     from lightning_commopt.measure.trace import write_trace
 
     with errors_in_a_line():
-        written = write_trace(run_dir, output, first_step, num_steps)
-    for notice in written.notices:
+        written, notices = write_trace(run_dir, output, first_step, num_steps)
+    for notice in notices:
         typer.echo(f"commopt: {notice}", err=True)
-    typer.echo(
-        f"{written.path}: steps {written.first_step} to {written.last_step} of {count(written.num_ranks, 'rank')};"
-        f" {count(written.num_steps_recorded, 'step')} saved. Open it in https://ui.perfetto.dev"
-    )
+    typer.echo(f"{written}. Open it in https://ui.perfetto.dev")
 
 
 def summary(

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_commopt.measure.files import FOLDER, RankRecords, notices, read_run
 from lightning_commopt.measure.record import BucketSpan, StepRecord, clock_shift_s
+from lightning_commopt.text.formatting import count
 
 DEFAULT_NUM_STEPS = 100
 _NAMES_SHOWN = 8
@@ -36,27 +36,18 @@ _ALIGNMENT = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class WrittenTrace:
-    """A written trace: its file, ranks and steps; the steps recorded in all; and lines and ranks that are missing."""
-
-    path: Path
-    num_ranks: int
-    first_step: int
-    last_step: int
-    num_steps_recorded: int
-    notices: tuple[str, ...]
-
-
 def write_trace(
     run_dir: str | Path,
     output: str | Path | None = None,
     first_step: int | None = None,
     num_steps: int = DEFAULT_NUM_STEPS,
-) -> WrittenTrace:
+) -> tuple[str, list[str]]:
     """Writes the trace of ``num_steps`` steps of a run's last fit, from the first one recorded or from ``first_step``.
 
     Without ``output`` the file is ``trace.json`` in the run's ``comm_time``.
+
+    Returns:
+        The file, its steps and ranks, in words; and a line for each thing that the run's files lack.
 
     Raises:
         FileNotFoundError: the run has no records.
@@ -78,14 +69,8 @@ def write_trace(
     path = Path(run_dir) / FOLDER / "trace.json" if output is None else Path(output)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(trace, separators=(",", ":")), encoding="utf-8")
-    return WrittenTrace(
-        path=path,
-        num_ranks=len(ranks),
-        first_step=min(inside),
-        last_step=max(inside),
-        num_steps_recorded=len(recorded),
-        notices=tuple(notices(ranks)),
-    )
+    steps = f"steps {min(inside)} to {max(inside)} of {count(len(ranks), 'rank')}"
+    return f"{path}: {steps}; {count(len(recorded), 'step')} saved", notices(ranks)
 
 
 def to_trace(ranks: Sequence[RankRecords], steps: range) -> dict[str, Any]:

@@ -179,7 +179,8 @@ def check_table(folder: Path, name: str) -> None:
     labels += [f"send (int8 {operation})" for operation, _ in _COMPRESSED.get(name, ())]
     assert [label for label in labels if label not in console.file.getvalue()] == []  # type: ignore[attr-defined]
     assert any("sigterm_every_n_steps" in text for text in summary.verdict.recommendations)
-    trace = json.loads(write_trace(folder).path.read_text())
+    write_trace(folder)
+    trace = json.loads((folder / "comm_time" / "trace.json").read_text())
     shown = [event for event in trace["traceEvents"] if event.get("cat") == "collectives"]
     (first, second) = read_run(folder)
     assert len(shown) == sum(len(step.collectives) for rank in (first, second) for step in rank.steps)

@@ -203,9 +203,10 @@ def test_a_rank_without_these_steps_is_shown_empty(tmp_path):
 
 def test_a_window_of_steps(tmp_path):
     write_run(tmp_path, num_steps=9)
-    written = write_trace(tmp_path, tmp_path / "deep" / "t.json", first_step=3, num_steps=2)
-    assert (written.first_step, written.last_step, written.num_steps_recorded) == (3, 4, 9)
-    trace = json.loads((tmp_path / "deep" / "t.json").read_text())
+    path = tmp_path / "deep" / "t.json"
+    written, _ = write_trace(tmp_path, path, first_step=3, num_steps=2)
+    assert written == f"{path}: steps 3 to 4 of 2 ranks; 9 steps saved"
+    trace = json.loads(path.read_text())
     check_trace(trace)
     found = rows(trace)
     assert [piece["name"] for piece in found[0, "steps"]] == ["step 3", "step 4"]
