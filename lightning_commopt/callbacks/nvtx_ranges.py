@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from numbers import Integral
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+import nvtx  # type: ignore[import-untyped]
 from nvtx.colors import color_to_hex  # type: ignore[import-untyped]
 
 from lightning_commopt.callbacks.phases import PhaseCallback, batch_follows
 from lightning_commopt.compat.lightning import Callback
 from lightning_commopt.compat.loops import wrap_method
-from lightning_commopt.measure.nvtx_timeline import SyncRanges, Timeline, profiled_domain
+from lightning_commopt.measure.observer import END, START, BucketInfo, BucketSync, SyncObserver
 from lightning_commopt.sync.observed import observe, stop_observing
 
 if TYPE_CHECKING:
@@ -63,9 +65,11 @@ class NVTXRanges(PhaseCallback):
     def __init__(self, *, domain: str = "lightning_commopt", colors: Mapping[str, str | int] | None = None) -> None:
         if not isinstance(domain, str) or not domain:
             raise ValueError(f"domain must be a non-empty string, got {domain!r}")
-        self._domain = domain
+        self._domain_name = domain
         self._colors = {**{name: COLORS[color] for name, color in RANGES.items()}, **_check_colors(colors)}
-        self._timeline: Timeline | None = None
+        self._domain: Any = None  # while a profiler watches a fit
+        self._attributes: dict[str, Any] = {}
+        self._depth = 0  # ranges that are open, one within the other, all on one thread
         self._bucket_ranges: SyncRanges | None = None
         self._opener: _BatchOpener | None = None
         self._unwrap_save: Callable[[], None] | None = None
@@ -76,11 +80,13 @@ class NVTXRanges(PhaseCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close(trainer)
-        domain = profiled_domain(self._domain) if stage == "fit" else None
-        if domain is None:
+        self._domain = _profiled_domain(self._domain_name) if stage == "fit" else None
+        if self._domain is None:
             return
-        self._timeline = Timeline(domain, self._colors)
-        self._bucket_ranges = SyncRanges(domain, self._colors["bucket"])
+        self._attributes = {
+            name: self._domain.get_event_attributes(name, color) for name, color in self._colors.items()
+        }
+        self._bucket_ranges = SyncRanges(self._domain, self._colors["bucket"])
         observe(trainer.strategy, self._bucket_ranges)
         # Other callbacks run outside of a batch's range; so one that starts or stops a profiler cuts no range in two.
         self._opener = _BatchOpener(self._open_batch)
@@ -99,26 +105,24 @@ class NVTXRanges(PhaseCallback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_start(trainer, pl_module)
-        if self._timeline is not None:
-            self._timeline.push("validation")
+        self._push("validation")
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._timeline is not None:
-            self._timeline.pop_to(0)
+        self._pop_to(0)
         super().on_validation_end(trainer, pl_module)
 
     def _enter(self, phase: str | None) -> None:
-        if self._timeline is None or self._is_saving:
+        if self._domain is None or self._is_saving:
             return
         if phase is None or phase == "data":
-            self._timeline.pop_to(0)
+            self._pop_to(0)
             self._batch_depth = 0
             self._is_in_batch = False
         elif self._is_in_batch:
-            self._timeline.pop_to(self._batch_depth)
+            self._pop_to(self._batch_depth)
             name = _RANGE_OF_PHASE[phase]
             if name is not None:
-                self._timeline.push(name)
+                self._push(name)
 
     def _start_batch(self, trainer: Trainer, batch_idx: int) -> None:
         self._is_in_batch = True
@@ -127,29 +131,40 @@ class NVTXRanges(PhaseCallback):
 
     def _open_batch(self, trainer: Trainer) -> None:
         self._push_batch(trainer.fit_loop.total_batch_idx + 1)
-        if self._timeline is not None:
-            self._timeline.push("get batch")
+        self._push("get batch")
 
     def _push_batch(self, index: int) -> None:
-        if self._timeline is not None:
-            self._timeline.push("Batch", index)
-            self._batch_depth = self._timeline.depth
+        self._push("Batch", index)
+        self._batch_depth = self._depth
 
     def _save_in_range(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        if self._timeline is None:
-            save(*args, **kwargs)
-            return
-        depth = self._timeline.depth
-        self._timeline.push("checkpoint")
+        depth = self._depth
+        self._push("checkpoint")
         self._is_saving = True
         try:
             save(*args, **kwargs)
         finally:
             self._is_saving = False
-            self._timeline.pop_to(depth)
+            self._pop_to(depth)
+
+    def _push(self, name: str, number: int | None = None) -> None:
+        """Opens a range within those that are open, with a number in its name; nvtx keeps every text in memory."""
+        if self._domain is None:
+            return
+        attributes = self._attributes[name]
+        if number is not None:
+            attributes = self._domain.get_event_attributes(f"{name} {number}", self._colors[name])
+        self._domain.push_range(attributes)
+        self._depth += 1
+
+    def _pop_to(self, depth: int) -> None:
+        """Ends the innermost ranges until at most ``depth`` are open."""
+        while self._depth > depth:
+            self._domain.pop_range()
+            self._depth -= 1
 
     def _close(self, trainer: Trainer) -> None:
-        if self._timeline is None or self._bucket_ranges is None or self._unwrap_save is None:
+        if self._bucket_ranges is None or self._unwrap_save is None:
             return
         stop_observing(trainer.strategy, self._bucket_ranges)
         self._bucket_ranges.close()
@@ -157,7 +172,7 @@ class NVTXRanges(PhaseCallback):
         others = [callback for callback in _callbacks(trainer) if callback not in (self, self._opener)]
         trainer.callbacks = [*others[: self._index], self, *others[self._index :]]  # type: ignore[attr-defined]
         self._unwrap_save()
-        self._timeline = self._bucket_ranges = self._opener = self._unwrap_save = None
+        self._domain = self._bucket_ranges = self._opener = self._unwrap_save = None
 
 
 class _BatchOpener(Callback):
@@ -178,6 +193,72 @@ class _BatchOpener(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking and batch_follows(trainer):
             self._open_batch(trainer)
+
+
+class SyncRanges(SyncObserver):
+    """Makes a range of every bucket's sync, on whichever threads it begins and ends; the color is ARGB."""
+
+    def __init__(self, domain: Any, color: int) -> None:
+        self._domain = domain
+        self._color = color
+        self._attributes: dict[tuple[int, int], Any] = {}
+        self._lock = Lock()
+        self._open: set[int] = set()
+        self._is_closed = False
+
+    def ready(self, bucket: BucketInfo) -> BucketSync:
+        """Prepares the range ``bucket <index>``, whose payload is the gradients' size in bytes."""
+        key = bucket.index, bucket.gradient_bytes
+        if key not in self._attributes:
+            self._attributes[key] = self._domain.get_event_attributes(
+                f"bucket {bucket.index}", self._color, payload=bucket.gradient_bytes
+            )
+        return _SyncRange(self, self._attributes[key])
+
+    def start(self, attributes: Any) -> int | None:
+        """Begins a range, and returns its number; None after `close`."""
+        with self._lock:
+            if self._is_closed:
+                return None
+            range_id: int = self._domain.start_range(attributes)
+            self._open.add(range_id)
+            return range_id
+
+    def end(self, range_id: int | None) -> None:
+        """Ends a range, unless `close` did."""
+        with self._lock:
+            if range_id in self._open:
+                self._open.remove(range_id)
+                self._domain.end_range(range_id)
+
+    def close(self) -> None:
+        """Ends the ranges of syncs that failed; no further ones begin."""
+        with self._lock:
+            self._is_closed = True
+            while self._open:
+                self._domain.end_range(self._open.pop())
+
+
+class _SyncRange(BucketSync):
+    def __init__(self, ranges: SyncRanges, attributes: Any) -> None:
+        self._ranges = ranges
+        self._attributes = attributes
+        self._range_id: int | None = None
+
+    def note(self, event: int, wire_bytes: int = 0) -> None:
+        if event == START:
+            self._range_id = self._ranges.start(self._attributes)
+        elif event == END:
+            self._ranges.end(self._range_id)
+
+
+def _profiled_domain(name: str) -> Any:
+    """Returns the NVTX domain of that name; None if no profiler is attached."""
+    if not nvtx.enabled():
+        return None
+    domain = nvtx.get_domain(name)
+    # For this case nvtx has a domain that does nothing and gives no attributes. Its class is not public.
+    return domain if domain.get_event_attributes(name) is not None else None
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:

@@ -68,6 +68,28 @@ class Collective(NamedTuple):
     end_s: float | None  # it had completed, or the thread had gone on; None on CUDA
 
 
+class Operation(NamedTuple):
+    """All collectives of one kind, in the mean of steps on one rank."""
+
+    operation: str  # see `Collective`, as for the next two
+    phase: str  # that they were issued in
+    source: str  # of them
+    num_calls: float  # in a step
+    num_bytes: float  # of all of them in a step
+    seconds: float | None  # sum of their times in a step, which may overlap; None where it is not known
+    num_phases: float = 1.0  # of this name in a step, more than one where gradients are accumulated
+
+    @property
+    def label(self) -> str:
+        """The operation, and who has issued it if that is known.
+
+        >>> Operation("broadcast", "data", "lightning", 1.0, 8.0, None).label
+        "broadcast (Lightning's own)"
+        """
+        source = "Lightning's own" if self.source == "lightning" else self.source
+        return f"{self.operation} ({source})" if source else self.operation
+
+
 class Totals(NamedTuple):
     """A step in single numbers. Parts are sums of different terms than the whole, and may round apart."""
 

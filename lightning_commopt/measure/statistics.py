@@ -1,4 +1,4 @@
-"""Sums, maxima and samples of steps, and the one definition of every statistic; and the means of their collectives.
+"""Sums, maxima and samples of steps, the one definition of every statistic, and the rank that the others wait for.
 
 Plain numpy: `lightning_commopt.metrics` keeps these arrays in metrics, and `commopt summary` needs no torch.
 
@@ -9,9 +9,8 @@ it is the median of their shares: what slows a whole run down, such as a busy ma
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
 from statistics import median
 from typing import NamedTuple
@@ -20,8 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lightning_commopt.measure.link.bench_result import bus_factor
-from lightning_commopt.measure.record import PHASES, StepRecord, Totals
-from lightning_commopt.measure.stragglers import find_straggler
+from lightning_commopt.measure.record import StepRecord, Totals
 
 Array = NDArray[np.float64]
 QUANTITIES = (*Totals._fields, "num_samples")  # the numbers of one step on one rank, in the order of `row`
@@ -34,6 +32,10 @@ TIMES = (
 
 MAX_SAMPLED_VALUES = 2**20
 _MIN_SAMPLED_STEPS = 64
+MIN_STEPS = 8  # with fewer steps no straggler is named
+_LATE = 0.05
+_LATE_STEPS = 0.75
+_SLOWDOWN = 0.12
 _SUFFIXES = ("", "_p50", "_p95", "_max")
 _WAITS = ("wait_s", "exposed_wait_s")
 
@@ -223,58 +225,58 @@ def _percentiles(values: Array) -> Array:
     return np.where(shares < 0.5, ordered[low] + gaps * shares, ordered[high] - gaps * (1 - shares)).T
 
 
-_SOURCES = {"lightning": "Lightning's own"}
+@dataclass(frozen=True, kw_only=True)
+class Straggler:
+    """The rank that the others wait for."""
+
+    rank: int  # its number
+    slowdown: float  # how much longer it computes than the others, as a share of their time; median over steps
+    share: float  # of the steps, in which the others waited for it
 
 
-class Operation(NamedTuple):
-    """All collectives of one kind, in the mean of steps on one rank."""
+def find_straggler(*, wire_s: Array, step_s: Array, exposed_s: Array) -> Straggler | None:
+    """Finds the rank that makes the others wait, from the time that each spends in collectives; no common clock needed.
 
-    operation: str  # see `Collective`, as for the next two
-    phase: str  # that they were issued in
-    source: str  # of them
-    num_calls: float  # in a step
-    num_bytes: float  # of all of them in a step
-    seconds: float | None  # sum of their times in a step, which may overlap; None where it is not known
-    num_phases: float = 1.0  # of this name in a step, more than one where gradients are accumulated
+    A collective ends for all ranks soon after the last one has joined, so the last rank spends the least time in it.
 
-    @property
-    def label(self) -> str:
-        """The operation, and who has issued it if that is known.
+    The suspect is the rank with the least time on the wire in most steps. The others' wait in a step is the median of
+    their time on the wire, less its own. It is named if
 
-        >>> Operation("broadcast", "data", "lightning", 1.0, 8.0, None).label
-        "broadcast (Lightning's own)"
-        """
-        source = _SOURCES.get(self.source, self.source)
-        return f"{self.operation} ({source})" if source else self.operation
+    - they waited at least 5 % of their computing time in at least three steps of four: a rank that is late once in a
+      while, by however much, does not count, nor do two that are late alternately, as any two are in a quiet run; and
+    - its last gradient was ready 12 % of that time later than theirs, in the median over steps. The wire counts a delay
+      once for every bucket that waits for it: with 20 buckets, a rank that is 1 % slower keeps the others on the wire
+      for some 10 % longer. The exposed time counts it once.
 
+    The exposed time alone is not enough either: a rank may be slow in backward while no other waits for it, because the
+    link is slower still. ``docs/comm_time.md`` has the errors in a simulation, and in fits.
 
-class OperationTotals:
-    """Sums up the collectives of steps, without the first ``num_warmup_steps``."""
+    Args:
+        wire_s: ``(world_size, num_steps)``, seconds in which a rank had a collective under way.
+        step_s: ``(world_size, num_steps)``, of whole steps.
+        exposed_s: ``(world_size, num_steps)``, from the last gradient to the last bucket.
 
-    def __init__(self, num_warmup_steps: int = 0) -> None:
-        self._num_steps = -num_warmup_steps
-        self._num_phases: Counter[str] = Counter()
-        self._sums: dict[tuple[str, str, str], list[float]] = defaultdict(partial(list, (0, 0, 0.0)))
+    Returns:
+        The rank; None with one rank, with fewer steps than `MIN_STEPS`, or if none stands out.
 
-    def add(self, records: Iterable[StepRecord]) -> None:
-        for record in records:
-            self._num_steps += 1
-            if self._num_steps <= 0:
-                continue
-            self._num_phases.update([phase.name for phase in record.phases])
-            for one in record.collectives:
-                sums = self._sums[one.phase, one.operation, one.source]
-                sums[0] += 1
-                sums[1] += one.num_bytes
-                sums[2] += 0.0 if one.start_s is None or one.end_s is None else one.end_s - one.start_s
-
-    def operations(self) -> tuple[Operation, ...]:
-        """Returns the means of a step, by phase, the most time first."""
-        means = []
-        for (phase, operation, source), sums in self._sums.items():
-            num_calls, num_bytes, seconds = (total / self._num_steps for total in sums)
-            known_s, num_phases = seconds if seconds > 0 else None, self._num_phases[phase] / self._num_steps
-            means.append(Operation(operation, phase, source, num_calls, num_bytes, known_s, num_phases))
-        places = {phase: place for place, phase in enumerate((*PHASES, "pause"))}
-        means.sort(key=lambda one: (places.get(one.phase, len(places)), -(one.seconds or 0.0), one.operation))
-        return tuple(means)
+    Raises:
+        ValueError: the shapes differ, or are not of two dimensions.
+    """
+    if wire_s.ndim != 2 or not wire_s.shape == step_s.shape == exposed_s.shape:
+        shapes = [values.shape for values in (wire_s, step_s, exposed_s)]
+        raise ValueError(f"wire_s, step_s and exposed_s must be (world_size, num_steps), all alike, got {shapes}")
+    world_size, num_steps = wire_s.shape
+    if world_size < 2 or num_steps < MIN_STEPS:
+        return None
+    rank = int(np.bincount(wire_s.argmin(axis=0), minlength=world_size).argmax())
+    others = np.arange(world_size) != rank
+    compute_s = float(np.median((step_s - exposed_s)[others]))
+    if not compute_s > 0:
+        return None
+    waited_s = np.median(wire_s[others], axis=0) - wire_s[rank]
+    share = float(np.mean(waited_s >= _LATE * compute_s))
+    later_s = np.median(exposed_s[others], axis=0) - exposed_s[rank]
+    slowdown = float(np.median(later_s)) / compute_s
+    if share < _LATE_STEPS or slowdown < _SLOWDOWN:
+        return None
+    return Straggler(rank=rank, slowdown=slowdown, share=share)

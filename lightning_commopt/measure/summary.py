@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_commopt.measure.files import common_steps, notices, read_run
-from lightning_commopt.measure.statistics import Operation, OperationTotals, Steps, ratio, row
+from lightning_commopt.measure.record import PHASES, Operation, StepRecord
+from lightning_commopt.measure.statistics import Steps, ratio, row
 from lightning_commopt.measure.verdict import Verdict, read_forecasts, verdict
 from lightning_commopt.text.formatting import count, number, percent
 from lightning_commopt.text.terminal import TextTable
@@ -132,6 +135,38 @@ def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> t
         forecasts=read_forecasts(Path(run_dir)),
     )
     return summary, notices(ranks)
+
+
+class OperationTotals:
+    """Sums up the collectives of steps, without the first ``num_warmup_steps``."""
+
+    def __init__(self, num_warmup_steps: int = 0) -> None:
+        self._num_steps = -num_warmup_steps
+        self._num_phases: Counter[str] = Counter()
+        self._sums: dict[tuple[str, str, str], list[float]] = defaultdict(partial(list, (0, 0, 0.0)))
+
+    def add(self, records: Iterable[StepRecord]) -> None:
+        for record in records:
+            self._num_steps += 1
+            if self._num_steps <= 0:
+                continue
+            self._num_phases.update([phase.name for phase in record.phases])
+            for one in record.collectives:
+                sums = self._sums[one.phase, one.operation, one.source]
+                sums[0] += 1
+                sums[1] += one.num_bytes
+                sums[2] += 0.0 if one.start_s is None or one.end_s is None else one.end_s - one.start_s
+
+    def operations(self) -> tuple[Operation, ...]:
+        """Returns the means of a step, by phase, the most time first."""
+        means = []
+        for (phase, operation, source), sums in self._sums.items():
+            num_calls, num_bytes, seconds = (total / self._num_steps for total in sums)
+            known_s, num_phases = seconds if seconds > 0 else None, self._num_phases[phase] / self._num_steps
+            means.append(Operation(operation, phase, source, num_calls, num_bytes, known_s, num_phases))
+        places = {phase: place for place, phase in enumerate((*PHASES, "pause"))}
+        means.sort(key=lambda one: (places.get(one.phase, len(places)), -(one.seconds or 0.0), one.operation))
+        return tuple(means)
 
 
 OPERATION_COLUMNS = ("phase", "operation", "calls", "bytes", "ms", "of step")

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning_commopt.measure.record import Operation
 from lightning_commopt.measure.runs.files import PREDICTION_FILE
-from lightning_commopt.measure.statistics import Operation, ratio
+from lightning_commopt.measure.statistics import ratio
 from lightning_commopt.text.formatting import byte_unit, short_percent
 
 _WORTH_IT = 0.05

@@ -10,8 +10,7 @@ from recorded_domain import RecordedDomain
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.callbacks.nvtx_ranges import COLORS, RANGES, NVTXRanges
-from lightning_commopt.measure.nvtx_timeline import SyncRanges
+from lightning_commopt.callbacks.nvtx_ranges import COLORS, RANGES, NVTXRanges, SyncRanges
 from lightning_commopt.measure.observer import END, START, BucketInfo
 from support.lightnings import Callback, DDPStrategy, LightningOptimizer, ModelCheckpoint
 from support.ranks import run_ranks

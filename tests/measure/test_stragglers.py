@@ -5,7 +5,7 @@ import pytest
 from numpy.typing import NDArray
 from simulated_steps import Cluster, simulate
 
-from lightning_commopt.measure.stragglers import MIN_STEPS, find_straggler
+from lightning_commopt.measure.statistics import MIN_STEPS, find_straggler
 
 NUM_WINDOWS = 200
 

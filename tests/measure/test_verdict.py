@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_commopt.measure.statistics import Operation
+from lightning_commopt.measure.record import Operation
 from lightning_commopt.measure.verdict import Forecast, Verdict, verdict
 from support.sample_metrics import sample_metrics
 
