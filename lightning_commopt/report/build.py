@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib.resources import files
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.measure.runs.settings import text_of
@@ -18,9 +23,8 @@ from lightning_commopt.report.baseline import (
     one_process_for,
     speedup_limit,
 )
-from lightning_commopt.report.model import Group, Report, Run, Setting
+from lightning_commopt.report.model import Group, Published, Report, Run, Setting
 from lightning_commopt.report.names import display_name
-from lightning_commopt.report.published import published_figures
 from lightning_commopt.report.runs import FoundRuns, read_runs
 from lightning_commopt.report.settings import GroupRuns, group_runs, link_of
 from lightning_commopt.text.formatting import grouped
@@ -88,8 +92,40 @@ def _compare_setting(setting: Setting, baseline: Setting, settings: Sequence[Set
         difference=None if comparison is None else comparison.difference,
         speedup_limit=None if comparison is None else speedup_limit(setting, baseline),
         efficiency=None if over_one is None else over_one.ratio.median / setting.world_size,
-        published=published_figures(setting.runs[0].settings, setting.world_size, baseline.runs[0].settings),
+        published=_published_figures(setting.runs[0].settings, setting.world_size, baseline.runs[0].settings),
     )
+
+
+def _published_figures(
+    settings: Mapping[str, Any], world_size: int, baseline: Mapping[str, Any]
+) -> tuple[Published, ...]:
+    """Returns what `published.yaml` has for a run; without speed-ups if its baseline was another."""
+    variant, method = settings.get("variant"), settings.get("method")
+    is_same_baseline = True
+    if variant is not None:
+        known = _published()["ladder"]
+        figures = known["figures"].get(text_of(variant), ())
+        is_same_baseline = baseline.get("variant") == "one_bucket"
+    elif method is not None:
+        known = _published()["methods"]
+        of_size = known["speedups"].get(text_of(settings.get("model.size")), {})
+        speedup = of_size.get(text_of(method), {}).get(world_size)
+        figures = []
+        if speedup is not None:
+            figures = [{"label": f"{speedup:.2f} times one GPU on {world_size}x A100 (PCIe)", "speedup": speedup}]
+        is_same_baseline = baseline.get("method") == "one_process"
+    elif settings.get("experiment") == "buckets":
+        known = _published()["buckets"]
+        figures = known["figures"].get(text_of(settings.get("strategy.bucket_cap_mb")), ())
+    else:
+        return ()
+    shown = figures if is_same_baseline else [{"label": figure["label"]} for figure in figures]
+    return tuple(Published(**figure, source=known["source"]) for figure in shown)
+
+
+@cache
+def _published() -> dict[str, dict[str, Any]]:
+    return yaml.safe_load((files("lightning_commopt.report") / "published.yaml").read_text(encoding="utf-8"))
 
 
 def _title(found: FoundRuns, folders: Sequence[Path]) -> str:
