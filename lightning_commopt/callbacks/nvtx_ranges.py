@@ -124,10 +124,11 @@ class NVTXRanges(PhaseCallback):
             if name is not None:
                 self._push(name)
 
-    def _start_batch(self, trainer: Trainer, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._is_in_batch = True
         if self._batch_depth == 0:  # no hook runs before a resumed fit waits for its first batch
             self._push_batch(trainer.fit_loop.total_batch_idx)
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def _open_batch(self, trainer: Trainer) -> None:
         self._push_batch(trainer.fit_loop.total_batch_idx + 1)

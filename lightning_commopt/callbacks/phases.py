@@ -28,9 +28,6 @@ class PhaseCallback(Callback):
     def _enter(self, phase: str | None) -> None:
         """A phase begins and the last one ends; with None, what follows belongs to no step."""
 
-    def _start_batch(self, trainer: Trainer, batch_idx: int) -> None:
-        """A batch has arrived; called before the phase "forward"."""
-
     def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
         """A batch has ended; called before the next phase. Several optimizers in one batch make one step."""
 
@@ -51,7 +48,6 @@ class PhaseCallback(Callback):
         self._enter("data")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._start_batch(trainer, batch_idx)
         self._enter("forward")
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:

@@ -123,18 +123,16 @@ def _rows(steps: Sequence[StepRecord], shift_s: float) -> _Rows:
 
     whole = [piece(f"step {r.step}", r.start_s, r.end_s, **_step_args(r)) for r in steps]
     phases = [piece(phase.name, phase.start_s, phase.end_s, step=r.step) for r in steps for phase in r.phases]
-    buckets, wire = [], []
+    buckets, wire, collectives = [], [], []
     for record in steps:
         for bucket in record.buckets:
-            args = _bucket_args(record, bucket)
-            waits = piece(f"bucket {bucket.index} waits", min(bucket.ready_s, bucket.start_s), bucket.start_s, **args)
-            travels = piece(f"bucket {bucket.index}", bucket.start_s, bucket.end_s, **args)
+            name, args = f"bucket {bucket.index}", _bucket_args(record, bucket)
+            waits = piece(f"{name} waits", min(bucket.ready_s, bucket.start_s), bucket.start_s, **args)
+            travels = piece(name, bucket.start_s, bucket.end_s, **args)
             buckets.append([waits, travels] if waits.end > waits.start else [travels])
-            for number, (start_s, end_s) in enumerate(bucket.wire):
+            for number, span in enumerate(bucket.wire):
                 args = {"step": record.step, "bucket": bucket.index, "collective": number}
-                wire.append([piece(f"bucket {bucket.index} on the wire", start_s, end_s, **args)])
-    collectives = []
-    for record in steps:
+                wire.append([piece(f"{name} on the wire", *span, **args)])
         for one in record.collectives:
             if one.start_s is not None and one.end_s is not None:
                 args = {"step": record.step, "phase": one.phase, "source": one.source, "bytes": one.num_bytes}

@@ -17,7 +17,7 @@ from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.sync.observed import observe, observe_wrapped
 from support.cross_section import sampled
-from support.lightnings import DDPStrategy, SingleDeviceStrategy, Trainer
+from support.lightnings import DDPStrategy, LightningModule, SingleDeviceStrategy, Trainer
 from support.ranks import run_ranks
 from support.strategy_models import Embedded, Gan, Keeping, Manual, Params, Tiny, assert_same, loader, numbers, trainer
 from support.watched_steps import GRADIENT_BYTES, Watch, assert_in_order
@@ -31,10 +31,11 @@ class ChangePlan(PhaseCallback):
     def _enter(self, phase: str | None) -> None:
         pass
 
-    def _start_batch(self, trainer: Trainer, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == 2:
             assert isinstance(trainer.strategy, CommOptDDP)
             trainer.strategy.apply_plan(CommPlan.from_dict({"comm_hook": "bf16", "bucket_cap_mb": SMALL}))
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
         pass

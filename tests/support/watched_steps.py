@@ -31,9 +31,6 @@ class Watch(PhaseCallback):
     def _enter(self, phase: str | None) -> None:
         self.recorder.enter(phase)
 
-    def _start_batch(self, trainer: Trainer, batch_idx: int) -> None:
-        pass
-
     def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
         if has_stepped:
             self.recorder.end_step(trainer.global_step - 1, len(batch[0]))

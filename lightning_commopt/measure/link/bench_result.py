@@ -12,6 +12,7 @@ from typing import Any
 
 from lightning_commopt.measure.median import Median, median_of
 from lightning_commopt.measure.plain import from_plain, load_json, write_rows
+from lightning_commopt.text.formatting import grouped
 
 FORMAT = 1  # version of the JSON, raised when a key changes its meaning; new keys keep it
 _KIND = "commopt bench"
@@ -124,9 +125,7 @@ class BenchResult:
 
     def by_series(self) -> dict[tuple[Any, ...], list[Row]]:
         """Returns the rows that have times, by `Case.series`, each in the order of sizes."""
-        found: dict[tuple[Any, ...], list[Row]] = {}
-        for row in self.measured:
-            found.setdefault(row.case.series, []).append(row)
+        found = grouped((row.case.series, row) for row in self.measured)
         return {series: sorted(rows, key=lambda row: row.case.size_bytes) for series, rows in found.items()}
 
     def to_plain(self) -> dict[str, Any]:

@@ -58,24 +58,20 @@ class LossCurve:
         self._batches_per_point = 1
         self._num_batches = 0
         # By point: the last batch's step and seconds, the sum of the losses, and their number.
-        self._marks: list[tuple[int, float]] = []
-        self._sums: list[Tensor | float] = []
-        self._counts: list[int] = []
+        self._points: list[tuple[int, float, Tensor | float, int]] = []
 
     def add(self, loss: Tensor | None, step: int, seconds: float) -> None:
         """Adds one batch, with its loss on any device, or None, and the steps and seconds of training so far."""
         if self._num_batches == self._max_points * self._batches_per_point:
-            self._marks, self._sums, self._counts = self._merged(2)
+            self._points = self._merged(2)
             self._batches_per_point *= 2
         if self._num_batches % self._batches_per_point == 0:
-            self._marks.append((step, seconds))
-            self._sums.append(0.0)
-            self._counts.append(0)
+            self._points.append((step, seconds, 0.0, 0))
         self._num_batches += 1
-        self._marks[-1] = step, seconds
+        *_, total, count = self._points[-1]
         if loss is not None:
-            self._sums[-1] = self._sums[-1] + loss.detach().float().reshape(())
-            self._counts[-1] += 1
+            total, count = total + loss.detach().float().reshape(()), count + 1
+        self._points[-1] = step, seconds, total, count
 
     def points(
         self,
@@ -94,12 +90,13 @@ class LossCurve:
         device = device or torch.device("cpu")
         size = torch.tensor([self._batches_per_point, self._num_batches], dtype=torch.float64, device=device)
         batches_per_point, num_batches = map(int, (size if reduce is None else reduce(size, "max")).tolist())
-        marks, sums, counts = self._merged(batches_per_point // self._batches_per_point)
+        points = self._merged(batches_per_point // self._batches_per_point)
         num_points = -(-num_batches // batches_per_point)
         totals = torch.zeros(4, num_points, dtype=torch.float64, device=device)
-        if sums:
-            totals[0, : len(sums)] = torch.stack([torch.as_tensor(value, device=device) for value in sums])
-            totals[1:, : len(sums)] = torch.tensor([counts, *zip(*marks, strict=True)], dtype=torch.float64)
+        if points:
+            steps, seconds, sums, counts = zip(*points, strict=True)
+            totals[0, : len(points)] = torch.stack([torch.as_tensor(value, device=device) for value in sums])
+            totals[1:, : len(points)] = torch.tensor([counts, steps, seconds], dtype=torch.float64)
         if reduce is not None and num_points:
             totals = torch.cat([reduce(totals[:2].clone(), "sum"), reduce(totals[2:].clone(), "max")])
         totals[3] = totals[3].cummax(0).values  # after the rank that was ahead has ended, another's clock may be behind
@@ -109,9 +106,7 @@ class LossCurve:
             if count
         ]
 
-    def _merged(self, num: int) -> tuple[list[tuple[int, float]], list[Tensor | float], list[int]]:
+    def _merged(self, num: int) -> list[tuple[int, float, Tensor | float, int]]:
         """Returns the points with ``num`` neighbours merged into one."""
-        starts = range(0, len(self._counts), num)
-        marks = [self._marks[start : start + num][-1] for start in starts]
-        sums = [sum(self._sums[start : start + num]) for start in starts]
-        return marks, sums, [sum(self._counts[start : start + num]) for start in starts]
+        groups = [list(zip(*self._points[at : at + num], strict=True)) for at in range(0, len(self._points), num)]
+        return [(steps[-1], seconds[-1], sum(sums), sum(counts)) for steps, seconds, sums, counts in groups]

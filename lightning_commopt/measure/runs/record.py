@@ -195,19 +195,13 @@ def fail_rank(folder: Path, error: BaseException, *, rank: int, seconds: float) 
 
 def git_state(folder: Path) -> dict[str, Any] | None:
     """Returns the commit of the repository around a folder and whether files differ; None without a repository."""
-    commit = _git(folder, "rev-parse", "HEAD")
-    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return None if commit is None else {"commit": commit, "has_changes": bool(changes)}
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(folder), "describe", "--always", "--abbrev=64", "--exclude=*", "--dirty"]
     try:
-        answer = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=_GIT_LIMIT_S, check=True
-        )
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_LIMIT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return answer.stdout.strip()
+    commit, dirty, _ = answer.stdout.strip().partition("-dirty")
+    return {"commit": commit, "has_changes": bool(dirty)}
 
 
 @dataclass(frozen=True, kw_only=True)
