@@ -7,7 +7,6 @@ named time vanished and nothing else grew; it is no promise. What cannot save a 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,16 +25,15 @@ _HARDLY_LOSSY = 0.1  # error bound above which the final metric may differ
 _AS_FAST = 0.02  # share of a step that a lossless plan may cost to be recommended where communication is hidden anyway
 
 
-@dataclass(frozen=True, kw_only=True)
-class Costs:
-    """What one step costs, in seconds and bytes: means over steps and ranks, by the names of `Steps.statistics`."""
+class Costs(NamedTuple):
+    """What one step costs: numbers of `Steps.statistics`."""
 
     step_s: float
     data_s: float
     comm_s: float
     exposed_s: float
     exposed_wait_s: float
-    straggler_rank: int | None  # that the others wait for; None if there is none
+    straggler_rank: float  # that the others wait for; -1 if there is none
     straggler_slowdown: float
 
     def is_worth(self, saved_s: float) -> bool:
@@ -110,12 +108,7 @@ def verdict(
         operations: the collectives of a step; empty where none were observed.
         forecasts: of other settings, the more exact ones first; without them none is recommended.
     """
-    rank, wait_s = int(metrics["straggler_rank"]), metrics["exposed_wait_s"]
-    costs = Costs(
-        **{name: metrics[name] for name in ("step_s", "data_s", "comm_s", "exposed_s", "straggler_slowdown")},
-        exposed_wait_s=0.0 if math.isnan(wait_s) else wait_s,
-        straggler_rank=rank if rank >= 0 else None,
-    )
+    costs = Costs(**{name: metrics[name] for name in Costs._fields})
     for_communication = [*_for_waiting(costs), *_for_communication(costs, comm_hook, forecasts)]
     data, exposed, bound = _for_data(costs), costs.share(costs.exposed_s), costs.speedup_bound(costs.exposed_s)
     if world_size == 1:
@@ -123,9 +116,9 @@ def verdict(
     elif not costs.comm_s > 0:
         headline = _without_sync(world_size, operations)
         recommendations = [*_for_sharded(comm_hook, operations), *data]
-    elif costs.straggler_rank is not None:
+    elif costs.straggler_rank >= 0:
         headline = (
-            f"The other ranks wait for rank {costs.straggler_rank}, which computes"
+            f"The other ranks wait for rank {costs.straggler_rank:.0f}, which computes"
             f" {short_percent(costs.straggler_slowdown)} longer than they do. No compression helps against that."
         )
         recommendations = [_for_straggler(costs), *data, *for_communication]
@@ -210,8 +203,8 @@ def _for_operations(costs: Costs, operations: Sequence[Operation]) -> list[str]:
 def _for_straggler(costs: Costs) -> str:
     bound = costs.speedup_bound(costs.straggler_slowdown * (costs.step_s - costs.exposed_s))
     return (
-        f"Look at rank {costs.straggler_rank} first: other programs on its cores or its GPU, clocks and temperature,"
-        " its disk, larger batches, callbacks that only it runs. If it were as fast as the others:"
+        f"Look at rank {costs.straggler_rank:.0f} first: other programs on its cores or its GPU, clocks and"
+        " temperature, its disk, larger batches, callbacks that only it runs. If it were as fast as the others:"
         f" {bound}."
     )
 
@@ -226,7 +219,7 @@ def _for_data(costs: Costs) -> list[str]:
 
 
 def _for_waiting(costs: Costs) -> list[str]:
-    is_most = costs.straggler_rank is None and costs.exposed_wait_s > costs.exposed_s / 2
+    is_most = costs.straggler_rank < 0 and costs.exposed_wait_s > costs.exposed_s / 2
     if not is_most or not costs.is_worth(costs.exposed_wait_s):
         return []
     return [
