@@ -105,32 +105,24 @@ class RankRecords:
         return self.origin_unix_s - first.origin_unix_s
 
 
-def read_run(run_dir: str | Path, *, fit: int = -1) -> list[RankRecords]:
-    """Reads the steps of all ranks of a run, complete or cut off.
+def read_run(run_dir: str | Path) -> list[RankRecords]:
+    """Reads the steps of all ranks in the last fit of a run, complete or cut off.
 
     A fit that was resumed in the same directory continues the files. If it had fewer ranks, the files of the others
-    are ignored.
-
-    The result is of one fit in the files, 0 for the first and -1 for the last one. The ranks are in order; `notices`
-    lists what is missing.
+    are ignored. The ranks are in order; `notices` lists what is missing.
 
     Raises:
         FileNotFoundError: there are no files.
-        ValueError: the files have no such fit, or are of a later version.
+        ValueError: the files have no fit, or are of a later version.
     """
     folder = Path(run_dir) / FOLDER
     paths = sorted(folder.glob("rank_*.jsonl"))
     if not paths:
         what = "has no records of steps" if Path(run_dir).is_dir() else "does not exist"
         raise FileNotFoundError(f"{run_dir} {what}: expected {rank_file(run_dir, 0)}, as CommTimeMonitor writes it")
-    fits_of_files = [fits for path in paths if (fits := _read_fits(path))]
-    if not fits_of_files:
-        raise ValueError(f"{folder}: none of its files ({len(paths)}) begins with a line of type 'run'")
-    found = [fits[fit] for fits in fits_of_files if -len(fits) <= fit < len(fits)]
+    found = [records for path in paths if (records := _read_last_fit(path)) is not None]
     if not found:
-        raise ValueError(
-            f"fit={fit}: the files in {folder} hold {count(max(map(len, fits_of_files)), 'fit')}, counted from 0"
-        )
+        raise ValueError(f"{folder}: none of its files ({len(paths)}) begins with a line of type 'run'")
     newest = max(found, key=lambda records: records.origin_unix_s or 0.0)
     found = [records for records in found if records.world_size == newest.world_size]
     return sorted(found, key=lambda records: records.rank)
@@ -156,8 +148,8 @@ def common_steps(ranks: Sequence[RankRecords]) -> dict[int, tuple[StepRecord, ..
     return {number: tuple(own[number] for own in by_rank) for number in sorted(set.intersection(*map(set, by_rank)))}
 
 
-def _read_fits(path: Path) -> list[RankRecords]:
-    fits: list[RankRecords] = []
+def _read_last_fit(path: Path) -> RankRecords | None:
+    last: RankRecords | None = None
     fit: RankRecords | None = None  # without a readable header it is none
     layout: Mapping[int, BucketInfo] = {}
     with path.open("rb") as file:
@@ -166,18 +158,18 @@ def _read_fits(path: Path) -> list[RankRecords]:
                 values = json.loads(line) if line.strip() else {"type": "blank"}
                 if values["type"] == "run":
                     fit, layout = None, {}
-                    fits.append(fit := RankRecords.of_header(path, values))
+                    last = fit = RankRecords.of_header(path, values)
                 elif fit is not None:
                     layout = fit.add_line(values, layout)
             except (ValueError, KeyError, TypeError, OverflowError):
                 if fit is not None:
                     fit.num_broken_lines += 1
-    newest = max((fit.header["format"] for fit in fits), default=FORMAT)
-    if newest > FORMAT:
+    if last is not None and last.header["format"] > FORMAT:
         raise ValueError(
-            f"{path} has format {newest}, and this version reads up to {FORMAT}: install a later lightning_commopt"
+            f"{path} has format {last.header['format']}, and this version reads up to {FORMAT}: install a later"
+            " lightning_commopt"
         )
-    return fits
+    return last
 
 
 def _append(path: Path, data: bytes) -> None:

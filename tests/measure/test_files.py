@@ -95,12 +95,11 @@ def test_a_header_that_json_cannot_hold_is_told_before_training(tmp_path):
 def test_of_a_resumed_run_the_last_fit_is_read(tmp_path):
     StepWriter(rank_file(tmp_path, 0), header(world_size=1, plan="one")).write(STEPS[:3])
     StepWriter(rank_file(tmp_path, 0), header(world_size=1, plan="two")).write([replace(STEPS[3], layout={})])
-    (last,), (first,) = read_run(tmp_path), read_run(tmp_path, fit=0)
+    (last,) = read_run(tmp_path)
     assert (last.header["plan"], [record.step for record in last.steps]) == ("two", [3])
-    assert (first.header["plan"], [record.step for record in first.steps]) == ("one", [0, 1, 2])
     assert last.steps[0].layout == {}
-    with pytest.raises(ValueError, match=r"fit=2: .* hold 2"):
-        read_run(tmp_path, fit=2)
+    types = [line["type"] for line in _lines(rank_file(tmp_path, 0))]
+    assert types == ["run", "layout", "step", "step", "step", "run", "step"]
 
 
 def test_a_file_that_is_cut_anywhere_gives_the_steps_before_the_cut(tmp_path):
@@ -126,11 +125,9 @@ def test_a_fit_after_a_killed_one_begins_on_a_new_line(tmp_path):
     StepWriter(path, header(world_size=1)).write(STEPS[:2])
     path.write_bytes(path.read_bytes()[:-40])
     StepWriter(path, header(world_size=1)).write(STEPS[2:])
-    (last,), (first,) = read_run(tmp_path), read_run(tmp_path, fit=0)
+    (last,) = read_run(tmp_path)
     assert [record.step for record in last.steps] == [2, 3]
     assert last.num_broken_lines == 0
-    assert [record.step for record in first.steps] == [0]
-    assert first.num_broken_lines == 1
 
 
 @pytest.mark.parametrize(
