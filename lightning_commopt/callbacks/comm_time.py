@@ -142,7 +142,7 @@ class CommTimeMonitor(PhaseCallback):
             self._prediction = PredictionRecorder(trainer, pl_module, self._num_warmup_steps)
         # All ranks must access log_dir, which is broadcast.
         folder = trainer.log_dir or trainer.default_root_dir if self._dirpath is None else self._dirpath
-        header = {**describe_rank(trainer), "origin_unix_s": self._recorder.origin_unix_s}
+        header = {**describe_rank(trainer), "origin_unix_s": self._recorder.clock.origin_unix_s}
         header["num_warmup_steps"] = self._num_warmup_steps
         self._link = LinkTracker(Path(folder), header) if self._fit_link_model else None
         num_columns = len(QUANTITIES) + (NUM_MESSAGES if self._fit_link_model else 0)
@@ -210,7 +210,7 @@ class CommTimeMonitor(PhaseCallback):
             self._recorder.end_step(batches_that_stepped(trainer), self._num_samples)
             self._num_samples = 0
             # The counts are the same on all ranks: callback_metrics must not differ between them.
-            if self._recorder.num_pending >= self._every_n_steps + self._recorder.num_lag_steps:
+            if self._recorder.num_pending >= self._every_n_steps + self._recorder.clock.num_lag_steps:
                 self._receive(trainer)
                 self._send(trainer)
         if trainer.is_last_batch or self._global_step == trainer.max_steps:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -47,30 +46,20 @@ class SyncObserver(ABC):
         """All gradients of a bucket are ready; called in backward. Returns the observer of this bucket's sync."""
 
 
-class Observers(SyncObserver):
-    """Several observers as one; false if there is none."""
-
-    def __init__(self) -> None:
-        self._observers: list[SyncObserver] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._observers)
-
-    def __iter__(self) -> Iterator[SyncObserver]:
-        return iter(self._observers)
+class Observers(list[SyncObserver]):
+    """Several observers as one."""
 
     def add(self, observer: SyncObserver) -> None:
-        if observer not in self._observers:
-            self._observers.append(observer)
+        if observer not in self:
+            self.append(observer)
 
     def remove(self, observer: SyncObserver) -> None:
-        if observer in self._observers:
-            self._observers.remove(observer)
+        """Removes an observer, if it was added."""
+        if observer in self:
+            super().remove(observer)
 
     def ready(self, bucket: BucketInfo) -> BucketSync:
-        if len(self._observers) == 1:
-            return self._observers[0].ready(bucket)
-        return BucketSyncs([observer.ready(bucket) for observer in self._observers])
+        return self[0].ready(bucket) if len(self) == 1 else BucketSyncs([observer.ready(bucket) for observer in self])
 
 
 class BucketSyncs(BucketSync):

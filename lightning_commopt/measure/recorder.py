@@ -33,7 +33,7 @@ class StepRecorder(SyncObserver):
     """Records the steps of one rank, on the clock of its device. Only `take` waits for the device."""
 
     def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+        self.clock = clock
         self._mark = clock.mark
         self._phases: list[tuple[str | None, Any]] = []
         self._syncs: list[_RecordedSync] = []
@@ -43,11 +43,6 @@ class StepRecorder(SyncObserver):
         self._backward = 0
         self._resolved: deque[StepRecord] = deque()
         self._pending: deque[_Marks] = deque()
-
-    @property
-    def origin_unix_s(self) -> float:
-        """Unix time of second 0 of all records."""
-        return self._clock.origin_unix_s
 
     def enter(self, phase: str | None) -> None:
         """Ends the current phase and begins another; None for what is not part of a step."""
@@ -78,28 +73,23 @@ class StepRecorder(SyncObserver):
         self.enter(None)
         self._pending.append(_Marks(step, num_samples, self._phases, self._syncs, self._collectives))
         self._phases, self._syncs, self._collectives, self._backward = [], [], [], 0
-        for _ in range(_RESOLVED_AT_ONCE if self.num_lag_steps else 0):
-            if len(self._pending) > self.num_lag_steps and self._clock.has_passed(self._pending[0].end):
+        for _ in range(_RESOLVED_AT_ONCE if self.clock.num_lag_steps else 0):
+            if len(self._pending) > self.clock.num_lag_steps and self.clock.has_passed(self._pending[0].end):
                 self._resolve_oldest()
 
     def has(self, num_steps: int) -> bool:
         """Returns whether this many steps have ended, on the device too. Never waits."""
         last = num_steps - len(self._resolved) - 1
-        return last < 0 or (last < len(self._pending) and self._clock.has_passed(self._pending[last].end))
+        return last < 0 or (last < len(self._pending) and self.clock.has_passed(self._pending[last].end))
 
     def take(self, num_steps: int) -> list[StepRecord]:
         """Returns at most this many steps, the oldest first; waits until the device has passed them."""
         num_unresolved = min(num_steps - len(self._resolved), len(self._pending))
         if num_unresolved > 0:
-            self._clock.wait_for(self._pending[num_unresolved - 1].end)
+            self.clock.wait_for(self._pending[num_unresolved - 1].end)
             for _ in range(num_unresolved):
                 self._resolve_oldest()
         return [self._resolved.popleft() for _ in range(min(num_steps, len(self._resolved)))]
-
-    @property
-    def num_lag_steps(self) -> int:
-        """Steps to leave pending, as the device may not have passed them."""
-        return self._clock.num_lag_steps
 
     @property
     def num_pending(self) -> int:
@@ -109,10 +99,10 @@ class StepRecorder(SyncObserver):
     def _resolve_oldest(self) -> None:
         marks = self._pending.popleft()
         self._resolved.append(self._resolve(marks))
-        self._clock.release(marks.all())
+        self.clock.release(marks.all())
 
     def _resolve(self, marks: _Marks) -> StepRecord:
-        seconds = self._clock.seconds
+        seconds = self.clock.seconds
         began = [(name, seconds(mark)) for name, mark in marks.phases]
         phases = [Phase(name, at_s, end_s) for (name, at_s), (_, end_s) in pairwise(began) if name is not None]
         return StepRecord(

@@ -74,7 +74,7 @@ def one_step(recorder: StepRecorder, step: int) -> None:
 def test_events_are_reused_and_read_a_step_at_a_time(device: Device) -> None:
     """If it fails, every step makes events anew, or all of a window are read at once, which holds up training."""
     recorder = StepRecorder(CudaClock(torch.device("cuda")))
-    lag = recorder.num_lag_steps
+    lag = recorder.clock.num_lag_steps
     most: Counter[str] = Counter()
     for step in range(3 * WINDOW):
         before = Counter(device.calls)
@@ -95,7 +95,7 @@ def test_events_are_reused_and_read_a_step_at_a_time(device: Device) -> None:
 def test_what_the_device_has_not_passed_is_not_read(device: Device) -> None:
     """If it fails, training waits for the device, or reads events that are recorded anew."""
     recorder = StepRecorder(CudaClock(torch.device("cuda")))
-    lag = recorder.num_lag_steps
+    lag = recorder.clock.num_lag_steps
     device.num_behind = 30 * MARKS_PER_STEP
     for step in range(lag + 5):
         one_step(recorder, step)

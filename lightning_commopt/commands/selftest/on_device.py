@@ -206,7 +206,7 @@ def step_seconds(place: TestDevices, is_measured: bool, num_steps: int = 50) -> 
         run_step(model, sync, gradients)
         if is_measured:
             recorder.end_step(step, 1)
-            if recorder.num_pending > recorder.num_lag_steps + 1:
+            if recorder.num_pending > recorder.clock.num_lag_steps + 1:
                 recorder.take(1)
         times_s.append(time.perf_counter() - start_s)
     sync.detach()
