@@ -1,12 +1,13 @@
 import dataclasses
 import json
 import math
+import subprocess
 
 import pytest
 
 from lightning_commopt.measure.plain import write_json
 from lightning_commopt.measure.runs.files import RUN_FILE
-from lightning_commopt.measure.runs.record import RunRecord
+from lightning_commopt.measure.runs.record import RunRecord, git_state
 
 FULL = RunRecord(
     status="finished",
@@ -84,3 +85,34 @@ def test_what_no_run_has_written_is_refused(tmp_path, name, value):
 def test_a_whole_number_is_a_number(tmp_path):
     write_json(tmp_path / RUN_FILE, {**dataclasses.asdict(FULL), "metrics": {"val_loss": 1}})
     assert RunRecord.load(tmp_path).val_loss == 1
+
+
+def test_the_code_of_a_run_is_a_commit_and_whether_files_differ(tmp_path):
+    """A tag must not take the place of the commit, nor a new file count as a change."""
+
+    def git(*arguments):
+        options = [
+            "-c",
+            "user.name=a",
+            "-c",
+            "user.email=a@b.c",
+            "-c",
+            "tag.gpgsign=false",
+            "-c",
+            "commit.gpgsign=false",
+        ]
+        done = subprocess.run(["git", "-C", tmp_path, *options, *arguments], check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    assert git_state(tmp_path) is None
+    git("init")
+    (tmp_path / "code.py").write_text("a = 1")
+    git("add", "code.py")
+    assert git_state(tmp_path) is None, "without a commit"
+    git("commit", "-m", "first")
+    git("tag", "-a", "v1", "-m", "first")
+    commit = git("rev-parse", "HEAD")
+    (tmp_path / "run.json").write_text("{}")
+    assert git_state(tmp_path) == {"commit": commit, "has_changes": False}
+    (tmp_path / "code.py").write_text("a = 2")
+    assert git_state(tmp_path) == {"commit": commit, "has_changes": True}
