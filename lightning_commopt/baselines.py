@@ -36,7 +36,6 @@ __all__ = ["InterleavedDP", "NaiveDP"]
 
 _OPTIONS_OF_LIGHTNINGS_DDP = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 _ONE_PARAMETER_MB = 1e-6  # a byte
-_NAMES_IN_MESSAGE = 8
 
 
 class ParameterwiseDP(CommOptDDP):
@@ -86,8 +85,7 @@ class ParameterwiseDP(CommOptDDP):
         model = self.model
         assert isinstance(model, DistributedDataParallel)
         model.bucket_bytes_cap = sys.maxsize  # for torch.compile, which would cut the graph at buckets
-        synced = synced_parameters(model)
-        self._named = {name: values for name, values in model.module.named_parameters() if values in synced}
+        self._named = synced_parameters(model)
 
     def setup_optimizers(self, trainer: Any) -> None:
         super().setup_optimizers(trainer)
@@ -101,7 +99,7 @@ class ParameterwiseDP(CommOptDDP):
             missing = [name for name, gradient in gradients.items() if gradient is None]
             if missing and not self.plan.find_unused_parameters:
                 raise MisconfigurationException(
-                    f"backward gave no gradient to {list_some(missing, _NAMES_IN_MESSAGE)}: these parameters were not"
+                    f"backward gave no gradient to {list_some(missing, 8)}: these parameters were not"
                     " used in producing the loss. If that is intended, use CommOptDDP(find_unused_parameters=True), or"
                     " freeze them with requires_grad_(False); NaiveDP and InterleavedDP sync every parameter in every"
                     " step."

@@ -20,21 +20,19 @@ from lightning.fabric.utilities.types import Optimizable
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from typing_extensions import Self
 
 from lightning_commopt.compat.fabric import DDPBackwardSyncControl
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.launch.nccl_variables import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.strategy.adapters import register_aliases
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
 from lightning_commopt.strategy.base import (
+    NamedStrategy,
     check_start_method,
     exchange_plan,
     explain_one_rank,
     join_group,
-    strategy_from_plan,
     warn_of_local_decisions,
 )
 from lightning_commopt.sync.checks import check_plans_agree, warn_of_fp16_under_scaler
@@ -47,7 +45,7 @@ from lightning_commopt.tune.options import TuneOptions
 
 
 @document_plan_options
-class CommOptDDP(DDPStrategy):
+class CommOptDDP(NamedStrategy, DDPStrategy):
     """Fabric's ``DDPStrategy`` with every option of how gradients travel, and compressors.
 
     The options are those of `lightning_commopt.CommOptDDP`. Each module that Fabric sets up has a gradient sync of its
@@ -109,15 +107,6 @@ class CommOptDDP(DDPStrategy):
         self._syncs = ModuleSyncs()
         self._backward_sync_control = _SyncControl(self._syncs)
         self.auto_plan = LoopPlan(self, TuneOptions.of(plan, lossy, arguments), self._syncs, self._change_plan)
-
-    @classmethod
-    def from_plan(cls, plan: CommPlan | str | Path, **kwargs: Any) -> Self:
-        """Makes a strategy from a plan; see `strategy_from_plan`."""
-        return strategy_from_plan(cls, plan, **kwargs)
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        register_aliases(strategy_registry, cls)
 
     @property
     def plan(self) -> CommPlan:

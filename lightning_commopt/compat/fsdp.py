@@ -2,8 +2,9 @@
 
 ``_get_fsdp_state`` is the state that modules share which one call of ``fully_shard`` has made a unit, ``_mp_policy`` is
 its policy. ``gradient_divide_factor`` and ``_all_reduce_hook`` of its parameter groups, and their comm objects
-``_all_gather_comm`` and ``_reduce_scatter_comm`` (torch >= 2.9), are what setters set and nothing returns. Hooks that
-are called with a finished gradient are ``_post_accumulate_grad_hooks`` of the parameter.
+``_all_gather_comm`` and ``_reduce_scatter_comm`` (torch >= 2.9), are what setters set and nothing returns; the
+``_module_info`` of their ``fsdp_params`` has the order of parameters. Hooks that are called with a finished gradient
+are ``_post_accumulate_grad_hooks`` of the parameter.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ def units_of(model: Module) -> list[tuple[FSDPModule, ...]]:
     return [tuple(modules) for modules in units.values()]
 
 
+def parameters_of(module: FSDPModule) -> list[tuple[Module, str]]:
+    """Returns owner and attribute of each parameter of a unit, in the order in which FSDP2 lays them out."""
+    infos = [parameter._module_info for group in _groups_of(module) for parameter in group.fsdp_params]
+    return [(info.module, info.param_name) for info in infos]
+
+
 def dtypes_of(module: FSDPModule) -> set[torch.dtype]:
     """Returns the dtypes in which parameters and gradients of a unit may travel."""
     policy: Any = getattr(module._get_fsdp_state(), "_mp_policy", None)
@@ -44,7 +51,10 @@ def has_all_reduce_hook(module: FSDPModule) -> bool:
 
 
 def comm_objects(model: Module) -> Iterator[tuple[str, Any]]:
-    """Yields what issues the "all_gather" and the "reduce_scatter" of each unit; nothing before torch 2.9."""
+    """Yields what issues the "all_gather" and the "reduce_scatter" of each unit; nothing before torch 2.9.
+
+    A unit comes before those within it.
+    """
     for modules in units_of(model):
         for group in _groups_of(modules[0]):
             for operation in ("all_gather", "reduce_scatter"):

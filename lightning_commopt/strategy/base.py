@@ -7,26 +7,34 @@ import sys
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import Self
 
 from lightning_commopt.compat.lightning import MisconfigurationException, is_interactive
 from lightning_commopt.launch.nccl_variables import NcclOptions, find_mistakes
 from lightning_commopt.plan import CommPlan, plan_options
+from lightning_commopt.strategy.adapters import register_aliases
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit
 from lightning_commopt.sync.store import fresh_default_store, prepare_key_spaces
 from lightning_commopt.text.validation import info, warn_once
 from lightning_commopt.watch.join_watch import watch_joining
 
-_Strategy = TypeVar("_Strategy")
 
+class NamedStrategy:
+    """A strategy that is made from a plan or by a name."""
 
-def strategy_from_plan(cls: type[_Strategy], plan: CommPlan | str | Path, **kwargs: Any) -> _Strategy:
-    """Makes a strategy from a plan, or from the path of a file that `CommPlan.save` wrote, and its other arguments."""
-    plan = plan if isinstance(plan, CommPlan) else CommPlan.load(plan)
-    return cls(**{name: getattr(plan, name) for name in plan_options()}, **kwargs)
+    @classmethod
+    def from_plan(cls, plan: CommPlan | str | Path, **kwargs: Any) -> Self:
+        """Makes a strategy from a plan, or the path of a file that `CommPlan.save` wrote, and its other arguments."""
+        plan = plan if isinstance(plan, CommPlan) else CommPlan.load(plan)
+        return cls(**{name: getattr(plan, name) for name in plan_options()}, **kwargs)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        register_aliases(strategy_registry, cls)
 
 
 def exchange_plan(ddp_kwargs: dict[str, Any], old: CommPlan, new: CommPlan) -> None:

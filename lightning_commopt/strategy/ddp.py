@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import Self
 
 from lightning_commopt.compat.lightning import package_of
 from lightning_commopt.compat.sigterm import SigtermCheck
@@ -22,7 +21,7 @@ from lightning_commopt.launch.nccl_variables import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy import base, fit
-from lightning_commopt.strategy.adapters import moving_accelerator, register_aliases
+from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
 from lightning_commopt.strategy.lightning_launcher import configure_multirun_launcher, forget_previous_job
 from lightning_commopt.sync.checks import check_backward, check_plans_agree, explain_error, warn_of_fp16_under_scaler
@@ -38,7 +37,7 @@ else:
 
 
 @document_plan_options
-class CommOptStrategy(_DDPStrategy):
+class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
     """Lightning's ``DDPStrategy`` with every option of how gradients travel, and compressors.
 
     Takes all that ``DDPStrategy`` takes, in the same order, so that its name can be replaced in any project, and the
@@ -126,15 +125,6 @@ class CommOptStrategy(_DDPStrategy):
         self._next_plan: CommPlan | None = None
         forget_previous_job()
         super().__init__(**self._lightnings_arguments)
-
-    @classmethod
-    def from_plan(cls, plan: CommPlan | str | Path, **kwargs: Any) -> Self:
-        """Makes a strategy from a plan; see `strategy_from_plan`."""
-        return base.strategy_from_plan(cls, plan, **kwargs)
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        register_aliases(strategy_registry, cls)
 
     accelerator = moving_accelerator
 

@@ -78,8 +78,8 @@ def attach_bucket_hook(
             " to 'ddp_optimizer', its default, or to 'no_optimization'"
         )
     group: dist.ProcessGroup = model.process_group
-    synced = {id(parameter): parameter for parameter in synced_parameters(model)}
-    names = {id(x): name for name, x in model.module.named_parameters() if id(x) in synced}
+    synced = synced_parameters(model)
+    names = {id(parameter): name for name, parameter in synced.items()}
     groups = None
     executor: Executor
     if model.device_type == "cpu":

@@ -51,23 +51,24 @@ class BucketOrder:
         return index, is_last
 
 
-def synced_parameters(model: DistributedDataParallel) -> set[Parameter]:
-    """Returns the parameters whose gradients DDP synchronizes; for a model that was just wrapped.
+def synced_parameters(model: DistributedDataParallel) -> dict[str, Parameter]:
+    """Returns the parameters whose gradients DDP synchronizes, by name, in DDP's order; for a model just wrapped.
 
     Like DDP: an ignored parameter is synchronized if it has another name as well, and so is one of the root module,
     whose name begins with a dot for DDP.
     """
-    return {
+    synced = {
         parameter
         for of_module, module in model.module.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.requires_grad and f"{of_module}.{name}" not in model.parameters_to_ignore
     }
+    return {name: parameter for name, parameter in model.module.named_parameters() if parameter in synced}
 
 
 def gradient_bytes(model: DistributedDataParallel) -> int:
     """Returns the size of all gradients that one backward synchronizes."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in synced_parameters(model))
+    return sum(parameter.numel() * parameter.element_size() for parameter in synced_parameters(model).values())
 
 
 def bucket_names(model: object) -> dict[int, list[str]]:
@@ -77,8 +78,7 @@ def bucket_names(model: object) -> dict[int, list[str]]:
     """
     if not isinstance(model, DistributedDataParallel) or registered_hooks(model):
         return {}
-    synced = synced_parameters(model)
-    names = [name for name, parameter in model.module.named_parameters() if parameter in synced]
+    names = list(synced_parameters(model))
     return {index: [names[place] for place in places] for index, places in enumerate(bucket_parameters(model))}
 
 

@@ -25,7 +25,6 @@ from lightning_commopt.text.formatting import list_some
 from lightning_commopt.text.validation import info, warn
 
 _PATIENCE = timedelta(seconds=60)
-_NAMES_IN_MESSAGE = 8
 
 
 def gather_state(
@@ -102,7 +101,7 @@ def _select_known(residuals: dict[str, Tensor], module: Module) -> dict[str, Ten
     shapes = {name: as_real(parameter).shape for name, parameter in module.named_parameters()}
     lost = [name for name, value in residuals.items() if shapes.get(name) != value.shape]
     if lost:
-        shown = list_some(lost, _NAMES_IN_MESSAGE)
+        shown = list_some(lost, 8)
         warn(
             f"comm_hook: residuals of {len(lost)} parameters in the checkpoint are dropped, as the model has none of"
             f" that name and shape: {shown}."

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_commopt.compat.lightning import MisconfigurationException, optimizer_is_toggled
-from lightning_commopt.compressors import Cast, Compressor
+from lightning_commopt.compressors import Cast
 from lightning_commopt.plan import CommPlan, OptionError, plan_options
-from lightning_commopt.text.formatting import list_some
 from lightning_commopt.text.validation import warn
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
     from lightning_commopt.sync.attach import Trainable
 
-_NAMES_IN_MESSAGE = 8
 _EXPLANATIONS = {
     "Expected to have finished reduction in the prior iteration": (
         "It looks like your LightningModule has parameters that were not used in producing the loss returned by"
@@ -96,31 +94,6 @@ def warn_of_fp16_under_scaler(comm_hook: Any, precision: object) -> None:
             "comm_hook='fp16' rounds gradients that a gradient scaler has multiplied: those beyond float16's"
             " 65504 become infinite, and the scaler then skips the step. comm_hook='bf16' has float32's range."
         )
-
-
-def warn_of_unused_residuals(comm_hook: Compressor) -> None:
-    """Warns that error feedback loses residuals of unused parameters."""
-    if comm_hook.claims.keeps_residual:
-        warn(
-            "find_unused_parameters=True with error feedback: part of a parameter's residual is lost in each step"
-            " in which no rank uses that parameter."
-        )
-
-
-def warn_of_lost_residuals(names: Sequence[str]) -> None:
-    """Warns on each rank of its residuals that were lost in a failure."""
-    warn(
-        f"Rank {dist.get_rank()}: the last gradient sync of {list_some(names, _NAMES_IN_MESSAGE)} did not end, so their"
-        " residuals are lost; those of other parameters are kept.",
-        on_every_rank=True,
-    )
-
-
-def warn_if_never_compressed(comm_hook: Compressor | None, num_steps: int) -> None:
-    """Warns if training was over before a compressor that starts late began."""
-    start_step = getattr(comm_hook, "start_step", 0)
-    if 0 < num_steps <= start_step:
-        warn(f"comm_hook never compressed: training took {num_steps} steps, and start_step={start_step}.")
 
 
 def explain_error(exception: BaseException) -> None:

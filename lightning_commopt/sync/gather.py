@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,18 +17,9 @@ _ALL_PIECES_BYTES = 2**26  # of the receiver's device memory, however many ranks
 _MIN_PIECE_BYTES = 2**16
 
 
-@dataclass(frozen=True)
-class _Spec:
-    """Replaces a tensor whose values are sent separately."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
     """Returns a copy of nested dicts and lists, with ``fn`` applied to every tensor; other objects are a TypeError."""
-    if isinstance(value, Tensor | _Spec):
+    if isinstance(value, Tensor):
         return fn(value)
     if isinstance(value, dict):
         return {key: map_tensors(fn, item) for key, item in value.items()}
@@ -71,17 +61,18 @@ def gather_on_rank_0(value: Any, device: torch.device) -> list[Any] | None:
     device = torch.device("cpu") if "cpu" in backends_of() else device
     tensors: list[Tensor] = []
 
-    def noted(tensor: Tensor) -> _Spec:
+    def noted(tensor: Tensor) -> Tensor:
         # Dense, with the same strides: products over other strides may round differently.
-        dense = tensor if torch.empty_like(tensor, device="meta").stride() == tensor.stride() else tensor.contiguous()
-        tensors.append(dense)
-        return _Spec(tuple(dense.shape), dense.stride(), dense.dtype)
+        if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
+            tensor = tensor.contiguous()
+        tensors.append(tensor)
+        return torch.empty_like(tensor, device="meta")
 
     skeleton = map_tensors(noted, value)
     world_size, is_receiver = dist.get_world_size(), dist.get_rank() == 0
     skeletons: list[Any] | None = [None] * world_size if is_receiver else None
     dist.gather_object(skeleton, skeletons)
-    received = [map_tensors(_empty, one_ranks) for one_ranks in skeletons or ()]
+    received = [map_tensors(lambda spec: torch.empty_like(spec, device="cpu"), one) for one in skeletons or ()]
     buffers = [_memory(one_ranks) for one_ranks in received]
     own = [_as_bytes(tensor) for tensor in tensors]
     most_bytes = torch.tensor(sum(len(part) for part in own), device=device)
@@ -98,10 +89,6 @@ def gather_on_rank_0(value: Any, device: torch.device) -> list[Any] | None:
             for part, where in _overlaps(parts, start, start + len(arrived)):
                 part.copy_(arrived[where])
     return received if is_receiver else None
-
-
-def _empty(spec: _Spec) -> Tensor:
-    return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device="cpu")
 
 
 def _memory(value: Any) -> list[Tensor]:

@@ -25,10 +25,11 @@ from lightning_commopt.sync.attach import (
 )
 from lightning_commopt.sync.buckets import gradient_bytes
 from lightning_commopt.sync.checkpoint import usable_state
-from lightning_commopt.sync.checks import warn_if_never_compressed, warn_of_lost_residuals, warn_of_unused_residuals
 from lightning_commopt.sync.hook import BucketHook
 from lightning_commopt.sync.observed import TorchHook, observe_all_reduce
 from lightning_commopt.sync.state import CommState
+from lightning_commopt.text.formatting import list_some
+from lightning_commopt.text.validation import warn
 
 
 class GradientSync:
@@ -91,8 +92,11 @@ class GradientSync:
         self.trainable = Trainable(model)
         self._is_graph_recorded = False
         if self.plan.comm_hook is not None:
-            if self.plan.find_unused_parameters:
-                warn_of_unused_residuals(self.plan.comm_hook)
+            if self.plan.find_unused_parameters and self.plan.comm_hook.claims.keeps_residual:
+                warn(
+                    "find_unused_parameters=True with error feedback: part of a parameter's residual is lost in each"
+                    " step in which no rank uses that parameter."
+                )
             self.hook = attach_bucket_hook(
                 model, self.plan.comm_hook, timeout, self.num_syncs, ranks_per_node, self.observers
             )
@@ -144,7 +148,11 @@ class GradientSync:
         module = unwrap(model)
         residuals = self.detach()
         if hook is not None and hook.lost:
-            warn_of_lost_residuals(hook.lost)
+            warn(
+                f"Rank {dist.get_rank()}: the last gradient sync of {list_some(hook.lost, 8)} did not end, so their"
+                " residuals are lost; those of other parameters are kept.",
+                on_every_rank=True,
+            )
         num_syncs = torch.tensor(self.num_syncs, device=device)  # differs where the last one failed on some ranks only
         dist.all_reduce(num_syncs, dist.ReduceOp.MAX)
         self.num_syncs = int(num_syncs)
@@ -213,8 +221,9 @@ class GradientSync:
     def end_fit(self) -> None:
         """Closes the hook, and resets what belongs to one fit."""
         try:
-            if self.hook is not None:
-                warn_if_never_compressed(self.plan.comm_hook, self.num_syncs)
+            start_step = getattr(self.plan.comm_hook, "start_step", 0)
+            if self.hook is not None and 0 < self.num_syncs <= start_step:
+                warn(f"comm_hook never compressed: training took {self.num_syncs} steps, and start_step={start_step}.")
         finally:
             self.detach()
             self._restored = None

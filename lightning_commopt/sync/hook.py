@@ -21,8 +21,6 @@ from lightning_commopt.sync.state import BucketStates, CommState, residuals_by_n
 from lightning_commopt.text.formatting import list_some
 from lightning_commopt.text.validation import warn_once
 
-_NAMES_IN_MESSAGE = 8
-
 
 class GradientSyncError(RuntimeError):
     """Gradient sync failed; the message names the bucket and its parameters."""
@@ -166,7 +164,7 @@ class BucketHook:
         except Exception as error:
             raise GradientSyncError(
                 f"gradient sync of bucket {bucket.index} failed ({type(error).__name__}: {error}); "
-                f"its parameters: {list_some(bucket.names, _NAMES_IN_MESSAGE)}"
+                f"its parameters: {list_some(bucket.names, 8)}"
             ) from error
 
     def _sync(self, bucket: Bucket) -> None:

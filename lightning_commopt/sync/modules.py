@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -25,17 +24,17 @@ from lightning_commopt.sync.state import CommState
 from lightning_commopt.text.validation import warn
 
 
-class Backwards:
-    """Follows the synchronized backwards of a DDP wrapper, by hooks on the outputs of its forward.
+class SyncedModule:
+    """The gradient sync of a module, and its synchronized backwards, followed by hooks on the outputs of its forward.
 
-    ``begin`` is called when a backward reaches an output, before any gradient; ``end`` when it is over, unless it
-    raised: its gradients are averaged, but for the first backward of a static graph. The methods `forward`, `begin` and
-    `end` are called through this object, so that others can be called around them. A backward `is_running` from its
-    begin to its end or another forward; it `is_awaited` while outputs of a forward still wait for it.
+    The methods `forward`, `begin` and `end` are called through this object, so that others can be called around them. A
+    backward `is_running` from its begin to its end or another forward; it `is_awaited` while outputs of a forward still
+    wait for it.
     """
 
-    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
-        self._begin, self._end = begin, end
+    def __init__(self, sync: GradientSync, syncs: ModuleSyncs) -> None:
+        self.sync = sync
+        self._syncs = syncs
         self._wrapping = 0
         self.is_running = self.is_awaited = False
 
@@ -49,12 +48,15 @@ class Backwards:
         """Is called after every forward, with what it was given."""
 
     def begin(self) -> None:
-        """Is called when a backward begins."""
-        self._begin()
+        """Is called when a backward reaches an output, before any gradient."""
+        before_backward(self.sync.model)
 
     def end(self) -> None:
-        """Is called when it is over."""
-        self._end()
+        """Is called when a backward is over, unless it raised.
+
+        Its gradients are averaged, but for the first backward of a static graph.
+        """
+        self._syncs.end_backward(self)
 
     def _after_forward(self, model: DistributedDataParallel, args: Any, kwargs: Any, outputs: Any) -> None:
         self.forward((args, kwargs))
@@ -88,14 +90,6 @@ class Backwards:
         self.end()
 
 
-@dataclass(frozen=True)
-class SyncedModule:
-    """What synchronizes a module, and follows its backwards."""
-
-    sync: GradientSync
-    backwards: Backwards
-
-
 class ModuleSyncs:
     """The `GradientSync` of each module that was set up and is still alive, with common ``observers``."""
 
@@ -125,11 +119,10 @@ class ModuleSyncs:
     ) -> None:
         """Makes the sync of a module. All ranks must call it."""
         sync = GradientSync(plan, observers=self.observers)
-        backwards = Backwards(lambda: before_backward(sync.model), lambda: self.end_backward(entry))
-        entry = SyncedModule(sync, backwards)
+        entry = SyncedModule(sync, self)
         if isinstance(module, DistributedDataParallel):
             attach(module, sync)
-            entry.backwards.follow(module)
+            entry.follow(module)
         self._entries[id(module)] = entry
         weakref.finalize(module, self._drop, id(module), entry).atexit = False
         bare = _unwrapped(module)
@@ -146,7 +139,7 @@ class ModuleSyncs:
         """Follows the backwards of a module that was wrapped again."""
         entry = self._find(model)
         assert entry is not None
-        entry.backwards.follow(model)
+        entry.follow(model)
 
     def gather(
         self, modules: Mapping[str, Any], *, world_size: int, timeout: timedelta, device: torch.device
@@ -156,7 +149,7 @@ class ModuleSyncs:
         for name, module in modules.items():
             entry = self._find(module)
             if entry is not None:
-                state, is_in_batch = entry.sync.state(), entry.backwards.is_running
+                state, is_in_batch = entry.sync.state(), entry.is_running
                 gathered[name] = gather_state(
                     state, is_in_batch=is_in_batch, world_size=world_size, timeout=timeout, device=device
                 )

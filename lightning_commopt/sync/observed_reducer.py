@@ -48,9 +48,8 @@ class ObservedReducer:
         self._model = weakref.ref(model)
         self._observers = observers
         synced = synced_parameters(model)
-        self._names, parameters = zip(*((n, p) for n, p in model.module.named_parameters() if p in synced), strict=True)
-        self._sizes = [parameter.nbytes for parameter in parameters]
-        self._buckets = self._infos(first_bucket_parameters(model, list(parameters)))
+        self._names, self._sizes = list(synced), [parameter.nbytes for parameter in synced.values()]
+        self._buckets = self._infos(first_bucket_parameters(model, list(synced.values())))
         self._is_settled = False
         self._next: int | None = None
         self._open: list[_IssuedBucket] = []

@@ -13,12 +13,19 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Module
 
-from lightning_commopt.compat.fsdp import dtypes_of, has_all_reduce_hook, has_own_divide_factor, units_of
+from lightning_commopt.compat.fsdp import (
+    comm_objects,
+    dtypes_of,
+    has_all_reduce_hook,
+    has_own_divide_factor,
+    parameters_of,
+    units_of,
+)
 from lightning_commopt.compressors.sharded import ShardedCompressor
 from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
 from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.sharded_overlap import Channels, Overlap
-from lightning_commopt.sync.sharded_unit import Column, CommObject, SavedUnits, UnitReduceScatter
+from lightning_commopt.sync.sharded_unit import Column, SavedUnits, UnitReduceScatter
 from lightning_commopt.sync.warm_up import prepare_kernels, run_on_shards
 
 
@@ -32,7 +39,7 @@ class ShardedSync:
     def __init__(self, compressor: ShardedCompressor) -> None:
         self.compressor = compressor
         self.units: list[UnitReduceScatter] = []
-        self._modules: list[FSDPModule] = []
+        self._replaced: dict[FSDPModule, Any] = {}  # by the module of a unit: its comm object before `attach`
         self._channels = Channels()
 
     @property
@@ -66,7 +73,7 @@ class ShardedSync:
             self._register(modules[0], unit, replicas_and_shards(columns)[0])
         self.add_residuals(residuals)
         if self.units:  # here, so that no backward waits for a compiler
-            device, dtypes = self.units[0].device, set().union(*map(dtypes_of, self._modules))
+            device, dtypes = self.units[0].device, set().union(*map(dtypes_of, self._replaced))
             channels = {unit.num_shards: self._channels.of(unit.group) for unit in self.units}
 
             def run() -> None:
@@ -76,12 +83,12 @@ class ShardedSync:
             prepare_kernels(run, device, has_c_kernels=self.compressor.claims.has_c_kernels)
 
     def detach(self) -> None:
-        """Gives the units FSDP2's own reduce-scatter back; the state stays for checkpoints and a further fit."""
-        for module in self._modules:
-            module.set_custom_reduce_scatter(_PlainReduceScatter())  # type: ignore[arg-type]  # duck typing
+        """Gives the units their own reduce-scatter back; the state stays for checkpoints and a further fit."""
+        for module, comm in self._replaced.items():
+            module.set_custom_reduce_scatter(comm)
             module.set_gradient_divide_factor(None)  # type: ignore[arg-type]  # its default
             module.set_force_sum_reduction_for_comms(False)
-        self._modules = []
+        self._replaced = {}
         if self._channels.overlap is not None:
             self._channels.overlap.close()
             self._channels.overlap = None
@@ -116,6 +123,7 @@ class ShardedSync:
             raise OptionError(
                 f"comm_hook and set_gradient_divide_factor exclude each other; it was called on the unit of {unit.name}"
             )
+        own = next(comm for operation, comm in comm_objects(module) if operation == "reduce_scatter")
         try:
             module.set_custom_reduce_scatter(unit)  # type: ignore[arg-type]  # the base class is private
         except ValueError as error:
@@ -125,16 +133,7 @@ class ShardedSync:
         module.set_force_sum_reduction_for_comms(True)
         unit.may_overlap = unit.may_overlap and not has_all_reduce_hook(module)
         self.units.append(unit)
-        self._modules.append(module)
-
-
-class _PlainReduceScatter(CommObject):
-    """FSDP2's own, of which there is no public class."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> dist.Work | None:
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        self._replaced[module] = own
 
 
 def check_available(option: str = "comm_hook") -> None:
@@ -155,43 +154,24 @@ def sharded_units(model: Module) -> list[tuple[tuple[FSDPModule, ...], list[Colu
     for modules in units_of(model):
         for module in modules:
             module.reshard()  # what the last forward has gathered
-        columns = list(_columns(modules, names))
+        columns = list(_columns(modules[0], names))
         if columns and replicas_and_shards(columns)[1] > 1:
             units.append((modules, columns))
     return units
 
 
-def _columns(modules: Sequence[Any], names: dict[Module, str]) -> Iterator[Column]:
-    """Returns the parameters of a unit as FSDP2 lays them out: children first, without nested units, each once."""
-    seen: set[int] = set()
-    for owner in _managed(modules):
-        for attribute, parameter in owner.named_parameters(recurse=False):
-            if not isinstance(parameter, DTensor) or id(parameter) in seen:  # or ignored
-                continue
-            seen.add(id(parameter))
-            name = ".".join(filter(None, (names[owner], attribute)))
-            *replicated, sharded = parameter.placements
-            if type(sharded) is not Shard or not all(type(each) is Replicate for each in replicated):
-                raise OptionError(
-                    f"comm_hook works with data parallelism only, but {name} has the placements"
-                    f" {parameter.placements}: shard with fully_shard alone, over a mesh of shards, or of replicas and"
-                    " shards"
-                )
-            yield Column(name, owner, attribute, parameter.shape, sharded.dim)
-
-
-def _managed(modules: Sequence[Module]) -> Iterator[Module]:
-    seen: set[Module] = set()
-
-    def visit(module: Module) -> Iterator[Module]:
-        seen.add(module)
-        for child in module.children():
-            if child not in seen and not isinstance(child, FSDPModule):
-                yield from visit(child)
-        yield module
-
-    for module in modules:
-        yield from visit(module)
+def _columns(module: FSDPModule, names: dict[Module, str]) -> Iterator[Column]:
+    """Returns the parameters of a unit as FSDP2 lays them out."""
+    for owner, attribute in parameters_of(module):
+        parameter: DTensor = getattr(owner, attribute)
+        name = ".".join(filter(None, (names[owner], attribute)))
+        *replicated, sharded = parameter.placements
+        if type(sharded) is not Shard or not all(type(each) is Replicate for each in replicated):
+            raise OptionError(
+                f"comm_hook works with data parallelism only, but {name} has the placements {parameter.placements}:"
+                " shard with fully_shard alone, over a mesh of shards, or of replicas and shards"
+            )
+        yield Column(name, owner, attribute, parameter.shape, sharded.dim)
 
 
 def replicas_and_shards(columns: Sequence[Column]) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
-from lightning_commopt.compat.fsdp import dtypes_of
+from lightning_commopt.compat.fsdp import comm_objects, dtypes_of
 from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels import blockwise
@@ -18,7 +19,7 @@ from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
 from lightning_commopt.measure.recorder import issued_by
 from lightning_commopt.sync.sharded import replicas_and_shards, sharded_units
 from lightning_commopt.sync.sharded_overlap import Channels
-from lightning_commopt.sync.sharded_unit import Column, CommObject, CompressedUnit, runs_of
+from lightning_commopt.sync.sharded_unit import Column, CompressedUnit, runs_of
 from lightning_commopt.sync.warm_up import SHARD_SIZES, floating_point, prepare_kernels
 from lightning_commopt.text.validation import warn_once
 
@@ -30,7 +31,7 @@ class GatheredParameters:
 
     def __init__(self) -> None:
         self._channels = Channels()
-        self._modules: list[FSDPModule] = []
+        self._replaced: dict[FSDPModule, Any] = {}  # by the module of a unit: its comm object before `attach`
 
     @property
     def wire_bytes(self) -> int:
@@ -40,26 +41,17 @@ class GatheredParameters:
         """Gives each unit of ``model`` a comm object, once all are sharded. All ranks must call it."""
         for modules, columns in sharded_units(model):
             comm = UnitAllGather(self._channels, columns)
+            self._replaced[modules[0]] = next(own for name, own in comm_objects(modules[0]) if name == "all_gather")
             modules[0].set_custom_all_gather(comm)  # type: ignore[arg-type]  # duck typing
-            self._modules.append(modules[0])
-        if self._modules:  # here, so that no forward waits for a compiler
-            device, dtypes = comm.device, set().union(*map(dtypes_of, self._modules))
+        if self._replaced:  # here, so that no forward waits for a compiler
+            device, dtypes = comm.device, set().union(*map(dtypes_of, self._replaced))
             prepare_kernels(lambda: round_samples(dtypes, device), device, option="param_hook")
 
     def detach(self) -> None:
-        """Gives the units FSDP2's own all-gather back."""
-        for module in self._modules:
-            module.set_custom_all_gather(_PlainAllGather())  # type: ignore[arg-type]  # duck typing
-        self._modules = []
-
-
-class _PlainAllGather(CommObject):
-    """FSDP2's own, of which there is no public class."""
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work | None:
-        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        """Gives the units their own all-gather back."""
+        for module, comm in self._replaced.items():
+            module.set_custom_all_gather(comm)
+        self._replaced = {}
 
 
 class UnitAllGather(CompressedUnit):

@@ -78,20 +78,16 @@ def runs_of(columns: Sequence[Column], num_shards: int) -> list[tuple[int, bool]
     return [(sum(width for width, _ in run), key) for key, run in groupby(widths, lambda each: each[1])]
 
 
-class CommObject:
-    """What all comm objects of FSDP2 have in common."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class CompressedUnit(CommObject):
-    """A comm object that compresses.
+class CompressedUnit:
+    """A comm object of FSDP2 that compresses.
 
     The ``listener`` is notified of each of its collectives as one, with the bytes of all messages.
     """
 
     listener: Listener | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
 
     @contextmanager
     def _notifying(self, operation: str, source: str, num_bytes: int) -> Iterator[None]:

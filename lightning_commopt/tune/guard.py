@@ -102,8 +102,7 @@ class Guard:
 
     def _choose_bucket(self) -> None:
         model = self._model()
-        synced = synced_parameters(model)
-        parameters = [parameter for parameter in model.module.parameters() if parameter in synced]
+        parameters = list(synced_parameters(model).values())
         refresh_bucket_parameters(model)
         buckets = bucket_parameters(model) or [list(range(len(parameters)))]
         self._bucket = [parameters[index] for index in buckets[_STRIDE * self._num_looks % len(buckets)]]

@@ -60,7 +60,7 @@ class LoopPlan(AutoPlan):
 
     def end_optimizer_step(self, optimizer: Any) -> None:
         """Must be called after every optimizer step, on all ranks."""
-        if not self._trained or any(module.backwards.is_awaited for module in self._trained):
+        if not self._trained or any(module.is_awaited for module in self._trained):
             return
         if all(one() is not optimizer for one in self._stepped):
             self._stepped.append(ref(optimizer))
@@ -108,9 +108,9 @@ class LoopPlan(AutoPlan):
             step=lambda: self._num_steps,
             num_steps_left=lambda: math.inf,
             accumulated=None,
-            begin_backward=(tuned.backwards, "begin"),
-            end_backward=(tuned.backwards, "end"),
-            forwards=[(tuned.backwards, "forward")],
+            begin_backward=(tuned, "begin"),
+            end_backward=(tuned, "end"),
+            forwards=[(tuned, "forward")],
             pauses=[(strategy, "save_checkpoint")],
         )
 
