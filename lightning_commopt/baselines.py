@@ -24,13 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.compat.lightning import MisconfigurationException
 from lightning_commopt.lightning import CommOptDDP
 from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketInfo, Observers
-from lightning_commopt.plan import DDP_OPTION_SINCE, OptionError, UnknownOptionError, ddp_options, plan_options
+from lightning_commopt.plan import DDP_OPTION_SINCE, OptionError, check_option_names, ddp_options, plan_options
 from lightning_commopt.strategy.arguments import OWN_OPTIONS, StartMethod, named_arguments
 from lightning_commopt.sync.buckets import synced_parameters
 from lightning_commopt.sync.gradient_sync import GradientSync
 from lightning_commopt.sync.observed import ObservedBuckets, TorchHook
 from lightning_commopt.text.formatting import list_some
-from lightning_commopt.text.validation import did_you_mean
 
 __all__ = ["InterleavedDP", "NaiveDP"]
 
@@ -182,6 +181,4 @@ def _refuse_options(strategy: str, options: Mapping[str, Any], known: Sequence[s
                 f"{name} has no effect in {strategy}, which averages every parameter's gradient by itself: leave it"
                 " out, or use CommOptDDP"
             )
-        raise UnknownOptionError(
-            f"unknown option {name!r}; known options: {', '.join(known)}{did_you_mean(name, known)}"
-        )
+    check_option_names(options, known)

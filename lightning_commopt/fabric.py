@@ -29,13 +29,14 @@ from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
 from lightning_commopt.strategy.base import (
     NamedStrategy,
+    check_plans_agree,
     check_start_method,
     exchange_plan,
     explain_one_rank,
     join_group,
+    warn_of_fp16_under_scaler,
     warn_of_local_decisions,
 )
-from lightning_commopt.sync.checks import check_plans_agree, warn_of_fp16_under_scaler
 from lightning_commopt.sync.gradient_sync import GradientSync
 from lightning_commopt.sync.modules import ModuleSyncs
 from lightning_commopt.sync.state import KEY
@@ -104,7 +105,7 @@ class CommOptDDP(NamedStrategy, DDPStrategy):
         self._nccl = NcclOptions.from_config(nccl)
         self._watch = watch
         self._save_comm_state = save_comm_state
-        self._syncs = ModuleSyncs()
+        self._syncs = ModuleSyncs(self)
         self._backward_sync_control = _SyncControl(self._syncs)
         self.auto_plan = LoopPlan(self, TuneOptions.of(plan, lossy, arguments), self._syncs, self._change_plan)
 
@@ -149,11 +150,10 @@ class CommOptDDP(NamedStrategy, DDPStrategy):
         self.auto_plan.start_loop()
         if max(self.world_size, self.num_nodes * self.num_processes) == 1:
             explain_one_rank("comm_hook" if self._plan.comm_hook is not None else None)
-            self._syncs.add(module, self._plan, self._attach)
-            return module
-        wrapped = super().setup_module(module)
-        self._syncs.add(wrapped, self._plan, self._attach)
-        return wrapped
+        else:
+            module = super().setup_module(module)
+        self._syncs.add(module, self._attach)
+        return module
 
     def _attach(self, model: DistributedDataParallel, sync: GradientSync) -> None:
         warn_of_fp16_under_scaler(sync.plan.comm_hook, self.precision)
@@ -168,7 +168,7 @@ class CommOptDDP(NamedStrategy, DDPStrategy):
         if not isinstance(plan, CommPlan):
             plan = self._plan.with_comm_hook(plan)
         gc.collect()  # so that all ranks have the same modules
-        self._change_plan(plan, [sync for _, sync in self._syncs.attached()])
+        self._change_plan(plan, self._syncs.attached())
 
     def _change_plan(self, plan: CommPlan, syncs: Sequence[GradientSync]) -> None:
         """Changes the plan of some modules, the same on all ranks, and that of modules still to be set up."""
@@ -200,13 +200,7 @@ class CommOptDDP(NamedStrategy, DDPStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         if self._save_comm_state and any(isinstance(value, Optimizer) for value in state.values()):
-            saved = self._syncs.gather(
-                state,
-                world_size=self.world_size,
-                timeout=self._timeout or default_pg_timeout,
-                device=self.root_device,
-            )
-            saved = self.auto_plan.add_choice(saved)
+            saved = self.auto_plan.add_choice(self._syncs.gather(state))
             state = {**state, KEY: saved} if saved else state
         super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
 
@@ -220,8 +214,7 @@ class CommOptDDP(NamedStrategy, DDPStrategy):
         saved = remainder.pop(KEY, None) if modules else remainder.get(KEY)
         if modules:
             self.auto_plan.resume_choice(saved)
-        states = without_choice(saved)
-        self._syncs.restore(states, modules, rank=self.global_rank, world_size=self.world_size, plan=self._plan)
+        self._syncs.restore(without_choice(saved), modules)
         return remainder
 
     def _setup_distributed(self) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commopt.compat.collectives import CollectiveHooks, has_collective_hooks
+from lightning_commopt.compat.fsdp import ObservedUnits
 from lightning_commopt.compat.sigterm import around_broadcasts
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.measure.files import StepWriter, rank_file
@@ -22,7 +23,6 @@ from lightning_commopt.measure.recorder import StepRecorder, issued_by
 from lightning_commopt.measure.runs.files import LINK_MODEL_FILE
 from lightning_commopt.measure.verdict import Forecast
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_host_group
-from lightning_commopt.sync.observed_units import ObservedUnits
 from lightning_commopt.text.validation import info, warn
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Private names of FSDP2; see `lightning_commopt.compat`.
+"""Private names of FSDP2, and an observer of its collectives; see `lightning_commopt.compat`.
 
 ``_get_fsdp_state`` is the state that modules share which one call of ``fully_shard`` has made a unit, ``_mp_policy`` is
 its policy. ``gradient_divide_factor`` and ``_all_reduce_hook`` of its parameter groups, and their comm objects
@@ -9,22 +9,27 @@ are ``_post_accumulate_grad_hooks`` of the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
+from lightning_commopt.compat.collectives import Listener
 
-def units_of(model: Module) -> list[tuple[FSDPModule, ...]]:
-    """Returns the units of a sharded model: the modules of each call of ``fully_shard``."""
-    units: dict[int, list[FSDPModule]] = {}
+
+def units_of(model: Module) -> list[FSDPModule]:
+    """Returns the units of a sharded model: the first module of each call of ``fully_shard``."""
+    units: dict[int, FSDPModule] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            units.setdefault(id(module._get_fsdp_state()), []).append(module)
-    return [tuple(modules) for modules in units.values()]
+            units.setdefault(id(module._get_fsdp_state()), module)
+    return list(units.values())
 
 
 def parameters_of(module: FSDPModule) -> list[tuple[Module, str]]:
@@ -55,8 +60,8 @@ def comm_objects(model: Module) -> Iterator[tuple[str, Any]]:
 
     A unit comes before those within it.
     """
-    for modules in units_of(model):
-        for group in _groups_of(modules[0]):
+    for unit in units_of(model):
+        for group in _groups_of(unit):
             for operation in ("all_gather", "reduce_scatter"):
                 if (comm := getattr(group, f"_{operation}_comm", None)) is not None:
                     yield operation, comm
@@ -74,3 +79,59 @@ def _groups_of(module: FSDPModule) -> list[Any]:
         return list(state._fsdp_param_groups)
     group = state._fsdp_param_group
     return [] if group is None else [group]
+
+
+class NotifyingComm:
+    """A comm object of ours, which notifies the ``listener`` of its collectives by itself."""
+
+    listener: Listener | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class ObservedUnits:
+    """Notifies a listener of the collectives of a model that FSDP2 has sharded, until `close`.
+
+    Our comm objects notify by themselves. Others keep their state and get a class derived from their own,
+    which notifies around the call. ``sees_end`` observes completion too, for CPU tensors.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        listener: Listener,
+        operations: Collection[str] = ("all_gather", "reduce_scatter"),
+        *,
+        sees_end: bool,
+    ) -> None:
+        self._undo: list[Callable[[], None]] = []
+        for operation, comm in {id(comm): (operation, comm) for operation, comm in comm_objects(model)}.values():
+            if operation not in operations:
+                continue
+            if isinstance(comm, NotifyingComm):
+                comm.listener = listener
+                self._undo.append(partial(setattr, comm, "listener", None))
+            else:
+                undo = partial(setattr, comm, "__class__", type(comm))
+                with suppress(TypeError):  # of somebody's object whose class is fixed
+                    comm.__class__ = _observed(type(comm), operation, listener, sees_end=sees_end)
+                    self._undo.append(undo)
+
+    def close(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+
+
+def _observed(base: type, operation: str, listener: Listener, *, sees_end: bool) -> type:
+    def call(self: Any, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> dist.Work | None:
+        issued = listener(operation, max(output_tensor.nbytes, input_tensor.nbytes))
+        work = base.__call__(self, output_tensor, input_tensor, *args, **kwargs)
+        if issued is not None and sees_end:
+            if work is None:
+                issued.end()
+            else:
+                work.get_future().add_done_callback(lambda _: issued.end())
+        return work
+
+    return type(base.__name__, (base,), {"__slots__": (), "__call__": call})

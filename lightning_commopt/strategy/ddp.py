@@ -14,19 +14,20 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.compat.lightning import package_of
+from lightning_commopt.compat.lightning import optimizer_is_toggled, package_of
+from lightning_commopt.compat.loops import batch_is_open
 from lightning_commopt.compat.sigterm import SigtermCheck
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.launch.nccl_variables import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.strategy import base, fit
+from lightning_commopt.strategy import base
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
 from lightning_commopt.strategy.lightning_launcher import configure_multirun_launcher, forget_previous_job
-from lightning_commopt.sync.checks import check_backward, check_plans_agree, explain_error, warn_of_fp16_under_scaler
 from lightning_commopt.sync.gradient_sync import GradientSync
 from lightning_commopt.sync.observed import TorchHook
+from lightning_commopt.sync.state import KEY, gather_state, read_state
 from lightning_commopt.tune.auto_plan import AutoPlan
 from lightning_commopt.watch.fit_watch import FitWatch
 
@@ -160,9 +161,9 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        is_fit = fit.is_fit(self)
+        is_fit = base.is_fit(self)
         self._fit_watch = FitWatch(self) if self._watch and is_fit and self.world_size > 1 else None
-        self._sigterm_check = fit.check_sigterm(self, self._sigterm_every_n_steps)
+        self._sigterm_check = base.check_sigterm(self, self._sigterm_every_n_steps)
         self.auto_plan.start_fit(is_fit=is_fit)
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -182,14 +183,14 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
 
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
-        warn_of_fp16_under_scaler(self.plan.comm_hook, self.precision_plugin)
+        base.warn_of_fp16_under_scaler(self.plan.comm_hook, self.precision_plugin)
         self.gradient_sync.attach(self.model, timeout=self._timeout, ranks_per_node=self.num_processes)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         if (trainable := self.gradient_sync.trainable) is not None:
             assert self.lightning_module is not None
-            check_backward(trainable, self.lightning_module, bool(self.plan.static_graph))
+            base.check_backward(trainable, self.lightning_module, bool(self.plan.static_graph))
 
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
@@ -223,21 +224,33 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
             plan = (self._next_plan or self.plan).with_comm_hook(plan)
         self.gradient_sync.check_plan(plan)
         self._next_plan = plan
-        if not fit.is_in_batch(self):
+        if not self._is_in_batch():
             self._apply_next_plan()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._apply_next_plan()
-        if fit.must_rewrap(self):
+        if self._must_rewrap():
             self.gradient_sync.rewrap(self._wrap)
         self.auto_plan.begin_batch(batch, batch_idx)
+
+    def _is_in_batch(self) -> bool:
+        """Returns whether a training batch has begun and not ended."""
+        module = self.lightning_module
+        return module is not None and self.gradient_sync.model is not None and batch_is_open(module.trainer)
+
+    def _must_rewrap(self) -> bool:
+        """Returns whether parameters were frozen or unfrozen for good since DDP laid out its buckets."""
+        module, trainable = self.lightning_module, self.gradient_sync.trainable
+        if trainable is None or module is None or optimizer_is_toggled(module):
+            return False
+        return trainable.some_unfrozen() or (trainable.some_frozen() and not self.plan.find_unused_parameters)
 
     def _apply_next_plan(self) -> None:
         plan, self._next_plan = self._next_plan, None
         if plan is not None:
             if self.gradient_sync.model is not None:
-                check_plans_agree(plan)
+                base.check_plans_agree(plan)
             base.exchange_plan(self._ddp_kwargs, self.plan, plan)
             self.gradient_sync.change_plan(plan, self._wrap)
 
@@ -249,22 +262,29 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
         if self._save_comm_state and "optimizer_states" in checkpoint:
-            fit.add_comm_state(checkpoint, self)
+            saved = gather_state(self.gradient_sync.state(), self, is_in_batch=self._is_in_batch())
+            if saved is not None:
+                checkpoint[KEY] = self.auto_plan.add_choice(saved)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        fit.take_comm_state(checkpoint, self)
+        saved, module = checkpoint.pop(KEY, None), self.lightning_module
+        if base.is_fit(self):
+            self.auto_plan.resume_choice(saved)
+            self.gradient_sync.restore(read_state(saved, self, self.plan.comm_hook))
+            if module is not None and self.gradient_sync.model is not None:  # as the learning rate finder does
+                self.gradient_sync.resume(module)
         return checkpoint
 
     def on_exception(self, exception: BaseException) -> None:
-        explain_error(exception)
+        base.explain_error(exception)
         if self._fit_watch is not None:
             self._fit_watch.fail(exception)
 
     def teardown(self) -> None:
         try:
-            if self._save_comm_state and not fit.is_in_batch(self):
+            if self._save_comm_state and not self._is_in_batch():
                 self.gradient_sync.keep_state()
             self.gradient_sync.release_wrapper()  # so that Lightning can free its buckets
             super().teardown()

@@ -20,9 +20,7 @@ from lightning_commopt.compressors.sharded_registry import sharded_from_config
 from lightning_commopt.plan import OptionError
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import check_arguments, named_arguments
-from lightning_commopt.strategy.base import refuse_ray
-from lightning_commopt.strategy.fit import check_sigterm, is_fit
-from lightning_commopt.sync.checks import explain_error
+from lightning_commopt.strategy.base import check_sigterm, explain_error, is_fit, refuse_ray
 from lightning_commopt.sync.gather import gather_on_rank_0
 from lightning_commopt.sync.sharded import ShardedSync, check_available
 from lightning_commopt.sync.sharded_checkpoint import describe, rank_state, restore, save_in_directory

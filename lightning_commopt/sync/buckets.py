@@ -102,37 +102,30 @@ class Bucket:
 
 
 class Relayout:
-    """Holds those of DDP's buckets that differ from the ``saved`` ones, by index, until the last one is ready."""
+    """Holds DDP's buckets until the last one is ready, to use the ``saved`` ones, by index, in their place."""
 
     def __init__(self, saved: dict[int, tuple[tuple[str, ...], Layout]]) -> None:
-        self._saved = saved
+        self._saved = dict(sorted(saved.items()))
         self._held = HeldBuckets([], [], {})
-        self._in_place: set[int] = set()
         self._num_backwards = 0
 
     def hold(self, bucket: Bucket, future: BucketFuture) -> bool:
-        """Holds a bucket back, unless it can be synchronized as it is; returns whether it does."""
+        """Holds a bucket back if it can be compressed; returns whether it does."""
         if bucket.index == 0:  # an earlier backward may have been interrupted
-            self._start_backward()
-        if not bucket.is_compressible:
-            return False
-        if self._saved.get(bucket.index) == (bucket.names, bucket.layout):
-            self._in_place.add(bucket.index)
-            return False
-        self._held.buckets.append(bucket)
-        self._held.futures.append(future)
-        return True
+            self._held = HeldBuckets([], [], {})
+        if bucket.is_compressible:
+            self._held.buckets.append(bucket)
+            self._held.futures.append(future)
+        return bucket.is_compressible
 
     def end_backward(self) -> HeldBuckets:
         """Returns the buckets that were held back in this backward."""
-        held = self._held
-        missing = {index: self._saved[index] for index in sorted(self._saved) if index not in self._in_place}
+        held, self._held = self._held, HeldBuckets([], [], {})
         self._num_backwards += 1
-        if held.buckets and held.has_gradients_of(missing):
-            held.saved.update(missing)
-        else:
+        if held.has_gradients_of(self._saved):
+            held.saved.update(self._saved)
+        if not held.saved or {b.index: (b.names, b.layout) for b in held.buckets} == self._saved:
             self._num_backwards = _MAX_BACKWARDS
-        self._start_backward()
         return held
 
     @property
@@ -144,13 +137,10 @@ class Relayout:
         """Whether DDP has the checkpoint's buckets by now, or never will."""
         return self._num_backwards >= _MAX_BACKWARDS
 
-    def _start_backward(self) -> None:
-        self._held, self._in_place = HeldBuckets([], [], {}), set()
-
 
 @dataclass(frozen=True)
 class HeldBuckets:
-    """DDP's buckets of one backward whose layout differs from the checkpoint's, and their futures."""
+    """DDP's buckets of one backward, and their futures."""
 
     buckets: list[Bucket]
     futures: list[BucketFuture]

@@ -24,10 +24,9 @@ from lightning_commopt.sync.attach import (
     unwrap,
 )
 from lightning_commopt.sync.buckets import gradient_bytes
-from lightning_commopt.sync.checkpoint import usable_state
 from lightning_commopt.sync.hook import BucketHook
 from lightning_commopt.sync.observed import TorchHook, observe_all_reduce
-from lightning_commopt.sync.state import CommState
+from lightning_commopt.sync.state import CommState, usable_state
 from lightning_commopt.text.formatting import list_some
 from lightning_commopt.text.validation import warn
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from weakref import WeakKeyDictionary
@@ -25,25 +25,17 @@ class BorrowedGroups:
     all_ranks: dist.ProcessGroup  # of the group that they were borrowed for
     within: dist.ProcessGroup | None  # the ranks of this node; None without ``ranks_per_node``
     across: dist.ProcessGroup | None  # the ranks with this local rank on all nodes; None likewise
-    _pool: _Pool
-    _number: int
+    is_free: bool = False
 
     def return_to_pool(self) -> None:
         """Frees them for the next borrower. Only if all collectives on them have succeeded on all ranks."""
-        self._pool.free.add(self._number)
+        self.is_free = True
 
 
-@dataclass
-class _Pool:
-    """All groups of one kind, in order of creation, which is the same on all their ranks."""
-
-    made: list[BorrowedGroups] = field(default_factory=list)
-    free: set[int] = field(default_factory=set)
-
-
-# By the default group at the time. No group is ever freed: gloo's threads may still hold tensors for a moment and need
-# the GIL to release them, while the destructor of the group waits for its threads with the GIL held.
-_pools: WeakKeyDictionary[dist.ProcessGroup, dict[object, _Pool]] = WeakKeyDictionary()
+# By the default group at the time: all groups of one kind, in order of creation, which is the same on all their ranks.
+# No group is ever freed: gloo's threads may still hold tensors for a moment and need the GIL to release them, while the
+# destructor of the group waits for its threads with the GIL held.
+_pools: WeakKeyDictionary[dist.ProcessGroup, dict[object, list[BorrowedGroups]]] = WeakKeyDictionary()
 _shared: WeakKeyDictionary[dist.ProcessGroup, dict[object, tuple[dist.ProcessGroup, dist.ProcessGroup]]] = (
     WeakKeyDictionary()
 )
@@ -68,18 +60,18 @@ def borrow_groups(
         backend: None for that of the default group.
     """
     ranks = dist.get_process_group_ranks(beside)
-    pool = _pools.setdefault(default_group(), {}).setdefault((*ranks, ranks_per_node, timeout, backend), _Pool())
+    pool = _pools.setdefault(default_group(), {}).setdefault((*ranks, ranks_per_node, timeout, backend), [])
     free_on_ranks: list[set[int]] = [set()] * len(ranks)
-    dist.all_gather_object(free_on_ranks, set(pool.free), group=beside)
+    dist.all_gather_object(free_on_ranks, {number for number, x in enumerate(pool) if x.is_free}, group=beside)
     free_everywhere = set.intersection(*free_on_ranks)
     if free_everywhere:
-        number = min(free_everywhere)
-        pool.free.remove(number)
-        return pool.made[number]
+        groups = pool[min(free_everywhere)]
+        groups.is_free = False
+        return groups
     within, across = (None, None) if ranks_per_node is None else _node_groups(ranks, ranks_per_node, timeout, backend)
     all_ranks = _new_group([ranks], timeout, backend)
-    groups = BorrowedGroups(all_ranks, within, across, pool, len(pool.made))
-    pool.made.append(groups)
+    groups = BorrowedGroups(all_ranks, within, across)
+    pool.append(groups)
     _never_freed.append(groups)
     return groups
 

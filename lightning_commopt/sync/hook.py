@@ -77,18 +77,13 @@ class BucketHook:
             self._executor.submit(lambda: self._sync_or_explain(job), [future], lane=index)
         if is_last:
             self._step += 1
-            self._sync_kept()
+            self._sync_held()
         return future.future
 
     @property
     def has_only_resumed(self) -> bool:
         """Whether it has states from a checkpoint, and no gradient sync since."""
         return self._relayout is not None and self._relayout.is_unused
-
-    @property
-    def is_in_saved_buckets(self) -> bool:
-        """Whether it averages in the buckets of a checkpoint, as DDP has not laid them out alike yet."""
-        return self._relayout is not None
 
     def state(self) -> CommState:
         """Returns the state of the gradient syncs so far, not copied. Between two backwards only."""
@@ -126,7 +121,7 @@ class BucketHook:
         residuals, self._residuals = self._residuals, {}
         return residuals
 
-    def _sync_kept(self) -> None:
+    def _sync_held(self) -> None:
         if self._relayout is None:
             return
         held = self._relayout.end_backward()

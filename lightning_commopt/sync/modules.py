@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,12 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.torch import call_after_backward
 from lightning_commopt.measure.observer import Observers
-from lightning_commopt.plan import CommPlan
-from lightning_commopt.sync.checkpoint import gather_state, read_state
 from lightning_commopt.sync.gradient_sync import GradientSync
 from lightning_commopt.sync.hook import GradientSyncError
 from lightning_commopt.sync.observed import before_backward
-from lightning_commopt.sync.state import CommState
+from lightning_commopt.sync.state import CommState, gather_state, read_state
 from lightning_commopt.text.validation import warn
 
 
@@ -91,9 +88,13 @@ class SyncedModule:
 
 
 class ModuleSyncs:
-    """The `GradientSync` of each module that was set up and is still alive, with common ``observers``."""
+    """The `GradientSync` of each module that was set up and is still alive, with common ``observers``.
 
-    def __init__(self) -> None:
+    The ``strategy`` for Fabric has the plan of modules that are not set up yet, and the ranks.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
         self.observers = Observers()
         self._entries: dict[int, SyncedModule] = {}  # by id of what was set up
         self._early_states: dict[int, CommState] = {}  # by id of a module that is not set up yet
@@ -109,16 +110,13 @@ class ModuleSyncs:
         entry = self._find(module)
         return None if entry is None else entry.sync
 
-    def attached(self) -> list[tuple[DistributedDataParallel, GradientSync]]:
-        """Returns the wrappers with their syncs, in order of setup."""
-        syncs = [entry.sync for entry in self._entries.values()]
-        return [(sync.model, sync) for sync in syncs if sync.model is not None]
+    def attached(self) -> list[GradientSync]:
+        """Returns the syncs of wrappers that are alive, in order of setup."""
+        return [entry.sync for entry in self._entries.values() if entry.sync.model is not None]
 
-    def add(
-        self, module: Module, plan: CommPlan, attach: Callable[[DistributedDataParallel, GradientSync], None]
-    ) -> None:
+    def add(self, module: Module, attach: Callable[[DistributedDataParallel, GradientSync], None]) -> None:
         """Makes the sync of a module. All ranks must call it."""
-        sync = GradientSync(plan, observers=self.observers)
+        sync = GradientSync(self._strategy.plan, observers=self.observers)
         entry = SyncedModule(sync, self)
         if isinstance(module, DistributedDataParallel):
             attach(module, sync)
@@ -141,25 +139,20 @@ class ModuleSyncs:
         assert entry is not None
         entry.follow(model)
 
-    def gather(
-        self, modules: Mapping[str, Any], *, world_size: int, timeout: timedelta, device: torch.device
-    ) -> dict[str, Any]:
+    def gather(self, modules: Mapping[str, Any]) -> dict[str, Any]:
         """Gathers the modules' states for a checkpoint, by name; see `gather_state`."""
         gathered = {}
         for name, module in modules.items():
             entry = self._find(module)
             if entry is not None:
-                state, is_in_batch = entry.sync.state(), entry.is_running
-                gathered[name] = gather_state(
-                    state, is_in_batch=is_in_batch, world_size=world_size, timeout=timeout, device=device
-                )
+                gathered[name] = gather_state(entry.sync.state(), self._strategy, is_in_batch=entry.is_running)
         return {name: saved for name, saved in gathered.items() if saved is not None}
 
-    def restore(self, saved: Any, modules: Mapping[str, Any], *, rank: int, world_size: int, plan: CommPlan) -> None:
+    def restore(self, saved: Any, modules: Mapping[str, Any]) -> None:
         """Resumes from what `gather` saved, at once or when a module is set up. All ranks must call it.
 
         ``saved`` is None if the checkpoint has no state; ``modules`` are what is loaded, by their names in the
-        checkpoint; ``plan`` is that of modules that are not set up yet.
+        checkpoint.
         """
         states = saved if isinstance(saved, Mapping) else {}
         loaded = {name: module for name, module in modules.items() if isinstance(module, Module)}
@@ -174,8 +167,8 @@ class ModuleSyncs:
             sync = self.of(module)
             if sync is None and name not in states:
                 continue
-            compressor = (sync.plan if sync is not None else plan).comm_hook
-            state = read_state(states.get(name), rank, world_size, compressor)
+            compressor = (self._strategy if sync is None else sync).plan.comm_hook
+            state = read_state(states.get(name), self._strategy, compressor)
             if sync is not None:
                 sync.restore(state)
                 sync.resume(_unwrapped(module))

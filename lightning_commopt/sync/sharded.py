@@ -1,8 +1,9 @@
-"""The gradient sync of a model that FSDP2 shards: which units it has, and how each is laid out (torch >= 2.9)."""
+"""The gradient sync of a model that FSDP2 shards: its units, their layouts and their collectives (torch >= 2.9)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,12 +22,18 @@ from lightning_commopt.compat.fsdp import (
     parameters_of,
     units_of,
 )
+from lightning_commopt.compat.torch import call_after_backward
+from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.sharded import ShardedCompressor
 from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
 from lightning_commopt.plan import OptionError
-from lightning_commopt.sync.sharded_overlap import Channels, Overlap
+from lightning_commopt.sync.executors import BucketFuture, WorkerThread
+from lightning_commopt.sync.groups import BorrowedGroups, borrow_groups, shared_node_groups
 from lightning_commopt.sync.sharded_unit import Column, SavedUnits, UnitReduceScatter
 from lightning_commopt.sync.warm_up import prepare_kernels, run_on_shards
+
+_MAX_UNDER_WAY = 2
+"""Units whose gradients are in memory at a time, besides the one that backward is at."""
 
 
 class ShardedSync:
@@ -68,9 +75,9 @@ class ShardedSync:
                 raise OptionError(f"comm_hook: {error}") from error
             self._channels.ranks_per_node = self.compressor.ranks_per_node
         self.units = []
-        for index, (modules, columns) in enumerate(found):
+        for index, (module, columns) in enumerate(found):
             unit = UnitReduceScatter(self.compressor, self._channels, index, columns)
-            self._register(modules[0], unit, replicas_and_shards(columns)[0])
+            self._register(module, unit, replicas_and_shards(columns)[0])
         self.add_residuals(residuals)
         if self.units:  # here, so that no backward waits for a compiler
             device, dtypes = self.units[0].device, set().union(*map(dtypes_of, self._replaced))
@@ -136,6 +143,79 @@ class ShardedSync:
         self._replaced[module] = own
 
 
+class Channels:
+    """The collectives of the units of a model, and the thread that they may run on."""
+
+    def __init__(self) -> None:
+        self.overlap: Overlap | None = None  # the thread
+        self.ranks_per_node: int | None = None  # with channels within and across nodes of as many consecutive ranks
+        self.timeout: timedelta | None = None  # of their collectives; None for the backend's default
+        self._of_groups: dict[dist.ProcessGroup, Channel] = {}
+
+    @property
+    def bytes_sent(self) -> int:
+        return sum(channel.bytes_sent for channel in self._of_groups.values())
+
+    def of(self, group: dist.ProcessGroup) -> Channel:
+        """Returns the collectives over a group. With nodes, all ranks must make the first call for these ranks."""
+        if group not in self._of_groups:
+            size = self.ranks_per_node
+            nodes = () if size is None else shared_node_groups(group, size, self.timeout)
+            self._of_groups[group] = Channel(group, *nodes)
+        return self._of_groups[group]
+
+    def of_borrowed(self, groups: BorrowedGroups) -> Channel:
+        """Returns the collectives over borrowed groups."""
+        return self._of_groups.setdefault(groups.all_ranks, Channel(groups.all_ranks, groups.within, groups.across))
+
+
+class Overlap:
+    """A thread for reduce-scatters of CPU tensors while backward goes on; on CUDA, FSDP2's streams do that.
+
+    It has process groups of its own. All ranks must make one at the same time.
+    """
+
+    def __init__(self, groups: list[dist.ProcessGroup], channels: Channels) -> None:
+        self._executor = WorkerThread()
+        self._borrowed: dict[dist.ProcessGroup, BorrowedGroups] = {
+            group: borrow_groups(group, ranks_per_node=channels.ranks_per_node, timeout=channels.timeout)
+            for group in groups
+        }
+        self._channels = {group: channels.of_borrowed(borrowed) for group, borrowed in self._borrowed.items()}
+        self._under_way: deque[BucketFuture] = deque()
+
+    def submit(self, task: Callable[[Channel], None], output: Tensor, group: dist.ProcessGroup) -> None:
+        """Starts a task that fills ``output`` before this backward ends; waits until few enough are under way.
+
+        Raises what an earlier task has raised, as `wait` does.
+        """
+
+        def run() -> None:
+            with torch.no_grad():
+                task(self._channels[group])
+
+        future = self._executor.future(output)
+        self._executor.submit(run, [future])
+        self._under_way.append(future)
+        try:
+            call_after_backward(self.wait)
+        except RuntimeError:  # FSDP2 reduces after backward, as asked for
+            self.wait()
+        while len(self._under_way) > _MAX_UNDER_WAY:
+            self._under_way.popleft().future.wait()
+
+    def wait(self) -> None:
+        while self._under_way:
+            self._under_way.popleft().future.wait()
+
+    def close(self) -> None:
+        """Ends the thread, and returns the groups unless ranks may be out of step."""
+        self._under_way.clear()
+        if self._executor.close():
+            for borrowed in self._borrowed.values():
+                borrowed.return_to_pool()
+
+
 def check_available(option: str = "comm_hook") -> None:
     """Raises an OptionError that names the option if this torch has no comm objects."""
     needed = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms", "set_gradient_divide_factor")
@@ -146,17 +226,16 @@ def check_available(option: str = "comm_hook") -> None:
         )
 
 
-def sharded_units(model: Module) -> list[tuple[tuple[FSDPModule, ...], list[Column]]]:
+def sharded_units(model: Module) -> list[tuple[FSDPModule, list[Column]]]:
     """Returns the units of a model that have several shards, with their parameters; or an OptionError."""
     check_available()
     names = {module: name for name, module in model.named_modules()}
     units = []
-    for modules in units_of(model):
-        for module in modules:
-            module.reshard()  # what the last forward has gathered
-        columns = list(_columns(modules[0], names))
+    for module in units_of(model):
+        module.reshard()  # what the last forward has gathered
+        columns = list(_columns(module, names))
         if columns and replicas_and_shards(columns)[1] > 1:
-            units.append((modules, columns))
+            units.append((module, columns))
     return units
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def restore(sync: ShardedSync, saved: Any, directory: Path | None) -> None:
         ranks = saved.get("ranks")
         load: Callable[[int], RankState]
         if directory is not None:
-            load = _Directory(directory / KEY)
+            load = partial(_load_from, directory / KEY)
         elif isinstance(ranks, list):
             load = ranks.__getitem__
         else:
@@ -111,24 +112,18 @@ def rank_state(sync: ShardedSync) -> RankState:
     return {unit: dict(saved["state"]) for unit, saved in sync.state().items()}
 
 
-class _Directory:
-    """Reads the states of ranks from a checkpoint's directory; all ranks must call it alike."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._metadata = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
-
-    def __call__(self, rank: int) -> RankState:
-        prefix, tensors = f"{rank}/", {}
-        for key, its in self._metadata.items():
-            if key.startswith(prefix) and isinstance(its, TensorStorageMetadata):
-                tensors[key] = torch.empty(its.size, dtype=its.properties.dtype)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for
-            dcp.load(tensors, checkpoint_id=self._directory, no_dist=True)
-        state: RankState = {}
-        for key, tensor in tensors.items():
-            unit, _, name = key.removeprefix(prefix).rpartition("/")
-            if unit:
-                state.setdefault(unit, {})[name] = tensor
-        return state
+def _load_from(directory: Path, rank: int) -> RankState:
+    """Returns the state of a rank in a checkpoint's directory."""
+    prefix, tensors = f"{rank}/", {}
+    for key, its in dcp.FileSystemReader(directory).read_metadata().state_dict_metadata.items():
+        if key.startswith(prefix) and isinstance(its, TensorStorageMetadata):
+            tensors[key] = torch.empty(its.size, dtype=its.properties.dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for
+        dcp.load(tensors, checkpoint_id=directory, no_dist=True)
+    state: RankState = {}
+    for key, tensor in tensors.items():
+        unit, _, name = key.removeprefix(prefix).rpartition("/")
+        if unit:
+            state.setdefault(unit, {})[name] = tensor
+    return state

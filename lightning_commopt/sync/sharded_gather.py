@@ -17,8 +17,7 @@ from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels import blockwise
 from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
 from lightning_commopt.measure.recorder import issued_by
-from lightning_commopt.sync.sharded import replicas_and_shards, sharded_units
-from lightning_commopt.sync.sharded_overlap import Channels
+from lightning_commopt.sync.sharded import Channels, replicas_and_shards, sharded_units
 from lightning_commopt.sync.sharded_unit import Column, CompressedUnit, runs_of
 from lightning_commopt.sync.warm_up import SHARD_SIZES, floating_point, prepare_kernels
 from lightning_commopt.text.validation import warn_once
@@ -39,10 +38,10 @@ class GatheredParameters:
 
     def attach(self, model: Module) -> None:
         """Gives each unit of ``model`` a comm object, once all are sharded. All ranks must call it."""
-        for modules, columns in sharded_units(model):
+        for module, columns in sharded_units(model):
             comm = UnitAllGather(self._channels, columns)
-            self._replaced[modules[0]] = next(own for name, own in comm_objects(modules[0]) if name == "all_gather")
-            modules[0].set_custom_all_gather(comm)  # type: ignore[arg-type]  # duck typing
+            self._replaced[module] = next(own for name, own in comm_objects(module) if name == "all_gather")
+            module.set_custom_all_gather(comm)  # type: ignore[arg-type]  # duck typing
         if self._replaced:  # here, so that no forward waits for a compiler
             device, dtypes = comm.device, set().union(*map(dtypes_of, self._replaced))
             prepare_kernels(lambda: round_samples(dtypes, device), device, option="param_hook")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,17 +17,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from lightning_commopt.compat.collectives import Listener
-from lightning_commopt.compat.fsdp import keeps_reduced
+from lightning_commopt.compat.fsdp import NotifyingComm, keeps_reduced
 from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.compressors.base import State, finish
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.sharded import ShardedCompressor
 from lightning_commopt.compressors.sharded_registry import sharded_name
 from lightning_commopt.measure.recorder import issued_by
-from lightning_commopt.sync.sharded_overlap import Channels
 from lightning_commopt.sync.state import CheckpointError, fit_to
 from lightning_commopt.text.validation import warn_once
+
+if TYPE_CHECKING:
+    from lightning_commopt.sync.sharded import Channels
 
 SavedUnit = dict[str, Any]
 """The names of a unit's compressed parameters, and the compressor's state."""
@@ -78,16 +79,8 @@ def runs_of(columns: Sequence[Column], num_shards: int) -> list[tuple[int, bool]
     return [(sum(width for width, _ in run), key) for key, run in groupby(widths, lambda each: each[1])]
 
 
-class CompressedUnit:
-    """A comm object of FSDP2 that compresses.
-
-    The ``listener`` is notified of each of its collectives as one, with the bytes of all messages.
-    """
-
-    listener: Listener | None = None
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+class CompressedUnit(NotifyingComm):
+    """A comm object that compresses; it notifies of each collective as one, with the bytes of all messages."""
 
     @contextmanager
     def _notifying(self, operation: str, source: str, num_bytes: int) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The state of gradient sync: compressor states and residuals, as a checkpoint holds them."""
+"""The state of gradient sync: compressor states and residuals, and how Lightning's checkpoints hold them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 
 from lightning_commopt.compressors import Compressor, Layout, State
 from lightning_commopt.compressors.base import as_real
 from lightning_commopt.compressors.registry import compressor_from_config, compressor_to_config
-from lightning_commopt.sync.gather import map_tensors
+from lightning_commopt.sync.gather import all_ranks_ready, gather_on_rank_0, map_tensors
+from lightning_commopt.text.formatting import list_some
+from lightning_commopt.text.validation import info, warn
 
 KEY = "lightning_commopt"
 """Of a checkpoint."""
 
 _VERSION = 2
+_PATIENCE_S = 60.0
 
 BucketStates = dict[int, tuple[tuple[str, ...], Layout, State]]
 """By the index of a bucket: the names of its parameters, its layout, the compressor's state."""
@@ -201,3 +206,85 @@ def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{value.dtype} of {tuple(value.shape)}"
     return f"{type(value).__name__} of {list(value)}" if isinstance(value, dict) else type(value).__name__
+
+
+def gather_state(state: CommState | None, strategy: Any, *, is_in_batch: bool) -> dict[str, Any] | None:
+    """Gathers all ranks' states for a checkpoint, on rank 0, which writes it. All ranks should call it.
+
+    If an exception or a signal keeps some ranks from calling it between two batches, it warns and returns None.
+    """
+    if state is None:
+        return None
+    if state.is_common or strategy.world_size == 1:
+        parts = [] if state.is_common else [to_plain(state.on_cpu())]
+        return to_checkpoint(state.compressor, state.num_syncs, parts)
+    position = None if is_in_batch else str(state.num_syncs)
+    timeout_s = (strategy._timeout or default_pg_timeout).total_seconds()
+    if not dist.is_initialized() or not all_ranks_ready(position, min(_PATIENCE_S, timeout_s), timeout_s):
+        warn(
+            "A checkpoint is saved without the state of comm_hook: not all ranks saved it between the same two batches."
+        )
+        return None
+    ranks = gather_on_rank_0(to_plain(state), strategy.root_device)
+    return None if ranks is None else to_checkpoint(state.compressor, state.num_syncs, ranks)
+
+
+def read_state(saved: Any, strategy: Any, compressor: Compressor | None) -> CommState:
+    """Returns this rank's state from `gather_state`; an empty one, with a warning, if it cannot be used."""
+    if saved is None:
+        return CommState(is_common=True)
+    try:
+        return from_checkpoint(saved, strategy.global_rank, strategy.world_size, compressor)
+    except CheckpointError as error:
+        _warn_of_unusable(error)
+        return CommState()
+
+
+def usable_state(state: CommState, compressor: Compressor | None, module: Module) -> CommState:
+    """Returns the state that all ranks can resume from: of states that do not fit everywhere, the residuals only."""
+    buckets, obstacle = {}, None
+    try:
+        if compressor is not None:
+            buckets = adopt_states(state, compressor, module)
+    except CheckpointError as error:
+        obstacle = str(error)
+    is_exact, num_syncs = _agree(state.num_syncs, obstacle, sorted(buckets))
+    if obstacle is not None:
+        info(f"Only the residuals of the checkpoint's state of comm_hook are used, as {obstacle}.")
+    residuals = state.residuals if is_exact and compressor is not None else _readable_residuals(state)
+    return CommState(compressor, num_syncs, buckets if is_exact else {}, _select_known(residuals, module))
+
+
+def _agree(num_syncs: int, obstacle: str | None, buckets: list[int]) -> tuple[bool, int]:
+    """Returns whether all ranks can use their states, which must fit together, and the number of gradient syncs."""
+    mine = (num_syncs, obstacle is None, buckets)
+    everyone = [mine]
+    if dist.is_initialized():
+        everyone = [mine] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    is_exact = obstacle is None and all(other == mine for other in everyone)
+    return is_exact, max(number for number, _, _ in everyone)
+
+
+def _readable_residuals(state: CommState) -> dict[str, Tensor]:
+    try:
+        return state.all_residuals()
+    except CheckpointError as error:
+        _warn_of_unusable(error)
+        return {}
+
+
+def _warn_of_unusable(error: CheckpointError) -> None:
+    warn(f"The checkpoint's state of comm_hook cannot be used, as {error}; it starts from zero.")
+
+
+def _select_known(residuals: dict[str, Tensor], module: Module) -> dict[str, Tensor]:
+    shapes = {name: as_real(parameter).shape for name, parameter in module.named_parameters()}
+    lost = [name for name, value in residuals.items() if shapes.get(name) != value.shape]
+    if lost:
+        shown = list_some(lost, 8)
+        warn(
+            f"comm_hook: residuals of {len(lost)} parameters in the checkpoint are dropped, as the model has none of"
+            f" that name and shape: {shown}."
+        )
+    return {name: value for name, value in residuals.items() if name not in lost}

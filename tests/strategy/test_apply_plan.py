@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_commopt import AllReduce, CommOptDDP, CommPlan, ErrorFeedback, PowerSGD
 from lightning_commopt.compressors import LowRank
 from lightning_commopt.plan import OptionError
-from lightning_commopt.sync.checks import check_plans_agree
+from lightning_commopt.strategy.base import check_plans_agree
 from support.lightnings import Callback, DDPStrategy, LightningModule, Trainer
 from support.own_compressors import Averages
 from support.ranks import run_ranks, run_ranks_or_raise

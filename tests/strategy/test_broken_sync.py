@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ from lightning_commopt.compressors import ErrorFeedback, Layout, LowRank, Rounds
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.wrappers import Wrapper
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.sync.checkpoint import gather_state
 from lightning_commopt.sync.gradient_sync import GradientSync
+from lightning_commopt.sync.state import gather_state
 from support.ranks import run_ranks
 
 _FAILS = threading.Event()
@@ -172,8 +173,8 @@ def _go_on_after_a_failure_on_rank_0() -> dict[str, Any]:
         training.step()
     outcome = training.go_on_without_loss()
     state = training.sync.state()
-    device, timeout = torch.device("cpu"), timedelta(seconds=20)
-    saved = gather_state(state, is_in_batch=False, world_size=2, timeout=timeout, device=device)
+    strategy = SimpleNamespace(world_size=2, _timeout=timedelta(seconds=20), root_device=torch.device("cpu"))
+    saved = gather_state(state, strategy, is_in_batch=False)
     num_saved = None if saved is None else len(saved["ranks"])
     return {**outcome, "num_syncs": training.sync.num_syncs, "num_saved": num_saved}
 

@@ -151,7 +151,7 @@ class Look(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         hook = trainer.strategy.gradient_sync.hook  # type: ignore[attr-defined]
-        self.in_saved_buckets = self.in_saved_buckets or (hook is not None and hook.is_in_saved_buckets)
+        self.in_saved_buckets = self.in_saved_buckets or (hook is not None and hook._relayout is not None)
         if self.path is not None and trainer.global_step == HALF and not self.has_saved:
             self.has_saved = True  # the file itself may be there before another rank looks
             if self.plan is not None:
@@ -163,7 +163,7 @@ class Look(Callback):
         self.residual = (
             {name: value.double().numpy() for name, value in hook.state().all_residuals().items()} if hook else {}
         )
-        self.finished = hook is None or not hook.is_in_saved_buckets
+        self.finished = hook is None or hook._relayout is None
 
 
 def _fit(

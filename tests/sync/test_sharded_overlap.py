@@ -16,8 +16,7 @@ from lightning_commopt import CommOptModelParallel, shard
 from lightning_commopt.commands.selftest.sharded_laws import ShardedSetup, averages_of, gradients_of
 from lightning_commopt.commands.selftest.steps import flatten
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt8
-from lightning_commopt.sync.sharded import ShardedSync
-from lightning_commopt.sync.sharded_overlap import Overlap
+from lightning_commopt.sync.sharded import Overlap, ShardedSync
 from lightning_commopt.sync.sharded_unit import _reduce_scatter
 from support.ranks import run_ranks
 from support.strategy_models import Tiny, loader, trainer

@@ -185,7 +185,7 @@ def _train_one_after_another() -> dict[str, Any]:
         loop.model, loop.optimizers = early
         loop.train(3)
     plain = Loop(DDPStrategy()).train()
-    _, sync = loop.strategy._syncs.attached()[0]
+    sync = loop.strategy._syncs.attached()[0]
     return {
         "trained": trained,
         "ddp": plain,

@@ -16,11 +16,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from lightning_commopt import CommOptModelParallel
 from lightning_commopt.callbacks import CommTimeMonitor, publisher
 from lightning_commopt.compat.collectives import CollectiveHooks, has_collective_hooks
+from lightning_commopt.compat.fsdp import ObservedUnits
 from lightning_commopt.compressors.sharded_registry import sharded_from_config
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.recorder import StepRecorder
-from lightning_commopt.sync.observed_units import ObservedUnits
 from lightning_commopt.sync.sharded import ShardedSync
 from lightning_commopt.sync.sharded_gather import GatheredParameters
 from support.collectives import needs_hooks
