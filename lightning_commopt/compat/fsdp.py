@@ -55,11 +55,13 @@ def has_all_reduce_hook(module: FSDPModule) -> bool:
     return any(getattr(group, "_all_reduce_hook", None) is not None for group in _groups_of(module))
 
 
-def comm_objects(model: Module) -> Iterator[tuple[str, Any]]:
-    """Yields what issues the "all_gather" and the "reduce_scatter" of each unit; nothing before torch 2.9.
+def comm_object(unit: FSDPModule, operation: str) -> Any:
+    """Returns one of the `comm_objects` of a unit, whose parameters have one mesh."""
+    return getattr(_groups_of(unit)[0], f"_{operation}_comm")
 
-    A unit comes before those within it.
-    """
+
+def comm_objects(model: Module) -> Iterator[tuple[str, Any]]:
+    """Yields what issues the "all_gather" and the "reduce_scatter" of each unit; nothing before torch 2.9."""
     for unit in units_of(model):
         for group in _groups_of(unit):
             for operation in ("all_gather", "reduce_scatter"):

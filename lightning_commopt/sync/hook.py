@@ -74,7 +74,7 @@ class BucketHook:
         job = Bucket(index, flat, self._layouts[index][1], names, self._step, sync)
         future = self._executor.future(flat)
         if self._relayout is None or not self._relayout.hold(job, future):
-            self._executor.submit(lambda: self._sync_or_explain(job), [future], lane=index)
+            self._executor.submit(lambda: self._sync(job), [future], lane=index)
         if is_last:
             self._step += 1
             self._sync_held()
@@ -136,7 +136,7 @@ class BucketHook:
         else:
             self._retire_states_alone()
             for bucket in held.buckets:
-                self._sync_or_explain(bucket)
+                self._sync(bucket)
         self._protect_states()  # each will be used in the lane of its own bucket
 
     def _sync_as_saved(self, held: HeldBuckets) -> None:
@@ -145,30 +145,27 @@ class BucketHook:
         together.note(START)
         together.note(SEND)
         for bucket in held.laid_out_as_saved():
-            self._sync_or_explain(bucket)
+            self._sync(bucket)
         together.note(ARRIVE)
         for bucket in held.buckets:
             bucket.sync.note(END, self._channel.bytes_sent - bytes_before)
             bytes_before = self._channel.bytes_sent
 
-    def _sync_or_explain(self, bucket: Bucket) -> None:
+    def _sync(self, bucket: Bucket) -> None:
         try:
             # Under manual optimization the thread that calls the hook has the user's autocast on.
             with torch.no_grad(), torch.autocast(bucket.flat.device.type, enabled=False):
-                self._sync(bucket)
+                bytes_before = self._channel.bytes_sent
+                self._under_way.add(bucket.index)
+                bucket.sync.note(START)
+                _run(self._rounds(bucket), bucket.sync)
+                self._under_way.remove(bucket.index)
+                bucket.sync.note(END, self._channel.bytes_sent - bytes_before)
         except Exception as error:
             raise GradientSyncError(
                 f"gradient sync of bucket {bucket.index} failed ({type(error).__name__}: {error}); "
                 f"its parameters: {list_some(bucket.names, 8)}"
             ) from error
-
-    def _sync(self, bucket: Bucket) -> None:
-        bytes_before = self._channel.bytes_sent
-        self._under_way.add(bucket.index)
-        bucket.sync.note(START)
-        _run(self._rounds(bucket), bucket.sync)
-        self._under_way.remove(bucket.index)
-        bucket.sync.note(END, self._channel.bytes_sent - bytes_before)
 
     def _rounds(self, bucket: Bucket) -> Rounds:
         if bucket.is_compressible:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Module
 
 from lightning_commopt.compat.fsdp import (
-    comm_objects,
+    comm_object,
     dtypes_of,
     has_all_reduce_hook,
     has_own_divide_factor,
@@ -130,7 +130,7 @@ class ShardedSync:
             raise OptionError(
                 f"comm_hook and set_gradient_divide_factor exclude each other; it was called on the unit of {unit.name}"
             )
-        own = next(comm for operation, comm in comm_objects(module) if operation == "reduce_scatter")
+        own = comm_object(module, "reduce_scatter")
         try:
             module.set_custom_reduce_scatter(unit)  # type: ignore[arg-type]  # the base class is private
         except ValueError as error:

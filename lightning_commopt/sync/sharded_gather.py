@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
-from lightning_commopt.compat.fsdp import comm_objects, dtypes_of
+from lightning_commopt.compat.fsdp import comm_object, dtypes_of
 from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels import blockwise
@@ -40,7 +40,7 @@ class GatheredParameters:
         """Gives each unit of ``model`` a comm object, once all are sharded. All ranks must call it."""
         for module, columns in sharded_units(model):
             comm = UnitAllGather(self._channels, columns)
-            self._replaced[module] = next(own for name, own in comm_objects(module) if name == "all_gather")
+            self._replaced[module] = comm_object(module, "all_gather")
             module.set_custom_all_gather(comm)  # type: ignore[arg-type]  # duck typing
         if self._replaced:  # here, so that no forward waits for a compiler
             device, dtypes = comm.device, set().union(*map(dtypes_of, self._replaced))
