@@ -41,10 +41,9 @@ from lightning_commopt.compressors.kernels import (
     dispatch,
     elementwise,
     low_rank,
-    orthonormal,
 )
 from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat, Undo
-from lightning_commopt.compressors.kernels.matrices import Matrix, Parts, factors_numel
+from lightning_commopt.compressors.kernels.factors import Matrix, Parts, factors_numel, orthonormalize
 
 CAPABILITIES = (80, 90, 100)
 SHARED_LIMIT_BYTES = 48 * 1024
@@ -279,7 +278,7 @@ def _launch_low_rank(dtype: torch.dtype, sides: Sequence[tuple[int, int]], r: in
     low_rank.subtract_product(residual, parts, (p, q), residual, _YES)
     if dtype == torch.float32:
         for old, before in product((None, p.clone()), (None, _YES)):
-            orthonormal.orthonormalize(p, parts.p_shapes, old, 1e-12, before)
+            orthonormalize(p, parts.p_shapes, old, 1e-12, before)
 
 
 @contextmanager

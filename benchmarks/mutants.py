@@ -51,15 +51,16 @@ def _compiled(*names: str) -> tuple[str, ...]:
 
 
 _FOLDER = "lightning_commopt/compressors"
+_COMPRESSORS = ("tests/compressors", "tests/streams", "-k", "not interpreter and not compile")
 TESTS = {
     "lightning_commopt/sync/*.py": ("tests/streams", "tests/sync"),
     f"{_FOLDER}/sharded*.py": ("tests/sync", "-k", "sharded"),
-    f"{_FOLDER}/alone.py": ("tests/cost/test_compressor_cost.py",),
-    f"{_FOLDER}/*.py": ("tests/compressors", "tests/streams", "-k", "not interpreter and not compile"),
+    f"{_FOLDER}/channel.py": ("tests/cost/test_compressor_cost.py", *_COMPRESSORS),
+    f"{_FOLDER}/*.py": _COMPRESSORS,
     f"{_FOLDER}/kernels/blockwise*_triton.py": _interpreted("blockwise"),
     f"{_FOLDER}/kernels/elementwise_triton.py": _interpreted("finite", "elementwise"),
     f"{_FOLDER}/kernels/low_rank*_triton.py": _interpreted("low_rank_rounds"),
-    f"{_FOLDER}/kernels/orthonormal_triton.py": _interpreted("orthonormal"),
+    f"{_FOLDER}/kernels/factors_triton.py": _interpreted("orthonormal"),
     f"{_FOLDER}/kernels/launch_triton.py": (f"{_KERNELS}launch.py",),
     f"{_FOLDER}/kernels/blockwise*": _compiled("blockwise", "c_library"),
     f"{_FOLDER}/kernels/elementwise.py": _compiled("elementwise"),

@@ -15,8 +15,7 @@ from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.base import Layout, Rounds, State
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels.elementwise import wide_dtype
-from lightning_commopt.compressors.kernels.matrices import factors_numel, views
-from lightning_commopt.compressors.kernels.orthonormal import orthonormal, orthonormalize
+from lightning_commopt.compressors.kernels.factors import factors_numel, orthonormal, orthonormalize, views
 from lightning_commopt.compressors.power_iteration import BucketMatrices, PowerIteration, PowerIterationPreset
 from lightning_commopt.compressors.registry import register_compressor
 

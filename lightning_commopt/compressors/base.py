@@ -181,7 +181,8 @@ class Compressor(ABC):
     """Settings of one way to average a bucket; what changes from step to step lives in its state.
 
     Concrete compressors are frozen dataclasses, compared by value, and final: to change one, wrap it. Those with fast
-    kernels have a ``reference`` as well, in a few lines of plain torch: the laws compare the two.
+    kernels also have ``reference(shares, layout, state)``, in a few lines of plain torch: the average of ``shares``
+    ``(W, n)``, gradients plus residuals, and what was sent of each. The laws compare the two.
     """
 
     @property

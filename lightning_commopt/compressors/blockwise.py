@@ -11,8 +11,7 @@ from torch import Tensor
 from lightning_commopt.compressors.base import Claims, Compressor, Layout, Rounds, State, in_pieces
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels import blockwise
-from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat, Undo
-from lightning_commopt.compressors.kernels.blockwise_torch import round_blocks
+from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat, Undo, round_blocks
 from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.compressors.wrappers import ErrorFeedback, Preset
 from lightning_commopt.text.validation import check_power_of_two

@@ -1,4 +1,4 @@
-"""Collectives over one process group, with a count of the bytes."""
+"""Collectives over one process group, with a count of the bytes; and those of a rank alone."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -180,6 +181,40 @@ class Channel:
             target = (self.rank + distance) % self.size
             works.append(dist.isend(_as_bytes(outgoing[target]), self._global_ranks[target], group=self._group))
         return works
+
+
+class AloneChannel(Channel):
+    """Sends nothing, as if the other ranks had sent what this one does.
+
+    Args:
+        channel: or what else has ``size``, ``rank``, ``within`` and ``across``.
+
+    Attributes:
+        issued: the name of each collective, also of the lanes, and the bytes of its whole message.
+    """
+
+    def __init__(self, channel: Any) -> None:
+        self.issued: list[tuple[str, int]] = []
+        self.size, self.rank = channel.size, channel.rank
+        self.within = None if channel.within is None else type(self)(channel.within)
+        self.across = None if channel.across is None else type(self)(channel.across)
+        self._scratch, self._lanes = {}, None
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        self.issued.append(("all_reduce", tensor.nbytes))
+        return Pending(tensor, [], lambda summed: summed.mul_(self.size))
+
+    def reduce_scatter(self, message: Tensor) -> Pending:
+        self.issued.append(("reduce_scatter", message.nbytes))
+        return Pending(message[self.rank].clone(), [], lambda summed: summed.mul_(self.size))
+
+    def all_to_all(self, message: Tensor) -> Pending:
+        self.issued.append(("all_to_all", message.nbytes))
+        return Pending(message[self.rank : self.rank + 1].repeat(self.size, 1), [])
+
+    def all_gather(self, part: Tensor) -> Pending:
+        self.issued.append(("all_gather", part.nbytes * self.size))
+        return Pending(part.repeat(self.size, 1), [])
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """What the two forms of PowerSGD share: settings, factors to begin with, and the matrices of a bucket.
 
-Shapes: as in `lightning_commopt.compressors.kernels.matrices`; ``n`` elements in a bucket.
+Shapes: as in `lightning_commopt.compressors.kernels.factors`; ``n`` elements in a bucket.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from torch import Tensor
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.base import Claims, Compressor, Layout, State
 from lightning_commopt.compressors.kernels.elementwise import wide_dtype
+from lightning_commopt.compressors.kernels.factors import Matrix, Parts, Shapes, factors_numel, orthonormal
 from lightning_commopt.compressors.kernels.low_rank import compress, decompress, holds_sums, subtract_product
-from lightning_commopt.compressors.kernels.matrices import Matrix, Parts, Shapes, factors_numel
-from lightning_commopt.compressors.kernels.orthonormal import orthonormal
 from lightning_commopt.compressors.wrappers import ErrorFeedback, Preset
 from lightning_commopt.text.validation import check_integer, warn, warn_once
 

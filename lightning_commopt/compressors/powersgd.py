@@ -16,8 +16,7 @@ from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.base import Claims, Layout, Rounds, State
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels.elementwise import wide_dtype
-from lightning_commopt.compressors.kernels.matrices import views
-from lightning_commopt.compressors.kernels.orthonormal import orthonormal, orthonormalize
+from lightning_commopt.compressors.kernels.factors import orthonormal, orthonormalize, views
 from lightning_commopt.compressors.power_iteration import BucketMatrices, PowerIteration, PowerIterationPreset
 from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.text.validation import check_switch

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lightning_commopt.compressors import Compressor, Layout, compressor_from_config, compressor_to_config
-from lightning_commopt.compressors.alone import AloneChannel
+from lightning_commopt.compressors.channel import AloneChannel
 from lightning_commopt.cost.gradient_times import work_clock
 from lightning_commopt.cost.workload import Gradient
 from lightning_commopt.measure.clock import Clock

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commopt.compressors import Compressor, Layout
-from lightning_commopt.compressors.alone import AloneChannel
 from lightning_commopt.compressors.base import finish
-from lightning_commopt.compressors.channel import Channel
+from lightning_commopt.compressors.channel import AloneChannel, Channel
 from lightning_commopt.compressors.kernels import c_library, dispatch
 from lightning_commopt.compressors.sharded import ShardedCompressor
 from lightning_commopt.text.validation import warn_once

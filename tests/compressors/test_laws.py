@@ -15,8 +15,8 @@ from lightning_commopt.commands.selftest.checks import candidates
 from lightning_commopt.commands.selftest.laws import LAWS, HasReference, as_ddp
 from lightning_commopt.commands.selftest.steps import Net, Setup, flatten, random_gradients, run_steps, send
 from lightning_commopt.compressors import AfterSteps, Compressor, Hierarchical, Int8, Layout, PowerSGD
-from lightning_commopt.compressors.alone import AloneChannel
 from lightning_commopt.compressors.base import finish
+from lightning_commopt.compressors.channel import AloneChannel
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.compressors.wrappers import Wrapper
 from lightning_commopt.sync.attach import attach_bucket_hook

@@ -1,6 +1,6 @@
 """Compressors in one process, with all ranks having the same gradients."""
 
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ from lightning_commopt.compressors import (
     Int8,
     PowerSGD,
 )
-from lightning_commopt.compressors.base import Layout
+from lightning_commopt.compressors.base import Layout, finish
+from lightning_commopt.compressors.channel import AloneChannel
 
 BF16 = Cast(dtype=torch.bfloat16)
 COMPRESSORS: dict[str, Compressor] = {
@@ -32,40 +33,12 @@ COMPRESSORS: dict[str, Compressor] = {
 }
 
 
-class Echo:
-    """A channel between two ranks of which the other one sends the same."""
-
-    size, rank = 2, 0
-    within = across = None
-
-    def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        return tensor.mul_(2)
-
-    def all_to_all(self, message: Tensor) -> Tensor:
-        return message[:1].repeat(2, 1)
-
-    def all_gather(self, part: Tensor) -> Tensor:
-        return part.repeat(2, 1)
-
-
-def run_one_sync(compressor: Compressor, flat: Tensor, layout: Layout, state: dict[str, Any]) -> None:
-    rounds = compressor.rounds(flat, layout, state, Echo())  # type: ignore[arg-type]
-    try:
-        message = next(rounds)
-        while True:
-            message = rounds.send(message)  # type: ignore[arg-type]
-    except StopIteration:
-        pass
-
-
 def run_steps(compressor: Compressor, device: str, num_matrices: int = 3) -> list[Tensor]:
     """Returns what five steps gave, the fourth of them not finite. No step but the first two may wait for a device."""
     parameters = [x for _ in range(num_matrices) for x in (torch.empty(96, 64), torch.empty(33))]
     layout = Layout.of(parameters, torch.float32)
     state = compressor.init(layout, torch.device(device))
+    channel = AloneChannel(SimpleNamespace(size=2, rank=0, within=None, across=None))
     generator = torch.Generator().manual_seed(0)
     flats = [torch.randn(layout.numel, generator=generator) for _ in range(5)]
     flats[3][5] = float("inf")
@@ -74,7 +47,7 @@ def run_steps(compressor: Compressor, device: str, num_matrices: int = 3) -> lis
         for step, flat in enumerate(flats):
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
-            run_one_sync(compressor, flat, layout, state)
+            finish(compressor.rounds(flat, layout, state, channel))
     finally:
         if device == "cuda":
             torch.cuda.set_sync_debug_mode("default")

@@ -11,8 +11,8 @@ from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels import (
     blockwise_triton,
     elementwise_triton,
+    factors_triton,
     low_rank_triton,
-    orthonormal_triton,
 )
 from support.fake_cuda import DEVICE, cuda_on, written_by
 from support.machine import Machine
@@ -117,4 +117,4 @@ def test_kernels_write_what_they_store_to() -> None:
     assert pointers(elementwise_triton._widen) == {"flat", "residual"}
     assert pointers(low_rank_triton._compress) == {"bucket", "residual", "partials", "message"}
     assert pointers(blockwise_triton._reduce) == {"mean_message", "residual"}
-    assert pointers(orthonormal_triton._apply) == {"basis", "sums"}
+    assert pointers(factors_triton._apply) == {"basis", "sums"}

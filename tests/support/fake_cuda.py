@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction
 
 from lightning_commopt.compressors import channel
-from lightning_commopt.compressors.kernels import dispatch, launch_triton, low_rank_tiles_triton, orthonormal_triton
+from lightning_commopt.compressors.kernels import dispatch, factors_triton, launch_triton, low_rank_tiles_triton
 from lightning_commopt.sync import executors
 from support import moved_bytes
 from support.machine import NCCL, Clock, Machine
@@ -34,9 +34,8 @@ from support.machine import NCCL, Clock, Machine
 DEVICE = torch.device("cuda", 0)
 _CACHES = (
     executors._side_streams,
-    low_rank_tiles_triton.product_plan,
-    low_rank_tiles_triton.tiles_plan,
-    orthonormal_triton._plan_for,
+    low_rank_tiles_triton.plan_for,
+    factors_triton._plan_for,
 )
 
 

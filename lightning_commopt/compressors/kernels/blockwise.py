@@ -47,8 +47,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat, Undo
-from lightning_commopt.compressors.kernels.blockwise_torch import (
+from lightning_commopt.compressors.kernels.blockwise_format import (
+    BlockFormat,
+    Undo,
     add_finite,
     average_shares,
     chunks,

@@ -1,6 +1,6 @@
 """What low-rank compressors do to a bucket before and after a collective: products of its matrices with thin factors.
 
-Shapes: as in `matrices`; ``n`` elements in a bucket. Factors are stored column by column: in memory ``p`` is ``(r, m)``
+Shapes: as in `factors`; ``n`` elements in a bucket. Factors are stored column by column: in memory ``p`` is ``(r, m)``
 and ``q`` is ``(r, k)``. A message holds the factors of all matrices, and behind them what is sent as it is, the rest.
 
 The residual update is deferred to the next step, which saves one read and one write of all matrices: 8 of 28 bytes for
@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_commopt.compat.torch import foreach_copy_, foreach_mul_
 from lightning_commopt.compressors.kernels.dispatch import also_in
 from lightning_commopt.compressors.kernels.elementwise import CHUNK_NUMEL
-from lightning_commopt.compressors.kernels.matrices import Matrix, Parts, factors_numel, per_matrix
+from lightning_commopt.compressors.kernels.factors import Matrix, Parts, factors_numel, per_matrix
 
 MAX_COLUMNS_ONE_BY_ONE = 4
 """Columns of the factors up to which they are multiplied one after another; more in a product of matrices."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from lightning_commopt.compressors.kernels.c_library import call
+from lightning_commopt.compressors.kernels.factors import Matrix, Parts, per_matrix
 from lightning_commopt.compressors.kernels.low_rank import MAX_COLUMNS_ONE_BY_ONE
-from lightning_commopt.compressors.kernels.matrices import Matrix, Parts, per_matrix
 
 
 def fold_and_multiply(

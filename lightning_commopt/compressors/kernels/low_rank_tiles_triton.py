@@ -8,9 +8,8 @@ Source: tiles as in Triton's tutorials.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import accumulate, product
+from itertools import product
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_commopt.compressors.kernels.matrices import Matrix, Parts
+from lightning_commopt.compressors.kernels.factors import Parts
 
 SUM_BLOCK = 64
 """Sums that one program adds up."""
@@ -27,106 +26,60 @@ REST_BLOCK = 2048
 """Elements that one program sends or receives as they are."""
 
 # Rows and columns of a tile. Wide where a row is summed up, tall where a column is: few partial sums.
-_ROWS_TILE = (32, 128)
-_COLUMNS_TILE = (256, 32)
-_TILE = (32, 128)
+_TILES = {True: (32, 128), False: (256, 32), None: (32, 128)}
 
 
 class Plan(NamedTuple):
-    """What a kernel has to know of a bucket.
+    """What a kernel has to know of a bucket."""
 
-    Attributes:
-        options: constants of the kernels, and Triton's options. Of them, all matrices and their rows begin at a
-            multiple of ``ALIGNED`` elements, so that loads can be wide.
-        tiles: ``(tiles, 9)`` int64, see `load_tile`.
-        num_tiles: rows of ``tiles``.
-        rest: ``(chunks, 3)`` int64, see `low_rank_triton`.
-        num_chunks: rows of ``rest``.
-        num_rest: elements of the rest.
-        num_factors: elements of the message before the rest; 0 if the plan is not about a message.
-        num_partials: elements that hold partial sums.
-        sums: ``(sums, 5)`` int64, see `low_rank_triton`.
-        num_sums: rows of ``sums``.
-    """
-
+    # Constants of the kernels, and Triton's options. Of them, all matrices and their rows begin at a multiple of
+    # ``ALIGNED`` elements, so that loads can be wide.
     options: dict[str, Any]
-    tiles: Tensor
+    tiles: Tensor  # ``(tiles, 9)`` int64, see `load_tile`
+    rest: Tensor  # ``(chunks, 3)`` int64, see `low_rank_triton`
+    sums: Tensor  # ``(sums, 5)`` int64, see `low_rank_triton`
     num_tiles: int
-    rest: Tensor
     num_chunks: int
-    num_rest: int
-    num_factors: int
-    num_partials: int = 0
-    sums: Tensor | None = None
-    num_sums: int = 0
+    num_sums: int
+    num_rest: int  # elements of the rest
+    num_factors: int  # elements of the message before the rest; 0 if the plan is not about a message
+    num_partials: int  # elements that hold partial sums
 
 
 # Tables are made once for each bucket layout, as only then the host waits for the device. They stay, as kernels of
 # several streams read them.
 @cache
-def product_plan(parts: Parts, device: torch.device, by_rows: bool) -> Plan:
-    """Returns the plan of a product; the partial sums of a matrix are ``(splits, r, m)`` or ``(splits, r, k)``."""
-    matrices = parts.matrices
-    tile = _ROWS_TILE if by_rows else _COLUMNS_TILE
-    splits = [-(-matrix.k // tile[1]) if by_rows else -(-matrix.m // tile[0]) for matrix in matrices]
-    p_starts, q_starts = _factor_starts(matrices)
-    to_starts = p_starts if by_rows else q_starts
-    sizes = [matrix.r * (matrix.m if by_rows else matrix.k) for matrix in matrices]
-    partial_starts = list(accumulate((size * num for size, num in zip(sizes, splits, strict=True)), initial=0))
+def plan_for(parts: Parts, device: torch.device, by_rows: bool | None = None) -> Plan:
+    """Returns the plan of a product, ``P`` if ``by_rows``, else ``Q``; with None of what is done with every element.
+
+    The partial sums of a matrix are ``(splits, r, m)`` or ``(splits, r, k)``; with None nobody needs them.
+    """
+    tile_m, tile_k = _TILES[by_rows]
     tiles, sums = [], []
-    for matrix, size, num, p_start, q_start, end, first in zip(
-        matrices, sizes, splits, p_starts, q_starts, to_starts, partial_starts[:-1], strict=True
-    ):
-        for row, column in _corners(matrix, tile):
-            split = column // tile[1] if by_rows else row // tile[0]
-            tiles.append((*matrix, row, column, p_start, q_start, first + split * size))
+    p_start = q_start = num_partials = 0
+    for matrix in parts.matrices:
+        _, m, k, r = matrix
+        num_p, num_q = r * m, r * k
+        start, size, splits = (p_start, num_p, -(-k // tile_k)) if by_rows else (q_start, num_q, -(-m // tile_m))
+        for row, column in product(range(0, m, tile_m), range(0, k, tile_k)):
+            split = column // tile_k if by_rows else row // tile_m
+            tiles.append((*matrix, row, column, p_start, q_start, num_partials + split * size))
         for offset in range(0, size, SUM_BLOCK):
-            sums.append((first + offset, num, size, end + offset, size - offset))
-    return _plan(parts, tile, tiles, sum(sizes), device)._replace(
-        num_partials=partial_starts[-1], sums=_table(sums, device), num_sums=len(sums)
-    )
-
-
-@cache
-def tiles_plan(parts: Parts, device: torch.device) -> Plan:
-    """Returns the plan of what is done with every element."""
-    matrices = parts.matrices
-    tiles = [
-        (*matrix, row, column, p_start, q_start, 0)
-        for matrix, p_start, q_start in zip(matrices, *_factor_starts(matrices), strict=True)
-        for row, column in _corners(matrix, _TILE)
-    ]
-    return _plan(parts, _TILE, tiles, 0, device)
-
-
-def _plan(
-    parts: Parts, tile: tuple[int, int], tiles: Sequence[tuple[int, ...]], num_factors: int, device: torch.device
-) -> Plan:
-    """Returns a plan; the rest is in the message behind the factors."""
+            sums.append((num_partials + offset, splits, size, start + offset, size - offset))
+        p_start, q_start, num_partials = p_start + num_p, q_start + num_q, num_partials + splits * size
+    num_factors = 0 if by_rows is None else p_start if by_rows else q_start
     rest, place = [], num_factors
     for start, end in parts.rest:
         for first in range(start, end, REST_BLOCK):
             rest.append((first, place + first - start, min(REST_BLOCK, end - first)))
         place += end - start
-    options = {"TILE_M": tile[0], "TILE_K": tile[1], "num_warps": tile[0] * tile[1] // 1024, "enable_fp_fusion": True}
+    options = {"TILE_M": tile_m, "TILE_K": tile_k, "num_warps": tile_m * tile_k // 1024, "enable_fp_fusion": True}
     options["ALIGNED"] = gcd(4, *(number for matrix in parts.matrices for number in (matrix.start, matrix.k)))
-    num_rest = place - num_factors
-    return Plan(options, _table(tiles, device), len(tiles), _table(rest, device), len(rest), num_rest, num_factors)
-
-
-def _factor_starts(matrices: tuple[Matrix, ...]) -> tuple[list[int], list[int]]:
-    """Returns where ``P`` and ``Q`` of each matrix begin."""
-    p_starts = list(accumulate((matrix.r * matrix.m for matrix in matrices), initial=0))[:-1]
-    return p_starts, list(accumulate((matrix.r * matrix.k for matrix in matrices), initial=0))[:-1]
-
-
-def _corners(matrix: Matrix, tile: tuple[int, int]) -> Iterator[tuple[int, int]]:
-    """Returns the first row and column of every tile."""
-    return product(range(0, matrix.m, tile[0]), range(0, matrix.k, tile[1]))
-
-
-def _table(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
-    return torch.tensor(rows, dtype=torch.int64).to(device)
+    tile_table, rest_table, sum_table = (
+        torch.tensor(rows, dtype=torch.int64).to(device) for rows in (tiles, rest, sums)
+    )
+    counts, num_rest = (len(tiles), len(rest), len(sums)), place - num_factors
+    return Plan(options, tile_table, rest_table, sum_table, *counts, num_rest, num_factors, num_partials)
 
 
 @triton.jit

@@ -17,17 +17,16 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_commopt.compressors.kernels.elementwise_triton import all_set, rounded_for
+from lightning_commopt.compressors.kernels.factors import Parts
 from lightning_commopt.compressors.kernels.launch_triton import launch
 from lightning_commopt.compressors.kernels.low_rank import holds_sums
 from lightning_commopt.compressors.kernels.low_rank_tiles_triton import (
     REST_BLOCK,
     SUM_BLOCK,
     load_tile,
-    product_plan,
+    plan_for,
     product_tile,
-    tiles_plan,
 )
-from lightning_commopt.compressors.kernels.matrices import Parts
 
 _SUM_SPLITS = 16
 
@@ -44,7 +43,7 @@ def compress(
     by_rows: bool,
 ) -> None:
     """Sets ``message`` to the products and the rest, times ``scale``."""
-    plan = product_plan(parts, bucket.device, by_rows)
+    plan = plan_for(parts, bucket.device, by_rows)
     partials = bucket.new_empty(plan.num_partials)
     num_chunks = plan.num_chunks if message.numel() > plan.num_factors else 0
     given = (bucket, bucket if residual is None else residual, *(sent or (factor, factor)), factor)
@@ -52,7 +51,6 @@ def compress(
     args = (plan.tiles, plan.rest, *given, partials, message, plan.num_tiles)
     launch(_compress, (plan.num_tiles + num_chunks, 1, 1), *args, **constants, **plan.options)
 
-    assert plan.sums is not None
     constants = {"HAS_OWN": own is not None, "SCALE": scale, "SPLITS": _SUM_SPLITS, "BLOCK": SUM_BLOCK}
     options = {"num_warps": 4, "enable_fp_fusion": True}
     out = (message, message if own is None else own)
@@ -72,7 +70,7 @@ def decompress(
     kind, added = _kind(residual, bucket), bucket if residual is None else residual
     if kind == 2:
         subtract_product(bucket, parts, own, added, finite)
-    plan = tiles_plan(parts, bucket.device)
+    plan = plan_for(parts, bucket.device)
     behind_factors = message.numel() - plan.num_rest
     args = (plan.tiles, plan.rest, bucket, added, *mean, *own, message, finite)
     sizes = (plan.num_tiles, behind_factors, finite.numel())
@@ -82,7 +80,7 @@ def decompress(
 
 def subtract_product(flat: Tensor, parts: Parts, factors: tuple[Tensor, Tensor], out: Tensor, finite: Tensor) -> None:
     """Sets ``out = M - P Q^T``, if ``finite``."""
-    plan = tiles_plan(parts, flat.device)
+    plan = plan_for(parts, flat.device)
     args = (plan.tiles, flat, out, *factors, finite, finite.numel())
     launch(_subtract_product, (plan.num_tiles, 1, 1), *args, **plan.options)
 

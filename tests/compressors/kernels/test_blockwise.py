@@ -14,7 +14,7 @@ import torch
 from forms import checked_multiples, in_form
 from torch import Tensor
 
-from lightning_commopt.compressors.kernels import blockwise, blockwise_torch
+from lightning_commopt.compressors.kernels import blockwise, blockwise_format
 from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat, Undo
 
 LEVELS = {8: np.arange(-127.0, 128.0), 4: np.array([k * (abs(k) + 4.0) for k in range(-8, 8)])}
@@ -279,7 +279,7 @@ def test_parts_are_as_the_whole(monkeypatch: pytest.MonkeyPatch, block_format: B
     """Small buckets fit into one part; if this fails, large ones are wrong."""
     steps = []
     for num in (2**19, 512, 64):
-        monkeypatch.setattr(blockwise_torch, "CHUNK_NUMEL", num)
+        monkeypatch.setattr(blockwise_format, "CHUNK_NUMEL", num)
         flats = gradients(5001, 2, seed=1)
         flats[0][900] = float("nan")
         residuals = [residual.to(dtype) for residual in gradients(5001, 2, seed=2)]

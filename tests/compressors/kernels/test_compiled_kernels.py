@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 from compiled_kernels import CompiledKernel, compile_kernels, launch_reduced
 from triton.runtime.jit import JITFunction
 
-from lightning_commopt.compressors.kernels import elementwise, low_rank, orthonormal
-from lightning_commopt.compressors.kernels.matrices import Matrix, Parts
+from lightning_commopt.compressors.kernels import elementwise, low_rank
+from lightning_commopt.compressors.kernels.factors import Matrix, Parts, orthonormalize
 
 # Triton 3.2 has no bfloat16 for sm_75, and no sm_100.
 IS_OLD = tuple(map(int, version("triton").split(".")[:2])) < (3, 5)
@@ -51,7 +51,7 @@ def one_of_each_room() -> None:
     elementwise.narrow(values, None, 1 / 3, torch.zeros(4096, dtype=torch.bfloat16))
     pair, parts = (factors, factors.clone()), Parts((Matrix(0, 64, 64, 2),))
     low_rank.decompress(values, None, parts, pair, pair, factors, yes)
-    orthonormal.orthonormalize(factors, ((2, 64),), None, 1e-12)
+    orthonormalize(factors, ((2, 64),), None, 1e-12)
 
 
 @needs_triton

@@ -14,10 +14,10 @@ from lightning_commopt.compressors.kernels import (
     c_library,
     dispatch,
     elementwise,
+    factors,
     low_rank,
-    orthonormal,
 )
-from lightning_commopt.compressors.kernels.matrices import Matrix, Parts
+from lightning_commopt.compressors.kernels.factors import Matrix, Parts
 from support.every_compressor import COMPRESSORS
 
 FLOAT32 = torch.zeros(1)
@@ -63,7 +63,7 @@ def functions(module: ModuleType) -> dict[str, list[str]]:
 
 
 @needs_triton
-@pytest.mark.parametrize("operations", [blockwise, elementwise, low_rank, orthonormal])
+@pytest.mark.parametrize("operations", [blockwise, elementwise, factors, low_rank])
 def test_all_forms_take_the_same_arguments(operations: ModuleType) -> None:
     """If it fails, an operation breaks on another device, or has a form that never runs."""
     plain = functions(operations)
@@ -76,6 +76,6 @@ def test_all_forms_take_the_same_arguments(operations: ModuleType) -> None:
 def test_a_form_may_leave_the_work_to_plain_torch() -> None:
     """If it fails, what C does not support is not done at all."""
     flat, out = torch.ones(6), torch.zeros(6)
-    factors = torch.ones(2), torch.ones(3)
-    low_rank.subtract_product(flat * 2, Parts((Matrix(0, 2, 3, 1),)), factors, out, torch.tensor(True))
+    thin = torch.ones(2), torch.ones(3)
+    low_rank.subtract_product(flat * 2, Parts((Matrix(0, 2, 3, 1),)), thin, out, torch.tensor(True))
     assert out.equal(flat)

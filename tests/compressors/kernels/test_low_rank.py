@@ -10,7 +10,7 @@ from forms import in_form
 from torch import Tensor
 
 from lightning_commopt.compressors.kernels import low_rank
-from lightning_commopt.compressors.kernels.matrices import Matrix, Parts, factors_numel, views
+from lightning_commopt.compressors.kernels.factors import Matrix, Parts, factors_numel, views
 
 CHUNK_NUMEL = 2**14
 RANKS = [1, 2, 3, 5, 8]  # C takes four columns at a time, or what is left of them

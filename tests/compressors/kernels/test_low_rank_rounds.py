@@ -8,7 +8,7 @@ from forms import in_form, main, needs_cuda, needs_triton, run_interpreted
 from torch import Tensor
 
 from lightning_commopt.compressors.kernels import low_rank
-from lightning_commopt.compressors.kernels.matrices import Matrix, Parts, factors_numel, views
+from lightning_commopt.compressors.kernels.factors import Matrix, Parts, factors_numel, views
 
 Sides = list[tuple[int, int]]
 SIDES: dict[str, Sides] = {

@@ -8,8 +8,8 @@ import torch
 from forms import in_form, main, needs_cuda, needs_triton, run_interpreted
 from torch import Tensor
 
-from lightning_commopt.compressors.kernels import orthonormal
-from lightning_commopt.compressors.kernels.matrices import views
+from lightning_commopt.compressors.kernels import factors
+from lightning_commopt.compressors.kernels.factors import views
 
 Shapes = tuple[tuple[int, int], ...]
 
@@ -80,7 +80,7 @@ def assert_orthonormal(basis: Tensor, shapes: Shapes, tolerance: float = 3e-5, m
 
 def orthonormalize(x: Tensor, shapes: Shapes, old: Tensor | None, epsilon: float = EPSILON) -> Tensor:
     """Returns the basis for finite factors."""
-    basis, finite = orthonormal.orthonormalize(x, shapes, old, epsilon)
+    basis, finite = factors.orthonormalize(x, shapes, old, epsilon)
     assert finite.all()
     return basis.cpu()
 
@@ -128,11 +128,11 @@ def check_not_finite(device: str, all_shapes: list[Shapes] = SHAPES) -> None:
                 x[place] = bad
             before = None if before is None else before.repeat(200).to(device)
             for fallback in (old, None):
-                basis, finite = orthonormal.orthonormalize(x, shapes, fallback, EPSILON, before)
+                basis, finite = factors.orthonormalize(x, shapes, fallback, EPSILON, before)
                 assert not finite.all()
                 assert basis.equal(torch.zeros_like(old) if fallback is None else fallback)
         for before in (None, YES.to(device), YES.repeat(200).to(device)):
-            assert orthonormal.orthonormalize(good, shapes, old, EPSILON, before)[1].all()
+            assert factors.orthonormalize(good, shapes, old, EPSILON, before)[1].all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

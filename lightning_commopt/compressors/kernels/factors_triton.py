@@ -1,4 +1,4 @@
-"""The operation of `orthonormal` in Triton, for all factors of a bucket at once; what it does is defined there.
+"""The operation of `factors` in Triton, for all factors of a bucket at once; what it does is defined there.
 
 Gram-Schmidt by the scalar products of all rows alone, in float64: one kernel computes these products tile by tile, and
 one finds for every factor the combinations of rows that are orthonormal and applies them. For few rows each program
@@ -25,8 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_commopt.compressors.kernels.elementwise_triton import all_set
+from lightning_commopt.compressors.kernels.factors import Shapes
 from lightning_commopt.compressors.kernels.launch_triton import launch
-from lightning_commopt.compressors.kernels.matrices import Shapes
 
 # Of the square of a row's norm: of what is left beneath this the products have too few digits.
 _TOLERANCE = tl.constexpr(2.0**-32)
@@ -65,32 +65,22 @@ def orthonormalize(
 
 
 class _Plan(NamedTuple):
-    """What the kernels have to know of the factors of a bucket.
+    """What the kernels have to know of the factors of a bucket."""
 
-    Attributes:
-        tiles: ``(tiles, 8)`` int64: where the partial sums of the factor begin, how many tiles it has, r, where the
-            transform that the tile needs begins; where the factor begins, its side, the first column of the tile, where
-            its own partial sums begin.
-        factors: ``(factors, 4)`` int64: as the first four of a tile.
-        num_tiles: rows of ``tiles``.
-        num_factors: elements of all factors.
-        num_sums: elements that hold partial sums, ``(tiles, NUM, NUM)``, and behind them the transforms.
-        options: of all kernels: ``R``, a power of two that is not below any ``r``; ``NUM`` candidates, ``R`` if there
-            are no old rows, else ``2 R``; Triton's.
-        block: columns of a tile.
-        num_splits: tiles whose partial sums are added up at once.
-        combines: each tile has a transform of its own.
-    """
-
+    # ``(tiles, 8)`` int64: where the partial sums of the factor begin, how many tiles it has, r, where the transform
+    # that the tile needs begins; where the factor begins, its side, the first column of the tile, where its own partial
+    # sums begin.
     tiles: Tensor
-    factors: Tensor
+    factors: Tensor  # ``(factors, 4)`` int64: as the first four of a tile
     num_tiles: int
-    num_factors: int
-    num_sums: int
+    num_factors: int  # elements of all factors
+    num_sums: int  # elements that hold partial sums, ``(tiles, NUM, NUM)``, and behind them the transforms
+    # Of all kernels: ``R``, a power of two that is not below any ``r``; ``NUM`` candidates, ``R`` if there are no old
+    # rows, else ``2 R``; Triton's.
     options: dict[str, int | bool]
-    block: int
-    num_splits: int
-    combines: bool
+    block: int  # columns of a tile
+    num_splits: int  # tiles whose partial sums are added up at once
+    combines: bool  # each tile has a transform of its own
 
 
 # Tables are made once for each bucket layout, as only then the host waits for the device. They stay, as kernels of

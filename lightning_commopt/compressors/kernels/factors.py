@@ -1,7 +1,9 @@
-"""Orthonormal bases of the factors of a bucket.
+"""Where the matrices of a bucket lie, how their thin factors are stored, and orthonormal bases of these.
 
-Shapes: as in `matrices`. Factors are stored column by column, so that a column of a factor is a row ``(side,)`` of its
-tensor ``X`` ``(r, side)``; here they are called rows.
+Shapes: a matrix ``M`` ``(m, k)``, contiguous within the bucket; its factors ``P`` ``(m, r)`` and ``Q`` ``(k, r)``,
+which stand for ``P Q^T``. Factors are stored column by column, as tensors ``(r, m)`` and ``(r, k)``. Those of all
+matrices of a bucket are concatenated in one tensor: ``p`` ``(sum of r * m,)`` and ``q`` ``(sum of r * k,)``. A column
+of a factor is a row ``(side,)`` of its tensor ``X`` ``(r, side)``; where bases are made, it is called so.
 
 Row ``i`` of a basis is what is left of row ``i`` of ``X`` after the rows before it are projected out, with norm 1. A
 row of which nothing is left, or so little that it has no digits left, is replaced by something orthonormal to the
@@ -10,17 +12,81 @@ others, so that no row ever dies.
 Example: ``[[3, 4], [4, 3]]`` becomes ``[[0.6, 0.8], [0.8, -0.6]]``; ``[[3, 4], [6, 8]]`` becomes the same or
 ``[[0.6, 0.8], [-0.8, 0.6]]``.
 
-Plain torch forms, which run on CPU. On CUDA two fused kernels for all factors at once, three for many rows.
+Plain torch forms, which run on CPU. On CUDA bases take two fused kernels for all factors at once, three for many rows.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_commopt.compressors.kernels.dispatch import also_in
 from lightning_commopt.compressors.kernels.elementwise import all_finite
-from lightning_commopt.compressors.kernels.matrices import Shapes, factors_numel, views
+
+Shapes: TypeAlias = tuple[tuple[int, int], ...]
+"""Columns and rows of each factor, as it is stored."""
+
+
+class Matrix(NamedTuple):
+    """Where a matrix lies in its bucket, and how thin its factors are."""
+
+    start: int  # its first element
+    m: int  # rows
+    k: int  # columns
+    r: int  # columns of each of its factors
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Returns the view ``(m, k)`` of a bucket."""
+        return flat[self.start : self.start + self.m * self.k].view(self.m, self.k)
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """How a bucket is cut: matrices that are worth compressing, and the rest. Compared by identity, as a fast key."""
+
+    matrices: tuple[Matrix, ...]  # that are compressed
+    rest: tuple[tuple[int, int], ...] = ()  # begin and end of each stretch of the bucket that is sent as it is
+
+    @cached_property
+    def rest_numels(self) -> list[int]:
+        """Elements of each stretch that is sent as it is."""
+        return [end - start for start, end in self.rest]
+
+    @cached_property
+    def p_shapes(self) -> Shapes:
+        """``(r, m)`` of each matrix."""
+        return tuple((matrix.r, matrix.m) for matrix in self.matrices)
+
+    @cached_property
+    def q_shapes(self) -> Shapes:
+        """``(r, k)`` of each matrix."""
+        return tuple((matrix.r, matrix.k) for matrix in self.matrices)
+
+    def rest_of(self, flat: Tensor) -> list[Tensor]:
+        """Returns the views of a bucket that are sent as they are."""
+        return [flat[start:end] for start, end in self.rest]
+
+
+def factors_numel(shapes: Shapes) -> int:
+    """Returns the elements of all factors."""
+    return sum(r * side for r, side in shapes)
+
+
+def views(factors: Tensor, shapes: Shapes) -> list[Tensor]:
+    """Returns the view ``(r, side)`` of each factor."""
+    parts = factors.split([r * side for r, side in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def per_matrix(parts: Parts, *pairs: tuple[Tensor, Tensor]) -> Iterator[tuple[Any, ...]]:
+    """Gives each matrix with its views of pairs of factors, ``P`` and ``Q`` of all matrices."""
+    ps, qs = parts.p_shapes, parts.q_shapes
+    return zip(parts.matrices, *(zip(views(p, ps), views(q, qs), strict=True) for p, q in pairs), strict=True)
 
 
 @also_in("triton")
