@@ -1,8 +1,28 @@
 """Runs a function on several real ranks: that of the package, with what tests need imported before ranks are forked."""
 
-from lightning_commopt.commands.selftest.ranks import PROCESSES, RankError, run_ranks, run_ranks_or_raise
+from collections.abc import Callable
+from typing import Any
+
+from lightning_commopt.commands.selftest.ranks import (
+    PROCESSES,
+    Answer,
+    Job,
+    RankError,
+    check_all_answered,
+    collect_answers,
+    run_ranks,
+)
 from support.lightnings import ADAPTER, PACKAGE
 
 __all__ = ["RankError", "run_ranks", "run_ranks_or_raise"]
 
 PROCESSES.set_forkserver_preload([*("torch.distributed", "torch._dynamo", "pytest"), *(PACKAGE, ADAPTER)])
+
+
+def run_ranks_or_raise(
+    fn: Callable[..., Any], *args: Any, world_size: int, limit_s: float = 240, group_timeout_s: float = 180
+) -> list[Answer]:
+    """Like `run_ranks`, where failures are expected: waits for all ranks, each answer is (value, traceback or None)."""
+    answers = collect_answers(Job(fn, args, world_size, group_timeout_s, "gloo", {}), limit_s, limit_s)
+    check_all_answered(answers, world_size, limit_s)
+    return [answers[rank] for rank in range(world_size)]

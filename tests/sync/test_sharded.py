@@ -17,13 +17,10 @@ from lightning_commopt.commands.selftest.sharded_laws import (
     SHARDED_LAWS,
     ShardedSetup,
     averages_of,
-    gradients_of,
     new_model,
     run_step,
-    run_steps,
-    sharded_examples,
 )
-from lightning_commopt.commands.selftest.steps import flatten, of_all_ranks
+from lightning_commopt.commands.selftest.steps import flatten, of_all_ranks, run_steps
 from lightning_commopt.compat.collectives import CollectiveHooks
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt4, ShardedInt8
 from lightning_commopt.compressors.sharded_registry import sharded_from_config
@@ -41,7 +38,7 @@ pytestmark = pytest.mark.skipif(
 SETUPS: dict[str, tuple[int, ShardedSetup, slice]] = {
     "2 ranks": (2, ShardedSetup(), slice(1, None, 2)),
     "the others": (2, ShardedSetup(), slice(0, None, 2)),
-    "3 ranks": (3, ShardedSetup(fsdp={"reshard_after_forward": False}), slice(3, None, 2)),
+    "3 ranks": (3, ShardedSetup(options={"reshard_after_forward": False}), slice(3, None, 2)),
     "2 replicas": (4, ShardedSetup(num_replicas=2), slice(2, None, 3)),
     "2 nodes": (4, ShardedSetup(), slice(-1, None)),
 }
@@ -51,11 +48,11 @@ SETUPS: dict[str, tuple[int, ShardedSetup, slice]] = {
 def _messages(setup: ShardedSetup, compressors: slice) -> dict[str, str]:
     messages = {}
     for name, law in SHARDED_LAWS.items():
-        for compressor in sharded_examples(dist.get_world_size() // setup.num_replicas)[compressors]:
+        for example, compressor in list(setup.examples().items())[compressors]:
             try:
-                law(setup, compressor)
+                law(setup, example, compressor)
             except AssertionError as error:
-                messages[f"{name}: {compressor}"] = str(error)
+                messages[f"{name}: {example}"] = str(error)
     return messages
 
 
@@ -67,14 +64,14 @@ def test_laws(setup: str) -> None:
 
 
 def _observed_bytes() -> tuple[Counter[str], int]:
-    model, sync = ShardedSetup().shard(ShardedInt8())
+    model, sync = ShardedSetup().wrap(ShardedInt8())
     observed: Counter[str] = Counter()
 
     def issue(name: str, num_bytes: int) -> Any:
         observed[name] += num_bytes
 
     hooks = CollectiveHooks(issue, sees_end=False)
-    run_step(model, gradients_of(0, dist.get_rank()))
+    run_step(model, ShardedSetup().gradients(0))
     hooks.close()
     return observed, sync.wire_bytes
 
@@ -88,15 +85,15 @@ def test_bytes_as_process_groups_see_them() -> None:
 
 
 def _accumulated(num_replicas: int, mode: str) -> tuple[Tensor, Tensor]:
-    model, _ = ShardedSetup(num_replicas=num_replicas).shard(ShardedInt8())
-    rank, batches = dist.get_rank(), 3
+    model, _ = ShardedSetup(num_replicas=num_replicas).wrap(ShardedInt8())
+    batches = 3
     given = []
     for batch in range(batches):
         is_last = batch == batches - 1
-        model.set_requires_all_reduce(is_last)  # type: ignore[operator]
+        model.set_requires_all_reduce(is_last)
         if mode == "unsharded":
-            model.set_requires_gradient_sync(is_last)  # type: ignore[operator]
-        gradients = gradients_of(batch, rank)
+            model.set_requires_gradient_sync(is_last)
+        gradients = ShardedSetup().gradients(batch)
         given.append(flatten(gradients))
         model(gradients).backward()
     exact = torch.stack(of_all_ranks(torch.stack(given).sum(0))).mean(0)
@@ -112,7 +109,7 @@ def test_accumulated_gradients(num_replicas: int, mode: str) -> None:
 
 def _columns_of_marked_gradients() -> list[str]:
     """Sends gradients that hold the number of their parameter; returns those where a layout says another one."""
-    model, sync = ShardedSetup().shard(ShardedBf16())
+    model, sync = ShardedSetup().wrap(ShardedBf16())
     numbers = {name: float(index + 1) for index, (name, _) in enumerate(new_model().named_parameters())}
     wrong = []
 
@@ -195,7 +192,7 @@ def test_a_backward_that_reaches_some_parameters_only() -> None:
 
 
 def _thawed() -> tuple[float, float]:
-    model, sync = ShardedSetup().shard(ShardedInt8(error_feedback=True))
+    model, sync = ShardedSetup().wrap(ShardedInt8(error_feedback=True))
     received = torch.zeros(())
     sent = []
     for step in range(6):
@@ -203,7 +200,7 @@ def _thawed() -> tuple[float, float]:
         for name, parameter in model.named_parameters():
             if name == "parts.0.p2":
                 parameter.requires_grad_(not frozen)
-        gradients = gradients_of(step, dist.get_rank())
+        gradients = ShardedSetup().gradients(step)
         averages = run_step(model, gradients)
         if not frozen:
             sent.append(gradients["parts.0.p2"])
@@ -225,9 +222,9 @@ def _in_all_dtypes() -> list[tuple[float, torch.dtype]]:
 
 def _in_16_bits(reduce_dtype: torch.dtype) -> tuple[float, torch.dtype]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    setup = ShardedSetup(fsdp={"mp_policy": policy})
-    model, _ = setup.shard(ShardedInt8())
-    gradients = gradients_of(0, dist.get_rank())
+    setup = ShardedSetup(options={"mp_policy": policy})
+    model, _ = setup.wrap(ShardedInt8())
+    gradients = ShardedSetup().gradients(0)
     averages = flatten(run_step(model, gradients))
     exact = torch.stack(of_all_ranks(flatten(gradients))).mean(0)
     grad = next(model.parameters()).grad

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
@@ -13,7 +12,6 @@ from lightning_commopt.commands.selftest.sharded_laws import (
     SHARDED_LAWS,
     ShardedSetup,
     averages_of,
-    gradients_of,
     new_model,
     run_step,
 )
@@ -41,7 +39,7 @@ def _messages() -> dict[str, str]:
     for inner in (ShardedBf16(), FEEDBACK, ShardedInt8(stochastic_rounding=True), ShardedInt4()):
         for name, law in SHARDED_LAWS.items():
             try:
-                law(ShardedSetup(), on_two_nodes(inner))
+                law(ShardedSetup(), str(inner), on_two_nodes(inner))
             except AssertionError as error:
                 messages[f"{name}: {inner}"] = str(error)
     return messages
@@ -55,14 +53,14 @@ def test_laws() -> None:
 
 def _sent_bytes() -> tuple[int, int]:
     """Returns the bytes that process groups see in a step, and those that shapes predict."""
-    model, _ = ShardedSetup().shard(on_two_nodes(ShardedInt8()))
+    model, _ = ShardedSetup().wrap(on_two_nodes(ShardedInt8()))
     observed: Counter[str] = Counter()
 
     def issue(name: str, num_bytes: int) -> Any:
         observed[name] += num_bytes
 
     hooks = CollectiveHooks(issue, sees_end=False)
-    run_step(model, gradients_of(0, dist.get_rank()))
+    run_step(model, ShardedSetup().gradients(0))
     hooks.close()
     predicted = 0
     for unit in (*model.parts, model):
@@ -83,11 +81,11 @@ def test_bytes_as_process_groups_see_them() -> None:
 
 def _handed_over(before: ShardedCompressor, after: ShardedCompressor) -> tuple[float, float]:
     """Returns what is lost of the residuals of one compressor that another goes on with, as a share, and their mean."""
-    model, sync = ShardedSetup().shard(before)
+    model, sync = ShardedSetup().wrap(before)
     for step in range(2):
-        run_step(model, gradients_of(step, dist.get_rank()))
+        run_step(model, ShardedSetup().gradients(step))
     mean_before = _mean(sync.residuals())
-    model, other = ShardedSetup().shard(after)
+    model, other = ShardedSetup().wrap(after)
     other.add_residuals(sync.residuals())
     received = run_step(model, {name: torch.zeros(p.shape) for name, p in new_model().named_parameters()})
     mean_after = _mean(other.residuals()) + flatten({name: received[name] for name in sorted(other.residuals())})
@@ -111,13 +109,13 @@ def test_residuals_are_handed_over(before: ShardedCompressor, after: ShardedComp
 
 
 def _steps(overlaps: bool) -> list[Tensor]:
-    model, sync = ShardedSetup().shard(on_two_nodes(FEEDBACK))
+    model, sync = ShardedSetup().wrap(on_two_nodes(FEEDBACK))
     if overlaps:
         sync.allow_overlap()
     averages = []
     for step in range(3):
         model.zero_grad()
-        model(gradients_of(step, dist.get_rank())).backward()
+        model(ShardedSetup().gradients(step)).backward()
         averages.append(flatten(averages_of(model)))
     sync.detach()
     return averages
@@ -134,7 +132,7 @@ def test_overlapping_changes_no_bit() -> None:
 
 def _refused() -> str:
     try:
-        ShardedSetup().shard(ShardedHierarchical(inner=FEEDBACK, ranks_per_node=2))
+        ShardedSetup().wrap(ShardedHierarchical(inner=FEEDBACK, ranks_per_node=2))
     except OptionError as error:
         return str(error)
     return ""

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_commopt import CommOptModelParallel, shard
-from lightning_commopt.commands.selftest.sharded_laws import ShardedSetup, averages_of, gradients_of
+from lightning_commopt.commands.selftest.sharded_laws import ShardedSetup, averages_of
 from lightning_commopt.commands.selftest.steps import flatten
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt8
 from lightning_commopt.sync.sharded import Overlap, ShardedSync
@@ -28,8 +28,8 @@ pytestmark = pytest.mark.skipif(
 
 def _steps(overlaps: bool, fsdp: dict[str, Any], num_replicas: int) -> tuple[list[Tensor], int, int]:
     """Returns the averages of steps, of which some accumulate; what ran beside backward; and bytes."""
-    setup = ShardedSetup(fsdp=fsdp, num_replicas=num_replicas)
-    model, sync = setup.shard(ShardedInt8(error_feedback=True))
+    setup = ShardedSetup(options=fsdp, num_replicas=num_replicas)
+    model, sync = setup.wrap(ShardedInt8(error_feedback=True))
     if overlaps:
         sync.allow_overlap()
     averages, submitted = [], []
@@ -43,7 +43,7 @@ def _steps(overlaps: bool, fsdp: dict[str, Any], num_replicas: int) -> tuple[lis
         for step in range(4):
             if step != 2:  # step 2 adds to the gradients of step 1
                 model.zero_grad()
-            model(gradients_of(step, dist.get_rank())).backward()
+            model(ShardedSetup().gradients(step)).backward()
             averages.append(flatten(averages_of(model)))
     sync.detach()
     return averages, len(submitted), sync.wire_bytes
@@ -103,13 +103,13 @@ def test_a_unit_that_is_used_twice() -> None:
 
 
 def _hooked() -> list[bool]:
-    model, sync = ShardedSetup().shard(ShardedInt8())
+    model, sync = ShardedSetup().wrap(ShardedInt8())
     sync.allow_overlap()
     seen: list[Tensor] = []
     parameter = model.p0
-    parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().clone()))  # type: ignore[operator]
-    model(gradients_of(0, dist.get_rank())).backward()
-    return [torch.equal(one, parameter.grad.to_local()) for one in seen]  # type: ignore[union-attr, operator]
+    parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.to_local().clone()))
+    model(ShardedSetup().gradients(0)).backward()
+    return [torch.equal(one, parameter.grad.to_local()) for one in seen]
 
 
 def test_hooks_of_gradients_see_complete_ones() -> None:
@@ -118,11 +118,11 @@ def test_hooks_of_gradients_see_complete_ones() -> None:
 
 
 def _fails(task: Callable[..., Any]) -> str:
-    model, sync = ShardedSetup().shard(ShardedInt8())
+    model, sync = ShardedSetup().wrap(ShardedInt8())
     sync.allow_overlap()
     with patch("lightning_commopt.sync.sharded_unit._reduce_scatter", task):
         try:
-            model(gradients_of(0, dist.get_rank())).backward()
+            model(ShardedSetup().gradients(0)).backward()
         except RuntimeError as error:
             return str(error)
     return ""

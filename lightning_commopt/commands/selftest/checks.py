@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,9 @@ class TestDevices:
         return torch.device("cpu") if self.device_type == "cpu" else torch.device("cuda", self.indices[rank])
 
 
+CPU = TestDevices(name="2 ranks on the CPU, gloo", device_type="cpu", backend="gloo")
+
+
 def candidates(device: str) -> list[TestDevices]:
     """Returns where two ranks may run, the best first; whether NCCL takes two ranks on one GPU shows when it is tried.
 
@@ -39,29 +42,21 @@ def candidates(device: str) -> list[TestDevices]:
     num_gpus = torch.cuda.device_count()
     if device == "cuda" and num_gpus == 0:
         raise ValueError("device=cuda: torch finds no CUDA device here")
-    cpu = TestDevices(name="2 ranks on the CPU, gloo", device_type="cpu", backend="gloo")
     if device == "cpu" or num_gpus == 0:
-        return [cpu]
-    return [*_with_nccl(num_gpus), _cuda("2 ranks on one GPU, gloo", "gloo")]
-
-
-def _with_nccl(num_gpus: int) -> list[TestDevices]:
+        return [CPU]
+    gloo = replace(CPU, name="2 ranks on one GPU, gloo", device_type="cuda")
     if not dist.is_nccl_available():
-        return []
-    backend = "cpu:gloo,cuda:nccl"
+        return [gloo]
+    nccl = replace(gloo, name="2 ranks on one GPU, NCCL", backend="cpu:gloo,cuda:nccl")
     if num_gpus > 1:
-        return [_cuda("2 ranks on 2 GPUs, NCCL", backend, indices=(0, 1))]
+        return [replace(nccl, name="2 ranks on 2 GPUs, NCCL", indices=(0, 1)), gloo]
     # NCCL refuses two ranks with one GPU of one host, unless sharing is enabled, or they seem to be on two hosts.
     as_hosts = {str(rank): {"NCCL_HOSTID": f"host{rank}"} for rank in range(2)}
-    places = [_cuda("2 ranks on one GPU as 2 hosts, NCCL over sockets", backend, environment=as_hosts)]
+    places = [replace(nccl, name="2 ranks on one GPU as 2 hosts, NCCL over sockets", environment=as_hosts), gloo]
     if torch.cuda.nccl.version() >= _NCCL_THAT_SHARES_A_GPU:
         shared = {str(rank): {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} for rank in range(2)}
-        places.insert(0, _cuda("2 ranks on one GPU, NCCL", backend, environment=shared))
+        places.insert(0, replace(nccl, environment=shared))
     return places
-
-
-def _cuda(name: str, backend: str, **options: Any) -> TestDevices:
-    return TestDevices(name=name, device_type="cuda", backend=backend, **options)
 
 
 class NotChecked(Exception):  # noqa: N818 (no error)

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.commands.selftest.checks import Found, NotChecked, TestDevices, check
-from lightning_commopt.commands.selftest.steps import NUM_STEPS, Setup, large_setup, run_step, send
-from lightning_commopt.compressors import Compressor, Layout, Rounds
+from lightning_commopt.commands.selftest.steps import NUM_STEPS, Setup, large_setup, send
+from lightning_commopt.compressors import Compressor, Int8, Layout
 from lightning_commopt.compressors.catalog import example_compressors, ready_compressors
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.cost.compressor_cost import time_rounds
@@ -82,7 +82,7 @@ def _no_synchronization(place: TestDevices) -> str:
     for name, compressor in compressors.items():
         model, sync = setup.wrap(compressor)
         for step in range(4):
-            run_step(model, sync, setup.gradients(step))
+            setup.run_step(model, sync, setup.gradients(step))
         gradients = setup.gradients(4)
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -102,7 +102,7 @@ def _memory(place: TestDevices) -> str:
         model, sync = setup.wrap(compressor)
         allocated = []
         for step in range(3 * NUM_STEPS):
-            run_step(model, sync, setup.gradients(step))
+            setup.run_step(model, sync, setup.gradients(step))
             torch.cuda.synchronize()
             allocated.append(torch.cuda.memory_allocated())
         late = allocated[NUM_STEPS:]
@@ -136,42 +136,28 @@ def bucket_cost(
     channel, state = Channel(dist.group.WORLD), compressor.init(layout, device)
     gradients = torch.randn(layout.numel, device=device, generator=torch.Generator(device).manual_seed(0))
 
-    def step() -> float:
-        flat = gradients.clone()
-        return _host_s(compressor.rounds(flat, layout, state, channel))
+    def step(flat: Tensor) -> float:
+        """Returns the seconds in which the host does not wait for a collective."""
+        return sum(time_rounds(compressor.rounds(flat, layout, state, channel), HostClock()))
 
+    launches = device_s = 0.0
     with torch.no_grad():
-        for _ in range(_NUM_WARM_UP):
-            step()
-        host_s = min(step() for _ in range(_NUM_TIMED))
-        launches, device_s = (
-            _profiled(compressor, layout, gradients, state, channel) if device.type == "cuda" else (0, 0)
-        )
-    seconds = device_s or host_s
+        times_s = [step(gradients.clone()) for _ in range(_NUM_WARM_UP + _NUM_TIMED)]
+        host_s = min(times_s[_NUM_WARM_UP:])
+        if device.type == "cuda":
+            copies = [gradients.clone() for _ in range(_NUM_PROFILED)]
+            torch.cuda.synchronize()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+                for flat in copies:
+                    step(flat)
+                torch.cuda.synchronize()
+            launches, device_s = count_kernels(profiler.events() or (), _NUM_PROFILED)
     return {
         "host_us": 1e6 * host_s,
         "launches": launches,
         "device_us": 1e6 * device_s,
-        "bucket_gb_per_s": 4 * layout.numel / seconds / 1e9,
+        "bucket_gb_per_s": 4 * layout.numel / (device_s or host_s) / 1e9,
     }
-
-
-def _host_s(rounds: Rounds) -> float:
-    """Drives rounds to their end; returns the seconds in which the host did not wait for a collective."""
-    return sum(time_rounds(rounds, HostClock()))
-
-
-def _profiled(
-    compressor: Compressor, layout: Layout, gradients: Tensor, state: dict[str, Any], channel: Channel
-) -> tuple[float, float]:
-    """Returns the kernels of a step and the seconds that they take, without those of NCCL."""
-    copies = [gradients.clone() for _ in range(_NUM_PROFILED)]
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for flat in copies:
-            _host_s(compressor.rounds(flat, layout, state, channel))
-        torch.cuda.synchronize()
-    return count_kernels(profiler.events() or (), _NUM_PROFILED)
 
 
 def count_kernels(events: Any, num_steps: int) -> tuple[float, float]:
@@ -195,15 +181,14 @@ def _monitor(place: TestDevices) -> Found:
 def step_seconds(place: TestDevices, is_measured: bool, num_steps: int = 50) -> float:
     """Returns the median time of steps, with or without a recorder that is read every step."""
     setup = large_setup(place)
-    (compressor,) = (x for name, x in ready_compressors().items() if name == "int8")
-    model, sync = setup.wrap(compressor)
+    model, sync = setup.wrap(Int8())
     recorder, gradients, times_s = StepRecorder(clock_for(setup.device)), setup.gradients(0), []
     if is_measured:
         sync.observers.add(recorder)
     for step in range(num_steps):
         start_s = time.perf_counter()
         recorder.enter("backward")
-        run_step(model, sync, gradients)
+        setup.run_step(model, sync, gradients)
         if is_measured:
             recorder.end_step(step, 1)
             if recorder.num_pending > recorder.clock.num_lag_steps + 1:

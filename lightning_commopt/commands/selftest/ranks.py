@@ -66,12 +66,12 @@ def run_ranks(
         RankError: a rank raised (its traceback is in the message), died, or sent nothing
             for ``limit_s`` seconds.
     """
-    job = _Job(fn, args, world_size, group_timeout_s, backend, environment or {})
-    answers = _run(job, limit_s, _SECONDS_AFTER_A_FAILURE)
+    job = Job(fn, args, world_size, group_timeout_s, backend, environment or {})
+    answers = collect_answers(job, limit_s, _SECONDS_AFTER_A_FAILURE)
     for rank, (_, trace) in answers.items():  # in the order in which they answered: who failed first is named
         if trace is not None:
             raise RankError(f"rank {rank} raised\n{trace}")
-    _check_all_answered(answers, world_size, limit_s)
+    check_all_answered(answers, world_size, limit_s)
     return [answers[rank][0] for rank in range(world_size)]
 
 
@@ -82,16 +82,9 @@ def run_on(place: TestDevices, fn: Callable[..., Any], *args: Any, environment: 
     return run_ranks(fn, *args, place, **options, environment=variables)
 
 
-def run_ranks_or_raise(
-    fn: Callable[..., Any], *args: Any, world_size: int, limit_s: float = 240, group_timeout_s: float = 180
-) -> list[Answer]:
-    """Like `run_ranks`, where failures are expected: waits for all ranks, each answer is (value, traceback or None)."""
-    answers = _run(_Job(fn, args, world_size, group_timeout_s, "gloo", {}), limit_s, limit_s)
-    _check_all_answered(answers, world_size, limit_s)
-    return [answers[rank] for rank in range(world_size)]
+class Job(NamedTuple):
+    """What ranks are started for; see `run_ranks`."""
 
-
-class _Job(NamedTuple):
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     world_size: int
@@ -100,7 +93,7 @@ class _Job(NamedTuple):
     environment: Mapping[str, Mapping[str, str]]
 
 
-def _run(job: _Job, limit_s: float, grace_s: float) -> dict[int, Answer]:
+def collect_answers(job: Job, limit_s: float, grace_s: float) -> dict[int, Answer]:
     """Starts the ranks, collects the answers that come in time, and leaves no process behind."""
     answers: dict[int, Answer] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -142,13 +135,14 @@ def _collect(answers: dict[int, Answer], pipes: list[Connection], limit_s: float
             end = min(end, time.monotonic() + grace_s)
 
 
-def _check_all_answered(answers: dict[int, Answer], world_size: int, limit_s: float) -> None:
+def check_all_answered(answers: dict[int, Answer], world_size: int, limit_s: float) -> None:
+    """Raises a RankError if a rank's answer is missing."""
     if len(answers) < world_size:
         traces = "".join(f"\nrank {rank}: {trace}" for rank, (_, trace) in answers.items() if trace)
         raise RankError(f"only ranks {sorted(answers)} answered within {limit_s} s{traces}")
 
 
-def _rank(rank: int, folder: str, pipe: Connection, job: _Job) -> None:
+def _rank(rank: int, folder: str, pipe: Connection, job: Job) -> None:
     torch.set_num_threads(1)
     os.environ.update(job.environment.get(str(rank), {}))
     os.environ.update(

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.commands.selftest.checks import NotChecked, TestDevices, check
 from lightning_commopt.commands.selftest.ranks import run_on
-from lightning_commopt.commands.selftest.steps import flatten, large_setup, run_step, run_steps, send
+from lightning_commopt.commands.selftest.steps import flatten, large_setup, run_steps, send
 from lightning_commopt.compat.torch import flight_records
 from lightning_commopt.compressors import Layout
 from lightning_commopt.compressors.catalog import example_compressors, ready_compressors
@@ -87,7 +87,7 @@ def digests(num_streams: int, place: TestDevices, num_steps: int = NUM_STEPS) ->
     if place.device_type == "cuda":
         torch.cuda.set_device(setup.device)
     for name, compressor in ready_compressors().items():
-        model = DistributedDataParallel(setup.net().to(setup.device), **setup.ddp)
+        model = DistributedDataParallel(setup.net().to(setup.device), **setup.options)
         names = {id(parameter): its_name for its_name, parameter in model.module.named_parameters()}
         on_cpu = setup.device.type == "cpu"
         executor: Executor = WorkerThread() if on_cpu else SideStreams(setup.device, num_streams)
@@ -121,7 +121,7 @@ def compiled_late(place: TestDevices) -> dict[str, list[str]]:
         before = set(cache.rglob("*.json"))
         dist.barrier()
         for step in range(4):
-            run_step(model, sync, setup.gradients(step))
+            setup.run_step(model, sync, setup.gradients(step))
         sync.detach()
         if found := sorted(path.stem for path in set(cache.rglob("*.json")) - before):
             late[name] = found
