@@ -8,9 +8,9 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B  # linux/sockios.h
 _IFF_UP = 1
@@ -76,18 +76,13 @@ def find_listening(
 
     NCCL's rules apply if the name of the backend contains "nccl", gloo's otherwise.
     """
-    variable = "NCCL_SOCKET_IFNAME" if "nccl" in backend else "GLOO_SOCKET_IFNAME"
+    is_nccl = "nccl" in backend
+    variable = "NCCL_SOCKET_IFNAME" if is_nccl else "GLOO_SOCKET_IFNAME"
     value = environment.get(variable) or None
-    address = None
-    if "nccl" in backend:
-        chosen = choose_for_nccl(interfaces, environment)
-    else:
-        address = (own_address() or "127.0.0.1") if value is None else None  # as gloo does
-        chosen = choose_for_gloo(interfaces, environment, address)
-    if chosen is not None:
-        return Listening(variable=variable, value=value, interface=chosen.name, address=chosen.with_prefix)
-    address = None if address is None else f"{address}/32"
-    return Listening(variable=variable, value=value, interface=None, address=address)
+    own = None if is_nccl or value else own_address() or "127.0.0.1"  # as gloo does
+    chosen = choose_for_nccl(interfaces, environment) if is_nccl else choose_for_gloo(interfaces, environment, own)
+    address = chosen.with_prefix if chosen else own and f"{own}/32"
+    return Listening(variable=variable, value=value, interface=chosen and chosen.name, address=address)
 
 
 def own_address() -> str | None:
@@ -135,21 +130,16 @@ def choose_for_nccl(interfaces: Sequence[Interface], environment: Mapping[str, s
             for interface in interfaces
         ]
         return next((interface for interface, match in zip(interfaces, matches, strict=True) if match != is_out), None)
-    last = ("docker", "lo", "virbr")
-    tests: list[Callable[[str], bool]] = [
-        lambda name: name.startswith("ib"),
-        lambda name: not name.startswith(last),
-        *(lambda name, prefix=prefix: name.startswith(prefix) for prefix in last),
-    ]
-    return next((interface for test in tests for interface in interfaces if test(interface.name)), None)
+    order = {"ib": 0, "docker": 2, "lo": 3, "virbr": 4}  # 1 for all others
+    places = [next((order[start] for start in order if each.name.startswith(start)), 1) for each in interfaces]
+    return interfaces[places.index(min(places))] if places else None
 
 
 class PortFailure(NamedTuple):
     """Why a connection to a port failed."""
 
-    # "refused" where nothing listens; "silent" without any answer; "unknown" for a name without an address
-    kind: Literal["refused", "silent", "unknown", "other"]
     message: str  # a clause that names host, port and the probable obstacle
+    is_refused: bool = False  # nothing listens there, as yet
 
 
 def try_port(host: str, port: int, *, limit_s: float) -> PortFailure | None:
@@ -158,22 +148,19 @@ def try_port(host: str, port: int, *, limit_s: float) -> PortFailure | None:
         socket.create_connection((host, port), timeout=limit_s).close()
     except ConnectionRefusedError:
         return PortFailure(
-            "refused",
             f"{host} refuses connections to port {port}: nothing listens there, so rank 0 does not run,"
             " or the port is wrong (MASTER_PORT, --port)",
+            is_refused=True,
         )
     except (socket.gaierror, UnicodeError) as error:
-        return PortFailure(
-            "unknown", f"the name {host} cannot be resolved: is it right (MASTER_ADDR, --hosts)? ({error})"
-        )
+        return PortFailure(f"the name {host} cannot be resolved: is it right (MASTER_ADDR, --hosts)? ({error})")
     except TimeoutError:
         return PortFailure(
-            "silent",
             f"{host}:{port} does not answer within {limit_s:g} s, not even with a refusal: probably a firewall"
-            " drops what is sent, or the address is of an interface that this host cannot reach",
+            " drops what is sent, or the address is of an interface that this host cannot reach"
         )
     except OSError as error:
-        return PortFailure("other", f"{host}:{port} cannot be reached: {explain_os_error(error)}")
+        return PortFailure(f"{host}:{port} cannot be reached: {explain_os_error(error)}")
     return None
 
 

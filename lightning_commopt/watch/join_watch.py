@@ -223,7 +223,7 @@ class JoinWatch:
                 self._lose_store()
         if self._is_store_lost:
             failure = try_port(self._host, self._port, limit_s=_TRY_S)
-            if failure is not None and failure.kind == "refused":
+            if failure is not None and failure.is_refused:
                 return f"rank 0 has ended, and with it the store at {self._address}: its output shows why"
         return None
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -49,11 +48,11 @@ class UnreachablePort(NamedTuple):
     reason: str
 
 
-@contextlib.contextmanager
+@contextmanager
 def listen_on_ports(interfaces: Mapping[str, Interface | None]) -> Iterator[list[ListeningPort]]:
     """Listens once on each interface inside a ``with`` statement; the kernel accepts connections by itself."""
     users = grouped((interface, user) for user, interface in interfaces.items() if interface is not None)
-    with contextlib.ExitStack() as closing:
+    with ExitStack() as closing:
         ports = []
         for interface, names in users.items():
             server = closing.enter_context(socket.create_server((interface.address, 0), backlog=1024))
@@ -71,11 +70,10 @@ def find_unreachable(
         host, port = to
         try:
             socket.create_connection((port.address, port.port), timeout=limit_s).close()
-        except TimeoutError:
-            reason = f"no answer within {limit_s:g} s: probably a firewall drops it"
-            return UnreachablePort(own_host, host, port, reason)
         except OSError as error:
-            return UnreachablePort(own_host, host, port, explain_os_error(error))
+            silence = f"no answer within {limit_s:g} s: probably a firewall drops it"
+            reason = silence if isinstance(error, TimeoutError) else explain_os_error(error)
+            return UnreachablePort(own_host, host, port, reason)
         return None
 
     tried = [(host, port) for host, theirs in ports.items() if host != own_host for port in theirs]
@@ -148,7 +146,7 @@ class _FactExchange:
         identity = self._identity
         try:
             plain = self._exchange("facts", {**asdict(facts), "ports_to_try": list(ports)})
-            ports_of_ranks = [[ListeningPort(*port) for port in each["ports_to_try"]] for each in plain]
+            ports_of_ranks = [[from_plain(ListeningPort, port) for port in each["ports_to_try"]] for each in plain]
             listeners = [rank for rank, theirs in enumerate(ports_of_ranks) if theirs]
             everybody = disambiguate_hosts([from_plain(Facts, each) for each in plain], listeners)
             by_host = {everybody[rank].host: ports_of_ranks[rank] for rank in listeners}
@@ -157,11 +155,8 @@ class _FactExchange:
                 unreachable = find_unreachable(everybody[identity.rank].host, by_host, limit_s=_CONNECT_S)
             # Nobody waits longer for those that try than they may take.
             self._deadline = max(self._deadline, time.monotonic() + _CONNECT_S + _GRACE_S)
-            all_unreachable = [
-                UnreachablePort(one, other, ListeningPort(*port), reason)
-                for of_rank in self._exchange("unreachable", unreachable)
-                for one, other, port, reason in of_rank
-            ]
+            of_ranks = self._exchange("unreachable", unreachable)
+            all_unreachable = [from_plain(UnreachablePort, each) for of_rank in of_ranks for each in of_rank]
             # Whether gloo would listen where other hosts can reach it
             is_listening = all(each.gloo_interface and each.gloo_interface.name != "lo" for each in everybody)
             is_open = not all_unreachable and (is_listening or len({each.host for each in everybody}) == 1)
@@ -245,10 +240,7 @@ def check_port(host: str, port: int, *, limit_s: float) -> None:
             a connection without an answer.
     """
     deadline = time.monotonic() + limit_s
-    while True:
-        failure = try_port(host, port, limit_s=max(0.1, deadline - time.monotonic()))
-        if failure is None:
-            return
-        if failure.kind != "refused" or time.monotonic() > deadline:
+    while failure := try_port(host, port, limit_s=max(0.1, deadline - time.monotonic())):
+        if not failure.is_refused or time.monotonic() > deadline:
             raise MeetingError(failure.message)
         time.sleep(_RETRY_S)
