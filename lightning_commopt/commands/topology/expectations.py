@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from itertools import permutations
-from operator import itemgetter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,8 @@ from lightning_commopt.text.formatting import count
 _TEXTS = read_texts(Path(__file__).with_name("expectations.txt"))
 _WITHOUT_P2P = re.compile(r"\bRTX [2-5]0[5-9]0|\bTITAN RTX")
 _NVLINK_BY_CAPABILITY: dict[int | None, float] = {60: 20e9, 86: 14e9, 100: 50e9, 103: 50e9}
-_MAX_STEPS = 20_000  # of the search for a ring
+_MAX_STEPS = 10_000  # of the search for a ring
+_MAX_GPUS = 512  # likewise
 
 
 class NVLinkModel(NamedTuple):
@@ -121,42 +122,27 @@ def find_ring(machine: Machine, *, is_optimistic: bool = False) -> Ring | None:
     Unknown links count as the fastest if `is_optimistic`, otherwise as none.
     """
     labels = [gpu.label for gpu in machine.gpus]
-    links = dict(machine.links)
-    for pair in machine.gpu_pairs():
-        if is_optimistic:
-            links.setdefault(frozenset(pair), Link(KINDS[0]))
-    for distance, kind in enumerate(KINDS):
-        peers: dict[str, list[tuple[int, str]]] = {label: [] for label in labels}
-        for one, other in permutations(labels, 2):
-            link = links.get(frozenset((one, other)))
-            if link is not None and link.distance <= distance:
-                peers[one].append((link.distance == distance, other))
+    unknown = dict.fromkeys(map(frozenset, machine.gpu_pairs()), Link(KINDS[0])) if is_optimistic else {}
+    links = {**unknown, **machine.links}
+
+    def near(one: str, limit: int) -> list[str]:
+        others = {other: links[pair].distance for other in labels if (pair := frozenset((one, other))) in links}
         # With peers over faster links first, the search stays among them as long as it can.
-        found = _search(
-            labels, {one: [other for _, other in sorted(near, key=itemgetter(0))] for one, near in peers.items()}
-        )
+        return sorted((other for other in others if others[other] <= limit), key=lambda other: others[other] == limit)
+
+    for distance, kind in enumerate(KINDS) if 1 < len(labels) <= _MAX_GPUS else ():
+        found = _search((labels[0],), {one: near(one, distance) for one in labels}, itertools.count())
         if found is not None:
             pairs = set(map(frozenset, zip(found, (*found[1:], found[0]), strict=True)))
             return Ring(found, kind, sum(links[pair].kind == kind for pair in pairs))
     return None
 
 
-def _search(labels: list[str], peers: dict[str, list[str]]) -> tuple[str, ...] | None:
-    """Searches for a closed way over all labels, depth first; gives up after so many steps."""
-    if len(labels) < 2:
-        return None
-    way = [labels[0]]
-    choices = [iter(peers[labels[0]])]
-    for _ in range(_MAX_STEPS):
-        if not choices:
-            return None
-        if len(way) == len(labels) and (len(way) == 2 or labels[0] in peers[way[-1]]):
-            return tuple(way)
-        step = next((each for each in choices[-1] if each not in way), None)
-        if step is None:
-            way.pop()
-            choices.pop()
-        else:
-            way.append(step)
-            choices.append(iter(peers[step]))
+def _search(way: tuple[str, ...], peers: dict[str, list[str]], steps: Iterator[int]) -> tuple[str, ...] | None:
+    """Searches for a closed way over all labels that begins so, depth first; gives up after so many steps."""
+    if len(way) == len(peers):
+        return way if len(way) == 2 or way[0] in peers[way[-1]] else None
+    for peer in peers[way[-1]]:
+        if peer not in way and next(steps) < _MAX_STEPS and (found := _search((*way, peer), peers, steps)):
+            return found
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import combinations, takewhile
+from itertools import combinations, product, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +48,13 @@ class _Reader:
         if not handles:
             raise TopologyError("NVML finds no GPU")
         gpus = [self._gpu(index, handle) for index, handle in enumerate(handles)]
-        adapters = rdma_adapters(self._root)
-        nodes = {name: numa_node(self._root, path) for name, path, _ in adapters}
-        nics = [Nic(label=name, name=name, numa_node=nodes[name], bytes_per_s=rate) for name, _, rate in adapters]
+        nics = rdma_adapters(self._root)
         links = dict(self._gpu_links(gpus, handles))
-        paths = {gpu.label: pci_path(self._root, gpu.bus_id or "") for gpu in gpus}
-        paths |= {name: path for name, path, _ in adapters}
-        for one, other in [(each, nic) for each in gpus for nic in nics] + list(combinations(nics, 2)):
+        paths = {gpu: pci_path(self._root, gpu.bus_id or "") for gpu in gpus} | nics
+        pairs: list[tuple[Gpu | Nic, Nic]] = [*product(gpus, nics), *combinations(nics, 2)]
+        for one, other in pairs:
             has_one_node = one.numa_node is not None and one.numa_node == other.numa_node
-            link = pcie_link(paths[one.label], paths[other.label], has_one_node=has_one_node)
+            link = pcie_link(paths[one], paths[other], has_one_node=has_one_node)
             if link is not None:
                 links[frozenset((one.label, other.label))] = link
         processes = tuple(self._processes(gpus, handles))
@@ -161,13 +159,15 @@ def numa_node(root: Path, path: tuple[str, ...]) -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def rdma_adapters(root: Path) -> list[tuple[str, tuple[str, ...], float | None]]:
-    """Returns name, PCI path and nominal bytes/s of each RDMA adapter."""
-    found = []
+def rdma_adapters(root: Path) -> dict[Nic, tuple[str, ...]]:
+    """Returns the RDMA adapters with their PCI paths."""
+    found = {}
     for folder in sorted((root / "sys/class/infiniband").glob("*")):
         rates = [read_text(path) for path in sorted(folder.glob("ports/*/rate"))]
         gbits = [float(rate[1]) for text in rates if (rate := re.match(r"(\d{1,5}(?:\.\d)?) Gb/sec", text))]
-        found.append((folder.name, _path_of(folder / "device"), max(gbits) * 1e9 / 8 if gbits else None))
+        path, bytes_per_s = _path_of(folder / "device"), max(gbits) * 1e9 / 8 if gbits else None
+        name, node = folder.name, numa_node(root, path)
+        found[Nic(label=name, name=name, numa_node=node, bytes_per_s=bytes_per_s)] = path
     return found
 
 

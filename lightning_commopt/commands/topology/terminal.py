@@ -182,17 +182,12 @@ def _print_links(title: str, pairs: list[Pair], console: Console) -> None:
 
 def write_page(machine: Machine, findings: list[Finding], path: Path) -> None:
     """Writes one HTML file; OSError where that fails."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from lightning_commopt.report.page import render
 
-    environment = Environment(
-        loader=PackageLoader("lightning_commopt.commands.topology", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     groups = [("between GPUs", by_link(gpu_pairs(machine))), ("between GPU and NIC", by_link(nic_pairs(machine)))]
-    page = environment.get_template("topology.html").render(
+    page = render(
+        "topology.html",
+        has_charts=False,
         machine=machine,
         findings=findings,
         names=list(dict.fromkeys(gpu.name for gpu in machine.gpus if gpu.name is not None)),
