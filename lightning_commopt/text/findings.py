@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,6 +56,45 @@ def read_texts(path: Path) -> dict[str, dict[str, str]]:
     text = re.sub(r"^#.*\n", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     blocks = [block.partition("]\n") for block in re.split(r"^\[", text, flags=re.MULTILINE)[1:]]
     return {code: dict(line.split(": ", 1) for line in rest.splitlines() if line) for code, _, rest in blocks}
+
+
+class Reason(NamedTuple):
+    """Why something is so, what to try, and what shows it: lines of a log, or facts that have a ``line``."""
+
+    why: str
+    advice: str
+    evidence: tuple[Any, ...] = ()  # None is left out
+
+
+class FindingTexts:
+    """The texts of findings, by code: ``what``, ``why`` and ``try``, whose words in braces a finder fills in."""
+
+    def __init__(self, path: Path) -> None:
+        self._texts = read_texts(path)
+
+    def reason(self, code: str, /, *evidence: Any, **values: object) -> Reason:
+        """Returns the reason of a code."""
+        why, advice = (self._texts[code].get(part, "").format(**values) for part in ("why", "try"))
+        return Reason(why, advice, evidence)
+
+    def finding(
+        self,
+        severity: Severity,
+        code: str,
+        /,
+        *evidence: Any,
+        what: str = "",
+        why: Reason | None = None,
+        where: str = "",
+        **values: object,
+    ) -> Finding:
+        """Returns a finding, with the texts of its code where none are given, and each line of evidence once."""
+        what, why = what or self._texts[code]["what"].format(**values), why or self.reason(code, **values)
+        found = [each for each in (*evidence, *why.evidence) if each is not None]
+        lines = tuple(dict.fromkeys(each if isinstance(each, Line) else each.line for each in found))
+        return Finding(
+            severity=severity, what=what, advice=why.advice, why=why.why, code=code, where=where, evidence=lines
+        )
 
 
 def print_findings(findings: Iterable[Finding], console: Console) -> None:

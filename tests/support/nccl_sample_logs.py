@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-from lightning_commopt.commands.nccl_log.facts import NcclLog
+from lightning_commopt.commands.nccl_log.communicators import NcclLog
 from lightning_commopt.commands.nccl_log.findings import find_all
-from lightning_commopt.commands.nccl_log.inspector import InspectorReader
 from lightning_commopt.commands.nccl_log.lines import Message, read_messages
 from lightning_commopt.commands.nccl_log.reader import LogReader
 from lightning_commopt.text.findings import Finding
@@ -214,7 +213,7 @@ BROKEN = SampleJob(
 
 def read_lines(messages: Iterable[Message]) -> NcclLog:
     """Reads messages, as `read_messages` gives them."""
-    reader = LogReader(InspectorReader())
+    reader = LogReader()
     reader.read(messages)
     return reader.finish()
 

@@ -146,6 +146,11 @@ def collect_facts(
     )
 
 
+def first_of_hosts(everybody: Sequence[Facts]) -> list[Facts]:
+    """Returns the facts of the first rank of each host."""
+    return list({facts.host: facts for facts in reversed(everybody)}.values())[::-1]
+
+
 def _topology(identity: RankIdentity | None) -> tuple[list[Finding], str | None]:
     if identity is not None and identity.local_rank != 0:
         return [], "the host's first rank looks"

@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_commopt.commands.doctor.facts import Facts
+from lightning_commopt.commands.doctor.facts import Facts, first_of_hosts
 from lightning_commopt.commands.doctor.meeting import UnreachablePort
 from lightning_commopt.launch.nccl_variables import find_mistakes, parse_version
-from lightning_commopt.text.findings import Finding, Severity, read_texts, worst_first
+from lightning_commopt.text.findings import Finding, FindingTexts, Severity, worst_first
 from lightning_commopt.text.formatting import grouped, ranks_text
 
 _SMALL_SHARED_MEMORY_BYTES = 2**30
 _OF_ONE_HOST = ("docker", "lo", "virbr")
-_TEXTS = read_texts(Path(__file__).with_name("findings.txt"))
+_finding = FindingTexts(Path(__file__).with_name("findings.txt")).finding
 
 
 def find(
@@ -26,7 +26,7 @@ def find(
     found: list[Finding] = list(_unreachable_ports(unreachable))
     if gloo_error is not None:
         found.append(_finding("error", "no_all_reduce", where="all hosts", error=gloo_error))
-    hosts = list({facts.host: facts for facts in reversed(everybody)}.values())[::-1]
+    hosts = first_of_hosts(everybody)
     for facts in hosts:
         of_host = [*_of_host(facts), *find_wrong_interfaces(facts, has_others=len(hosts) > 1)]
         of_host += find_in_adapters(facts)
@@ -35,11 +35,6 @@ def find(
         found += [replace(finding, where=facts.host) for finding in of_host]
     found += _differences(everybody)
     return worst_first(found)
-
-
-def _finding(severity: Severity, text: str, /, *, where: str = "", **values: object) -> Finding:
-    what, advice = (_TEXTS[text][part].format(**values) for part in ("what", "try"))
-    return Finding(severity=severity, where=where, what=what, advice=advice)
 
 
 def _unreachable_ports(unreachable: Sequence[UnreachablePort]) -> Iterator[Finding]:

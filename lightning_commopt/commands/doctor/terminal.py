@@ -9,9 +9,9 @@ from textwrap import shorten
 from rich.console import Console
 from rich.text import Text
 
-from lightning_commopt.commands.doctor.facts import Facts
+from lightning_commopt.commands.doctor.facts import Facts, first_of_hosts
 from lightning_commopt.text import findings
-from lightning_commopt.text.formatting import list_some
+from lightning_commopt.text.formatting import grouped, list_some
 from lightning_commopt.text.terminal import TextTable, print_text
 from lightning_commopt.watch.hangs.marks import PHASES
 from lightning_commopt.watch.hangs.records import HangReport, TimedMark, phases_of
@@ -22,10 +22,10 @@ _HOSTS_SHOWN = 8
 
 def print_findings(found: Sequence[findings.Finding], everybody: Sequence[Facts], console: Console) -> None:
     """Prints findings with advice, the worst first, then what was not checked."""
-    hosts = list(dict.fromkeys(facts.host for facts in everybody))
+    hosts = first_of_hosts(everybody)
     console.print(f"{len(everybody)} rank(s) on {len(hosts)} host(s)", highlight=False)
     if len(hosts) > 1:
-        _print_interfaces(everybody, console)
+        _print_interfaces(hosts, console)
     if found:
         is_broken = found[0].severity == "error"
         console.print("Fix this first:" if is_broken else "Nothing must be fixed. It may be worth it:")
@@ -36,27 +36,24 @@ def print_findings(found: Sequence[findings.Finding], everybody: Sequence[Facts]
         print_text(f"not checked: {unchecked}", console, "dim")
 
 
-def _print_interfaces(everybody: Sequence[Facts], console: Console) -> None:
+def _print_interfaces(hosts: Sequence[Facts], console: Console) -> None:
     """Prints which interfaces gloo and NCCL would use, one line for hosts that agree."""
-    alike: dict[str, list[str]] = {}
-    for facts in {facts.host: facts for facts in reversed(everybody)}.values():
-        gloo, nccl = (None if it is None else it.name for it in (facts.gloo_interface, facts.nccl_interface))
-        text = f"gloo would use {gloo or 'none'}, NCCL would use {nccl or 'none'}"
-        alike.setdefault(text, []).insert(0, facts.host)
-    for text, hosts in alike.items():
-        print_text(f"{list_some(hosts, _HOSTS_SHOWN)}: {text}", console)
+    names = ([it.name if it else "none" for it in (facts.gloo_interface, facts.nccl_interface)] for facts in hosts)
+    for (gloo, nccl), alike in grouped(zip(map(tuple, names), hosts, strict=True)).items():
+        shown = list_some([facts.host for facts in alike], _HOSTS_SHOWN)
+        print_text(f"{shown}: gloo would use {gloo}, NCCL would use {nccl}", console)
 
 
 def list_unchecked(everybody: Sequence[Facts]) -> list[str]:
     """Returns what was not checked, and why."""
-    hosts = {facts.host: facts for facts in reversed(everybody)}
+    hosts = first_of_hosts(everybody)
     found = []
     if len(hosts) == 1:
         found.append("connections to other hosts: torchrun, srun or --hosts a,b on each host")
-    if without := [facts.host for facts in hosts.values() if facts.no_topology is not None]:
-        found.append(f"links between GPUs: no GPU on {list_some(without[::-1])}")
-    if without := [facts.host for facts in hosts.values() if not facts.ports]:
-        named = list_some(without[::-1])
+    if without := [facts.host for facts in hosts if facts.no_topology is not None]:
+        found.append(f"links between GPUs: no GPU on {list_some(without)}")
+    if without := [facts.host for facts in hosts if not facts.ports]:
+        named = list_some(without)
         found.append(f"InfiniBand, RoCE and GPUDirect RDMA: no adapter in /sys/class/infiniband of {named}")
     elif not any(facts.environment.get("NCCL_COLLNET_ENABLE") == "1" for facts in everybody):
         found.append("SHARP: NCCL_COLLNET_ENABLE is not 1")

@@ -1,137 +1,126 @@
-"""Who wrote a line: which process, and which of its communicators the thread is busy with.
-
-And once all lines are read, which ranks belong to one communicator, and whose the lines are that name none.
-"""
+"""Once all lines are read: which ranks belong to one communicator, and whose the lines are that name none."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from lightning_commopt.commands.nccl_log.facts import Communicator, Member, NcclLog, Process
-from lightning_commopt.commands.nccl_log.lines import Message
-from lightning_commopt.text.formatting import grouped
-
-_ADDRESS = re.compile(r"\bcomm (0x[0-9a-fA-F]+) rank ")
+from lightning_commopt.commands.nccl_log.facts import (
+    Choice,
+    Connection,
+    Fact,
+    LoggedWarning,
+    Machine,
+    Member,
+    Process,
+    Progress,
+    RasReport,
+    Timeout,
+)
+from lightning_commopt.commands.nccl_log.inspector import Inspected, Matched
+from lightning_commopt.text.findings import Line
+from lightning_commopt.text.formatting import grouped, ranks_text
 
 
 @dataclass(kw_only=True, eq=False)
-class Source:
-    """A process while its lines are read.
+class Communicator:
+    """The ranks of a communicator."""
 
-    A thread sets up one communicator after the other. What it writes belongs to the one that it named last. Lines of a
-    thread that has named none are kept apart: `group_members` finds out whose they are, once everything is read.
-    """
+    number: int  # in the order of the log, from 1; 0 for processes that name no communicator
+    members: dict[int, Member] = field(default_factory=dict)  # by rank
+    unknown: list[Member] = field(default_factory=list)  # their rank or communicator is unknown
+    count: int = 1  # communicators of one size that the log does not tell apart; more than 1 before NCCL 2.16
 
-    process: Process
-    members: list[Member] = field(default_factory=list)  # and threads that named none, in the order of first lines
-    by_address: dict[str, Member] = field(default_factory=dict)  # those that are not destroyed
-    by_thread: dict[tuple[int | None, int | None], Member] = field(default_factory=dict)  # whom it named last
+    @property
+    def all_members(self) -> list[Member]:
+        return [*self.members.values(), *self.unknown]
 
-    def find_member(self, message: Message) -> Member | None:
-        """Returns whom a line's thread named last; None if it wrote nothing of a communicator yet."""
-        found = self.by_thread.get(message.thread)
-        return None if found is not None and found.ended is not None else found
+    @property
+    def num_ranks(self) -> int | None:
+        return next((each.num_ranks for each in self.all_members if each.num_ranks is not None), None)
 
-    def member(self, message: Message, *, begins: bool = False, rank: int | None = None) -> Member:
-        """Returns whom a line is about: a new one if its thread has none, or if the line begins a communicator."""
-        found = self.find_member(message)
-        if found is not None and begins and found.finished is not None:
-            found = None
-        if found is not None and rank is not None and found.rank not in (None, rank):
-            # One that the same thread sets up beside the last one, or of a log that names no threads
-            fitting = (each for each in reversed(self.members) if each.rank == rank and each.device == message.device)
-            found = next((each for each in fitting if each.finished is None and each.ended is None), None)
-        if found is None:
-            found = self._new_member(message)
-        if rank is not None:
-            found.rank = rank
-        return found
+    @property
+    def min_ranks(self) -> int:
+        """Ranks that it has at least."""
+        return max(
+            [self.num_ranks or 1, *(each.min_ranks for each in self.all_members), *(r + 1 for r in self.members)]
+        )
 
-    def named_member(self, message: Message, address: str, rank: int, num_ranks: int, comm_id: str | None) -> Member:
-        """Returns the member with this address: known, or the one whose first lines did not name it, or a new one.
+    @cached_property
+    def num_nodes(self) -> int | None:
+        """Nodes that NCCL sees; None if no line has it and not all ranks are there."""
+        named = next((each.num_nodes for each in self.all_members if each.num_nodes is not None), None)
+        are_known = named is None and self.is_complete and all(machine.host for machine in self.machines)
+        return len(self.machines) if are_known else named
 
-        An address is used again once a communicator is destroyed, which a log may not have.
-        """
-        member = self.by_address.get(address)
-        is_known = member is not None and (member.rank, member.num_ranks) == (rank, num_ranks)
-        if member is None or not is_known or (comm_id and member.comm_id not in (None, comm_id)):
-            member = self.find_member(message)
-            is_open = member is not None and not member.address and member.finished is None
-            if member is None or not is_open or member.rank not in (None, rank) or member.min_ranks > num_ranks:
-                member = self._new_member(message)
-        member.address, member.rank, member.num_ranks = address, rank, num_ranks
-        self.by_address[address] = self.by_thread[message.thread] = member
-        return member
+    @property
+    def is_complete(self) -> bool:
+        """Whether each of its ranks is known."""
+        return self.num_ranks is not None and len(self.members) == self.num_ranks and self.count == 1
 
-    def _new_member(self, message: Message) -> Member:
-        member = Member(process=self.process, device=message.device, file=message.file)
-        self.members.append(member)
-        self.by_thread[message.thread] = member
-        return member
+    @property
+    def missing(self) -> list[int]:
+        """Ranks that wrote nothing."""
+        return sorted(set(range(self.num_ranks or 0)) - set(self.members))
 
+    @property
+    def machines(self) -> dict[Machine, list[int]]:
+        return grouped((member.process.machine, rank) for rank, member in sorted(self.members.items()))
 
-class Sources:
-    """All processes that wrote into the files."""
+    @property
+    def spans_hosts(self) -> bool | None:
+        """Whether there are several hosts; None if unknown."""
+        if self.num_nodes is not None:
+            return self.num_nodes > 1
+        hosts = {each.process.host for each in self.all_members if each.process.host}
+        if len(hosts) > 1 or any(each.is_between_hosts for each in self.connections):
+            return True
+        return False if self.num_ranks == 1 else None
 
-    def __init__(self) -> None:
-        self._sources: dict[tuple[object, ...], Source] = {}
-        self._last_in_file: dict[tuple[str, int | None], Source] = {}
-        self._num_headless = 0
+    @cached_property
+    def connections(self) -> list[Connection]:
+        return [each for member in self.all_members for each in member.connections.values()]
 
-    def find(self, message: Message) -> Source:
-        """Returns the process of a line; one without a head is by who has its communicator, else who wrote last."""
-        place = (message.file, message.device)
-        key: tuple[object, ...] = (message.host, message.pid)
-        host = message.host or ""
-        if message.host is None:
-            named = _ADDRESS.search(message.text) if "comm 0x" in message.text else None
-            owners = [each for each in self._sources.values() if named[1] in each.by_address] if named else []
-            last = owners[0] if len(owners) == 1 else self._last_in_file.get(place)
-            begins = message.text.startswith("Bootstrap")  # as the first line of another process does
-            if last and not (begins and not last.process.host and any(each.finished for each in last.members)):
-                return last
-            self._num_headless += 1
-            key = (*place, self._num_headless)
-        elif key not in self._sources:
-            host = self._known_host(host, message.pid)
-            key = (host, message.pid)
-        if key not in self._sources:
-            self._sources[key] = Source(process=Process(host=host, pid=message.pid))
-        self._last_in_file[place] = self._sources[key]
-        return self._sources[key]
-
-    def _known_host(self, host: str, pid: int | None) -> str:
-        """Returns a known host where another rank's broken line stands in front of its name, such as ``12node-a``."""
-        for other, other_pid, *_ in self._sources:
-            if isinstance(other, str) and host.endswith(other) and other and not other[0].isdecimal():
-                before = host[: -len(other)]
-                if before.isdecimal() or (before and other_pid == pid):
-                    return other
-        return host
-
+    @property
     def processes(self) -> list[Process]:
-        """Returns the processes that wrote anything about themselves or a rank, with their addresses.
+        return list(dict.fromkeys(member.process for member in self.all_members))
 
-        In a log that was cut, that is the address of their host, where it has only one.
-        """
-        found = []
-        known: dict[str, set[str]] = {}
-        for source in self._sources.values():
-            p = source.process
-            if source.members or any((p.settings, p.bootstrap, p.network, p.notes, p.gdr, p.failed_at)):
-                found.append(p)
-                p.address = "" if p.bootstrap is None else p.bootstrap.value.partition(":")[2]
-                known.setdefault(p.host, set()).update({p.address} - {""})
-        for p in found:
-            if not p.address and len(known[p.host]) == 1:
-                (p.address,) = known[p.host]
-        return found
 
-    def members(self) -> list[Member]:
-        return [member for source in self._sources.values() for member in source.members]
+@dataclass(kw_only=True)
+class NcclLog:
+    """Everything that was read from the files."""
+
+    files: list[str] = field(default_factory=list)
+    num_lines: int = 0  # of NCCL
+    silent_files: list[str] = field(default_factory=list)  # without a line of NCCL
+    damaged_files: dict[str, str] = field(default_factory=dict)  # compressed, and cut or changed: why reading has ended
+    versions: dict[str, Fact] = field(default_factory=dict)  # that lines without a process name
+    packages: dict[str, Fact] = field(default_factory=dict)  # of Python; the job may load another NCCL
+    listed: dict[int, tuple[str, int, int, str]] = field(default_factory=dict)  # by nccl-tests: host, pid, device, bus
+    processes: list[Process] = field(default_factory=list)
+    communicators: list[Communicator] = field(default_factory=list)
+    warnings: list[LoggedWarning] = field(default_factory=list)
+    timeouts: dict[tuple[object, ...], Timeout] = field(default_factory=dict)  # each once: PyTorch repeats them
+    progress: dict[tuple[int, str], Progress] = field(default_factory=dict)  # the last of each rank and group
+    ras: list[RasReport] = field(default_factory=list)
+    choices: Counter[Choice] = field(default_factory=Counter)
+    choice_lines: dict[Choice, Line] = field(default_factory=dict)  # the first
+    inspected: Inspected = field(default_factory=Inspected)
+    matched: list[Matched] = field(default_factory=list)  # with the steps of a run
+
+    def rest(self) -> Communicator:
+        """Processes that name no communicator."""
+        known = {member.process for each in self.communicators for member in each.all_members}
+        processes = [process for process in self.processes if process not in known]
+        return Communicator(number=0, unknown=[Member(process=process) for process in processes])
+
+
+def ranks_of(members: Iterable[Member]) -> str:
+    """Returns the ranks of members, as text."""
+    known = {member.rank for member in members if member.rank is not None}
+    return ranks_text(known) if known else "a rank"
 
 
 def group_members(members: Sequence[Member]) -> list[Communicator]:

@@ -1,16 +1,12 @@
-"""What processes, ranks and communicators report in NCCL's log: facts, before anything is concluded from them."""
+"""What processes and ranks report in NCCL's log: facts, before anything is concluded from them."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import NamedTuple
 
-from lightning_commopt.commands.nccl_log.inspector import Inspected, Matched
 from lightning_commopt.commands.nccl_log.lines import Message
 from lightning_commopt.text.findings import Line
-from lightning_commopt.text.formatting import grouped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +33,12 @@ class Timeout:
     waited_s: float | None
     line: Line
 
+    @property
+    def call(self) -> str:
+        """The operation with its number and sizes, which are the same on all ranks where these match."""
+        number = "" if self.sequence is None else f" {self.sequence}"
+        return f"{self.operation}{number}{f' ({self.sizes})' if self.sizes else ''}"
+
 
 class Progress(NamedTuple):
     """How far a rank was when PyTorch's watchdog acted."""
@@ -45,7 +47,6 @@ class Progress(NamedTuple):
     group: str  # "" if unknown
     work: int | None  # number of the collective that failed
     enqueued: int  # number of its last collective that was started
-    completed: int
     line: Line
 
 
@@ -114,7 +115,11 @@ class Connection(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class Process:
-    """What a process reported that holds for all of its ranks."""
+    """What a process reported that holds for all of its ranks, and what its ranks did.
+
+    A thread sets up one communicator after the other. What it writes belongs to the one that it named last. Lines of a
+    thread that has named none are kept apart: `group_members` finds out whose they are, once everything is read.
+    """
 
     host: str = ""  # "" where the heads of its lines are missing
     pid: int | None = None
@@ -131,10 +136,55 @@ class Process:
     failed_tid: int | None = None
     uses_p2p: bool = False  # on any connection of any communicator
     notes: dict[str, Line] = field(default_factory=dict)  # facts that there is one of, by a name of ours
+    members: list[Member] = field(default_factory=list)  # and threads that named none, in the order of first lines
+    by_address: dict[str, Member] = field(default_factory=dict)  # those that are not destroyed
+    by_thread: dict[tuple[int | None, int | None], Member] = field(default_factory=dict)  # that each named last
 
     @property
     def machine(self) -> Machine:
         return Machine(self.host, self.address)
+
+    def find_member(self, message: Message) -> Member | None:
+        """Returns the member that a line's thread named last; None if it has named none."""
+        found = self.by_thread.get(message.thread)
+        return None if found is not None and found.ended is not None else found
+
+    def member(self, message: Message, *, begins: bool = False, rank: int | None = None) -> Member:
+        """Returns the member that a line belongs to: a new one if its thread has none, or a communicator begins."""
+        found = self.find_member(message)
+        if found is not None and begins and found.finished is not None:
+            found = None
+        if found is not None and rank is not None and found.rank not in (None, rank):
+            # One that the same thread sets up beside the last one, or of a log that names no threads
+            fitting = (each for each in reversed(self.members) if each.rank == rank and each.device == message.device)
+            found = next((each for each in fitting if each.finished is None and each.ended is None), None)
+        if found is None:
+            found = self._new_member(message)
+        if rank is not None:
+            found.rank = rank
+        return found
+
+    def named_member(self, message: Message, address: str, rank: int, num_ranks: int, comm_id: str | None) -> Member:
+        """Returns the member with this address: known, or the one whose first lines did not name it, or a new one.
+
+        An address is used again once a communicator is destroyed, which a log may not have.
+        """
+        member = self.by_address.get(address)
+        is_known = member is not None and (member.rank, member.num_ranks) == (rank, num_ranks)
+        if member is None or not is_known or (comm_id and member.comm_id not in (None, comm_id)):
+            member = self.find_member(message)
+            is_open = member is not None and not member.address and member.finished is None
+            if member is None or not is_open or member.rank not in (None, rank) or member.min_ranks > num_ranks:
+                member = self._new_member(message)
+        member.address, member.rank, member.num_ranks = address, rank, num_ranks
+        self.by_address[address] = self.by_thread[message.thread] = member
+        return member
+
+    def _new_member(self, message: Message) -> Member:
+        member = Member(process=self, device=message.device, file=message.file)
+        self.members.append(member)
+        self.by_thread[message.thread] = member
+        return member
 
 
 class SearchResult(NamedTuple):
@@ -203,96 +253,3 @@ class Member:
             getattr(self, name).update(getattr(other, name))
         self.searches += other.searches
         self.last = max(filter(None, (self.last, other.last)), key=lambda message: message.number, default=None)
-
-
-@dataclass(kw_only=True, eq=False)
-class Communicator:
-    """The ranks of a communicator."""
-
-    number: int  # in the order of the log, from 1; 0 for processes that name no communicator
-    members: dict[int, Member] = field(default_factory=dict)  # by rank
-    unknown: list[Member] = field(default_factory=list)  # their rank or communicator is unknown
-    count: int = 1  # communicators of one size that the log does not tell apart; more than 1 before NCCL 2.16
-
-    @property
-    def all_members(self) -> list[Member]:
-        return [*self.members.values(), *self.unknown]
-
-    @property
-    def num_ranks(self) -> int | None:
-        return next((each.num_ranks for each in self.all_members if each.num_ranks is not None), None)
-
-    @property
-    def min_ranks(self) -> int:
-        """Ranks that it has at least."""
-        return max(
-            [self.num_ranks or 1, *(each.min_ranks for each in self.all_members), *(r + 1 for r in self.members)]
-        )
-
-    @cached_property
-    def num_nodes(self) -> int | None:
-        """Nodes that NCCL sees; None if no line has it and not all ranks are there."""
-        named = next((each.num_nodes for each in self.all_members if each.num_nodes is not None), None)
-        are_known = named is None and self.is_complete and all(machine.host for machine in self.machines)
-        return len(self.machines) if are_known else named
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether each of its ranks is known."""
-        return self.num_ranks is not None and len(self.members) == self.num_ranks and self.count == 1
-
-    @property
-    def missing(self) -> list[int]:
-        """Ranks that wrote nothing."""
-        return sorted(set(range(self.num_ranks or 0)) - set(self.members))
-
-    @property
-    def machines(self) -> dict[Machine, list[int]]:
-        return grouped((member.process.machine, rank) for rank, member in sorted(self.members.items()))
-
-    @property
-    def spans_hosts(self) -> bool | None:
-        """Whether there are several hosts; None if unknown."""
-        if self.num_nodes is not None:
-            return self.num_nodes > 1
-        hosts = {each.process.host for each in self.all_members if each.process.host}
-        if len(hosts) > 1 or any(each.is_between_hosts for each in self.connections):
-            return True
-        return False if self.num_ranks == 1 else None
-
-    @cached_property
-    def connections(self) -> list[Connection]:
-        return [each for member in self.all_members for each in member.connections.values()]
-
-    @property
-    def processes(self) -> list[Process]:
-        return list(dict.fromkeys(member.process for member in self.all_members))
-
-
-@dataclass(kw_only=True)
-class NcclLog:
-    """Everything that was read from the files."""
-
-    files: list[str] = field(default_factory=list)
-    num_lines: int = 0  # of NCCL
-    silent_files: list[str] = field(default_factory=list)  # without a line of NCCL
-    damaged_files: dict[str, str] = field(default_factory=dict)  # compressed, and cut or changed: why reading has ended
-    versions: dict[str, Fact] = field(default_factory=dict)  # that lines without a process name
-    packages: dict[str, Fact] = field(default_factory=dict)  # of Python; the job may load another NCCL
-    listed: dict[int, tuple[str, int, int, str]] = field(default_factory=dict)  # by nccl-tests: host, pid, device, bus
-    processes: list[Process] = field(default_factory=list)
-    communicators: list[Communicator] = field(default_factory=list)
-    warnings: list[LoggedWarning] = field(default_factory=list)
-    timeouts: dict[tuple[object, ...], Timeout] = field(default_factory=dict)  # each once: PyTorch repeats them
-    progress: dict[tuple[int, str], Progress] = field(default_factory=dict)  # the last of each rank and group
-    ras: list[RasReport] = field(default_factory=list)
-    choices: Counter[Choice] = field(default_factory=Counter)
-    choice_lines: dict[Choice, Line] = field(default_factory=dict)  # the first
-    inspected: Inspected = field(default_factory=Inspected)
-    matched: list[Matched] = field(default_factory=list)  # with the steps of a run
-
-    def rest(self) -> Communicator:
-        """Processes that name no communicator."""
-        known = {member.process for each in self.communicators for member in each.all_members}
-        processes = [process for process in self.processes if process not in known]
-        return Communicator(number=0, unknown=[Member(process=process) for process in processes])

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from operator import attrgetter
 
-from lightning_commopt.commands.nccl_log.facts import Communicator, Fact, NcclLog, Process
-from lightning_commopt.commands.nccl_log.finding import finding, ranks_of, reason
-from lightning_commopt.commands.nccl_log.paths import SLOW_PATHS
+from lightning_commopt.commands.nccl_log.communicators import Communicator, NcclLog, ranks_of
+from lightning_commopt.commands.nccl_log.facts import Fact, Process
+from lightning_commopt.commands.nccl_log.paths import SLOW_PATHS, finding, reason
 from lightning_commopt.commands.nccl_log.warnings import find_ras, find_timeouts, find_warnings
 from lightning_commopt.text.findings import Finding, Severity, worst_first
 from lightning_commopt.text.formatting import grouped, list_some, ranks_text
@@ -191,6 +191,6 @@ def _find_unfinished(communicator: Communicator) -> Iterator[Finding]:
         *shown,
         unfinished=ranks_text(open_ones),
         others=f"; {ranks_text(finished)} finished" if finished else "",
-        where=f"{who} {'the furthest behind, ' if ahead else ''}at {STAGES[first]}",
+        place=f"{who} {'the furthest behind, ' if ahead else ''}at {STAGES[first]}",
         ranks=ranks_text(behind),
     )

@@ -60,27 +60,23 @@ Order = dict[int, tuple[Measured, float]]
 
 @dataclass(kw_only=True)
 class Inspected:
-    """What the Inspector's files contain."""
+    """What the Inspector's files contain: objects with their communicator, or since v4.3 after a marker that names it.
 
+    ``in_order`` is filled only with ``keeps_order``.
+    """
+
+    keeps_order: bool = False
     bus_gb_per_s: dict[Measured, array[float]] = field(default_factory=dict)
     in_order: dict[tuple[str, int, int, str], Order] = field(default_factory=dict)  # operation, rank, ranks, comm_id
     num_dropped: int = 0  # collectives that did not fit the Inspector's memory
     num_records: int = 0
+    _header: dict[str, Any] = field(default_factory=dict)  # of the last marker, and the records left below it
+    _left: int = 0
 
     def rows(self) -> list[Matched]:
         """Returns each kind under the name of its communicator, those of most bytes in all first."""
         found = [Matched(kind.comm_id, kind, len(each), median(each)) for kind, each in self.bus_gb_per_s.items()]
         return sorted(found, key=lambda row: -row.kind.num_bytes * row.times)
-
-
-class InspectorReader:
-    """Reads the Inspector's objects: each with its communicator, or since v4.3 after a marker that names it."""
-
-    def __init__(self, *, keeps_order: bool = False) -> None:
-        self.found = Inspected()
-        self._keeps_order = keeps_order
-        self._header: dict[str, Any] = {}
-        self._left = 0
 
     def read(self, text: str) -> bool:
         """Reads a line; returns whether it is the Inspector's, and not damaged."""
@@ -93,7 +89,7 @@ class InspectorReader:
         header, stats = record.get("header"), record.get("dump_stats")
         if isinstance(stats, dict) and isinstance(header, dict):
             self._header, self._left = header, _integer(stats.get("coll_records"))
-            self.found.num_dropped += _integer(stats.get("coll_dropped_since_last_dump"))
+            self.num_dropped += _integer(stats.get("coll_dropped_since_last_dump"))
             return True
         if not isinstance(header, dict):
             header = self._header if self._left > 0 else {}
@@ -109,14 +105,14 @@ class InspectorReader:
         if not all(isinstance(name, str) for name in names) or microseconds is None or bandwidth is None:
             return False
         kind = Measured(comm_id, names[0], _integer(measured.get("coll_msg_size_bytes")), names[1], names[2])
-        self.found.bus_gb_per_s.setdefault(kind, array("d")).append(bandwidth)
-        if self._keeps_order:
+        self.bus_gb_per_s.setdefault(kind, array("d")).append(bandwidth)
+        if self.keeps_order:
             key = (names[0], rank, _integer(header.get("n_ranks")), comm_id)
-            order = self.found.in_order.setdefault(key, {})
+            order = self.in_order.setdefault(key, {})
             order[_integer(measured.get("coll_sn"))] = (kind, bandwidth)
             if len(order) > _MAX_ORDER:
                 del order[next(iter(order))]
-        self.found.num_records += 1
+        self.num_records += 1
         return True
 
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from lightning_commopt.commands.nccl_log.communicators import Source
 from lightning_commopt.commands.nccl_log.facts import Connection, Fact, Member, Process, SearchResult
 from lightning_commopt.commands.nccl_log.lines import Message
 from lightning_commopt.text.findings import read_texts
@@ -18,12 +17,7 @@ _PROCESS_NOTES, _RANK_NOTES = (
     re.compile("|".join(f"(?P<{name}>{text})" for name, text in _TABLE[of].items()))
     for of in ("process_notes", "rank_notes")
 )
-_STAGES = {
-    "rings": 4,
-    "trees": 5,
-    "nvls": 5,
-    "collnet": 5,
-}  # that notes prove; others prove 1, of a new communicator
+_STAGES = {"rings": 4, "trees": 5, "nvls": 5, "collnet": 5}  # that notes prove; others that it is new, which is 1
 _METHODS = ("CUMEM", "direct pointer", "IPC", "MNNVL")  # of P2P
 _MAX_RING = 20  # ranks that NCCL prints of a ring
 _MAX_RANKS = 1 << 20  # a larger number is damage to the line; likewise
@@ -87,36 +81,36 @@ def _read_value(process: Process, message: Message) -> bool:
     return True
 
 
-def read_rank_line(source: Source, message: Message) -> None:
-    """Adds what a message reports of a rank to the members of its source; an unknown one is only the last line."""
+def read_rank_line(process: Process, message: Message) -> None:
+    """Adds what a message reports of a rank to the members of its process; an unknown one is only the last line."""
     text = message.text
     if " opCount " in text:
         return  # a call of a collective
     member = None
     if " comm 0x" in f" {text}" and " rank " in text and (found := _RANK["identity"].search(text)):
-        member = _read_identity(source, message, found)
+        member = _read_identity(process, message, found)
     elif " -> " in text and " via " in text:
-        member = _read_connection(source, message) if message.is_whole else None
+        member = _read_connection(process, message) if message.is_whole else None
     elif found := _RANK_NOTES.match(text):
         stage = _STAGES.get(found.lastgroup or "", 1)
-        member = source.member(message, begins=stage == 1)
+        member = process.member(message, begins=stage == 1)
         member.notes.setdefault(found.lastgroup or "", message.line)
         member.reach(stage)
     if member is None and message.is_whole:
-        member = _read_graphs(source, message) or _read_topology(source, message)
-    member = member or source.find_member(message)
+        member = _read_graphs(process, message) or _read_topology(process, message)
+    member = member or process.find_member(message)
     if member is not None:
         member.last = message
 
 
-def _read_identity(source: Source, message: Message, found: re.Match[str]) -> Member | None:
+def _read_identity(process: Process, message: Message, found: re.Match[str]) -> Member | None:
     """Reads a line that names the communicator: its beginning, its end, or its nodes."""
     address, rank, num_ranks, rest = found[1], int(found[2]), int(found[3]), found[4]
     if not _are_ranks([rank, num_ranks]) or rank >= num_ranks:
         return None
     part = _RANK["comm_id"].search(rest)
     comm_id = None if part is None else part[1]
-    member = source.named_member(message, address, rank, num_ranks, comm_id)
+    member = process.named_member(message, address, rank, num_ranks, comm_id)
     member.comm_id = member.comm_id or comm_id
     if part := _RANK["split"].search(rest):
         member.parent, member.split = part[1], f"{part[2]}:{part[3]}"
@@ -130,7 +124,7 @@ def _read_identity(source: Source, message: Message, found: re.Match[str]) -> Me
     elif "Destroy" in rest or "Abort" in rest:
         member.ended = member.ended or message.line
         if "COMPLETE" in rest:
-            source.by_address.pop(address, None)
+            process.by_address.pop(address, None)
     elif "Init START" in rest:
         member.started = member.started or message.line
     return member
@@ -163,48 +157,48 @@ def _parse_connection(message: Message) -> Connection | None:
     )
 
 
-def _read_connection(source: Source, message: Message) -> Member | None:
+def _read_connection(process: Process, message: Message) -> Member | None:
     connection = _parse_connection(message)
     if connection is None:
         return None
     own = connection.receiver if connection.direction == "receive" else connection.sender
     _, named, address = message.text.partition(" comm 0x")
     words = address.split() if named else []
-    member = source.by_address.get(f"0x{words[0]}") if words else None
-    member = member if member is not None and member.rank == own else source.member(message, rank=own)
+    member = process.by_address.get(f"0x{words[0]}") if words else None
+    member = member if member is not None and member.rank == own else process.member(message, rank=own)
     if member.num_ranks is None and words[1:2] == ["nRanks"] and words[-1].isdecimal() and int(words[-1]) > own:
         member.num_ranks = int(words[-1])  # RCCL
     key = (connection.channel, *connection.pair, connection.direction, connection.path)
     member.connections.setdefault(key, connection)
     member.reach(3, *connection.pair)
-    source.process.uses_p2p |= connection.kind == "P2P"
+    process.uses_p2p |= connection.kind == "P2P"
     return member
 
 
-def _read_graphs(source: Source, message: Message) -> Member | None:
+def _read_graphs(process: Process, message: Message) -> Member | None:
     """Reads rings, trees, numbers of channels, what NCCL searched for, and how long that took."""
     text = message.text
     if found := _RANK["ring_order"].match(text):
-        return _read_ring(source, message, found)
+        return _read_ring(process, message, found)
     if found := _RANK["ring_place"].match(text):
         places = list(map(int, found.groups()))
-        return _at_place(source, message, places[1], places) if _are_ranks(places) else None
+        return _at_place(process, message, places[1], places) if _are_ranks(places) else None
     if text.startswith("Trees"):
         rank, ranks = None, set[int]()
         for shown, own in _RANK["trees"].findall(text):
             named = {int(number) for number in re.findall(r"(?<![\d-])\d+", shown.replace("->", " "))}
             if int(own) >= 0 and _are_ranks(named):
                 rank, ranks = int(own), ranks | named
-        member = None if rank is None else _at_place(source, message, rank, ranks)
+        member = None if rank is None else _at_place(process, message, rank, ranks)
         if member is not None:
             member.has_trees = True
         return member
     if channels := _RANK["channels"].findall(text):
-        member = source.member(message)
+        member = process.member(message)
         member.channels.update({kind: int(number) for number, kind in channels if int(number) < _MAX_CHANNELS})
         return member
     if found := _RANK["search"].match(text):
-        member = source.member(message, begins=True)
+        member = process.member(message, begins=True)
         speeds = float(found[3]), float(found[4])
         member.searches.append(SearchResult(int(found[1]), int(found[2]), found[5], found[6], *speeds, message.line))
         member.reach(1)
@@ -212,19 +206,19 @@ def _read_graphs(source: Source, message: Message) -> Member | None:
     return None
 
 
-def _at_place(source: Source, message: Message, rank: int, ranks: Iterable[int]) -> Member:
+def _at_place(process: Process, message: Message, rank: int, ranks: Iterable[int]) -> Member:
     """Returns the rank whose place in a graph a line shows, among other ranks."""
-    member = source.member(message, begins=True, rank=rank)
+    member = process.member(message, begins=True, rank=rank)
     member.reach(2, *ranks)
     return member
 
 
-def _read_ring(source: Source, message: Message, found: re.Match[str]) -> Member | None:
+def _read_ring(process: Process, message: Message, found: re.Match[str]) -> Member | None:
     """Reads the order of all ranks, which rank 0 prints; of many ranks NCCL prints only the first."""
     channel, ring = int(found[1]), tuple(map(int, found[3].split()))
     if not (channel < _MAX_CHANNELS and _are_ranks(ring)) or len(set(ring)) < len(ring) or ring[0] != 0:
         return None
-    member = source.member(message, begins=True, rank=0)
+    member = process.member(message, begins=True, rank=0)
     is_all = len(ring) < _MAX_RING and not found[4] and max(ring) == len(ring) - 1
     # A second channel has to agree: a single line may be cut, also in front of a line end.
     if is_all and member.num_ranks is None and (found[2] == "1" or len(ring) in map(len, member.rings.values())):
@@ -237,12 +231,12 @@ def _read_ring(source: Source, message: Message, found: re.Match[str]) -> Member
     return member
 
 
-def _read_topology(source: Source, message: Message) -> Member | None:
+def _read_topology(process: Process, message: Message) -> Member | None:
     """Reads NVLinks of the topology, which ``NCCL_DEBUG_SUBSYS=GRAPH`` prints, each below its GPU."""
     gpu, nvlink = _RANK["gpu_line"].match(message.text), _RANK["nvlink_line"].match(message.text)
     if gpu is None and nvlink is None:
         return None
-    member = source.member(message)
+    member = process.member(message)
     if gpu is not None:
         member.listed_gpu = gpu[1]
     elif nvlink is not None and member.listed_gpu:

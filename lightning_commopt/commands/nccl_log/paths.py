@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from lightning_commopt.commands.nccl_log.facts import Communicator, Connection, Fact, Process
-from lightning_commopt.commands.nccl_log.finding import Reason, finding, reason
-from lightning_commopt.text.findings import Finding, Line, Severity
+from lightning_commopt.commands.nccl_log.communicators import Communicator
+from lightning_commopt.commands.nccl_log.facts import Connection, Fact, Process
+from lightning_commopt.text.findings import Finding, FindingTexts, Line, Reason, Severity
 from lightning_commopt.text.formatting import list_some
 
+_TEXTS = FindingTexts(Path(__file__).with_name("findings.txt"))
+finding, reason = _TEXTS.finding, _TEXTS.reason
 _FAR = ("PHB", "NODE", "SYS")
 _RING_PATTERN = 4
 _VIRTUAL = re.compile(

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from gzip import BadGzipFile
 from pathlib import Path
 
-from lightning_commopt.commands.nccl_log.communicators import Sources, add_listed, add_unnamed, group_members
-from lightning_commopt.commands.nccl_log.facts import Choice, Fact, LoggedWarning, NcclLog, Progress, RasReport, Timeout
-from lightning_commopt.commands.nccl_log.inspector import InspectorReader
+from lightning_commopt.commands.nccl_log.communicators import NcclLog, add_listed, add_unnamed, group_members
+from lightning_commopt.commands.nccl_log.facts import Choice, Fact, LoggedWarning, Process, Progress, RasReport, Timeout
+from lightning_commopt.commands.nccl_log.inspector import Inspected
 from lightning_commopt.commands.nccl_log.lines import Message, read_messages
 from lightning_commopt.commands.nccl_log.messages import find_version, read_process_line, read_rank_line
 from lightning_commopt.commands.nccl_log.warnings import explain
@@ -21,6 +21,7 @@ from lightning_commopt.text.findings import Line, read_texts
 
 _TEXTS = read_texts(Path(__file__).with_name("patterns.txt"))["other"]
 _PATTERNS = {name: re.compile(text) for name, text in _TEXTS.items()}
+_ADDRESS = re.compile(r"\bcomm (0x[0-9a-fA-F]+) rank ")
 _ALGORITHMS = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
 _PROTOCOLS = ("LL", "LL128", "SIMPLE")
 
@@ -32,7 +33,7 @@ def read_log(paths: Sequence[Path], *, keeps_order: bool = False) -> NcclLog:
         OSError: a file cannot be read.
         ValueError: no line of any file is NCCL's.
     """
-    reader = LogReader(InspectorReader(keeps_order=keeps_order))
+    reader = LogReader(keeps_order=keeps_order)
     damaged = reader.log.damaged_files
     for path in paths:
         if path.is_dir():
@@ -64,50 +65,90 @@ def _is_binary(path: Path) -> bool:
 class LogReader:
     """Reads messages, as `read_messages` gives them, into a log."""
 
-    def __init__(self, inspector: InspectorReader) -> None:
-        self.log = NcclLog()
-        self._sources = Sources()
-        self._inspector = inspector
+    def __init__(self, *, keeps_order: bool = False) -> None:
+        self.log = NcclLog(inspected=Inspected(keeps_order=keeps_order))
+        self._processes: dict[tuple[object, ...], Process] = {}
+        self._last_in_file: dict[tuple[str, int | None], Process] = {}
         self._last_error: int | None = None  # the rank whose "Last error:" goes on in the next line; -1 where unknown
         self._wrapped: Message | None = None  # a line of the watchdog that a terminal broke
 
     @property
     def num_lines(self) -> int:
-        return self.log.num_lines + self._inspector.found.num_records
+        return self.log.num_lines + self.log.inspected.num_records
 
     def read(self, messages: Iterable[Message]) -> None:
         for message in messages:
             if message.level:
                 self.log.num_lines += 1
                 self._read_nccl(message)
-            elif not self._inspector.read(message.text):
+            elif not self.log.inspected.read(message.text):
                 self._read_other(message)
 
     def finish(self) -> NcclLog:
-        """Groups what was read."""
-        self.log.processes = self._sources.processes()
-        self.log.communicators = group_members(self._sources.members())
+        """Groups what was read; processes that wrote nothing about themselves or a rank are left out.
+
+        In a log that was cut, a process has the address of its host, where that has only one.
+        """
+        known: dict[str, set[str]] = {}
+        for p in self._processes.values():
+            if p.members or any((p.settings, p.bootstrap, p.network, p.notes, p.gdr, p.failed_at)):
+                self.log.processes.append(p)
+                p.address = "" if p.bootstrap is None else p.bootstrap.value.partition(":")[2]
+                known.setdefault(p.host, set()).update({p.address} - {""})
+        for p in self.log.processes:
+            if not p.address and len(known[p.host]) == 1:
+                (p.address,) = known[p.host]
+        self.log.communicators = group_members([member for p in self.log.processes for member in p.members])
         add_listed(self.log)
         add_unnamed(self.log)
-        self.log.inspected = self._inspector.found
         return self.log
 
+    def _process_of(self, message: Message) -> Process:
+        """Returns the process of a line; without a head, that which has its communicator, else the last that wrote."""
+        place = (message.file, message.device)
+        key: tuple[object, ...] = (message.host, message.pid)
+        host = message.host or ""
+        if message.host is None:
+            named = _ADDRESS.search(message.text) if "comm 0x" in message.text else None
+            owners = [each for each in self._processes.values() if named[1] in each.by_address] if named else []
+            last = owners[0] if len(owners) == 1 else self._last_in_file.get(place)
+            begins = message.text.startswith("Bootstrap")  # as the first line of another process does
+            if last and not (begins and not last.host and any(each.finished for each in last.members)):
+                return last
+            key = (*place, len(self._processes))
+        elif key not in self._processes:
+            host = self._known_host(host, message.pid)
+            key = (host, message.pid)
+        if key not in self._processes:
+            self._processes[key] = Process(host=host, pid=message.pid)
+        self._last_in_file[place] = self._processes[key]
+        return self._processes[key]
+
+    def _known_host(self, host: str, pid: int | None) -> str:
+        """Returns a known host where another rank's broken line stands in front of its name, such as ``12node-a``."""
+        for other in self._processes.values():
+            if host.endswith(other.host) and other.host and not other.host[0].isdecimal():
+                before = host.removesuffix(other.host)
+                if before.isdecimal() or (before and other.pid == pid):
+                    return other.host
+        return host
+
     def _read_nccl(self, message: Message) -> None:
-        source = self._sources.find(message)
+        process = self._process_of(message)
         if message.level == "WARN":
-            member = source.find_member(message)
-            ranks = {m.rank for m in ([member] if member else source.members) if m.device == message.device}
+            member = process.find_member(message)
+            ranks = {m.rank for m in ([member] if member else process.members) if m.device == message.device}
             rank = ranks.pop() if len(ranks) == 1 else None
             if message.is_whole or explain(message.text, message.place) is not None:
-                self._warn(message.text, message.line, rank=rank, host=source.process.host, place=message.place)
-            read_process_line(source.process, message)
+                self._warn(message.text, message.line, rank=rank, host=process.host, place=message.place)
+            read_process_line(process, message)
         elif " Bytes -> " in message.text:
             choice = _parse_choice(message.text) if message.is_whole else None
             if choice is not None:
                 self.log.choices[choice] += 1
                 self.log.choice_lines.setdefault(choice, message.line)
-        elif not read_process_line(source.process, message):
-            read_rank_line(source, message)
+        elif not read_process_line(process, message):
+            read_rank_line(process, message)
 
     def _warn(self, text: str, line: Line, *, rank: int | None = None, host: str = "", place: str = "") -> None:
         self.log.warnings.append(LoggedWarning(text=text, place=place, host=host, rank=rank, line=line))
@@ -228,7 +269,7 @@ def _parse_progress(text: str, line: Line) -> Progress | None:
     if found is None or who is None or int(found[3]) > int(found[2]):
         return None
     work = int(found[1]) if found[1] else None
-    return Progress(rank=who[1], group=who[0], work=work, enqueued=int(found[2]), completed=int(found[3]), line=line)
+    return Progress(rank=who[1], group=who[0], work=work, enqueued=int(found[2]), line=line)
 
 
 def _group_and_rank(text: str) -> tuple[str, int] | None:

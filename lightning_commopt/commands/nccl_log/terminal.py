@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from lightning_commopt.commands.nccl_log.facts import Communicator, Member, NcclLog, Process
+from lightning_commopt.commands.nccl_log.communicators import Communicator, NcclLog
+from lightning_commopt.commands.nccl_log.facts import Member, Process
 from lightning_commopt.commands.nccl_log.inspector import Matched
 from lightning_commopt.commands.nccl_log.paths import is_in_host
 from lightning_commopt.text.findings import Finding, print_findings
@@ -89,8 +90,7 @@ def _channels_of(communicator: Communicator) -> int:
 
 
 def _networks_of(communicator: Communicator) -> list[str]:
-    facts = [member.process.network for member in communicator.all_members]
-    return list(dict.fromkeys(fact.value for fact in facts if fact is not None))
+    return list(dict.fromkeys(p.network.value for p in communicator.processes if p.network is not None))
 
 
 def to_plain(log: NcclLog, findings: list[Finding]) -> dict[str, Any]:
@@ -178,12 +178,9 @@ def print_log(log: NcclLog, findings: list[Finding], console: Console) -> None:
     columns = ("operation", "bytes", "algorithm", "protocol", "channels", "times")
     _print_table(columns, [[*choice, n] for choice, n in choices], console, "the tuner's choices", len(log.choices))
     _print_inspected(log, console)
-    settings: dict[str, set[str]] = {}
-    for process in log.processes:
-        for name, fact in process.settings.items():
-            settings.setdefault(name, set()).add(fact.value)
+    settings = grouped((name, fact.value) for process in log.processes for name, fact in process.settings.items())
     if settings:
-        shown = ", ".join(f"{name}={'|'.join(sorted(values))}" for name, values in sorted(settings.items()))
+        shown = ", ".join(f"{name}={'|'.join(sorted(set(values)))}" for name, values in sorted(settings.items()))
         console.print()
         print_text(f"environment: {shown}", console)
     console.print()

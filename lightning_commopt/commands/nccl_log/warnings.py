@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
-from lightning_commopt.commands.nccl_log.facts import LoggedWarning, NcclLog, Progress, RasReport, Timeout
-from lightning_commopt.commands.nccl_log.finding import Reason, finding, ranks_of, reason
-from lightning_commopt.text.findings import Finding, Severity, read_texts
+from lightning_commopt.commands.nccl_log.communicators import NcclLog, ranks_of
+from lightning_commopt.commands.nccl_log.facts import LoggedWarning, Progress, RasReport, Timeout
+from lightning_commopt.commands.nccl_log.paths import finding, reason
+from lightning_commopt.text.findings import Finding, Reason, Severity, read_texts
 from lightning_commopt.text.formatting import grouped, list_some, ranks_text
 
 _RESULTS = (  # of NCCL's functions, by their number
@@ -28,8 +29,7 @@ class WarnText(NamedTuple):
     place: re.Pattern[str]  # of NCCL's file and line
     pattern: re.Pattern[str]  # of the text
     reason: Reason
-    severity: Severity
-    follows: bool  # whether it is only the consequence of another warning, where there is one
+    severity: Severity | Literal["follows"]  # "follows": only the consequence of another warning, where there is one
 
 
 @cache
@@ -37,10 +37,8 @@ def _table() -> list[WarnText]:
     found = []
     for code, values in read_texts(Path(__file__).with_name("warn_texts.txt")).items():
         place, pattern = re.compile(values.get("in", "")), re.compile(values["text"], re.IGNORECASE)
-        kinds = values.get("as", "error").split(", ")
-        severity = cast(Severity, "error" if kinds[0] == "follows" else kinds[0])
-        why = Reason(values["why"], values["try"])
-        found.append(WarnText(code, place, pattern, why, severity, "follows" in kinds))
+        severity: Any = values.get("as", "error")
+        found.append(WarnText(code, place, pattern, Reason(values["why"], values["try"]), severity))
     return found
 
 
@@ -60,21 +58,20 @@ def find_warnings(log: NcclLog) -> Iterator[Finding]:
 
     What only follows from another warning is a note, where there is that other one.
     """
-    groups: dict[str | WarnText, list[LoggedWarning]] = {}
-    for warning in log.warnings:
-        text = re.sub(r"[0-9a-fx]{3,}|[0-9]+", "#", warning.text)[:80]
-        groups.setdefault(explain(warning.text, warning.place) or text, []).append(warning)
-    has_cause = any(isinstance(kind, str) or (kind.severity == "error" and not kind.follows) for kind in groups)
+    unknown = re.compile(r"[0-9a-fx]{3,}|[0-9]+")  # which differs among warnings of a kind that the table lacks
+    groups = grouped((explain(w.text, w.place) or unknown.sub("#", w.text)[:80], w) for w in log.warnings)
+    has_cause = any(isinstance(kind, str) or kind.severity == "error" for kind in groups)
     for kind, warnings in groups.items():
         text = max((each.text for each in warnings), key=len)[:200] or "without text"
         what = f"{_who(warnings)}: {text}" + (f" ({len(warnings)} times)" if len(warnings) > 1 else "")
         if isinstance(kind, str):
             yield finding("warning", "warning", *warnings[:3], what=what, why=reason("no_explanation"))
-        elif kind.follows and has_cause:
+        elif kind.severity == "follows" and has_cause:
             why = kind.reason._replace(advice="begin with the other errors")
             yield finding("note", kind.code, *warnings[:3], what=what, why=why)
         else:
-            yield finding(kind.severity, kind.code, *warnings[:3], what=what, why=kind.reason)
+            severity: Severity = "error" if kind.severity == "follows" else kind.severity
+            yield finding(severity, kind.code, *warnings[:3], what=what, why=kind.reason)
     yield from _find_silent_errors(log)
 
 
@@ -108,23 +105,17 @@ def _with_groups(log: NcclLog) -> list[Timeout]:
     """Returns each timeout once, with the process group that another line of its rank names."""
     named = {(each.rank, each.sequence): each.group for each in log.timeouts.values() if each.group}
     named |= {(each.rank, each.work): each.group for each in log.progress.values() if each.work is not None}
-    alike: dict[tuple[object, ...], set[str]] = {}
-    for each in log.timeouts.values():
-        if group := named.get((each.rank, each.sequence)):
-            alike.setdefault((each.sequence, each.operation, each.sizes), set()).add(group)
+    alike = grouped((each.call, named.get((each.rank, each.sequence))) for each in log.timeouts.values())
     found: dict[tuple[object, ...], Timeout] = {}
     for each in log.timeouts.values():
-        others = alike.get((each.sequence, each.operation, each.sizes), set())
-        group = named.get((each.rank, each.sequence)) or (next(iter(others)) if len(others) == 1 else "")
+        others = set(filter(None, alike[each.call]))
+        group = named.get((each.rank, each.sequence)) or (others.pop() if len(others) == 1 else "")
         found.setdefault((each.rank, group, each.sequence, each.operation), replace(each, group=group))
     return list(found.values())
 
 
 def _timeout(group: str, timeouts: list[Timeout], log: NcclLog) -> Finding:
-    calls: dict[str, list[int]] = {}
-    for each in timeouts:
-        number = "" if each.sequence is None else f" {each.sequence}"
-        calls.setdefault(f"{each.operation}{number}{f' ({each.sizes})' if each.sizes else ''}", []).append(each.rank)
+    calls = grouped((each.call, each.rank) for each in timeouts)
     why = _asleep(timeouts) or _behind(group, log) or _reason(group, timeouts, len(calls), log)
     shown = list_some([f"{ranks_text(each)} in {call}" for call, each in calls.items()], 8).replace(", rank", "; rank")
     waited = max((each.waited_s for each in timeouts if each.waited_s is not None), default=None)

@@ -6,26 +6,22 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from lightning_commopt.commands.topology.expectations import find_ring, is_switched, nvlink_model
 from lightning_commopt.commands.topology.machine import KINDS, Machine, cpus_text
-from lightning_commopt.text.findings import Finding, Severity, read_texts, worst_first
+from lightning_commopt.text.findings import Finding, FindingTexts, worst_first
 from lightning_commopt.text.formatting import count, list_some
 
 _MAX_SHOWN = 8
 _RDMA = re.compile(r"(NIC\d|mlx|bnxt_re|irdma|hfi|efa|rdma|roce|ib|erdma|hns|qedr|mana)", re.IGNORECASE)
-_TEXTS = read_texts(Path(__file__).with_name("findings.txt"))
+_finding = FindingTexts(Path(__file__).with_name("findings.txt")).finding
 
 
 def find_all(machine: Machine) -> list[Finding]:
     """Returns what hurts, the worst first."""
     finders = (_find_nvlinks, _find_ring, _find_p2p, _find_nics, _find_pcie_width, _find_pinning)
     return worst_first(finding for find in finders for finding in find(machine))
-
-
-def _finding(severity: Severity, code: str, **values: object) -> Finding:
-    what, why, advice = (_TEXTS[code][name].format(**values) for name in ("what", "why", "try"))
-    return Finding(severity=severity, code=code, what=what, why=why, advice=advice)
 
 
 def _find_nvlinks(machine: Machine) -> Iterator[Finding]:
@@ -75,8 +71,9 @@ def _find_ring(machine: Machine) -> Iterator[Finding]:
         return  # an unknown link may be in a better ring
     island = _largest_island(machine)
     numbers = ",".join(sorted((label.removeprefix("GPU") for label in island), key=int))
-    order, times = " ".join(label.removeprefix("GPU") for label in ring.labels), count(ring.num_worst, "time")
-    texts = {"num_gpus": len(machine.gpus), "order": order, "times": times, "worst": ring.worst, "numbers": numbers}
+    texts: dict[str, Any] = {"num_gpus": len(machine.gpus), "worst": ring.worst, "numbers": numbers}
+    texts["order"] = " ".join(label.removeprefix("GPU") for label in ring.labels)
+    texts["times"] = count(ring.num_worst, "time")
     if ring.worst == "SYS":
         nodes = {gpu.numa_node for gpu in machine.gpus}
         hidden = "; the GPUs are on one NUMA node: a virtual machine or the BIOS may hide the PCIe switches"

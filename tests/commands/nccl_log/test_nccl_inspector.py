@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_commopt.commands.nccl_log.findings import find_all
-from lightning_commopt.commands.nccl_log.inspector import InspectorReader, Measured
+from lightning_commopt.commands.nccl_log.inspector import Inspected, Measured
 from lightning_commopt.commands.nccl_log.reader import read_log
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.record import Collective
@@ -44,12 +44,12 @@ def lines(rank: int, records: list[dict[str, Any]], *, version: float = 4.2) -> 
 
 @pytest.mark.parametrize("version", [4.0, 4.1, 4.2, 4.3, 4.4])
 def test_every_format(version: float) -> None:
-    reader = InspectorReader()
+    reader = Inspected()
     text = lines(2, [measured(number, version=version) for number in range(3)], version=version)
     assert all(reader.read(each) for each in text.splitlines())
     names = ("RING", "LL") if version >= 4.2 else ("", "")
-    assert reader.found.rows() == [(COMM, Measured(COMM, "AllReduce", 1 << 20, *names), 3, 2.25)]
-    assert reader.found.num_dropped == (3 if version >= 4.3 else 0)
+    assert reader.rows() == [(COMM, Measured(COMM, "AllReduce", 1 << 20, *names), 3, 2.25)]
+    assert reader.num_dropped == (3 if version >= 4.3 else 0)
 
 
 def test_a_verbose_record_is_longer_than_a_line_of_nccl(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_verbose_record_is_longer_than_a_line_of_nccl(tmp_path: Path) -> None:
 
 def test_records_behind_the_end_of_a_dump_are_of_nobody() -> None:
     """A file that was cut or merged may have them; they are not given to the communicator before."""
-    reader = InspectorReader()
+    reader = Inspected()
     text = lines(0, [measured(0)], version=4.3) + json.dumps(measured(1)) + "\n"
     assert [reader.read(each) for each in text.splitlines()] == [True, True, False]
 
@@ -75,9 +75,9 @@ def test_records_behind_the_end_of_a_dump_are_of_nobody() -> None:
      '{"header": {"id": 1, "rank": "x"}, "coll_perf": {"coll": 1}}', '{"a": 1}', "coll_perf"],
 )  # fmt: skip
 def test_damaged_lines(text: str) -> None:
-    reader = InspectorReader()
+    reader = Inspected()
     assert not reader.read(text)
-    assert reader.found.rows() == []
+    assert reader.rows() == []
 
 
 @pytest.mark.parametrize(("name", "is_read"), [("coll_busbw_gbs", False), ("coll_msg_size_bytes", True)])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from lightning_commopt.commands.nccl_log.facts import NcclLog
+from lightning_commopt.commands.nccl_log.communicators import NcclLog
 from lightning_commopt.commands.nccl_log.findings import find_all
 from lightning_commopt.commands.nccl_log.reader import read_log
 from lightning_commopt.commands.nccl_log.terminal import extras_of, print_log, versions_of
