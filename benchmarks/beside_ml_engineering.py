@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from results_file import write_result
 
-from lightning_commopt.commands.bench.start import bench_in_lab
+from lightning_commopt.commands.bench.start import start_bench
 from lightning_commopt.launch.lab import NetLab
 from lightning_commopt.measure.link.bench_settings import BenchSettings
 
@@ -78,7 +78,7 @@ def theirs(arguments: argparse.Namespace, size_bytes: int) -> float:
 def ours(arguments: argparse.Namespace, size_bytes: int) -> float:
     """Returns the bus bandwidth that a bench of ours measures."""
     settings = BenchSettings(sizes_bytes=[size_bytes])
-    return bench_in_lab(settings, link=arguments.rate, num_hosts=arguments.num_hosts).rows[0].busbw
+    return start_bench(settings, link=arguments.rate, num_hosts=arguments.num_hosts).rows[0].busbw
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from results_file import write_result
 
-from lightning_commopt.commands.bench.start import bench_in_lab
+from lightning_commopt.commands.bench.start import start_bench
 from lightning_commopt.measure.link.bench_result import BenchResult, Row
 from lightning_commopt.measure.link.bench_settings import BenchSettings, size_text
 from lightning_commopt.measure.link.model import Curve
@@ -73,7 +73,7 @@ def measure(arguments: argparse.Namespace, rate: str, num_hosts: int) -> BenchRe
         sizes_bytes=sizes_of(rate, arguments.smallest_bytes),
         num_repetitions=arguments.num_repetitions,
     )
-    return bench_in_lab(settings, link=rate, num_hosts=num_hosts)
+    return start_bench(settings, link=rate, num_hosts=num_hosts)
 
 
 def main() -> None:

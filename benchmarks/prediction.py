@@ -110,7 +110,11 @@ def on_shared_cores(basis: Basis, factor: float) -> Basis:
     costs = {hook: cost.slower(factor) for hook, cost in basis.costs.items()}
     cpu_s = {name: factor * getattr(basis.link, name) for name in ("cpu_s_per_byte", "cpu_s_per_message")}
     link = dataclasses.replace(basis.link, **cpu_s)
-    return dataclasses.replace(basis, workload=basis.workload.slower(factor), costs=costs, link=link)
+    times = ("forward_s", "backward_s", "rest_s", "straggler_s")
+    gradients = tuple(one._replace(ready_s=factor * one.ready_s) for one in basis.workload.gradients)
+    slower = {name: factor * getattr(basis.workload, name) for name in times}
+    workload = dataclasses.replace(basis.workload, gradients=gradients, **slower)
+    return dataclasses.replace(basis, workload=workload, costs=costs, link=link)
 
 
 def compare(jobs: list[dict[str, Any]], base: int) -> list[dict[str, Any]]:

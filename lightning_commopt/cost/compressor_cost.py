@@ -86,10 +86,9 @@ def measure_costs(
     return found
 
 
-def own_average(s_per_byte: float = 0.0) -> CompressorCost:
+def own_average() -> CompressorCost:
     """Returns the cost of DDP's own average: one all-reduce, whose arithmetic is usually a part of backward."""
-    stages = Stage(0.0, s_per_byte, "all_reduce", 1.0), Stage(0.0, 0.0)
-    return CompressorCost(compressor=None, stages=stages)
+    return CompressorCost(compressor=None, stages=(Stage(0.0, 0.0, "all_reduce", 1.0), Stage(0.0, 0.0)))
 
 
 def _shapes(gradients: Sequence[Gradient]) -> list[tuple[int, ...]]:

@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 from statistics import NormalDist
 
 import torch
@@ -185,12 +187,6 @@ def _assign(gradients: Iterable[Gradient], caps: Sequence[int]) -> Buckets:
 
 def layout_of(bucket: Sequence[Gradient]) -> Layout:
     """Returns what a compressor needs to know of a bucket, whose gradients are taken to be contiguous."""
-    strides = []
-    for gradient in bucket:
-        stride, size = [], 1
-        for length in reversed(gradient.shape):
-            stride.append(size)
-            size *= length
-        strides.append(tuple(reversed(stride)))
-    dtype = _DTYPES.get(bucket[0].itemsize, torch.float32)
-    return Layout(tuple(torch.Size(gradient.shape) for gradient in bucket), tuple(strides), dtype)
+    shapes = tuple(torch.Size(gradient.shape) for gradient in bucket)
+    strides = tuple(tuple(accumulate(reversed(shape), mul, initial=1))[-2::-1] for shape in shapes)
+    return Layout(shapes, strides, _DTYPES.get(bucket[0].itemsize, torch.float32))

@@ -15,6 +15,7 @@ WAKE_S = 3e-3
 """How long the threads of a message wait for one that has their core: about a slice of time of Linux's scheduler."""
 
 _TINY_S = 1e-12
+_NUM_LANES = 2
 
 
 class Phase(NamedTuple):
@@ -95,7 +96,6 @@ def simulate(
     backward_s: float,
     *,
     shares_core: bool = False,
-    num_lanes: int = 2,
     overlaps_buckets: bool = False,
     shares_link: bool = False,
     num_others: float = 0.0,
@@ -104,10 +104,10 @@ def simulate(
     """Runs one backward.
 
     Args:
-        jobs: in the order of buckets; one that is ready later than backward ends is ready then.
+        jobs: in the order of buckets, at most two under way at a time; one that is ready later than backward ends is
+            ready then.
         backward_s: work of backward.
         shares_core: backward and gradient sync have one processor together.
-        num_lanes: jobs under way at a time.
         overlaps_buckets: a lane takes the next bucket's job, as streams do; else a thread does one bucket after
             another, and computes one thing at a time.
         shares_link: messages of all lanes travel at once, each at its part of the rate; else one after another.
@@ -123,7 +123,7 @@ def simulate(
     while waiting or running or done_s < backward_s - _TINY_S:
         is_computing = done_s < backward_s - _TINY_S
         wake_s = WAKE_S * (num_others + (shares_core and is_computing))
-        while waiting and len(running) < num_lanes and min(waiting[-1].ready_s, backward_s) <= done_s + _TINY_S:
+        while waiting and len(running) < _NUM_LANES and min(waiting[-1].ready_s, backward_s) <= done_s + _TINY_S:
             if running and not overlaps_buckets and running[0].job.bucket != waiting[-1].bucket:
                 break
             running.append(_Running(waiting.pop(), link, wake_s))

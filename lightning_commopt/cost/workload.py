@@ -69,14 +69,6 @@ class Workload:
             num_batches=num_batches,
         )
 
-    def slower(self, factor: float) -> Workload:
-        """Returns the same on a processor that takes ``factor`` times as long, or shared by as many ranks."""
-        return dataclasses.replace(
-            self,
-            gradients=tuple(one._replace(ready_s=factor * one.ready_s) for one in self.gradients),
-            **{name: factor * getattr(self, name) for name in ("forward_s", "backward_s", "rest_s", "straggler_s")},
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Link:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning_commopt.compat.lightning import MisconfigurationException, batches_that_stepped
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.plan import CommPlan, OptionError
 from lightning_commopt.sync.groups import borrow_host_group
 from lightning_commopt.text.validation import info, warn
-from lightning_commopt.tune.controller import ControllerSettings
-from lightning_commopt.tune.host import Host, host_of_fit
+from lightning_commopt.tune.host import Host
 from lightning_commopt.tune.options import TuneOptions
 from lightning_commopt.tune.tuner import Tuner
 from lightning_commopt.tune.verdict import summary
@@ -25,13 +26,13 @@ class AutoPlan:
     Args:
         strategy: for a Trainer; see `LoopPlan` for Fabric.
         options: what may be chosen; None if ``plan`` is not "auto".
-        settings: what searching may cost.
+        max_regret: share of a fit's time, over all its steps, that searching may cost.
     """
 
-    def __init__(self, strategy: Any, options: TuneOptions | None, settings: ControllerSettings | None = None) -> None:
+    def __init__(self, strategy: Any, options: TuneOptions | None, max_regret: float = 0.01) -> None:
         self._strategy = strategy
         self._options = options
-        self._settings = settings or ControllerSettings()
+        self._max_regret = max_regret
         self._base: CommPlan | None = None
         self._resumed: CommPlan | None = None
         self._tuner: Tuner | None = None
@@ -86,12 +87,32 @@ class AutoPlan:
                     f"plan='auto': the ranks cannot connect over gloo ({error}), so the plan stays.", on_every_rank=True
                 )
                 return
-            self._tuner = Tuner(group, self._host(), self._options, self._base, self._resumed, self._settings)
+            self._tuner = Tuner(group, self._host(), self._options, self._base, self._resumed, self._max_regret)
         if self._tuner is not None and not self._tuner.is_over:
             self._tuner.begin_batch(batch, batch_idx)
 
     def _host(self) -> Host:
-        return host_of_fit(self._strategy)
+        """Returns the fit that the strategy is in."""
+        strategy, trainer = self._strategy, self._strategy.lightning_module.trainer
+
+        def num_steps_left() -> float:
+            try:
+                return float(trainer.estimated_stepping_batches - batches_that_stepped(trainer))
+            except MisconfigurationException:  # accumulation that changes from epoch to epoch
+                return math.inf
+
+        return Host(
+            strategy=strategy,
+            model=lambda: strategy.model,
+            apply_plan=strategy.apply_plan,
+            step=lambda: batches_that_stepped(trainer),
+            num_steps_left=num_steps_left,
+            accumulated=trainer.accumulate_grad_batches,
+            begin_backward=(strategy, "pre_backward"),
+            end_backward=(strategy, "post_backward"),
+            pauses=[(strategy, "on_validation_start"), (strategy, "save_checkpoint")],
+            end=[(strategy, "on_train_end")],
+        )
 
     def describe(self) -> dict[str, Any]:
         """Returns what was found in this fit, or in the last one, in types that JSON has; empty but on rank 0."""
@@ -106,18 +127,17 @@ class AutoPlan:
         Args:
             keep: gets the plan that was chosen. Without it the strategy does, if it has one that is only tried.
         """
-        tuner, self._tuner = self._tuner, None
-        self._is_due = False
+        tuner, self._is_due = self._tuner, False
         if tuner is None:
             return
+        self._found, self._tuner = self.describe(), None
         plan = tuner.kept_plan
         tuner.close()
         if keep is not None:
             keep(plan)
         elif self._strategy.plan != plan:
             self._strategy.apply_plan(plan)
-        if tuner.director is not None:
-            self._found = summary(tuner.director, tuner.plans, tuner.history.stretches)
+        if self._found:
             info(f"plan='auto': {self._found['verdict']}")
 
     def add_choice(self, saved: dict[str, Any]) -> dict[str, Any]:

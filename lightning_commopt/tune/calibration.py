@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from lightning_commopt.compat.loops import wrap_method
 from lightning_commopt.compressors.catalog import ready_compressors
 from lightning_commopt.cost.basis import Basis
-from lightning_commopt.cost.candidates import candidates
+from lightning_commopt.cost.candidates import Candidate, candidates
 from lightning_commopt.cost.compressor_cost import measure_costs
 from lightning_commopt.cost.gradient_times import GradientTimes
-from lightning_commopt.cost.predict import Costs, Prediction, buckets_of, predict
+from lightning_commopt.cost.predict import Costs, buckets_of, predict
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
@@ -108,20 +108,11 @@ class Calibration:
         inner(*args)
 
 
-class Candidate(NamedTuple):
-    """A plan to try, and its predicted step."""
-
-    plan: CommPlan
-    predicted_s: float
-    low_s: float
-    high_s: float
-
-
 class Shortlist(NamedTuple):
     """What to try.
 
     Attributes:
-        base: prediction of the user's plan.
+        base: the user's plan.
         candidates: the most promising first; empty if nothing promises to be faster.
         not_allowed: by name of a compressor that was not allowed, the share of a step that it would save at most.
     """
@@ -145,23 +136,16 @@ def shortlist(basis: Basis, options: TuneOptions) -> Shortlist:
     promising = [one for one in found if one.prediction.step_s < (1 - _MIN_GAIN) * own.step_s]
     slowest_s = min([one.prediction.high_s for one in promising], default=0.0)
     promising = [one for one in promising if one.prediction.low_s < slowest_s]
-    chosen: list[tuple[CommPlan, Prediction]] = []
+    chosen: list[Candidate] = []
     for is_second in (False, True):
-        for plan, prediction in promising:
-            others = [other for other, _ in chosen if other.comm_hook == plan.comm_hook]
-            is_other = all(_differ(plan, other, basis) for other in others)
+        for one in promising:
+            others = [other.plan for other in chosen if other.plan.comm_hook == one.plan.comm_hook]
+            is_other = all(_differ(one.plan, other, basis) for other in others)
             if len(chosen) < MAX_CANDIDATES and bool(others) == is_second and is_other:
-                chosen.append((plan, prediction))
-    chosen.sort(key=lambda one: one[1].step_s)
-    return Shortlist(
-        _candidate(base, own),
-        tuple(_candidate(*one) for one in chosen),
-        _not_allowed(basis, options, min([own.step_s, *(one.prediction.step_s for one in found)])),
-    )
-
-
-def _candidate(plan: CommPlan, prediction: Prediction) -> Candidate:
-    return Candidate(plan, prediction.step_s, prediction.low_s, prediction.high_s)
+                chosen.append(one)
+    chosen.sort(key=lambda one: one.prediction.step_s)
+    best_s = min([own.step_s, *(one.prediction.step_s for one in found)])
+    return Shortlist(Candidate(base, own), tuple(chosen), _not_allowed(basis, options, best_s))
 
 
 def _differ(one: CommPlan, other: CommPlan, basis: Basis) -> bool:

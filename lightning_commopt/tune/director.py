@@ -1,90 +1,149 @@
-"""Director: what rank 0 decides, from the first step to the last. The other ranks do what it sends them."""
+"""Director: what rank 0 decides, from the first step to the last. The other ranks do what it sends them.
+
+It observes the user's plan, searches among the candidates that this promises, watches the plan that it chose, and
+searches again after a change.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Generator, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lightning_commopt.tune.calibration import NUM_STEPS, Shortlist
-from lightning_commopt.tune.controller import WATCH_STEPS, Controller, ControllerSettings
-from lightning_commopt.tune.search import Report, Visit
+from lightning_commopt.tune.gains import TimedVisit
+from lightning_commopt.tune.search import Found, Report, Search, Visit
 
 CALIBRATE = -1
 """The arm of a visit with the user's plan that is observed."""
 
+WATCH_STEPS = 100
+"""Steps between two looks at the step time."""
+
 _NUM_START_STEPS, _NUM_FIRST_STEPS = 3, 2
 _MIN_CHANGE_STEPS = 2.0  # what a change of the plan costs, before one was made
 _MIN_CHANGES = 2  # to observe the user's plan and back
-
 _LOSSY_HANDICAP = 0.02  # of a step, that a lossy plan must save beyond a lossless one
+
+_PROBATION_STEPS = 20  # with the plan that was chosen, before the first look at it
+_NUM_ON_PROBATION = 3  # looks at which a plan that is no faster than the user's is rolled back
+_DRIFT = 0.15  # change of the step time, beyond its noise, after which another plan may be the fastest
+_NUM_NOISES = 5.0
+_FIRST_SHARE, _ALL_SHARE = 0.6, 0.8  # of the budget, for the first search and for all: the rest is for bad luck
+_CREDIT = 0.5  # of what a plan has saved, for further searches
+_CHECK_SHARE = 0.005  # of the time, for looking whether the plan is still the best
+_NUM_BLOCKS = 5
+
 Status = Literal["measuring", "too short", "unpredictable", "nothing promising", "searching", "resumed"]
+_Visits = Generator[Visit, Report, None]
+
+
+class Event(NamedTuple):
+    """Something noticed: "drift" or "check" before another search, or "rolled back" or "forbidden"."""
+
+    step: int
+    what: str
 
 
 class Director:
-    """Decides which steps run next, on rank 0; see `Controller`, which it hands over to.
+    """Decides which steps run next, on rank 0.
 
     Args:
-        num_steps: that the fit will still take; infinite if unknown.
+        num_steps: that the fit will still take; infinite if unknown: then searches are paid for by what was trained so
+            far.
         arm: the plan to begin with: 1 for one that a checkpoint holds, which is then only watched.
         has_known: plan 1 was chosen by an earlier fit, and is tried before any prediction.
-        settings: see there.
+        max_regret: share of the fit's time, over all its steps, that searching may cost.
+        num_settling_steps: see `Search`.
 
     Attributes:
         status: how far it is.
         shortlist: what the model predicts; None before.
-        controller: None before the search.
         visit: the steps to run next; with 0 steps nothing is left to decide.
+        chosen: the plan that was chosen last; the user's, 0, before.
+        is_searching: the present steps are part of a search.
+        searches: what was found so far among the present candidates.
+        events: since their first search, by step of the fit.
         aside_s: seconds that calibration has taken between steps; the caller adds to it.
         base_s: a step with the user's plan, as first measured.
-        lost_steps: that calibration has cost.
-        searched_from: step of the fit at which `controller` began.
+        calibration_lost_steps: that calibration has cost.
     """
 
     def __init__(
-        self, num_steps: float, *, arm: int = 0, has_known: bool = False, settings: ControllerSettings | None = None
+        self,
+        num_steps: float,
+        *,
+        arm: int = 0,
+        has_known: bool = False,
+        max_regret: float = 0.01,
+        num_settling_steps: int = 2,
     ) -> None:
         self._num_steps = num_steps
         self._has_known = has_known
-        self._settings = settings or ControllerSettings()
+        self._max_regret = max_regret
+        self._num_settling_steps = num_settling_steps
+        self._num_done = self._num_calibrations = 0
         self.status: Status = "measuring"
         self.shortlist: Shortlist | None = None
-        self.controller: Controller | None = None
+        self.is_searching = False
         self.aside_s = 0.0
         self.base_s = math.nan
-        self.lost_steps = 0.0
-        self._num_done = self._num_calibrations = self.searched_from = 0
-        self._direct: Generator[Visit, Report, None] = self._resume(arm) if arm else self._start()
+        self.calibration_lost_steps = 0.0
+        self._begin([1.0])
+        self._direct: _Visits = self._resume(arm) if arm else self._start()
+        self.visit = Visit(arm, 0)
         self.visit = next(self._direct)
 
     def advance(self, report: Report) -> Visit:
         """Takes the report of `visit`, and returns the next one."""
         self._num_done += self.visit.num_steps
+        self._base_steps += self.visit.num_steps
         self.visit = self._direct.send(report)
         return self.visit
 
     def forbid(self, arms: Sequence[int]) -> None:
-        """Leaves plans for good, from the next visit on."""
-        if self.controller is not None:
-            self.controller.forbid(arms)
-
-    @property
-    def chosen(self) -> int:
-        """The plan that was chosen last; the user's, 0, before."""
-        return 0 if self.controller is None else max(0, self.controller.chosen)
+        """Leaves plans for good when the present visit ends; the user's takes the place of one that was chosen."""
+        self._expected = [math.inf if arm in arms else expected for arm, expected in enumerate(self._expected)]
+        self.chosen = 0 if self.chosen in arms else self.chosen
 
     @property
     def is_timed(self) -> bool:
         """Whether the steps of `visit` are timed on the device's clock, which is read when they end."""
         return self.visit.num_steps < WATCH_STEPS
 
-    def _resume(self, arm: int) -> Generator[Visit, Report, None]:
-        self.status = "resumed"
-        self.controller = Controller([None, None], self._num_steps, self._settings, arm=arm)
-        yield from self.controller.run(searches=False)
+    def _begin(
+        self,
+        expected: Sequence[float | None],
+        *,
+        arm: int = 0,
+        lost_steps: float = 0.0,
+        handicaps: Mapping[int, float] | None = None,
+    ) -> None:
+        """Forgets earlier candidates.
 
-    def _start(self) -> Generator[Visit, Report, None]:
+        Args:
+            expected: see `Search`.
+            arm: the plan that counts as chosen.
+            lost_steps: what was lost before, in steps.
+            handicaps: see `Search`.
+        """
+        self._expected, self._handicaps = expected, handicaps
+        self._lost_steps = lost_steps  # to searching, less half of what was saved since, in steps with the user's plan
+        self._base_steps = 0.0  # as many of the present length took as long as what was trained since
+        self._undecided: list[Sequence[TimedVisit]] = []  # visits of searches that were not sure, since the last drift
+        self._min_pause = 2 * WATCH_STEPS  # from one search to the next
+        self._search_from = self._num_done + self._min_pause
+        self.chosen = arm
+        self.searches: list[Found] = []
+        self.events: list[Event] = []
+
+    def _resume(self, arm: int) -> _Visits:
+        self.status = "resumed"
+        self._begin([None, None], arm=arm)
+        yield from self._watch_and_search()
+
+    def _start(self) -> _Visits:
         yield Visit(0, _NUM_START_STEPS)
         known: list[float] = []
         while not known or not self._can_calibrate():
@@ -94,48 +153,33 @@ class Director:
                 self.status = "too short"
                 yield from self._end()
         self.base_s = statistics.median(known)
-        lost_steps = (yield from self._try_known()) if self._has_known else 0.0
+        lost_steps = 0.0
+        if self._has_known:
+            self.status = "searching"
+            self._begin([1.0, None])
+            yield from self._search()
+            if self.chosen:
+                yield from self._watch_and_search()
+            lost_steps = max(0.0, self._lost_steps)
+            self._begin([1.0])
         lost_steps += yield from self._calibrate()
         while self.shortlist is None or not self.shortlist.candidates:
             self.status = "unpredictable" if self.shortlist is None else "nothing promising"
-            yield from Controller([None], self._num_steps, self._settings).watch()
+            self._begin([1.0])
+            yield from self._watch()
+            self._begin([1.0])
             if not self._can_calibrate():
                 yield from self._end()
             lost_steps += yield from self._calibrate()
-        base_s = self.shortlist.base.predicted_s
-        expected = [1.0, *(one.high_s / base_s for one in self.shortlist.candidates)]
+        base_s = self.shortlist.base.prediction.step_s
+        expected = [1.0, *(one.prediction.high_s / base_s for one in self.shortlist.candidates)]
         hooks = [one.plan.comm_hook for one in (self.shortlist.base, *self.shortlist.candidates)]
         is_lossy = [hook is not None and hook.claims.is_lossy for hook in hooks]
         handicaps = {arm: _LOSSY_HANDICAP for arm, lossy in enumerate(is_lossy) if lossy and not is_lossy[0]}
-        self.controller = self._search(expected, CALIBRATE, lost_steps, handicaps)
-        yield from self.controller.run()
-
-    def _try_known(self) -> Generator[Visit, Report, float]:
-        """Searches with the plan of an earlier fit alone; returns the steps lost if it is not chosen again."""
-        self.controller = self._search([1.0, None], 0, 0.0)
-        yield from self.controller.search()
-        if self.controller.chosen:
-            yield from self.controller.run(searches=False)
-        lost_steps, self.controller = self.controller.lost_steps, None
-        return max(0.0, lost_steps)
-
-    def _search(
-        self,
-        expected: Sequence[float | None],
-        arm: int,
-        lost_steps: float,
-        handicaps: Mapping[int, float] | None = None,
-    ) -> Controller:
-        self.status, self.searched_from = "searching", self._num_done
-        return Controller(
-            expected,
-            self._num_steps - self._num_done,
-            self._settings,
-            arm=arm,
-            lost_steps=lost_steps,
-            is_start=False,
-            handicaps=handicaps,
-        )
+        self.status = "searching"
+        self._begin(expected, lost_steps=lost_steps, handicaps=handicaps)
+        yield from self._search()
+        yield from self._watch_and_search()
 
     def _calibrate(self) -> Generator[Visit, Report, float]:
         """Observes the user's plan; returns the steps that it has cost."""
@@ -144,14 +188,102 @@ class Director:
         report = yield Visit(CALIBRATE, NUM_STEPS)
         known = [s for s in report.seconds if not math.isnan(s)]
         lost_steps = max(0.0, (sum(known) + report.change_s + self.aside_s) / self.base_s - len(known))
-        self.lost_steps += lost_steps
+        self.calibration_lost_steps += lost_steps
         return lost_steps
 
-    def _end(self) -> Generator[Visit, Report, None]:
+    def _end(self) -> _Visits:
         while True:
             yield Visit(0, 0)
 
     def _can_calibrate(self) -> bool:
         known = self._num_done if math.isinf(self._num_steps) else self._num_steps
         num_changes = _MIN_CHANGES * (2 + self._num_calibrations)  # as many for a search, at least
-        return self._settings.max_regret * known >= num_changes * _MIN_CHANGE_STEPS
+        return self._max_regret * known >= num_changes * _MIN_CHANGE_STEPS
+
+    def _watch_and_search(self) -> _Visits:
+        """Watches the plan that was chosen, and searches whenever that is due."""
+        while True:
+            yield from self._watch()
+            yield from self._search()
+
+    def _search(self) -> _Visits:
+        """Searches once; the result is the last of `searches`."""
+        self.is_searching, is_first = True, not self.searches
+        known = self._base_steps + (0 if math.isinf(self._num_steps) else self._num_steps - self._num_done)
+        search = Search(
+            self._expected,
+            self._max_regret * known * (_FIRST_SHARE if is_first else _ALL_SHARE) - self._lost_steps,
+            arm=self.visit.arm,
+            is_start=not self._num_done,
+            num_settling_steps=self._num_settling_steps,
+            handicaps=self._handicaps,
+            earlier=self._undecided,
+        )
+        found = yield from search.run()
+        self._undecided = [*self._undecided, search.visits] if found.why in ("not sure", "too short") else []
+        self.searches.append(found)
+        self._lost_steps += found.lost_s / found.base_s if found.base_s > 0 else 0.0
+        self.chosen, self.is_searching = found.arm, False
+        self._min_pause *= 2
+        self._search_from = self._num_done + self._min_pause
+
+    def _watch(self) -> _Visits:
+        """Returns when another search is due."""
+        found, searched_at = self.searches[-1] if self.searches else None, self._num_done
+        is_measured = found is not None and found.arm > 0
+        is_open = found is not None and (
+            found.why == "not sure" or (found.why == "too short" and math.isinf(self._num_steps))
+        )
+        num_steps, num_looks, num_shifted = _PROBATION_STEPS if is_measured else WATCH_STEPS, 0, 0
+        reference: float | None = None
+        while True:
+            arm = self.chosen
+            report = yield Visit(arm, num_steps)
+            if self.chosen != arm:
+                self.events.append(Event(self._num_done, "forbidden"))
+            look, num_steps = _Look.of(report.seconds), WATCH_STEPS
+            if look is None:
+                continue
+            num_looks += 1
+            if is_measured and found is not None and self.chosen:
+                if num_looks <= _NUM_ON_PROBATION and look.step_s > found.base_s:
+                    self.events.append(Event(self._num_done, "rolled back"))
+                    self.chosen, reference, is_open = 0, None, True
+                    continue
+                self._lost_steps -= _CREDIT * (1 - look.step_s / found.base_s) * len(report.seconds)
+                # What such a search costs, over steps with the plan that it has chosen.
+                cost_steps = found.lost_s / found.base_s + found.num_steps * found.gains[found.arm].gain
+                if self._num_done >= searched_at + cost_steps / _CHECK_SHARE:
+                    self.events.append(Event(self._num_done, "check"))
+                    return
+            if is_open and self._num_done >= self._search_from:  # the noise may have ceased, or the budget suffice
+                return
+            if reference is None:
+                reference = look.step_s
+            has_shifted = abs(math.log(look.step_s / reference)) > max(_DRIFT, _NUM_NOISES * look.noise)
+            num_shifted = num_shifted + 1 if has_shifted else 0
+            if num_shifted > 1 and self._num_done >= self._search_from:
+                self.events.append(Event(self._num_done, "drift"))
+                self._undecided = []
+                if not self.chosen:  # a fit that has become slower has a larger budget
+                    self._base_steps *= reference / look.step_s
+                    self._lost_steps *= reference / look.step_s
+                return
+
+
+class _Look(NamedTuple):
+    """The time of a step over many, and its noise: of means over blocks, as a host's clock sees a device's steps."""
+
+    step_s: float
+    noise: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> _Look | None:
+        known = [s for s in seconds if not math.isnan(s)]
+        size = len(known) // _NUM_BLOCKS
+        if not size:
+            return None
+        means = [math.log(statistics.fmean(known[i * size : (i + 1) * size])) for i in range(_NUM_BLOCKS)]
+        center = statistics.median(means)
+        noise = 1.4826 * statistics.median([abs(mean - center) for mean in means]) / math.sqrt(_NUM_BLOCKS)
+        return cls(math.exp(center), noise)

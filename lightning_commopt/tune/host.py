@@ -1,16 +1,27 @@
-"""Host: the training that a tuner runs in, a fit of a Trainer or a loop on Fabric."""
+"""Host: the training that a tuner runs in, a fit of a Trainer or a loop on Fabric; and what earlier ones have chosen.
+
+Choices are kept in a file for each kind of training on this machine.
+"""
 
 from __future__ import annotations
 
-import math
+import hashlib
+import json
+import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.compat.lightning import MisconfigurationException, batches_that_stepped
-from lightning_commopt.plan import CommPlan
+from lightning_commopt.measure.plain import write_json
+from lightning_commopt.plan import CommPlan, OptionError
+from lightning_commopt.tune.options import TuneOptions
+
+_FORMAT = 1
 
 Method = tuple[Any, str]
 """An object, and the name of a method that is called through it; see `wrap_method`."""
@@ -46,26 +57,59 @@ class Host:
     pauses: Sequence[Method]
     end: Sequence[Method] = ()
 
+    def describe(self, base: CommPlan) -> dict[str, Any] | None:
+        """Returns what a choice holds for: model, ranks, devices, versions, the user's plan.
 
-def host_of_fit(strategy: Any) -> Host:
-    """Returns the fit that a strategy for a Trainer is in."""
-    trainer = strategy.lightning_module.trainer
-
-    def num_steps_left() -> float:
+        None for a plan whose compressor has no name. The link is not among it: a plan that was found before is tried
+        before it is chosen again.
+        """
+        named = self.model().module.named_parameters()
+        shapes = [(name, list(x.shape), str(x.dtype)) for name, x in named if x.requires_grad]
+        device = self.strategy.root_device
         try:
-            return float(trainer.estimated_stepping_batches - batches_that_stepped(trainer))
-        except MisconfigurationException:  # accumulation that changes from epoch to epoch
-            return math.inf
+            plan = base.to_dict()
+        except ValueError:
+            return None
+        return {
+            "format": _FORMAT,
+            "parameters": hashlib.sha256(json.dumps(shapes).encode()).hexdigest(),
+            "num_ranks": self.strategy.world_size,
+            "ranks_per_node": self.strategy.num_processes,
+            "host": socket.gethostname(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            "backend": self.strategy.process_group_backend,
+            "torch": torch.__version__,
+            "accumulate_grad_batches": self.accumulated,
+            "plan": plan,
+        }
 
-    return Host(
-        strategy=strategy,
-        model=lambda: strategy.model,
-        apply_plan=strategy.apply_plan,
-        step=lambda: batches_that_stepped(trainer),
-        num_steps_left=num_steps_left,
-        accumulated=trainer.accumulate_grad_batches,
-        begin_backward=(strategy, "pre_backward"),
-        end_backward=(strategy, "post_backward"),
-        pauses=[(strategy, "on_validation_start"), (strategy, "save_checkpoint")],
-        end=[(strategy, "on_train_end")],
-    )
+
+def load_choice(fit: dict[str, Any], options: TuneOptions, base: CommPlan) -> CommPlan | None:
+    """Returns the plan that was chosen for such a fit, if this one may choose it; a file that is damaged is none.
+
+    ``fit`` is what `Host.describe` returned.
+    """
+    try:
+        saved = json.loads(_file(fit).read_text(encoding="utf-8"))
+        plan = CommPlan.from_dict(saved["chosen"]) if saved["fit"] == fit else None
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError, OptionError):
+        return None
+    return plan if plan is not None and plan != base and options.fits(plan, base) else None
+
+
+def save_choice(fit: dict[str, Any], chosen: CommPlan) -> None:
+    """Keeps a choice; without a folder for it, or a name for the compressor, it is forgotten."""
+    try:
+        file, choice = _file(fit), {"fit": fit, "chosen": chosen.to_dict()}
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_json(file, choice)
+    except (OSError, RuntimeError, ValueError):
+        return
+
+
+def _file(fit: dict[str, Any]) -> Path:
+    return _folder() / f"{hashlib.sha256(json.dumps(fit, sort_keys=True).encode()).hexdigest()[:16]}.json"
+
+
+def _folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_commopt" / "plans"

@@ -14,28 +14,14 @@ from typing import NamedTuple
 
 from lightning_commopt.tune.gains import Gain, TimedVisit, gains, typical_s
 
+_MAX_STEPS = 49  # in all, of every plan; with those before it a fit searches for 60
+_MIN_GAIN = 0.02  # share of a step that a plan must save to be chosen
+_NUM_TIMED_STEPS = 4  # of a visit
 _NUM_START_STEPS = 3  # of a fit: memory is allocated, kernels are loaded
 _NUM_TRIES = 3  # of a visit in which no step counts, as every one had a validation or another batch size
 _UNKNOWN_SLOWDOWN = 1.5  # of a candidate without a prediction
 _UNKNOWN_CHANGE = 1.0  # steps that a change takes, and that the first step after it takes longer
 _MAX_SLOWDOWN = 1.5  # in a single step that is not the first: the visit ends
-
-
-@dataclass(frozen=True, kw_only=True)
-class SearchSettings:
-    """How long a search may take, and what it must find.
-
-    Attributes:
-        max_steps: in all, of every plan; with those before it a fit searches for 60.
-        min_gain: share of a step that a plan must save to be chosen.
-        num_settling_steps: after a change of plan, not timed: DDP lays out its buckets after the first of them.
-        num_timed_steps: of a visit.
-    """
-
-    max_steps: int = 49
-    min_gain: float = 0.02
-    num_settling_steps: int = 2
-    num_timed_steps: int = 4
 
 
 class Visit(NamedTuple):
@@ -88,10 +74,10 @@ class Search:
         expected: time of a step with each plan over that with the user's, at worst; the first is of arm 0, and None
             where it is unknown, infinite for one that must not be tried. The most promising first.
         budget_steps: how many steps with the user's plan the search may cost at most.
-        settings: see there.
         arm: the plan that steps run with at present. It was chosen before if it is not the user's, and stays unless
-            it is found to save less than `SearchSettings.min_gain`.
+            it is found to save less than 2 % of a step.
         is_start: the fit has just begun.
+        num_settling_steps: after a change of plan, not timed: DDP lays out its buckets after the first of them.
         handicaps: by arm, share of a step that it must save beyond what others save, as it has other costs.
         earlier: visits of searches before this one that still count.
 
@@ -103,10 +89,10 @@ class Search:
         self,
         expected: Sequence[float | None],
         budget_steps: float,
-        settings: SearchSettings | None = None,
         *,
-        arm: int = 0,
-        is_start: bool = True,
+        arm: int,
+        is_start: bool,
+        num_settling_steps: int,
         handicaps: Mapping[int, float] | None = None,
         earlier: Sequence[Sequence[TimedVisit]] = (),
     ) -> None:
@@ -114,7 +100,7 @@ class Search:
         candidates = (arm for arm in range(1, len(expected)) if expected[arm] != math.inf)
         self._candidates = sorted(candidates, key=lambda candidate: candidate != arm)
         self._budget_steps = budget_steps
-        self._settings = settings or SearchSettings()
+        self._num_settling_steps = num_settling_steps
         self._arm = self._present = arm
         self._handicaps = handicaps or {}
         self._num_first = _NUM_START_STEPS if is_start else 0
@@ -158,12 +144,11 @@ class Search:
 
     def _visit(self, arm: int) -> Generator[Visit, Report, bool]:
         """Times a plan; returns whether any of its steps counted. One that is far slower is left at once."""
-        settings = self._settings
         if arm != self._arm:
             first = yield from self._steps(arm, 1)
             self._settling_s += first
-            if settings.num_settling_steps > 1:
-                others = yield from self._steps(arm, settings.num_settling_steps - 1)
+            if self._num_settling_steps > 1:
+                others = yield from self._steps(arm, self._num_settling_steps - 1)
                 if arm and others and min(others) > _MAX_SLOWDOWN * self._base_s:
                     others += yield from self._steps(arm, 1)  # a single step may be slow by chance
                     if min(others) > _MAX_SLOWDOWN * self._base_s:
@@ -171,8 +156,8 @@ class Search:
                         return True
         began, seconds = self._num_steps, list[float]()
         for _ in range(_NUM_TRIES):
-            seconds += yield from self._steps(arm, settings.num_timed_steps, is_spent=False)
-            if len(seconds) > settings.num_timed_steps // 2:
+            seconds += yield from self._steps(arm, _NUM_TIMED_STEPS, is_spent=False)
+            if len(seconds) > _NUM_TIMED_STEPS // 2:
                 break
         if seconds and arm:  # not their sum: with the user's plan the same steps would have been slow
             self._spent.append((statistics.median(seconds) * len(seconds), len(seconds)))
@@ -205,10 +190,9 @@ class Search:
 
     def _can_afford(self, arm: int) -> bool:
         """Returns whether a visit and the way back stay within the budget, and within the number of steps."""
-        settings, base_s = self._settings, self._base_s
+        base_s, num_settling = self._base_s, self._num_settling_steps
         is_change = arm != self._arm
-        num_steps = settings.num_timed_steps + settings.num_settling_steps * (1 + (arm != 0))
-        if self._num_steps + num_steps > settings.max_steps:
+        if self._num_steps + _NUM_TIMED_STEPS + num_settling * (1 + (arm != 0)) > _MAX_STEPS:
             return False
         change_steps = max(self._change_s, default=base_s * _UNKNOWN_CHANGE) / base_s
         settling_steps = max(0.0, max(self._settling_s, default=base_s * (1 + _UNKNOWN_CHANGE)) / base_s - 1)
@@ -217,7 +201,7 @@ class Search:
             seen = [visit for visit in self.visits if visit.arm == arm]
             guess = self._expected[arm]
             expected = typical_s(seen, arm) / base_s if seen else _UNKNOWN_SLOWDOWN if guess is None else guess
-        num_slow = settings.num_settling_steps - 1 + settings.num_timed_steps
+        num_slow = num_settling - 1 + _NUM_TIMED_STEPS
         cost = (is_change + (arm != 0)) * (change_steps + settling_steps) + num_slow * max(0.0, expected - 1)
         self._is_too_dear = self.lost_steps + cost > self._budget_steps
         return not self._is_too_dear
@@ -226,7 +210,7 @@ class Search:
         """Returns the candidates that may still be worth choosing."""
         found = gains(self._all_visits)
         best = max((gain.low - self._handicaps.get(arm, 0.0) for arm, gain in found.items()), default=-math.inf)
-        least = max(self._settings.min_gain, best)
+        least = max(_MIN_GAIN, best)
         return [arm for arm in active if arm not in found or found[arm].high >= least]
 
     def _net_gains(self, found: Mapping[int, Gain]) -> dict[int, float]:
@@ -239,7 +223,7 @@ class Search:
         sure = [
             arm
             for arm in active
-            if arm in found and found[arm].low > 0 and net[arm] >= self._settings.min_gain and seen.count(arm) > 1
+            if arm in found and found[arm].low > 0 and net[arm] >= _MIN_GAIN and seen.count(arm) > 1
         ]
         return max(sure, key=lambda arm: net[arm], default=0)
 
@@ -249,7 +233,7 @@ class Search:
         if not winner:
             return not active
         found = gains(self._all_visits)
-        least = found[winner].gain - self._handicaps.get(winner, 0.0) + self._settings.min_gain
+        least = found[winner].gain - self._handicaps.get(winner, 0.0) + _MIN_GAIN
         others = [arm for arm in active if arm != winner]
         return all(arm in found and found[arm].high - self._handicaps.get(arm, 0.0) <= least for arm in others)
 
@@ -259,11 +243,7 @@ class Search:
             why = "faster"
         elif why is None:
             why = ("too short" if self._is_too_dear else "not sure") if active else "none faster"
-        if (
-            not winner
-            and self._present in active
-            and self._net_gains(known).get(self._present, 0.0) >= self._settings.min_gain
-        ):
+        if not winner and self._present in active and self._net_gains(known).get(self._present, 0.0) >= _MIN_GAIN:
             winner = self._present
         return Found(
             arm=winner,

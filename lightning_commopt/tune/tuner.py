@@ -17,12 +17,10 @@ from lightning_commopt.measure.recorder import issued_by
 from lightning_commopt.plan import CommPlan, ddp_options
 from lightning_commopt.sync.groups import BorrowedGroups
 from lightning_commopt.text.validation import warn
-from lightning_commopt.tune.cache import describe_fit, load_choice, save_choice
 from lightning_commopt.tune.calibration import Calibration, shortlist
-from lightning_commopt.tune.controller import ControllerSettings
 from lightning_commopt.tune.director import CALIBRATE, Director
 from lightning_commopt.tune.guard import Guard, error_limit
-from lightning_commopt.tune.host import Host
+from lightning_commopt.tune.host import Host, load_choice, save_choice
 from lightning_commopt.tune.options import TuneOptions
 from lightning_commopt.tune.search import Report
 from lightning_commopt.tune.step_timer import StepTimer
@@ -44,7 +42,7 @@ class Tuner:
         options: what may be chosen.
         base: the user's plan.
         resumed: a plan that was chosen before, and that the strategy has; None to search.
-        settings: what searching may cost.
+        max_regret: share of the fit's time that searching may cost.
 
     Attributes:
         plans: the user's plan, and the candidates; the same on all ranks.
@@ -60,7 +58,7 @@ class Tuner:
         options: TuneOptions,
         base: CommPlan,
         resumed: CommPlan | None,
-        settings: ControllerSettings,
+        max_regret: float,
     ) -> None:
         self._host, self._strategy = host, host.strategy
         self._options = options
@@ -72,23 +70,24 @@ class Tuner:
         self._arm, self._num_left, self._step = 0 if resumed is None else 1, 0, -1
         self._change_s = 0.0
         self._guard: Guard | None = None
-        self._stop_guard: Callable[[], None] = lambda: None
         self.director: Director | None = None
         self.history = History()
-        fit = describe_fit(host, base) if self._strategy.global_rank == 0 else None
+        fit = host.describe(base) if self._strategy.global_rank == 0 else None
         known = None if fit is None or resumed is not None else load_choice(fit, options, base)
         self._fit, self._saved = fit, known
         self._share_plans([] if known is None else [known])
         if resumed is not None:
             self.plans.append(resumed)
         if self._strategy.global_rank == 0:
-            if base.static_graph:  # DDP lays out its buckets one step later
-                search = dataclasses.replace(settings.search, num_settling_steps=settings.search.num_settling_steps + 1)
-                settings = dataclasses.replace(settings, search=search)
             self.director = Director(
-                host.num_steps_left(), arm=self._arm, has_known=known is not None, settings=settings
+                host.num_steps_left(),
+                arm=self._arm,
+                has_known=known is not None,
+                max_regret=max_regret,
+                num_settling_steps=3 if base.static_graph else 2,  # DDP then lays out its buckets one step later
             )
-        self._undo = [wrap_method(*pause, self._exclude) for pause in host.pauses]
+        self._undo = [wrap_method(*host.end_backward, self._end_backward)]
+        self._undo += [wrap_method(*pause, self._exclude) for pause in host.pauses]
         self._undo += [wrap_method(*end, self._end_fit) for end in host.end]
         self._undo += [wrap_method(*forward, self._add_inputs) for forward in host.forwards]
         self._decide()
@@ -146,15 +145,13 @@ class Tuner:
         if self._guard is not None and not is_lossy:
             self._guard.close()
             self._guard = None
-            self._stop_guard()
         elif self._guard is None and is_lossy:
-            self._guard = guard = Guard(self._host.model, self._group.all_ranks)
+            self._guard = Guard(self._host.model, self._group.all_ranks)
 
-            def after_backward(inner: Callable[..., None], *args: Any) -> None:
-                inner(*args)
-                guard.end_backward()
-
-            self._stop_guard = wrap_method(*self._host.end_backward, after_backward)
+    def _end_backward(self, inner: Callable[..., None], *args: Any) -> None:
+        inner(*args)
+        if self._guard is not None:
+            self._guard.end_backward()
 
     def _exclude(self, inner: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         self._timer.exclude()
@@ -268,10 +265,7 @@ class Tuner:
         self.plans = [base, *others]
 
     def _save_choice(self) -> None:
-        if self.director is None or self._fit is None:
-            return
-        controller = self.director.controller
-        if controller is None or not controller.searches or controller.is_searching:
+        if self.director is None or self._fit is None or not self.director.searches or self.director.is_searching:
             return
         chosen = self.plans[self.director.chosen]
         if chosen not in (self._saved, self.plans[0]):

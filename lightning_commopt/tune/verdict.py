@@ -8,10 +8,10 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from lightning_commopt.cost.candidates import Candidate
 from lightning_commopt.measure.runs.record import Stretch, TriedPlan, Tuning
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.text.formatting import MILLISECONDS, short_percent
-from lightning_commopt.tune.calibration import Candidate
 from lightning_commopt.tune.director import Director
 
 _WHY = {
@@ -50,29 +50,27 @@ def verdict(director: Director, plans: list[CommPlan]) -> str:
 
 def summary(director: Director, plans: list[CommPlan], history: Sequence[Stretch]) -> dict[str, Any]:
     """Returns a `Tuning` in types that JSON has, for ``run.json``."""
-    controller, shortlist = director.controller, director.shortlist
-    searches = controller.searches if controller is not None else []
-    predicted = [] if shortlist is None else [shortlist.base, *shortlist.candidates]
+    searches, shortlist = director.searches, director.shortlist
+    predicted = [] if shortlist is None else [*map(_interval, (shortlist.base, *shortlist.candidates))]
     gains = searches[-1].gains if searches else {}
     found = Tuning(
         status=director.status if not searches else searches[-1].why,
         base_step_s=_finite(searches[-1].base_s if searches else director.base_s),
         chosen=plans[director.chosen].name,
         num_search_steps=sum(found.num_steps for found in searches),
-        lost_steps=director.lost_steps + sum(found.lost_s / found.base_s for found in searches if found.base_s > 0),
-        calibration_lost_steps=director.lost_steps,
+        lost_steps=director.calibration_lost_steps
+        + sum(found.lost_s / found.base_s for found in searches if found.base_s > 0),
+        calibration_lost_steps=director.calibration_lost_steps,
         candidates=[
             TriedPlan(
                 plan=plan.name,
-                predicted_s=predicted[arm][1:] if arm < len(predicted) else None,
+                predicted_s=predicted[arm] if arm < len(predicted) else None,
                 gain=gains.get(arm),
             )
             for arm, plan in enumerate(plans)
         ],
         not_allowed={} if shortlist is None else dict(shortlist.not_allowed),
-        events=[]
-        if controller is None
-        else [(director.searched_from + step, what) for step, what in controller.events],
+        events=[*director.events],
         verdict=verdict(director, plans),
         history=history,
     )
@@ -81,19 +79,18 @@ def summary(director: Director, plans: list[CommPlan], history: Sequence[Stretch
 
 def _choice(director: Director, plans: list[CommPlan]) -> str:
     own = f"The plan stays: {plans[0].name}"
-    controller = director.controller
     if director.status in _NOTHING_TRIED:
         return f"{own}. {_NOTHING_TRIED[director.status]}."
     if director.status == "nothing promising":
         helps = director.shortlist is not None and bool(director.shortlist.not_allowed)
         return f"{own}. No {'allowed plan' if helps else 'plan'} is predicted to be faster{'' if helps else _HIDDEN}."
-    if director.status == "resumed" and controller is not None and not controller.searches:
-        return f"The plan of the checkpoint stays: {plans[director.chosen].name}."
-    if controller is None or not controller.searches:
+    if not director.searches:
+        if director.status == "resumed":
+            return f"The plan of the checkpoint stays: {plans[director.chosen].name}."
         return f"{own}. The fit ended within the search."
-    found, arm = controller.searches[-1], director.chosen
+    found, arm = director.searches[-1], director.chosen
     if not arm:
-        left = [_LEFT[event.what] for event in controller.events if event.what in _LEFT]
+        left = [_LEFT[event.what] for event in director.events if event.what in _LEFT]
         why = left[-1] if found.arm and left else _WHY.get(found.why, found.why)
         return f"{own}, after {found.num_steps} steps of search: {why}."
     gain, base_s = found.gains[arm], found.base_s
@@ -106,14 +103,17 @@ def _choice(director: Director, plans: list[CommPlan]) -> str:
 def _predicted(director: Director, arm: int) -> str:
     if director.shortlist is None or arm > len(director.shortlist.candidates) or not _is_predicted(director):
         return ""
-    one: Candidate = director.shortlist.candidates[arm - 1]
-    low, high = MILLISECONDS.text(one.low_s), MILLISECONDS.text(one.high_s)
-    return f"; predicted were {MILLISECONDS.text(one.predicted_s)} ({low} to {high})"
+    step, low, high = map(MILLISECONDS.text, _interval(director.shortlist.candidates[arm - 1]))
+    return f"; predicted were {step} ({low} to {high})"
+
+
+def _interval(candidate: Candidate) -> tuple[float, float, float]:
+    return candidate.prediction.step_s, candidate.prediction.low_s, candidate.prediction.high_s
 
 
 def _is_predicted(director: Director) -> bool:
     """Returns whether predictions hold for the present: they were made before the step or the link has changed."""
-    return director.controller is None or all(event.what != "drift" for event in director.controller.events)
+    return all(event.what != "drift" for event in director.events)
 
 
 def _finite(value: float) -> float | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from rich.console import Console
 from typer.testing import CliRunner
 
 from lightning_commopt.commands.app import app
@@ -19,7 +20,7 @@ from lightning_commopt.launch.conf_path import conf_dir
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.runs.losses import read_losses
 from lightning_commopt.measure.runs.record import RunRecord
-from lightning_commopt.train.sweep.job import SweepObserver
+from lightning_commopt.train.sweep.display import SweepDisplay
 from lightning_commopt.train.sweep.launcher import register_with_hydra
 from support.tiny_runs import TINY
 
@@ -111,7 +112,7 @@ def test_torchrun_and_srun_leave_the_records_of_a_sweep(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")  # what the plugin imports warns of
 def test_slurm_launcher_composes():
-    register_with_hydra((), SweepObserver())
+    register_with_hydra((), SweepDisplay(Console(quiet=True)))
     words, *_ = commands("commopt-train -m hydra/launcher=submitit_slurm")
     # A sweep's lists are split before a job is composed.
     one_job = [

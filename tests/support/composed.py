@@ -5,16 +5,17 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, open_dict
+from rich.console import Console
 
 from lightning_commopt.compat.hydra import VERSION_BASE
 from lightning_commopt.launch.conf_path import conf_dir
-from lightning_commopt.train.sweep.job import SweepObserver
+from lightning_commopt.train.sweep.display import SweepDisplay
 from lightning_commopt.train.sweep.launcher import register_with_hydra
 
 
 def composed(*overrides: str, output_dir: Path | None = None) -> DictConfig:
     """Returns a run's configuration, and makes this process the job that has it, with ``output_dir``."""
-    register_with_hydra((), SweepObserver())
+    register_with_hydra((), SweepDisplay(Console(quiet=True)))
     with initialize_config_dir(str(conf_dir()), **VERSION_BASE):
         config = compose("train", [*overrides], return_hydra_config=True)
     with open_dict(config):

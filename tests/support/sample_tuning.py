@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_commopt.cost.candidates import Candidate
+from lightning_commopt.cost.predict import Prediction
 from lightning_commopt.measure.record import Collective
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.model import Report
-from lightning_commopt.tune.calibration import Candidate, Shortlist
+from lightning_commopt.tune.calibration import Shortlist
 from lightning_commopt.tune.director import CALIBRATE, Director
 from lightning_commopt.tune.search import Report as VisitReport
 from lightning_commopt.tune.verdict import History, summary
@@ -36,7 +38,8 @@ def sample_tuning(shares: Mapping[CommPlan, float], *, num_steps: int = 2000, no
     rng = random.Random(1)
     plans, times = [CommPlan(), *shares], [BASE_S, *(BASE_S * share for share in shares.values())]
     predicted = [
-        Candidate(plan, 1.05 * step_s, step_s, 1.1 * step_s) for plan, step_s in zip(plans, times, strict=True)
+        Candidate(plan, Prediction(step_s=1.05 * step_s, low_s=step_s, high_s=1.1 * step_s, exposed_s=0.0))
+        for plan, step_s in zip(plans, times, strict=True)
     ]
     director, history, step = Director(num_steps), History(), 0
     while 0 < director.visit.num_steps <= num_steps - step:

@@ -11,10 +11,12 @@ from unittest.mock import patch
 
 from lightning_commopt.cost import compressor_cost
 from lightning_commopt.cost.basis import Basis
+from lightning_commopt.cost.candidates import Candidate
+from lightning_commopt.cost.predict import Prediction
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.tune import cache
+from lightning_commopt.tune import host as host_module
 from lightning_commopt.tune import tuner as tuner_module
-from lightning_commopt.tune.calibration import Candidate, Shortlist
+from lightning_commopt.tune.calibration import Shortlist
 from lightning_commopt.tune.director import Director
 from lightning_commopt.tune.host import Host
 from lightning_commopt.tune.step_timer import StepTimer
@@ -49,9 +51,12 @@ def scripted(
 
     def shortlist(basis: Basis, *args: Any) -> Shortlist:
         real = predict(basis, *args)
-        assert real.base.predicted_s > 0
-        found = [Candidate(plan, share, share, share) for plan, share in candidates.items()]
-        return Shortlist(Candidate(basis.plan, 1.0, 1.0, 1.0), tuple(found), {"int8": 0.31})
+        assert real.base.prediction.step_s > 0
+        base, *others = (
+            Candidate(plan, Prediction(step_s=share, low_s=share, high_s=share, exposed_s=0.0))
+            for plan, share in {basis.plan: 1.0, **candidates}.items()
+        )
+        return Shortlist(base, tuple(others), {"int8": 0.31})
 
     def take(timer: StepTimer) -> list[float]:
         plan, num_steps = hosts[-1].strategy.plan, len(measure(timer))
@@ -60,7 +65,7 @@ def scripted(
 
     with (
         TemporaryDirectory() as new,
-        patch.object(cache, "_folder", lambda: Path(folder or new)),
+        patch.object(host_module, "_folder", lambda: Path(folder or new)),
         patch.object(Tuner, "__init__", begin),
         patch.object(Director, "__init__", lambda director, _, **options: direct(director, num_steps, **options)),
         patch.object(tuner_module, "shortlist", shortlist),

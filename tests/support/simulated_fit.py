@@ -1,15 +1,15 @@
-"""A fit without training: step times of several plans with noise, driven by a tuner's controller."""
+"""A fit without training: step times of several plans with noise, driven by a tuner's director."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from lightning_commopt.tune.controller import Controller
-from lightning_commopt.tune.search import Report
+from lightning_commopt.tune.director import Director
+from lightning_commopt.tune.search import Report, Visit
 
 NOISES = ("none", "small", "medium", "large", "tails", "wandering", "bursts")
 _NUM_START_STEPS = 3
@@ -22,21 +22,26 @@ class Change(NamedTuple):
     arms_s: Sequence[float]
 
 
-class Driven(Controller):
-    """A controller whose visits are made one after another.
+class Driven(Director):
+    """A director that knows its candidates from the start: it searches at once, or only watches plan ``arm``."""
 
-    Attributes:
-        visit: the steps to run next.
-    """
+    def __init__(
+        self,
+        expected: Sequence[float | None],
+        num_steps: float,
+        *,
+        arm: int = 0,
+        handicaps: Mapping[int, float] | None = None,
+    ) -> None:
+        super().__init__(num_steps, arm=arm)
+        if not arm:
+            self._begin(expected, handicaps=handicaps)
+            self.visit, self._direct = Visit(0, 0), self._search_and_watch()
+            self.visit = next(self._direct)
 
-    def __init__(self, *args: Any, searches: bool = True, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._visits = self.run(searches=searches)
-        self.visit = next(self._visits)
-
-    def advance(self, report: Report) -> None:
-        """Takes the report of `visit`."""
-        self.visit = self._visits.send(report)
+    def _search_and_watch(self) -> Generator[Visit, Report, None]:
+        yield from self._search()
+        yield from self._watch_and_search()
 
 
 class Outcome(NamedTuple):
@@ -49,7 +54,7 @@ class Outcome(NamedTuple):
 
     ratio: float
     arm: int
-    controller: Driven
+    director: Driven
 
 
 def noise(kind: str, rng: random.Random) -> Iterator[float]:
@@ -91,16 +96,16 @@ def simulate(
         change: of the times, within the fit.
         change_s: that changing the plan takes.
         settling_s: that the first step after a change takes longer.
-        expected: see `Controller`.
-        known_steps: number of steps that the controller is told.
+        expected: see `Search`.
+        known_steps: number of steps that the director is told.
     """
     rng = random.Random(seed)
     factors = list(islice(noise(kind, rng), num_steps))
-    controller = Driven(expected or [None] * len(arms_s), num_steps if known_steps is None else known_steps)
+    director = Driven(expected or [None] * len(arms_s), num_steps if known_steps is None else known_steps)
     times = [change.arms_s if change and step >= change.at_step else arms_s for step in range(num_steps)]
     present, step, total_s, change_times = 0, 0, 0.0, [0.0]
     while step < num_steps:
-        visit, seconds, changing_s = controller.visit, list[float](), 0.0
+        visit, seconds, changing_s = director.visit, list[float](), 0.0
         if visit.arm != present:
             present, changing_s = visit.arm, change_s * rng.uniform(0.7, 1.3)
             change_times.append(changing_s)
@@ -110,6 +115,6 @@ def simulate(
             step += 1
         total_s += sum(seconds) + changing_s
         if len(seconds) == visit.num_steps:
-            controller.advance(Report(tuple(seconds), changing_s))
+            director.advance(Report(tuple(seconds), changing_s))
     alone_s = sum(of_step[0] * factor for of_step, factor in zip(times, factors, strict=True)) + _NUM_START_STEPS
-    return Outcome(total_s / alone_s, present, controller)
+    return Outcome(total_s / alone_s, present, director)

@@ -39,9 +39,10 @@ def test_a_slow_link_promises_something() -> None:
     found = _list(_SLOW, ("bf16", "int8"))
     plans = [one.plan for one in found.candidates]
     assert 0 < len(plans) <= MAX_CANDIDATES
-    assert [one.predicted_s for one in found.candidates] == sorted(one.predicted_s for one in found.candidates)
-    assert all(one.predicted_s < found.base.predicted_s for one in found.candidates)
-    assert all(one.low_s <= one.predicted_s <= one.high_s for one in found.candidates)
+    predictions = [one.prediction for one in found.candidates]
+    assert [one.step_s for one in predictions] == sorted(one.step_s for one in predictions)
+    assert all(one.step_s < found.base.prediction.step_s for one in predictions)
+    assert all(one.low_s <= one.step_s <= one.high_s for one in predictions)
 
 
 def test_every_compressor_that_may_win_is_tried_and_no_other() -> None:
@@ -52,7 +53,7 @@ def test_every_compressor_that_may_win_is_tried_and_no_other() -> None:
     close = _list(Link(hop_s=1e-4, s_per_byte=2e-9), ("bf16", "int8")).candidates
     assert {one.plan.comm_hook for one in close} >= {_BF16, _INT8}
     for found in (slow, close):
-        assert max(one.low_s for one in found) < min(one.high_s for one in found)
+        assert max(one.prediction.low_s for one in found) < min(one.prediction.high_s for one in found)
 
 
 def test_small_buckets_are_tried_where_they_are_predicted_to_be_about_equal() -> None:

@@ -121,7 +121,11 @@ def bench(
         )
         hooks = [_parse_hook(text) for text in comm_hook or ()]
         if plan is not None:
-            sizes_bytes, hooks = _messages_of(plan, buckets_of, hooks)
+            from lightning_commopt.commands.bench.cases import messages_of
+            from lightning_commopt.plan import CommPlan
+
+            sizes_bytes, own = messages_of(CommPlan.load(plan), buckets_of)
+            hooks = own + hooks
         elif buckets_of is not None:
             raise ValueError(f"--buckets-of {buckets_of} needs the plan of that run: --plan")
         settings = BenchSettings(
@@ -145,19 +149,6 @@ def bench(
     _show(result, json, predicted)
     _write(result, output, csv, page, model)
     raise typer.Exit(1 if result.num_wrong or not result.measured else 0)
-
-
-def _messages_of(plan: Path, run_dir: Path | None, hooks: list[Any]) -> tuple[list[int], list[Any]]:
-    """Returns the sizes of a plan's buckets, and its comm hook in front of the others."""
-    from lightning_commopt.commands.bench.cases import messages_of
-    from lightning_commopt.plan import CommPlan
-
-    loaded = CommPlan.load(plan)  # its errors name the file
-    try:
-        sizes_bytes, own = messages_of(loaded, run_dir)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{plan}: {error}") from None
-    return sizes_bytes, own + hooks
 
 
 def _show(shown: "BenchResult | LinkModel", json: bool, sizes_bytes: Sequence[int]) -> None:
@@ -232,19 +223,22 @@ def _start_ranks(
     settings: "BenchSettings", device: str, nproc_per_node: int | None, link: str | None, hosts: int | None
 ) -> "BenchResult":
     from lightning_commopt.commands.bench.job import device_type_of
-    from lightning_commopt.commands.bench.start import bench_here, bench_in_lab
+    from lightning_commopt.commands.bench.start import start_bench
     from lightning_commopt.launch.lab import parse_rate
 
     device_type, num_devices = device_type_of("cpu" if link is not None and device == "auto" else device)
     if link is not None and device_type != "cpu":
         raise ValueError(f"--link {link} is for ranks on CPU: --device must be cpu, got {device}")
     parse_rate(link, "--link")
-    num_hosts = 1 if link is None else hosts or 2
-    per_host = nproc_per_node or (num_devices if link is None else 1)
     with _progress_bar() as progress:
-        if link is None:
-            return bench_here(settings, num_ranks=per_host, device_type=device_type, on_progress=progress)
-        return bench_in_lab(settings, link=link, num_hosts=num_hosts, ranks_per_host=per_host, on_progress=progress)
+        return start_bench(
+            settings,
+            link=link,
+            num_hosts=1 if link is None else hosts or 2,
+            ranks_per_host=nproc_per_node or (num_devices if link is None else 1),
+            device_type=device_type,
+            on_progress=progress,
+        )
 
 
 def _parse_hook(text: str) -> Any:

@@ -7,10 +7,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from lightning_commopt.commands.bench.cases import num_ranks_of_scopes
 from lightning_commopt.launch.lab import NetLab, parse_rate, why_not
@@ -25,65 +23,38 @@ PROGRESS = "COMMOPT PROGRESS "
 OnProgress = Callable[[int, int, str], None]
 """Called with the number of blocks that are done, the number of all, and the name of the next one."""
 
-_OnOutput = Callable[[int, bytes], None]
-_Start = Callable[..., object]  # takes the command of a rank, and `on_output`
 
-
-def bench_here(
+def start_bench(
     settings: BenchSettings,
     *,
-    num_ranks: int,
+    link: str | None = None,
+    num_hosts: int = 1,
+    ranks_per_host: int = 1,
     device_type: str = "cpu",
     on_progress: OnProgress = lambda num_done, total, label: None,
 ) -> BenchResult:
-    """Measures on ranks of this machine: on "cpu" over gloo and the loopback device, on "cuda" one rank for each GPU.
+    """Measures on ranks of this machine, or with a link on hosts of the network lab, each rank on one core.
 
-    Raises:
-        ValueError: ``num_ranks`` is below 2, or the messages do not fit into memory.
-        RankError: a rank failed; the message has its last output.
-    """
-    check_size(settings, num_ranks, num_ranks, device_type)
-    envs = [{**os.environ, **_variables(rank, num_ranks, device_type)} for rank in range(num_ranks)]
-
-    def start(command: list[str], on_output: _OnOutput) -> object:
-        return run_ranks([(command, env) for env in envs], on_output=on_output)
-
-    return _run(settings, device_type, {}, on_progress, start)
-
-
-def bench_in_lab(
-    settings: BenchSettings,
-    *,
-    link: str,
-    num_hosts: int = 2,
-    ranks_per_host: int = 1,
-    on_progress: OnProgress = lambda num_done, total, label: None,
-) -> BenchResult:
-    """Measures on hosts of the network lab, each rank on one core, over gloo; ``link`` is a rate of `parse_rate`.
+    Args:
+        settings: what to measure.
+        link: rate between the hosts, as for `parse_rate`; None for the ranks of one host: this machine.
+        num_hosts: of the lab.
+        ranks_per_host: at least two in all.
+        device_type: "cpu" for gloo, over the loopback device without a link; "cuda" for NCCL, a rank for each GPU.
+        on_progress: called before each block.
 
     Raises:
         ValueError: there are fewer than two ranks, the messages do not fit into memory, or this machine cannot make the
             lab; the message names what is missing.
         RankError: a rank failed; the message has its last output.
     """
-    bits_per_s = parse_rate(link)
     check_integer("ranks per host", ranks_per_host, at_least=1)
     check_integer("hosts", num_hosts, at_least=1)
-    check_size(settings, num_hosts * ranks_per_host, ranks_per_host, "cpu")
-    reason = why_not()
-    if reason is not None:
+    num_ranks = num_hosts * ranks_per_host
+    check_size(settings, num_ranks, ranks_per_host, device_type)
+    notes = {} if link is None else {"link": link, "link_bits_per_s": parse_rate(link), "lab": True}
+    if link is not None and (reason := why_not()) is not None:
         raise ValueError(f"link {link}: {reason}")
-    notes = {"link": link, "link_bits_per_s": bits_per_s, "lab": True}
-    environment = {"PYTHONUNBUFFERED": "1"}
-    with NetLab(num_hosts, link) as lab:
-        start = partial(lab.run, ranks_per_host=ranks_per_host, environment=environment, pin_to_cores=True)
-        return _run(settings, "cpu", notes, on_progress, start)
-
-
-def _run(
-    settings: BenchSettings, device_type: str, notes: Mapping[str, Any], on_progress: OnProgress, start: _Start
-) -> BenchResult:
-    """Returns the result of the ranks that ``start`` runs; rank 0 prints its progress and writes the result."""
     rest = b""
 
     def on_output(rank: int, output: bytes) -> None:
@@ -100,7 +71,19 @@ def _run(
         content = {"settings": settings.to_dict(), "device_type": device_type, "notes": notes}
         content |= {"store": f"{folder}/store", "result": str(result)}
         job.write_text(json.dumps(content), encoding="utf-8")
-        start([sys.executable, "-m", "lightning_commopt.commands.bench.job", str(job)], on_output=on_output)
+        command = [sys.executable, "-m", "lightning_commopt.commands.bench.job", str(job)]
+        if link is None:
+            envs = [{**os.environ, **_variables(rank, num_ranks, device_type)} for rank in range(num_ranks)]
+            run_ranks([(command, env) for env in envs], on_output=on_output)
+        else:
+            with NetLab(num_hosts, link) as lab:
+                lab.run(
+                    command,
+                    ranks_per_host=ranks_per_host,
+                    environment={"PYTHONUNBUFFERED": "1"},
+                    pin_to_cores=True,
+                    on_output=on_output,
+                )
         return BenchResult.load(result)
 
 

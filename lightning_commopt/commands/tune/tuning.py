@@ -8,7 +8,6 @@ from typing import Any
 
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.tune.auto_plan import AutoPlan
-from lightning_commopt.tune.controller import ControllerSettings
 from lightning_commopt.tune.options import TuneOptions
 
 _UNLIMITED = 1e6  # times the fit's time: it is there to be tuned
@@ -19,7 +18,7 @@ class Tuning(AutoPlan):
 
     def __init__(self, strategy: Any, asked: Mapping[str, Any]) -> None:
         options = TuneOptions.of("auto", asked["lossy"], strategy.plan.to_dict())
-        super().__init__(strategy, options, ControllerSettings(max_regret=_UNLIMITED))
+        super().__init__(strategy, options, max_regret=_UNLIMITED)
         self._asked = asked
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:

@@ -16,10 +16,10 @@ from rich.text import Text
 
 from lightning_commopt.text.terminal import print_heading
 from lightning_commopt.text.validation import did_you_mean
-from lightning_commopt.train.sweep.job import Job, JobResult, SweepObserver
+from lightning_commopt.train.sweep.job import Job, JobResult
 
 
-class SweepDisplay(SweepObserver):
+class SweepDisplay:
     """Shows the running job's output above a progress bar over all jobs; a context manager.
 
     Attributes:
@@ -60,6 +60,7 @@ class SweepDisplay(SweepObserver):
         self._bar.live.stop()
 
     def on_plan(self, folder: Path, num_jobs: int) -> None:
+        """Takes the directory of the sweep and the number of its jobs so far, with those that have ended."""
         self.sweep_dir = folder
         self._num_jobs = num_jobs
         self._bar.update(self._task, total=num_jobs)
@@ -75,12 +76,13 @@ class SweepDisplay(SweepObserver):
         print_heading(title, self._console)
 
     def on_output(self, text: str, is_final: bool) -> None:
-        """Prints a final line; shows another one above the bar."""
+        """Prints a final line of the job; shows another one, which the next one replaces, above the bar."""
         self._bar.line = Text("" if is_final else text, no_wrap=True, overflow="ellipsis")
         if is_final:
             self._console.print(Text(text), soft_wrap=not self._console.is_terminal)
 
     def on_end(self, result: JobResult) -> None:
+        """Counts a job that has finished or failed, or whose earlier run is kept."""
         if result.is_kept:
             self._console.print(Text(f"job {result.job.number} is kept: {_overrides_text(result.job)}"), soft_wrap=True)
         else:

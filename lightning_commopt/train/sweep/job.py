@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -18,6 +19,9 @@ from lightning_commopt.measure.plain import write_json
 from lightning_commopt.measure.runs.files import LOG_FILE, RUN_FILE, SUMMARY_FILE
 from lightning_commopt.measure.runs.record import RunRecord, fail_record
 from lightning_commopt.measure.runs.settings import settings_of
+
+if TYPE_CHECKING:
+    from lightning_commopt.train.sweep.display import SweepDisplay
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,33 +51,14 @@ class JobResult:
     is_kept: bool = False
 
 
-class SweepObserver:
-    """Gets the events of a sweep; this base class ignores them."""
-
-    def on_plan(self, folder: Path, num_jobs: int) -> None:
-        """The sweep in ``folder`` has ``num_jobs`` jobs so far, including those that have ended."""
-
-    def on_note(self, text: str) -> None:
-        """A note for the user."""
-
-    def on_start(self, job: Job) -> None:
-        """A job starts."""
-
-    def on_output(self, text: str, is_final: bool) -> None:
-        """The job printed a line; unless ``is_final`` the next one replaces it, as with progress bars."""
-
-    def on_end(self, result: JobResult) -> None:
-        """A job has finished or failed, or its earlier run is kept."""
-
-
-def run_job(job: Job, env: Mapping[str, str], observer: SweepObserver) -> JobResult:
+def run_job(job: Job, env: Mapping[str, str], display: SweepDisplay) -> JobResult:
     """Runs a job to its end in ``env``, the whole environment; its folder is created.
 
     Returns:
         The job with the record that the run wrote; if that is missing or unfinished, with one that has the reason.
 
     Raises:
-        InterruptedRun: this process received a signal to stop, which is in the job's record and was observed.
+        InterruptedRun: this process received a signal to stop, which is in the job's record and was displayed.
     """
     job.folder.mkdir(parents=True, exist_ok=True)
     (job.folder / RUN_FILE).unlink(missing_ok=True)
@@ -85,7 +70,7 @@ def run_job(job: Job, env: Mapping[str, str], observer: SweepObserver) -> JobRes
             if is_final:
                 log.write(text + "\n")
                 last_lines.append(text)
-            observer.on_output(text, is_final)
+            display.on_output(text, is_final)
 
         reader = LineReader(on_line)
         try:
@@ -95,7 +80,7 @@ def run_job(job: Job, env: Mapping[str, str], observer: SweepObserver) -> JobRes
         reader.close()
     lines = None if interrupted else list(last_lines)
     result = JobResult(job=job, record=_final_record(job, reason, lines))
-    observer.on_end(result)
+    display.on_end(result)
     if interrupted is not None:
         raise interrupted
     return result

@@ -30,7 +30,8 @@ from lightning_commopt.train.sweep.composing import (
     set_aside,
 )
 from lightning_commopt.train.sweep.config import ConfigError
-from lightning_commopt.train.sweep.job import Job, JobResult, SweepObserver, run_job, save_summary
+from lightning_commopt.train.sweep.display import SweepDisplay
+from lightning_commopt.train.sweep.job import Job, JobResult, run_job, save_summary
 from lightning_commopt.train.sweep.resolvers import register_resolvers
 
 _NAMESPACE = "hydra_plugins._lightning_commopt_sweep"
@@ -48,9 +49,9 @@ class FreshProcessLauncher(Launcher):
 
     # Hydra makes plugins of this namespace only; a module there exports this class.
     __module__ = _NAMESPACE
-    # Set by the program before Hydra makes the launcher: the command that starts one run, and an observer of the sweep.
+    # Set by the program before Hydra makes the launcher: the command that starts one run, and the display.
     command: ClassVar[tuple[str, ...]]
-    observer: ClassVar[SweepObserver]
+    display: ClassVar[SweepDisplay]
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         self._config = config
@@ -78,16 +79,16 @@ class FreshProcessLauncher(Launcher):
         rounds = self._composer.rounds(job_overrides, initial_job_idx)
         to_run = self._without_equals([job for jobs in rounds for job in jobs])
         check_folders(self._first_jobs.values())
-        self.observer.on_plan(sweep_dir, len(self._first_jobs))
+        self.display.on_plan(sweep_dir, len(self._first_jobs))
         for note in dict.fromkeys(job.note for job in to_run if job.note is not None and job.note not in self._notes):
-            self.observer.on_note(note)
+            self.display.on_note(note)
             self._notes.add(note)
         self._keep_finished(to_run, sweep_dir)
         for job in to_run:
             if job.content not in self._results:
                 self._make_room(job, sweep_dir)
-                self.observer.on_start(job)
-                self._remember(run_job(job, _environment(), self.observer), sweep_dir)
+                self.display.on_start(job)
+                self._remember(run_job(job, _environment(), self.display), sweep_dir)
         return [
             _job_return(own, [self._results[job.content].record for job in repetitions])
             for own, repetitions in zip(job_overrides, zip(*rounds, strict=True), strict=True)
@@ -104,7 +105,7 @@ class FreshProcessLauncher(Launcher):
                 left_out.append((job, first))
         if left_out:
             pairs = ", ".join(f"{job.number} as {first.number}" for job, first in left_out)
-            self.observer.on_note(f"skipped, as they train the same as another job: {pairs}")
+            self.display.on_note(f"skipped, as they train the same as another job: {pairs}")
             self._left_out += left_out
         return to_run
 
@@ -113,7 +114,7 @@ class FreshProcessLauncher(Launcher):
             record = find_finished_run(job)
             if record is not None:
                 result = JobResult(job=job, record=record, is_kept=True)
-                self.observer.on_end(result)
+                self.display.on_end(result)
                 self._remember(result, sweep_dir)
 
     def _make_room(self, job: Job, sweep_dir: Path) -> None:
@@ -121,7 +122,7 @@ class FreshProcessLauncher(Launcher):
         moved_to = set_aside(job.folder, sweep_dir)
         if changed:
             where = f"; the earlier run is in {moved_to}" if moved_to else ""
-            self.observer.on_note(f"job {job.number} runs again, as its settings changed: {', '.join(changed)}{where}")
+            self.display.on_note(f"job {job.number} runs again, as its settings changed: {', '.join(changed)}{where}")
 
     def _remember(self, result: JobResult, sweep_dir: Path) -> None:
         self._results[result.job.content] = result
@@ -129,10 +130,10 @@ class FreshProcessLauncher(Launcher):
         save_summary(sweep_dir, in_order, self._left_out)
 
 
-def register_with_hydra(command: tuple[str, ...], observer: SweepObserver) -> None:
+def register_with_hydra(command: tuple[str, ...], display: SweepDisplay) -> None:
     """Registers our resolvers, and ``hydra/launcher=fresh_processes`` for the sweeps of this process."""
     register_resolvers()
-    FreshProcessLauncher.command, FreshProcessLauncher.observer = command, observer
+    FreshProcessLauncher.command, FreshProcessLauncher.display = command, display
     Plugins.instance().register(FreshProcessLauncher)
     store_config(
         group="hydra/launcher", name="fresh_processes", node={"_target_": f"{_NAMESPACE}.FreshProcessLauncher"}

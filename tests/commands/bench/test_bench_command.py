@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from lightning_commopt.commands.bench import start
 from lightning_commopt.commands.bench.cases import messages_of
-from lightning_commopt.commands.bench.start import bench_in_lab
+from lightning_commopt.commands.bench.start import start_bench
 from lightning_commopt.launch import process as processes
 from lightning_commopt.launch.process import InterruptedRun, raise_signals
 from lightning_commopt.measure.files import StepWriter, rank_file
@@ -203,7 +202,7 @@ def test_no_bandwidth_in_the_lab_is_above_the_rate() -> None:
     settings = BenchSettings(
         collectives=("all_reduce", "broadcast", "send_recv"), sizes_bytes=(2**20, 2**22), num_repetitions=3
     )
-    result = bench_in_lab(settings, link="200mbit", num_hosts=3)
+    result = start_bench(settings, link="200mbit", num_hosts=3)
     assert result.link_bytes_per_s == 25e6
     assert [row.case.label for row in result.rows if row.error is not None or row.num_wrong] == []
     assert max(row.busbw for row in result.rows) < 1.01 * 25e6
@@ -223,7 +222,7 @@ def test_a_signal_while_ranks_start_leaves_no_process(monkeypatch: pytest.Monkey
     settings = BenchSettings(collectives=("all_reduce",), sizes_bytes=(64,))
     try:
         with pytest.raises(InterruptedRun), raise_signals():
-            start.bench_here(settings, num_ranks=2)
+            start_bench(settings, ranks_per_host=2)
         assert [process.poll() for process in started] == [-signal.SIGKILL] * 2
     finally:
         for process in started:

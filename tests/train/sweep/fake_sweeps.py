@@ -7,10 +7,12 @@ from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from rich.console import Console
 
 from lightning_commopt.launch.conf_path import conf_dir
 from lightning_commopt.measure.runs.files import CONFIG_FILE
-from lightning_commopt.train.sweep.job import Job, JobResult, SweepObserver
+from lightning_commopt.train.sweep.display import SweepDisplay
+from lightning_commopt.train.sweep.job import Job, JobResult
 from lightning_commopt.train.sweep.launcher import register_with_hydra
 
 # The loss is seed + 100 repetition. Seed 13 fails, and so does any job that asks for other than one repetition.
@@ -26,10 +28,11 @@ if seed == 13 or values.get("repeat", "1") != "1":
 """
 
 
-class SweepNotes(SweepObserver):
+class SweepNotes(SweepDisplay):
     """Writes down what it is told, and leaves the configuration in the name of jobs that cannot."""
 
     def __init__(self) -> None:
+        super().__init__(Console(quiet=True))
         self.num_jobs: list[int] = []
         self.notes: list[str] = []
         self.started_jobs: list[Job] = []
@@ -56,7 +59,7 @@ class SweepNotes(SweepObserver):
 
 
 def fake_sweep(folder: Path, *overrides: str) -> tuple[list[float], SweepNotes]:
-    """Runs a sweep in this process; gives what the sweeper got for each job, and what the observer was told."""
+    """Runs a sweep in this process; gives what the sweeper got for each job, and what the display was told."""
     notes = SweepNotes()
     register_with_hydra((sys.executable, "-S", "-c", JOB), notes)
     GlobalHydra.instance().clear()

@@ -4,11 +4,13 @@ import signal
 import sys
 
 import pytest
+from rich.console import Console
 
 from lightning_commopt.launch.process import InterruptedRun
 from lightning_commopt.measure.runs.files import SUMMARY_FILE
 from lightning_commopt.measure.runs.record import RunRecord
-from lightning_commopt.train.sweep.job import Job, SweepObserver, run_job, save_summary
+from lightning_commopt.train.sweep.display import SweepDisplay
+from lightning_commopt.train.sweep.job import Job, run_job, save_summary
 
 # Written by hand, as the package takes seconds to import.
 WRITE = "import json; from pathlib import Path; Path('{folder}/run.json').write_text(json.dumps(dict(sync_method='p', "
@@ -19,6 +21,10 @@ BROKEN = WRITE + "status='finished', metrics=dict(val_loss='low'))));"
 LOST = "RuntimeError: [pair.cc] Connection closed by peer"
 
 
+def quiet_display():
+    return SweepDisplay(Console(quiet=True))
+
+
 def job(folder, code):
     command = (sys.executable, "-c", code.replace("{folder}", str(folder)))
     return Job(
@@ -27,7 +33,7 @@ def job(folder, code):
 
 
 def test_the_record_of_a_run_that_finished_is_its_own(tmp_path):
-    result = run_job(job(tmp_path, FINISHED + "print('said')"), os.environ, SweepObserver())
+    result = run_job(job(tmp_path, FINISHED + "print('said')"), os.environ, quiet_display())
     assert result.record == RunRecord(status="finished", sync_method="p", metrics={"val_loss": 1.0})
     assert result.job.log.read_text() == "said\n"
 
@@ -57,7 +63,7 @@ def test_the_record_of_a_run_that_finished_is_its_own(tmp_path):
 )
 def test_a_run_that_did_not_finish_is_recorded_with_the_reason(tmp_path, code, error):
     """If it fails, a sweep's table has no reason, or names a lost connection, and not what caused it."""
-    result = run_job(job(tmp_path, code), os.environ, SweepObserver())
+    result = run_job(job(tmp_path, code), os.environ, quiet_display())
     assert (result.record.status, result.record.error) == ("failed", error)
     assert RunRecord.load(tmp_path) == result.record
 
@@ -65,7 +71,7 @@ def test_a_run_that_did_not_finish_is_recorded_with_the_reason(tmp_path, code, e
 def test_an_interrupted_run_is_recorded_so(tmp_path):
     """If it fails, a job that was stopped looks as if it had a mistake: SystemExit."""
 
-    class Interrupts(SweepObserver):
+    class Interrupts(SweepDisplay):
         def on_output(self, text, is_final):
             if "ready" in text and is_final:
                 os.kill(os.getpid(), signal.SIGINT)
@@ -76,18 +82,18 @@ def test_an_interrupted_run_is_recorded_so(tmp_path):
         + "raise SystemExit(1)"
     )
     with pytest.raises(InterruptedRun):
-        run_job(job(tmp_path, code), os.environ, Interrupts())
+        run_job(job(tmp_path, code), os.environ, Interrupts(Console(quiet=True)))
     record = RunRecord.load(tmp_path)
     assert (record.status, record.error) == ("failed", "interrupted by SIGINT")
 
 
 def test_the_record_of_an_earlier_run_in_the_folder_does_not_count(tmp_path):
     RunRecord(status="finished", sync_method="old").save(tmp_path)
-    assert run_job(job(tmp_path, ""), os.environ, SweepObserver()).record.status == "failed"
+    assert run_job(job(tmp_path, ""), os.environ, quiet_display()).record.status == "failed"
 
 
 def test_the_summary_has_all_jobs(tmp_path):
-    result = run_job(job(tmp_path / "0", FINISHED), os.environ, SweepObserver())
+    result = run_job(job(tmp_path / "0", FINISHED), os.environ, quiet_display())
     save_summary(tmp_path, [result, result])
     first, second = json.loads((tmp_path / SUMMARY_FILE).read_text())
     assert first == second

@@ -1,4 +1,4 @@
-"""The controller in simulated fits: it must never harm, and must find what is there."""
+"""The director in simulated fits: it must never harm, and must find what is there."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_it_finds_the_best_plan(kind: str) -> None:
     near = [arms_s[outcome.arm] <= 1.03 * min(arms_s) for arms_s, outcome in outcomes]
     assert statistics.fmean(near) > {"large": 0.75, "bursts": 0.5, "tails": 0.75, "wandering": 0.9}.get(kind, 0.95)
     assert _percentile([outcome for _, outcome in outcomes], 0.99) <= 1.01
-    assert max(outcome.controller.searches[0].num_steps for _, outcome in outcomes) <= 60
+    assert max(outcome.director.searches[0].num_steps for _, outcome in outcomes) <= 60
 
 
 @_KINDS
@@ -67,7 +67,7 @@ def test_a_run_too_short_tries_nothing() -> None:
     """If it fails, a short fit pays for a search that it cannot get back."""
     outcome = simulate([1.0, 0.5], 60, "small", 0)
     assert outcome.ratio == pytest.approx(1)
-    assert outcome.controller.searches[0].why == "too short"
+    assert outcome.director.searches[0].why == "too short"
 
 
 def test_an_unknown_number_of_steps_is_paid_for_by_what_was_trained() -> None:
@@ -112,23 +112,23 @@ def test_noise_does_not_take_back_what_was_chosen() -> None:
 def test_a_handicap_leaves_ties_to_others() -> None:
     """If it fails, a fit compresses where a lossless plan is as fast."""
     for times_s, arm in (((1.0, 0.7, 0.71), 2), ((1.0, 0.5, 0.71), 1)):
-        controller = Driven([None] * 3, 10000, handicaps={1: 0.02})
-        while controller.is_searching:
-            visit = controller.visit
-            controller.advance(Report((times_s[visit.arm],) * visit.num_steps, 0.1))
-        assert controller.visit.arm == arm
+        director = Driven([None] * 3, 10000, handicaps={1: 0.02})
+        while director.is_searching:
+            visit = director.visit
+            director.advance(Report((times_s[visit.arm],) * visit.num_steps, 0.1))
+        assert director.visit.arm == arm
 
 
 def test_steps_that_do_not_count_are_replaced() -> None:
     """If it fails, validations or odd batches in a visit decide on its plan, or end the search."""
-    controller, num_visits = Driven([None, None], 10000), 0
-    while controller.is_searching:
-        visit = controller.visit
+    director, num_visits = Driven([None, None], 10000), 0
+    while director.is_searching:
+        visit = director.visit
         seconds = [math.nan if step % 2 else (1.0, 0.7)[visit.arm] for step in range(visit.num_steps)]
-        controller.advance(Report(tuple(seconds), 0.1))
+        director.advance(Report(tuple(seconds), 0.1))
         num_visits += 1
         assert num_visits < 60
-    assert controller.visit.arm == 1
+    assert director.visit.arm == 1
     never = Driven([None, None], 10000)
     while never.is_searching:
         never.advance(Report((math.nan,) * never.visit.num_steps))
@@ -137,22 +137,22 @@ def test_steps_that_do_not_count_are_replaced() -> None:
 
 def test_a_choice_that_does_not_hold_is_rolled_back() -> None:
     """If it fails, a plan that won by chance stays."""
-    controller = Driven([None, None], 100000)
-    while controller.is_searching:
-        controller.advance(Report(((1.0, 0.7)[controller.visit.arm],) * controller.visit.num_steps, 0.1))
-    assert controller.visit.arm == 1
-    controller.advance(Report((1.05,) * controller.visit.num_steps))
-    assert controller.visit.arm == 0
-    assert [event.what for event in controller.events] == ["rolled back"]
+    director = Driven([None, None], 100000)
+    while director.is_searching:
+        director.advance(Report(((1.0, 0.7)[director.visit.arm],) * director.visit.num_steps, 0.1))
+    assert director.visit.arm == 1
+    director.advance(Report((1.05,) * director.visit.num_steps))
+    assert director.visit.arm == 0
+    assert [event.what for event in director.events] == ["rolled back"]
 
 
 def test_a_plan_that_was_found_before_is_watched_only() -> None:
     """If it fails, a resumed fit searches again, or never notices that the link has changed."""
-    controller = Driven([None, None], 100000, arm=1, searches=False)
+    director = Driven([None, None], 100000, arm=1)
     for _ in range(5):
-        assert controller.visit.arm == 1
-        controller.advance(Report((1.0,) * controller.visit.num_steps))
+        assert director.visit.arm == 1
+        director.advance(Report((1.0,) * director.visit.num_steps))
     for _ in range(4):
-        if not controller.is_searching:
-            controller.advance(Report((2.0,) * controller.visit.num_steps))
-    assert controller.is_searching
+        if not director.is_searching:
+            director.advance(Report((2.0,) * director.visit.num_steps))
+    assert director.is_searching
