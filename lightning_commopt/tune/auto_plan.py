@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from lightning_commopt.compat.lightning import MisconfigurationException, batches_that_stepped
@@ -38,11 +38,6 @@ class AutoPlan:
         self._tuner: Tuner | None = None
         self._is_due = False
         self._found: dict[str, Any] = {}
-
-    @classmethod
-    def of(cls, strategy: Any, arguments: Mapping[str, Any]) -> AutoPlan:
-        """Makes it from the arguments of a strategy; see `TuneOptions.of`."""
-        return cls(strategy, TuneOptions.of(arguments["plan"], arguments["lossy"], arguments))
 
     def start_fit(self, *, is_fit: bool = True) -> None:
         """Begins a fit, before the model is wrapped.

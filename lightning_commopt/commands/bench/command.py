@@ -193,10 +193,11 @@ def _measure(
     settings: "BenchSettings", device: str, nproc_per_node: int | None, link: str | None, hosts: int | None
 ) -> "BenchResult | None":
     """Returns the result; None on ranks that do not print."""
-    from lightning_commopt.commands.bench.job import bench_launched
+    from lightning_commopt.commands.bench.job import bench_launched, device_type_of
     from lightning_commopt.commands.bench.operations import compressor_of
+    from lightning_commopt.commands.bench.start import start_bench
     from lightning_commopt.launch.environment import find_rank_identity
-    from lightning_commopt.launch.lab import RankError
+    from lightning_commopt.launch.lab import RankError, parse_rate
     from lightning_commopt.launch.process import InterruptedRun, raise_signals
 
     for comm_hook in settings.comm_hooks:
@@ -211,34 +212,23 @@ def _measure(
             return bench_launched(settings, identity, device=device, on_progress=on_progress)
     if link is None and hosts is not None:
         raise ValueError(f"--hosts {hosts} needs a link between them, such as --link 1gbit")
-    try:
-        with raise_signals():
-            return _start_ranks(settings, device, nproc_per_node, link, hosts)
-    except (RankError, InterruptedRun) as error:
-        typer.echo(f"commopt: {error}", err=True)
-        raise typer.Exit(1 if isinstance(error, RankError) else 128 + error.signal) from None
-
-
-def _start_ranks(
-    settings: "BenchSettings", device: str, nproc_per_node: int | None, link: str | None, hosts: int | None
-) -> "BenchResult":
-    from lightning_commopt.commands.bench.job import device_type_of
-    from lightning_commopt.commands.bench.start import start_bench
-    from lightning_commopt.launch.lab import parse_rate
-
     device_type, num_devices = device_type_of("cpu" if link is not None and device == "auto" else device)
     if link is not None and device_type != "cpu":
         raise ValueError(f"--link {link} is for ranks on CPU: --device must be cpu, got {device}")
     parse_rate(link, "--link")
-    with _progress_bar() as progress:
-        return start_bench(
-            settings,
-            link=link,
-            num_hosts=1 if link is None else hosts or 2,
-            ranks_per_host=nproc_per_node or (num_devices if link is None else 1),
-            device_type=device_type,
-            on_progress=progress,
-        )
+    try:
+        with raise_signals(), _progress_bar() as on_progress:
+            return start_bench(
+                settings,
+                link=link,
+                num_hosts=1 if link is None else hosts or 2,
+                ranks_per_host=nproc_per_node or (num_devices if link is None else 1),
+                device_type=device_type,
+                on_progress=on_progress,
+            )
+    except (RankError, InterruptedRun) as error:
+        typer.echo(f"commopt: {error}", err=True)
+        raise typer.Exit(1 if isinstance(error, RankError) else 128 + error.signal) from None
 
 
 def _parse_hook(text: str) -> Any:
