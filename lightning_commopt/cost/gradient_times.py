@@ -111,11 +111,10 @@ class GradientTimes:
         for handle in self._handles:
             handle.remove()
 
-    def gradients(self, num_warmup: int = 1) -> tuple[Gradient, ...]:
+    def gradients(self) -> tuple[Gradient, ...]:
         """Returns all gradients in the order in which the last backward computed them; waits for the device.
 
-        Args:
-            num_warmup: first backwards to leave out, if there are more.
+        The first backward does not count if there are more.
 
         Raises:
             ValueError: no backward has computed a gradient.
@@ -123,7 +122,7 @@ class GradientTimes:
         backwards = [marks for marks in self._backwards if len(marks) > 1]
         if not backwards:
             raise ValueError("no backward has computed a gradient yet")
-        kept = backwards[num_warmup:] or backwards
+        kept = backwards[1:] or backwards
         self._clock.wait_for(list(kept[-1].values())[-1])
         order = [name for name in kept[-1] if name]
         order += [name for name in self._parameters if name not in kept[-1]]

@@ -43,7 +43,8 @@ class Calibration:
         self._options = options
         device = self._strategy.root_device
         self._recorder = StepRecorder(clock_for(device))
-        self._times = GradientTimes(host.model().module.named_parameters(), device)
+        parameters = host.model().module.named_parameters()
+        self._times = GradientTimes(parameters, device, self._strategy.num_processes)
         self._step = 0
         self._strategy.sync_observers.add(self._recorder)
         self._undo = [

@@ -224,13 +224,17 @@ def test_a_plan_that_is_only_tried_is_not_kept(tmp_path: Path) -> None:
     assert "The fit ended within the search" in first["verdict"]["verdict"]
 
 
-def _fit_beside_others() -> list[float]:
-    seen: list[float] = []
-    with scripted({_SMALL: 1.0}), patch.object(GradientTimes, "slowdown", 3.0):
+def _fit_beside_others() -> list[tuple[float, bool]]:
+    seen: list[tuple[float, bool]] = []
+    with (
+        scripted({_SMALL: 1.0}),
+        patch.object(GradientTimes, "slowdown", 3.0),
+        patch("os.sched_getaffinity", lambda process: {0, 1}, create=True),
+    ):
         inner = tuner_module.shortlist
 
         def shortlist(basis: Basis, options: Any) -> Any:
-            seen.append(basis.workload.num_others)
+            seen.append((basis.workload.num_others, basis.workload.shares_core))
             return inner(basis, options)
 
         with patch.object(tuner_module, "shortlist", shortlist):
@@ -240,7 +244,7 @@ def _fit_beside_others() -> list[float]:
 
 def test_candidates_are_predicted_for_the_core_that_other_programs_leave() -> None:
     """If it fails, where ranks share cores layouts are tried whose buckets compete for them."""
-    assert run_ranks(_fit_beside_others) == [[2.0], []]
+    assert run_ranks(_fit_beside_others) == [[(2.0, True)], []]
 
 
 def _fit_alone() -> dict[str, Any]:
