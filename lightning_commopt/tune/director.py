@@ -95,23 +95,6 @@ class Director:
         self.visit = Visit(arm, 0)
         self.visit = next(self._direct)
 
-    def advance(self, report: Report) -> Visit:
-        """Takes the report of `visit`, and returns the next one."""
-        self._num_done += self.visit.num_steps
-        self._base_steps += self.visit.num_steps
-        self.visit = self._direct.send(report)
-        return self.visit
-
-    def forbid(self, arms: Sequence[int]) -> None:
-        """Leaves plans for good when the present visit ends; the user's takes the place of one that was chosen."""
-        self._expected = [math.inf if arm in arms else expected for arm, expected in enumerate(self._expected)]
-        self.chosen = 0 if self.chosen in arms else self.chosen
-
-    @property
-    def is_timed(self) -> bool:
-        """Whether the steps of `visit` are timed on the device's clock, which is read when they end."""
-        return self.visit.num_steps < WATCH_STEPS
-
     def _begin(
         self,
         expected: Sequence[float | None],
@@ -128,7 +111,8 @@ class Director:
             lost_steps: what was lost before, in steps.
             handicaps: see `Search`.
         """
-        self._expected, self._handicaps = expected, handicaps
+        self._expected: Sequence[float | None] = expected
+        self._handicaps = handicaps
         self._lost_steps = lost_steps  # to searching, less half of what was saved since, in steps with the user's plan
         self._base_steps = 0.0  # as many of the present length took as long as what was trained since
         self._undecided: list[Sequence[TimedVisit]] = []  # visits of searches that were not sure, since the last drift
@@ -137,6 +121,23 @@ class Director:
         self.chosen = arm
         self.searches: list[Found] = []
         self.events: list[Event] = []
+
+    def advance(self, report: Report) -> Visit:
+        """Takes the report of `visit`, and returns the next one."""
+        self._num_done += self.visit.num_steps
+        self._base_steps += self.visit.num_steps
+        self.visit = self._direct.send(report)
+        return self.visit
+
+    def forbid(self, arms: Sequence[int]) -> None:
+        """Leaves plans for good when the present visit ends; the user's takes the place of one that was chosen."""
+        self._expected = [math.inf if arm in arms else expected for arm, expected in enumerate(self._expected)]
+        self.chosen = 0 if self.chosen in arms else self.chosen
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the steps of `visit` are timed on the device's clock, which is read when they end."""
+        return self.visit.num_steps < WATCH_STEPS
 
     def _resume(self, arm: int) -> _Visits:
         self.status = "resumed"
