@@ -29,6 +29,8 @@ WAKE_S = 1.0
 STALLED_S = 2.0
 GRACE_S = 5.0
 
+_of_failed_fits: list[Lifelines] = []  # open until this process ends, or its next fit has failed, too
+
 
 class FitWatch:
     """Compares the ranks' numbers of batches, and ends a rank that waits for one that has failed.
@@ -93,7 +95,11 @@ class FitWatch:
             self._stop_watching()
             self._find_early_rank()
             self._peers.finish()
-        self._lifelines.close()
+            self._lifelines.close()
+        else:  # the program may catch the exception on all ranks: the end of a connection would be taken for its death
+            while _of_failed_fits:
+                _of_failed_fits.pop().close()
+            _of_failed_fits.append(self._lifelines)
         self._events.close()
 
     def _stop_watching(self) -> None:

@@ -35,10 +35,10 @@ _DEATH_S = 0.5
 class Lifelines:
     """Shows rank 0 which nodes' first ranks have ended, and these whether rank 0 has.
 
-    The first rank of every other node keeps a connection to rank 0, on which only a token is sent at the start. Only
-    the orderly end of a connection counts: closed by a process, or by the kernel at the end of the process. A
-    connection that is reset, or a host that does not answer, shows nothing. If a firewall blocks the port there are no
-    connections.
+    The first rank of every other node keeps a connection to rank 0, on which only a token and its confirmation are
+    sent. After these only the orderly end of a connection counts: closed by a process, or by the kernel at the end of
+    the process. A connection that is reset, or a host that does not answer, shows nothing. If a firewall blocks the
+    port there are no connections.
 
     Attributes:
         ended: ranks whose connection has ended.
@@ -53,6 +53,7 @@ class Lifelines:
         self._num_tries = 0
         self._server: socket.socket | None = None
         self._unidentified: list[socket.socket] = []
+        self._is_confirmed = rank == 0  # rank 0 knows its connections; the others wait for its answer
         self.connections: dict[int, socket.socket] = {}
         self.ended: set[int] = set()
         if self._expected:
@@ -65,13 +66,17 @@ class Lifelines:
         elif self._is_client and not self.connections and self._num_tries < _MAX_TRIES:
             self._connect()
         for rank, connection in [*self.connections.items()]:
+            received: bytes | None = None
             try:
-                has_ended = connection.recv(1) == b""
+                received = connection.recv(1)
             except BlockingIOError:
                 continue
-            except OSError:
-                has_ended = False
-            if has_ended:
+            except OSError:  # it was reset
+                pass
+            if received:
+                self._is_confirmed = True
+                continue
+            if received == b"" and self._is_confirmed:
                 self.ended.add(rank)
             connection.close()
             del self.connections[rank]
@@ -102,6 +107,7 @@ class Lifelines:
         with suppress(OSError, ValueError):
             rank, token = connection.recv(_MAX_HELLO_BYTES).decode().split()
             if int(rank) in self._expected - set(self.connections) and hmac.compare_digest(token, self._token):
+                connection.sendall(b"1")
                 self.connections[int(rank)] = connection
                 return
         connection.close()
@@ -115,6 +121,7 @@ class Lifelines:
             self._num_tries = _MAX_TRIES
             return
         self._num_tries += 1
+        self._is_confirmed = False
         with suppress(OSError):
             connection = socket.create_connection((ip, port), timeout=_CONNECT_S)
             connection.sendall(f"{self._rank} {token}".encode())

@@ -3,7 +3,8 @@
 Usage: remote_script.py RANK FAULT FOLDER
 
 In the third batch of RANK its process is killed (FAULT ``kill``), or it raises and stays until FOLDER has a file
-``ended`` (``raise``). The other rank waits in backward for a gradient sync that never ends, as over NCCL.
+``ended`` (``raise``). The other rank waits in backward for a gradient sync that never ends, as over NCCL; or raises the
+same some seconds later (``all``).
 """
 
 import os
@@ -23,7 +24,7 @@ from lightning_commopt.watch import fit_watch
 from support.strategy_models import Tiny, loader, trainer
 
 fit_watch.WAKE_S, fit_watch.STALLED_S, fit_watch.GRACE_S = 0.1, 0.5, 1.0
-_LIMIT_S = 60
+_LIMIT_S, _LATE_S = 60, 6
 
 
 class Failing(Tiny):
@@ -36,6 +37,9 @@ class Failing(Tiny):
             time.sleep(1)  # the other is in backward
             if self.fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            raise ArithmeticError("broken on purpose")
+        if batch_idx == 2 and self.fault == "all":
+            time.sleep(_LATE_S)
             raise ArithmeticError("broken on purpose")
         return super().training_step(batch, batch_idx)
 
@@ -58,6 +62,9 @@ def main() -> None:
     try:
         run.fit(Failing(int(rank), fault), loader(48))
     except ArithmeticError:
+        if run.global_rank != int(rank):
+            print("CAUGHT")
+            return
         deadline = time.monotonic() + _LIMIT_S
         while not (Path(folder) / "ended").exists() and time.monotonic() < deadline:
             time.sleep(0.05)

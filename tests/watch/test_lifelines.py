@@ -80,6 +80,22 @@ def test_a_connection_that_is_reset_is_no_death(make: Make) -> None:
     assert not first.ended
 
 
+def test_a_connection_that_is_refused_is_no_death(make: Make, store: dist.Store) -> None:
+    """If it fails, a rank whose token comes late, as its process was suspended, takes rank 0 for dead."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        store.set("lifeline", json.dumps([*server.getsockname(), "token"]))
+        other = make(2, (0, 2))
+        other.update()
+        connection, _ = server.accept()
+        assert connection.recv(64) == b"2 token"
+        connection.close()
+        assert _until(lambda: not other.connections, other)
+        assert not other.ended
+        other.update()
+        with server.accept()[0] as connection:
+            assert connection.recv(64) == b"2 token"  # it tries again
+
+
 def test_strangers_are_no_ranks(make: Make, store: dist.Store) -> None:
     """If it fails, whoever reaches the port can make ranks believe that another has died."""
     first = make(0, (0, 2))

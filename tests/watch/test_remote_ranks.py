@@ -19,11 +19,7 @@ def test_a_rank_that_waits_in_backward_for_another_host_ends(
     lab_machine: None, tmp_path: Path, rank: int, fault: str
 ) -> None:
     """If it fails, a job of several nodes waits half an hour for a rank that is dead."""
-    paths = (_PROGRAM.parents[1], _PROGRAM.parents[2])
-    command = f"{sys.executable} -W ignore {_PROGRAM} {rank} {fault} {tmp_path}; echo STATUS $?; touch {tmp_path}/ended"
-    environment = {**os.environ, "PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    with NetLab(2) as lab:
-        outputs = lab.run(["sh", "-c", command], environment=environment, timeout_s=_LIMIT_S)
+    outputs = _run(rank, fault, tmp_path)
     waited = outputs[1 - rank]
     what = "failed:" if fault == "raise" else "died: its process"
     assert f"[rank {1 - rank}] Rank {rank} has {what}" in waited, waited
@@ -31,6 +27,23 @@ def test_a_rank_that_waits_in_backward_for_another_host_ends(
     if fault == "raise":
         assert "broken on purpose" in waited
         assert "STAYED" in outputs[rank], outputs[rank]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_ranks_of_several_hosts_catch(lab_machine: None, tmp_path: Path, rank: int) -> None:
+    """If it fails, a program that catches an exception on all ranks is ended, as one of them is slow."""
+    outputs = _run(rank, "all", tmp_path)
+    assert outputs[1 - rank].endswith("CAUGHT\nSTATUS 0\n"), outputs[1 - rank]
+    assert outputs[rank].endswith("STAYED\nSTATUS 0\n"), outputs[rank]
+
+
+def _run(rank: int, fault: str, folder: Path) -> list[str]:
+    paths = (_PROGRAM.parents[1], _PROGRAM.parents[2])
+    command = f"{sys.executable} -W ignore {_PROGRAM} {rank} {fault} {folder}; echo STATUS $?; touch {folder}/ended"
+    environment = {**os.environ, "PYTHONPATH": ":".join(map(str, paths)), "OMP_NUM_THREADS": "1"}
+    with NetLab(2) as lab:
+        return lab.run(["sh", "-c", command], environment=environment, timeout_s=_LIMIT_S)
 
 
 @pytest.mark.exhaustive
