@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
-import select
-import selectors
 import signal
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from multiprocessing.connection import wait
 from typing import Any
 
 _POLL_S = 0.1
-_CHUNK_BYTES = 65536
+_PIPE_BYTES = 2**20  # Linux's pipes hold no more, so that one read empties them
 _LINES_IN_MESSAGE = 40
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -50,17 +51,15 @@ def run_ranks(
     *,
     on_output: Callable[[int, bytes], None],
     timeout_s: float | None = None,
-    end: Callable[[], None] | None = None,
 ) -> list[str]:
     """Runs a program as each rank, as the leader of a session, and waits for all of them.
 
-    No process of the ranks is left when this returns or raises.
+    No process of the ranks' process groups is left when this returns or raises.
 
     Args:
         programs: the command and the whole environment of each rank.
         on_output: called with a rank and a part of its standard output and error.
         timeout_s: seconds the ranks may take; None for no limit.
-        end: ends all processes of the ranks; None to kill the sessions of those that still run.
 
     Returns:
         The output of each rank, by rank.
@@ -69,78 +68,102 @@ def run_ranks(
         RankError: a rank failed, or exceeded the limit.
         InterruptedRun: a signal arrived while ranks were started.
     """
-    ranks: list[_Rank] = []
+    ranks: list[_Program] = []
+    outputs: list[bytearray] = []
+
+    def collect(rank: int, chunk: bytes) -> None:
+        outputs[rank] += chunk
+        on_output(rank, chunk)
+
     with ExitStack() as closing:
         try:
             with collect_signals() as received:  # an exception could lose a process that was just started
-                for command, env in programs:
-                    ranks.append(_Rank(len(ranks), start_program(command, env), on_output))
+                for rank, (command, env) in enumerate(programs):
+                    outputs.append(bytearray())
+                    ranks.append(_Program(command, env, partial(collect, rank)))
                     closing.callback(ranks[-1].close)
             if received:
                 raise InterruptedRun(received[0])
-            stopped = _watch(ranks, timeout_s)
+            stopped = _follow(ranks, timeout_s=timeout_s)
             status = None if stopped is None else stopped.process.returncode
         finally:
-            if end is not None:
-                end()
-            for rank in ranks if end is None else ():
-                if rank.process.poll() is None:
-                    _kill_group(rank.process.pid)
-    outputs = [rank.output.decode(errors="replace") for rank in ranks]
+            for each in ranks:  # before any output is read: what ranks print as others end is no reason
+                each.kill()
+    texts = [output.decode(errors="replace") for output in outputs]
     if stopped is not None:
-        raise RankError(stopped.number, status, timeout_s, outputs)
-    return outputs
+        raise RankError(ranks.index(stopped), status, timeout_s, texts)
+    return texts
 
 
-class _Rank:
-    """A process and its output so far."""
+class _Program:
+    """A running program, the leader of a session, and its output."""
 
-    def __init__(self, number: int, process: subprocess.Popen[bytes], on_output: Callable[[int, bytes], None]) -> None:
-        assert process.stdout is not None
-        self.number, self.process, self.pipe = number, process, process.stdout
-        self.output = bytearray()
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], on_output: Callable[[bytes], None]) -> None:
+        self.process = start_program(command, env)
+        assert self.process.stdout is not None
+        self.pipe, self.is_open = self.process.stdout.fileno(), True
         self._on_output = on_output
 
-    def read(self) -> bool:
-        """Waits for output and reads it; returns whether there can be more."""
-        chunk = os.read(self.pipe.fileno(), _CHUNK_BYTES)
-        self.output += chunk
+    def read(self) -> None:
+        """Waits for output and forwards it, or notes that there will be no more."""
+        chunk = os.read(self.pipe, _PIPE_BYTES)
+        self.is_open = bool(chunk)
         if chunk:
-            self._on_output(self.number, chunk)
-        return bool(chunk)
+            self._on_output(chunk)
+
+    def is_running(self) -> bool:
+        """Returns whether its first process runs; once it has ended, the rest of its group is killed."""
+        if self.process.returncode is not None:
+            return False
+        # The process stays to be reaped: until then nobody else can get the number of its group.
+        if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            return True
+        self.kill()
+        self.process.wait()
+        return False
+
+    def kill(self) -> None:
+        """Kills its group, unless its first process has ended and been reaped."""
+        if self.process.returncode is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Reads the rest of the output; no process may be left that could write to it."""
-        try:
-            while self.read():
-                pass
-        finally:
-            self.pipe.close()
+        """Kills its group, and forwards the output that is left."""
+        self.kill()
+        with self.process:  # closes the pipe
             self.process.wait()
+            if self.is_open and wait([self.pipe], 0):
+                self.read()
 
 
-def _watch(ranks: Sequence[_Rank], timeout_s: float | None) -> _Rank | None:
-    """Reads the output of all ranks until they end.
+def _follow(
+    programs: Sequence[_Program],
+    *,
+    timeout_s: float | None = None,
+    received: Sequence[signal.Signals] = (),
+    grace_s: float = 0.0,
+) -> _Program | None:
+    """Forwards the output of programs until they end, one fails, or they may be killed.
 
     Returns:
-        None if all have succeeded, else the first that failed, or the lowest that still runs at the limit.
+        None if all have succeeded, else the first that failed, or the lowest that still runs.
     """
-    end = None if timeout_s is None else time.monotonic() + timeout_s
-    with selectors.DefaultSelector() as selector:
-        for rank in ranks:
-            selector.register(rank.pipe, selectors.EVENT_READ, rank)
-        while True:
-            for key, _ in selector.select(_POLL_S):
-                if not key.data.read():
-                    selector.unregister(key.fd)
-            running = [rank for rank in ranks if rank.process.poll() is None]
-            failed = [rank for rank in ranks if rank.process.returncode not in (None, 0)]
-            if failed:
-                return failed[0]
-            if not running:
-                return None
-            if end is not None and time.monotonic() > end:
-                return running[0]
+    end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    kill_at = math.inf
+    while True:
+        ready = wait([program.pipe for program in programs if program.is_open], _POLL_S)
+        for program in programs:
+            if program.pipe in ready:
+                program.read()
+        running = [program for program in programs if program.is_running()]
+        failed = [program for program in programs if program.process.returncode not in (None, 0)]
+        if failed or not running or len(received) > 1 or time.monotonic() > min(end, kill_at):
+            return next(iter((*failed, *running)), None)
+        if received and kill_at == math.inf:
+            kill_at = time.monotonic() + grace_s
+            inherits_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            for program in running:
+                os.killpg(program.process.pid, signal.SIGTERM if inherits_ignored else signal.SIGINT)
 
 
 def start_program(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -172,17 +195,14 @@ def run_in_group(
         InterruptedRun: we received one of the signals.
     """
     with collect_signals() as received:
-        process = start_program(command, env)
+        program = _Program(command, env, on_output)
         try:
-            _follow(process, on_output, received, grace_s)
+            _follow([program], received=received, grace_s=grace_s)
         finally:
-            _kill_group(process.pid)
-            status = process.wait()
-            assert process.stdout is not None
-            process.stdout.close()
+            program.close()
     if received:
         raise InterruptedRun(received[0])
-    return status
+    return program.process.returncode
 
 
 @contextmanager
@@ -200,44 +220,6 @@ def raise_signals() -> Iterator[None]:
 
     with _handle_signals(interrupt):
         yield
-
-
-def _follow(
-    process: subprocess.Popen[bytes],
-    on_output: Callable[[bytes], None],
-    received: list[signal.Signals],
-    grace_s: float,
-) -> None:
-    """Forwards output until the first process has ended or may be killed."""
-    assert process.stdout is not None
-    pipe = process.stdout.fileno()
-    is_open, kill_at = True, None
-    while True:
-        # The process stays to be reaped: until then nobody else can get the number of its group.
-        has_ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-        if has_ended:
-            _kill_group(process.pid)  # one that still writes would keep us here
-        readable = is_open and select.select([pipe], [], [], 0 if has_ended else _POLL_S)[0]
-        if readable:
-            chunk = os.read(pipe, _CHUNK_BYTES)
-            is_open = bool(chunk)
-            if chunk:
-                on_output(chunk)
-        elif has_ended:
-            return
-        elif not is_open:
-            time.sleep(_POLL_S)
-        if received and kill_at is None:
-            kill_at = time.monotonic() + grace_s
-            inherits_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-            os.killpg(process.pid, signal.SIGTERM if inherits_ignored else signal.SIGINT)
-        if len(received) > 1 or (kill_at is not None and time.monotonic() > kill_at):
-            return
-
-
-def _kill_group(pid: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # macOS refuses where only a zombie is left
-        os.killpg(pid, signal.SIGKILL)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from lightning_commopt.launch.lab.namespaces import Keeper, LabError, find_unshare_options, path_of, run_program
@@ -135,14 +136,14 @@ class NetLab:
         if timeout_s is not None:
             check_positive("timeout_s", timeout_s)
         keeper, cores = self._opened(), sorted(os.sched_getaffinity(0))
-        with Keeper(self._unshare_options, within=keeper) as tree:
+        with closing(Keeper(self._unshare_options, within=keeper)) as tree:
             programs = []
             for rank in range(self.num_hosts * ranks_per_host):
                 enter = tree.enter(f"host{rank // ranks_per_host}", os.getcwd())
                 pin = (path_of("taskset"), "--cpu-list", str(cores[rank % len(cores)])) if pin_to_cores else ()
                 variables = self._variables(rank, ranks_per_host, pin_to_cores)
                 programs.append(((*enter, *pin, *command), {**os.environ, **variables, **(environment or {})}))
-            return run_ranks(programs, on_output=on_output, timeout_s=timeout_s, end=tree.close)
+            return run_ranks(programs, on_output=on_output, timeout_s=timeout_s)
 
     def change_rate(self, rate: str) -> None:
         """Changes the rate of each link in each direction; ranks may be running.

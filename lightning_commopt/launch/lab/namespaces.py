@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any
 
 _LIMIT_S = 30
 _CLOSE_S = 10
@@ -159,12 +158,6 @@ class Keeper:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-
-    def __enter__(self) -> Keeper:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
 
     def _await_answer(self) -> None:
         process = self._process
