@@ -57,13 +57,18 @@ def is_waited_for(ended: RankSnapshot, snapshots: Sequence[RankSnapshot]) -> boo
     return any(each.state in ("running", "stopped") or each.is_consequence for each in snapshots)
 
 
-def may_be_caught(ended: RankSnapshot, snapshots: Sequence[RankSnapshot], after_s: float) -> bool:
+def may_be_caught(
+    ended: RankSnapshot, before: Sequence[RankSnapshot] | None, after: Sequence[RankSnapshot], after_s: float
+) -> bool:
     """Returns whether others may still raise what ``ended``, whose process lives, has raised.
 
-    A program may catch it on all ranks, and continue.
+    A program may catch it on all ranks, and continue. So they may unless two looks in a row, ``before`` and ``after``,
+    have found them beyond their limits: one may have met a rank in a collective that it just passes.
     """
-    running = [each for each in snapshots if each.state == "running"]
-    return ended.state == "failed" and any(_may_progress(each, after_s) for each in running)
+    if ended.state != "failed":
+        return False
+    may_progress = any(each.state == "running" and _may_progress(each, after_s) for each in after)
+    return before is None or may_progress or has_moved(before, after)
 
 
 def has_moved(before: Sequence[RankSnapshot], after: Sequence[RankSnapshot]) -> bool:

@@ -108,14 +108,15 @@ class Watcher:
             return
         self._records.keep(snapshot, self._own.marks)
         time.sleep(_DEATH_S)  # others may end for the same reason, or be ended together: that is no hang
+        snapshots: list[RankSnapshot] | None = None
         while True:
             # Do not report failures that our own abort caused.
             if self._is_reported or self._must_abort.is_set() or not self._peers:
                 return
             if any(_is_cause(notice, snapshot) for notice in self._peers.notices.values()):
                 return
-            snapshots = self._look()
-            if not (is_alive(self._settings.pid) and may_be_caught(snapshot, snapshots, self._after_s)):
+            before, snapshots = snapshots, self._look()
+            if not (is_alive(self._settings.pid) and may_be_caught(snapshot, before, snapshots, self._after_s)):
                 break
             time.sleep(_SOON_S)
         is_shared = all((each.state, each.detail) == (snapshot.state, snapshot.detail) for each in snapshots)

@@ -103,12 +103,22 @@ def test_who_has_ended_is_reported_if_others_need_it() -> None:
 def test_what_all_ranks_may_catch_is_not_reported() -> None:
     """If it fails, a program that catches an exception on all ranks is ended, as one of them is slow."""
     failed = rank(1, state="failed", detail="EarlyEnd: ")
-    assert may_be_caught(failed, [waiting(0), failed, rank(2, CALLBACKS, 590)], AFTER_S)
-    assert not may_be_caught(failed, [waiting(0), failed, rank(2, CALLBACKS, 601)], AFTER_S)
-    assert may_be_caught(failed, [waiting(0, idle_s=1), failed], AFTER_S)
-    assert not may_be_caught(failed, [waiting(0, idle_s=61), failed], AFTER_S)
+    slow, stuck = ([waiting(0), failed, rank(2, CALLBACKS, idle_s)] for idle_s in (590, 601))
+    assert may_be_caught(failed, slow, slow, AFTER_S)
+    assert not may_be_caught(failed, stuck, stuck, AFTER_S)
+    begun, lasting = ([waiting(0, idle_s=idle_s), failed] for idle_s in (1, 61))
+    assert may_be_caught(failed, begun, begun, AFTER_S)
+    assert not may_be_caught(failed, lasting, lasting, AFTER_S)
     died = rank(1, state="died")
-    assert not may_be_caught(died, [waiting(0), died, rank(2, CALLBACKS, 590)], AFTER_S)
+    assert not may_be_caught(died, None, [waiting(0), died, rank(2, CALLBACKS, 590)], AFTER_S)
+
+
+def test_what_all_ranks_may_catch_is_looked_at_twice() -> None:
+    """If it fails, a program is ended whose ranks all raise the same, as one of them just passed a collective."""
+    failed = rank(1, state="failed", detail="EarlyEnd: ")
+    passing = [waiting(0, idle_s=61), failed]
+    assert may_be_caught(failed, None, passing, AFTER_S)
+    assert may_be_caught(failed, passing, [rank(0, state="failed", detail="EarlyEnd: "), failed], AFTER_S)
 
 
 def test_a_rank_that_has_moved_between_two_looks() -> None:

@@ -1,6 +1,7 @@
 """What a watcher makes of its rank's end, and of what others have reported."""
 
 import json
+import os
 import queue
 import threading
 import time
@@ -52,13 +53,13 @@ class EndingRank:
 
 
 def make_watcher(
-    folder: Path, rank: Any, other_port: int, *, action: str, has_nccl: bool = False
+    folder: Path, rank: Any, other_port: int, *, action: str, has_nccl: bool = False, pid: int = NO_PROCESS
 ) -> tuple[watching.Watcher, Link]:
     """Returns the watcher of rank 0 of two."""
     settings = WatcherSettings(
         rank=0,
         host="a",
-        pid=NO_PROCESS,
+        pid=pid,
         fit_thread=(1, 1),
         after_s=60.0,
         action=action,
@@ -97,6 +98,30 @@ def test_what_follows_from_an_abort_is_no_report(is_aborted: bool, tmp_path: Pat
         report = json.loads(path.read_text())
         assert (report["kind"], report["ranks"], report["nccl_ras"]) == ("failed", [0], None)
         assert "NCCL RAS: nothing listens at 127.0.0.1:1" in report["snapshots"][0]["missing"]
+
+
+def test_a_rank_that_raises_the_same_after_a_long_hook_is_left_alone(tmp_path: Path, monkeypatch: Any) -> None:
+    """If it fails, ranks that all raise and catch the same are ended, as one was met in a collective on its way."""
+    for name in ("_WAKE_S", "_SOON_S", "_DEATH_S"):
+        monkeypatch.setattr(watching, name, 0.01)
+    monkeypatch.setattr(watching, "end_rank", lambda *_: None)  # it would be the process of this test
+    heard: list[dict[str, Any]] = []
+    passing = RankSnapshot(rank=1, host="a", phase=DATA, idle_s=100.0, limit_s=60.0, called="broadcast")
+    raised = RankSnapshot(rank=1, host="a", state="failed", detail="KeyError: 'x'", ended_unix_s=2.0)
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        heard.append(question)
+        looks = [each for each in heard if "state" in each]
+        return (passing if len(looks) < 2 else raised).to_plain()
+
+    rank = EndingRank()
+    other = Server("127.0.0.1", "key", answer)
+    watcher, _ = make_watcher(tmp_path, rank, other.port, action="abort", pid=os.getpid())
+    rank.ended = "failed"
+    watcher.run()
+    assert sum("state" in question for question in heard) >= 2
+    assert not any("abort" in question for question in heard)
+    assert not (tmp_path / "hangs" / "report.json").exists()
 
 
 class StuckRank(EndingRank):
