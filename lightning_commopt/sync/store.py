@@ -41,7 +41,7 @@ class Agreement:
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
-        self._store = store
+        self.store = store
         self._rank = rank
         self._token = secrets.token_hex(8)
         self._answered: dict[int, bytes] = {}
@@ -57,9 +57,9 @@ class Agreement:
         if self._rank == 0:
             for rank in [*self.missing]:
                 self._answer(rank)
-        elif self.name is None and self._store.check([f"answer/{self._token}"]):
-            self.name = self._store.get(f"answer/{self._token}").decode()
-            self._store.set(f"{self.name}/{self._rank}", "")
+        elif self.name is None and self.store.check([f"answer/{self._token}"]):
+            self.name = self.store.get(f"answer/{self._token}").decode()
+            self.store.set(f"{self.name}/{self._rank}", "")
             self.missing.clear()
         return not self.missing
 
@@ -72,12 +72,12 @@ class Agreement:
         return self.name
 
     def _answer(self, rank: int) -> None:
-        if self._store.check([f"{self._token}/{rank}"]):
+        if self.store.check([f"{self._token}/{rank}"]):
             self.missing.remove(rank)
-        elif self._store.check([f"ask/{rank}"]):
-            token = self._store.get(f"ask/{rank}")  # perhaps of an earlier attempt: then nobody confirms the answer
+        elif self.store.check([f"ask/{rank}"]):
+            token = self.store.get(f"ask/{rank}")  # perhaps of an earlier attempt: then nobody confirms the answer
             if token != self._answered.get(rank):
-                self._store.set(f"answer/{token.decode()}", self._token)
+                self.store.set(f"answer/{token.decode()}", self._token)
                 self._answered[rank] = token
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
-import json
 import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_commopt.launch.interfaces import Listening
@@ -26,14 +25,6 @@ class Arrival:
     network: str  # name of its network namespace, which no other has
     listening: Listening  # where it listens for the other ranks
     interfaces: dict[str, str]  # of its host, with their addresses
-
-    @classmethod
-    def from_json(cls, text: str) -> Arrival:
-        fields = json.loads(text)
-        return cls(**{**fields, "listening": Listening(**fields["listening"])})
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
     def text(self) -> str:
         """Returns rank, host, and where it listens, in words."""

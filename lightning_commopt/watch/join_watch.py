@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import asdict
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_commopt.launch.interfaces import find_listening, list_interfaces, resolve, try_port
+from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.sync.store import Agreement, poll
 from lightning_commopt.watch.join_texts import (
     Arrival,
@@ -54,7 +57,6 @@ class JoinWatch:
         self._world_size = world_size
         self._ranks_here = range(rank - rank % ranks_per_node, rank - rank % ranks_per_node + ranks_per_node)
         self._backend = backend
-        self._connected: dist.Store | None = None
         self._agreement: Agreement | None = None
         self._store: dist.Store | None = None
         self._is_store_lost = False
@@ -97,12 +99,13 @@ class JoinWatch:
         before: str | None = None
         in_vain_since: float | None = None
         while not self._stop.wait(LOOK_S if self._agreement is None or not self._agreement.missing else _ANSWER_S):
-            now = time.monotonic()
+            now, sentence = time.monotonic(), None
             is_late = now - self._begin >= _REPORT_AFTER_S
-            self._agree()
-            self._failure = self._failure or self._find_failure()
+            try:
+                sentence = self._look(is_late)
+            except RuntimeError:
+                self._agreement, self._store, self._is_store_lost = None, None, True
             if self._failure is None:
-                sentence = None if self._has_joined else self._find_reason(is_late)
                 # Only if it is found twice: a rank may be about to arrive.
                 if is_late and sentence == before:
                     self._report(sentence)
@@ -121,52 +124,52 @@ class JoinWatch:
             states = activity_text(self._starting)
             print_now(f"[rank {self._rank}] {waited_s:.0f} s in init_process_group: {sentence}{states}.")
 
-    def _find_reason(self, is_late: bool) -> str | None:
-        """Returns why this rank still waits; None if that is unknown, or another rank reports it."""
-        if self._connected is None:
-            why = self._connect(_TRY_S)
-            # Rank 0 opens the store itself, except under torchrun.
-            if why is not None and (self._rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
-                return why
-        if self._store is None or not is_late:
-            return None
-        try:
-            return self._find_others(self._store)
-        except RuntimeError:
-            self._lose_store()
-            return None
+    def _look(self, is_late: bool) -> str | None:
+        """Answers other ranks, and looks for failures.
 
-    def _agree(self) -> None:
-        """Answers other ranks, or looks for rank 0's answer; then writes this rank's arrival."""
-        if self._connected is None and self._has_joined:
-            self._connect(_TRY_S)
-        if self._agreement is None or self._connected is None:
-            return
-        try:
-            self._agreement.advance()
-            if self._store is None and self._agreement.name is not None:
-                store = dist.PrefixStore(self._agreement.name, self._connected)
-                store.set(f"here/{self._rank}", self._arrival().to_json())
-                self._store = store
-            if self._has_joined and self._store is not None:
-                self._store.set(f"joined/{self._rank}", "")
-        except RuntimeError:
-            self._lose_store()
+        Returns:
+            Why this rank still waits; None if that is unknown, or another rank reports it.
 
-    def _lose_store(self) -> None:
-        self._connected, self._store, self._agreement, self._is_store_lost = None, None, None, True
+        Raises:
+            RuntimeError: the store has ended.
+        """
+        why = self._connect(_TRY_S) if self._agreement is None else None
+        self._agree()
+        if self._store is not None and self._failure is None and self._store.check(["failed"]):
+            self._failure = self._store.get("failed").decode()
+        if self._has_joined:
+            return None
+        # Rank 0 opens the store itself, except under torchrun.
+        if why is not None and (self._rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
+            return why
+        return self._find_others(self._store) if self._store is not None and is_late else None
+
+    def _agree(self) -> bool:
+        """Answers other ranks, or looks for rank 0's answer; returns whether it has come, and writes the arrival."""
+        if self._agreement is None:
+            return False
+        self._agreement.advance()
+        if self._store is None and self._agreement.name is not None:
+            store = dist.PrefixStore(self._agreement.name, self._agreement.store)
+            store.set(f"here/{self._rank}", json.dumps(asdict(self._arrival())))
+            self._store = store
+        if self._has_joined and self._store is not None:
+            self._store.set(f"joined/{self._rank}", "")
+        return self._store is not None
 
     def _connect(self, limit_s: float) -> str | None:
         """Connects to the store; returns why that failed, None if it succeeded."""
         start = f"rank {self._rank} on {socket.gethostname()} cannot reach rank 0: "
         failure = try_port(self._host, self._port, limit_s=limit_s)
         if failure is not None:
+            if failure.is_refused and self._is_store_lost:
+                self._failure = f"rank 0 has ended, and with it the store at {self._address}: its output shows why"
             return start + failure.message
         # In a thread: if the program at this port is no store, torch waits for its answer without limit.
         connecting = threading.Thread(target=self._open_store, name="commopt-join-watch", daemon=True)
         connecting.start()
         connecting.join(limit_s)
-        if self._connected is None:
+        if self._agreement is None:
             return (
                 f"{start}{self._address} accepts connections, but does not answer like torch's store: does another"
                 " program listen there?"
@@ -177,9 +180,7 @@ class JoinWatch:
         with suppress(RuntimeError):
             limit = timedelta(seconds=_TRY_S)
             store = dist.TCPStore(self._host, self._port, None, False, timeout=limit, wait_for_workers=False)
-            connected = dist.PrefixStore("commopt/join", store)
-            self._agreement = Agreement(connected, self._rank, self._world_size)
-            self._connected = connected
+            self._agreement = Agreement(dist.PrefixStore("commopt/join", store), self._rank, self._world_size)
 
     def _arrival(self) -> Arrival:
         interfaces = list_interfaces()
@@ -211,21 +212,8 @@ class JoinWatch:
     def _read_arrivals(self, store: dist.Store) -> list[Arrival]:
         for rank in range(self._world_size):
             if rank not in self._arrivals and store.check([f"here/{rank}"]):
-                self._arrivals[rank] = Arrival.from_json(store.get(f"here/{rank}").decode())
+                self._arrivals[rank] = from_plain(Arrival, json.loads(store.get(f"here/{rank}")))
         return [self._arrivals[rank] for rank in sorted(self._arrivals)]
-
-    def _find_failure(self) -> str | None:
-        """Returns which other rank has failed while joining, so that there will be no group."""
-        if self._store is not None:
-            try:
-                return self._store.get("failed").decode() if self._store.check(["failed"]) else None
-            except RuntimeError:
-                self._lose_store()
-        if self._is_store_lost:
-            failure = try_port(self._host, self._port, limit_s=_TRY_S)
-            if failure is not None and failure.is_refused:
-                return f"rank 0 has ended, and with it the store at {self._address}: its output shows why"
-        return None
 
     def _leave(self) -> None:
         if self._error is not None:
@@ -233,24 +221,20 @@ class JoinWatch:
         elif self._store is not None:
             self._store.set(f"joined/{self._rank}", "")
 
-    def _has_store(self) -> bool:
-        self._agree()
-        return self._store is not None
-
     def _explain_error(self) -> None:
         """Reports this rank's error to the others, and its reason as far as known."""
         if self._failure is not None:
             return
-        why = self._connect(_CLOSE_S / 4) if self._connected is None else None
-        if self._connected is None:
+        why = self._connect(_CLOSE_S / 4) if self._agreement is None else None
+        if self._agreement is None:
             self._report(why if self._rank > 0 and self._reported is None else None)
             return
-        if not poll(self._has_store, _CLOSE_S / 2):
-            return
+        poll(self._agree, _CLOSE_S / 2)
         store = self._store
-        assert store is not None
+        if store is None:
+            return
         store.compare_set("failed", "", f"rank {self._rank} on {socket.gethostname()} has failed: {self._error}")
-        poll(lambda: self._has_store() and len(self._read_arrivals(store)) == self._world_size, _CLOSE_S / 2)
+        poll(lambda: self._agree() and len(self._read_arrivals(store)) == self._world_size, _CLOSE_S / 2)
         arrivals = self._read_arrivals(store)
         master = resolve(self._host)
         if len(arrivals) == self._world_size and find_misplaced(arrivals, master)[0]:
