@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,12 +62,11 @@ class HangMonitor(PhaseCallback):
         self._action = action
         self._dirpath = dirpath
         self._watched: WatchedRank | None = None
-        self._observed: Any = None
+        self._closing = ExitStack()
         self._num_looks = 0
         self._step = 0
         self._stage = 0
-        self._is_ending = self._has_waited = False
-        self._unwatch_broadcast: Callable[[], None] | None = None
+        self._is_ending = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Starts the watch, and begins to observe the gradient sync."""
@@ -91,14 +90,15 @@ class HangMonitor(PhaseCallback):
         )
         self._stage = kinds.first_of_stage(_STAGES[stage])
         self._step = trainer.global_step
-        self._is_ending = self._has_waited = False
+        self._is_ending = False
         self._enter_number(kinds.SETUP)
         self._num_looks = _NUM_LOOKS if stage == "fit" else 0
         plan = plan_of(trainer.strategy)
         if stage == "fit" and plan is not None and plan.comm_hook is not None:
             # Without a hook of ours, observing would cost a pass over the gradients.
-            self._observed = trainer.strategy
-            self._observed.sync_observers.add(self._watched.observer)
+            strategy: Any = trainer.strategy
+            strategy.sync_observers.add(self._watched.observer)
+            self._closing.callback(strategy.sync_observers.remove, self._watched.observer)
             self._num_looks = 0
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -116,7 +116,7 @@ class HangMonitor(PhaseCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins to watch Lightning's broadcast before every batch."""
         super().on_train_start(trainer, pl_module)
-        self._unwatch_broadcast = report_lost_broadcasts(trainer, self._report_lost_broadcast)
+        self._closing.callback(report_lost_broadcasts(trainer, self._report_lost_broadcast))
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._enter_number(kinds.DATA_START)
@@ -128,7 +128,6 @@ class HangMonitor(PhaseCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stops watching: ranks may do different things after the fit."""
         super().on_train_end(trainer, pl_module)
-        self._stop_watching_broadcast()
         self._note_stop(trainer)
         self._end()
 
@@ -167,14 +166,11 @@ class HangMonitor(PhaseCallback):
         self._enter_number(kinds.END)
 
     def _meet(self) -> None:
-        """Waits once in a run, as a monitor that has not started by then may never start."""
-        if self._watched is not None and not self._has_waited:
-            self._has_waited = True
-            if not self._watched.meet():
-                warn_once(
-                    "HangMonitor: not all ranks' monitors have started within a minute. Hangs will not be reported"
-                    " before they have."
-                )
+        if self._watched is not None and not self._watched.meet():
+            warn_once(
+                "HangMonitor: not all ranks' monitors have started within a minute. Hangs will not be reported before"
+                " they have."
+            )
 
     def _report_lost_broadcast(self, error: Exception) -> None:
         """Reports a timeout or a lost connection that Lightning ignores: what follows fails elsewhere."""
@@ -186,18 +182,11 @@ class HangMonitor(PhaseCallback):
             )
             self._watched.close(error)
 
-    def _stop_watching_broadcast(self) -> None:
-        if self._unwatch_broadcast is not None:
-            self._unwatch_broadcast()
-            self._unwatch_broadcast = None
-
     def _stop_watching(self, exception: BaseException | None = None) -> None:
-        self._stop_watching_broadcast()
+        self._closing.close()
         if self._watched is not None:
-            if self._observed is not None:
-                self._observed.sync_observers.remove(self._watched.observer)
             self._watched.close(exception)
-            self._watched = self._observed = None
+            self._watched = None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)

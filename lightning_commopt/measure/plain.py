@@ -84,6 +84,8 @@ def _read(hint: Any, value: Any, name: str) -> Any:
         is_fixed = origin is tuple and inner[-1] is not Ellipsis
         if not is_fixed or len(value) == len(inner):
             return tuple(_read(inner[at if is_fixed else 0], element, name) for at, element in enumerate(value))
+    elif origin is list and isinstance(value, list):
+        return [_read(inner[0], element, name) for element in value]
     elif origin in (dict, Mapping) and isinstance(value, dict):
         return {key: _read(inner[1], element, name) for key, element in value.items()}
     elif origin is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_commopt.compat.loops import limit_batches, most_batches_left, num_batches, repeat_batches
-from lightning_commopt.text.formatting import ranks_text
+from lightning_commopt.text.formatting import grouped, ranks_text
 from lightning_commopt.text.validation import warn_once
 
 POLICIES = ("error", "drop", "pad", "allow")
@@ -49,17 +48,13 @@ def make_even(trainer: Any, policy: str, device: torch.device) -> int | None:
     """
     if policy == "allow":
         return None
-    own = num_batches(trainer)
-    numbers = _gather(own, device)
-    unknown = [rank for rank, number in enumerate(numbers) if number is None]
+    numbers = _gather_numbers(trainer, device)
+    unknown = [rank for rank, number in enumerate(numbers) if number < 0]
     if unknown:
         if policy != "error":
             raise UnevenBatchesError(_unknown_message(policy, unknown))
         return None
-    smallest, largest = min(numbers), max(numbers)  # type: ignore[type-var]
-    assert own is not None
-    assert smallest is not None
-    assert largest is not None
+    own, smallest, largest = numbers[dist.get_rank()], min(numbers), max(numbers)
     if smallest == largest:
         return own
     if most_batches_left(trainer) <= smallest:
@@ -70,7 +65,7 @@ def make_even(trainer: Any, policy: str, device: torch.device) -> int | None:
     if policy == "error":
         raise UnevenBatchesError(f"{found} {_WHY} {_WHAT_TO_DO}")
     if policy == "drop":
-        dropped = sum(number - smallest for number in numbers if number is not None)
+        dropped = sum(numbers) - smallest * len(numbers)
         warn_once(
             f"{found} uneven_batches='drop': every epoch ends after {smallest} batches on all ranks, and"
             f" {dropped} in all are dropped."
@@ -78,7 +73,7 @@ def make_even(trainer: Any, policy: str, device: torch.device) -> int | None:
         if own > smallest:
             limit_batches(trainer, smallest)
         return smallest
-    repeated = sum(largest - number for number in numbers if number is not None)
+    repeated = largest * len(numbers) - sum(numbers)
     warn_once(
         f"{found} uneven_batches='pad': every epoch has {largest} batches on all ranks; those with fewer start over,"
         f" and {repeated} batches count twice or more."
@@ -88,8 +83,8 @@ def make_even(trainer: Any, policy: str, device: torch.device) -> int | None:
     return largest
 
 
-def different_ends_message(numbers: Sequence[int | None], epoch: int) -> str:
-    """Returns the message for an epoch that has ended after these numbers of batches, by rank; None if unknown."""
+def different_ends_message(numbers: Sequence[int], epoch: int) -> str:
+    """Returns the message for an epoch that has ended after these numbers of batches, by rank."""
     return (
         f"Ranks ended epoch {epoch} after different numbers of batches: {_numbers_text(numbers)}. {_WHY} {_WHAT_TO_DO}"
     )
@@ -108,12 +103,13 @@ def goes_on_message(left: tuple[int, int], going: tuple[int, int], epoch: int, *
     )
 
 
-def _gather(own: int | None, device: torch.device) -> list[int | None]:
-    mine = torch.tensor([-1 if own is None else own], device=device)
+def _gather_numbers(trainer: Any, device: torch.device) -> list[int]:
+    """Returns the number of batches of each rank; -1 where it is unknown."""
+    number = num_batches(trainer)
+    mine = torch.tensor([-1 if number is None else number], device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)
-    numbers = torch.cat(gathered).tolist()
-    return [None if number < 0 else number for number in numbers]
+    return [int(number) for number in torch.cat(gathered)]
 
 
 def _unknown_message(policy: str, ranks: Sequence[int]) -> str:
@@ -124,18 +120,14 @@ def _unknown_message(policy: str, ranks: Sequence[int]) -> str:
     )
 
 
-def _numbers_text(numbers: Sequence[int | None]) -> str:
+def _numbers_text(numbers: Sequence[int]) -> str:
     """Returns the numbers with their ranks.
 
     >>> _numbers_text([6, 6, 5])
     '6 batches on ranks 0, 1; 5 batches on rank 2'
     """
-    ranks_with: dict[int | None, list[int]] = defaultdict(list)
-    for rank, number in enumerate(numbers):
-        ranks_with[number].append(rank)
-    return "; ".join(
-        f"{'more' if number is None else _count(number)} on {ranks_text(ranks)}" for number, ranks in ranks_with.items()
-    )
+    ranks_with = grouped((number, rank) for rank, number in enumerate(numbers))
+    return "; ".join(f"{_count(number)} on {ranks_text(ranks)}" for number, ranks in ranks_with.items())
 
 
 def _count(number: int) -> str:

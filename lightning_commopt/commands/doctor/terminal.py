@@ -13,8 +13,8 @@ from lightning_commopt.commands.doctor.facts import Facts, first_of_hosts
 from lightning_commopt.text import findings
 from lightning_commopt.text.formatting import grouped, list_some
 from lightning_commopt.text.terminal import TextTable, print_text
-from lightning_commopt.watch.hangs.marks import PHASES
-from lightning_commopt.watch.hangs.records import HangReport, TimedMark, phases_of
+from lightning_commopt.watch.hangs.marks import PHASE, PHASES
+from lightning_commopt.watch.hangs.records import HangReport, TimedMark
 from lightning_commopt.watch.hangs.sentences import operation_text
 
 _HOSTS_SHOWN = 8
@@ -141,7 +141,7 @@ def _print_timeline(found: HangReport, console: Console) -> None:
 
 def _columns(marks: list[TimedMark], start_s: float, column_s: float, num_columns: int) -> list[str]:
     """Returns the name of the phase at the end of each column; "" before the first mark."""
-    phases = phases_of(marks)
-    times = [at_s for at_s, _ in phases]
+    phases = [mark for mark in marks if mark.kind == PHASE]
+    times = [mark.at_unix_s for mark in phases]
     counts = [bisect_right(times, start_s + (column + 1) * column_s) for column in range(num_columns)]
-    return [PHASES[phases[count - 1][1]].name if count else "" for count in counts]
+    return [PHASES[phases[count - 1].code].name if count else "" for count in counts]

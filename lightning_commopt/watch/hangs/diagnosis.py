@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 
+from lightning_commopt.text.formatting import grouped
 from lightning_commopt.watch.hangs import sentences
 from lightning_commopt.watch.hangs.flight_recorder import Difference, find_departure, find_difference
 from lightning_commopt.watch.hangs.marks import BACKWARD, END, EPOCH_END, PHASES, SLOW_FACTOR
@@ -154,9 +155,7 @@ def _outliers(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
 
     Source: ByteRobust (Wan et al., 2025), section on aggregated stacks, where the largest group counts as healthy too.
     """
-    groups: dict[tuple[str, ...], list[RankSnapshot]] = {}
-    for each in snapshots:
-        groups.setdefault(tuple(each.frames), []).append(each)
+    groups = grouped((tuple(each.frames), each) for each in snapshots)
     largest = max(groups.values(), key=len)
     if () in groups or 2 * len(largest) <= len(snapshots):
         return []

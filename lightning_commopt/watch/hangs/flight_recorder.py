@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from lightning_commopt.text.formatting import grouped
+
 _MAX_CONTEXT = 12
 
 
@@ -103,20 +105,17 @@ def _find_unequal(by_rank: Mapping[int, Sequence[Collective]]) -> Difference | N
 
 
 def _find_absent(by_rank: Mapping[int, Sequence[Collective]]) -> Difference | None:
-    waiting = {
-        rank: [each for each in collectives if not each.is_done] for rank, collectives in by_rank.items() if collectives
-    }
     reached: dict[tuple[str, int], int] = {}
     for rank, collectives in by_rank.items():
         for each in collectives:
             key = each.signature.group, rank
             reached[key] = max(reached.get(key, 0), each.number)
-    absent = {
-        rank: (each, [other for other in by_rank if 0 < reached.get((each.signature.group, other), 0) < each.number])
-        for rank, collectives in waiting.items()
-        for each in collectives[:1]
-    }
-    absent = {rank: (each, others) for rank, (each, others) in absent.items() if others}
+    absent = {}
+    for rank, collectives in by_rank.items():
+        for each in [each for each in collectives if not each.is_done][:1]:
+            group = each.signature.group
+            if others := [other for other in by_rank if 0 < reached.get((group, other), 0) < each.number]:
+                absent[rank] = each, others
     if not absent:
         return None
     departed = tuple(sorted(rank for rank in absent if find_departure(by_rank[rank])))
@@ -158,9 +157,7 @@ def _expected_after(history: Sequence[Signature], min_context: int = 1) -> Signa
 
 def _at_fault(called: Mapping[int, Signature], expected: Signature | None) -> tuple[tuple[int, ...], bool]:
     """Returns the ranks that have called the wrong collective, and whether that is certain."""
-    sides: dict[object, list[int]] = defaultdict(list)
-    for rank, signature in called.items():
-        sides[_comparable(signature)].append(rank)
+    sides = grouped((_comparable(signature), rank) for rank, signature in called.items())
     right = sides.get(_comparable(expected)) if expected is not None else None
     if right is not None:
         return tuple(sorted(rank for rank in called if rank not in right)), True

@@ -21,7 +21,7 @@ _NUM_MARKS = 2048
 NUM_BYTES = _MARK.size * _NUM_MARKS
 
 PHASE, BUCKET_READY, BUCKET_START, COLLECTIVE_START, COLLECTIVE_END, BUCKET_END, BATCH = range(1, 8)
-"""Kinds of marks. ``code`` of a phase is its index in `PHASES`."""
+"""Kinds of marks, from BUCKET_START on in the order of a `BucketSync`'s events. A phase has its index in `PHASES`."""
 
 SLOW_FACTOR = 10
 """How many times ``after_s`` a phase may last that is slow by nature."""

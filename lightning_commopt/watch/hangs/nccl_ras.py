@@ -23,7 +23,7 @@ _EXTRA_S = 6.0
 _MIN_S = 0.001
 
 
-class RasError(OSError):
+class RasError(RuntimeError):
     """There is no answer; the message has the reason."""
 
 
@@ -80,12 +80,9 @@ def ask_ras(address: tuple[str, int], limit_s: float) -> dict[str, Any] | str:
             text = reader.read(_MAX_BYTES).decode("utf-8", "replace")  # NCCL closes the connection
     except ConnectionRefusedError as error:
         raise RasError(f"nothing listens at {where}") from error
-    except TimeoutError as error:
-        raise RasError(f"no answer from {where} within {limit_s:g} s") from error
-    except RasError:
-        raise
     except OSError as error:
-        raise RasError(f"no answer from {where}: {error}") from error
+        reason = f" within {limit_s:g} s" if isinstance(error, TimeoutError) else f": {error}"
+        raise RasError(f"no answer from {where}{reason}") from error
     try:
         found = json.loads(text) if is_json else text
     except ValueError:

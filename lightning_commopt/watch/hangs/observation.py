@@ -169,7 +169,7 @@ class Observation:
             if self._add_stacks(found):
                 self._add_dump(found)
         elif self._raised:
-            self._add_thread(found, self._raised, self._last_dump.get("owner"))
+            self._add_thread(found, self._raised)
             self._apply_dump(found, self._last_dump)
         elif is_whole:
             found.missing.append(f"stacks and collectives: the process is {state}")
@@ -198,17 +198,14 @@ class Observation:
         if not frames:
             found.missing.append(f"stacks: the process has not answered within {_ANSWER_S:g} s")
         found.stacks[f"process {self._pid}"] = {hex(key): list(map(str, each)) for key, each in stacks.items()}
-        self._add_thread(found, frames, None)
+        self._add_thread(found, frames)
         found.is_compiling = processes.is_compiling(frames)
         if found.phase in _DATALOADER:
             self._add_workers(found)
         return answer is not None
 
-    def _add_thread(self, found: RankSnapshot, frames: list[Frame], owner: str | None) -> None:
-        """Adds what a thread does; ``owner`` is the class whose hook it is in.
-
-        Other callbacks have no marks, and may run after ours has set the next phase.
-        """
+    def _add_thread(self, found: RankSnapshot, frames: list[Frame]) -> None:
+        """Adds what a thread does: other callbacks have no marks, and may run after ours has set the next phase."""
         found.place = _text_of(processes.user_place(frames))
         found.innermost = _text_of(next(iter(frames), None))
         found.called = processes.collective_in(frames)
@@ -221,7 +218,7 @@ class Observation:
         if activity.kind == "SIGTERM broadcast":
             found.hook = SIGTERM_BROADCAST
         elif activity.kind == "hook":
-            found.hook = _hook_text(activity.owner, owner, activity.hook)
+            found.hook = f"a {activity.owner}'s {activity.hook}"
         if found.called is None and found.phase not in (kinds.SETUP, kinds.END):
             if activity.kind == "hook":
                 found.phase = kinds.CALLBACKS
@@ -245,11 +242,11 @@ class Observation:
         if dump is None:
             found.missing.append(f"collectives: the process has not answered within {_ANSWER_S:g} s")
             return
-        if dump.get("owner") and found.hook is not None:
-            found.hook = _hook_text("", dump["owner"], found.hook.rpartition(" ")[2])
         self._apply_dump(found, dump)
 
     def _apply_dump(self, found: RankSnapshot, dump: dict[str, Any]) -> None:
+        if dump.get("owner") and found.hook is not None:  # the name of its class
+            found.hook = f"{dump['owner']}.{found.hook.rpartition(' ')[2]}"
         found.collectives = dump.get("collectives")
         if dump.get("missing"):
             found.missing.append(dump["missing"])
@@ -284,8 +281,3 @@ class Observation:
 
 def _text_of(frame: Frame | None) -> str | None:
     return None if frame is None else str(frame)
-
-
-def _hook_text(kind: str, owner: str | None, hook: str) -> str:
-    """Returns "ModelCheckpoint.on_train_batch_end", or "a callback's ..." without the name of the class."""
-    return f"{owner}.{hook}" if owner else f"a {kind}'s {hook}"

@@ -84,7 +84,7 @@ class PeerWatchers:
         address = self._addresses[rank]
         try:
             return RankSnapshot.from_plain(ask(address, self._key, {"state": True}, _STATE_S))
-        except (GoneError, UnreachableError, ValueError) as error:
+        except (GoneError, UnreachableError, ValueError, TypeError) as error:
             if rank in self.notices:
                 return RankSnapshot.from_plain(self.notices[rank])
             is_gone = isinstance(error, GoneError)

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from queue import SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch.distributed as dist
 
 from lightning_commopt.compat.hooks import hook_owner
 from lightning_commopt.compat.torch import flight_records
-from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketInfo, BucketSync, SyncObserver
+from lightning_commopt.measure.observer import END, BucketInfo, BucketSync, SyncObserver
 from lightning_commopt.sync.store import key_space
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.marks import MarkWriter
@@ -37,12 +36,6 @@ from lightning_commopt.watch.waiting import end_process
 _FIRST_POLL_S, _LAST_POLL_S = 0.02, 1.0
 _MEET_S = 60.0
 _NUM_EVENTS = 256
-_KINDS = {
-    START: kinds.BUCKET_START,
-    SEND: kinds.COLLECTIVE_START,
-    ARRIVE: kinds.COLLECTIVE_END,
-    END: kinds.BUCKET_END,
-}
 
 
 class WatchedRank:
@@ -94,12 +87,11 @@ class WatchedRank:
             deque(maxlen=_NUM_EVENTS) if device.type == "cuda" else None
         )
         self._link = RankLink(own)
-        self._link.start(self._receive)
-        self._port: SimpleQueue[int] = SimpleQueue()
+        self._link.start(self._answer)
         threading.Thread(target=self._meet, name="commopt-hang-monitor", daemon=True).start()
 
     def meet(self) -> bool:
-        """Waits up to a minute until the watchers of all ranks know each other; returns whether they do."""
+        """Waits up to a minute from the start until the watchers of all ranks have met; returns whether they have."""
         return self._has_met.wait(max(0.0, self._began_s + _MEET_S - time.monotonic()))
 
     def enter(self, phase: int, step: int) -> None:
@@ -148,24 +140,20 @@ class WatchedRank:
         self._process.wait()  # else it stays as a zombie
         self._link.close()
 
-    def _receive(self, message: dict[str, Any]) -> None:
+    def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         if self._is_closed.is_set():
-            if "request" in message:  # what is to be known of this rank has been sent
-                self._link.send(answer=message["request"])
-            return
-        if "port" in message:
-            self._port.put(message["port"])
-        elif "stacks" in message:
-            self._link.send(answer=message["request"], stacks=own_stacks())
-        elif "dump" in message:
-            frame = sys._current_frames().get(self._fit_thread)
-            self._link.send(answer=message["request"], **describe_work(frame, self._events))
-        elif "abort" in message:
+            return {}  # what is to be known of this rank has been sent
+        if "stacks" in question:
+            return {"stacks": own_stacks()}
+        if "dump" in question:
+            return describe_work(sys._current_frames().get(self._fit_thread), self._events)
+        if "abort" in question:
             end_process(f"[rank {self._rank}] HangMonitor ends this rank, as action='abort' asks for.")
+        return {}
 
     def _meet(self) -> None:
         try:
-            exchange_addresses(self._main_address, self._exchange, self._link, self._port)
+            exchange_addresses(self._main_address, self._exchange, self._link)
             self._has_met.set()
         except (RuntimeError, EOFError):  # the store has ended with rank 0: the launcher notices
             return
@@ -183,18 +171,23 @@ class WatchedRank:
 
 
 def exchange_addresses(
-    main_address: tuple[str, int], exchange: Callable[[str, Any], list[Any]], link: RankLink, port: SimpleQueue[int]
+    main_address: tuple[str, int], exchange: Callable[[str, Any], list[Any]], link: RankLink
 ) -> None:
     """Makes the watcher listen on the interface towards the others, and sends it their addresses.
 
-    ``exchange`` writes a value to the store under a name, and returns those of all ranks; ``port`` gets the watcher's.
+    ``exchange`` writes a value to the store under a name, and returns those of all ranks.
+
+    Raises:
+        EOFError: the watcher has ended.
     """
     own = find_own_ip(*main_address)
     # MASTER_ADDR may be a name that means loopback on rank 0's own host.
     others = [ip for ip in exchange("ip", own) if not is_loopback(ip)]
     ip = find_own_ip(others[0]) if is_loopback(own) and others else own
-    link.send(listen=ip)
-    link.send(peers=exchange("address", [ip, port.get(), socket.gethostname()]))
+    answer = link.request(None, listen=ip)
+    if answer is None:
+        raise EOFError
+    link.send(peers=exchange("address", [ip, answer["port"], socket.gethostname()]))
 
 
 def describe_work(frame: FrameType | None, events: Iterable[tuple[int, torch.cuda.Event]] | None) -> dict[str, Any]:
@@ -234,7 +227,7 @@ class _MarkedBucket(BucketSync):
         self._rank, self._index = rank, index
 
     def note(self, event: int, wire_bytes: int = 0) -> None:
-        self._rank.mark(_KINDS[event], 0, self._index)
+        self._rank.mark(kinds.BUCKET_START + event, 0, self._index)
         if event == END:
             self._rank.note_device(self._index)
 

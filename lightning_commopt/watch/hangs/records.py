@@ -8,12 +8,12 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_commopt.watch.hangs import marks as kinds
+from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.watch.hangs.diagnosis import Diagnosis, diagnose
 from lightning_commopt.watch.hangs.marks import Mark
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
@@ -129,15 +129,8 @@ def read_hang_report(folder: Path) -> HangReport:
         return HangReport(diagnose(snapshots), False, last_s, snapshots, marks)
     plain = _load(report)
     with _naming(report):
-        values: dict[str, Any] = {each.name: plain[each.name] for each in fields(Diagnosis)}
-        diagnosis = Diagnosis(**values | {name: tuple(values[name]) for name in ("ranks", "hints")})
         snapshots = [RankSnapshot.from_plain(each) for each in plain["snapshots"]]
-        return HangReport(diagnosis, True, plain["time_unix_s"], snapshots, marks)
-
-
-def phases_of(marks: list[TimedMark]) -> list[tuple[float, int]]:
-    """Returns the start and the index of each phase."""
-    return [(mark.at_unix_s, mark.code) for mark in marks if mark.kind == kinds.PHASE]
+        return HangReport(from_plain(Diagnosis, plain), True, plain["time_unix_s"], snapshots, marks)
 
 
 def _load(path: Path) -> dict[str, Any]:

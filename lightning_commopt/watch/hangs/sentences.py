@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from pathlib import Path
 from textwrap import shorten
 
 from lightning_commopt.text.findings import read_texts
-from lightning_commopt.text.formatting import ranks_text
+from lightning_commopt.text.formatting import grouped, ranks_text
 from lightning_commopt.watch.hangs.flight_recorder import Difference, Signature, find_departure
 from lightning_commopt.watch.hangs.marks import PHASES
 from lightning_commopt.watch.hangs.snapshot import SIGTERM_BROADCAST, RankSnapshot
@@ -164,9 +163,7 @@ def _names_text(names: Sequence[str]) -> str:
 
 def difference_text(difference: Difference, everybody: Sequence[RankSnapshot]) -> str:
     """Describes ranks that are not in the same collective."""
-    sides: dict[Signature | None, list[int]] = defaultdict(list)
-    for rank, called in difference.called.items():
-        sides[called].append(rank)
+    sides = grouped((called, rank) for rank, called in difference.called.items())
     known = next(called for called in sides if called is not None)
     at_fault = set(difference.ranks)
     by_rank = {each.rank: each for each in everybody}
@@ -194,14 +191,9 @@ def difference_text(difference: Difference, everybody: Sequence[RankSnapshot]) -
 
 def group_text(snapshots: Iterable[RankSnapshot], describe: Callable[[RankSnapshot], str]) -> str:
     """Returns descriptions of all ranks, those with equal ones together."""
-    groups: dict[str, list[int]] = defaultdict(list)
-    for each in snapshots:
-        groups[describe(each)].append(each.rank)
     parts = []
-    for text, ranks in groups.items():
-        one = len(ranks) == 1
-        for word, singular in (("has", "has"), ("is", "is"), ("wait", "waits")):
-            plural = {"has": "have", "is": "are", "wait": "wait"}[word]
-            text = text.replace(f"{{{word}}}", singular if one else plural)
+    for text, ranks in grouped((describe(each), each.rank) for each in snapshots).items():
+        for word, singular, plural in (("has", "has", "have"), ("is", "is", "are"), ("wait", "waits", "wait")):
+            text = text.replace(f"{{{word}}}", singular if len(ranks) == 1 else plural)
         parts.append(f"{ranks_text(ranks)} {text}")
     return "; ".join(parts)

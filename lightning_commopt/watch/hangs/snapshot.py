@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.flight_recorder import Collective, parse_collectives
 from lightning_commopt.watch.hangs.marks import BACKWARD, PHASES, SETUP, Mark
@@ -110,22 +111,14 @@ class RankSnapshot:
         return outstanding
 
     def to_plain(self) -> dict[str, Any]:
-        plain = {each.name: getattr(self, each.name) for each in fields(self)}
-        return plain | {"phase_name": PHASES[self.phase].name}
+        return {**vars(self), "phase_name": PHASES[self.phase].name}
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> RankSnapshot:
-        """Reverts `to_plain`.
-
-        Raises:
-            ValueError: it is not from there.
-        """
-        names = {each.name for each in fields(cls)}
-        try:
-            found = cls(**{name: value for name, value in plain.items() if name in names})
-            PHASES[found.phase].name  # noqa: B018
-        except (TypeError, IndexError, AttributeError) as error:
-            raise ValueError(f"no snapshot of a rank: {error}") from None
+    def from_plain(cls, plain: Any) -> RankSnapshot:
+        """Reverts `to_plain`; raises a ValueError or a TypeError if it is not from there."""
+        found = from_plain(cls, plain)
+        if found.phase not in range(len(PHASES)):
+            raise ValueError(f"a rank is in phase {found.phase}")
         return found
 
 

@@ -30,6 +30,8 @@ _MAX_BYTES = 64 * 2**20
 _NONCE_BYTES = 32
 _HELLO_BYTES = 65
 
+_Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
 
 class Address(NamedTuple):
     """Where a watcher listens, and whose it is."""
@@ -88,7 +90,7 @@ class Server:
         port: the server's port.
     """
 
-    def __init__(self, ip: str, key: str, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    def __init__(self, ip: str, key: str, answer: _Answer) -> None:
         self._key, self._answer = key, answer
         self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
         family = socket.AF_INET6 if ":" in ip else socket.AF_INET
@@ -138,9 +140,9 @@ class RankLink:
         self._answers: dict[int, dict[str, Any]] = {}
         self._has_answers, self._has_ended = threading.Condition(), False
 
-    def start(self, on_message: Callable[[dict[str, Any]], None], on_end: Callable[[], None] = lambda: None) -> None:
-        """Starts a thread that calls ``on_message`` for each message, and ``on_end`` when the other end has closed."""
-        reading = (on_message, on_end)
+    def start(self, answer: _Answer, on_end: Callable[[], None] = lambda: None) -> None:
+        """Starts a thread that answers each message, and calls ``on_end`` when the other end has closed."""
+        reading = (answer, on_end)
         threading.Thread(target=self._read, args=reading, name="commopt-hang-monitor", daemon=True).start()
 
     def send(self, **message: Any) -> None:
@@ -148,8 +150,8 @@ class RankLink:
         with suppress(OSError), self._lock:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
-    def request(self, limit_s: float, **message: Any) -> dict[str, Any] | None:
-        """Sends a message, and returns the answer; None if there is none in time, or the other end closes."""
+    def request(self, limit_s: float | None, **message: Any) -> dict[str, Any] | None:
+        """Sends a message, and returns the answer; None if there is none in time, or once the other end closes."""
         number = next(self._numbers)
         threading.Thread(target=self.send, kwargs=message | {"request": number}, daemon=True).start()
         with self._has_answers:
@@ -161,7 +163,7 @@ class RankLink:
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
-    def _read(self, on_message: Callable[[dict[str, Any]], None], on_end: Callable[[], None]) -> None:
+    def _read(self, answer: _Answer, on_end: Callable[[], None]) -> None:
         with suppress(OSError, ValueError), self._connection.makefile("rb") as reader:
             for line in reader:
                 message = json.loads(line)
@@ -169,8 +171,10 @@ class RankLink:
                     with self._has_answers:
                         self._answers[message["answer"]] = message
                         self._has_answers.notify_all()
-                else:
-                    on_message(message)
+                    continue
+                answered = answer(message)
+                if "request" in message:
+                    self.send(answer=message["request"], **answered)
         with self._has_answers:
             self._has_ended = True
             self._has_answers.notify_all()

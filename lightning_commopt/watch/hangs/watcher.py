@@ -64,14 +64,16 @@ class Watcher:
         self._must_abort = threading.Event()
         self._records.begin(settings.world_size)
 
-    def receive(self, message: dict[str, Any]) -> None:
+    def receive(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Stores what the rank reports; returns the port if it asks for a server."""
         if "listen" in message:
-            self._link.send(port=Server(message["listen"], self._settings.key, self._answer).port)
-        elif "peers" in message:
+            return {"port": Server(message["listen"], self._settings.key, self._answer).port}
+        if "peers" in message:
             addresses = [Address(*fields) for fields in message["peers"]]
             threading.Thread(target=self._meet, args=(addresses,), daemon=True).start()
         else:
             self._own.learn(message)
+        return {}
 
     def run(self) -> None:
         asked_at = kept_at = time.monotonic()

@@ -25,14 +25,13 @@ NO_PROCESS = 2**22 + 1
 
 
 class Link(RankLink):
-    """Keeps the watcher's port."""
+    """Sends nothing."""
 
     def __init__(self) -> None:
-        self.ports: queue.SimpleQueue[int] = queue.SimpleQueue()
+        pass
 
     def send(self, **message: Any) -> None:
-        if "port" in message:
-            self.ports.put(message["port"])
+        pass
 
 
 class EndingRank:
@@ -54,8 +53,8 @@ class EndingRank:
 
 def make_watcher(
     folder: Path, rank: Any, other_port: int, *, action: str, has_nccl: bool = False, pid: int = NO_PROCESS
-) -> tuple[watching.Watcher, Link]:
-    """Returns the watcher of rank 0 of two."""
+) -> tuple[watching.Watcher, int]:
+    """Returns the watcher of rank 0 of two, and its port."""
     settings = WatcherSettings(
         rank=0,
         host="a",
@@ -68,11 +67,10 @@ def make_watcher(
         world_size=2,
         has_gpu=has_nccl,
     )
-    link = Link()
-    watcher = watching.Watcher(settings, rank, link)
-    watcher.receive({"listen": "127.0.0.1"})
+    watcher = watching.Watcher(settings, rank, Link())
+    port = watcher.receive({"listen": "127.0.0.1"})["port"]
     watcher.receive({"peers": [["127.0.0.1", 1, "a"], ["127.0.0.1", other_port, "a"]]})
-    return watcher, link
+    return watcher, port
 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
@@ -86,10 +84,10 @@ def test_what_follows_from_an_abort_is_no_report(is_aborted: bool, tmp_path: Pat
     monkeypatch.setattr(watching, "_WAKE_S", 0.01)
     other = Server("127.0.0.1", "key", lambda question: RankSnapshot(rank=1, host="a").to_plain())
     rank = EndingRank()
-    watcher, link = make_watcher(tmp_path, rank, other.port, action="report", has_nccl=True)
+    watcher, port = make_watcher(tmp_path, rank, other.port, action="report", has_nccl=True)
     thread = threading.Thread(target=watcher.run)
     thread.start()
-    ask(Address("127.0.0.1", link.ports.get(), "a"), "key", {"reported": is_aborted, "abort": is_aborted}, 60)
+    ask(Address("127.0.0.1", port, "a"), "key", {"reported": is_aborted, "abort": is_aborted}, 60)
     rank.ended = "failed"
     thread.join()
     path = tmp_path / "hangs" / "report.json"

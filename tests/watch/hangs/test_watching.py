@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 from subprocess import PIPE
 from types import SimpleNamespace
 from typing import Any
@@ -164,7 +163,7 @@ import socket, sys, threading, time
 from lightning_commopt.watch.hangs.process import make_dumpable, own_stacks
 from lightning_commopt.watch.hangs.transport import RankLink
 link = RankLink(socket.socket(fileno=int(sys.argv[1])))
-link.start(lambda message: link.send(answer=message["request"], stacks=own_stacks()))
+link.start(lambda question: {"stacks": own_stacks()})
 def deeper(n):
     return [deeper(n - 1) for _ in range(1)] if n else []
 def busy():
@@ -193,7 +192,7 @@ def test_a_process_that_runs_python_survives_snapshots(num_snapshots: int) -> No
             assert process.stdout is not None
             ident, thread, fd = map(int, process.stdout.readline().split())
             link = RankLink(own)
-            link.start(lambda message: None)
+            link.start(lambda question: {})
             stacks_fd = os.open(f"/proc/{process.pid}/fd/{fd}", os.O_RDWR)
             settings = WatcherSettings(rank=0, host="here", pid=process.pid, fit_thread=(ident, thread), after_s=60)
             observation = Observation(settings, marks_fd=MarkWriter().fd, stacks_fd=stacks_fd, link=link)
@@ -469,11 +468,14 @@ def test_where_a_watcher_listens_if_the_master_is_loopback_here(monkeypatch: pyt
     ips = {"master": "127.0.1.1", "10.9.9.9": "10.9.9.1"}
     monkeypatch.setattr(rank_side, "find_own_ip", lambda towards, port=0: ips[towards])
     heard: list[dict[str, Any]] = []
-    link: Any = SimpleNamespace(send=lambda **message: heard.append(message))
+
+    def request(limit_s: float | None, **question: Any) -> dict[str, Any]:
+        heard.append(question)
+        return {"port": 7}
+
+    link: Any = SimpleNamespace(send=lambda **message: heard.append(message), request=request)
     of_the_other = {"ip": "10.9.9.9", "address": ["10.9.9.9", 8, "b"]}
-    port: SimpleQueue[int] = SimpleQueue()
-    port.put(7)
-    rank_side.exchange_addresses(("master", 1), lambda name, own: [own, of_the_other[name]], link, port)
+    rank_side.exchange_addresses(("master", 1), lambda name, own: [own, of_the_other[name]], link)
     assert heard == [
         {"listen": "10.9.9.1"},
         {"peers": [["10.9.9.1", 7, socket.gethostname()], ["10.9.9.9", 8, "b"]]},
