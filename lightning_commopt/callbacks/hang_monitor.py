@@ -66,7 +66,7 @@ class HangMonitor(PhaseCallback):
         self._num_looks = 0
         self._step = 0
         self._stage = 0
-        self._is_ending = False
+        self._is_ending = self._has_waited = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Starts the watch, and begins to observe the gradient sync."""
@@ -90,7 +90,7 @@ class HangMonitor(PhaseCallback):
         )
         self._stage = kinds.first_of_stage(_STAGES[stage])
         self._step = trainer.global_step
-        self._is_ending = False
+        self._is_ending = self._has_waited = False
         self._enter_number(kinds.SETUP)
         self._num_looks = _NUM_LOOKS if stage == "fit" else 0
         plan = plan_of(trainer.strategy)
@@ -166,11 +166,14 @@ class HangMonitor(PhaseCallback):
         self._enter_number(kinds.END)
 
     def _meet(self) -> None:
-        if self._watched is not None and not self._watched.meet():
-            warn_once(
-                "HangMonitor: not all ranks' monitors have started within a minute. Hangs will not be reported before"
-                " they have."
-            )
+        """Waits once in a run, as a monitor that has not started by then may never start."""
+        if self._watched is not None and not self._has_waited:
+            self._has_waited = True
+            if not self._watched.meet():
+                warn_once(
+                    "HangMonitor: not all ranks' monitors have started within a minute. Hangs will not be reported"
+                    " before they have."
+                )
 
     def _report_lost_broadcast(self, error: Exception) -> None:
         """Reports a timeout or a lost connection that Lightning ignores: what follows fails elsewhere."""

@@ -21,9 +21,6 @@ _DOWN = ("unreachable", "unwatched", "stopped", "finished")
 _TRAINS = ("data", "forward", "backward", "optimizer", "callbacks")
 _ESTABLISHED = 4
 
-VERDICTS = ("communication hang", "communication slow", "non-communication hang", "non-communication slow")
-"""The four cases of C4 (Dong et al., 2024): where ranks make no progress, and whether they seem to make none at all."""
-
 
 def is_hang(snapshots: Sequence[RankSnapshot], after_s: float) -> bool:
     """Returns whether ranks make no progress for longer than allowed.
@@ -104,7 +101,9 @@ class Diagnosis:
     # fault; None if no rank is in a collective
     operation: str | None
     hints: tuple[str, ...]  # what to try
-    verdict: str | None = None  # one of `VERDICTS`; None where a rank has ended or is stopped
+    # A case of C4 (Dong et al., 2024): "communication" or "non-communication", by where ranks make no progress, and
+    # "hang", or "slow" if they may still make some; None where a rank has ended or is stopped
+    verdict: str | None = None
 
 
 def diagnose(snapshots: Sequence[RankSnapshot]) -> Diagnosis:
@@ -260,5 +259,5 @@ def _verdict(kind: str, culprits: Sequence[RankSnapshot]) -> str | None:
     if kind not in ("late", "mismatch", "departed", "skipped", "outlier", "waiting", "unreachable"):
         return None
     if kind == "late" and not any(each.is_waiting for each in culprits):
-        return VERDICTS[3 if any(each.is_computing for each in culprits) else 2]
-    return VERDICTS[0]
+        return f"non-communication {'slow' if any(each.is_computing for each in culprits) else 'hang'}"
+    return "communication hang"

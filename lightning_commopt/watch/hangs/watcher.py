@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning_commopt.watch.hangs.diagnosis import (
-    VERDICTS,
     Diagnosis,
     diagnose,
     has_moved,
@@ -175,7 +174,7 @@ class Watcher:
             what = ", so it was slow and no hang" if diagnosis.verdict is not None else ""
             _print(f"HangMonitor: rank {self._settings.rank} goes on after {idle_s:.0f} s or more{what}.")
             if diagnosis.verdict is not None:
-                slow = VERDICTS[VERDICTS.index(diagnosis.verdict) // 2 * 2 + 1]
+                slow = diagnosis.verdict.replace("hang", "slow")
                 self._records.report(replace(diagnosis, verdict=slow), snapshots, idle_s)
         self._is_reported, self._own_report = False, None
 
