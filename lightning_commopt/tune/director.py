@@ -250,6 +250,7 @@ class Director:
                 if num_looks <= _NUM_ON_PROBATION and look.step_s > found.base_s:
                     self.events.append(Event(self._num_done, "rolled back"))
                     self.chosen, reference, is_open = 0, None, True
+                    self._undecided = []
                     continue
                 self._lost_steps -= _CREDIT * (1 - look.step_s / found.base_s) * len(report.seconds)
                 # What such a search costs, over steps with the plan that it has chosen.

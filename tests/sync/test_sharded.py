@@ -22,6 +22,7 @@ from lightning_commopt.commands.selftest.sharded_laws import (
 )
 from lightning_commopt.commands.selftest.steps import flatten, of_all_ranks, run_steps
 from lightning_commopt.compat.collectives import CollectiveHooks
+from lightning_commopt.compat.fsdp import comm_object
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt4, ShardedInt8
 from lightning_commopt.compressors.sharded_registry import sharded_from_config
 from lightning_commopt.plan import OptionError
@@ -306,3 +307,23 @@ def _errors() -> list[float]:
         exact = torch.stack(of_all_ranks(steps.sent)).mean(0)
         errors.append(float((steps.received - exact).norm() / exact.norm()))
     return errors
+
+
+def _comm_objects_after_detach() -> tuple[bool, bool]:
+    """Returns whether the reduce-scatter is ours while attached, and each unit's own again after it."""
+    model, sync = ShardedSetup().wrap(ShardedBf16())
+    sync.detach()
+    fsdps = comm_object(model, "reduce_scatter")
+    own = type("Own", (type(fsdps),), {})()
+    model.set_custom_reduce_scatter(own)
+    again = ShardedSync(ShardedInt8())
+    again.attach(model)
+    is_ours = isinstance(comm_object(model, "reduce_scatter"), UnitReduceScatter)
+    again.detach()
+    of_part = comm_object(model.parts[0], "reduce_scatter")
+    return is_ours, comm_object(model, "reduce_scatter") is own and type(of_part) is type(fsdps)
+
+
+def test_an_own_comm_object_comes_back() -> None:
+    """If it fails, a fit with a compressor takes a user's reduce-scatter away for good."""
+    assert run_ranks(_comm_objects_after_detach) == [(True, True)] * 2

@@ -156,3 +156,4 @@ def test_a_plan_that_was_found_before_is_watched_only() -> None:
         if not director.is_searching:
             director.advance(Report((2.0,) * director.visit.num_steps))
     assert director.is_searching
+    assert director.visit.arm == 0  # no first steps that do not count: the fit is under way

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,7 @@ class ShardedSetup(Setup):
     place: TestDevices = CPU
     net: Callable[[], nn.Module] = new_model
     num_replicas: int = 1  # of each shard; above 1 this is HSDP
+    has_even_parts: ClassVar[bool] = True  # FSDP2 pads its shards
 
     def examples(self) -> dict[str, Any]:
         """Returns compressors with all options that change what they compute; nodes of one or two ranks, as can be."""

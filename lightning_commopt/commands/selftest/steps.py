@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -111,6 +111,7 @@ class Setup:
     net: Callable[[], nn.Module] = Net  # whose gradients they are
     options: Mapping[str, Any] = field(default_factory=dict)  # of DDP
     ranks_per_node: int = 1  # for the hierarchical compressor; 1 is as if each rank were on a node of its own
+    has_even_parts: ClassVar[bool] = False  # all ranks send as many bytes, whatever the shapes
 
     @property
     def device(self) -> torch.device:
