@@ -209,33 +209,31 @@ class Search:
     def _promising(self, active: list[int]) -> list[int]:
         """Returns the candidates that may still be worth choosing."""
         found = gains(self._all_visits)
-        best = max((gain.low - self._handicaps.get(arm, 0.0) for arm, gain in found.items()), default=-math.inf)
-        least = max(_MIN_GAIN, best)
+        least = max([_MIN_GAIN, *(net.low for net in self._net(found).values())])
         return [arm for arm in active if arm not in found or found[arm].high >= least]
 
-    def _net_gains(self, found: Mapping[int, Gain]) -> dict[int, float]:
-        return {arm: gain.gain - self._handicaps.get(arm, 0.0) for arm, gain in found.items()}
+    def _net(self, found: Mapping[int, Gain]) -> dict[int, Gain]:
+        """Returns gains less the handicaps."""
+        return {arm: Gain(*(share - self._handicaps.get(arm, 0.0) for share in gain)) for arm, gain in found.items()}
 
     def _winner(self, active: list[int]) -> int:
         """Returns the fastest plan that is faster than the user's beyond the noise, seen twice; 0 if none is."""
         found, seen = gains(self._all_visits), [visit.arm for visits in self._all_visits for visit in visits]
-        net = self._net_gains(found)
+        net = self._net(found)
         sure = [
             arm
             for arm in active
-            if arm in found and found[arm].low > 0 and net[arm] >= _MIN_GAIN and seen.count(arm) > 1
+            if arm in found and found[arm].low > 0 and net[arm].gain >= _MIN_GAIN and seen.count(arm) > 1
         ]
-        return max(sure, key=lambda arm: net[arm], default=0)
+        return max(sure, key=lambda arm: net[arm].gain, default=0)
 
     def _is_decided(self, active: list[int]) -> bool:
         """Returns whether no other plan can be better than the winner by more than hardly anything."""
         winner = self._winner(active)
         if not winner:
             return not active
-        found = gains(self._all_visits)
-        least = found[winner].gain - self._handicaps.get(winner, 0.0) + _MIN_GAIN
-        others = [arm for arm in active if arm != winner]
-        return all(arm in found and found[arm].high - self._handicaps.get(arm, 0.0) <= least for arm in others)
+        net = self._net(gains(self._all_visits))
+        return all(arm in net and net[arm].high <= net[winner].gain + _MIN_GAIN for arm in active if arm != winner)
 
     def _found(self, active: list[int], why: str | None = None) -> Found:
         winner, known, base_s = self._winner(active), gains(self._all_visits), self._base_s
@@ -243,7 +241,8 @@ class Search:
             why = "faster"
         elif why is None:
             why = ("too short" if self._is_too_dear else "not sure") if active else "none faster"
-        if not winner and self._present in active and self._net_gains(known).get(self._present, 0.0) >= _MIN_GAIN:
+        net = self._net(known)
+        if not winner and self._present in active and self._present in net and net[self._present].gain >= _MIN_GAIN:
             winner = self._present
         return Found(
             arm=winner,
