@@ -21,8 +21,9 @@ MASTER_PORT = 29500
 _MAX_HOSTS = 254
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _MIN_RATE, _MAX_RATE = 10**5, 10**11
-_MIN_BURST_BYTES = 256 * 1024  # several of the 64 KiB that the kernel segments in one go
+_MIN_BURST_BYTES = 16 * 1024  # above some frames
 _BURST_S = 0.0005  # a timer of the kernel that is late by less costs no throughput
+_SLOW_BURST_S = 0.002  # up to 1 Gbit/s, where that is few times the 64 KiB that the kernel sends in one go
 _QUEUE = "50ms"
 _ADD_NAMES = 'cp /etc/hosts /run/hosts && printf %s "$1" >> /run/hosts && mount --bind /run/hosts /etc/hosts || true'
 
@@ -230,7 +231,8 @@ class NetLab:
 
     def _limit(self, *options: str, device: str) -> None:
         if self._bits_per_s is not None:
-            burst = max(_MIN_BURST_BYTES, round(self._bits_per_s / 8 * _BURST_S))
+            bytes_per_s = self._bits_per_s / 8
+            burst = round(max(_MIN_BURST_BYTES, bytes_per_s * _BURST_S, min(2**18, bytes_per_s * _SLOW_BURST_S)))
             shape = ("rate", f"{self._bits_per_s}bit", "burst", str(burst), "latency", _QUEUE)
             self._do("tc", *options, "qdisc", "replace", "dev", device, "root", "tbf", *shape)
 
