@@ -21,10 +21,11 @@ MASTER_PORT = 29500
 _MAX_HOSTS = 254
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _MIN_RATE, _MAX_RATE = 10**5, 10**11
-_MIN_BURST_BYTES = 16 * 1024  # above some frames
-_BURST_S = 0.0005  # a timer of the kernel that is late by less costs no throughput
-_SLOW_BURST_S = 0.002  # up to 1 Gbit/s, where that is few times the 64 KiB that the kernel sends in one go
-_QUEUE = "50ms"
+_MIN_BURST_BYTES, _MAX_SLOW_BURST_BYTES = 2**14, 2**18
+# A timer of the kernel that is late by less costs no throughput; the second up to 1 Gbit/s.
+_BURST_S, _SLOW_BURST_S = 0.0005, 0.002
+_QUEUE_S, _MIN_QUEUE_BYTES = 0.05, 2**18  # what waits for the link; several of the 64 KiB that the kernel sends at once
+_LIMITER = ("htb", "default", "1")
 _ADD_NAMES = 'cp /etc/hosts /run/hosts && printf %s "$1" >> /run/hosts && mount --bind /run/hosts /etc/hosts || true'
 
 
@@ -157,11 +158,11 @@ class NetLab:
         if bits_per_s is None:
             raise ValueError(f"rate must be a limit, got {rate!r}")
         self._opened()
-        self._bits_per_s = bits_per_s
+        is_new, self._bits_per_s = self._bits_per_s is None, bits_per_s
         for host in range(self.num_hosts):
-            self._limit("-n", f"host{host}", device=DEVICE)
+            self._limit("-n", f"host{host}", device=DEVICE, is_new=is_new)
             if self.num_hosts != 2:
-                self._limit(device=f"port{host}")
+                self._limit(device=f"port{host}", is_new=is_new)
 
     def enter(self, host: int) -> tuple[str, ...]:
         """Returns the prefix of a command to run it on a host, in our folder. The caller must end it.
@@ -229,12 +230,19 @@ class NetLab:
             self._limit(device=port)  # limits what the host receives; its own device limits what it sends
             self._do("ip", "link", "set", port, "master", "bridge0", "up")
 
-    def _limit(self, *options: str, device: str) -> None:
-        if self._bits_per_s is not None:
-            bytes_per_s = self._bits_per_s / 8
-            burst = round(max(_MIN_BURST_BYTES, bytes_per_s * _BURST_S, min(2**18, bytes_per_s * _SLOW_BURST_S)))
-            shape = ("rate", f"{self._bits_per_s}bit", "burst", str(burst), "latency", _QUEUE)
-            self._do("tc", *options, "qdisc", "replace", "dev", device, "root", "tbf", *shape)
+    def _limit(self, *options: str, device: str, is_new: bool = True) -> None:
+        """Limits the rate of what a device sends; without ``is_new`` it already has a limit, and loses no packet."""
+        if self._bits_per_s is None:
+            return
+        bytes_per_s = self._bits_per_s / 8
+        slow_burst = min(_MAX_SLOW_BURST_BYTES, bytes_per_s * _SLOW_BURST_S)
+        burst = str(round(max(_MIN_BURST_BYTES, slow_burst, bytes_per_s * _BURST_S)))
+        shape = ("rate", f"{self._bits_per_s}bit", "burst", burst, "cburst", burst, "quantum", "65536")
+        queue = str(round(_MIN_QUEUE_BYTES + bytes_per_s * _QUEUE_S))
+        if is_new:
+            self._do("tc", *options, "qdisc", "replace", "dev", device, "root", "handle", "1:", *_LIMITER)
+        self._do("tc", *options, "class", "replace", "dev", device, "parent", "1:", "classid", "1:1", "htb", *shape)
+        self._do("tc", *options, "qdisc", "replace", "dev", device, "parent", "1:1", "bfifo", "limit", queue)
 
     def _do(self, name: str, *arguments: str) -> None:
         run_program(*self._opened().enter(), path_of(name), *arguments)

@@ -23,7 +23,7 @@ _PROCESSES = ("--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 _DEVICES = {
     "a pair of network devices (veth)": "ip link add eth0 type veth peer name eth1",
     "a network bridge": "ip link add bridge0 type bridge",
-    "a limit to the rate (tbf)": "tc qdisc add dev lo root tbf rate 1mbit burst 256kb latency 50ms",
+    "a limit to the rate (htb)": "tc qdisc add dev lo root htb",
     "a mount of its own": "mount -t tmpfs tmpfs /run",
 }
 

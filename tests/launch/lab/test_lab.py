@@ -141,7 +141,7 @@ class TestOpenLab:
 
     def test_without_a_rate_nothing_limits(self):
         with NetLab(2, "unlimited") as lab:
-            assert not any("tbf" in output for output in lab.run(["tc", "qdisc", "show", "dev", "eth0"], timeout_s=60))
+            assert not any("htb" in output for output in lab.run(["tc", "qdisc", "show", "dev", "eth0"], timeout_s=60))
 
     @pytest.mark.parametrize(("num_hosts", "direction"), [(2, "from_first"), (3, "to_first")])
     def test_a_transfer_takes_what_the_rate_allows(self, num_hosts, direction):
@@ -157,7 +157,7 @@ class TestOpenLab:
     @pytest.mark.parametrize("num_hosts", [2, 3])
     def test_a_rate_changes_under_running_ranks(self, num_hosts):
         """If it fails, what a run does on another link is measured on the old one."""
-        waits = "echo started; until tc qdisc show dev eth0 | grep -q 'rate 100Mbit'; do sleep 0.1; done"
+        waits = "echo started; until tc class show dev eth0 | grep -q 'rate 100Mbit'; do sleep 0.1; done"
         started = []
 
         def change(rank, output):

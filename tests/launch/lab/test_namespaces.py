@@ -95,9 +95,9 @@ def test_what_the_kernel_refuses_is_reported(monkeypatch):
 @pytest.mark.usefixtures("lab_machine")
 def test_a_set_up_that_fails_says_the_command_and_leaves_nothing(monkeypatch):
     before = machine_traces()
-    monkeypatch.setattr("lightning_commopt.launch.lab.lab._QUEUE", "nonsense")
+    monkeypatch.setattr("lightning_commopt.launch.lab.lab._LIMITER", ("nonsense",))
     with (
-        pytest.raises(LabError, match=r"could not set up the network lab: .*tc .*latency nonsense: "),
+        pytest.raises(LabError, match=r"could not set up the network lab: .*tc .* nonsense: "),
         NetLab(2, "1gbit"),
     ):
         pass
