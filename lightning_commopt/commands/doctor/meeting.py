@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from collections import Counter
@@ -129,7 +130,8 @@ def _open_store(identity: RankIdentity, deadline: float) -> dist.Store:
                 " the same on all hosts"
             ) from error
         raise
-    return dist.PrefixStore("commopt/doctor", store)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's own store keeps the keys of earlier ones
+    return dist.PrefixStore(f"commopt/doctor/{attempt}", store)
 
 
 @dataclass
