@@ -33,9 +33,6 @@ from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.record import StepRecord
 
 RESULT = "RESULT "
-BURST_BYTES = 256 * 1024
-"""That the lab's token bucket lets pass at once up to 4 Gbit/s, which counts where a step sends few times as much."""
-
 QUIET = (0.03, 0.1)
 """Noise of plans that are shown apart: the error of what was hardly disturbed."""
 
@@ -86,7 +83,7 @@ def noise(ranks: list[dict[str, Any]], number: int) -> float:
     return fmean(abs(median_step_s(turn) / whole_s - 1) for turn in ranks[0]["runs"][number]["turns"])
 
 
-def learn(ranks: list[dict[str, Any]], base: int, burst_bytes: float) -> Basis:
+def learn(ranks: list[dict[str, Any]], base: int) -> Basis:
     """Returns what the steps of one plan show of the model, the link and the compressors."""
     plan, turns = CommPlan.from_dict(ranks[0]["runs"][base]["plan"]), all_turns(ranks, base)
     costs = {cost.compressor: cost for cost in map(CompressorCost.from_plain, ranks[0]["costs"])}
@@ -101,7 +98,6 @@ def learn(ranks: list[dict[str, Any]], base: int, burst_bytes: float) -> Basis:
         shares_core=turns[0]["shares_core"],
         comm_cpu_s=median(turn["comm_cpu_s"] for turn in turns),
         slowdown=median(turn["slowdown"] for turn in turns),
-        burst_bytes=burst_bytes,
     )
 
 
@@ -126,7 +122,7 @@ def compare(jobs: list[dict[str, Any]], base: int) -> list[dict[str, Any]]:
             for other in jobs
             if (other["model"], other["rate"]) == (job["model"], job["rate"]) and len(other["ranks"]) == 2
         )
-        basis = learn(first["ranks"], base, 0 if job["rate"] == "unlimited" else BURST_BYTES)
+        basis = learn(first["ranks"], base)
         num_ranks = len(job["ranks"])
         is_other_world = num_ranks != len(first["ranks"])
         if is_other_world:

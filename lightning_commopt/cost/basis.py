@@ -57,7 +57,6 @@ class Basis:
         gradients: Sequence[Gradient] = (),
         comm_cpu_s: float = 0.0,
         slowdown: float = 1.0,
-        burst_bytes: float = 0.0,
         step_s: float | None = None,
         **workload: Any,
     ) -> Basis:
@@ -80,7 +79,6 @@ class Basis:
             comm_cpu_s=comm_cpu_s,
             cost=costs.get(plan.comm_hook),
             has_trees=found.device == "cuda",
-            burst_bytes=burst_bytes,
         )
         step_s = step_s or median(record.totals.step_s for steps in ranks for record in steps)
         link = calibrated(found, link, costs, plan, step_s)

@@ -69,14 +69,13 @@ def link_of_steps(
     comm_cpu_s: float = 0.0,
     cost: CompressorCost | None = None,
     has_trees: bool = False,
-    burst_bytes: float = 0.0,
 ) -> Link:
     """Returns the link behind the buckets of the same steps of all ranks, whatever the comm hook.
 
     The time of a bucket's collectives is that of the rank on which it is least: the last one to join does not wait.
 
     The arithmetic of the compressor of these steps, by its ``cost``, is the part of ``comm_cpu_s`` that is not the
-    link's. For ``has_trees`` and ``burst_bytes`` see `Link`.
+    link's. For ``has_trees`` see `Link`.
 
     Raises:
         ValueError: fewer than three buckets of one size were on the wire.
@@ -101,7 +100,6 @@ def link_of_steps(
         low_ratio=min(1.0, ratios[tail]),
         high_ratio=max(1.0, ratios[-1 - tail]),
         has_trees=has_trees,
-        burst_bytes=burst_bytes,
         source=f"{len(ratios)} times of {sizes} MB on the wire in the run",
     )
 

@@ -118,7 +118,6 @@ def outcome_of(plan: CommPlan, workload: Workload, link: Link, costs: Costs, num
         overlaps_buckets=is_gloos_own or workload.device == "cuda",
         shares_link=is_gloos_own,
         num_others=workload.num_others,
-        burst_s=link.burst_bytes * link.s_per_byte,
     )
 
 

@@ -45,50 +45,31 @@ class Outcome(NamedTuple):
         return max(self.backward_s, *self.ends_s) if self.ends_s else self.backward_s
 
 
-class _Link:
-    """What may pass at once, in seconds of sending: it grows to ``burst_s`` at most while nothing is sent."""
-
-    def __init__(self, burst_s: float) -> None:
-        self._burst_s = self._at_once_s = burst_s
-
-    def take(self, duration_s: float) -> float:
-        """Returns how much of a message passes at once."""
-        taken_s = min(duration_s, self._at_once_s)
-        self._at_once_s -= taken_s
-        return taken_s
-
-    def rest(self, seconds: float) -> None:
-        self._at_once_s = min(self._burst_s, self._at_once_s + seconds)
-
-
 class _Running:
-    """A job under way; of its phase what is left, the share of a processor that it needs, and the link's idle one."""
+    """A job under way; of its phase what is left, and the share of a processor that it needs."""
 
-    def __init__(self, job: Job, link: _Link, wake_s: float) -> None:
+    def __init__(self, job: Job, wake_s: float) -> None:
         self.job = job
         self.number = 0
-        self._begin(link, wake_s)
+        self._begin(wake_s)
 
     @property
     def phase(self) -> Phase:
         return self.job.phases[self.number]
 
-    def finish_phase(self, link: _Link, wake_s: float) -> bool:
+    def finish_phase(self, wake_s: float) -> bool:
         """Goes on to the next phase; returns whether there is none."""
         self.number += 1
         if self.number == len(self.job.phases):
             return True
-        self._begin(link, wake_s)
+        self._begin(wake_s)
         return False
 
-    def _begin(self, link: _Link, wake_s: float) -> None:
-        on_link, duration_s, self.cpu_share = self.phase
-        self.left_s, self.idle_share = duration_s, 1.0
-        if on_link:
-            sent_s = duration_s - link.take(duration_s * (1 - self.cpu_share))
-            self.left_s = max(sent_s, wake_s, _TINY_S)
-            self.cpu_share *= duration_s / self.left_s
-            self.idle_share = 1 - sent_s / self.left_s
+    def _begin(self, wake_s: float) -> None:
+        on_link, self.left_s, self.cpu_share = self.phase
+        if on_link and self.left_s < wake_s:
+            self.cpu_share *= self.left_s / wake_s
+            self.left_s = wake_s
 
 
 def simulate(
@@ -99,7 +80,6 @@ def simulate(
     overlaps_buckets: bool = False,
     shares_link: bool = False,
     num_others: float = 0.0,
-    burst_s: float = 0.0,
 ) -> Outcome:
     """Runs one backward.
 
@@ -113,9 +93,7 @@ def simulate(
         shares_link: messages of all lanes travel at once, each at its part of the rate; else one after another.
         num_others: of other programs that want this rank's processor. A message takes at least `WAKE_S` for each of
             them, and for backward where that has the processor: so long its threads wait for their turn.
-        burst_s: of sending that the link lets pass at once after a pause.
     """
-    link = _Link(burst_s)
     now_s = done_s = 0.0
     waiting, running = list(reversed(jobs)), list[_Running]()
     ends_s = [0.0] * (1 + max((job.bucket for job in jobs), default=-1))
@@ -126,7 +104,7 @@ def simulate(
         while waiting and len(running) < _NUM_LANES and min(waiting[-1].ready_s, backward_s) <= done_s + _TINY_S:
             if running and not overlaps_buckets and running[0].job.bucket != waiting[-1].bucket:
                 break
-            running.append(_Running(waiting.pop(), link, wake_s))
+            running.append(_Running(waiting.pop(), wake_s))
         active = _active(running, overlaps_buckets, shares_link)
         rates = _rates(active, is_computing, shares_core)
         steps_s = [one.left_s / rate for one, rate in zip(active, rates[1:], strict=True)]
@@ -138,10 +116,9 @@ def simulate(
         done_s += step_s * rates[0] if is_computing else 0.0
         if is_computing and done_s >= backward_s - _TINY_S:
             backward_end_s = now_s
-        link.rest(step_s * min([one.idle_share for one in active], default=1.0))
         for one, rate in zip(active, rates[1:], strict=True):
             one.left_s -= step_s * rate
-            if one.left_s <= _TINY_S and one.finish_phase(link, wake_s):
+            if one.left_s <= _TINY_S and one.finish_phase(wake_s):
                 running.remove(one)
                 ends_s[one.job.bucket] = now_s
     return Outcome(backward_end_s if backward_s > 0 else 0.0, tuple(ends_s))

@@ -78,7 +78,6 @@ class Link:
     s_per_byte: float  # of payload, in one direction
     cpu_s_per_byte: float = 0.0  # processor time that a rank spends on a byte of an all-reduce's payload
     cpu_s_per_message: float = 0.0  # that it spends besides on a collective of two ranks, more with `num_wakes`
-    burst_bytes: float = 0.0  # that pass at once after a pause, as a token bucket lets them; 0 for a link without one
     low_ratio: float = 0.9  # of the times of 95 % of all messages over the expected ones, the least
     high_ratio: float = 1.1  # the most
     has_trees: bool = False  # collectives may use trees, as NCCL's do; else rings only

@@ -83,13 +83,6 @@ def test_messages_that_share_a_link() -> None:
     assert simulate(both, 0.0, overlaps_buckets=True).ends_s == pytest.approx((1.0, 4.0))
 
 
-def test_a_token_bucket_fills_while_nothing_is_sent() -> None:
-    """Half a second passes at once at first; then a quarter, saved up while the first bucket is computed."""
-    jobs = [Job(index, 0.0, (sends(1), computes(0.25))) for index in range(2)]
-    assert simulate(jobs, 0.0, burst_s=0.5).ends_s == pytest.approx((0.75, 1.75))
-    assert simulate(jobs, 0.0, burst_s=10.0).ends_s == pytest.approx((0.25, 0.5))
-
-
 def test_a_thread_that_waits_for_its_turn_takes_no_processor_time() -> None:
     tiny = [Job(0, 0.0, (sends(1e-6, 1.0),))]
     outcome = simulate(tiny, 1.0, shares_core=True)
