@@ -57,16 +57,17 @@ def _turns(seconds: list[float], num_timed: int) -> list[list[float]]:
 
 
 def compare(result: dict[str, Any]) -> dict[str, Any]:
-    """Returns the ratios of one job. What was chosen may be a plan of the grid: the steps of both count then.
+    """Returns the ratios of one job. Plans with the same compressor and buckets are one: the steps of both count.
 
     The noise is that of DDP's own plan: the range of its medians in the rounds, over the median of all.
     """
     own, chosen, *_ = result["grid"]
+    keys = [json.dumps([row["plan"].get("comm_hook"), row["buckets"]], sort_keys=True) for row in result["grid"]]
     pooled: dict[str, list[float]] = {}
-    for row in result["grid"]:
-        pooled.setdefault(json.dumps(row["plan"], sort_keys=True), []).extend(row["steps_s"])
-    for row in result["grid"]:
-        row["step_s"] = statistics.median(pooled[json.dumps(row["plan"], sort_keys=True)])
+    for key, row in zip(keys, result["grid"], strict=True):
+        pooled.setdefault(key, []).extend(row["steps_s"])
+    for key, row in zip(keys, result["grid"], strict=True):
+        row["step_s"] = statistics.median(pooled[key])
     best = min(result["grid"], key=lambda row: row["step_s"])
     num_timed = len(own["steps_s"]) // result["settings"]["num_rounds"]
     in_rounds = [statistics.median(turn) for turn in _turns(own["steps_s"], num_timed)]

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_commopt import CommOptDDP, CommPlan
+from lightning_commopt.cost.predict import buckets_of
+from lightning_commopt.cost.workload import Gradient
 
 RESULT, CHANGE = "RESULT ", "CHANGE THE RATE"
 _NUM_SETTLING_STEPS = 2
@@ -105,13 +107,20 @@ def main() -> None:
     grid = _Grid(plans, settings["num_grid_steps"], settings["num_rounds"])
     _fit(model, CommOptDDP(watch=False), len(plans) * settings["num_grid_steps"] * settings["num_rounds"] + 5, grid)
     if launched["RANK"] == "0":
+        named = reversed([*model.named_parameters()])  # about the order in which gradients become ready
+        gradients = [Gradient(name, tuple(one.shape), one.element_size(), 0.0) for name, one in named]
         steps_s = [after - before for before, after in zip(stop.marks, stop.marks[1:], strict=False)]
         found = {
             "found": tuned.auto_plan.describe(),
             "chosen": tuned.plan.to_dict(),
             "fit_steps_s": steps_s,
             "grid": [
-                {"plan": plan.to_dict(), "name": plan.name, "steps_s": [round(one, 5) for one in seconds]}
+                {
+                    "plan": plan.to_dict(),
+                    "name": plan.name,
+                    "buckets": [len(bucket) for bucket in buckets_of(plan, gradients)],
+                    "steps_s": [round(one, 5) for one in seconds],
+                }
                 for plan, seconds in zip(plans, grid.seconds, strict=True)
             ],
         }

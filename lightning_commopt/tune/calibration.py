@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from lightning_commopt.compat.loops import wrap_method
+from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.catalog import ready_compressors
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.candidates import Candidate, candidates
@@ -16,16 +17,16 @@ from lightning_commopt.cost.predict import Costs, buckets_of, predict
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
-from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.observed import before_backward
 from lightning_commopt.tune.host import Host
 from lightning_commopt.tune.options import TuneOptions
 
 NUM_STEPS = 6
-MAX_CANDIDATES = 3
+MAX_CANDIDATES = 6
 _MIN_GAIN = 0.01  # that a prediction must promise; the search wants more
+_NEAR = 2 / 3  # of the largest predicted gain: what a compressor must promise to be tried before other layouts
 _MIN_BYTES = 2**18  # of gradients: the steps of smaller models do not separate the link's rate from its latency
-_MIN_RATIO = 2  # of the numbers of buckets: what a bucket costs besides its bytes is what predictions miss most
+_MIN_RATIO = 2  # of the numbers of buckets
 _NUM_SETTLING_STEPS = 3  # DDP lays out its buckets after the first, or, with a static graph, the second
 
 
@@ -126,9 +127,10 @@ class Shortlist(NamedTuple):
 def shortlist(basis: Basis, options: TuneOptions) -> Shortlist:
     """Returns the plans that are worth trying, from what steps with the user's plan have shown.
 
-    They are at most `MAX_CANDIDATES`, none of them slower than the best beyond the 95 % intervals of both. Every
-    compressor that is left is among them before a second layout of another, which has at least twice or at most half as
-    many buckets as the first.
+    They are at most `MAX_CANDIDATES`, none of them slower than the best beyond the 95 % intervals of both. The first
+    are the best with each compressor that promises nearly as much as the best of all, the fastest first. Then other
+    layouts take turns with the compressors that are left: the layout whose number of buckets differs most from those
+    before, at least by a factor of 2, as what a bucket costs besides its bytes is what predictions miss most.
     """
     base = basis.plan
     own = basis.predict(base)
@@ -137,21 +139,34 @@ def shortlist(basis: Basis, options: TuneOptions) -> Shortlist:
     promising = [one for one in found if one.prediction.step_s < (1 - _MIN_GAIN) * own.step_s]
     slowest_s = min([one.prediction.high_s for one in promising], default=0.0)
     promising = [one for one in promising if one.prediction.low_s < slowest_s]
-    chosen: list[Candidate] = []
-    for is_second in (False, True):
-        for one in promising:
-            others = [other.plan for other in chosen if other.plan.comm_hook == one.plan.comm_hook]
-            is_other = all(_differ(one.plan, other, basis) for other in others)
-            if len(chosen) < MAX_CANDIDATES and bool(others) == is_second and is_other:
-                chosen.append(one)
-    chosen.sort(key=lambda one: one.prediction.step_s)
     best_s = min([own.step_s, *(one.prediction.step_s for one in found)])
+    chosen = _diverse(promising, own.step_s, basis)
     return Shortlist(Candidate(base, own), tuple(chosen), _not_allowed(basis, options, best_s))
 
 
-def _differ(one: CommPlan, other: CommPlan, basis: Basis) -> bool:
-    few, many = sorted(len(buckets_of(plan, basis.workload.gradients)) for plan in (one, other))
-    return many >= _MIN_RATIO * few
+def _diverse(promising: Sequence[Candidate], own_s: float, basis: Basis) -> list[Candidate]:
+    """Returns candidates in the order in which to try them; ``promising`` begins with the fastest."""
+    best: dict[Compressor | None, Candidate] = {}
+    for one in promising:
+        best.setdefault(one.plan.comm_hook, one)
+    gains = {hook: own_s - one.prediction.step_s for hook, one in best.items()}
+    chosen = [one for hook, one in best.items() if gains[hook] >= _NEAR * max(gains.values())]
+    rest = [one for one in best.values() if one not in chosen]
+    num_buckets = {one.plan: len(buckets_of(one.plan, basis.workload.gradients)) for one in promising}
+
+    def ratio(one: Candidate) -> float:
+        own = num_buckets[one.plan]
+        same = [num_buckets[other.plan] for other in chosen if other.plan.comm_hook == one.plan.comm_hook]
+        return min((max(own, number) / min(own, number) for number in same), default=1.0)
+
+    while promising and len(chosen) < MAX_CANDIDATES:
+        other = max(promising, key=ratio)
+        more = [other] if ratio(other) >= _MIN_RATIO else []
+        more += [rest.pop(0)] if rest else []
+        if not more:
+            break
+        chosen += more
+    return chosen[:MAX_CANDIDATES]
 
 
 def _not_allowed(basis: Basis, options: TuneOptions, best_s: float) -> dict[str, float]:

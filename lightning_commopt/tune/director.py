@@ -30,7 +30,7 @@ _PROBATION_STEPS = 20  # with the plan that was chosen, before the first look at
 _NUM_ON_PROBATION = 3  # looks at which a plan that is no faster than the user's is rolled back
 _DRIFT = 0.15  # change of the step time, beyond its noise, after which another plan may be the fastest
 _NUM_NOISES = 5.0
-_FIRST_SHARE, _ALL_SHARE = 0.6, 0.8  # of the budget, for the first search and for all: the rest is for bad luck
+_FIRST_SHARE, _ALL_SHARE = 0.6, 0.7  # of the budget, for the first search and for all: the rest is for bad luck
 _CREDIT = 0.5  # of what a plan has saved, for further searches
 _CHECK_SHARE = 0.005  # of the time, for looking whether the plan is still the best
 _NUM_BLOCKS = 5
@@ -115,7 +115,7 @@ class Director:
         self._handicaps = handicaps
         self._lost_steps = lost_steps  # to searching, less half of what was saved since, in steps with the user's plan
         self._base_steps = 0.0  # as many of the present length took as long as what was trained since
-        self._undecided: list[Sequence[TimedVisit]] = []  # visits of searches that were not sure, since the last drift
+        self._undecided: list[Sequence[TimedVisit]] = []  # visits of searches that chose nothing, since the last drift
         self._min_pause = 2 * WATCH_STEPS  # from one search to the next
         self._search_from = self._num_done + self._min_pause
         self.chosen = arm
@@ -219,9 +219,10 @@ class Director:
             num_settling_steps=self._num_settling_steps,
             handicaps=self._handicaps,
             earlier=self._undecided,
+            tried={arm for found in self.searches for arm in found.gains},
         )
         found = yield from search.run()
-        self._undecided = [*self._undecided, search.visits] if found.why in ("not sure", "too short") else []
+        self._undecided = [] if found.arm else [*self._undecided, *([search.visits] if search.visits else [])]
         self.searches.append(found)
         self._lost_steps += found.lost_s / found.base_s if found.base_s > 0 else 0.0
         self.chosen, self.is_searching = found.arm, False
@@ -233,7 +234,9 @@ class Director:
         found, searched_at = self.searches[-1] if self.searches else None, self._num_done
         is_measured = found is not None and found.arm > 0
         is_open = found is not None and (
-            found.why == "not sure" or (found.why == "too short" and math.isinf(self._num_steps))
+            found.why == "not sure"
+            or (found.why == "none faster" and found.has_more)
+            or (found.why == "too short" and math.isinf(self._num_steps))
         )
         num_steps, num_looks, num_shifted = _PROBATION_STEPS if is_measured else WATCH_STEPS, 0, 0
         reference: float | None = None

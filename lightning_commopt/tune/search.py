@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_commopt.tune.gains import Gain, TimedVisit, gains, typical_s
 
 _MAX_STEPS = 49  # in all, of every plan; with those before it a fit searches for 60
+_MAX_ARMS = 3  # candidates, so that each can be visited twice
 _MIN_GAIN = 0.02  # share of a step that a plan must save to be chosen
 _NUM_TIMED_STEPS = 4  # of a visit
 _NUM_START_STEPS = 3  # of a fit: memory is allocated, kernels are loaded
@@ -54,6 +55,7 @@ class Found:
         num_steps: that the search took.
         lost_s: what it cost, over as many steps with the user's plan; negative if it saved time.
         why: "faster", "none faster", "not sure", "too short" (the run, for its cost) or "unmeasurable".
+        has_more: there are candidates that no search has tried.
     """
 
     arm: int
@@ -62,6 +64,7 @@ class Found:
     num_steps: int = 0
     lost_s: float = 0.0
     why: str = "none faster"
+    has_more: bool = False
 
 
 Searching = Generator[Visit, Report, Found]
@@ -80,6 +83,7 @@ class Search:
         num_settling_steps: after a change of plan, not timed: DDP lays out its buckets after the first of them.
         handicaps: by arm, share of a step that it must save beyond what others save, as it has other costs.
         earlier: visits of searches before this one that still count.
+        tried: arms that searches have timed whose visits count no longer. Without ``earlier`` others go before them.
 
     Attributes:
         visits: of this search so far.
@@ -95,10 +99,12 @@ class Search:
         num_settling_steps: int,
         handicaps: Mapping[int, float] | None = None,
         earlier: Sequence[Sequence[TimedVisit]] = (),
+        tried: Collection[int] = (),
     ) -> None:
         self._expected = expected
         candidates = (arm for arm in range(1, len(expected)) if expected[arm] != math.inf)
-        self._candidates = sorted(candidates, key=lambda candidate: candidate != arm)
+        self._candidates = sorted(candidates, key=lambda one: (one != arm, not earlier and one in tried))
+        self._tried = tried
         self._budget_steps = budget_steps
         self._num_settling_steps = num_settling_steps
         self._arm = self._present = arm
@@ -117,11 +123,14 @@ class Search:
             yield from self._steps(self._arm, self._num_first, is_spent=False)
         if not (yield from self._visit(0)):
             return Found(arm=0, num_steps=self._num_steps, why="unmeasurable")
-        active = self._affordable()
-        if not active and self._candidates:
+        open_arms = self._promising(self._candidates)
+        active = open_arms[: self._num_affordable()]
+        if open_arms and not active:
             return self._found([], "too short")
         while active:
-            for arm in [*active]:
+            for arm in self._in_order(active):
+                if arm not in active:
+                    continue
                 if not self._can_afford(arm):
                     return self._found(active)
                 yield from self._visit(arm)
@@ -135,12 +144,17 @@ class Search:
                     break
         return self._found(active)
 
-    def _affordable(self) -> list[int]:
-        """Returns as many candidates as the budget probably suffices for, the most promising ones."""
+    def _num_affordable(self) -> int:
+        """Returns how many candidates the budget probably suffices for."""
         change_steps = max(self._change_s, default=_UNKNOWN_CHANGE * self._base_s) / self._base_s
         num_changes = int(self._budget_steps / max(change_steps, 1e-9))
         # Each of n candidates and the user's plan are visited twice, and changed to each time.
-        return self._candidates[: max(0, (num_changes - 3) // 2)]
+        return max(0, min(_MAX_ARMS, (num_changes - 3) // 2))
+
+    def _in_order(self, active: Sequence[int]) -> list[int]:
+        """Returns candidates as given; once all were visited the fastest first, as steps may not suffice for all."""
+        net = self._net(gains(self._all_visits))
+        return sorted(active, key=lambda arm: -net[arm].gain) if net.keys() >= {*active} else [*active]
 
     def _visit(self, arm: int) -> Generator[Visit, Report, bool]:
         """Times a plan; returns whether any of its steps counted. One that is far slower is left at once."""
@@ -251,4 +265,5 @@ class Search:
             num_steps=self._num_steps,
             lost_s=self.lost_steps * base_s,
             why=why,
+            has_more=any(arm not in known and arm not in self._tried for arm in self._candidates),
         )

@@ -40,7 +40,7 @@ def test_a_slow_link_promises_something() -> None:
     plans = [one.plan for one in found.candidates]
     assert 0 < len(plans) <= MAX_CANDIDATES
     predictions = [one.prediction for one in found.candidates]
-    assert [one.step_s for one in predictions] == sorted(one.step_s for one in predictions)
+    assert predictions[0].step_s == min(one.step_s for one in predictions)
     assert all(one.step_s < found.base.prediction.step_s for one in predictions)
     assert all(one.low_s <= one.step_s <= one.high_s for one in predictions)
 
@@ -49,7 +49,7 @@ def test_every_compressor_that_may_win_is_tried_and_no_other() -> None:
     """If it fails, steps are spent on a plan that is known to be slow, and none on other buckets of the fastest."""
     slow = _list(_SLOW, ("bf16", "int8")).candidates
     assert {one.plan.comm_hook for one in slow} == {_INT8}
-    assert len({len(buckets_of(one.plan, _GRADIENTS)) for one in slow}) == MAX_CANDIDATES
+    assert [len(buckets_of(one.plan, _GRADIENTS)) for one in slow] == [20, 3, 7]  # 3 differs most
     close = _list(Link(hop_s=1e-4, s_per_byte=2e-9), ("bf16", "int8")).candidates
     assert {one.plan.comm_hook for one in close} >= {_BF16, _INT8}
     for found in (slow, close):

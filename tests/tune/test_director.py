@@ -14,7 +14,7 @@ from support.cross_section import sampled
 from support.simulated_fit import NOISES, Change, Driven, Outcome, simulate
 
 _WORSE = [
-    [1.0, 1.02, 1.1, 1.3],
+    [1.0, 1.02, 1.1, 1.3, 1.01, 1.05, 1.2],
     [1.0, 1.01, 1.01, 1.01],
     [1.0, 2.5, 1.0, 1.05],
     [1.0],
@@ -61,6 +61,20 @@ def test_a_link_that_changes_makes_it_search_again(kind: str) -> None:
     outcomes = [simulate([1.0, 1.2, 1.4, 1.2], 5000, kind, seed, change=slower) for seed in range(10)]
     assert sum(outcome.arm == 1 for outcome in outcomes) >= 8
     assert all(outcome.ratio < 1.01 for outcome in outcomes)
+
+
+def test_candidates_that_lose_make_room_for_others() -> None:
+    """If it fails, a plan is never tried because three others were predicted to be faster, and are not."""
+    outcomes = [simulate([1.0, 1.2, 1.05, 1.3, 1.02, 0.8], 8000, "medium", seed) for seed in range(20)]
+    assert statistics.fmean(outcome.arm == 5 for outcome in outcomes) > 0.9
+    assert all({*search.gains} <= {*range(1, 6)} for outcome in outcomes for search in outcome.director.searches)
+    assert max(outcome.ratio for outcome in outcomes) < 1.01
+
+
+def test_the_fastest_candidate_is_seen_twice_first() -> None:
+    """If it fails, a search ends on another one, as its steps did not suffice to visit all again."""
+    outcomes = [simulate([1.0, 0.75, 0.74, 0.7], 3000, "small", seed) for seed in range(20)]
+    assert statistics.fmean(outcome.director.searches[0].arm == 3 for outcome in outcomes) > 0.9
 
 
 def test_a_run_too_short_tries_nothing() -> None:
