@@ -71,6 +71,13 @@ def test_candidates_that_lose_make_room_for_others() -> None:
     assert max(outcome.ratio for outcome in outcomes) < 1.01
 
 
+def test_a_plan_that_was_chosen_is_compared_with_candidates_that_were_not_tried() -> None:
+    """If it fails, a long fit stays with the best of the first three candidates."""
+    outcomes = [simulate([1.0, 0.8, 0.85, 0.82, 0.6], 12000, "small", seed) for seed in range(5)]
+    assert {outcome.director.searches[0].arm for outcome in outcomes} == {1}
+    assert {outcome.arm for outcome in outcomes} == {4}
+
+
 def test_the_fastest_candidate_is_seen_twice_first() -> None:
     """If it fails, a search ends on another one, as its steps did not suffice to visit all again."""
     outcomes = [simulate([1.0, 0.75, 0.74, 0.7], 3000, "small", seed) for seed in range(20)]

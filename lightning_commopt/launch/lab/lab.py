@@ -231,7 +231,7 @@ class NetLab:
             self._do("ip", "link", "set", port, "master", "bridge0", "up")
 
     def _limit(self, *options: str, device: str, is_new: bool = True) -> None:
-        """Limits the rate of what a device sends; without ``is_new`` it already has a limit, and loses no packet."""
+        """Limits the rate of what a device sends; without ``is_new`` it has a limit, which changes."""
         if self._bits_per_s is None:
             return
         bytes_per_s = self._bits_per_s / 8
