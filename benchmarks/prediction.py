@@ -2,10 +2,10 @@
 
 Makes hosts with a limited rate on this machine (`lightning_commopt.launch.lab`), one rank on each, every rank on a core
 of its own with one thread. For each model and link one job trains under all plans, which take turns, A B C A B C, and
-records every step as `CommTimeMonitor` does. Then the steps of one plan (``--base``) are all that the model may see: it
-predicts the median step of every other plan, with an interval. Printed are the mean absolute error, the share of
-measured medians inside the intervals, and the noise: by how much the medians of a plan's turns differ from that of all
-its steps. With ``--num-hosts 2 4`` the run on two hosts predicts those on four as well.
+records every step as `CommTimeMonitor` does. Then the steps of one plan (``--base``), 20 a turn, are all that the model
+may see: it predicts the median step of every other plan, with an interval. Printed are the mean absolute error, the
+share of measured medians inside the intervals, and the noise: by how much the medians of a plan's turns differ from
+that of all its steps. With ``--num-hosts 2 4`` the run on two hosts predicts those on four as well.
 
 python benchmarks/prediction.py --output benchmarks/results/prediction_HARDWARE_DATE.json
 python benchmarks/prediction.py --models mlp --rates 1gbit --num-plans 6    # quick
@@ -53,7 +53,7 @@ def plans() -> list[dict[str, Any]]:
 def run_job(arguments: argparse.Namespace, model: str, rate: str, num_hosts: int) -> list[dict[str, Any]]:
     """Trains under all plans in one lab; returns what each rank recorded."""
     settings = {"model": model, "plans": plans()[: arguments.num_plans]}
-    settings |= {"budget_s": arguments.budget_s, "num_turns": arguments.num_turns}
+    settings |= {"budget_s": arguments.budget_s, "num_turns": arguments.num_turns, "base": arguments.base}
     command = [sys.executable, str(Path(__file__).with_name("prediction_job.py")), json.dumps(settings)]
     with NetLab(num_hosts, None if rate == "unlimited" else rate) as lab:
         output = lab.run(command, pin_to_cores=True, timeout_s=arguments.timeout_s)[0]

@@ -1,6 +1,7 @@
 """One rank of `prediction.py`: trains a model under one plan after another, and records every step."""
 
 import json
+import math
 import os
 import sys
 import time
@@ -68,7 +69,7 @@ class Training:
         recorder.end_step(number, len(self.inputs))
 
     def run(self, plan: CommPlan, budget_s: float) -> dict[str, Any]:
-        """Trains under a plan, and returns what `prediction.py` needs of this rank."""
+        """Trains under a plan, 20 steps within an unlimited budget; returns what `prediction.py` needs of this rank."""
         wrapped = DistributedDataParallel(self.model, **plan.ddp_kwargs())
         hook = None
         if plan.comm_hook is None:
@@ -81,7 +82,7 @@ class Training:
             self.step(wrapped, number, unused)
         seconds = torch.tensor(time.perf_counter() - began)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        num_steps = max(_MIN_STEPS, min(_MAX_STEPS, int(budget_s / seconds.item())))
+        num_steps = int(max(_MIN_STEPS, min(_MAX_STEPS, budget_s / seconds.item())))
         self.recorder.take(_NUM_WARMUP_STEPS)
         times = GradientTimes(self.model.named_parameters(), torch.device("cpu"))
         for number in range(num_steps):
@@ -111,8 +112,9 @@ def main() -> None:
     plans = [CommPlan.from_dict(plan) for plan in settings["plans"]]
     turns: list[list[dict[str, Any]]] = [[] for _ in plans]
     for _ in range(settings["num_turns"]):
-        for plan, own in zip(plans, turns, strict=True):
-            own.append(training.run(plan, settings["budget_s"] / settings["num_turns"]))
+        for number, (plan, own) in enumerate(zip(plans, turns, strict=True)):
+            is_base = number == settings["base"]  # what is learned from needs as many steps as real runs have
+            own.append(training.run(plan, math.inf if is_base else settings["budget_s"] / settings["num_turns"]))
     gradients = GradientTimes(training.model.named_parameters(), torch.device("cpu"))
     gradients.begin_backward()
     F.cross_entropy(training.model(training.inputs), training.labels).backward()
