@@ -17,7 +17,8 @@
 #define ROWS 4
 #define WIDTH 4
 #define LANES 8
-#define ALIGNMENT 64
+#define ALIGNMENT 64 /* bytes of a cache line */
+#define LINE 16      /* elements of it */
 #define MIN_SHARED 65536 /* elements of a matrix that are worth a second thread */
 
 enum { SUBTRACT = 1, ADD = 2, ROW_SUMS = 4, COLUMN_SUMS = 8 }; /* what is done in one go */
@@ -247,12 +248,21 @@ UNFUSED static inline lanes product_lanes(ptrdiff_t m, ptrdiff_t k, ptrdiff_t r,
     return sum;
 }
 
+UNFUSED static void write_kept(ptrdiff_t m, ptrdiff_t k, ptrdiff_t r, const float *p, const float *q, float *out, ptrdiff_t n) {
+    for (ptrdiff_t column = 0; column < n; column += LANES) {
+        ptrdiff_t width = least(LANES, n - column);
+        store(out + column, product_lanes(m, k, r, p, q + column, width), width);
+    }
+}
+
+/* A cache line that is written past the caches in part costs more than a hundred others. */
 UNFUSED static void write_row(ptrdiff_t m, ptrdiff_t k, ptrdiff_t r, const float *p, const float *q, float *out) {
-    ptrdiff_t column = least(k, (ptrdiff_t)(-(uintptr_t)out / sizeof(float) % LANES)); /* to where a store is aligned */
-    store(out, product_lanes(m, k, r, p, q, column), column);
-    for (; column + LANES <= k; column += LANES)
+    ptrdiff_t first = least(k, (ptrdiff_t)(-(uintptr_t)out / sizeof(float) % LINE));
+    ptrdiff_t last = first + (k - first) / LINE * LINE;
+    write_kept(m, k, r, p, q, out, first);
+    for (ptrdiff_t column = first; column < last; column += LANES)
         store_past(out + column, product_lanes(m, k, r, p, q + column, LANES));
-    store(out + column, product_lanes(m, k, r, p, q + column, k - column), k - column);
+    write_kept(m, k, r, p, q + last, out + last, k - last);
 }
 
 void write_product(ptrdiff_t threads, ptrdiff_t m, ptrdiff_t k, ptrdiff_t r, const float *p, const float *q, float *out) {
