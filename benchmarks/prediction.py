@@ -5,7 +5,8 @@ of its own with one thread. For each model and link one job trains under all pla
 records every step as `CommTimeMonitor` does. Then the steps of one plan (``--base``), 20 a turn, are all that the model
 may see: it predicts the median step of every other plan, with an interval. Printed are the mean absolute error, the
 share of measured medians inside the intervals, and the noise: by how much the medians of a plan's turns differ from
-that of all its steps. With ``--num-hosts 2 4`` the run on two hosts predicts those on four as well.
+that of all its steps. "Of sync" is the error where forward and backward take as long as they did with the predicted
+plan: what is left is that of gradient sync. With ``--num-hosts 2 4`` the run on two hosts predicts those on four as well.
 
 python benchmarks/prediction.py --output benchmarks/results/prediction_HARDWARE_DATE.json
 python benchmarks/prediction.py --models mlp --rates 1gbit --num-plans 6    # quick
@@ -101,6 +102,19 @@ def learn(ranks: list[dict[str, Any]], base: int) -> Basis:
     )
 
 
+def with_arithmetic_of(basis: Basis, turns: list[dict[str, Any]], own: list[dict[str, Any]]) -> Basis:
+    """Returns the basis with the times of forward and backward that another plan's steps had, by rank."""
+    factor = median(rank["gradients"][-1][-1] for rank in own) / median(rank["gradients"][-1][-1] for rank in turns)
+    gradients = tuple(one._replace(ready_s=factor * one.ready_s) for one in basis.workload.gradients)
+    workload = dataclasses.replace(
+        basis.workload,
+        gradients=gradients,
+        forward_s=median(step["forward_s"] for rank in own for step in rank["steps"]),
+        backward_s=factor * basis.workload.backward_s,
+    )
+    return dataclasses.replace(basis, workload=workload)
+
+
 def on_shared_cores(basis: Basis, factor: float) -> Basis:
     """Returns the basis where each core has ``factor`` ranks: what they compute takes as much longer."""
     costs = {hook: cost.slower(factor) for hook, cost in basis.costs.items()}
@@ -132,7 +146,9 @@ def compare(jobs: list[dict[str, Any]], base: int) -> list[dict[str, Any]]:
                 continue
             plan = CommPlan.from_dict(run["plan"])
             found = basis.predict(plan, num_ranks=num_ranks)
-            measured_s = median_step_s(all_turns(job["ranks"], number)[0])
+            own = all_turns(job["ranks"], number)
+            measured_s = median_step_s(own[0])
+            known = with_arithmetic_of(basis, all_turns(first["ranks"], base), own).predict(plan, num_ranks=num_ranks)
             rows.append(
                 {
                     **{name: job[name] for name in ("model", "rate")},
@@ -143,6 +159,7 @@ def compare(jobs: list[dict[str, Any]], base: int) -> list[dict[str, Any]]:
                     "low_s": found.low_s,
                     "high_s": found.high_s,
                     "error": found.step_s / measured_s - 1,
+                    "error_of_sync": known.step_s / measured_s - 1,
                     "is_inside": found.low_s <= measured_s <= found.high_s,
                     "noise": noise(job["ranks"], number),
                 }
@@ -152,7 +169,7 @@ def compare(jobs: list[dict[str, Any]], base: int) -> list[dict[str, Any]]:
 
 def print_tables(rows: list[dict[str, Any]], *, shows_plans: bool) -> None:
     """Prints a row for each model, link and number of hosts, and for each plan if wanted."""
-    console = Console(width=max(110, Console().width))
+    console = Console(width=max(120, Console().width))
     if shows_plans:
         table = Table("model", "link", "hosts", "plan", "measured s", "predicted s", "95 %", "error")
         for row in rows:
@@ -160,7 +177,9 @@ def print_tables(rows: list[dict[str, Any]], *, shows_plans: bool) -> None:
             times = (f"{row['measured_s']:.3f}", f"{row['predicted_s']:.3f}", interval, f"{100 * row['error']:+.1f} %")
             table.add_row(row["model"], row["rate"], str(row["num_hosts"]), row["plan"], *times)
         console.print(table)
-    table = Table("model", "link", "hosts", "plans", "mean |error|", "mean error", "largest", "inside 95 %", "noise")
+    table = Table(
+        "model", "link", "hosts", "plans", "mean |error|", "mean error", "largest", "of sync", "inside 95 %", "noise"
+    )
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["model"], row["rate"], row["num_hosts"]), []).append(row)
@@ -173,8 +192,11 @@ def print_tables(rows: list[dict[str, Any]], *, shows_plans: bool) -> None:
             continue
         errors = [row["error"] for row in group]
         inside, disturbed = (fmean(row[name] for row in group) for name in ("is_inside", "noise"))
-        numbers = (fmean(map(abs, errors)), fmean(errors), max(errors, key=abs), inside, disturbed)
-        signed = [f"{100 * number:{sign}.1f} %" for number, sign in zip(numbers, ("", "+", "+", "", ""), strict=True)]
+        of_sync = fmean(abs(row["error_of_sync"]) for row in group)
+        numbers = (fmean(map(abs, errors)), fmean(errors), max(errors, key=abs), of_sync, inside, disturbed)
+        signed = [
+            f"{100 * number:{sign}.1f} %" for number, sign in zip(numbers, ("", "+", "+", "", "", ""), strict=True)
+        ]
         table.add_row(model, rate, str(num_hosts), str(len(group)), *signed)
     console.print(table)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
@@ -12,24 +12,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_commopt.compressors import Compressor, Layout, compressor_from_config, compressor_to_config
+from lightning_commopt.compressors import Compressor, Layout, Rounds, compressor_from_config, compressor_to_config
 from lightning_commopt.compressors.channel import AloneChannel
 from lightning_commopt.cost.gradient_times import work_clock
 from lightning_commopt.cost.workload import Gradient
 from lightning_commopt.measure.clock import Clock
 
 LARGE_BYTES = 2**24
-"""Of the larger of two scratch buckets: a piece of those that `in_pieces` cuts."""
+"""Of the larger of two kinds of scratch buckets: a piece of those that `in_pieces` cuts."""
 
-_NUM_RUNS = 3
-_CACHE_BYTES = 2**26  # more than processors have for all that a rank does
+_ISSUE_S = 0.4e-3  # processor time to issue a collective from a thread, on CPU: Python, with cold caches
+_NUM_BUCKETS = 3  # of each size; together they are larger than the caches
 _LATE_STEP = 2**30  # a compressor that starts late has started
 
 
 class Stage(NamedTuple):
     """Arithmetic, and the collective after it."""
 
-    fixed_s: float  # of the arithmetic in every bucket
+    fixed_s: float  # of the arithmetic in every bucket, and of issuing the collective
     s_per_byte: float  # of it, by bytes of gradients
     operation: str = ""  # of the `Channel`; empty after the last arithmetic
     share: float = 0.0  # bytes of the message over all that the bucket sends, in terms of an all-reduce
@@ -68,9 +68,9 @@ class CompressorCost:
 def measure_costs(
     compressors: Iterable[Compressor | None], gradients: Sequence[Gradient], device: torch.device, num_ranks: int
 ) -> dict[Compressor | None, CompressorCost]:
-    """Measures compressors one after another, in a tenth of a second each on CPU. No rank needs another one for it.
+    """Measures compressors one after another, in some ten milliseconds each. No rank needs another one for it.
 
-    On CPU with one thread in processor time, which other programs do not disturb. The larger scratch bucket has the
+    On CPU with one thread in processor time, which other programs do not disturb. The larger scratch buckets have the
     shapes of the model's gradients as far as they fit. None stands for DDP's own average.
 
     Returns:
@@ -114,7 +114,12 @@ def _measure(
 ) -> CompressorCost:
     if compressor is None:
         return own_average()
-    (small, _), (large, issued) = (_run(compressor, layout, clock, device, num_ranks) for layout in layouts)
+    buckets = [_ScratchBucket(compressor, layout, device, num_ranks) for _ in range(_NUM_BUCKETS) for layout in layouts]
+    with torch.no_grad():
+        for _ in range(2):  # at first memory is allocated, and kernels are compiled
+            times = time_rounds([bucket.rounds() for bucket in buckets], clock)
+    small, large = ([median(stage) for stage in zip(*same, strict=True)] for same in (times[::2], times[1::2]))
+    issued = buckets[1].channel.issued
     small_bytes, large_bytes = (layout.numel * layout.dtype.itemsize for layout in layouts)
     sent = sum(num_bytes if operation == "all_reduce" else num_bytes / 2 for operation, num_bytes in issued)
     stages = []
@@ -123,6 +128,7 @@ def _measure(
         fixed_s, s_per_byte = 0.0, seconds / large_bytes
         if len(small) == len(large):  # else the small bucket is not compressed
             fixed_s, s_per_byte = _line((small_bytes, large_bytes), (small[index], seconds))
+        fixed_s += _ISSUE_S if operation and device.type == "cpu" else 0.0
         stages.append(Stage(fixed_s, s_per_byte, operation, num_bytes / sent))
     return CompressorCost(compressor=compressor, stages=tuple(stages))
 
@@ -134,43 +140,43 @@ def _line(x: tuple[float, float], y: tuple[float, float]) -> tuple[float, float]
     return (start, slope) if start >= 0 and slope >= 0 else (0.0, y[1] / x[1])
 
 
-def _run(
-    compressor: Compressor, layout: Layout, clock: Clock, device: torch.device, num_ranks: int
-) -> tuple[list[float], list[tuple[str, int]]]:
-    """Returns the seconds before each collective and after the last one, and the collectives with their bytes.
+class _ScratchBucket:
+    """A bucket that no rank waits for."""
 
-    Seconds are medians over a few runs on one bucket, without the first.
+    def __init__(self, compressor: Compressor, layout: Layout, device: torch.device, num_ranks: int) -> None:
+        self._compressor, self._layout = compressor, layout
+        generator = torch.Generator(device).manual_seed(0)  # training's own must not notice
+        self._flat = torch.randn(layout.numel, dtype=layout.dtype, device=device, generator=generator)
+        self._state = compressor.init(layout, device, _LATE_STEP)
+        self.channel = AloneChannel(SimpleNamespace(size=num_ranks, rank=0, within=None, across=None))
+
+    def rounds(self) -> Rounds:
+        """Returns the rounds of another step."""
+        self.channel.issued.clear()
+        return self._compressor.rounds(self._flat, self._layout, self._state, self.channel)
+
+
+def time_rounds(buckets: Sequence[Rounds], clock: Clock) -> list[list[float]]:
+    """Drives the rounds of some buckets to their end.
+
+    They take turns, one round each, so that the memory of others is in the caches when a bucket's turn comes, as that
+    of backward is in training.
+
+    Returns:
+        For each bucket the seconds before each collective and after the last one.
     """
-    channel = AloneChannel(SimpleNamespace(size=num_ranks, rank=0, within=None, across=None))
-    generator = torch.Generator(device).manual_seed(0)  # training's own must not notice
-    flat = torch.randn(layout.numel, dtype=layout.dtype, device=device, generator=generator)
-    state = compressor.init(layout, device, _LATE_STEP)
-    runs = []
-    other = torch.zeros(_CACHE_BYTES if device.type == "cpu" else 0, dtype=torch.uint8, device="cpu")
-    with torch.no_grad():
-        for _ in range(_NUM_RUNS + 1):
-            channel.issued.clear()
-            rounds = compressor.rounds(flat, layout, state, channel)
-            # Backward, or what has arrived, has other memory in the caches when a bucket's turn comes.
-            runs.append(time_rounds(rounds, clock, before=lambda: other.add_(1)))
-    return [median(stage) for stage in zip(*runs[1:], strict=True)], channel.issued
-
-
-def time_rounds(rounds: Any, clock: Clock, before: Callable[[], object] = lambda: None) -> list[float]:
-    """Drives rounds to their end; returns the seconds before each collective and after the last one.
-
-    ``before`` is called before the arithmetic of each.
-    """
-    marks, arrived = [], None
-    while True:
-        before()
-        start = clock.mark()
-        try:
-            pending = rounds.send(arrived)
-        except StopIteration:
-            marks.append((start, clock.mark()))
-            break
-        marks.append((start, clock.mark()))
-        arrived = pending.wait()
-    clock.wait_for(marks[-1][1])
-    return [clock.seconds(end) - clock.seconds(start) for start, end in marks]
+    marks: list[list[tuple[Any, Any]]] = [[] for _ in buckets]
+    arrived: dict[int, Any] = dict.fromkeys(range(len(buckets)))
+    while arrived:
+        for number, tensor in list(arrived.items()):
+            pending, start = None, clock.mark()
+            with suppress(StopIteration):
+                pending = buckets[number].send(tensor)
+            marks[number].append((start, clock.mark()))
+            if pending is None:
+                del arrived[number]
+            else:
+                arrived[number] = pending.wait()
+    for spans in marks:
+        clock.wait_for(spans[-1][1])
+    return [[clock.seconds(end) - clock.seconds(start) for start, end in spans] for spans in marks]
