@@ -5,8 +5,8 @@ of its own with one thread. For each model and link one job trains under all pla
 records every step as `CommTimeMonitor` does. Then the steps of one plan (``--base``), 20 a turn, are all that the model
 may see: it predicts the median step of every other plan, with an interval. Printed are the mean absolute error, the
 share of measured medians inside the intervals, and the noise: by how much the medians of a plan's turns differ from
-that of all its steps. "Of sync" is the error where forward and backward take as long as they did with the predicted
-plan: what is left is that of gradient sync. With ``--num-hosts 2 4`` the run on two hosts predicts those on four as well.
+that of all its steps. "Of sync" is the error that is left where forward and backward are not predicted, but take as
+long as they did with the plan itself. With ``--num-hosts 2 4`` the run on two hosts predicts those on four as well.
 
 python benchmarks/prediction.py --output benchmarks/results/prediction_HARDWARE_DATE.json
 python benchmarks/prediction.py --models mlp --rates 1gbit --num-plans 6    # quick
@@ -148,7 +148,10 @@ def compare(jobs: list[dict[str, Any]], base: int) -> list[dict[str, Any]]:
             found = basis.predict(plan, num_ranks=num_ranks)
             own = all_turns(job["ranks"], number)
             measured_s = median_step_s(own[0])
-            known = with_arithmetic_of(basis, all_turns(first["ranks"], base), own).predict(plan, num_ranks=num_ranks)
+            error_of_sync = None
+            if not is_other_world:
+                known = with_arithmetic_of(basis, all_turns(first["ranks"], base), own)
+                error_of_sync = known.predict(plan).step_s / measured_s - 1
             rows.append(
                 {
                     **{name: job[name] for name in ("model", "rate")},
@@ -159,12 +162,22 @@ def compare(jobs: list[dict[str, Any]], base: int) -> list[dict[str, Any]]:
                     "low_s": found.low_s,
                     "high_s": found.high_s,
                     "error": found.step_s / measured_s - 1,
-                    "error_of_sync": known.step_s / measured_s - 1,
+                    "error_of_sync": error_of_sync,
                     "is_inside": found.low_s <= measured_s <= found.high_s,
                     "noise": noise(job["ranks"], number),
                 }
             )
     return rows
+
+
+def in_percent(group: list[dict[str, Any]]) -> list[str]:
+    """Returns what is printed of some rows: errors, the share inside the intervals, and the noise."""
+    errors = [row["error"] for row in group]
+    of_sync = [abs(row["error_of_sync"]) for row in group if row["error_of_sync"] is not None]
+    signed = [f"{100 * error:+.1f} %" for error in (fmean(errors), max(errors, key=abs))]
+    inside, disturbed = (f"{100 * fmean(row[name] for row in group):.1f} %" for name in ("is_inside", "noise"))
+    known = f"{100 * fmean(of_sync):.1f} %" if of_sync else ""
+    return [f"{100 * fmean(map(abs, errors)):.1f} %", *signed, known, inside, disturbed]
 
 
 def print_tables(rows: list[dict[str, Any]], *, shows_plans: bool) -> None:
@@ -177,9 +190,8 @@ def print_tables(rows: list[dict[str, Any]], *, shows_plans: bool) -> None:
             times = (f"{row['measured_s']:.3f}", f"{row['predicted_s']:.3f}", interval, f"{100 * row['error']:+.1f} %")
             table.add_row(row["model"], row["rate"], str(row["num_hosts"]), row["plan"], *times)
         console.print(table)
-    table = Table(
-        "model", "link", "hosts", "plans", "mean |error|", "mean error", "largest", "of sync", "inside 95 %", "noise"
-    )
+    names = ("mean |error|", "mean error", "largest", "of sync", "inside 95 %", "noise")
+    table = Table("model", "link", "hosts", "plans", *names)
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["model"], row["rate"], row["num_hosts"]), []).append(row)
@@ -188,16 +200,8 @@ def print_tables(rows: list[dict[str, Any]], *, shows_plans: bool) -> None:
     for limit in QUIET:
         groups[f"noise up to {limit:.0%}", "all", "all"] = [row for row in rows if row["noise"] <= limit]
     for (model, rate, num_hosts), group in groups.items():
-        if not group:
-            continue
-        errors = [row["error"] for row in group]
-        inside, disturbed = (fmean(row[name] for row in group) for name in ("is_inside", "noise"))
-        of_sync = fmean(abs(row["error_of_sync"]) for row in group)
-        numbers = (fmean(map(abs, errors)), fmean(errors), max(errors, key=abs), of_sync, inside, disturbed)
-        signed = [
-            f"{100 * number:{sign}.1f} %" for number, sign in zip(numbers, ("", "+", "+", "", "", ""), strict=True)
-        ]
-        table.add_row(model, rate, str(num_hosts), str(len(group)), *signed)
+        if group:
+            table.add_row(model, rate, str(num_hosts), str(len(group)), *in_percent(group))
     console.print(table)
 
 
