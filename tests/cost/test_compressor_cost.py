@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from lightning_commopt.compressors import Hierarchical
+from lightning_commopt.compressors import Hierarchical, Rounds
+from lightning_commopt.compressors.channel import Pending
 from lightning_commopt.cost import compressor_cost
-from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs
+from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs, time_rounds
 from lightning_commopt.cost.workload import Gradient
+from lightning_commopt.measure.clock import HostClock
 from support.every_compressor import COMPRESSORS
 
 GRADIENTS = [Gradient("w", (300, 200), 4, 0.1), Gradient("b", (300,), 4, 0.2)]
@@ -61,3 +64,32 @@ def test_training_does_not_notice() -> None:
     before = torch.get_rng_state()
     measure_costs([COMPRESSORS["powersgd"], COMPRESSORS["int8"]], GRADIENTS, torch.device("cpu"), 2)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_buckets_take_turns() -> None:
+    """If it fails, the memory of a bucket is in the caches as it never is in training."""
+    calls = []
+
+    def rounds(name: str, num_collectives: int) -> Rounds:
+        for number in range(num_collectives):
+            calls.append((name, number))
+            yield Pending(torch.zeros(1), [])
+        calls.append((name, num_collectives))
+
+    times = time_rounds([rounds("large", 2), rounds("small", 1)], HostClock())
+    assert calls == [("large", 0), ("small", 0), ("large", 1), ("small", 1), ("large", 2)]
+    assert [len(seconds) for seconds in times] == [3, 2]
+
+
+def test_a_scratch_bucket_has_the_gradients_in_their_order() -> None:
+    """If it fails, matrices begin where a cache line does, as they do not behind a bias of ten elements."""
+    layouts, make = [], compressor_cost._ScratchBucket
+
+    def spy(compressor: Any, layout: Any, *rest: Any) -> Any:
+        layouts.append(layout)
+        return make(compressor, layout, *rest)
+
+    gradients = [Gradient("bias", (10,), 4, 0.1), *GRADIENTS]
+    with mock.patch.multiple(compressor_cost, _ScratchBucket=spy, LARGE_BYTES=2**18):
+        measure_costs([COMPRESSORS["bf16"]], gradients, torch.device("cpu"), 2)
+    assert {layout.shapes for layout in layouts} == {((256, 256),), ((10,), (300, 200), (300,))}
