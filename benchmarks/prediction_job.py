@@ -69,7 +69,7 @@ class Training:
         recorder.end_step(number, len(self.inputs))
 
     def run(self, plan: CommPlan, budget_s: float) -> dict[str, Any]:
-        """Trains under a plan, 20 steps within an unlimited budget; returns what `prediction.py` needs of this rank."""
+        """Trains under a plan for at most 20 steps, and returns what `prediction.py` needs of this rank."""
         wrapped = DistributedDataParallel(self.model, **plan.ddp_kwargs())
         hook = None
         if plan.comm_hook is None:

@@ -138,7 +138,8 @@ def bucket_cost(
 
     def step(flat: Tensor) -> float:
         """Returns the seconds in which the host does not wait for a collective."""
-        return sum(*time_rounds([compressor.rounds(flat, layout, state, channel)], HostClock()))
+        [seconds] = time_rounds([compressor.rounds(flat, layout, state, channel)], HostClock())
+        return sum(seconds)
 
     launches = device_s = 0.0
     with torch.no_grad():
