@@ -103,7 +103,7 @@ def learn(ranks: list[dict[str, Any]], base: int) -> Basis:
 
 
 def with_arithmetic_of(basis: Basis, turns: list[dict[str, Any]], own: list[dict[str, Any]]) -> Basis:
-    """Returns the basis with the times of forward and backward that another plan's steps had, by rank."""
+    """Returns the basis of ``turns`` with the forward and backward of ``own``, which are another plan's; each by rank."""
     factor = median(rank["gradients"][-1][-1] for rank in own) / median(rank["gradients"][-1][-1] for rank in turns)
     gradients = tuple(one._replace(ready_s=factor * one.ready_s) for one in basis.workload.gradients)
     workload = dataclasses.replace(
@@ -163,6 +163,7 @@ def compare(jobs: list[dict[str, Any]], base: int) -> list[dict[str, Any]]:
                     "high_s": found.high_s,
                     "error": found.step_s / measured_s - 1,
                     "error_of_sync": error_of_sync,
+                    "backward_s": median(rank["gradients"][-1][-1] for rank in own),
                     "is_inside": found.low_s <= measured_s <= found.high_s,
                     "noise": noise(job["ranks"], number),
                 }

@@ -22,13 +22,12 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import Strategy
 
-# Further and further apart, so that what slows a host down for seconds has a part in few of them.
-_MARKED_BACKWARDS = [number * (number + 1) // 2 for number in range(10)]
+_NUM_BACKWARDS = 10
 _NUM_STEPS = 100
 
 
 class PredictionRecorder:
-    """Times the gradients of ten of the first backwards after the warm-up, on rank 0, and keeps the last steps."""
+    """Times the gradients of ten backwards after the warm-up, on rank 0, and keeps the last steps."""
 
     def __init__(self, trainer: Trainer, module: LightningModule, num_warmup_backwards: int) -> None:
         self._strategy = trainer.strategy
@@ -54,11 +53,10 @@ class PredictionRecorder:
         if self._times is None:
             device, num_ranks = self._strategy.root_device, self._num_ranks_on_host
             self._times = GradientTimes(self._module.named_parameters(), device, num_ranks)
-        number = self._times.num_backwards
-        if number > _MARKED_BACKWARDS[-1]:
+        if self._times.num_backwards == _NUM_BACKWARDS:
             self.close()
         else:
-            self._times.begin_backward(is_marked=number in _MARKED_BACKWARDS)
+            self._times.begin_backward()
 
     def add(self, steps: Sequence[StepRecord]) -> None:
         """Adds steps as they are taken from the recorder; those of an earlier plan, and the first of another, go."""

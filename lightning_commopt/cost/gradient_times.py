@@ -56,7 +56,7 @@ class GradientTimes:
 
     def _hook(self, name: str) -> Any:
         def mark(_: torch.Tensor) -> None:
-            if self._backwards and self._backwards[-1]:
+            if self._backwards:
                 self._backwards[-1].setdefault(name, self._clock.mark())
 
         return mark
@@ -65,14 +65,14 @@ class GradientTimes:
         """May be called right before a forward, to see how much other processes take of this thread's core."""
         self._forward = time.thread_time(), _queued_s()
 
-    def begin_backward(self, *, is_marked: bool = True) -> None:
-        """Must be called right before a backward, also before one whose gradients are not marked."""
+    def begin_backward(self) -> None:
+        """Must be called right before a backward."""
         cpu_s = time.thread_time()
         if self._forward is not None and cpu_s > self._forward[0]:
             self._slowdowns.append(1 + (_queued_s() - self._forward[1]) / (cpu_s - self._forward[0]))
             self._forward = None
         self._cpu_s.append((time.process_time(), cpu_s))
-        self._backwards.append({"": self._clock.mark()} if is_marked else {})
+        self._backwards.append({"": self._clock.mark()})
 
     @property
     def num_backwards(self) -> int:

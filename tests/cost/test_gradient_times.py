@@ -66,18 +66,6 @@ def test_hooks_are_removed() -> None:
     assert not any(parameter._post_accumulate_grad_hooks for parameter in net.parameters())
 
 
-def test_backwards_that_are_not_marked_do_not_count() -> None:
-    net = Net()
-    times = GradientTimes(net.named_parameters(), torch.device("cpu"))
-    for number in range(6):
-        times.begin_backward(is_marked=number < 2)
-        x = net(torch.randn(2, 4))
-        (x if number < 2 else Slow.apply(Slow.apply(x))).sum().backward()
-    times.close()
-    assert times.num_backwards == 6
-    assert times.gradients()[0].ready_s < 0.02
-
-
 def test_waiting_is_no_computation() -> None:
     """With one thread a gradient is ready after the work, however long another process or thread had the core."""
     threads = torch.get_num_threads()

@@ -255,7 +255,7 @@ UNFUSED static void write_kept(ptrdiff_t m, ptrdiff_t k, ptrdiff_t r, const floa
     }
 }
 
-/* A cache line that is written past the caches in part costs as much as some sixty whole ones (AMD EPYC). */
+/* Only whole cache lines are written past the caches: a part of one would be merged in memory. */
 UNFUSED static void write_row(ptrdiff_t m, ptrdiff_t k, ptrdiff_t r, const float *p, const float *q, float *out) {
     ptrdiff_t first = least(k, (ptrdiff_t)(-(uintptr_t)out / sizeof(float) % LINE));
     ptrdiff_t last = first + (k - first) / LINE * LINE;
