@@ -103,7 +103,7 @@ def learn(ranks: list[dict[str, Any]], base: int) -> Basis:
 
 
 def with_arithmetic_of(basis: Basis, turns: list[dict[str, Any]], own: list[dict[str, Any]]) -> Basis:
-    """Returns the basis of ``turns`` with the forward and backward of ``own``, which are another plan's; each by rank."""
+    """Returns the basis of ``turns`` with the forward and backward of another plan, ``own``; both by rank."""
     factor = median(rank["gradients"][-1][-1] for rank in own) / median(rank["gradients"][-1][-1] for rank in turns)
     gradients = tuple(one._replace(ready_s=factor * one.ready_s) for one in basis.workload.gradients)
     workload = dataclasses.replace(
