@@ -28,6 +28,7 @@ from rich.table import Table
 from lightning_commopt import CommPlan
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.compressor_cost import CompressorCost
+from lightning_commopt.cost.gradient_times import Interrupts
 from lightning_commopt.cost.workload import Gradient
 from lightning_commopt.launch.lab import NetLab, why_not
 from lightning_commopt.measure.observer import BucketInfo
@@ -68,6 +69,8 @@ def all_turns(ranks: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
         medians = {name: median(turn[name] for turn in turns) for name in ("comm_cpu_s", "slowdown")}
         rows = zip(*(turn["gradients"] for turn in turns), strict=True)
         gradients = [[*same[0][:-1], median(one[-1] for one in same)] for same in rows]
+        interrupts = [fmean(turn["interrupts"][0] for turn in turns), turns[0]["interrupts"][1]]
+        medians["interrupts"] = interrupts
         merged.append(turns[0] | medians | {"steps": [step for turn in turns for step in turn["steps"]]})
         merged[-1]["gradients"] = gradients
     return merged
@@ -99,6 +102,7 @@ def learn(ranks: list[dict[str, Any]], base: int) -> Basis:
         shares_core=turns[0]["shares_core"],
         comm_cpu_s=median(turn["comm_cpu_s"] for turn in turns),
         slowdown=median(turn["slowdown"] for turn in turns),
+        interrupts=Interrupts(fmean(turn["interrupts"][0] for turn in turns), turns[0]["interrupts"][1]),
     )
 
 

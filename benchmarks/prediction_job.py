@@ -97,6 +97,7 @@ class Training:
             "layout": [[b.index, b.gradient_bytes, b.names, b.is_last] for b in steps[-1].layout.values()],
             "gradients": [list(gradient) for gradient in times.gradients()],
             "comm_cpu_s": times.comm_cpu_s,
+            "interrupts": list(times.interrupts),
             "shares_core": times.shares_core,
             "slowdown": times.slowdown,
         }

@@ -13,7 +13,8 @@ import torch
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.catalog import ready_compressors, recommended
 from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs
-from lightning_commopt.cost.from_steps import even_gradients, link_of_steps, workload_of_steps
+from lightning_commopt.cost.from_steps import even_gradients, link_of_steps, without_interrupts, workload_of_steps
+from lightning_commopt.cost.gradient_times import NO_INTERRUPTS, Interrupts
 from lightning_commopt.cost.predict import Costs, Prediction, fixed_s, outcome_of, predict
 from lightning_commopt.cost.workload import Gradient, Link, Workload
 from lightning_commopt.measure.files import RankRecords, common_steps, read_run
@@ -57,20 +58,23 @@ class Basis:
         gradients: Sequence[Gradient] = (),
         comm_cpu_s: float = 0.0,
         slowdown: float = 1.0,
+        interrupts: Interrupts = NO_INTERRUPTS,
         step_s: float | None = None,
         **workload: Any,
     ) -> Basis:
         """Learns from some steps of a plan.
 
-        ``gradients``, ``comm_cpu_s`` and ``slowdown`` are those of `GradientTimes`; where ``slowdown`` is not 1,
-        ``costs`` are in processor time. A step takes ``step_s``; None for the median of these steps. For the others
-        see `workload_of_steps` and `link_of_steps`.
+        ``gradients``, ``comm_cpu_s``, ``slowdown`` and ``interrupts`` are those of `GradientTimes`; where ``slowdown``
+        is not 1, ``costs`` are in processor time. A step takes ``step_s``; None for the median of these steps. For the
+        others see `workload_of_steps` and `link_of_steps`.
 
         Raises:
             ValueError: the steps have no buckets, or too few.
         """
         costs = {hook: cost.slower(slowdown) for hook, cost in costs.items()}
-        comm_cpu_s *= slowdown
+        comm_cpu_s = comm_cpu_s * slowdown + interrupts.seconds
+        if interrupts.in_threads:
+            gradients = without_interrupts(gradients, ranks[0], interrupts.seconds)
         found = workload_of_steps(ranks, gradients, num_ranks=num_ranks, **workload)
         found = replace(found, num_others=slowdown - 1)
         link = link_of_steps(

@@ -143,6 +143,19 @@ def _line(points: Sequence[Point], num_hops: int) -> Segment:
     return last._replace(latency_s=latency_s, s_per_byte=(all_s - len(points) * latency_s) / all_bytes)
 
 
+def without_interrupts(
+    gradients: Sequence[Gradient], steps: Sequence[StepRecord], interrupts_s: float
+) -> tuple[Gradient, ...]:
+    """Returns when gradients would be ready if nothing had interrupted backward.
+
+    ``interrupts_s`` of a step are spread over the time of its gradient sync, of which backward hides a part. They take
+    half of backward at most.
+    """
+    hidden = median(record.totals.overlapped_share or 0.0 for record in steps)
+    factor = 1 - min(0.5, hidden * interrupts_s / max(gradients[-1].ready_s, 1e-9)) if gradients else 1.0
+    return tuple(one._replace(ready_s=factor * one.ready_s) for one in gradients)
+
+
 class _Parts(NamedTuple):
     """A step without gradient sync: until backward, backward up to its last bucket, and the rest."""
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
-from typing import Any
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Parameter
@@ -17,6 +17,25 @@ from lightning_commopt.cost.workload import Gradient
 from lightning_commopt.measure.clock import Clock, HostClock, clock_for
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
+_STAT = Path("/proc/stat")
+_IRQ, _SOFTIRQ = 6, 7  # columns of it
+
+_PER_SAMPLE = 2.0
+"""Time that interrupts take, over what a kernel finds that looks which code runs at each tick of its timer.
+
+A tick waits while interrupts are off. Chosen on arithmetic beside transfers in the network lab, which took longer by
+1.5 to 2.5 times what ticks had found (``benchmarks/interrupts.py``).
+"""
+
+
+class Interrupts(NamedTuple):
+    """Time in interrupts, of one core."""
+
+    seconds: float
+    in_threads: bool  # counted as processor time of the threads that were interrupted, too
+
+
+NO_INTERRUPTS = Interrupts(0.0, False)
 
 
 class _ThreadClock(HostClock):
@@ -48,6 +67,7 @@ class GradientTimes:
         self._backwards: list[dict[str, Any]] = []
         self._forward: tuple[float, float] | None = None  # processor time, and time in the run queue
         self._slowdowns: list[float] = []
+        self._interrupts: list[Interrupts] = []
         self._cpu_s: list[tuple[float, float]] = []
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook(name))
@@ -72,6 +92,8 @@ class GradientTimes:
             self._slowdowns.append(1 + (_queued_s() - self._forward[1]) / (cpu_s - self._forward[0]))
             self._forward = None
         self._cpu_s.append((time.process_time(), cpu_s))
+        if self.shares_core:
+            self._interrupts.append(interrupts())
         self._backwards.append({"": self._clock.mark()})
 
     @property
@@ -87,9 +109,7 @@ class GradientTimes:
     @property
     def shares_core(self) -> bool:
         """Whether gradient sync has no processor of its own: one core for this rank, on CPU."""
-        # Only Linux knows which cores this process may use.
-        num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return self.has_cpu_times and num_cores <= self._ranks_on_host
+        return self.has_cpu_times and len(_cores()) <= self._ranks_on_host
 
     @property
     def comm_cpu_s(self) -> float:
@@ -101,9 +121,17 @@ class GradientTimes:
             for (earlier_process, earlier_thread), (process, thread) in pairwise(self._cpu_s)
         )
 
+    @property
+    def interrupts(self) -> Interrupts:
+        """What a step has of them, where gradient sync has no core of its own: the packets of the link cause them."""
+        if len(self._interrupts) < 2:
+            return NO_INTERRUPTS
+        (first_s, _), (last_s, in_threads) = self._interrupts[0], self._interrupts[-1]
+        return Interrupts((last_s - first_s) / (len(self._interrupts) - 1), in_threads)
+
     def arguments(self) -> dict[str, Any]:
         """Returns what was found, as `Basis.of_steps` takes it; for errors see `gradients`."""
-        names = ("comm_cpu_s", "slowdown", "shares_core")
+        names = ("comm_cpu_s", "slowdown", "shares_core", "interrupts")
         return {"gradients": self.gradients(), **{name: getattr(self, name) for name in names}}
 
     def close(self) -> None:
@@ -137,6 +165,27 @@ class GradientTimes:
         seconds = self._clock.seconds
         times = [seconds(marks[name]) - seconds(marks[""]) for marks in backwards if name in marks]
         return median(times) if times else 0.0
+
+
+def interrupts() -> Interrupts:
+    """Returns what the cores of this process have spent in interrupts so far; 0 where the system does not count that.
+
+    Kernels without ``CONFIG_IRQ_TIME_ACCOUNTING`` sample it, and count it as time of the thread that was interrupted.
+    """
+    try:
+        rows = [row.split() for row in _STAT.read_text().splitlines() if row.startswith("cpu")]
+        names = {"cpu", *(f"cpu{core}" for core in _cores())}
+        whole, *own = [(int(row[_IRQ]), int(row[_SOFTIRQ])) for row in rows if row[0] in names]
+        seconds = fmean(map(sum, own)) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return NO_INTERRUPTS
+    is_sampled = whole[0] == 0  # a tick interrupts no other interrupt
+    return Interrupts(seconds * (_PER_SAMPLE if is_sampled else 1.0), is_sampled)
+
+
+def _cores() -> Collection[int]:
+    """Returns the cores that this process may use; only Linux knows."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
 def _queued_s() -> float:

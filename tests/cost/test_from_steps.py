@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from lightning_commopt.cost.basis import Basis, basis_of_run, calibrated
-from lightning_commopt.cost.from_steps import link_of_steps, workload_of_steps
+from lightning_commopt.cost.from_steps import link_of_steps, without_interrupts, workload_of_steps
+from lightning_commopt.cost.gradient_times import Interrupts
 from lightning_commopt.cost.predict import predict
-from lightning_commopt.cost.workload import GLOO_CPU_S
+from lightning_commopt.cost.workload import GLOO_CPU_S, Gradient
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
@@ -129,6 +130,26 @@ def test_processor_time_of_collectives_of_more_ranks(num_ranks: int) -> None:
     assert 2 * link.cpu_s("all_reduce", SIZE, num_ranks) == pytest.approx(comm_cpu_s)
     assert link.cpu_s("all_reduce", SIZE, 16) == pytest.approx(7 * link.cpu_s("all_reduce", SIZE, 2))
     assert link.cpu_s("all_to_all", SIZE, 16) == pytest.approx(4 * link.cpu_s("all_to_all", SIZE, 2))
+
+
+def test_interrupts_are_the_links_work() -> None:
+    """If it fails, plans that send less are predicted with the interrupts of one that sends everything."""
+    steps = [[step(number) for number in range(5)]] * 2  # gradient sync takes 7 s of each, of which 2 beside backward
+    gradients = [Gradient("a", (1,), 4, 2.0), Gradient("b", (1,), 4, 4.0)]
+    assert [one.ready_s for one in without_interrupts(gradients, steps[0], 0.7)] == pytest.approx([1.9, 3.8])
+    assert [one.ready_s for one in without_interrupts(gradients, steps[0], 1e3)] == pytest.approx([1, 2])
+    assert without_interrupts((), steps[0], 0.7) == ()
+
+    def learned(interrupts: Interrupts) -> Basis:
+        return Basis.of_steps(
+            CommPlan(), steps, {}, num_ranks=2, gradients=gradients, comm_cpu_s=0.2, slowdown=2, interrupts=interrupts
+        )
+
+    alone, seen, hidden = map(learned, (Interrupts(0, True), Interrupts(0.7, True), Interrupts(0.7, False)))
+    assert seen.workload.backward_s == pytest.approx(0.95 * alone.workload.backward_s)
+    assert hidden.workload == alone.workload
+    more_s = [2 * SIZE * (one.link.cpu_s_per_byte - alone.link.cpu_s_per_byte) for one in (seen, hidden)]
+    assert more_s == pytest.approx([0.7, 0.7])
 
 
 def _late(record: StepRecord, forward_s: float, backward_s: float) -> StepRecord:

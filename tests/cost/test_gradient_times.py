@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_commopt.cost.gradient_times import GradientTimes
+from lightning_commopt.cost import gradient_times
+from lightning_commopt.cost.gradient_times import NO_INTERRUPTS, GradientTimes, Interrupts, interrupts
 
 
 class Slow(torch.autograd.Function):
@@ -92,6 +94,29 @@ def test_the_core_of_gradient_sync_where_no_affinity_is_known(monkeypatch: pytes
     finally:
         torch.set_num_threads(threads)
     assert shares == [False, True]
+
+
+STAT = """cpu  9 0 9 9 0 {irq} 60 0 0 0
+cpu0 9 0 9 9 0 {irq} 10 0 0 0
+cpu1 9 0 9 9 0 0 20 0 0 0
+cpu10 9 0 9 9 0 0 30 0 0 0
+intr 4711
+"""
+
+
+@pytest.mark.parametrize(("irq", "expected"), [(0, Interrupts(0.4, True)), (8, Interrupts(0.24, False))])
+def test_interrupts_of_the_own_cores(
+    irq: int, expected: Interrupts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without ``CONFIG_IRQ_TIME_ACCOUNTING``."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 10}, raising=False)
+    monkeypatch.setattr(os, "sysconf", lambda _: 100)
+    monkeypatch.setattr(gradient_times, "_STAT", tmp_path / "stat")
+    assert interrupts() == NO_INTERRUPTS
+    (tmp_path / "stat").write_text(STAT.format(irq=irq))
+    assert interrupts() == pytest.approx(expected)
+    (tmp_path / "stat").write_text("cpu 9 0\n")
+    assert interrupts() == NO_INTERRUPTS
 
 
 def test_before_a_backward() -> None:

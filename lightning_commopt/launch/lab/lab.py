@@ -24,7 +24,9 @@ _MIN_RATE, _MAX_RATE = 10**5, 10**11
 _MIN_BURST_BYTES, _MAX_SLOW_BURST_BYTES = 2**14, 2**18
 # A timer of the kernel that is late by less costs no throughput; the second up to 1 Gbit/s.
 _BURST_S, _SLOW_BURST_S = 0.0005, 0.002
-_QUEUE_S, _MIN_QUEUE_BYTES = 0.05, 2**18  # what waits for the link; several of the 64 KiB that the kernel sends at once
+# What the kernel sends at once passes when its last byte may: a link would take that long for it.
+_PACKET_S, _MIN_PACKET_BYTES, _MAX_PACKET_BYTES = 0.001, 2 * 1514, 2**16
+_QUEUE_S, _MIN_QUEUE_BYTES = 0.05, 2**18  # what waits for the link; several packets
 _LIMITER = ("htb", "default", "1")
 _ADD_NAMES = 'cp /etc/hosts /run/hosts && printf %s "$1" >> /run/hosts && mount --bind /run/hosts /etc/hosts || true'
 
@@ -240,6 +242,8 @@ class NetLab:
         shape = ("rate", f"{self._bits_per_s}bit", "burst", burst, "cburst", burst, "quantum", "65536")
         queue = str(round(_MIN_QUEUE_BYTES + bytes_per_s * _QUEUE_S))
         if is_new:
+            packet = str(round(min(_MAX_PACKET_BYTES, max(_MIN_PACKET_BYTES, bytes_per_s * _PACKET_S))))
+            self._do("ip", *options, "link", "set", "dev", device, "gso_max_size", packet)
             self._do("tc", *options, "qdisc", "replace", "dev", device, "root", "handle", "1:", *_LIMITER)
         self._do("tc", *options, "class", "replace", "dev", device, "parent", "1:", "classid", "1:1", "htb", *shape)
         self._do("tc", *options, "qdisc", "replace", "dev", device, "parent", "1:1", "bfifo", "limit", queue)

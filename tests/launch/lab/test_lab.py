@@ -143,11 +143,15 @@ class TestOpenLab:
         with NetLab(2, "unlimited") as lab:
             assert not any("htb" in output for output in lab.run(["tc", "qdisc", "show", "dev", "eth0"], timeout_s=60))
 
-    @pytest.mark.parametrize(("num_hosts", "direction"), [(2, "from_first"), (3, "to_first")])
-    def test_a_transfer_takes_what_the_rate_allows(self, num_hosts, direction):
+    @pytest.mark.parametrize(
+        ("num_hosts", "direction", "num_bytes", "megabits_per_s"),
+        [(2, "from_first", 4_000_000, 100), (3, "to_first", 4_000_000, 100), (2, "from_first", 60_000, 10)],
+    )
+    def test_a_transfer_takes_what_the_rate_allows(self, num_hosts, direction, num_bytes, megabits_per_s):
         """If it fails, headline figures are of another network than they say."""
-        num_bytes, bytes_per_s, burst_bytes = 4_000_000, 100e6 / 8, 0.002 * 100e6 / 8
-        with NetLab(num_hosts, "100mbit") as lab:
+        bytes_per_s = megabits_per_s * 1e6 / 8
+        burst_bytes = max(2**14, 0.002 * bytes_per_s) + max(2 * 1514, 0.001 * bytes_per_s)
+        with NetLab(num_hosts, f"{megabits_per_s}mbit") as lab:
             outputs = lab.run([*PYTHON, TRANSFER, str(num_bytes), direction], timeout_s=120)
         # Rank 0's link carries all, so the limit holds for the sum, whichever way it goes.
         through_first = (num_hosts - 1) * num_bytes
