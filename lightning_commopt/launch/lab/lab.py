@@ -24,7 +24,7 @@ _MIN_RATE, _MAX_RATE = 10**5, 10**11
 _MIN_BURST_BYTES, _MAX_SLOW_BURST_BYTES = 2**14, 2**18
 # A timer of the kernel that is late by less costs no throughput; the second up to 1 Gbit/s.
 _BURST_S, _SLOW_BURST_S = 0.0005, 0.002
-# What the kernel sends at once passes when its last byte may: a link would take that long for it.
+# A packet passes whole and at once; a link would take up to this long for it.
 _PACKET_S, _MIN_PACKET_BYTES, _MAX_PACKET_BYTES = 0.001, 2 * 1514, 2**16
 _QUEUE_S, _MIN_QUEUE_BYTES = 0.05, 2**18  # what waits for the link; several packets
 _LIMITER = ("htb", "default", "1")
