@@ -63,16 +63,15 @@ def run_job(arguments: argparse.Namespace, model: str, rate: str, num_hosts: int
 
 
 def all_turns(ranks: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
-    """Returns the turns of a plan as one, on each rank: all steps, and the medians of what a turn has once."""
+    """Returns the turns of a plan as one, on each rank: all steps, and medians, or for interrupts means, of the rest."""
     merged = []
     for turns in (rank["runs"][number]["turns"] for rank in ranks):
         medians = {name: median(turn[name] for turn in turns) for name in ("comm_cpu_s", "slowdown")}
         rows = zip(*(turn["gradients"] for turn in turns), strict=True)
         gradients = [[*same[0][:-1], median(one[-1] for one in same)] for same in rows]
         interrupts = [fmean(turn["interrupts"][0] for turn in turns), turns[0]["interrupts"][1]]
-        medians["interrupts"] = interrupts
-        merged.append(turns[0] | medians | {"steps": [step for turn in turns for step in turn["steps"]]})
-        merged[-1]["gradients"] = gradients
+        steps = [step for turn in turns for step in turn["steps"]]
+        merged.append(turns[0] | medians | {"steps": steps, "gradients": gradients, "interrupts": interrupts})
     return merged
 
 

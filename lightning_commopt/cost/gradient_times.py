@@ -23,8 +23,8 @@ _IRQ, _SOFTIRQ = 6, 7  # columns of it
 _PER_SAMPLE = 2.0
 """Time that interrupts take, over what a kernel finds that looks which code runs at each tick of its timer.
 
-A tick waits while interrupts are off. Chosen on arithmetic beside transfers in the network lab, which took longer by
-1.5 to 2.5 times what ticks had found (``benchmarks/interrupts.py``).
+A tick waits while interrupts are off. Chosen on arithmetic beside transfers in the network lab at 0.3 to 2.5 Gbit/s,
+which took longer by 1.5 to 2.5 times what ticks had found (``benchmarks/interrupts.py``, ``docs/predict.md``).
 """
 
 
