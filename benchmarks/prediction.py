@@ -63,7 +63,7 @@ def run_job(arguments: argparse.Namespace, model: str, rate: str, num_hosts: int
 
 
 def all_turns(ranks: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
-    """Returns the turns of a plan as one, on each rank: all steps, and medians, or for interrupts means, of the rest."""
+    """Returns the turns of a plan as one, on each rank: all steps, and medians, for interrupts means, of the rest."""
     merged = []
     for turns in (rank["runs"][number]["turns"] for rank in ranks):
         medians = {name: median(turn[name] for turn in turns) for name in ("comm_cpu_s", "slowdown")}
