@@ -42,7 +42,6 @@ from lightning_commopt.sync.modules import ModuleSyncs
 from lightning_commopt.sync.state import KEY
 from lightning_commopt.tune.auto_plan import without_choice
 from lightning_commopt.tune.loop import LoopPlan
-from lightning_commopt.tune.options import TuneOptions
 
 
 @document_plan_options
@@ -100,14 +99,14 @@ class CommOptDDP(NamedStrategy, DDPStrategy):
         lossy: str | list[Any] = "never",
         **kwargs: Any,
     ) -> None:
-        self._plan, lightnings_arguments = plan_from_arguments(arguments := dict(locals()))
+        self._plan, tuned, lightnings_arguments = plan_from_arguments(dict(locals()))
         super().__init__(**lightnings_arguments)
         self._nccl = NcclOptions.from_config(nccl)
         self._watch = watch
         self._save_comm_state = save_comm_state
         self._syncs = ModuleSyncs(self)
         self._backward_sync_control = _SyncControl(self._syncs)
-        self.auto_plan = LoopPlan(self, TuneOptions.of(plan, lossy, arguments), self._syncs, self._change_plan)
+        self.auto_plan = LoopPlan(self, tuned, self._syncs, self._change_plan)
 
     @property
     def plan(self) -> CommPlan:

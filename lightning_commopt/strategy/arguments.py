@@ -43,10 +43,10 @@ def document_plan_options(strategy: _Class) -> _Class:
     return strategy
 
 
-def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, dict[str, Any]]:
-    """Returns the plan that a strategy was made with, and what Lightning's strategy is made with.
+def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, TuneOptions | None, dict[str, Any]]:
+    """Returns a strategy's plan, what ``plan="auto"`` may change of it, and what Lightning's strategy is made with.
 
-    That is its own arguments, the plan's, and ``kwargs`` for ``DistributedDataParallel``. The ``arguments`` are
+    The last is its own arguments, the plan's, and ``kwargs`` for ``DistributedDataParallel``. The ``arguments`` are
     ``locals()`` of the constructor. A wrong or unknown one, or one that is given twice, is an OptionError.
     """
     given = named_arguments(arguments)
@@ -65,11 +65,11 @@ def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, dict[st
         if not isinstance(sizes, Sequence) or isinstance(sizes, str):
             raise OptionError(f"bucket_cap_mb_list must be a list of numbers of MiB, got {sizes!r}")
         options["bucket_cap_mb"] = list(sizes)
-    TuneOptions.of(given.get("plan"), given.get("lossy"), {**given, **options})
+    tuned = TuneOptions.of(given.get("plan"), given.get("lossy"), {**given, **others, **options})
     plan = plan_from_option(given.get("plan"), options) or CommPlan.from_dict(options)
     if plan.comm_hook is not None and others.get("mixed_precision") is not None:
         raise OptionError("comm_hook and DDP's mixed_precision exclude each other: DDP takes one hook")
-    return plan, {**lightnings, **plan.ddp_kwargs(), **others}
+    return plan, tuned, {**lightnings, **plan.ddp_kwargs(), **others}
 
 
 def named_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,6 @@ from lightning_commopt.sync.gradient_sync import GradientSync
 from lightning_commopt.sync.observed import TorchHook
 from lightning_commopt.sync.state import KEY, gather_state, read_state
 from lightning_commopt.tune.auto_plan import AutoPlan
-from lightning_commopt.tune.options import TuneOptions
 from lightning_commopt.watch.fit_watch import FitWatch
 
 if TYPE_CHECKING:
@@ -114,10 +113,10 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         lossy: str | list[Any] = "never",
         **kwargs: Any,
     ) -> None:
-        given, self._lightnings_arguments = plan_from_arguments(arguments := dict(locals()))
+        given, tuned, self._lightnings_arguments = plan_from_arguments(dict(locals()))
         torch_hook = None if ddp_comm_hook is None else TorchHook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         self.gradient_sync = GradientSync(given, torch_hook)
-        self.auto_plan = AutoPlan(self, TuneOptions.of(arguments["plan"], arguments["lossy"], arguments))
+        self.auto_plan = AutoPlan(self, tuned)
         self._nccl = NcclOptions.from_config(nccl)
         self._save_comm_state, self._uneven_batches = save_comm_state, uneven_batches
         self._watch = watch

@@ -36,7 +36,7 @@ class TuneOptions:
         Args:
             plan: as given to a strategy.
             lossy: as given.
-            options: the plan's options, as given.
+            options: the plan's options and the others for ``DistributedDataParallel``, as given.
 
         Raises:
             OptionError: a value is not allowed, two exclude each other, or nothing is left to choose.
@@ -50,6 +50,13 @@ class TuneOptions:
             raise OptionError("plan='auto' and ddp_comm_hook exclude each other: DDP takes one hook")
         if options.get("uneven_batches") == "allow":
             raise OptionError("plan='auto' and uneven_batches='allow' exclude each other: ranks are timed together")
+        if options.get("mixed_precision") is not None:
+            raise OptionError("plan='auto' and DDP's mixed_precision exclude each other: DDP takes one hook")
+        if allowed and options.get("skip_all_reduce_unused_params"):
+            raise OptionError(
+                f"lossy={lossy!r} and skip_all_reduce_unused_params=True exclude each other: DDP then leaves out"
+                " buckets without telling a compressor"
+            )
         has_hook = _is_given("comm_hook", options)
         if has_hook and allowed:
             raise OptionError(

@@ -19,6 +19,7 @@ from lightning_commopt.tune import tuner as tuner_module
 from lightning_commopt.tune.calibration import Shortlist
 from lightning_commopt.tune.director import Director
 from lightning_commopt.tune.host import Host
+from lightning_commopt.tune.options import TuneOptions
 from lightning_commopt.tune.step_timer import StepTimer
 from lightning_commopt.tune.tuner import Tuner
 
@@ -30,7 +31,9 @@ BASE_S = 100.0
 def scripted(
     candidates: Mapping[CommPlan, float], *, num_steps: float = 1e5, folder: str | None = None
 ) -> Generator[list[CommPlan], None, None]:
-    """Within it a fit finds the given plans promising, and their steps take the given shares of the user's.
+    """Within it a fit finds those of the given plans promising that it may choose.
+
+    Their steps take the given shares of the user's.
 
     Args:
         candidates: plans, and their times over that of the user's plan.
@@ -49,12 +52,13 @@ def scripted(
         hosts.append(host)
         init(tuner, group, host, *args)
 
-    def shortlist(basis: Basis, *args: Any) -> Shortlist:
-        real = predict(basis, *args)
+    def shortlist(basis: Basis, options: TuneOptions) -> Shortlist:
+        real = predict(basis, options)
         assert real.base.prediction.step_s > 0
         base, *others = (
             Candidate(plan, Prediction(step_s=share, low_s=share, high_s=share, exposed_s=0.0))
             for plan, share in {basis.plan: 1.0, **candidates}.items()
+            if options.fits(plan, basis.plan)
         )
         return Shortlist(base, tuple(others), {"int8": 0.31})
 

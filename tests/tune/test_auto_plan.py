@@ -13,6 +13,7 @@ import pytest
 from lightning_commopt import CommOptDDP, CommPlan
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.gradient_times import GradientTimes
+from lightning_commopt.plan import ddp_options
 from lightning_commopt.tune import tuner as tuner_module
 from support.cross_section import sampled
 from support.lightnings import Callback, DDPStrategy, LightningModule, ModelCheckpoint, Trainer
@@ -157,6 +158,27 @@ def _fit_with_worse() -> tuple[str, str | None]:
 def test_worse_candidates_are_not_kept() -> None:
     """If it fails, a fit goes on with a plan that is slower than the user's."""
     assert run_ranks(_fit_with_worse) == [("uncompressed", "none faster"), ("uncompressed", None)]
+
+
+def _fit_fixed(arguments: dict[str, Any]) -> set[CommPlan]:
+    fixed = {key.removesuffix("_list"): value for key, value in arguments.items()}
+    others = [{**fixed, "bucket_cap_mb": 100}, {**fixed, "static_graph": True}]
+    plans = [CommPlan.from_dict({**options, "comm_hook": "int8"}) for options in (*others, fixed)]
+    with scripted(dict(zip(plans, (0.3, 0.4, 0.6), strict=True))) as steps:
+        strategy = CommOptDDP(plan="auto", lossy=["int8"], **arguments)
+        _fit(strategy, Tiny())
+    assert strategy.plan == plans[-1]
+    return {*steps}
+
+
+@pytest.mark.skipif("bucket_cap_mb_list" not in ddp_options(), reason="this torch takes one bucket_cap_mb")
+@pytest.mark.parametrize("name", ["bucket_cap_mb_list", pytest.param("bucket_cap_mb", marks=pytest.mark.exhaustive)])
+def test_what_the_user_has_fixed_stays(name: str) -> None:
+    """If it fails, plan="auto" replaces buckets that the user has chosen, by either name."""
+    for plans in run_ranks(_fit_fixed, {name: [0.002, 0.001]}):
+        assert {plan.bucket_cap_mb for plan in plans} == {(0.002, 0.001)}
+        assert {plan.static_graph for plan in plans} == {None}
+        assert len(plans) == 2
 
 
 def _fit_cached(folder: str) -> list[tuple[str, int, int]]:

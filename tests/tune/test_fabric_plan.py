@@ -16,7 +16,7 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lightning_commopt.fabric import CommOptDDP
-from lightning_commopt.plan import CommPlan, OptionError
+from lightning_commopt.plan import CommPlan, OptionError, ddp_options
 from lightning_commopt.tune import loop as loop_module
 from lightning_commopt.tune import tuner as tuner_module
 from support.cross_section import sampled
@@ -165,6 +165,24 @@ def test_lossy_where_allowed(tmp_path: Path) -> None:
     assert first["resumed ['int8']"][1] == "resumed"
     assert first["resumed never"][1] == "measuring"
     assert len(first["warnings"]) == 1
+
+
+def _train_fixed() -> set[CommPlan]:
+    arguments: dict[str, Any] = {"bucket_cap_mb_list": [0.002, 0.001], "gradient_as_bucket_view": True}
+    fixed = CommPlan.from_dict({"bucket_cap_mb": [0.002, 0.001], "gradient_as_bucket_view": True, "comm_hook": "int8"})
+    with scripted({CommPlan.from_dict({**fixed.to_dict(), "bucket_cap_mb": 100}): 0.3, fixed: 0.6}) as steps:
+        loop = Loop(CommOptDDP(plan="auto", lossy=["int8"], **arguments))
+        loop.train()
+    assert loop.strategy.plan == fixed
+    return {*steps}
+
+
+@pytest.mark.skipif("bucket_cap_mb_list" not in ddp_options(), reason="this torch takes one bucket_cap_mb")
+def test_what_the_user_has_fixed_stays() -> None:
+    """If it fails, plan="auto" replaces buckets that the user has chosen."""
+    for plans in run_ranks(_train_fixed):
+        assert {(plan.bucket_cap_mb, plan.gradient_as_bucket_view) for plan in plans} == {((0.002, 0.001), True)}
+        assert len(plans) == 2
 
 
 def _train_one_after_another() -> dict[str, Any]:

@@ -23,6 +23,11 @@ from lightning_commopt.tune.options import TuneOptions
         ({"plan": "auto", "bucket_cap_mb": 5, "comm_hook": "bf16"}, "nothing to choose.*comm_hook is too"),
         ({"plan": "auto", "comm_hook": "bf16", "lossy": ["int8"]}, "no effect beside comm_hook='bf16'"),
         ({"plan": "auto", "ddp_comm_hook": print}, "plan='auto' and ddp_comm_hook exclude each other"),
+        ({"plan": "auto", "mixed_precision": object()}, "plan='auto' and DDP's mixed_precision exclude each other"),
+        (
+            {"plan": "auto", "lossy": ["int8"], "skip_all_reduce_unused_params": True},
+            "lossy=.'int8'. and skip_all_reduce_unused_params=True exclude each other",
+        ),
         ({"plan": "auto", "uneven_batches": "allow"}, "plan='auto' and uneven_batches='allow' exclude each other"),
         ({"plan": CommPlan(), "static_graph": True}, "whole plan, and static_graph cannot be given besides"),
     ],
