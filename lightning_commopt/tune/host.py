@@ -17,11 +17,14 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.measure.plain import write_json
+from lightning_commopt.measure.private_folder import PrivateFolder, UntrustedError, cache_folder
 from lightning_commopt.plan import CommPlan, OptionError
+from lightning_commopt.text.validation import warn_once
 from lightning_commopt.tune.options import TuneOptions
 
 _FORMAT = 1
+_MAX_CHOICES = 200  # of about 1 kB each: more kinds of training than a user has at a time
+_MAX_AGE_S = 365 * 86400.0  # the description of a fit includes the version of torch, so older ones rarely match
 
 Method = tuple[Any, str]
 """An object, and the name of a method that is called through it; see `wrap_method`."""
@@ -85,31 +88,40 @@ class Host:
 
 
 def load_choice(fit: dict[str, Any], options: TuneOptions, base: CommPlan) -> CommPlan | None:
-    """Returns the plan that was chosen for such a fit, if this one may choose it; a file that is damaged is none.
+    """Returns the plan that was chosen for such a fit, if this one may choose it; a damaged file counts as no choice.
 
     ``fit`` is what `Host.describe` returned.
     """
     try:
-        saved = json.loads(_file(fit).read_text(encoding="utf-8"))
+        with PrivateFolder(_folder()) as folder:
+            fd = folder.open(_file_name(fit))
+        if fd is None:
+            return None
+        with os.fdopen(fd, "rb") as file:
+            saved = json.load(file)
         plan = CommPlan.from_dict(saved["chosen"]) if saved["fit"] == fit else None
+    except UntrustedError as error:
+        warn_once(f"plan='auto': a plan of an earlier fit is not used, because it is not safe: {error}")
+        return None
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, OptionError):
         return None
     return plan if plan is not None and plan != base and options.fits(plan, base) else None
 
 
 def save_choice(fit: dict[str, Any], chosen: CommPlan) -> None:
-    """Keeps a choice; without a folder for it, or a name for the compressor, it is forgotten."""
+    """Keeps a choice, and drops old ones; without a safe folder, or a name for the compressor, it is forgotten."""
     try:
-        file, choice = _file(fit), {"fit": fit, "chosen": chosen.to_dict()}
-        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_json(file, choice)
+        content = json.dumps({"fit": fit, "chosen": chosen.to_dict()}, indent=2).encode()
+        with PrivateFolder(_folder()) as folder:
+            folder.write(_file_name(fit), content)
+            folder.drop_oldest(_MAX_CHOICES, _MAX_AGE_S)
     except (OSError, RuntimeError, ValueError):
         return
 
 
-def _file(fit: dict[str, Any]) -> Path:
-    return _folder() / f"{hashlib.sha256(json.dumps(fit, sort_keys=True).encode()).hexdigest()[:16]}.json"
+def _file_name(fit: dict[str, Any]) -> str:
+    return f"{hashlib.sha256(json.dumps(fit, sort_keys=True).encode()).hexdigest()[:16]}.json"
 
 
 def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_commopt" / "plans"
+    return cache_folder() / "plans"

@@ -6,7 +6,6 @@ Without a compiler the plain torch forms run, which do the same, slower. ``CC`` 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import hashlib
 import logging
 import os
@@ -14,22 +13,19 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lightning_commopt.text.validation import info
+from lightning_commopt.measure.private_folder import PrivateFolder, UntrustedError, cache_folder
+from lightning_commopt.text.validation import info, warn_once
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.c"))
 _FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-shared", "-fPIC")
 _THREADS = "-fopenmp"  # which not every compiler has
 _TIMEOUT_S = 180  # on a machine that is busy
-_POLL_S = 0.05
 
 _logger = logging.getLogger(__name__)
 
@@ -48,7 +44,7 @@ def load() -> ctypes.CDLL | None:
         if not compiler or shutil.which(compiler[0]) is None:
             _logger.info("There is no C compiler: compressors use plain torch on CPU.")
             return None
-        return ctypes.CDLL(str(_compile(compiler)))
+        return _load(compiler)
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         _logger.info("The C kernels cannot be used, so compressors use plain torch on CPU: %s", _describe(error))
         return None
@@ -70,53 +66,55 @@ def _as_c(argument: int | Tensor | None) -> ctypes.c_ssize_t | ctypes.c_void_p |
     return None if argument is None else ctypes.c_ssize_t(argument)
 
 
-def _compile(compiler: list[str]) -> Path:
-    """Returns the library's file; compiles it if there is none yet of this source, compiler and processor."""
+def _load(compiler: list[str]) -> ctypes.CDLL:
+    """Loads the kept library of this source, compiler and processor; compiles it if there is none yet."""
     # Among what a compiler predefines are its version and what the processor has.
     predefined = _run([*compiler, "-march=native", "-dM", "-E", "-"])
     contents = [*(source.read_bytes() for source in _SOURCES), predefined, repr(compiler).encode()]
     digest = hashlib.sha256(b"\0".join(contents)).hexdigest()
-    file = _folder() / f"kernels-{digest[:16]}.so"
-    if file.exists():
-        return file
-    info(f"Compiling the CPU kernels with {compiler[0]}, once for this machine (about 2 s).")
-    with _lock(file.with_suffix(".lock")), tempfile.TemporaryDirectory(dir=file.parent) as folder:
-        if not file.exists():
-            made = Path(folder) / file.name
-            command = [*compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(made)]
-            try:
-                _run([*command, _THREADS])
-            except subprocess.CalledProcessError:
-                _run(command)
-            os.replace(made, file)  # at once: nobody loads half a library
-    return file
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Lets one process of this machine in at a time; without a lock where files have none, or one is held too long."""
-    last_s = time.monotonic() + 2 * _TIMEOUT_S
-    with path.open("w") as file:
-        while time.monotonic() < last_s:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                time.sleep(_POLL_S)
-            except OSError:
-                break
-        yield
-
-
-def _folder() -> Path:
-    """Returns a folder of this user's own for the library."""
+    name = f"kernels-{digest[:16]}.so"
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_commopt"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except (OSError, RuntimeError):  # no home, or one that cannot be written
-        return Path(tempfile.mkdtemp())
+        with PrivateFolder(cache_folder()) as folder:
+            library = _open(folder, name)
+            if library is None:
+                info(f"Compiling the CPU kernels with {compiler[0]}, once for this machine (about 2 s).")
+                with folder.lock(f"kernels-{digest[:16]}.lock", 2 * _TIMEOUT_S):
+                    library = _open(folder, name) or _compile(compiler, name, keep_in=folder)
+            return library
+    except UntrustedError as error:
+        warn_once(f"The C kernels are compiled anew in each process, because what is in the cache is not safe: {error}")
+    except (OSError, RuntimeError) as error:  # no home, or one that cannot be written, or that nothing may run from
+        _logger.info("The C kernels are compiled anew in each process, because the cache cannot be used: %s", error)
+    return _compile(compiler, name, keep_in=None)
+
+
+def _open(folder: PrivateFolder, name: str) -> ctypes.CDLL | None:
+    """Loads a kept library; None if there is none."""
+    fd = folder.open(name)
+    if fd is None:
+        return None
+    opened = f"/proc/self/fd/{fd}"  # the file that was checked, whatever has this name now
+    if not os.path.exists(opened):  # not on Linux
+        return ctypes.CDLL(str(folder.path / name))
+    # The descriptor stays open: the linker takes a second library with an equal name for the first one.
+    return ctypes.CDLL(str(folder.path / name), handle=ctypes.CDLL(opened)._handle)
+
+
+def _compile(compiler: list[str], name: str, keep_in: PrivateFolder | None) -> ctypes.CDLL:
+    """Compiles the library in a temporary folder, which is removed once it is loaded or kept."""
+    with tempfile.TemporaryDirectory(prefix="commopt-kernels-") as temporary:
+        file = Path(temporary) / name
+        command = [*compiler, *_FLAGS, *map(str, _SOURCES), "-o", str(file)]
+        try:
+            _run([*command, _THREADS])
+        except subprocess.CalledProcessError:
+            _run(command)
+        if keep_in is not None:
+            keep_in.write(name, file.read_bytes())
+            library = _open(keep_in, name)
+            assert library is not None
+            return library
+        return ctypes.CDLL(str(file))
 
 
 def _run(command: list[str]) -> bytes:

@@ -5,6 +5,7 @@ import os
 import shutil
 import stat
 import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.compressors import PowerSGD
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.compressors.sharded import ShardedInt8
+from lightning_commopt.measure import private_folder
 from lightning_commopt.sync.attach import attach_bucket_hook
 from lightning_commopt.sync.sharded import ShardedSync
 from lightning_commopt.sync.sharded_gather import GatheredParameters
@@ -126,3 +128,102 @@ def test_a_home_that_is_read_only_is_no_hindrance(monkeypatch: pytest.MonkeyPatc
     occupied.touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(occupied))
     assert c_library.load() is not None
+
+
+def _plant(file: Path, mark: Path) -> None:
+    """Replaces a library by one that writes a file when it is loaded."""
+    source = file.with_suffix(".c")
+    source.write_text(
+        f'#include <stdio.h>\n__attribute__((constructor)) static void run() {{ fopen("{mark}", "w"); }}\n'
+    )
+    file.unlink()
+    subprocess.run(["cc", "-shared", "-fPIC", str(source), "-o", str(file)], check=True)
+
+
+def _move_and_link(file: Path) -> None:
+    file.symlink_to(file.rename(file.with_name("other.so")))
+
+
+_UNSAFE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "folder that everybody can write": (lambda file: file.parent.chmod(0o777), "everybody can write"),
+    "folder that a group can write": (lambda file: _share_with_group(file.parent), "can write to"),
+    "file that everybody can write": (lambda file: file.chmod(0o666), "everybody can write"),
+    "file that a group can write": (lambda file: _share_with_group(file), "can write to"),
+    "symbolic link": (_move_and_link, "is a symbolic link"),
+    "folder of another user": (lambda file: os.chown(file.parent, 65534, 65534), "belongs to user 65534"),
+    "file of another user": (lambda file: os.chown(file, 65534, 65534), "belongs to user 65534"),
+}
+
+
+def _share_with_group(path: Path) -> None:
+    if os.geteuid() == 0:
+        os.chown(path, 0, 65534)
+    path.chmod(0o770)
+
+
+@needs_compiler
+@pytest.mark.parametrize("place", _UNSAFE)
+def test_what_others_may_have_planted_is_not_loaded(
+    place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """If it fails, whoever can write to the cache runs code as this user."""
+    if "another user" in place and os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    assert c_library.load() is not None
+    (library,) = (tmp_path / "lightning_commopt").glob("kernels-*.so")
+    _plant(library, tmp_path / "planted")
+    make_unsafe, reason = _UNSAFE[place]
+    make_unsafe(library)
+    warned: list[str] = []
+    monkeypatch.setattr(c_library, "warn_once", warned.append)
+    if os.geteuid() != 0:
+        monkeypatch.setattr(private_folder, "_is_private_group", lambda gid: False)
+    loaded = c_library.load()
+    assert loaded is not None
+    assert loaded._name != str(library)
+    assert not (tmp_path / "planted").exists()
+    assert reason in warned[0]
+
+
+@needs_compiler
+def test_a_planted_lock_leads_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """If it fails, whoever can write to the cache empties a file of this user, or makes new ones."""
+    assert c_library.load() is not None
+    (library,) = (tmp_path / "lightning_commopt").glob("kernels-*.so")
+    library.unlink()
+    victim = tmp_path / "victim"
+    victim.write_text("content")
+    lock = library.with_suffix(".lock")
+    lock.unlink()
+    lock.symlink_to(victim)
+    warned: list[str] = []
+    monkeypatch.setattr(c_library, "warn_once", warned.append)
+    assert c_library.load() is not None
+    assert victim.read_text() == "content"
+    assert "symbolic link" in warned[0]
+
+
+@needs_compiler
+def test_nothing_is_left_where_there_is_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """If it fails, every process without a cache leaves a folder in TMPDIR."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert c_library.load() is not None
+    assert [*tmp_path.iterdir()] == []
+
+
+@needs_compiler
+def test_a_cache_of_this_user_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """If it fails, ordinary machines compile in each process: caches on other disks, umask 002, shared parents."""
+    (tmp_path / "disk").mkdir(mode=0o700)
+    (tmp_path / "lightning_commopt").symlink_to(tmp_path / "disk")
+    tmp_path.chmod(0o777)
+    assert c_library.load() is not None
+    (library,) = (tmp_path / "disk").glob("kernels-*.so")
+    library.chmod(0o775)
+    (tmp_path / "disk").chmod(0o775)
+    monkeypatch.setattr(private_folder, "_is_private_group", lambda gid: gid == library.stat().st_gid)
+    monkeypatch.setattr(c_library, "_compile", None)
+    loaded = c_library.load()
+    assert loaded is not None
+    assert loaded._name == str(tmp_path / "lightning_commopt" / library.name)

@@ -1,0 +1,62 @@
+"""Choices of earlier fits that this user's cache keeps."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lightning_commopt import CommPlan
+from lightning_commopt.tune import host
+from lightning_commopt.tune.host import load_choice, save_choice
+from lightning_commopt.tune.options import TuneOptions
+
+_BASE, _CHOSEN = CommPlan(), CommPlan(bucket_cap_mb=2.0)
+_OPTIONS = TuneOptions(lossy=())
+_FIT = {"format": 1, "host": "a"}
+
+
+@pytest.fixture(autouse=True)
+def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "lightning_commopt" / "plans"
+
+
+def test_a_choice_is_kept(folder: Path) -> None:
+    """If it fails, every fit searches from the beginning."""
+    assert load_choice(_FIT, _OPTIONS, _BASE) is None
+    save_choice(_FIT, _CHOSEN)
+    assert load_choice(_FIT, _OPTIONS, _BASE) == _CHOSEN
+    assert load_choice({**_FIT, "host": "b"}, _OPTIONS, _BASE) is None
+    (file,) = folder.iterdir()
+    file.write_text("{")
+    assert load_choice(_FIT, _OPTIONS, _BASE) is None
+
+
+@pytest.mark.parametrize("place", ["file", "folder", "link"])
+def test_what_others_may_have_planted_is_not_tried(place: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, whoever can write to the cache chooses how this user trains."""
+    save_choice(_FIT, _CHOSEN)
+    (file,) = folder.iterdir()
+    if place == "link":
+        file.symlink_to(file.rename(folder / "other"))
+    else:
+        (file if place == "file" else folder).chmod(0o777)
+    warned: list[str] = []
+    monkeypatch.setattr(host, "warn_once", warned.append)
+    assert load_choice(_FIT, _OPTIONS, _BASE) is None
+    assert str(folder) in warned[0]
+
+
+def test_choices_do_not_grow_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a home fills up with plans of models that nobody trains any more."""
+    monkeypatch.setattr(host, "_MAX_CHOICES", 3)
+    for number in range(5):
+        save_choice({"number": number}, _CHOSEN)
+        newest = max(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        os.utime(newest, (0, newest.stat().st_mtime - 1000 + number))
+    kept = [number for number in range(5) if load_choice({"number": number}, _OPTIONS, _BASE) is not None]
+    assert kept == [2, 3, 4]
+    for path in folder.iterdir():
+        os.utime(path, (0, 1e9))
+    save_choice({"number": 5}, _CHOSEN)
+    assert len([*folder.iterdir()]) == 1
