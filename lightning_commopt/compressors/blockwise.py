@@ -65,7 +65,9 @@ class Blockwise(Compressor):
         padded = torch.nn.functional.pad(shares, (0, num_ranks * shard_numel - n))
         sent = self._round(padded)
         mean = self._round(sent.mean(0))
-        places = torch.arange(num_ranks * shard_numel)  # each rank knows what rounding the mean of its shard has lost
+        places = torch.arange(
+            num_ranks * shard_numel, device=shares.device
+        )  # each rank knows what rounding the mean of its shard has lost
         sent[places // shard_numel, places] += num_ranks * (mean - sent.mean(0))
         return mean[:n], sent[:, :n]
 

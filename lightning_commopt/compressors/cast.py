@@ -97,7 +97,7 @@ class Cast(Compressor):
         rounded = (shares / num_ranks).to(self.dtype).to(shares.dtype)
         mean, sent = rounded.sum(0).to(self.dtype).to(shares.dtype), rounded * num_ranks
         if self.accumulate is not None:  # then each rank knows what rounding the mean of its shard has lost
-            places = torch.arange(n)
+            places = torch.arange(n, device=shares.device)
             sent[places // -(-n // num_ranks), places] += num_ranks * (mean - rounded.sum(0))
         return mean, sent
 

@@ -27,6 +27,14 @@ from lightning_commopt.text.validation import check_switch
 _RESIDUAL_FORMAT = BlockFormat(8, 128)
 
 
+def first_seed(unit: int, rank: int) -> int:
+    """Returns the seed of a unit and a rank in their first step; each step adds 1.
+
+    Below 65,536 units and ranks, and 2^31 steps, no two seeds are equal.
+    """
+    return (unit << 47) + (rank << 31)
+
+
 class ShardedCompressor(ABC):
     """Settings of one way to average shards, a frozen dataclass; what changes from step to step is in its state."""
 
@@ -42,7 +50,7 @@ class ShardedCompressor(ABC):
             numel: ``s``.
             world_size: ``W``.
             device: where the gradients are.
-            seed: of random numbers; differs between ranks and units.
+            seed: of random numbers, from `first_seed`.
         """
         return {}
 
@@ -201,7 +209,9 @@ class ShardedInt8(ShardedBlockwise):
         return Claims(error_bound=0.02, untracked_error=1e-4, keeps_residual=self.error_feedback, has_c_kernels=True)
 
     def init(self, numel: int, world_size: int, device: torch.device, seed: int = 0) -> State:
-        return {"seed": torch.tensor(seed)} if self.stochastic_rounding else super().init(numel, world_size, device)
+        if self.stochastic_rounding:
+            return {"seed": torch.tensor(seed, dtype=torch.int64, device="cpu")}
+        return super().init(numel, world_size, device)
 
     def _before_rounding(self, rows: Tensor, state: State) -> None:
         """Replaces gradients by levels of their block, one of the two next to each, which `encode` then hits.
@@ -210,13 +220,12 @@ class ShardedInt8(ShardedBlockwise):
         """
         if not self.stochastic_rounding:
             return
-        generator = torch.Generator(rows.device).manual_seed(int(state["seed"]))
+        seed = int(state["seed"])
         state["seed"].add_(1)
         blocks = rows.view(-1, self.block_size)
         top = torch.maximum(blocks.amax(1, keepdim=True), -blocks.amin(1, keepdim=True)).float()
         scale = (top * self.block_format.scale_of_top).clamp_min_(MIN_SCALE)
-        noise = torch.rand(blocks.shape, generator=generator, device=rows.device)
-        levels = torch.addcdiv(noise, blocks.float(), scale).floor_().clamp_(-127, 127)
+        levels = torch.addcdiv(uniform_noise(blocks, seed), blocks.float(), scale).floor_().clamp_(-127, 127)
         blocks.copy_(levels.mul_(scale))
 
 
@@ -244,3 +253,22 @@ class ShardedInt4(ShardedBlockwise):
     @property
     def claims(self) -> Claims:
         return Claims(error_bound=0.15, untracked_error=1e-3, keeps_residual=self.error_feedback, has_c_kernels=True)
+
+
+def uniform_noise(like: Tensor, seed: int) -> Tensor:
+    """Returns float32 numbers in [0, 1), of the shape and on the device of ``like``; others for each 64-bit seed.
+
+    The CPU's generator looks at 32 bits of its seed only. So the fractional part of two sequences' sum is taken, each
+    from one half of the mixed seed: for two seeds at least one of the two differs, and with it the sum.
+
+    Source of the mixing, which is one to one: Steele et al., "Fast Splittable Pseudorandom Number Generators", 2014.
+    """
+    mixed = (seed + 0x9E3779B97F4A7C15) % 2**64
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        mixed = (mixed ^ (mixed >> shift)) * factor % 2**64
+    mixed ^= mixed >> 31
+    low, high = (
+        torch.rand(like.shape, generator=torch.Generator(like.device).manual_seed(half), device=like.device)
+        for half in (mixed % 2**32, mixed >> 32)
+    )
+    return low.add_(high).frac_()

@@ -21,10 +21,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from lightning_commopt.compressors.sharded import ShardedCompressor
 from lightning_commopt.compressors.sharded_registry import sharded_from_config, sharded_to_config
 from lightning_commopt.sync.sharded import ShardedSync
-from lightning_commopt.sync.state import KEY, CheckpointError
+from lightning_commopt.sync.state import KEY, CheckpointError, check_version
 from lightning_commopt.text.validation import info, warn
 
-_VERSION = 1
+_VERSION = 2
+_READABLE = (_VERSION - 1, _VERSION)
 
 RankState = dict[str, dict[str, Tensor]]  # by unit: the tensors of the compressor's state
 
@@ -44,7 +45,7 @@ def save_in_directory(sync: ShardedSync, directory: Path) -> None:
     """Writes this rank's state into the directory of a checkpoint. All ranks must call it."""
     rank = dist.get_rank()
     tensors = {f"{rank}/{unit}/{key}": x.cpu() for unit, state in rank_state(sync).items() for key, x in state.items()}
-    dcp.save(tensors or {f"{rank}/none": torch.zeros(1)}, checkpoint_id=directory / KEY)
+    dcp.save(tensors or {f"{rank}/none": torch.zeros(1, device="cpu")}, checkpoint_id=directory / KEY)
 
 
 def restore(sync: ShardedSync, saved: Any, directory: Path | None) -> None:
@@ -55,8 +56,9 @@ def restore(sync: ShardedSync, saved: Any, directory: Path | None) -> None:
     file with ``ranks``, a `rank_state` of each; ``directory`` is that of the checkpoint, None if it is a file.
     """
     try:
-        if not isinstance(saved, Mapping) or "sharded" not in saved or saved.get("version") != _VERSION:
-            raise CheckpointError("it is of another version, or of DDP")
+        if not isinstance(saved, Mapping) or "sharded" not in saved:
+            raise CheckpointError("it is of DDP")
+        check_version(saved, _READABLE)
         ranks = saved.get("ranks")
         load: Callable[[int], RankState]
         if directory is not None:
@@ -75,6 +77,8 @@ def _restore(sync: ShardedSync, saved: Mapping[str, Any], load: Callable[[int], 
     is_same = saved["sharded"] == sharded_to_config(sync.compressor) and saved["num_shards"] == num_shards
     if is_same and saved["num_ranks"] == dist.get_world_size():
         state = load(dist.get_rank())
+        if saved["version"] == 1:
+            _renew_seeds(sync, state)
         sync.restore({unit: {"names": names, "state": state[unit]} for unit, names in saved["units"].items()})
         return
     compressor = sharded_from_config(saved["sharded"])
@@ -87,6 +91,14 @@ def _restore(sync: ShardedSync, saved: Mapping[str, Any], load: Callable[[int], 
             share = residual / saved["num_ranks"]
             mean[name] = mean[name] + share if name in mean else share
     sync.add_residuals(mean)
+
+
+def _renew_seeds(sync: ShardedSync, state: RankState) -> None:
+    """Gives the states of version 1 seeds of this version, for as many steps: theirs were not unique."""
+    for index, unit in enumerate(sync.units):
+        if "seed" in (its_state := state.get(unit.name, {})):
+            num_steps = int(its_state["seed"]) - (index << 24) - (unit.group.rank() << 16)
+            its_state["seed"] = torch.tensor(unit.first_seed + num_steps, dtype=torch.int64, device="cpu")
 
 
 def _residuals(
@@ -117,7 +129,7 @@ def _load_from(directory: Path, rank: int) -> RankState:
     prefix, tensors = f"{rank}/", {}
     for key, its in dcp.FileSystemReader(directory).read_metadata().state_dict_metadata.items():
         if key.startswith(prefix) and isinstance(its, TensorStorageMetadata):
-            tensors[key] = torch.empty(its.size, dtype=its.properties.dtype)
+            tensors[key] = torch.empty(its.size, dtype=its.properties.dtype, device="cpu")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for
         dcp.load(tensors, checkpoint_id=directory, no_dist=True)

@@ -21,7 +21,7 @@ from lightning_commopt.compat.fsdp import NotifyingComm, keeps_reduced
 from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.compressors.base import State, finish
 from lightning_commopt.compressors.channel import Channel
-from lightning_commopt.compressors.sharded import ShardedCompressor
+from lightning_commopt.compressors.sharded import ShardedCompressor, first_seed
 from lightning_commopt.compressors.sharded_registry import sharded_name
 from lightning_commopt.measure.recorder import issued_by
 from lightning_commopt.sync.state import CheckpointError, fit_to
@@ -106,7 +106,7 @@ class UnitReduceScatter(CompressedUnit):
         self._compressor = compressor
         self._source = f"{sharded_name(compressor)} reduce-scatter"
         self._channels = channels
-        self._index = index
+        self.first_seed = first_seed(index, dist.get_rank())  # among replicas the rank of a shard is not unique
         self._sharded: list[DTensor] = [getattr(column.owner, column.attribute) for column in columns]
         mesh = self._sharded[0].device_mesh
         self.group = mesh.get_group(mesh.ndim - 1)
@@ -140,7 +140,7 @@ class UnitReduceScatter(CompressedUnit):
         if used != self._used:
             if overlap is not None:
                 overlap.wait()
-            self._lay_out(used, channel.rank, rows.device)
+            self._lay_out(used, rows.device)
         if self._num_columns == rows.shape[1]:
             runs = self._runs
         else:
@@ -196,14 +196,13 @@ class UnitReduceScatter(CompressedUnit):
             if column.name in residuals and column.is_compressed:
                 self._kept[column.name] = column.rows(residuals[column.name], self.num_shards)
 
-    def _lay_out(self, used: tuple[Column, ...], rank: int, device: torch.device) -> None:
+    def _lay_out(self, used: tuple[Column, ...], device: torch.device) -> None:
         """Finds which columns are compressed, in the first backward and when parameters were frozen or unfrozen."""
         self._kept |= self._rows_of_state()
         self._used, self._runs = used, runs_of(used, self.num_shards)
         self._num_columns = sum(width for width, _ in self._runs)
         numel = sum(width for width, is_compressed in self._runs if is_compressed)
-        seed = (self._index << 24) + (rank << 16)
-        self._state = self._compressor.init(numel, self.num_shards, device, seed) if numel else {}
+        self._state = self._compressor.init(numel, self.num_shards, device, self.first_seed) if numel else {}
         names, widths = self._compressed()
         if self._restored is not None:
             restored, self._restored = self._restored, None

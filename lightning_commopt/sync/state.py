@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,13 +18,19 @@ from lightning_commopt.compressors import Compressor, Layout, State
 from lightning_commopt.compressors.base import as_real
 from lightning_commopt.compressors.registry import compressor_from_config, compressor_to_config
 from lightning_commopt.sync.gather import all_ranks_ready, gather_on_rank_0, map_tensors
-from lightning_commopt.text.formatting import list_some
+from lightning_commopt.text.formatting import list_some, numbers_text
 from lightning_commopt.text.validation import info, warn
 
 KEY = "lightning_commopt"
 """Of a checkpoint."""
 
 _VERSION = 2
+_READABLE = (_VERSION - 1, _VERSION)  # 1 has the keys of 2; who raises the version translates those of the one before
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+}
+"""Of buckets, by the name in a checkpoint: nothing else that a file names is looked up in torch."""
 _PATIENCE_S = 60.0
 
 BucketStates = dict[int, tuple[tuple[str, ...], Layout, State]]
@@ -101,11 +107,10 @@ def from_checkpoint(saved: Any, rank: int, world_size: int, compressor: Compress
     same, and no states, which belong to a rank. The ``compressor`` in use is recognised even if its class has no name.
 
     Raises:
-        CheckpointError: ``saved`` is damaged, from a later version, or of a compressor that is not known.
+        CheckpointError: ``saved`` is damaged, neither from this version nor from the one before, or of a compressor
+            that is not known.
     """
-    if not isinstance(saved, dict) or saved.get("version") != _VERSION:
-        version = saved.get("version") if isinstance(saved, dict) else None
-        raise CheckpointError(f"its version is {version!r}, and this is version {_VERSION}")
+    check_version(saved, _READABLE)
     with _as_checkpoint_error():
         its_compressor = _from_description(saved["compressor"], compressor)
         num_syncs = int(saved["num_syncs"])
@@ -120,6 +125,13 @@ def from_checkpoint(saved: Any, rank: int, world_size: int, compressor: Compress
                 share = residual.to(torch.promote_types(residual.dtype, torch.float32)) / len(parts)
                 mean[name] = mean[name] + share if name in mean else share
     return CommState(its_compressor, num_syncs, {}, mean)
+
+
+def check_version(saved: Any, readable: Sequence[int]) -> None:
+    """Raises a CheckpointError unless a checkpoint's part is a mapping of a version that is ``readable``."""
+    version = saved.get("version") if isinstance(saved, Mapping) else None
+    if type(version) is not int or version not in readable:
+        raise CheckpointError(f"its version is {version!r}, and those that can be read are {numbers_text(readable)}")
 
 
 def adopt_states(state: CommState, compressor: Compressor, module: Module) -> BucketStates:
@@ -175,7 +187,7 @@ def _from_plain(part: dict[str, Any], compressor: Compressor | None, num_syncs: 
         layout = Layout(
             tuple(torch.Size(shape) for shape in bucket["shapes"]),
             tuple(tuple(stride) for stride in bucket["strides"]),
-            getattr(torch, bucket["dtype"]),
+            _DTYPES[bucket["dtype"]],
         )
         names = tuple(bucket["names"])
         if not len(names) == len(layout.shapes) == len(layout.strides):

@@ -61,7 +61,7 @@ def measure(settings: BenchSettings, device: torch.device, ranks_per_node: int, 
         for number, case in enumerate(cases):
             on_progress(number, total, case.label)
             entries.append(bench.begin(case))
-        times_s = torch.zeros(settings.num_repetitions, len(cases), dtype=torch.float64)
+        times_s = torch.zeros(settings.num_repetitions, len(cases), dtype=torch.float64, device="cpu")
         for repetition in range(settings.num_repetitions):
             for number, entry in enumerate(entries):
                 on_progress((1 + repetition) * len(cases) + number, total, entry.case.label)
@@ -165,12 +165,12 @@ def _row(entry: _Entry, times_s: list[float]) -> Row:
 
 
 def _synchronize_ranks() -> None:
-    dist.all_reduce(torch.zeros(1))
+    dist.all_reduce(torch.zeros(1, device="cpu"))
 
 
 def reduce_value(value: float, redop: dist.ReduceOp.RedOpType) -> float:
     """Returns the values of all ranks, reduced. All ranks must call it."""
-    values = torch.tensor([value], dtype=torch.float64)
+    values = torch.tensor([value], dtype=torch.float64, device="cpu")
     dist.all_reduce(values, redop)
     return float(values.item())
 

@@ -184,7 +184,7 @@ def num_wrong(part: Tensor, ranks: Sequence[int], redop: str = "sum", offset: in
 
 def _table(rank: int, offset: int) -> Tensor:
     """Returns one period ``(1021,)`` of a rank's numbers."""
-    index = (torch.arange(_PERIOD) + offset) % _PERIOD
+    index = (torch.arange(_PERIOD, device="cpu") + offset) % _PERIOD
     return (index * index + index // 7 + rank * (index % 2 + 1)) % _NUM_VALUES
 
 
@@ -219,7 +219,8 @@ def prepare_hook(case: Case, ranks: Ranks, channel: Channel, memory: Sequence[Te
         with torch.no_grad():
             finish(compressor.rounds(flat, layout, state, channel))
 
-    tile = torch.randn(_TILE_NUMEL, generator=torch.Generator().manual_seed(ranks.index)).to(flat)
+    generator = torch.Generator().manual_seed(ranks.index)
+    tile = torch.randn(_TILE_NUMEL, generator=generator, device="cpu").to(flat)
 
     def fill() -> None:
         for part in flat.split(_TILE_NUMEL):

@@ -206,7 +206,7 @@ class _FactExchange:
         timeout = timedelta(seconds=_CONNECT_S + _GRACE_S)
         try:
             dist.init_process_group("gloo", store=self._store, rank=rank, world_size=world_size, timeout=timeout)
-            ones = torch.ones(1)
+            ones = torch.ones(1, device="cpu")
             dist.all_reduce(ones)
             dist.destroy_process_group()
         except (RuntimeError, ValueError) as error:

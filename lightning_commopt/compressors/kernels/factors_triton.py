@@ -103,7 +103,7 @@ def _plan_for(shapes: Shapes, has_old: bool, device: torch.device) -> _Plan:
         factors.append(factor)
     num_sums = num_tiles * num**2 + (num_tiles if combines else len(shapes)) * most * num
     splits = max(1, min(_MAX_SPLITS, _SUM_NUMEL // num**2))
-    tile_table, factor_table = (torch.tensor(rows).to(device) for rows in (tiles, factors))
+    tile_table, factor_table = (torch.tensor(rows, device="cpu").to(device) for rows in (tiles, factors))
     options = {"R": most, "NUM": num, "enable_fp_fusion": True}
     return _Plan(tile_table, factor_table, num_tiles, starts[-1], num_sums, options, block, splits, combines)
 

@@ -76,7 +76,7 @@ def plan_for(parts: Parts, device: torch.device, by_rows: bool | None = None) ->
     options = {"TILE_M": tile_m, "TILE_K": tile_k, "num_warps": tile_m * tile_k // 1024, "enable_fp_fusion": True}
     options["ALIGNED"] = gcd(4, *(number for matrix in parts.matrices for number in (matrix.start, matrix.k)))
     tile_table, rest_table, sum_table = (
-        torch.tensor(rows, dtype=torch.int64).to(device) for rows in (tiles, rest, sums)
+        torch.tensor(rows, dtype=torch.int64, device="cpu").to(device) for rows in (tiles, rest, sums)
     )
     counts, num_rest = (len(tiles), len(rest), len(sums)), place - num_factors
     return Plan(options, tile_table, rest_table, sum_table, *counts, num_rest, num_factors, num_partials)

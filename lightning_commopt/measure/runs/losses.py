@@ -96,7 +96,7 @@ class LossCurve:
         if points:
             steps, seconds, sums, counts = zip(*points, strict=True)
             totals[0, : len(points)] = torch.stack([torch.as_tensor(value, device=device) for value in sums])
-            totals[1:, : len(points)] = torch.tensor([counts, steps, seconds], dtype=torch.float64)
+            totals[1:, : len(points)] = totals.new_tensor([counts, steps, seconds])
         if reduce is not None and num_points:
             totals = torch.cat([reduce(totals[:2].clone(), "sum"), reduce(totals[2:].clone(), "max")])
         totals[3] = totals[3].cummax(0).values  # after the rank that was ahead has ended, another's clock may be behind

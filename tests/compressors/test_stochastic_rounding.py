@@ -1,0 +1,54 @@
+"""The random numbers of stochastic rounding differ between units, ranks and steps."""
+
+from itertools import product
+
+import torch
+
+from lightning_commopt.compressors.sharded import ShardedInt8, first_seed, uniform_noise
+
+# Values at which fields of fewer bits would run into each other
+_UNITS = (0, 1, 127, 128, 255, 256, 65_535)
+_RANKS = (0, 1, 255, 256, 257, 32_768, 65_535)
+_STEPS = (0, 1, 65_535, 65_536, 2**24, 2**31 - 1)
+
+
+def test_no_two_seeds_are_equal() -> None:
+    """If it fails, two ranks round with the same numbers: their errors add up instead of averaging out."""
+    seeds = [first_seed(unit, rank) + step for unit, rank, step in product(_UNITS, _RANKS, _STEPS)]
+    assert len(set(seeds)) == len(seeds)
+    state = ShardedInt8(stochastic_rounding=True).init(64, 2, torch.device("cpu"), max(seeds))
+    assert int(state["seed"]) == max(seeds)
+
+
+def test_no_two_seeds_give_the_same_numbers() -> None:
+    """If it fails, a generator that looks at a part of its seed makes ranks or steps alike."""
+    like = torch.empty(64, device="cpu")
+    seeds = [first_seed(unit, rank) + step for unit, rank, step in product(_UNITS, _RANKS, _STEPS)]
+    drawn = {tuple(uniform_noise(like, seed).tolist()) for seed in seeds}
+    assert len(drawn) == len(seeds)
+    torch.testing.assert_close(uniform_noise(like, 7), uniform_noise(like, 7), rtol=0, atol=0)
+
+
+def test_the_numbers_are_uniform_and_independent() -> None:
+    like = torch.empty(100_000, device="cpu")
+    places = ((0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 1, 1), (1, 0, 0), (0, 256, 0))
+    noise = torch.stack([uniform_noise(like, first_seed(unit, rank) + step) for unit, rank, step in places]).double()
+    assert noise.min() >= 0
+    assert noise.max() < 1
+    torch.testing.assert_close(noise.mean(1), torch.full((6,), 0.5).double(), rtol=0, atol=0.005)
+    torch.testing.assert_close(noise.var(1), torch.full((6,), 1 / 12).double(), rtol=0, atol=0.002)
+    correlation = torch.corrcoef(noise) - torch.eye(6)
+    assert correlation.abs().max() < 0.02
+
+
+def test_rounding_is_exact_in_the_mean_of_steps() -> None:
+    compressor = ShardedInt8(stochastic_rounding=True)
+    state = compressor.init(256, 1, torch.device("cpu"), first_seed(3, 300) + 65_500)
+    rows = torch.randn(1, 256, generator=torch.Generator().manual_seed(0))
+    total = torch.zeros_like(rows)
+    for _ in range(400):
+        rounded = rows.clone()
+        compressor._before_rounding(rounded, state)
+        total += rounded
+    scale = rows.abs().max() / 127
+    assert ((total / 400 - rows).abs() / scale).max() < 0.15  # six times the error of a mean of 400

@@ -1,0 +1,137 @@
+"""Checkpoints that earlier versions wrote: what they say of gradient sync is read; see `support.kept_states`.
+
+Policy: a version reads the files of its own and of the version before.
+"""
+
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_commopt import CommOptDDP, CommOptModelParallel
+from lightning_commopt.sync import sharded_checkpoint, state
+from lightning_commopt.sync.state import KEY
+from support.cross_section import sampled
+from support.kept_states import DDP, HERE, SHARDED, Sharded
+from support.lightnings import Callback
+from support.ranks import run_ranks
+from support.strategy_models import Tiny, loader, trainer
+
+_NUM_STEPS = 6  # before the checkpoint
+_of_fsdp2 = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
+)
+
+
+class _Look(Callback):
+    """Copies what a fit resumes with."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        strategy = trainer.strategy
+        if isinstance(strategy, CommOptDDP):
+            found = strategy.gradient_sync.state()
+            assert found is not None
+            self.num_syncs = found.num_syncs
+            self.residuals = {name: value.clone() for name, value in found.all_residuals().items()}
+        else:
+            self.units = [unit.first_seed for unit in strategy.sharded_sync.units]
+            states = sharded_checkpoint.rank_state(strategy.sharded_sync)
+            self.states = {unit: {key: x.clone() for key, x in its_state.items()} for unit, its_state in states.items()}
+
+
+def _resumed(path: Path, hook: dict[str, Any]) -> tuple[int, dict[str, Tensor], list[str]]:
+    look = _Look()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = trainer(CommOptDDP(comm_hook=hook, bucket_cap_mb=0.002), max_epochs=3, callbacks=[look])
+        run.fit(Tiny(), loader(24), ckpt_path=path)
+    messages = [str(warning.message) for warning in caught if "comm_hook" in str(warning.message)]
+    return look.num_syncs, look.residuals, messages
+
+
+def _with_version(path: Path, folder: Path, version: Any) -> Path:
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint[KEY]["version"] = version
+    torch.save(checkpoint, folder / path.name)
+    return folder / path.name
+
+
+def _residuals_in(path: Path, rank: int) -> dict[str, Tensor]:
+    saved = torch.load(path, weights_only=True)[KEY]
+    return state.from_checkpoint({**saved, "version": state._VERSION}, rank, 2, None).all_residuals()
+
+
+@pytest.mark.parametrize(
+    ("name", "version"),
+    sampled([(name, version) for name in DDP for version in (2, 1)], by_default=[("int8", 1)]),
+)
+def test_ddps_residuals_are_read(tmp_path: Path, name: str, version: int) -> None:
+    """If it fails, an upgrade of this package drops what error feedback has not sent yet."""
+    path = HERE / "ddp_2" / f"{name}.ckpt"
+    read = path if version == 2 else _with_version(path, tmp_path, version)
+    for rank, (num_syncs, residuals, messages) in enumerate(run_ranks(_resumed, read, DDP[name])):
+        expected = _residuals_in(path, rank)
+        assert num_syncs == _NUM_STEPS
+        assert messages == []
+        assert residuals.keys() == expected.keys()
+        assert len(residuals) == 6
+        for parameter, residual in residuals.items():
+            torch.testing.assert_close(residual, expected[parameter], rtol=0, atol=0)
+        assert any(residual.abs().max() > 0 for residual in residuals.values())
+
+
+@pytest.mark.parametrize("version", [0, state._VERSION + 1, "2", None, True])
+def test_other_versions_are_refused_by_their_number(version: Any) -> None:
+    saved = torch.load(HERE / "ddp_2" / "int8.ckpt", weights_only=True)[KEY]
+    with pytest.raises(state.CheckpointError, match=f"version is {version!r}, and those that can be read are 1, 2"):
+        state.from_checkpoint({**saved, "version": version}, 0, 2, None)
+
+
+@pytest.mark.parametrize("name", ["ops", "float128", "load", 3, None])
+def test_a_dtype_is_none_but_a_dtype(name: Any) -> None:
+    """If it fails, the text of a file is looked up among the functions of torch."""
+    saved = torch.load(HERE / "ddp_2" / "int8.ckpt", weights_only=True)[KEY]
+    saved["ranks"][0]["buckets"][0]["dtype"] = name
+    with pytest.raises(state.CheckpointError, match="damaged"):
+        state.from_checkpoint(saved, 0, 2, None)
+
+
+def _resumed_shards(path: Path, name: str) -> tuple[list[int], dict[str, dict[str, Tensor]], list[str]]:
+    hook, is_folder = SHARDED[name]
+    look = _Look()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        strategy = CommOptModelParallel(comm_hook=hook, save_distributed_checkpoint=is_folder)
+        run = trainer(strategy, max_epochs=3, callbacks=[look])
+        with torch.random.fork_rng():
+            run.fit(Sharded(), loader(24), ckpt_path=path)
+    messages = [str(warning.message) for warning in caught if "comm_hook" in str(warning.message)]
+    return look.units, look.states, messages
+
+
+@_of_fsdp2
+def test_residuals_of_shards_are_read(tmp_path: Path) -> None:
+    """If it fails, an upgrade of this package drops what error feedback of shards has not sent yet."""
+    path = tmp_path / "feedback.ckpt"
+    shutil.copytree(HERE / "fsdp2_1" / "feedback.ckpt", path)
+    for rank, (_, states, messages) in enumerate(run_ranks(_resumed_shards, path, "feedback")):
+        expected = sharded_checkpoint._load_from(path / KEY, rank)
+        assert messages == []
+        assert states.keys() == expected.keys() != set()
+        for unit, its_state in states.items():
+            assert torch.equal(its_state["residual"], expected[unit]["residual"])
+            assert its_state["residual"].any()
+
+
+@_of_fsdp2
+def test_seeds_of_shards_go_on_without_their_collisions() -> None:
+    """If it fails, a run that goes on with this version rounds on several ranks with the same numbers."""
+    for units, states, messages in run_ranks(_resumed_shards, HERE / "fsdp2_1" / "stochastic.ckpt", "stochastic"):
+        assert messages == []
+        assert len(states) == len(units) >= 2
+        assert [int(its_state["seed"]) for its_state in states.values()] == [seed + _NUM_STEPS for seed in units]
