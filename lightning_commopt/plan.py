@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.compat.lightning import MisconfigurationException
 from lightning_commopt.compressors import Compressor, compressor_from_config, compressor_to_config
 from lightning_commopt.compressors.registry import option_in_words, short_name
+from lightning_commopt.measure.runs.files import RUN_FILE
+from lightning_commopt.measure.runs.settings import nested
 from lightning_commopt.text.validation import did_you_mean
 
 DDP_OPTION_SINCE = {
@@ -131,13 +133,13 @@ class CommPlan:
         >>> CommPlan().name
         'uncompressed'
         >>> CommPlan(comm_hook={"name": "powersgd", "matrix_rank": 4}, bucket_cap_mb=25, static_graph=True).name
-        'powersgd rank 4, 25 MB buckets, static graph'
+        'powersgd rank 4, 25 MiB buckets, static graph'
         """
         words = ["uncompressed" if self.comm_hook is None else short_name(self.comm_hook)]
         if isinstance(self.bucket_cap_mb, tuple):
-            words.append(f"buckets of {', '.join(f'{size:.3g}' for size in self.bucket_cap_mb)} MB")
+            words.append(f"buckets of {', '.join(f'{size:.3g}' for size in self.bucket_cap_mb)} MiB")
         elif self.bucket_cap_mb is not None:
-            words.append(f"{self.bucket_cap_mb:g} MB buckets")
+            words.append(f"{self.bucket_cap_mb:g} MiB buckets")
         of_ddp = inspect.signature(DistributedDataParallel.__init__).parameters
         for name in _SWITCHES:
             value = getattr(self, name)
@@ -148,6 +150,7 @@ class CommPlan:
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> CommPlan:
         """Makes a plan from a mapping of option names to values, as `to_dict` gives it; raises an OptionError."""
+        _refuse_records(options)
         check_option_names(options, known=plan_options())
         return cls(**options)
 
@@ -201,7 +204,7 @@ def plan_options() -> tuple[str, ...]:
 
 
 _SHORTER = {"gradient_as_bucket_view": "bucket_view"}
-_SWITCHES = tuple(field.name for field in dataclasses.fields(CommPlan) if field.type == "bool | None")
+_SWITCHES = tuple(name for name, hint in get_type_hints(CommPlan).items() if hint == bool | None)
 
 
 def check_option_names(options: Mapping[str, Any], known: Sequence[str]) -> None:
@@ -212,6 +215,24 @@ def check_option_names(options: Mapping[str, Any], known: Sequence[str]) -> None
                 _check_available(name, name)
             hint = did_you_mean(name, known)
             raise UnknownOptionError(f"unknown option {name!r}; known options: {', '.join(sorted(known))}{hint}")
+
+
+def _refuse_records(options: Mapping[str, Any]) -> None:
+    """Raises an OptionError that shows where the plan stands, if these are another file's content: a run's."""
+    if {"status", "sync_method"} <= options.keys():
+        what, where = f"the record of a run ({RUN_FILE})", "under the names in 'settings' that begin with 'plan.'"
+        settings = options.get("settings")
+        plan = options.get("plan")  # of older records
+        if not isinstance(plan, Mapping):
+            plan = nested(settings).get("plan") if isinstance(settings, Mapping) else None
+    elif "kind" in options and "format" in options:
+        what, where, plan = f"the result of {options['kind']}", "under 'plan'", options.get("plan")
+    else:
+        return
+    if not isinstance(plan, Mapping):
+        raise OptionError(f"this is {what}, which has no plan")
+    shown = json.dumps({name: value for name, value in plan.items() if value is not None}, default=str)
+    raise OptionError(f"this is {what}; its plan stands {where}: save that alone as the plan: {shown}")
 
 
 def _check_available(ddp_option: str, asked: str) -> None:

@@ -28,9 +28,11 @@ from lightning_commopt.compressors import (
     State,
 )
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
+from lightning_commopt.measure.runs.settings import flat
 from lightning_commopt.plan import DDP_OPTION_SINCE, OptionError, UnknownOptionError, ddp_options
 
 BF16 = Cast(dtype=torch.bfloat16)
+_SWITCHES = [f.name for f in dataclasses.fields(CommPlan) if f.name not in ("bucket_cap_mb", "comm_hook")]
 
 
 class OwnFeedback(Compressor):
@@ -88,6 +90,45 @@ def test_a_broken_file_is_named(content: bytes, error: type[OptionError], reason
     for load in (CommPlan.load, CommOptDDP.from_plan, FabricCommOptDDP.from_plan):
         with pytest.raises(error, match=f"{path} holds no plan: .*{reason}"):
             load(path)
+
+
+_PLAN: dict[str, Any] = {"comm_hook": {"name": "powersgd", "matrix_rank": 2}, "bucket_cap_mb": [1, 25]}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"status": "finished", "sync_method": "powersgd", "settings": flat(_PLAN, "plan.")}, "the record of a run"),
+        ({"status": "running", "sync_method": "powersgd", "plan": _PLAN}, "the record of a run"),
+        ({"kind": "commopt prediction", "format": 1, "plan": _PLAN, "step_s": 1.0}, "the result of commopt prediction"),
+    ],
+)
+def test_another_file_of_a_run_shows_its_plan(content: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """If it fails, who gives a run's file as the plan reads that 'status' is an unknown option."""
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(content))
+    for make in (CommPlan.load, CommOptDDP.from_plan, lambda path: CommOptDDP(plan=path)):
+        with pytest.raises(OptionError, match=f"{path} holds no plan: this is {message}.*; its plan stands under") as e:
+            make(path)
+        shown = CommPlan.from_json(str(e.value).partition("as the plan: ")[2])
+        assert shown == CommPlan.from_dict(_PLAN)
+
+
+def test_a_run_without_a_plan_has_none_to_show() -> None:
+    with pytest.raises(OptionError, match=r"this is the record of a run .*, which has no plan"):
+        CommPlan.from_dict({"status": "finished", "sync_method": "FSDPStrategy", "settings": {"seed": 1}, "plan": None})
+
+
+@pytest.mark.parametrize("name", _SWITCHES)
+def test_a_switch_is_true_or_false(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a text is passed to DDP, which takes "false" for true."""
+    monkeypatch.setattr(plan_module, "ddp_options", lambda: {*ddp_options(), *DDP_OPTION_SINCE})
+    with pytest.raises(OptionError, match=f"{name} must be true, false or None, got 'false'"):
+        CommPlan.from_dict({name: "false"})
+
+
+def test_buckets_are_in_mebibytes() -> None:
+    assert CommPlan(bucket_cap_mb=[1, 2.5]).name == "uncompressed, buckets of 1, 2.5 MiB"
 
 
 def test_a_class_or_a_hook_of_torch_as_comm_hook_says_what_to_write() -> None:
@@ -349,9 +390,9 @@ NAMES: dict[str, dict[str, Any]] = {
     "all_reduce": {"comm_hook": "all_reduce"},
     "bf16": {"comm_hook": "BF16"},
     "bf16 accumulate float32": {"comm_hook": {"name": "bf16", "accumulate": "float32"}},
-    "fp16, 2.5 MB buckets": {"comm_hook": "fp16", "bucket_cap_mb": 2.5},
+    "fp16, 2.5 MiB buckets": {"comm_hook": "fp16", "bucket_cap_mb": 2.5},
     "powersgd rank 1": {"comm_hook": "powersgd"},
-    "powersgd rank 4, start 500, 25 MB buckets, static graph": {
+    "powersgd rank 4, start 500, 25 MiB buckets, static graph": {
         "comm_hook": {"name": "powersgd", "matrix_rank": 4, "start_step": 500},
         "bucket_cap_mb": 25,
         "static_graph": True,
@@ -386,7 +427,7 @@ def test_name_of_options_at_their_defaults() -> None:
 def test_every_option_is_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, two plans that differ in one option cannot be told apart."""
     monkeypatch.setattr(plan_module, "ddp_options", lambda: {*ddp_options(), *DDP_OPTION_SINCE})
-    for switch in (f.name for f in dataclasses.fields(CommPlan) if f.type == "bool | None"):
+    for switch in _SWITCHES:
         names = [CommPlan.from_dict({switch: value}).name for value in (True, False)]
         assert len(set(names)) == 2
         if "uncompressed" in names:

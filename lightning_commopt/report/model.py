@@ -55,7 +55,7 @@ class Published:
 class Setting:
     """Runs that differ only in repetition and seed."""
 
-    name: str  # short, and unique in its group: "bf16, 100 MB buckets, 4 ranks"
+    name: str  # short, and unique in its group: "bf16, 100 MiB buckets, 4 ranks"
     values: Mapping[str, str]  # that the sweep varied, by name
     sync_method: str  # see `RunRecord`
     world_size: int

@@ -1,4 +1,4 @@
-"""Short names of settings for people: "bf16, 100 MB buckets, 4 ranks"."""
+"""Short names of settings for people: "bf16, 100 MiB buckets, 4 ranks"."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ def _bucket_cap(value: str) -> str:
     if value in OFF:
         return "default buckets"
     if value.startswith("["):
-        return f"buckets of {value.strip('[]').replace(',', ', ').replace('  ', ' ')} MB"
-    return f"{value.removesuffix('.0')} MB buckets"
+        return f"buckets of {value.strip('[]').replace(',', ', ').replace('  ', ' ')} MiB"
+    return f"{value.removesuffix('.0')} MiB buckets"
 
 
 def _link(value: str) -> str:

@@ -114,11 +114,11 @@ BASELINES = {
         [f"strategy/comm_hook={hook} ranks={ranks}" for ranks in (1, 2, 4) for hook in ("bf16", "none")],
         "uncompressed, 4 ranks",
     ),
-    "sizes of buckets": ([f"strategy.bucket_cap_mb={size}" for size in (1, 5, 25, 100)], "25 MB buckets"),
+    "sizes of buckets": ([f"strategy.bucket_cap_mb={size}" for size in (1, 5, 25, 100)], "25 MiB buckets"),
     "the default size": ([f"strategy.bucket_cap_mb={size}" for size in (25, "null")], "default buckets"),
     "fewest options": (
         ["strategy.static_graph=true strategy.bucket_cap_mb=25", "strategy.bucket_cap_mb=100"],
-        "100 MB buckets",
+        "100 MiB buckets",
     ),
     "none is uncompressed": (["strategy/comm_hook=bf16", "strategy/comm_hook=int8"], "bf16"),
     "another strategy": (["strategy=fsdp", "strategy=ddp"], "DDP"),
@@ -128,7 +128,7 @@ BASELINES = {
 def test_several_sizes_of_buckets_are_far_from_the_default(tmp_path):
     several, hundred = [{"plan": {"bucket_cap_mb": cap}} for cap in ([1, 25], 100)]
     group = _group(tmp_path, ("strategy.bucket_cap_mb=[1,25]", several), ("strategy.bucket_cap_mb=100", hundred))
-    assert group.baseline.name == "100 MB buckets"
+    assert group.baseline.name == "100 MiB buckets"
 
 
 @pytest.mark.parametrize("jobs", BASELINES.values(), ids=BASELINES.keys())

@@ -25,7 +25,7 @@ def _run(*arguments: object, status: int = 0) -> Result:
 def test_the_page_and_the_table_lie_in_the_sweep(tmp_path):
     sweep = write_sweep(tmp_path / "sweep", num_repetitions=2)
     result = _run(sweep)
-    assert '"PowerSGD, 25 MB buckets" is the fastest' in result.stdout
+    assert '"PowerSGD, 25 MiB buckets" is the fastest' in result.stdout
     assert f"report: {sweep}/report.html and {sweep}/report.csv" in result.stdout
     assert (sweep / "report.csv").read_text().startswith("group,setting,")
     assert "</html>" in (sweep / "report.html").read_text()

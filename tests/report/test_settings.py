@@ -19,8 +19,8 @@ def _groups(folder: Path, *jobs: str, **fields: Any) -> list[GroupRuns]:
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [
-        ("strategy/comm_hook=bf16 strategy.bucket_cap_mb=100 ranks=4", "bf16, 100 MB buckets, 4 ranks"),
-        ("trainer.devices=4 strategy.bucket_cap_mb=100 strategy/comm_hook=bf16", "bf16, 100 MB buckets, 4 ranks"),
+        ("strategy/comm_hook=bf16 strategy.bucket_cap_mb=100 ranks=4", "bf16, 100 MiB buckets, 4 ranks"),
+        ("trainer.devices=4 strategy.bucket_cap_mb=100 strategy/comm_hook=bf16", "bf16, 100 MiB buckets, 4 ranks"),
         ("variant=one_bucket", "one bucket"),
         ("variant=ddp_one_process", "DDP on one process"),
         ("variant=powersgd", "PowerSGD"),
@@ -30,8 +30,8 @@ def _groups(folder: Path, *jobs: str, **fields: Any) -> list[GroupRuns]:
         ("commopt=alternating_powersgd", "alternating PowerSGD"),
         ("strategy/comm_hook=powersgd strategy.comm_hook.matrix_rank=4", "PowerSGD, matrix rank 4"),
         ("trainer.strategy.bucket_cap_mb=null", "default buckets"),
-        ("strategy.bucket_cap_mb=[1,25]", "buckets of 1, 25 MB"),
-        ("strategy.bucket_cap_mb=0.5", "0.5 MB buckets"),
+        ("strategy.bucket_cap_mb=[1,25]", "buckets of 1, 25 MiB"),
+        ("strategy.bucket_cap_mb=0.5", "0.5 MiB buckets"),
         ("strategy.static_graph=true strategy.gradient_as_bucket_view=True", "static graph, bucket view"),
         ("strategy.static_graph=false strategy/comm_hook=bf16", "bf16"),
         ("strategy.static_graph=false", "no static graph"),
@@ -67,7 +67,7 @@ SORTED = {
         {"": {"one process": 2, "DDP, 2 ranks": 1, "DDP, 4 ranks": 1}},
     ),
     "a choice of nothing": (["variant=null ranks=2", "ranks=2", "ranks=4"], {"": {"2 ranks": 2, "4 ranks": 1}}),
-    "a default": (["strategy.bucket_cap_mb=100", ""], {"": {"100 MB buckets": 1, "default bucket cap mb": 1}}),
+    "a default": (["strategy.bucket_cap_mb=100", ""], {"": {"100 MiB buckets": 1, "default bucket cap mb": 1}}),
 }
 
 
@@ -164,12 +164,12 @@ def test_equal_overrides_of_a_foreign_launcher_with_other_plans(tmp_path):
     save_run(tmp_path / "0", "data=x", plan={"static_graph": True})
     save_run(tmp_path / "1", "data=x", plan={"static_graph": True, "bucket_cap_mb": 100})
     (group,) = group_runs(read_runs([tmp_path]))
-    assert [setting.name for setting in group.settings] == ["default bucket cap mb", "100 MB buckets"]
+    assert [setting.name for setting in group.settings] == ["default bucket cap mb", "100 MiB buckets"]
 
 
 def test_the_only_setting_is_called_by_its_plan(tmp_path):
     (group,) = _groups(tmp_path, "", sync_method="bf16", plan={"bucket_cap_mb": 100}, world_size=4)
-    assert group.settings[0].name == "bf16, 100 MB buckets, 4 ranks"
+    assert group.settings[0].name == "bf16, 100 MiB buckets, 4 ranks"
 
 
 def test_failed_runs_know_what_they_belong_to(tmp_path):

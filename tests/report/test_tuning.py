@@ -58,7 +58,7 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path: Path) -> None:
     assert _texts(chart) == [
         ("started on", "uncompressed", "210 ms", "200 ms"),
         ("ended on", "int8", "84.0 ms", "80.0 ms"),
-        ("tried: slower", "uncompressed, 5 MB buckets", "294 ms", "280 ms"),
+        ("tried: slower", "uncompressed, 5 MiB buckets", "294 ms", "280 ms"),
     ]
     own, int8, _ = known(chart.rows).rows
     assert int8[1].small == "80.0 to 88.0"
@@ -72,7 +72,7 @@ def test_every_step_of_the_search_is_drawn_as_its_plan(tmp_path: Path) -> None:
     chart = _chart(tmp_path, sample_tuning({INT8: 0.4, SMALL: 1.4}))
     drawn = json.loads(known(chart.figure).to_json())
     by_plan = {line.name: trace for line, trace in zip(chart.lines, drawn["data"], strict=True)}
-    assert list(by_plan) == ["uncompressed", "int8", "uncompressed, 5 MB buckets"]
+    assert list(by_plan) == ["uncompressed", "int8", "uncompressed, 5 MiB buckets"]
     in_order = sorted(step for trace in by_plan.values() for step in trace["x"])
     assert in_order == list(range(len(in_order)))
     assert len(in_order) > 30

@@ -196,8 +196,8 @@ def _fit_cached(folder: str) -> list[tuple[str, int, int]]:
 def test_a_choice_is_tried_first_in_the_next_fit(tmp_path: Path) -> None:
     """If it fails, every fit predicts anew what the last one has found, or takes what another kind of fit has found."""
     first, again, static, lossy = run_ranks(_fit_cached, str(tmp_path))[0]
-    assert first[0] == again[0] == lossy[0] == "uncompressed, 0.001 MB buckets"
-    assert static[0] == "uncompressed, 0.001 MB buckets, static graph"
+    assert first[0] == again[0] == lossy[0] == "uncompressed, 0.001 MiB buckets"
+    assert static[0] == "uncompressed, 0.001 MiB buckets, static graph"
     assert again[1] == lossy[1] < 60
     assert again[2] < first[2]
     assert len([*tmp_path.rglob("*.json")]) == 2
