@@ -15,6 +15,7 @@ from lightning_commopt.compat.loops import LoopEvents, num_begun
 from lightning_commopt.launch.environment import launcher_pid
 from lightning_commopt.sync.store import key_space
 from lightning_commopt.watch.epoch_ends import EpochEnds
+from lightning_commopt.watch.own_errors import log_own_errors
 from lightning_commopt.watch.peers import Failure, Lifelines, Peers
 from lightning_commopt.watch.uneven_batches import UnevenBatchesError, make_even
 from lightning_commopt.watch.waiting import (
@@ -70,7 +71,7 @@ class FitWatch:
             on_error=self.fail,
         )
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="commopt-fit-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="commopt-fit-watch", daemon=True)
         self._thread.start()
 
     def fail(self, exception: BaseException) -> None:
@@ -122,6 +123,14 @@ class FitWatch:
             raise RuntimeError(
                 f"Rank {self._rank} waits at the end of an epoch for ranks that have failed. {failure.text}"
             )
+
+    def _run(self) -> None:
+        with log_own_errors("The watch of a fit"):
+            try:
+                self._watch()
+            except Exception:
+                self._peers.set_waiting(False)  # the others must not take this rank for idle from now on
+                raise
 
     def _watch(self) -> None:
         position, moved_at = self._position, time.monotonic()

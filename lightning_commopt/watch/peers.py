@@ -23,6 +23,8 @@ _KEY = "lifeline"
 _CONNECT_S = 2.0
 _MAX_TRIES = 3
 _MAX_HELLO_BYTES = 256
+_MAX_STRANGERS = 64  # connections that are accepted in one update, and whose token is read in the next
+_BACKLOG = 1024  # connections that wait to be accepted, so that strangers do not keep ranks out
 _T = TypeVar("_T")
 
 _ORDERLY = ("SIGTERMException", "_TunerExitException")
@@ -88,24 +90,25 @@ class Lifelines:
 
     def _listen(self, address: str) -> None:
         with suppress(OSError):  # the address is not this host's: there are no connections
-            self._server = socket.create_server((socket.gethostbyname(address), 0), backlog=len(self._expected))
+            self._server = socket.create_server((socket.gethostbyname(address), 0), backlog=_BACKLOG)
             self._server.setblocking(False)
-            self._token = secrets.token_hex(16)
-            self._store.set(_KEY, json.dumps([*self._server.getsockname(), self._token]))
+            token = secrets.token_hex(16)
+            self._token = token.encode()
+            self._store.set(_KEY, json.dumps([*self._server.getsockname(), token]))
 
     def _accept(self, server: socket.socket) -> None:
         for connection in self._unidentified:  # accepted in the last update: their tokens have arrived
             self._identify(connection)
         self._unidentified.clear()
-        with suppress(OSError):
-            for _ in range(len(self._expected) - len(self.connections)):
+        with suppress(OSError):  # no more of them wait
+            for _ in range(_MAX_STRANGERS if len(self.connections) < len(self._expected) else 0):
                 connection, _ = server.accept()
                 connection.setblocking(False)
                 self._unidentified.append(connection)
 
     def _identify(self, connection: socket.socket) -> None:
         with suppress(OSError, ValueError):
-            rank, token = connection.recv(_MAX_HELLO_BYTES).decode().split()
+            rank, token = connection.recv(_MAX_HELLO_BYTES).split()
             if int(rank) in self._expected - set(self.connections) and hmac.compare_digest(token, self._token):
                 connection.sendall(b"1")
                 self.connections[int(rank)] = connection

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,15 +52,30 @@ class UnreachablePort(NamedTuple):
 
 @contextmanager
 def listen_on_ports(interfaces: Mapping[str, Interface | None]) -> Iterator[list[ListeningPort]]:
-    """Listens once on each interface inside a ``with`` statement; the kernel accepts connections by itself."""
+    """Listens once on each interface inside a ``with`` statement, and closes each connection at once."""
     users = grouped((interface, user) for user, interface in interfaces.items() if interface is not None)
     with ExitStack() as closing:
         ports = []
         for interface, names in users.items():
             server = closing.enter_context(socket.create_server((interface.address, 0), backlog=1024))
             number = server.getsockname()[1]
+            threading.Thread(target=_close_connections, args=(server,), daemon=True).start()
+            closing.callback(_wake, server)
             ports.append(ListeningPort(interface.name, interface.address, number, " and ".join(names)))
         yield ports
+
+
+def _close_connections(server: socket.socket) -> None:
+    """Makes room for further connections: the kernel keeps only so many that nobody has accepted."""
+    with suppress(OSError):
+        while True:
+            server.accept()[0].close()
+
+
+def _wake(server: socket.socket) -> None:
+    """Makes a thread that waits for a connection notice that there will be none."""
+    with suppress(OSError):
+        server.shutdown(socket.SHUT_RDWR)
 
 
 def find_unreachable(
@@ -109,12 +125,12 @@ def meet(facts: Facts, identity: RankIdentity, *, limit_s: float) -> Meeting:
         users = {"gloo": facts.gloo_interface, "NCCL": facts.nccl_interface} if identity.local_rank == 0 else {}
         with listen_on_ports(users) as ports:
             return _FactExchange(store, identity, deadline, limit_s).meet(facts, ports)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:  # also facts of another version of this package
         if isinstance(error, MeetingError):
             raise
         raise MeetingError(
             f"rank {identity.rank} on {identity.host} was at {identity.address}:{identity.port}, but lost the others"
-            f" within {limit_s:g} s: {str(error).splitlines()[0]}"
+            f" within {limit_s:g} s: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         ) from error
 
 

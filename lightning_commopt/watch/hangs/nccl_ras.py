@@ -16,11 +16,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_commopt.watch.hangs.transport import receive_line
+
 _HOST, _PORT = "localhost", 28028
 _PROTOCOL = 2
 _MAX_BYTES = 16 * 2**20
 _EXTRA_S = 6.0
 _MIN_S = 0.001
+_PART_BYTES = 2**16
 
 
 class RasError(RuntimeError):
@@ -59,25 +62,21 @@ def ask_ras(address: tuple[str, int], limit_s: float) -> dict[str, Any] | str:
     deadline = time.monotonic() + limit_s
     where = f"{address[0]}:{address[1]}"
     try:
-        with socket.create_connection(address, timeout=limit_s) as connection, connection.makefile("rb") as reader:
-
-            def send(command: str) -> None:
-                connection.settimeout(max(_MIN_S, deadline - time.monotonic()))
-                connection.sendall(f"{command}\n".encode())
+        with socket.create_connection(address, timeout=limit_s) as connection:
 
             def ask(command: str) -> str:
-                send(command)
-                line = reader.readline(_MAX_BYTES)
-                if not line:
-                    raise RasError("the connection was closed")
+                connection.sendall(f"{command}\n".encode())
+                line = receive_line(connection, _MAX_BYTES, deadline - time.monotonic())
                 return line.decode("utf-8", "replace").strip()
 
             if not ask(f"CLIENT PROTOCOL {_PROTOCOL}").upper().startswith("SERVER PROTOCOL "):
                 raise RasError(f"what listens at {where} is not NCCL")
             ask(f"TIMEOUT {max(1, math.floor(limit_s - _EXTRA_S))}")
             is_json = ask("SET FORMAT json") == "OK"
-            send("VERBOSE STATUS")
-            text = reader.read(_MAX_BYTES).decode("utf-8", "replace")  # NCCL closes the connection
+            connection.sendall(b"VERBOSE STATUS\n")
+            text = _receive_rest(connection, deadline).decode("utf-8", "replace")
+    except EOFError as error:
+        raise RasError("the connection was closed") from error
     except ConnectionRefusedError as error:
         raise RasError(f"nothing listens at {where}") from error
     except OSError as error:
@@ -85,6 +84,20 @@ def ask_ras(address: tuple[str, int], limit_s: float) -> dict[str, Any] | str:
         raise RasError(f"no answer from {where}{reason}") from error
     try:
         found = json.loads(text) if is_json else text
-    except ValueError:
+    except (ValueError, RecursionError):
         found = text
     return found if isinstance(found, dict) and found else text
+
+
+def _receive_rest(connection: socket.socket, deadline: float) -> bytes:
+    """Returns what comes until NCCL closes the connection, up to `_MAX_BYTES`."""
+    received = bytearray()
+    while len(received) < _MAX_BYTES:
+        connection.settimeout(max(_MIN_S, deadline - time.monotonic()))
+        part = connection.recv(_PART_BYTES)
+        if not part:
+            break
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        received += part
+    return bytes(received)

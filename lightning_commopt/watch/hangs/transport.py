@@ -1,7 +1,8 @@
 """Messages of watchers: lines of JSON, to their rank over a socket pair, to each other over TCP.
 
 The watchers of a run share a secret key, which is never sent. A server begins each connection with a nonce; from a
-client that cannot sign it, it reads at most `_HELLO_BYTES` within `_HELLO_S`, from `_MAX_STRANGERS` at a time.
+client that cannot sign it, it reads at most `_HELLO_BYTES` within `_HELLO_S`. There are `_MAX_STRANGERS` such clients
+at a time: a new one takes the place of the oldest, so that clients that send nothing do not keep watchers out.
 Questions and answers are signed too, with nonces of both sides, so that they cannot be replayed. Nothing is encrypted.
 """
 
@@ -17,8 +18,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from io import BufferedIOBase
 from typing import Any, NamedTuple
+
+from lightning_commopt.watch.own_errors import log_own_errors
 
 _CONNECT_S = 2.0
 _SEND_S = 5
@@ -27,8 +29,9 @@ _QUESTION_S = 10.0
 _MAX_STRANGERS = 64
 _AGAIN_S = 0.1
 _MAX_BYTES = 64 * 2**20
+_PART_BYTES = 2**16
 _NONCE_BYTES = 32
-_HELLO_BYTES = 65
+_HELLO_BYTES = 64
 
 _Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -64,14 +67,12 @@ def ask(address: Address, key: str, question: dict[str, Any], limit_s: float) ->
     """
     try:
         with socket.create_connection((address.ip, address.port), timeout=_CONNECT_S) as connection:
-            connection.settimeout(limit_s)
-            with connection.makefile("rb") as reader:
-                nonces = _receive(reader, 2 * _NONCE_BYTES) + secrets.token_hex(_NONCE_BYTES).encode()
-                body = json.dumps(question).encode()
-                own_nonce = nonces[2 * _NONCE_BYTES :]
-                hello, signature = _sign(key, b"hello", nonces[: 2 * _NONCE_BYTES]), _sign(key, b"ask", nonces + body)
-                connection.sendall(b"\n".join((hello, own_nonce + signature + body, b"")))
-                line = _receive(reader, _MAX_BYTES)
+            nonces = receive_line(connection, 2 * _NONCE_BYTES, limit_s) + secrets.token_hex(_NONCE_BYTES).encode()
+            body = json.dumps(question).encode()
+            own_nonce = nonces[2 * _NONCE_BYTES :]
+            hello, signature = _sign(key, b"hello", nonces[: 2 * _NONCE_BYTES]), _sign(key, b"ask", nonces + body)
+            connection.sendall(b"\n".join((hello, own_nonce + signature + body, b"")))
+            line = receive_line(connection, _MAX_BYTES, limit_s)
     except (ConnectionRefusedError, ConnectionResetError, BrokenPipeError, EOFError) as error:
         raise GoneError(f"its monitor at {address.ip}:{address.port} has ended") from error
     except OSError as error:
@@ -92,7 +93,9 @@ class Server:
 
     def __init__(self, ip: str, key: str, answer: _Answer) -> None:
         self._key, self._answer = key, answer
-        self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
+        self._places = threading.BoundedSemaphore(_MAX_STRANGERS)
+        self._strangers: dict[socket.socket, None] = {}  # the oldest first
+        self._lock = threading.Lock()
         family = socket.AF_INET6 if ":" in ip else socket.AF_INET
         self._listening = socket.create_server((ip, 0), family=family, backlog=1024)
         self.port: int = self._listening.getsockname()[1]
@@ -100,31 +103,49 @@ class Server:
 
     def _accept(self) -> None:
         while True:
-            self._strangers.acquire()  # those above the limit wait unread, for seconds
             try:
                 connection, _ = self._listening.accept()
+            except OSError:  # there are too many descriptors
+                time.sleep(_AGAIN_S)
+                continue
+            if not self._places.acquire(blocking=False):
+                self._drop_oldest()
+                self._places.acquire()
+            with self._lock:
+                self._strangers[connection] = None
+            try:
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-            except (OSError, RuntimeError):  # there are too many descriptors or threads
-                self._strangers.release()
+            except RuntimeError:  # there are too many threads
+                self._forget(connection)
+                connection.close()
                 time.sleep(_AGAIN_S)
 
+    def _drop_oldest(self) -> None:
+        with self._lock, suppress(OSError, StopIteration):
+            next(iter(self._strangers)).shutdown(socket.SHUT_RDWR)  # its thread then ends
+
+    def _forget(self, connection: socket.socket) -> None:
+        with self._lock:
+            del self._strangers[connection]
+        self._places.release()
+
     def _serve(self, connection: socket.socket) -> None:
-        with suppress(Exception), connection:  # the other side sees that the connection is closed
+        # The other side sees that the connection is closed.
+        with log_own_errors("HangMonitor's answer to another rank"), suppress(OSError, EOFError), connection:
             nonce = secrets.token_hex(_NONCE_BYTES).encode()
             try:
                 connection.settimeout(_HELLO_S)
                 connection.sendall(nonce + b"\n")
-                is_known = hmac.compare_digest(_receive_hello(connection), _sign(self._key, b"hello", nonce))
+                hello = receive_line(connection, _HELLO_BYTES, _HELLO_S)
             finally:
-                self._strangers.release()
-            if not is_known:
+                self._forget(connection)
+            if not hmac.compare_digest(hello, _sign(self._key, b"hello", nonce)):
                 return
-            connection.settimeout(_QUESTION_S)
-            with connection.makefile("rb") as reader:
-                line = _receive(reader, _MAX_BYTES)
+            line = receive_line(connection, _MAX_BYTES, _QUESTION_S)
             nonces, signature, body = nonce + line[:64], line[64:128], line[128:]
             if hmac.compare_digest(signature, _sign(self._key, b"ask", nonces + body)):
                 answered = json.dumps(self._answer(json.loads(body))).encode()
+                connection.settimeout(_QUESTION_S)
                 connection.sendall(_sign(self._key, b"answer", nonces + answered) + answered + b"\n")
 
 
@@ -172,7 +193,9 @@ class RankLink:
                         self._answers[message["answer"]] = message
                         self._has_answers.notify_all()
                     continue
-                answered = answer(message)
+                answered: dict[str, Any] = {}
+                with log_own_errors("HangMonitor's answer within a rank"):
+                    answered = answer(message)
                 if "request" in message:
                     self.send(answer=message["request"], **answered)
         with self._has_answers:
@@ -196,27 +219,29 @@ def is_loopback(ip: str) -> bool:
     return ip == "::1" or ip.startswith("127.")
 
 
-def _receive_hello(connection: socket.socket) -> bytes:
-    found, deadline = b"", time.monotonic() + _HELLO_S  # for all of it, not for each byte
-    while len(found) < _HELLO_BYTES:
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        part = connection.recv(_HELLO_BYTES - len(found))
-        if not part:
-            raise EOFError
-        found += part
-    return found[:-1]
+def receive_line(connection: socket.socket, max_bytes: int, limit_s: float) -> bytes:
+    """Returns what comes up to the end of a line, without that end.
 
-
-def _receive(reader: BufferedIOBase, max_bytes: int) -> bytes:
-    """Returns a line without its end.
+    Args:
+        connection: to a program that sends one line, and then waits for an answer.
+        max_bytes: of the line.
+        limit_s: seconds for all of it, not for each part.
 
     Raises:
         EOFError: the other end has closed the connection, or has sent more than ``max_bytes``.
+        TimeoutError: the line was not complete in time.
     """
-    line = reader.readline(max_bytes + 1)
-    if not line.endswith(b"\n"):
-        raise EOFError
-    return line[:-1]
+    received, deadline = bytearray(), time.monotonic() + limit_s
+    while not received.endswith(b"\n"):
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError(f"no line within {limit_s:g} s")
+        connection.settimeout(left_s)
+        part = connection.recv(min(_PART_BYTES, max_bytes + 1 - len(received)))
+        if not part:
+            raise EOFError
+        received += part
+    return bytes(received[:-1])
 
 
 def _sign(key: str, purpose: bytes, message: bytes) -> bytes:

@@ -18,6 +18,7 @@ class Nccl(socketserver.StreamRequestHandler):
     """Answers as NCCL 2.29 does; ``has_json`` is False for versions before 2.28.7."""
 
     has_json = True
+    status = json.dumps(_STATUS, indent=1)
 
     def handle(self) -> None:
         is_json = False
@@ -31,7 +32,7 @@ class Nccl(socketserver.StreamRequestHandler):
                 is_json = True
                 self.wfile.write(b"OK\n")
             elif command == "verbose status":
-                self.wfile.write((json.dumps(_STATUS, indent=1) if is_json else _TEXT).encode())
+                self.wfile.write((self.status if is_json else _TEXT).encode())
                 return
             else:
                 self.wfile.write(f"ERROR: Unknown command {command}\n".encode())
@@ -39,6 +40,12 @@ class Nccl(socketserver.StreamRequestHandler):
 
 class OldNccl(Nccl):
     has_json = False
+
+
+class DeepNccl(Nccl):
+    """Sends what Python's parser of JSON gives up on."""
+
+    status = "[" * 10**5
 
 
 class Silent(socketserver.StreamRequestHandler):
@@ -64,6 +71,8 @@ def test_answers() -> None:
     """If it fails, a report lacks what NCCL knows of its ranks, or a version without JSON is not understood."""
     with listening(Nccl) as address:
         assert ask_ras(address, limit_s=60) == _STATUS
+    with listening(DeepNccl) as address:
+        assert ask_ras(address, limit_s=60) == "[" * 10**5
     with listening(OldNccl) as address:
         assert ask_ras(address, limit_s=60) == _TEXT
 

@@ -1,0 +1,25 @@
+"""Errors of a watch itself, which training must survive and somebody must learn of."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_logger = logging.getLogger(__name__)
+_logged: set[str] = set()
+
+
+@contextmanager
+def log_own_errors(watch: str) -> Iterator[None]:
+    """Logs an exception with its traceback instead of raising it, once for each watch; training continues.
+
+    Args:
+        watch: what fails, as the begin of a sentence.
+    """
+    try:
+        yield
+    except Exception:
+        if watch not in _logged:
+            _logged.add(watch)
+            _logger.exception("%s has failed by an error of its own; training continues without it.", watch)
