@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_commopt.measure.observer import BucketInfo
+from lightning_commopt.measure.plain import parse_json
 from lightning_commopt.measure.record import StepRecord
-from lightning_commopt.text.formatting import count
+from lightning_commopt.text.formatting import numbers_text
 
 FOLDER = "comm_time"  # name of the folder in the run's directory
 FORMAT = 1  # version of the files, raised when a line changes its meaning; new keys and types of lines keep it
@@ -71,7 +73,9 @@ class RankRecords:
     origin_unix_s: float | None  # second 0 of the records' times, in seconds since 1970; None if unknown
     # in the order in which they were made; the bucket with the highest index counts as `BucketInfo.is_last`
     steps: list[StepRecord] = field(default_factory=list)
-    num_broken_lines: int = 0  # lines that could not be read, and are left out
+    # By the number of a line that is left out, counted from 1 in the file: why it could not be read
+    broken_lines: dict[int, str] = field(default_factory=dict)
+    is_cut: bool = False  # the file ends within a line, which is left out, as after a killed process
 
     @classmethod
     def of_header(cls, path: Path, values: Mapping[str, Any]) -> RankRecords:
@@ -93,8 +97,10 @@ class RankRecords:
             return {bucket[0]: BucketInfo(*bucket, is_last=bucket[0] == last) for bucket in buckets}
         if values["type"] == "step":
             record = StepRecord.from_dict(values, layout)
-            if not record.phases:
+            if not record.phases or not math.isfinite(record.end_s):
                 raise ValueError("a step without times")
+            if not all(start_s <= end_s for _, start_s, end_s in record.phases):
+                raise ValueError("a phase ends before it begins")
             self.steps.append(record)
         return layout
 
@@ -120,23 +126,39 @@ def read_run(run_dir: str | Path) -> list[RankRecords]:
     if not paths:
         what = "has no records of steps" if Path(run_dir).is_dir() else "does not exist"
         raise FileNotFoundError(f"{run_dir} {what}: expected {rank_file(run_dir, 0)}, as CommTimeMonitor writes it")
-    found = [records for path in paths if (records := _read_last_fit(path)) is not None]
+    found, unreadable = [], ""
+    for path in paths:
+        try:
+            found.append(_read_last_fit(path))
+        except _NoFitError as error:
+            unreadable = unreadable or str(error)
     if not found:
-        raise ValueError(f"{folder}: none of its files ({len(paths)}) begins with a line of type 'run'")
+        raise ValueError(f"{folder}: no file of a rank can be read, of {len(paths)}. {unreadable}")
     newest = max(found, key=lambda records: records.origin_unix_s or 0.0)
     found = [records for records in found if records.world_size == newest.world_size]
     return sorted(found, key=lambda records: records.rank)
 
 
 def notices(ranks: Sequence[RankRecords]) -> list[str]:
-    """Returns a line for each thing that these records lack: broken lines and ranks."""
-    lines = [
-        f"{records.path}: {count(records.num_broken_lines, 'broken line')} left out; a killed process cuts off its last"
-        for records in ranks
-        if records.num_broken_lines
-    ]
+    """Returns a line for each thing that these records lack: lines of files, and ranks."""
+    lines = []
+    for records in ranks:
+        if broken := records.broken_lines:
+            first = f"line {min(broken)}: {broken[min(broken)]}"
+            what = first if len(broken) == 1 else f"{len(broken)} lines ({numbers_text(broken)}), the first {first}"
+            lines.append(f"{records.path} is damaged, and this is left out: {what}")
+        if records.is_cut:
+            lines.append(f"{records.path}: its last line is cut off, as a killed process leaves it, and is left out")
     world_size = max((records.world_size for records in ranks), default=0)
     missing = sorted(set(range(world_size)) - {records.rank for records in ranks})
+    for rank in [*missing]:
+        try:
+            _read_last_fit(ranks[0].path.with_name(f"rank_{rank}.jsonl"))
+        except _NoFitError as error:
+            lines.append(f"rank {rank} is left out: {error}")
+            missing.remove(rank)
+        except (OSError, ValueError):  # there is none, or it is of another fit
+            pass
     if missing:
         lines.append(f"ranks without records: {', '.join(map(str, missing))} (of {world_size} ranks)")
     return lines
@@ -148,28 +170,49 @@ def common_steps(ranks: Sequence[RankRecords]) -> dict[int, tuple[StepRecord, ..
     return {number: tuple(own[number] for own in by_rank) for number in sorted(set.intersection(*map(set, by_rank)))}
 
 
-def _read_last_fit(path: Path) -> RankRecords | None:
+class _NoFitError(ValueError):
+    """A file has no header of a fit that can be read."""
+
+
+def _read_last_fit(path: Path) -> RankRecords:
     last: RankRecords | None = None
     fit: RankRecords | None = None  # without a readable header it is none
     layout: Mapping[int, BucketInfo] = {}
+    first_reason = "it is empty"
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             try:
-                values = json.loads(line) if line.strip() else {"type": "blank"}
+                values = _parse(line)
                 if values["type"] == "run":
                     fit, layout = None, {}
                     last = fit = RankRecords.of_header(path, values)
                 elif fit is not None:
                     layout = fit.add_line(values, layout)
-            except (ValueError, KeyError, TypeError, OverflowError):
-                if fit is not None:
-                    fit.num_broken_lines += 1
-    if last is not None and last.header["format"] > FORMAT:
+            except (ValueError, KeyError, TypeError, OverflowError) as error:
+                reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+                if number == 1:
+                    first_reason = f"line 1: {reason}"
+                if last is not None and not line.endswith(b"\n"):
+                    last.is_cut = True
+                elif last is not None and (fit is not None or b'"run"' in line):
+                    last.broken_lines[number] = reason
+    if last is None:
+        raise _NoFitError(f"{path} has no line of type 'run' that can be read ({first_reason})")
+    if last.header["format"] > FORMAT:
         raise ValueError(
             f"{path} has format {last.header['format']}, and this version reads up to {FORMAT}: install a later"
             " lightning_commopt"
         )
     return last
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    if not line.strip():
+        return {"type": "blank"}
+    values = parse_json(line, allow_nan=False)
+    if not isinstance(values, dict):
+        raise ValueError("it is no JSON object")
+    return values
 
 
 def _append(path: Path, data: bytes) -> None:

@@ -5,14 +5,31 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
+import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
+from lightning_commopt.text.formatting import escape_controls
+
+# Ends of the names of numbers that cannot be below 0: seconds and bytes, and rates of them
+_AMOUNTS = ("_s", "_bytes", "_per_byte", "_per_message", "seconds")
+
+_FORMULA_STARTS = ("=", "+", "-", "@", "＝", "＋", "－", "＠")  # noqa: RUF001
+
 _T = TypeVar("_T")
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"a number is {constant}")
+
+
+_FINITE = json.JSONDecoder(parse_constant=_refuse)
 _type_hints = cache(get_type_hints)
 
 
@@ -24,12 +41,31 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], first: Iterable[str] = ()) -> None:
-    """Writes a CSV table with a column for each name in some row, those in ``first`` before others."""
+    """Writes a CSV table with a column for each name in some row, those in ``first`` before others.
+
+    Control characters in text become escapes. Text that spreadsheets would calculate as a formula gets an apostrophe
+    in front of it, by which they show it as it is.
+    """
     names = dict.fromkeys([*first, *(name for row in rows for name in row)])
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(names), restval="")
-        writer.writeheader()
-        writer.writerows(rows)
+        writer = csv.writer(file)
+        writer.writerow(map(_cell, names))
+        writer.writerows([_cell(row.get(name, "")) for name in names] for row in rows)
+
+
+def _cell(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    text = escape_controls(value)
+    return f"'{text}" if text.lstrip().startswith(_FORMULA_STARTS) and not _is_number(text) else text
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def load_json(path: Path, kind: str, newest_format: int, read: Callable[[dict[str, Any]], _T]) -> _T:
@@ -39,19 +75,76 @@ def load_json(path: Path, kind: str, newest_format: int, read: Callable[[dict[st
         OSError: the file cannot be read.
         ValueError: it holds something else, or is incomplete.
     """
-    try:
-        plain = json.loads(path.read_bytes())
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        reason = "it is binary" if isinstance(error, UnicodeDecodeError) else f"{error.msg} in line {error.lineno}"
-        raise ValueError(f"{path} is no result of {kind}, or was cut: {reason}") from None
-    if not isinstance(plain, dict) or plain.get("kind") != kind:
-        raise ValueError(f"{path} is no result of {kind}")
+    plain = read_object(path, f"result of {kind}")
+    if plain.get("kind") != kind:
+        raise ValueError(f"{path} is no result of {kind}: its kind is {plain.get('kind')!r}")
     if not isinstance(plain.get("format"), int) or plain["format"] > newest_format:
         raise ValueError(f"{path} has format {plain.get('format')!r}; this version reads up to {newest_format}")
+    with errors_naming(path):
+        found = read(plain)
+        check_numbers(found)
+    return found
+
+
+def read_object(path: Path, what: str, *, allow_nan: bool = True) -> dict[str, Any]:
+    """Reads a JSON object from a file; a ValueError says that it is no ``what``, and why, with the line."""
     try:
-        return read(plain)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+        plain = parse_json(path.read_bytes(), allow_nan=allow_nan)
+    except ValueError as error:
+        raise ValueError(f"{path} is no {what}, or was cut: {error}") from None
+    if not isinstance(plain, dict):
+        raise ValueError(f"{path} is no {what}: it holds a JSON {type(plain).__name__}, not an object")
+    return plain
+
+
+def parse_json(data: bytes, *, allow_nan: bool = True) -> Any:
+    """Returns what JSON says; a ValueError says in a few words why it is none. ``allow_nan`` includes infinities."""
+    try:
+        text = data.decode("utf-8")
+        return json.loads(text) if allow_nan else _FINITE.decode(text)
+    except UnicodeDecodeError:
+        raise ValueError("it is binary") from None
+    except json.JSONDecodeError as error:
+        where = f"in line {error.lineno}" if b"\n" in data.strip() else f"at character {error.pos}"
+        raise ValueError(f"{error.msg} {where}") from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+@contextmanager
+def errors_naming(path: Path) -> Generator[None, None, None]:
+    """Turns errors about the content of a file into a ValueError that names the file."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"{path} is damaged: it has no {error}") from None
+    except (TypeError, ValueError, AttributeError, LookupError, OverflowError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def check_numbers(found: Any, name: str = "") -> None:
+    """Checks a number, or all in dataclasses, named tuples and sequences; ``name`` is that of a field.
+
+    They must be finite, and times and sizes not negative. Numbers that a mapping holds, as metrics, may be anything.
+
+    Raises:
+        ValueError: one is not; the message has its place and its value.
+    """
+    if isinstance(found, Mapping):
+        for key, value in found.items():
+            if not isinstance(value, float):
+                check_numbers(value, f"{name}[{key!r}]")
+    elif names := getattr(found, "_fields", None) or tuple(getattr(found, "__dataclass_fields__", ())):
+        for field in names:
+            check_numbers(getattr(found, field, None), f"{name}.{field}".removeprefix("."))
+    elif isinstance(found, (list, tuple)):
+        for index, value in enumerate(found):
+            check_numbers(value, f"{name}[{index}]")
+    elif isinstance(found, (int, float)):
+        if not math.isfinite(found):
+            raise ValueError(f"{name} is {found}, which is not a finite number")
+        if found < 0 and re.sub(r"\[\d+\]", "", name).endswith(_AMOUNTS):
+            raise ValueError(f"{name} is {found}, which is below 0")
 
 
 def from_plain(cls: type[_T], plain: Any) -> _T:

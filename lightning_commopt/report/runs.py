@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from lightning_commopt.measure.files import FOLDER, notices, read_run
-from lightning_commopt.measure.plain import from_plain
+from lightning_commopt.measure.plain import check_numbers, from_plain
 from lightning_commopt.measure.runs.files import EARLIER_FOLDER, LOSS_FILE, RUN_FILE, SUMMARY_FILE
 from lightning_commopt.measure.runs.losses import LossPoint, read_losses
 from lightning_commopt.measure.runs.record import RunRecord, Tuning
@@ -67,6 +67,7 @@ class FoundRuns:
     def _read_run(self, folder: Path, root: Path, name: str) -> None:
         try:
             record = RunRecord.load(folder)
+            check_numbers(record)
         except (OSError, ValueError) as error:
             self._problems.append(
                 f"{name}/{RUN_FILE} cannot be read, so the run is left out: {_in_a_line(error, folder)}"
@@ -99,9 +100,11 @@ class FoundRuns:
 
     def _tuning(self, run: Run) -> Tuning | None:
         try:
-            return from_plain(Tuning, run.record.tuning) if run.record.tuning else None
+            tuning = from_plain(Tuning, run.record.tuning) if run.record.tuning else None
+            check_numbers(tuning)
+            return tuning
         except (TypeError, ValueError) as error:
-            self._problems.append(f"{run.name}/{RUN_FILE}: tuning cannot be read ({type(error).__name__}: {error})")
+            self._problems.append(f"{run.name}/{RUN_FILE}: tuning cannot be read ({error})")
             return None
 
     def _has_steps(self, run: Run) -> bool:

@@ -46,7 +46,6 @@ def test_what_is_written_is_read(tmp_path):
         for one, other in zip(found.steps, records, strict=True):
             _assert_same(one, other)
         assert [record.layout for record in found.steps] == [layout()] * 3
-        assert found.num_broken_lines == 0
     assert notices(ranks) == []
 
 
@@ -112,8 +111,9 @@ def test_a_file_that_is_cut_anywhere_gives_the_steps_before_the_cut(tmp_path):
         (found,) = read_run(tmp_path)
         num_whole_lines = sum(end - 1 <= size for end in ends)
         assert len(found.steps) == max(0, num_whole_lines - 2)
-        assert found.num_broken_lines == (size not in ends and size + 1 not in ends)
-        assert bool(notices([found])) == bool(found.num_broken_lines)
+        assert found.is_cut == (size not in ends and size + 1 not in ends)
+        told = f"{path}: its last line is cut off, as a killed process leaves it, and is left out"
+        assert notices([found]) == ([told] if found.is_cut else [])
     path.write_bytes(whole[: ends[0] - 5])
     with pytest.raises(ValueError, match="line of type 'run'"):
         read_run(tmp_path)
@@ -127,7 +127,7 @@ def test_a_fit_after_a_killed_one_begins_on_a_new_line(tmp_path):
     StepWriter(path, header(world_size=1)).write(STEPS[2:])
     (last,) = read_run(tmp_path)
     assert [record.step for record in last.steps] == [2, 3]
-    assert last.num_broken_lines == 0
+    assert notices([last]) == []
 
 
 @pytest.mark.parametrize(
@@ -143,6 +143,10 @@ def test_a_fit_after_a_killed_one_begins_on_a_new_line(tmp_path):
         '{"type": "layout", "buckets": 3}',
         '{"type": "layout", "buckets": [{"index": 1e999, "gradient_bytes": 1, "names": []}]}',
         '{"type": "step", "step": Infinity}',
+        '{"type": "step", "step": 1, "num_samples": 4, "phases": [["data", 0.0, NaN]], "buckets": []}',
+        '{"type": "step", "step": 1, "num_samples": 4, "phases": [["data", 0.0, 1e999]], "buckets": []}',
+        '{"type": "step", "step": 1, "num_samples": 4, "phases": [["data", 3.0, 2.0]], "buckets": []}',
+        "[" * 100_000,
         "\x00\x00",
         "\xff",
     ],
@@ -154,8 +158,10 @@ def test_a_broken_line_is_left_out_and_counted(tmp_path, line):
     path.write_bytes(b"".join([*lines[:-1], line.encode("latin-1") + b"\n", lines[-1]]))
     (found,) = read_run(tmp_path)
     assert [record.step for record in found.steps] == [0, 1]
-    assert found.num_broken_lines == 1
-    assert notices([found]) == [f"{path}: 1 broken line left out; a killed process cuts off its last"]
+    assert [*found.broken_lines] == [4]
+    (notice,) = notices([found])
+    assert notice.startswith(f"{path} is damaged, and this is left out: line 4: ")
+    assert "killed" not in notice
 
 
 @pytest.mark.parametrize("broken", ['{"type": "run"}', '{"type": "run", "format": 1, "rank": 0, "world_size": "?"}'])
@@ -166,6 +172,33 @@ def test_steps_after_a_broken_header_are_of_no_fit(tmp_path, broken):
     path.write_text(path.read_text() + broken + "\n" + '{"type":"step",' + STEPS[1].to_json()[1:] + "\n")
     (found,) = read_run(tmp_path)
     assert [record.step for record in found.steps] == [0]
+    assert [*found.broken_lines] == [4]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"", "it is empty"), (b"\x89PNG\r\n\x1a\n\xff\n", "it is binary"), (b'{"type": "ru', "Unterminated string")],
+)
+def test_a_rank_whose_file_cannot_be_read_is_not_taken_for_absent(tmp_path, content, reason):
+    """If it fails, who has a damaged file looks for a rank that has never written one."""
+    write_run(tmp_path)
+    path = rank_file(tmp_path, 0)
+    path.write_bytes(content)
+    (notice,) = notices(read_run(tmp_path))
+    assert notice.startswith(f"rank 0 is left out: {path} has no line of type 'run' that can be read (")
+    assert reason in notice
+
+
+def test_holes_are_counted_and_placed(tmp_path):
+    path = rank_file(tmp_path, 0)
+    StepWriter(path, header(world_size=1)).write(STEPS)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:3], b"{\n", lines[3], b"\xff\n", b"\x00\n", *lines[4:]])[:-20])
+    (found,) = read_run(tmp_path)
+    assert [*found.broken_lines] == [4, 6, 7]
+    hole, cut = notices([found])
+    assert "3 lines (4, 6, 7), the first line 4: " in hole
+    assert cut.startswith(f"{path}: its last line is cut off")
 
 
 def test_lines_of_later_versions_are_passed_over(tmp_path):
@@ -174,7 +207,7 @@ def test_lines_of_later_versions_are_passed_over(tmp_path):
     path.write_text(path.read_text() + '{"type": "memory", "peak_bytes": 1}\n\n')
     (found,) = read_run(tmp_path)
     assert len(found.steps) == 1
-    assert found.num_broken_lines == 0
+    assert notices([found]) == []
 
 
 def test_a_later_format_is_an_error(tmp_path):
@@ -227,7 +260,7 @@ def test_a_disk_that_is_full_leaves_whole_lines_and_the_call_can_be_repeated(tmp
     writer.write(STEPS[1:])
     (found,) = read_run(tmp_path)
     assert [record.step for record in found.steps] == [0, 1, 2, 3]
-    assert found.num_broken_lines == 0
+    assert notices([found]) == []
 
 
 def test_a_directory_that_cannot_be_made_is_an_oserror(tmp_path):

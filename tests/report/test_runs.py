@@ -112,7 +112,7 @@ def test_cut_lines_of_steps_and_ranks_without_them_are_a_line(sweep):
     path.write_text(path.read_text()[:-30])
     rank_file(sweep / "2", 1).unlink()
     assert read_runs([sweep]).problems == (
-        "1: comm_time/rank_1.jsonl: 1 broken line left out; a killed process cuts off its last",
+        "1: comm_time/rank_1.jsonl: its last line is cut off, as a killed process leaves it, and is left out",
         "2: ranks without records: 1 (of 2 ranks)",
     )
 
@@ -132,13 +132,45 @@ NO_MONITOR = "SpeedMonitor was not among the callbacks"
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        *(({"samples_per_s": rate}, NO_MONITOR) for rate in (None, 0.0, float("nan"))),
+        *(({"samples_per_s": rate}, NO_MONITOR) for rate in (None, 0.0)),
         ({"num_timed_steps": 0}, "no steps followed the warm-up"),
     ],
 )
 def test_a_run_without_throughput_is_named(tmp_path, fields, why):
     save_run(tmp_path / "0", **fields)
     assert f"no throughput, as {why}: 0" in read_runs([tmp_path]).problems
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "what"),
+    [
+        ("samples_per_s", float("nan"), "nan, which is not a finite number"),
+        ("wire_bytes_per_step", float("inf"), "inf, which is not a finite number"),
+        ("seconds", -1.0, "-1.0, which is below 0"),
+    ],
+)
+def test_a_number_that_no_run_has_is_named(sweep, name, value, what):
+    """If it fails, tables and figures show what a damaged file says."""
+    save_run(sweep / "4", **{name: value})
+    found = read_runs([sweep])
+    assert found.problems == (f"4/run.json cannot be read, so the run is left out: {name} is {what}",)
+
+
+def test_a_metric_may_be_anything(tmp_path):
+    """A run that has diverged is a run."""
+    save_run(tmp_path / "0", metrics={"val_loss": float("nan")}, comm_time={"compression_ratio": float("inf")})
+    assert [run.name for run in read_runs([tmp_path]).finished] == ["0"]
+
+
+def test_a_point_of_a_loss_curve_is_named_by_its_line(sweep):
+    path = sweep / "1" / "loss.jsonl"
+    first = path.read_text().splitlines()[0]
+    path.write_text(f'{first}\n\n{{"kind": "train", "step": 1, "seconds": NaN, "loss": 1.0}}\n')
+    (problem,) = read_runs([sweep]).problems
+    assert problem.startswith("1/loss.jsonl cannot be read: ")
+    assert "line 3 is not a point of a loss curve: seconds is nan" in problem
+    path.write_text(f'{first}\n{{"kind": "train", "step": 1, "seconds": 2.0, "loss": NaN}}\n')
+    assert read_runs([sweep]).problems == ()
 
 
 def test_a_run_that_still_runs_is_named(sweep):

@@ -104,6 +104,8 @@ def print_hang_report(found: HangReport, console: Console) -> None:
             next(iter(rank.worker_places), shorten(rank.detail, _DETAIL_WIDTH) or rank.place or ""),
         )
     console.print(table)
+    for problem in found.problems:
+        print_text(f"left out: {problem}", console, "dim")
     if found.marks:
         console.print()
         _print_timeline(found, console)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lightning_commopt.measure.plain import from_plain
+from lightning_commopt.measure.plain import check_numbers, from_plain, parse_json
 from lightning_commopt.measure.runs.files import LOSS_FILE
 
 if TYPE_CHECKING:
@@ -33,15 +33,23 @@ def write_losses(folder: Path, points: Sequence[LossPoint]) -> None:
 
 
 def read_losses(folder: Path) -> list[LossPoint]:
-    """Reads the curve of a run, in the order of time; empty without a file, a ValueError if a line is not a point."""
+    """Reads the curve of a run, in the order of time; empty without a file.
+
+    Raises:
+        ValueError: a line is not a point; the message has its number.
+    """
     path = folder / LOSS_FILE
-    if not path.is_file():
-        return []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        return [from_plain(LossPoint, json.loads(line)) for line in lines if line.strip()]
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: a line is not a point of a loss curve ({type(error).__name__}: {error})") from error
+    points = []
+    for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else (), 1):
+        if not line.strip():
+            continue
+        try:
+            point = from_plain(LossPoint, parse_json(line))
+            check_numbers(point.seconds, "seconds")  # a loss may be anything
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path}, line {number} is not a point of a loss curve: {error}") from None
+        points.append(point)
+    return points
 
 
 class LossCurve:

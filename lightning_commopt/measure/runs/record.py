@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_commopt.measure.plain import from_plain, write_json
+from lightning_commopt.measure.plain import errors_naming, from_plain, read_object, write_json
 from lightning_commopt.measure.runs.files import RUN_FILE
 from lightning_commopt.measure.runs.settings import flat
 
@@ -92,16 +91,15 @@ class RunRecord:
     def load(cls, folder: Path) -> RunRecord:
         """Reads the record from the folder of its run; FileNotFoundError without one, ValueError of another content."""
         path = folder / RUN_FILE
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(values, dict) or not {"status", "sync_method"} <= values.keys():
-            raise ValueError(f"{path} is not the record of a run")
-        if isinstance(plan := values.get("plan"), dict):  # older records keep the plan outside of the settings
-            options = flat(plan, "plan.")
-            values |= {"settings": options | values.get("settings", {}), "plan": list(options)}
-        try:
+        values = read_object(path, "record of a run")
+        for key in ("status", "sync_method"):
+            if key not in values:
+                raise ValueError(f"{path} is no record of a run: it has no {key!r}")
+        with errors_naming(path):
+            if isinstance(plan := values.get("plan"), dict):  # older records keep the plan outside of the settings
+                options = flat(plan, "plan.")
+                values |= {"settings": options | values.get("settings", {}), "plan": list(options)}
             return from_plain(cls, values)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
 
 
 def find_metric(names: Iterable[str], field: str) -> str | None:

@@ -6,16 +6,16 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from lightning_commopt.measure.plain import from_plain
+from lightning_commopt.measure.plain import check_numbers, errors_naming, from_plain, read_object
 from lightning_commopt.watch.hangs.diagnosis import Diagnosis, diagnose
-from lightning_commopt.watch.hangs.marks import Mark
+from lightning_commopt.watch.hangs.marks import PHASE, PHASES, Mark
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
 _REPORT = "report.json"
@@ -88,63 +88,87 @@ class TimedMark(NamedTuple):
     value: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class HangReport:
     """The files of a run, for ``commopt doctor DIR``."""
 
-    diagnosis: Diagnosis  # the reported one; otherwise from the last states of the ranks
+    diagnosis: Diagnosis  # the reported one; from the last states of the ranks if that is not there or not whole
     was_reported: bool  # whether watchers have reported a hang
     at_unix_s: float  # when it was reported, or when the last rank was seen
     snapshots: list[RankSnapshot]  # of the ranks that have written one
     marks: dict[int, list[TimedMark]]  # of these, by rank, the oldest first
+    problems: tuple[str, ...] = ()  # a line for each file that cannot be read, and so is left out
+
+
+class _Report(NamedTuple):
+    """The content of ``report.json`` that is read."""
+
+    diagnosis: Diagnosis
+    at_unix_s: float
+    snapshots: list[RankSnapshot]
+
+
+class _RankFile(NamedTuple):
+    """The content of a rank's file that is read."""
+
+    snapshot: RankSnapshot
+    at_unix_s: float
+    marks: list[TimedMark]
 
 
 def read_hang_report(folder: Path) -> HangReport:
-    """Reads a folder of watchers, or its subfolder ``hangs``.
+    """Reads a folder of watchers, or its subfolder ``hangs``: the files that are whole.
 
     Raises:
         FileNotFoundError: there is no file of a watcher.
-        ValueError: a file is no JSON, or not from a watcher.
+        ValueError: none of them is whole.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no directory")
     folder = folder / "hangs" if (folder / "hangs").is_dir() else folder
-    by_rank: dict[int, RankSnapshot] = {}
-    marks: dict[int, list[TimedMark]] = {}
-    last_s = 0.0
-    for path in sorted(folder.glob("rank_*.json")):
-        plain = _load(path)
-        with _naming(path):
-            snapshot = RankSnapshot.from_plain(plain)
-            by_rank[snapshot.rank] = snapshot
-            marks[snapshot.rank] = [TimedMark(*mark) for mark in plain["marks"]]
-            last_s = max(last_s, plain["written_unix_s"])
-    report = folder / _REPORT
-    if not by_rank and not report.exists():
+    problems: list[str] = []
+    ranks = [found for path in sorted(folder.glob("rank_*.json")) if (found := _read(path, _rank_file, problems))]
+    was_reported = (folder / _REPORT).exists()
+    report = _read(folder / _REPORT, _report, problems) if was_reported else None
+    if report is None and not ranks:
+        if problems:
+            raise ValueError("; ".join(problems))
         raise FileNotFoundError(
             f"{folder} has no {_REPORT} and no rank_*.json: HangMonitor writes them when a run hangs"
         )
-    if not report.exists():
-        snapshots = [by_rank[rank] for rank in sorted(by_rank)]
-        return HangReport(diagnose(snapshots), False, last_s, snapshots, marks)
-    plain = _load(report)
-    with _naming(report):
-        snapshots = [RankSnapshot.from_plain(each) for each in plain["snapshots"]]
-        return HangReport(from_plain(Diagnosis, plain), True, plain["time_unix_s"], snapshots, marks)
+    snapshots = sorted((rank.snapshot for rank in ranks), key=attrgetter("rank"))
+    shown = report or _Report(diagnose(snapshots), max(rank.at_unix_s for rank in ranks), snapshots)
+    return HangReport(
+        **shown._asdict(),
+        was_reported=was_reported,
+        marks={rank.snapshot.rank: rank.marks for rank in ranks},
+        problems=tuple(problems),
+    )
 
 
-def _load(path: Path) -> dict[str, Any]:
-    with _naming(path):
-        plain = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(plain, dict):
-            raise TypeError("not an object")
-        return plain
+_Content = TypeVar("_Content", _Report, _RankFile)
 
 
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Turns errors about a file's content into a ValueError that names the file."""
+def _report(plain: dict[str, Any]) -> _Report:
+    snapshots = [RankSnapshot.from_plain(each) for each in plain["snapshots"]]
+    return _Report(from_plain(Diagnosis, plain), plain["time_unix_s"], snapshots)
+
+
+def _rank_file(plain: dict[str, Any]) -> _RankFile:
+    marks = [from_plain(TimedMark, mark) for mark in plain["marks"]]
+    if any(mark.kind == PHASE and mark.code not in range(len(PHASES)) for mark in marks):
+        raise ValueError("a mark is of no phase")
+    return _RankFile(RankSnapshot.from_plain(plain), plain["written_unix_s"], marks)
+
+
+def _read(path: Path, read: Callable[[dict[str, Any]], _Content], problems: list[str]) -> _Content | None:
+    """Returns what a file holds; None, with a line more in ``problems``, if it is not whole."""
     try:
-        yield
-    except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{path} is not a file of HangMonitor, or was cut: {error!r}") from None
+        plain = read_object(path, "file of HangMonitor", allow_nan=False)
+        with errors_naming(path):
+            found = read(plain)
+            check_numbers(found.at_unix_s, "at_unix_s")
+    except (OSError, ValueError) as error:
+        problems.append(str(error))
+        return None
+    return found

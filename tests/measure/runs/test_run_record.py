@@ -78,7 +78,26 @@ def test_what_cannot_be_written_leaves_the_old_file(tmp_path):
 )
 def test_what_no_run_has_written_is_refused(tmp_path, name, value):
     write_json(tmp_path / RUN_FILE, {**dataclasses.asdict(FULL), name: value})
-    with pytest.raises(ValueError, match=f"{RUN_FILE}: {name} is .*, which is not "):
+    with pytest.raises(ValueError, match=f"{RUN_FILE} is damaged: {name} is .*, which is not "):
+        RunRecord.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"sync_method": "none"}', "no record of a run: it has no 'status'"),
+        (b'{"status": "finished"}', "no record of a run: it has no 'sync_method'"),
+        (b"[1]", "no record of a run: it holds a JSON list, not an object"),
+        (b'{\n"status": "finished",\n', "no record of a run, or was cut: Expecting .* in line 3"),
+        (b"\xff\xfe", "no record of a run, or was cut: it is binary"),
+        (b"[" * 100_000, "no record of a run, or was cut: it is nested too deeply"),
+        (b'{"status": "finished", "sync_method": "none", "plan": {}, "settings": 3}', "damaged: "),
+    ],
+)
+def test_what_is_no_record_says_why(tmp_path, content, reason):
+    """If it fails, who has edited a file looks for the key that is missing, or gets a traceback."""
+    (tmp_path / RUN_FILE).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{tmp_path / RUN_FILE} is {reason}"):
         RunRecord.load(tmp_path)
 
 

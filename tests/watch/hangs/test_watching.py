@@ -52,6 +52,7 @@ from lightning_commopt.watch.hangs.process import (
 from lightning_commopt.watch.hangs.records import Records, read_hang_report
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot, place_in_training
 from lightning_commopt.watch.hangs.transport import RankLink
+from support.commopt import commopt
 
 
 def test_marks_keep_the_newest() -> None:
@@ -242,14 +243,46 @@ def test_files_of_a_job_that_was_killed(tmp_path: Path) -> None:
     assert [(mark.kind, mark.code, mark.value) for mark in found.marks[1]] == [(kinds.PHASE, FORWARD, 3)]
     path = tmp_path / "hangs" / "rank_1.json"
     whole = path.read_text()
-    for text in (whole[:40], "", "[]", "{}", whole.replace('"marks"', '"other"')):
+    for text in (whole[:40], "", "[]", "{}", whole.replace('"marks"', '"other"'), whole.replace('": 0.0', '": NaN')):
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"rank_1\.json is not a file of HangMonitor, or was cut"):
-            read_hang_report(tmp_path)
+        found = read_hang_report(tmp_path)
+        assert [each.rank for each in found.snapshots] == [0]
+        (problem,) = found.problems
+        assert problem.startswith(f"{path} is ")
+    path.with_name("rank_0.json").write_bytes(b"\xff\x00")
+    with pytest.raises(ValueError, match=r"rank_0\.json is no file of HangMonitor, or was cut: it is binary; .*rank_1"):
+        read_hang_report(tmp_path)
     Records(tmp_path / "hangs", 1).discard()
     Records(tmp_path / "hangs", 0).discard()
     with pytest.raises(FileNotFoundError, match=r"has no report\.json and no rank_"):
         read_hang_report(tmp_path)
+
+
+def test_what_is_whole_of_a_report_and_its_ranks_is_read(tmp_path: Path) -> None:
+    """If it fails, one file that was cut hides what the others say of a hang."""
+    ranks = [RankSnapshot(rank=rank, host="a", step=3, state="running" if rank else "died") for rank in range(2)]
+    for each in ranks:
+        Records(tmp_path / "hangs", each.rank).keep(each, [])
+    Records(tmp_path / "hangs", 0).report(diagnose(ranks), ranks, 1.0)
+    whole = read_hang_report(tmp_path)
+    assert whole.problems == ()
+    report, rank_file = tmp_path / "hangs" / "report.json", tmp_path / "hangs" / "rank_1.json"
+    kept = report.read_bytes()
+    for content in (kept[:-9], b"", b"\xff", b"[]", b"{}", kept.replace(b'"time_unix_s": ', b'"time_unix_s": -')):
+        report.write_bytes(content)
+        found = read_hang_report(tmp_path)
+        assert found.was_reported
+        assert found.diagnosis == whole.diagnosis
+        assert [each.rank for each in found.snapshots] == [0, 1]
+        assert [problem.startswith(f"{report} is ") for problem in found.problems] == [True]
+    report.write_bytes(kept)
+    rank_file.write_text("{")
+    found = read_hang_report(tmp_path)
+    assert (found.diagnosis, found.at_unix_s) == (whole.diagnosis, whole.at_unix_s)
+    assert [each.rank for each in found.snapshots] == [0, 1]
+    assert [*found.marks] == [0]
+    assert [problem.startswith(f"{rank_file} is no ") for problem in found.problems] == [True]
+    assert "rank_1.json is no file of HangMonitor" in " ".join(commopt("doctor", tmp_path).output.split())
 
 
 def test_a_folder_that_is_used_again(tmp_path: Path) -> None:
