@@ -41,7 +41,7 @@ def start_seconds(ports: list[int], late_s: float) -> list[float]:
             time.sleep(late_s)
         begin = time.perf_counter()
         with (
-            JoinWatch("127.0.0.1", port, rank=rank, world_size=2, ranks_per_node=2, backend="gloo")
+            JoinWatch("127.0.0.1", port, rank=rank, world_size=2, ranks_here=range(2), backend="gloo")
             if turn % 2
             else nullcontext()
         ):

@@ -37,6 +37,7 @@ from lightning_commopt.strategy.base import (
     warn_of_fp16_under_scaler,
     warn_of_local_decisions,
 )
+from lightning_commopt.strategy.lightning_launcher import configure_launcher, forget_previous_job
 from lightning_commopt.sync.gradient_sync import GradientSync
 from lightning_commopt.sync.modules import ModuleSyncs
 from lightning_commopt.sync.state import KEY
@@ -100,6 +101,7 @@ class CommOptDDP(NamedStrategy, DDPStrategy):
         **kwargs: Any,
     ) -> None:
         self._plan, tuned, lightnings_arguments = plan_from_arguments(dict(locals()))
+        forget_previous_job()
         super().__init__(**lightnings_arguments)
         self._nccl = NcclOptions.from_config(nccl)
         self._watch = watch
@@ -132,6 +134,7 @@ class CommOptDDP(NamedStrategy, DDPStrategy):
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
+        configure_launcher(self)
         check_start_method(self._launcher)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

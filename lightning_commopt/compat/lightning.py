@@ -6,8 +6,8 @@ Importing this module imports neither: its classes get their bases when the prog
 Of ``DDPStrategy`` our strategies override ``_configure_launcher``, ``_register_ddp_hooks`` and ``_setup_distributed``
 (Fabric), and read or set ``_accelerator``, ``_ddp_kwargs``, ``_timeout``, ``_start_method``, ``_launcher``,
 ``_backward_sync_control`` (Fabric) and ``_pl_static_graph_delay_done``, for which there is no public
-alternative; of ``ModelParallelStrategy`` they override ``_configure_launcher``. Our launcher overrides
-``_call_children_scripts`` and calls ``_check_can_spawn_children``.
+alternative; of ``ModelParallelStrategy`` they override ``_configure_launcher`` and ``_setup_distributed``. Our launcher
+overrides ``_call_children_scripts`` and calls ``_check_can_spawn_children``.
 """
 
 from __future__ import annotations

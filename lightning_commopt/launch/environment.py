@@ -7,8 +7,8 @@ import multiprocessing
 import os
 import re
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 _NUMBERS = ("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK")
@@ -21,6 +21,9 @@ LAB_RANK_VARIABLE = "COMMOPT_LAB_RANK"
 
 DEFAULT_PORT = 29511
 """Of a list of hosts, which has no launcher to choose one."""
+
+_LAUNCHER_VARIABLE = "COMMOPT_LAUNCHER"
+"""Process of the rank that has started this one as its child, and the port where these ranks meet."""
 
 _SLURM_PORTS = range(20_000, 30_000)  # below the ports that Linux gives to clients
 _MAX_HOSTS = 100_000
@@ -62,6 +65,23 @@ def launcher_pid(start_method: str) -> int | None:
     """
     is_forked = start_method != "popen" and multiprocessing.parent_process() is not None
     return os.getppid() if is_forked or "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
+@contextmanager
+def name_launcher(port: int) -> Generator[None, None, None]:
+    """Makes ranks that are started as children of this process within know it: see `launching_rank`."""
+    os.environ[_LAUNCHER_VARIABLE] = f"{os.getpid()} {port}"
+    try:
+        yield
+    finally:
+        del os.environ[_LAUNCHER_VARIABLE]
+
+
+def launching_rank(port: int) -> int | None:
+    """Returns the process of the rank that has started this one to meet at a port; None if that is not known."""
+    pid, _, known_port = os.environ.get(_LAUNCHER_VARIABLE, "").partition(" ")
+    # Programs that a rank starts inherit the variable.
+    return int(pid) if known_port == str(port) and "TORCHELASTIC_RUN_ID" not in os.environ else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from lightning_commopt.compressors import Cast
 from lightning_commopt.launch.nccl_variables import NcclOptions, find_mistakes
 from lightning_commopt.plan import CommPlan, OptionError, plan_options
 from lightning_commopt.strategy.adapters import register_aliases
+from lightning_commopt.strategy.lightning_launcher import Launcher
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit
 from lightning_commopt.sync.store import fresh_default_store, prepare_key_spaces
 from lightning_commopt.text.validation import info, warn, warn_once
@@ -99,6 +100,8 @@ def join_group(strategy: Any, *, watch: bool = True, nccl: NcclOptions | None = 
     _prepare_nccl(nccl, backend, strategy.root_device)
     with watch_joining(strategy, backend) if watch else nullcontext() as watched, fresh_default_store():
         yield
+        if isinstance(strategy.launcher, Launcher):
+            strategy.launcher.has_joined = True
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() != strategy.world_size:
             raise MisconfigurationException(
                 f"{type(strategy).__name__} was made for {strategy.world_size} processes, but the process group that"

@@ -24,7 +24,7 @@ from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy import base
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
-from lightning_commopt.strategy.lightning_launcher import configure_multirun_launcher, forget_previous_job
+from lightning_commopt.strategy.lightning_launcher import configure_launcher, forget_previous_job
 from lightning_commopt.sync.gradient_sync import GradientSync
 from lightning_commopt.sync.observed import TorchHook
 from lightning_commopt.sync.state import KEY, gather_state, read_state
@@ -152,7 +152,7 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
     def _configure_launcher(self) -> None:
         self._check_environment()
         super()._configure_launcher()
-        configure_multirun_launcher(self)
+        configure_launcher(self)
         base.check_start_method(self._launcher)
 
     def setup_distributed(self) -> None:

@@ -1,35 +1,46 @@
-"""Lightning's launcher of child processes, corrected for Hydra multiruns.
+"""Lightning's launcher of child processes, corrected for Hydra multiruns and for ranks whose launcher has ended.
 
-In a multirun Lightning's own launcher starts children that repeat the whole sweep, and what the first job leaves
-behind (process group, rank variables) makes the next one train with the first one's number of processes.
+In a multirun Lightning's own launcher starts children that repeat the whole sweep. What the first job leaves behind
+(process group, rank variables) makes the next one train with the first one's number of processes, and Lightning's
+observer of the first job's children kills the whole sweep when one of them ends with an error.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
-from lightning_commopt.launch.environment import RANK_VARIABLES
+from lightning_commopt.launch.environment import RANK_VARIABLES, name_launcher
 from lightning_commopt.launch.hydra_command import single_run_command
 from lightning_commopt.sync.groups import leave_process_group
+from lightning_commopt.watch.waiting import end_waiting_rank, print_now, waits_for_others
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 else:
     _SubprocessScriptLauncher = object
 
-_launched_job_dir: str | None = None
+_LOOK_S = 0.2
+_GRACE_S = 10.0
+"""Longer than the watches of joining and of a fit take, whose messages show why a rank has ended."""
+_END_S = 5.0
+
+_launched_job: object | None = None
 _variables_before_launch: dict[str, str | None] = {}
 
 
-def multirun_job_dir() -> str | None:
-    """Returns the directory of the Hydra multirun's job that runs in this process; None outside a multirun."""
+def multirun_job() -> object | None:
+    """Returns an object that stands for the Hydra multirun's job that runs in this process; None outside a multirun."""
     if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
-        return str(HydraConfig.get().runtime.output_dir)
+        return HydraConfig.instance().cfg  # of this job alone, while jobs may share a directory
     return None
 
 
@@ -38,8 +49,8 @@ def forget_previous_job() -> None:
 
     What the variables were before that job is restored.
     """
-    global _launched_job_dir
-    if _launched_job_dir is None or multirun_job_dir() in (None, _launched_job_dir):
+    global _launched_job
+    if _launched_job is None or multirun_job() in (None, _launched_job):
         return
     leave_process_group()
     for name, value in _variables_before_launch.items():
@@ -47,33 +58,118 @@ def forget_previous_job() -> None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    _launched_job_dir = None
+    _launched_job = None
 
 
-class _MultirunLauncher(_SubprocessScriptLauncher):
-    """Starts each child as a single run of the job that this process is at, in the job's directory."""
+class Launcher(_SubprocessScriptLauncher):
+    """Starts children that know their launcher; in a multirun each as a single run of the job in this process.
+
+    Attributes:
+        children: processes of the ranks from local rank 1 on, in order; empty where this process has started none.
+        has_joined: whether these ranks have made their process group.
+    """
+
+    strategy: Any
+    has_joined = False
+    _job_ranks: Sequence[subprocess.Popen[bytes]] = ()
+
+    @property
+    def children(self) -> Sequence[subprocess.Popen[bytes]]:
+        return self._job_ranks or self.procs
+
+    def kill(self, signum: Any) -> None:
+        for child in self.children:
+            child.send_signal(signum)
 
     def _call_children_scripts(self) -> None:
-        global _launched_job_dir
+        with name_launcher(self.cluster_environment.main_port):
+            if multirun_job() is None:
+                super()._call_children_scripts()
+            else:
+                self._start_job()
+
+    def _start_job(self) -> None:
+        global _launched_job
         self._check_can_spawn_children()
-        _launched_job_dir = multirun_job_dir()
+        _launched_job = multirun_job()
         _variables_before_launch.update({name: os.environ.get(name) for name in RANK_VARIABLES})
         os.environ["MASTER_ADDR"] = self.cluster_environment.main_address
         os.environ["MASTER_PORT"] = str(self.cluster_environment.main_port)
         os.environ["NODE_RANK"] = str(self.cluster_environment.node_rank())
         os.environ["LOCAL_RANK"] = str(self.cluster_environment.local_rank())
         os.environ["WORLD_SIZE"] = str(self.num_processes * self.num_nodes)
+        ranks = []
         for local_rank in range(1, self.num_processes):
             command, folder = single_run_command(local_rank)
             environment = {**os.environ, "LOCAL_RANK": str(local_rank)}
-            self.procs.append(subprocess.Popen(command, env=environment, cwd=folder))
+            ranks.append(subprocess.Popen(command, env=environment, cwd=folder))
+        # Lightning's observer of ``procs`` would outlive the job and kill the sweep, so they are not among those.
+        self._job_ranks = ranks
+        observe = _JobObserver(self, _launched_job).run
+        threading.Thread(target=observe, name="commopt-job-observer", daemon=True).start()
 
 
-def configure_multirun_launcher(strategy: Any) -> None:
-    """Gives a strategy the launcher for the job of a Hydra multirun, if it runs in one and starts its own processes."""
-    launcher = strategy.launcher  # of the strategy's own package; None where somebody else starts the processes
-    if launcher is None or strategy._start_method != "popen":
-        return
-    if multirun_job_dir() is not None:
-        launcher_class = type("MultirunLauncher", (_MultirunLauncher, type(launcher)), {})
-        strategy._launcher = launcher_class(strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+class _JobObserver:
+    """Ends this process if its job waits in vain for a rank that has failed; ends ranks that a job has left alone.
+
+    A job that raises ends on this rank when Hydra catches the exception: what its other ranks do then is no fault of
+    the next job. Ranks that have a process group with this one are left to end by themselves, as they may still save
+    what they have.
+    """
+
+    def __init__(self, launcher: Launcher, job: object) -> None:
+        self._launcher, self._ranks, self._job = launcher, launcher.children, job
+        self._first = launcher.cluster_environment.node_rank() * launcher.num_processes
+        self._thread = threading.get_ident()  # which trains
+
+    def run(self) -> None:
+        waits_since: float | None = None
+        while multirun_job() is self._job:
+            time.sleep(_LOOK_S)
+            now = time.monotonic()
+            failed = next((rank for rank in self._ranks if rank.poll()), None)
+            is_waiting = failed is not None and waits_for_others(self._thread, self._launcher.strategy.root_device)
+            waits_since = (waits_since or now) if is_waiting else None
+            if failed is not None and waits_since is not None and now - waits_since >= _GRACE_S:
+                self._end_job(failed)
+        if not self._launcher.has_joined:
+            self._end_ranks()
+        for rank in self._ranks:
+            rank.wait()
+
+    def _end_job(self, failed: subprocess.Popen[bytes]) -> None:
+        if multirun_job() is self._job:
+            for rank in self._ranks:
+                rank.kill()
+            name = f"Rank {self._first + 1 + self._ranks.index(failed)}"
+            reason = f"{name} has ended with status {failed.returncode}, its process {failed.pid}."
+            end_waiting_rank(self._first, reason, _GRACE_S)
+
+    def _end_ranks(self) -> None:
+        """Ends the ranks that wait for this one to join them."""
+        left = [rank for rank in self._ranks if rank.poll() is None]
+        if left:
+            print_now(
+                f"[rank {self._first}] This job has ended before its process group was made: its other ranks are ended."
+            )
+        for rank in left:
+            rank.terminate()
+        for rank in left:
+            try:
+                rank.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                rank.kill()
+
+
+def configure_launcher(strategy: Any) -> None:
+    """Gives a strategy that starts its other ranks as child processes our launcher in place of Lightning's own."""
+    own = strategy.launcher  # None where something else starts the processes
+    if hasattr(own, "_call_children_scripts"):
+        cls: Any = type(own)
+        launcher = _launcher_class(cls)(own.cluster_environment, own.num_processes, own.num_nodes)
+        strategy._launcher, launcher.strategy = launcher, strategy
+
+
+@cache
+def _launcher_class(base: Any) -> Any:
+    return type("CommOptLauncher", (Launcher, base), {})

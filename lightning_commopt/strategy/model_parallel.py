@@ -17,10 +17,12 @@ from torch.nn import Module
 from lightning_commopt.compat.sigterm import SigtermCheck
 from lightning_commopt.compressors.sharded import ShardedCompressor
 from lightning_commopt.compressors.sharded_registry import sharded_from_config
+from lightning_commopt.launch.nccl_variables import NcclOptions
 from lightning_commopt.plan import OptionError
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import check_arguments, named_arguments
-from lightning_commopt.strategy.base import check_sigterm, explain_error, is_fit, refuse_ray
+from lightning_commopt.strategy.base import check_sigterm, explain_error, is_fit, join_group, refuse_ray
+from lightning_commopt.strategy.lightning_launcher import configure_launcher, forget_previous_job
 from lightning_commopt.sync.gather import gather_on_rank_0
 from lightning_commopt.sync.sharded import ShardedSync, check_available
 from lightning_commopt.sync.sharded_checkpoint import describe, rank_state, restore, save_in_directory
@@ -65,6 +67,8 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
             ``FSDPModule.set_reduce_scatter_max_input_buffers``, which not all versions of torch have.
         sigterm_every_n_steps: let the ranks agree on SIGTERM before every n-th optimizer step and at the end of an
             epoch, and end together. None for Lightning's own way: since 2.5.2 a broadcast before every batch.
+        nccl: see `lightning_commopt.CommOptDDP`.
+        watch: report what the process group waits for while it is made, and end a rank that joins in vain.
 
     Attributes:
         sharded_sync: of the gradients; None without a ``comm_hook``.
@@ -88,6 +92,8 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
         separate_reduce_scatter_group: bool = False,
         reduce_scatter_max_input_buffers: int | None = None,
         sigterm_every_n_steps: int | None = None,
+        nccl: str | dict[str, Any] | NcclOptions | None = None,
+        watch: bool = True,
     ) -> None:
         given = named_arguments(locals())
         check_arguments(given)
@@ -103,8 +109,11 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
         self._accumulates_unsharded = given.pop("accumulate_grads") == "unsharded"
         self._sigterm_every_n_steps = given.pop("sigterm_every_n_steps")
         self._sigterm_check: SigtermCheck | None = None
+        self._nccl = NcclOptions.from_config(given.pop("nccl"))
+        self._watch = given.pop("watch")
         self._has_printed_size = False
         self._lightnings_arguments = given
+        forget_previous_job()
         super().__init__(**given)
 
     accelerator = moving_accelerator
@@ -113,6 +122,11 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
     def _configure_launcher(self) -> None:
         self._check_environment()
         super()._configure_launcher()
+        configure_launcher(self)
+
+    def _setup_distributed(self) -> None:
+        with join_group(self, watch=self._watch, nccl=self._nccl):
+            super()._setup_distributed()
 
     def setup_environment(self) -> None:
         if (self.sharded_sync or self._gathered) and self._data_parallel_size == self._tensor_parallel_size == "auto":

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lightning_commopt.launch.interfaces import find_listening, list_interfaces, resolve, try_port
 from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.sync.store import Agreement, poll
+from lightning_commopt.watch.ended_ranks import EndedRanks
 from lightning_commopt.watch.join_texts import (
     Arrival,
     activity_text,
@@ -27,6 +28,7 @@ from lightning_commopt.watch.join_texts import (
     missing_text,
     unconnected_text,
 )
+from lightning_commopt.watch.own_errors import log_own_errors
 from lightning_commopt.watch.peers import namespace_name
 from lightning_commopt.watch.waiting import end_waiting_rank, print_now
 
@@ -44,18 +46,29 @@ class JoinWatch:
     A thread with its own connection to the store of the rendezvous writes this rank's name and address there, and reads
     which ranks have arrived. It prints on stderr why this rank cannot reach the store; on rank 0, which ranks have not
     arrived; on the lowest rank that still waits when all have, which addresses do not match. It prints again only when
-    the reason changes. A rank that fails is reported at once; as there will be no group then, the others get some
-    seconds to notice, and are ended: gloo would wait for five times the timeout. The thread raises nothing, and ends
-    with the block.
+    the reason changes. A rank that fails, or that is seen to have ended on the host of this one, is reported at once;
+    as there will be no group then, the others get some seconds to notice, and are ended: gloo would wait for five times
+    the timeout. The thread raises nothing, and ends with the block.
     """
 
-    def __init__(self, host: str, port: int, *, rank: int, world_size: int, ranks_per_node: int, backend: str) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        rank: int,
+        world_size: int,
+        ranks_here: range,
+        backend: str,
+        ended_ranks: EndedRanks | None = None,
+    ) -> None:
         self._host = host
         self._port = port
         self._address = f"{host}:{port}"
         self._rank = rank
         self._world_size = world_size
-        self._ranks_here = range(rank - rank % ranks_per_node, rank - rank % ranks_per_node + ranks_per_node)
+        self._ranks_here = ranks_here
+        self._ended_ranks = ended_ranks
         self._backend = backend
         self._agreement: Agreement | None = None
         self._store: dist.Store | None = None
@@ -89,9 +102,9 @@ class JoinWatch:
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
-        with suppress(Exception):  # what only reports must not end training
+        with log_own_errors("The watch of the start"):
             self._watch()
-        with suppress(Exception):
+        with log_own_errors("The watch of the start"), suppress(RuntimeError):  # the store has ended
             self._leave()
         self._store = None
 
@@ -105,13 +118,14 @@ class JoinWatch:
                 sentence = self._look(is_late)
             except RuntimeError:
                 self._agreement, self._store, self._is_store_lost = None, None, True
+            is_seen_here = self._failure is None and self._find_ended()
             if self._failure is None:
                 # Only if it is found twice: a rank may be about to arrive.
                 if is_late and sentence == before:
                     self._report(sentence)
                 before = sentence
                 continue
-            if self._rank == 0 or self._failure.startswith("rank 0 "):
+            if self._rank == 0 or is_seen_here or self._failure.startswith("rank 0 "):
                 self._report(self._failure)
             in_vain_since = in_vain_since or now
             if now - in_vain_since >= GRACE_S and not self._stop.is_set():
@@ -143,6 +157,16 @@ class JoinWatch:
         if why is not None and (self._rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
             return why
         return self._find_others(self._store) if self._store is not None and is_late else None
+
+    def _find_ended(self) -> bool:
+        """Looks for a rank of this host that has ended, and reports it to the others; returns whether there is one."""
+        if self._ended_ranks is None or self._has_joined:
+            return False
+        self._failure = self._ended_ranks.find()
+        if self._failure is not None and self._store is not None:
+            with suppress(RuntimeError):  # the store may have ended with that rank
+                self._store.compare_set("failed", "", self._failure)
+        return self._failure is not None
 
     def _agree(self) -> bool:
         """Answers other ranks, or looks for rank 0's answer; returns whether it has come, and writes the arrival."""
@@ -249,11 +273,14 @@ def watch_joining(strategy: Any, backend: str | None) -> AbstractContextManager[
     is_known = bool({"gloo", "nccl"} & set(re.split("[:,]", backend)))
     if world_size == 1 or environment is None or dist.is_initialized() or not is_known:
         return nullcontext()
+    first = strategy.node_rank * strategy.num_processes
+    ranks_here = range(first, first + strategy.num_processes)
     return JoinWatch(
         environment.main_address,
         environment.main_port,
-        rank=strategy.node_rank * strategy.num_processes + strategy.local_rank,
+        rank=first + strategy.local_rank,
         world_size=world_size,
-        ranks_per_node=strategy.num_processes,
+        ranks_here=ranks_here,
         backend=backend,
+        ended_ranks=EndedRanks(strategy, ranks_here),
     )

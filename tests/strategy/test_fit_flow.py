@@ -14,9 +14,17 @@ from lightning_utilities.core import rank_zero
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt import CommOptDDP, CommPlan, ErrorFeedback, PowerSGD
+from lightning_commopt import CommOptDDP, CommOptModelParallel, CommPlan, ErrorFeedback, PowerSGD
 from lightning_commopt.compressors import Layout, LowRank, Rounds, State
-from support.lightnings import Callback, DDPStrategy, LightningModule, MixedPrecision, ModelCheckpoint, Trainer
+from support.lightnings import (
+    Callback,
+    DDPStrategy,
+    LightningModule,
+    MisconfigurationException,
+    MixedPrecision,
+    ModelCheckpoint,
+    Trainer,
+)
 from support.own_compressors import Averages
 from support.ranks import run_ranks, run_ranks_or_raise
 from support.strategy_models import (
@@ -266,15 +274,20 @@ def test_static_graph_with_toggled_optimizers_is_refused() -> None:
         assert "MisconfigurationException: static_graph=True cannot be used with toggle_optimizer" in trace
 
 
-def _train_on_three() -> None:
-    trainer(CommOptDDP(), devices=3).fit(Tiny(), loader())
+def _train_on_three() -> list[str]:
+    errors = []
+    for strategy in (CommOptDDP(), CommOptModelParallel()):
+        with pytest.raises(MisconfigurationException) as raised:
+            trainer(strategy, devices=3).fit(Tiny(), loader())
+        errors.append(str(raised.value))
+    return errors
 
 
 def test_process_group_of_another_size_is_refused() -> None:
     """If it fails, a job of a sweep trains on the number of processes that the last one had."""
-    for _, trace in run_ranks_or_raise(_train_on_three, world_size=2):
-        assert trace is not None
-        assert "CommOptDDP was made for 3 processes, but the process group that exists has 2" in trace
+    for errors in run_ranks(_train_on_three):
+        for name, error in zip(("CommOptDDP", "CommOptModelParallel"), errors, strict=True):
+            assert f"{name} was made for 3 processes, but the process group that exists has 2" in error
 
 
 class Breaks(Tiny):

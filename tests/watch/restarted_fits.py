@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from torch.distributed.tensor import DTensor
 
-from lightning_commopt import CommOptDDP
+from lightning_commopt import CommOptDDP, CommOptModelParallel, shard
 from lightning_commopt.callbacks import HangMonitor
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
 from support.lightnings import ModelCheckpoint
@@ -17,12 +18,29 @@ from support.strategy_models import Steady, loader, trainer
 NUM_EPOCHS = 3
 
 
+class Sharded(Steady):
+    """Is sharded over all ranks, for FSDP2."""
+
+    def configure_model(self) -> None:
+        shard(self, self.device_mesh, blocks=torch.nn.Linear)
+
+
+def whole_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns the state of a module, shards of which may be on other ranks; all ranks must call it."""
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
+    }
+
+
 def fit(model: Steady, folder: Path, *, has_monitor: bool = False, **options: Any) -> None:
-    """Trains with a Trainer; with an ``int8`` hook, whose residuals are in the checkpoint too."""
+    """Trains with a Trainer; with DDP and an ``int8`` hook, whose residuals are in the checkpoint, or with FSDP2."""
+    strategy: Any = CommOptDDP(comm_hook="int8")
+    if isinstance(model, Sharded):
+        strategy = CommOptModelParallel(data_parallel_size=2, tensor_parallel_size=1)
     saver = ModelCheckpoint(folder, save_last=True, every_n_epochs=1, save_top_k=0)
     monitors = [HangMonitor(after_s=30, action="abort", dirpath=folder)] if has_monitor else []
     run = trainer(
-        CommOptDDP(comm_hook="int8"),
+        strategy,
         callbacks=[saver, *monitors],
         enable_checkpointing=True,
         max_epochs=NUM_EPOCHS,

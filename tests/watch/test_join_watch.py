@@ -154,7 +154,7 @@ def _fail_on_rank_0(folder: Path, port: int) -> None:
     join_watch.LOOK_S, join_watch.GRACE_S = 0.05, 0.2
     if rank == 0:
         server = dist.TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False)
-    with JoinWatch("127.0.0.1", port, rank=rank, world_size=2, ranks_per_node=2, backend="gloo"):
+    with JoinWatch("127.0.0.1", port, rank=rank, world_size=2, ranks_here=range(2), backend="gloo"):
         if rank == 0:
             server.wait(["commopt/join/ask/1"])
             raise ArithmeticError("broken on purpose")
@@ -179,7 +179,7 @@ def test_a_port_of_another_program(capfd: pytest.CaptureFixture[str], monkeypatc
     said = ""
     with (
         socket.create_server(("127.0.0.1", 0)) as other,
-        JoinWatch("127.0.0.1", other.getsockname()[1], rank=1, world_size=2, ranks_per_node=1, backend="gloo"),
+        JoinWatch("127.0.0.1", other.getsockname()[1], rank=1, world_size=2, ranks_here=range(1, 2), backend="gloo"),
     ):
         deadline = time.monotonic() + _LIMIT_S
         while "[rank 1]" not in said and time.monotonic() < deadline:

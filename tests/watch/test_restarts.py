@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from restarted_fits import Steady, fit, train_with_fabric
+from restarted_fits import Sharded, Steady, fit, train_with_fabric, whole_state
 
 from support.marked_processes import Program
 from support.ranks import run_ranks
-from support.strategy_models import Params, assert_same, numbers
+from support.strategy_models import Params, assert_same
 
 _SCRIPT = str(Path(__file__).parent / "restarting_script.py")
 _LIMIT_S = 120
@@ -24,6 +24,7 @@ _KINDS = (
     ("lightning.pytorch", True),
     ("pytorch_lightning", False),
     ("pytorch_lightning", True),
+    ("fsdp2", False),
     ("fabric", False),
 )
 _FAULTS = (("raise", 1), ("raise", 0), ("kill", 1), ("kill", 0))
@@ -37,6 +38,7 @@ if "COMMOPT_EVERY_RESTART" not in os.environ:  # all take most of an hour
     _CASES = [
         ("c10d", "pytorch_lightning", True, "kill", 0),
         ("static", "fabric", False, "raise", 0),
+        ("c10d", "fsdp2", False, "kill", 1),
         ("agents", "lightning.pytorch", True, "raise", 1),
     ]
 
@@ -87,9 +89,9 @@ def _torchruns(rendezvous: str) -> list[list[str]]:
 
 
 def _train_without_failure(folder: Path, kind: str) -> Params:
-    model = Steady()
+    model = Sharded() if kind == "fsdp2" else Steady()
     if kind == "fabric":
         train_with_fabric(model, folder, devices=2)
     else:
         fit(model, folder, devices=2)
-    return numbers(model)
+    return {name: value.double().numpy() for name, value in whole_state(model).items()}

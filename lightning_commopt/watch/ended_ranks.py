@@ -1,0 +1,153 @@
+"""EndedRanks: finds ranks of this host that have ended before there is a process group.
+
+A rank that only takes its time has a process, and is never among them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_commopt.launch.environment import launching_rank
+from lightning_commopt.watch.hangs.process import find_exit, is_alive, process_fields
+
+_LOOK_S = 2.0
+ABSENT_S = 6.0
+"""How long no process of a rank may be seen: longer than torchrun takes to end the others of a rank that has failed."""
+
+# By Lightning's name for what started the ranks: its own name, and its variable for the number of a rank on its host.
+_LAUNCHERS = {"TorchElasticEnvironment": ("torchrun", "LOCAL_RANK"), "SLURMEnvironment": ("srun", "SLURM_LOCALID")}
+
+
+class EndedRanks:
+    """What this rank can see of the others on its host.
+
+    Args:
+        strategy: of a Trainer or Fabric, about to make its process group.
+        ranks_here: of this host.
+    """
+
+    def __init__(self, strategy: Any, ranks_here: range) -> None:
+        self._ranks_here = ranks_here
+        self._children: Sequence[Any] = getattr(strategy.launcher, "children", ())
+        environment = strategy.cluster_environment
+        self._local_rank = environment.local_rank()
+        self._launching_rank = launching_rank(environment.main_port) if self._local_rank else None
+        names = (_LAUNCHERS.get(cls.__name__) for cls in type(environment).__mro__)
+        self._launcher, self._variable = next(filter(None, names), ("", ""))
+        if self._variable not in os.environ:
+            self._launcher = ""
+        self._look_at = time.monotonic() + _LOOK_S
+        self._absent_since: dict[int, float] = {}
+
+    def find(self) -> str | None:
+        """Returns which rank has ended, and how as far as that can be seen; None if none has, or if that is unknown."""
+        first = self._ranks_here.start
+        for rank, child in enumerate(self._children, first + 1):
+            if (status := child.poll()) is not None:
+                return self._text(rank, _status_text(status), f"its process was {child.pid}", is_early=status == 0)
+        pid = self._launching_rank
+        if pid not in (None, os.getppid()) and not is_alive(pid):
+            return self._text(first, "has ended", f"its process {pid} had started this rank")
+        return self._find_absent() if self._launcher and time.monotonic() >= self._look_at else None
+
+    def _text(self, rank: int, how: str, process: str, *, is_early: bool = False) -> str:
+        early = "Probably its program ended by sys.exit or return on this rank only; " if is_early else ""
+        shown = "its output shows where" if is_early else "Its output shows why"
+        return f"rank {rank} on {socket.gethostname()} {how} before it joined: {process}. {early}{shown}"
+
+    def _find_absent(self) -> str | None:
+        now = time.monotonic()
+        self._look_at = now + _LOOK_S
+        launcher = _launcher_pid(self._variable)
+        present = None if launcher is None else _values_below(launcher, self._variable)
+        absent = set() if present is None else {*range(len(self._ranks_here))} - present
+        self._absent_since = {rank: self._absent_since.get(rank, now) for rank in absent}
+        if launcher is None or not absent or now - min(self._absent_since.values()) < ABSENT_S:
+            return None
+        rank = self._ranks_here.start + min(absent, key=lambda local_rank: (self._absent_since[local_rank], local_rank))
+        process = f"{self._launcher} has no process of it any more"
+        unreaped = [pid for pid in _children_by_process()[launcher] if not is_alive(pid)]
+        how = find_exit(unreaped[0]) if len(unreaped) == len(absent) == 1 else None
+        if how is None:
+            # torchrun ends the other ranks if the status is another one.
+            how = "has ended with status 0" if self._launcher == "torchrun" else "has ended"
+        return self._text(rank, how, process, is_early=how.endswith("status 0"))
+
+
+def _status_text(status: int) -> str:
+    if status >= 0:
+        return f"has ended with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
+
+
+def _launcher_pid(variable: str) -> int | None:
+    """Returns the nearest ancestor that is no part of this rank; None if that cannot be seen.
+
+    A rank may be a tree of processes, such as a script of a shell that runs Python: all have its variables.
+    """
+    own, fields = os.environ[variable], process_fields("self")
+    while fields is not None and (pid := int(fields[1])) > 0:
+        try:
+            if _variables(pid).get(variable) != own:
+                return pid
+        except PermissionError:
+            return pid if _name(pid) == "slurmstepd" else None
+        except OSError:
+            return None
+        fields = process_fields(pid)
+    return None
+
+
+def _values_below(pid: int, variable: str) -> set[int] | None:
+    """Returns the numbers that a variable has in the living descendants of a process.
+
+    None if one of its children does not show the variable: it may be any rank, as a program can overwrite what the
+    kernel shows of its environment.
+    """
+    children = _children_by_process()
+    values: set[int] = set()
+    below = [*children[pid]]
+    for descendant in below:  # grows
+        below += children[descendant]
+        try:
+            value = _variables(descendant).get(variable, "")
+        except PermissionError:
+            return None
+        except OSError:  # it has ended meanwhile
+            continue
+        if value.isdecimal():
+            values.add(int(value))
+        elif descendant in children[pid] and is_alive(descendant):
+            return None
+    return values
+
+
+def _children_by_process() -> dict[int, list[int]]:
+    """Returns the children of every process of this host, those included that nobody has waited for."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and (fields := process_fields(entry.name)) is not None:
+            children[int(fields[1])].append(int(entry.name))
+    return children
+
+
+def _variables(pid: int) -> dict[str, str]:
+    text = Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", "replace")
+    return dict(item.split("=", 1) for item in text.split("\0") if "=" in item)
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

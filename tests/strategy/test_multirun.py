@@ -1,0 +1,60 @@
+"""Jobs of a Hydra multirun, all in one process: one that fails ends by itself, and the next ones run."""
+
+from pathlib import Path
+
+import pytest
+
+from support.marked_processes import Program
+
+_SCRIPT = str(Path(__file__).parent / "sweeping_script.py")
+_LIMIT_S = 240
+"""Only against waiting for ever: each rank of each job imports everything."""
+
+_CASES = [
+    ("ddp", "after the fit", -1, True),
+    ("ddp", "after the fit, late", -1, False),
+    ("ddp", "after the fit", 0, False),
+    ("ddp", "after the fit", 1, False),
+    ("ddp", "first", -1, False),
+    ("ddp", "before the group", -1, False),
+    ("ddp", "before the group", 0, False),
+    ("ddp", "in the fit", -1, True),
+    ("ddp", "in the fit", 1, False),
+    ("ddp", "after the second fit", -1, False),
+    ("fsdp2", "after the fit", -1, False),
+    ("fsdp2", "in the fit", 0, False),
+]
+
+
+def _sweep(folder: Path, *overrides: str) -> Program:
+    return Program([_SCRIPT, "-m", "hydra.sweep.dir=sweep", *overrides], folder)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault", "rank", "has_callbacks"),
+    [case if number == 0 else pytest.param(*case, marks=pytest.mark.exhaustive) for number, case in enumerate(_CASES)],
+)
+def test_jobs_after_one_that_raises_run(kind: str, fault: str, rank: int, has_callbacks: bool, tmp_path: Path) -> None:
+    """If it fails, one job's error ends a sweep, or leaves processes behind."""
+    options = (f"kind={kind}", f"rank={rank}", f"has_callbacks={str(has_callbacks).lower()}")
+    program = _sweep(tmp_path, f"fault='{fault} ',' '", *options, "hydra.sweep.subdir=.")
+    try:
+        assert program.wait(_LIMIT_S), f"{program.processes()} are left: {program.output}"
+    finally:
+        program.kill()
+    assert program.process.returncode == int((fault, rank) != ("after the fit", 1)), program.output
+    assert "ArithmeticError: broken" in program.output
+    assert "JOB DONE ' ' in 3 steps" in program.output, program.output
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("fault", "status"), [("after the fit exit 3", 3), ("in exit 0", 0), ("before exit 0", 0)])
+def test_a_job_that_exits_ends_the_sweep(fault: str, status: int, tmp_path: Path) -> None:
+    """If it fails, a sweep that a job ends leaves processes behind, or hides the status."""
+    program = _sweep(tmp_path, f"fault='{fault}',' '")
+    try:
+        assert program.wait(_LIMIT_S), f"{program.processes()} are left: {program.output}"
+    finally:
+        program.kill()
+    assert program.process.returncode == status, program.output
+    assert "JOB DONE" not in program.output
