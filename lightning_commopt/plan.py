@@ -168,7 +168,7 @@ class CommPlan:
         """Makes a plan from what `to_json` gave; raises an OptionError for other text."""
         try:
             options = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise OptionError(f"a plan must be JSON: {error}") from error
         if not isinstance(options, dict):
             raise OptionError(f"a plan must be a JSON object, got {text[:80]!r}")

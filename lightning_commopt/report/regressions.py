@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lightning_commopt.measure.plain import check_numbers, parse_json
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.intervals import Interval, compare
 from lightning_commopt.report.outputs import FORMAT, to_plain
@@ -95,8 +95,8 @@ def find_regressions(report: Mapping[str, Any], other: Path, *, tolerance: float
     try:
         pairs = _pairs(_entries(report), _entries(before))
         changes = tuple(_change(now, then, tolerance) for now, then in pairs)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{other} is not what commopt report --json prints: {type(error).__name__} {error}") from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{other} is not what commopt report --json prints: {type(error).__name__} {error}") from None
     in_both = [(now, then) for now, then in pairs if now is not None and then is not None]
     if not in_both:
         raise ValueError(f"{other} has no setting in common with this report: nothing can be compared")
@@ -119,7 +119,7 @@ def _load(path: Path) -> dict[str, Any]:
     if path.is_dir():
         return to_plain(build_report([path]))
     try:
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = parse_json(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is neither a directory nor what commopt report --json prints: {error}") from error
     if not isinstance(report, dict) or not {"format", "groups", "failed"} <= report.keys():
@@ -137,6 +137,7 @@ def _entries(report: Mapping[str, Any]) -> list[_Entry]:
     for group, setting in found:
         key = group, setting["name"]
         median = setting["samples_per_s"]["median"] if setting["runs"] and setting["samples_per_s"] else None
+        check_numbers([run.get("samples_per_s") for run in setting["runs"]], f"{setting['name']}: samples_per_s")
         known = {name: setting[name] for name in ("name", "sync_method", "settings", "runs")}
         entries.setdefault(key, _Entry(group=group, **known, samples_per_s=median, errors=errors.get(key, [])))
     return list(entries.values())

@@ -193,3 +193,13 @@ def test_another_file_is_an_error_that_names_it(tmp_path, text):
     save_rates(tmp_path / "now", BEFORE)
     with pytest.raises(ValueError, match=r"other\.json"):
         find_regressions(to_plain(build_report([tmp_path / "now"])), tmp_path / "other.json")
+
+
+@pytest.mark.parametrize("wrong", ["NaN", "Infinity", '"fast"', "[1]"])
+def test_a_throughput_that_is_none_is_an_error_that_names_it(tmp_path, wrong):
+    save_rates(tmp_path / "now", BEFORE)
+    plain = to_plain(build_report([tmp_path / "now"]))
+    plain["groups"][0]["settings"][0]["runs"][0]["samples_per_s"] = "WRONG"
+    (tmp_path / "other.json").write_text(json.dumps(plain).replace('"WRONG"', wrong))
+    with pytest.raises(ValueError, match=r"other\.json is not what commopt report --json prints"):
+        find_regressions(to_plain(build_report([tmp_path / "now"])), tmp_path / "other.json")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_commopt.measure.median import Median, median_of
-from lightning_commopt.measure.plain import from_plain, load_json, write_rows
+from lightning_commopt.measure.plain import from_plain, load_json, parse_json, write_rows
 from lightning_commopt.text.formatting import grouped
 
 FORMAT = 1  # version of the JSON, raised when a key changes its meaning; new keys keep it
@@ -164,7 +164,7 @@ class BenchResult:
 def kind_of(path: Path) -> object:
     """Returns the kind of a JSON file of ours; None of any other file."""
     try:
-        plain = json.loads(path.read_bytes())
+        plain = parse_json(path.read_bytes())
     except ValueError:
         return None
     return plain.get("kind") if isinstance(plain, dict) else None
