@@ -84,7 +84,9 @@ class RankRecords:
             **{name: int(values[name]) for name in ("rank", "world_size")},
             "origin_unix_s": None if origin_unix_s is None else float(origin_unix_s),
         }
-        others = {name: int(values[name]) for name in ("format", "num_warmup_steps") if name in ("format", *values)}
+        others: dict[str, Any] = {
+            name: int(values[name]) for name in ("format", "num_warmup_steps") if name in ("format", *values)
+        }
         return cls(path=path, header={**values, **others, **known}, **known)
 
     def add_line(self, values: Mapping[str, Any], layout: Mapping[int, BucketInfo]) -> Mapping[int, BucketInfo]:

@@ -88,7 +88,7 @@ class TimedMark(NamedTuple):
     value: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class HangReport:
     """The files of a run, for ``commopt doctor DIR``."""
 
