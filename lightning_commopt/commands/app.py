@@ -3,16 +3,13 @@
 A command imports what it needs when it runs: importing torch takes seconds, and most commands do not need it.
 """
 
-import json as json_text
-
 import typer
-from rich.console import Console
 
 from lightning_commopt.commands import runs
 from lightning_commopt.commands.bench.command import bench
-from lightning_commopt.commands.errors import Json, errors_in_a_line
+from lightning_commopt.commands.errors import Json, errors_in_a_line, print_json
 from lightning_commopt.commands.machines import doctor, nccl_log, nsys, selftest, topo, tune
-from lightning_commopt.text.terminal import print_in_any_encoding
+from lightning_commopt.text.terminal import TextConsole, print_in_any_encoding
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -33,16 +30,16 @@ def info(json: Json = False) -> None:
 
     found = collect()
     if json:
-        typer.echo(json_text.dumps(found, indent=2))
+        print_json(found)
     else:
-        print_info(found, Console())
+        print_info(found, TextConsole())
 
 
 app.command()(selftest)
 app.command()(doctor)
 app.command()(nccl_log)
 app.command()(topo)
-app.command()(errors_in_a_line(status=2)(bench))
+app.command()(errors_in_a_line()(bench))
 app.command()(runs.trace)
 app.command()(runs.summary)
 app.command()(runs.report)

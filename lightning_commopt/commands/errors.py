@@ -1,24 +1,40 @@
-"""What commands share: the option ``--json``, and how they report a user's mistake."""
+"""What commands share: the option ``--json``, how they print, and how they report a user's mistake."""
 
+import json as json_text
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from lightning_commopt.text.formatting import escape_controls
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
+def echo(text: str, *, err: bool = False) -> None:
+    """Prints text, on standard error with ``err``; it may quote files, so control characters become escapes."""
+    typer.echo(escape_controls(text), err=err)
+
+
+def print_json(value: Any, *, allow_nan: bool = True) -> None:
+    """Prints a value as JSON, in ASCII without control characters."""
+    typer.echo(json_text.dumps(value, indent=2, allow_nan=allow_nan).replace("\x7f", "\\u007f"))
+
+
 @contextmanager
-def errors_in_a_line(*others: type[Exception], status: int = 1) -> Iterator[None]:
-    """Prints a user's mistake, or one of ``others``, and exits with ``status``; other errors keep their traceback."""
+def errors_in_a_line(*others: type[Exception]) -> Iterator[None]:
+    """Prints a user's mistake, or one of ``others``, and exits with 2 as for a wrong option; the rest is a traceback.
+
+    1 is left to commands that could run, and have found something wrong.
+    """
     mistakes: tuple[type[Exception], ...] = (OSError, ValueError, *others)
     try:
         yield
     except mistakes as error:
-        typer.echo(f"commopt: {error}", err=True)
-        raise typer.Exit(status) from None
+        echo(f"commopt: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 def check_outputs(*paths: Path | None) -> None:

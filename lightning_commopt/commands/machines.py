@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from lightning_commopt.commands.errors import Json, check_outputs, errors_in_a_line
+from lightning_commopt.commands.errors import Json, check_outputs, echo, errors_in_a_line, print_json
+from lightning_commopt.text.terminal import TextConsole
 
 Command = Annotated[
     list[str], typer.Argument(metavar="COMMAND", help="Command of one rank, such as python train.py; or torchrun ...")
@@ -30,8 +30,8 @@ def selftest(
     from lightning_commopt.commands.selftest.ranks import RankError
     from lightning_commopt.commands.selftest.run import print_selftest, progress_lines, run_selftest
 
-    console = Console()
-    with errors_in_a_line(RankError, status=2), progress_lines(console) as on_progress:
+    console = TextConsole()
+    with errors_in_a_line(RankError), progress_lines(console) as on_progress:
         check_outputs(output)
         on_progress("starting two ranks")
         found = run_selftest(device, on_progress, is_full=full)
@@ -39,7 +39,7 @@ def selftest(
             output.write_text(json_text.dumps(asdict(found), indent=2), encoding="utf-8")
     print_selftest(found, console)
     if output is not None:
-        console.print(f"written to {output}", highlight=False, markup=False)
+        console.print(f"written to {output}")
     raise typer.Exit(any(outcome.status == "failed" for outcome in found.outcomes))
 
 
@@ -67,7 +67,7 @@ def doctor(
     there is an error, 2 if the ranks do not meet.
     """
     if run_dir is not None:
-        with errors_in_a_line(status=2):
+        with errors_in_a_line():
             if hosts is not None or port is not None:
                 raise ValueError("--hosts and --port are for checks before a run: leave them out with RUN_DIR")
         _explain_hang(run_dir, json=json)
@@ -78,20 +78,20 @@ def doctor(
     from lightning_commopt.commands.doctor.terminal import print_findings
     from lightning_commopt.launch.environment import find_rank_identity
 
-    with errors_in_a_line(status=2):
+    with errors_in_a_line():
         identity = find_rank_identity(hosts, port)
         if identity is None and port is not None:
             raise ValueError("--port is where several hosts meet: give --hosts as well, or use torchrun or srun")
     facts = collect_facts(identity=identity)
-    with errors_in_a_line(MeetingError, status=2):
+    with errors_in_a_line(MeetingError):
         met = Meeting([facts], []) if identity is None else meet(facts, identity, limit_s=limit_s)
     found = find(*met)
     if facts.rank == 0 and json:
         ranks = [asdict(rank_facts) for rank_facts in met.everybody]
         plain = {"ranks": ranks, "findings": [finding.to_plain() for finding in found]}
-        typer.echo(json_text.dumps(plain, indent=2))
+        print_json(plain)
     elif facts.rank == 0:
-        print_findings(found, met.everybody, Console())
+        print_findings(found, met.everybody, TextConsole())
     raise typer.Exit(any(finding.severity == "error" for finding in found))
 
 
@@ -99,14 +99,14 @@ def _explain_hang(run_dir: Path, *, json: bool) -> None:
     from lightning_commopt.commands.doctor.terminal import print_hang_report
     from lightning_commopt.watch.hangs.records import read_hang_report
 
-    with errors_in_a_line(status=2):
+    with errors_in_a_line():
         found = read_hang_report(run_dir)
     if json:
-        plain = {"was_reported": found.was_reported, "time_unix_s": found.at_unix_s}
+        plain = {"was_reported": found.was_reported, "time_unix_s": found.at_unix_s, "problems": list(found.problems)}
         snapshots = [snapshot.to_plain() for snapshot in found.snapshots]
-        typer.echo(json_text.dumps(plain | asdict(found.diagnosis) | {"snapshots": snapshots}, indent=2))
+        print_json(plain | asdict(found.diagnosis) | {"snapshots": snapshots})
     else:
-        print_hang_report(found, Console())
+        print_hang_report(found, TextConsole())
 
 
 def nccl_log(
@@ -127,7 +127,7 @@ def nccl_log(
     from lightning_commopt.commands.nccl_log.reader import read_log
     from lightning_commopt.commands.nccl_log.terminal import print_log, to_plain
 
-    with errors_in_a_line(status=2):
+    with errors_in_a_line():
         log = read_log(files, keeps_order=run is not None)
         if run is not None:
             from lightning_commopt.commands.nccl_log.inspector import match_run
@@ -135,12 +135,12 @@ def nccl_log(
 
             log.matched, unmatched = match_run(log.inspected, read_run(run))
             for problem in unmatched:
-                typer.echo(f"commopt: {run}: {problem}", err=True)
+                echo(f"commopt: {run}: {problem}", err=True)
     findings = find_all(log)
     if json:
-        typer.echo(json_text.dumps(to_plain(log, findings), indent=2))
+        print_json(to_plain(log, findings))
     else:
-        print_log(log, findings, Console())
+        print_log(log, findings, TextConsole())
 
 
 def topo(
@@ -164,21 +164,21 @@ def topo(
     from lightning_commopt.commands.topology.terminal import print_topology, to_plain, write_page
     from lightning_commopt.text.findings import print_findings
 
-    with errors_in_a_line(status=2):
+    with errors_in_a_line():
         machine = read_machine(source) if file is None else read_file(file)
         findings = find_all(machine)
         if file is None and local_rank():
             # The host's first rank prints the rest
-            print_findings([finding for finding in findings if finding.code == "wrong_numa_node"], Console())
+            print_findings([finding for finding in findings if finding.code == "wrong_numa_node"], TextConsole())
             return
         if output is not None:
             write_page(machine, findings, output)
     if json:
-        typer.echo(json_text.dumps(to_plain(machine, findings), indent=2))
+        print_json(to_plain(machine, findings))
     else:
-        print_topology(machine, findings, Console())
+        print_topology(machine, findings, TextConsole())
     if output is not None:
-        typer.echo(f"page: {output}", err=json)
+        echo(f"page: {output}", err=json)
     raise typer.Exit(any(finding.severity == "error" for finding in findings))
 
 
@@ -208,7 +208,7 @@ def nsys(
         nsight.make_ready(output_dir, nsys_args)
         status = nsight.run(ranks)
     reports = ", ".join(map(str, nsight.reports(output_dir)))
-    typer.echo(f"commopt: reports: {reports}" if reports else f"commopt: {nsight.NO_REPORTS}", err=True)
+    echo(f"commopt: reports: {reports}" if reports else f"commopt: {nsight.NO_REPORTS}", err=True)
     raise typer.Exit(status)
 
 
@@ -230,13 +230,11 @@ def tune(
     """
     from lightning_commopt.commands.tune.inject import run_tuned
 
-    with errors_in_a_line(status=2):
+    with errors_in_a_line():
         status, verdict = run_tuned(command, lossy=lossy or (), output=output, ends_fit=not whole_fit)
     if status:
         raise typer.Exit(status)
     if verdict is None:
-        typer.echo(
-            "commopt: no fit of COMMAND has looked for a plan: it needs a Trainer with DDP on several ranks", err=True
-        )
+        echo("commopt: no fit of COMMAND has looked for a plan: it needs a Trainer with DDP on several ranks", err=True)
         raise typer.Exit(1)
-    typer.echo(f"{verdict}\n{output}: CommOptDDP(plan={str(output)!r}) trains with this plan.")
+    echo(f"{verdict}\n{output}: CommOptDDP(plan={str(output)!r}) trains with this plan.")

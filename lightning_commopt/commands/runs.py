@@ -1,13 +1,12 @@
 """Commands that read the files of runs: trace, summary, report, predict."""
 
-import json as json_text
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from lightning_commopt.commands.errors import Json, errors_in_a_line
+from lightning_commopt.commands.errors import Json, echo, errors_in_a_line, print_json
+from lightning_commopt.text.terminal import TextConsole
 
 RunDir = Annotated[Path, typer.Argument(help="Directory of a run with CommTimeMonitor, which has comm_time.")]
 
@@ -26,8 +25,8 @@ def trace(
     with errors_in_a_line():
         written, notices = write_trace(run_dir, output, first_step, num_steps)
     for notice in notices:
-        typer.echo(f"commopt: {notice}", err=True)
-    typer.echo(f"{written}. Open it in https://ui.perfetto.dev")
+        echo(f"commopt: {notice}", err=True)
+    echo(f"{written}. Open it in https://ui.perfetto.dev")
 
 
 def summary(
@@ -42,11 +41,11 @@ def summary(
     """
     from lightning_commopt.measure.summary import summarize_run
 
-    with errors_in_a_line(status=2):
+    with errors_in_a_line():
         found, notices = summarize_run(run_dir, num_warmup_steps)
     for notice in notices:
-        typer.echo(f"commopt: {notice}", err=True)
-    Console().print(found.table())
+        echo(f"commopt: {notice}", err=True)
+    TextConsole().print(found.table())
 
 
 def report(
@@ -80,22 +79,22 @@ def report(
     from lightning_commopt.report.regressions import find_regressions
     from lightning_commopt.report.terminal import print_regressions, print_report
 
-    with errors_in_a_line(status=2):
+    with errors_in_a_line():
         found = build_report(dirs, baseline=baseline)
         plain = to_plain(found)
         regressions = None if earlier is None else find_regressions(plain, earlier, tolerance=tolerance)
         if json:
             whole = plain if regressions is None else {**plain, "regressions": finite(regressions.to_plain())}
-            typer.echo(json_text.dumps(whole, indent=2, allow_nan=False))
+            print_json(whole, allow_nan=False)
         else:
-            console = Console()
+            console = TextConsole()
             print_report(found, console)
             if regressions is not None:
                 print_regressions(regressions, console)
         if output is not None or not json:
             beside = next(folder for folder in dirs if folder.is_dir())
             page, table = write_files(found, output or beside, csv)
-            typer.echo(f"report: {page} and {table}", err=json)
+            echo(f"report: {page} and {table}", err=json)
         elif csv is not None:
             write_csv(found, csv)
     raise typer.Exit(1 if regressions is not None and regressions.is_worse else 0)
@@ -122,9 +121,9 @@ def predict(
     """
     from lightning_commopt.commands.predict.outlook import outlook
 
-    with errors_in_a_line(status=2):
+    with errors_in_a_line():
         found = outlook(run_dir, num_ranks=ranks, link=link, num_batches=accumulate, comm_hooks=comm_hook)
     if json:
-        typer.echo(json_text.dumps(found.to_plain(), indent=2))
+        print_json(found.to_plain())
     else:
-        Console().print(found.table())
+        TextConsole().print(found.table())

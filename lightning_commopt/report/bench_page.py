@@ -50,7 +50,7 @@ def write_bench_page(result: BenchResult, path: Path) -> None:
         peers=peer_lines(result),
         conditions=where_lines(result),
     )
-    path.write_text(page, encoding="utf-8")
+    path.write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
 def _cells(row: Row) -> list[Cell]:

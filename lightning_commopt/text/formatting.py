@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Hashable, Iterable
 from itertools import groupby, islice
 from typing import NamedTuple, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+
+
+# What a terminal obeys instead of showing it: C0 (but for tab and line feed), DEL and C1, which hold the begin of every
+# escape sequence; what reorders text, or ends a line in some programs; and surrogates, which no encoding has.
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class Unit(NamedTuple):
@@ -80,6 +86,24 @@ def list_some(things: Collection[object], num_shown: int = 4) -> str:
     more = len(things) - num_shown
     shown = ", ".join(map(str, islice(things, num_shown)))
     return f"{shown} and {more} more" if more > 0 else shown
+
+
+def escape_controls(text: str) -> str:
+    r"""Returns a text whose control characters are escapes, so that a terminal shows them and does not obey them.
+
+    Everything that prints or logs text from files, or from other ranks, uses it. Escaping twice changes nothing.
+
+    >>> escape_controls("café 中文")
+    'café 中文'
+    >>> print(escape_controls(chr(27) + "[2J" + chr(0x9B) + chr(0x202E)))
+    \x1b[2J\x9b\u202e
+    """
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def control_places(text: str) -> list[int]:
+    """Returns where control characters begin and end, as `escape_controls` finds them."""
+    return [place for found in _CONTROLS.finditer(text) for place in found.span()]
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:

@@ -1,18 +1,21 @@
-"""Prints tables that keep numbers whole in a narrow terminal, and text in any encoding."""
+"""Prints tables that keep numbers whole in a narrow terminal, and text in any encoding, without control characters."""
 
 from __future__ import annotations
 
 import codecs
 import io
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
 from rich.padding import Padding
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from lightning_commopt.text.formatting import control_places, escape_controls
 
 _ANY_WIDTH = 10_000
 _ROOMY, _TIGHT = (0, 1, 0, 1), (0, 1, 0, 0)
@@ -34,6 +37,35 @@ _ASCII = str.maketrans(
 )
 
 
+class TextConsole(Console):
+    """Prints text literally: no markup, and control characters as escapes. All output for people goes through one.
+
+    A run's files may come from anybody, and a terminal obeys what it is sent.
+    """
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Renders a text, or what is in a table, with escapes."""
+        if isinstance(renderable, str):
+            renderable = escape_controls(renderable)
+        elif isinstance(renderable, Text):
+            renderable = escaped(renderable)
+        return super().render(renderable, options)
+
+
+def escaped(text: Text) -> Text:
+    """Returns a text in the same styles, with control characters as escapes."""
+    places = control_places(text.plain)
+    if not places:
+        return text
+    return text.blank_copy().join(
+        part if escape_controls(part.plain) == part.plain else Text(escape_controls(part.plain))
+        for part in text.divide(places)
+    )
+
+
 class TextTable:
     """A table for `Console.print` that breaks no word and no number, however narrow the console is.
 
@@ -47,10 +79,9 @@ class TextTable:
     def __init__(
         self, *headings: str, numbers: Collection[str] = (), title: str = "", caption: str = "", has_rules: bool = True
     ) -> None:
-        self._headings = headings
-        self._numbers = numbers
-        self._title = title
-        self._caption = caption
+        self._headings = tuple(map(escape_controls, headings))
+        self._numbers = {*map(escape_controls, numbers)}
+        self._title, self._caption = escape_controls(title), escape_controls(caption)
         self._box = box.SIMPLE_HEAD if has_rules else None
         self._rows: list[tuple[list[Text], str]] = []
         self._ends_of_sections: set[int] = set()
@@ -58,7 +89,8 @@ class TextTable:
     def add_row(self, *cells: str | Text, style: str = "") -> None:
         """Adds a row; a str is text, never markup."""
         assert len(cells) == len(self._headings), (cells, self._headings)
-        self._rows.append(([Text(cell) if isinstance(cell, str) else cell for cell in cells], style))
+        texts = [Text(escape_controls(cell)) if isinstance(cell, str) else escaped(cell) for cell in cells]
+        self._rows.append((texts, style))
 
     def add_section(self) -> None:
         self._ends_of_sections.add(len(self._rows) - 1)
@@ -134,11 +166,13 @@ class TextTable:
 
 def print_text(text: str | Text, console: Console, style: str = "") -> None:
     """Prints a text literally: wrapped between words on a terminal, else in one line."""
-    console.print(Text(text, style=style) if isinstance(text, str) else text, soft_wrap=not console.is_terminal)
+    shown = Text(text, style=style) if isinstance(text, str) else text
+    console.print(escaped(shown), soft_wrap=not console.is_terminal)
 
 
 def print_heading(text: str, console: Console) -> None:
     """Prints a text within a line across the console, or the text alone if it is too long."""
+    text = escape_controls(text)
     if len(text) + 4 <= console.width:
         console.rule(Text(text), align="left")
     else:

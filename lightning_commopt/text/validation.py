@@ -11,6 +11,8 @@ from functools import cache
 from numbers import Integral, Real
 from typing import Any
 
+from lightning_commopt.text.formatting import escape_controls
+
 # Packages whose frames a warning skips, to point at the user's line
 _SKIPPED_PACKAGES = frozenset(
     {
@@ -84,7 +86,7 @@ def normalize_name(name: str) -> str:
 def warn(message: str, *, on_every_rank: bool = False) -> None:
     """Warns on rank 0, or on every rank; the warning points at the user's line, outside of Lightning and us."""
     if on_every_rank or _is_rank_0():
-        warnings.warn(message, stacklevel=_users_stacklevel())
+        warnings.warn(escape_controls(message), stacklevel=_users_stacklevel())
 
 
 @cache
@@ -98,7 +100,7 @@ def info(message: str) -> None:
     from lightning_utilities.core import rank_zero
 
     if _is_rank_0():
-        rank_zero.log.info(message)
+        rank_zero.log.info(escape_controls(message))
 
 
 def _is_rank_0() -> bool:

@@ -15,7 +15,6 @@ from hydra.utils import instantiate
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 
 from lightning_commopt.callbacks import RunRecorder
 from lightning_commopt.compat.hydra import VERSION_BASE, allow_targets, get_args_parser, packages_of_targets
@@ -25,8 +24,8 @@ from lightning_commopt.launch.hydra_command import config_flags
 from lightning_commopt.launch.process import InterruptedRun
 from lightning_commopt.measure.runs.files import CONFIG_FILE
 from lightning_commopt.measure.runs.record import RunRecord, fail_rank, finish_record
-from lightning_commopt.text.formatting import number, percent
-from lightning_commopt.text.terminal import TextTable, print_in_any_encoding
+from lightning_commopt.text.formatting import escape_controls, number, percent
+from lightning_commopt.text.terminal import TextConsole, TextTable, print_in_any_encoding
 from lightning_commopt.train.sweep.composing import continue_command
 from lightning_commopt.train.sweep.config import ConfigError, check_config, link_note, spread_over_hosts, start_record
 from lightning_commopt.train.sweep.display import SweepDisplay, hint
@@ -47,7 +46,7 @@ def main() -> None:
     """Runs ``commopt-train`` with the arguments of this process."""
     print_in_any_encoding()
     sys.argv[1:] = flags_first(sys.argv[1:])
-    console = Console()
+    console = TextConsole()
     status: int | str | None = 0
     was_interrupted = False
     with SweepDisplay(console) as display:
@@ -61,7 +60,7 @@ def main() -> None:
             status = stop.code
             # Hydra prints an error and exits while handling it.
             if question := hint(stop.__context__, conf_dir()):
-                print(question, file=sys.stderr)
+                print(escape_controls(question), file=sys.stderr)
     if display.results and display.sweep_dir is not None:
         from lightning_commopt.report.terminal import report_sweep  # with plotly, which no rank needs
 
@@ -70,7 +69,7 @@ def main() -> None:
         status = status or min(num_failed, 1)
     if was_interrupted and display.sweep_dir is not None:
         command = continue_command(sys.argv[1:], display.sweep_dir)
-        console.print(f"To continue:\n{command}", soft_wrap=True, markup=False, highlight=False)
+        console.print(f"To continue:\n{command}", soft_wrap=True)
     sys.exit(status)
 
 
@@ -81,7 +80,7 @@ def _train_or_explain(config: DictConfig) -> float | None:
     except ConfigError as error:
         if HydraConfig.get().mode != RunMode.RUN:
             raise
-        print(error, file=sys.stderr)
+        print(escape_controls(str(error)), file=sys.stderr)
         sys.exit(1)
 
 
@@ -99,7 +98,7 @@ def train(config: DictConfig) -> float | None:
     is_first = is_first_rank()
     is_in_sweep = not OmegaConf.is_missing(HydraConfig.get().job, "num")
     if is_first and not is_in_sweep and (note := link_note(config)) is not None:
-        Console().print(note, soft_wrap=True, markup=False, highlight=False)
+        TextConsole().print(note, soft_wrap=True)
     if config.link is not None and not is_lab_rank():
         return train_in_lab(config, folder).val_loss
     config = spread_over_hosts(config)
@@ -118,7 +117,7 @@ def train(config: DictConfig) -> float | None:
         return metrics.get("val_loss")
     record = finish_record(folder, metrics, seconds=time.perf_counter() - started)
     if not is_in_sweep:  # a sweep has one table of all jobs
-        Console().print(run_table(record))
+        TextConsole().print(run_table(record))
     return record.val_loss
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 from lightning_commopt.sync.store import poll
+from lightning_commopt.text.formatting import escape_controls
 from lightning_commopt.watch.hangs.process import process_fields
 
 _KEY = "lifeline"
@@ -235,8 +236,10 @@ class Peers:
 
     def _reported(self) -> Failure | None:
         text = self._get("failed")
-        failure = None if not text else Failure(*json.loads(text))
-        return failure if failure is not None and failure.rank != self._rank else None
+        if not text:
+            return None
+        failure = Failure(*json.loads(text))
+        return None if failure.rank == self._rank else failure._replace(text=escape_controls(failure.text))
 
     def _died(self) -> Failure | None:
         rank = self._find_dead()

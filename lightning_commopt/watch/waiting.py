@@ -13,6 +13,7 @@ from types import FrameType
 import torch
 
 from lightning_commopt.compat.lightning import RUNS_CALLBACKS, SAVES_CHECKPOINTS
+from lightning_commopt.text.formatting import escape_controls
 
 _LAUNCHERS = ("torch.distributed.elastic.", "torch.distributed.launch", "torch.distributed.run")
 _TORCH = ("torch.", "lightning_commopt.", "contextlib", "functools")
@@ -33,9 +34,9 @@ def end_waiting_rank(rank: int, reason: str, waited_s: float) -> None:
 
 
 def print_now(text: str) -> None:
-    """Prints lines on stderr after flushing stdout."""
+    """Prints lines, which may quote other ranks, on stderr after flushing stdout."""
     sys.stdout.flush()
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{escape_controls(text)}\n")
     sys.stderr.flush()
 
 

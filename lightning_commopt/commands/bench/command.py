@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
-from lightning_commopt.commands.errors import check_outputs
-from lightning_commopt.text.terminal import print_text
+from lightning_commopt.commands.errors import check_outputs, echo, print_json
+from lightning_commopt.text.terminal import TextConsole, print_text
 
 if TYPE_CHECKING:
     from lightning_commopt.commands.bench.start import OnProgress
@@ -159,9 +158,9 @@ def _show(shown: "BenchResult | LinkModel", json: bool, sizes_bytes: Sequence[in
     model = shown if isinstance(shown, LinkModel) else LinkModel.fit(shown) if shown.measured else None
     if json:
         predicted = predictions(model, sizes_bytes) if model else []
-        typer.echo(json_text.dumps({**shown.to_plain(), "predictions": predicted}, indent=2))
+        print_json({**shown.to_plain(), "predictions": predicted})
         return
-    console = Console()
+    console = TextConsole()
     if isinstance(shown, LinkModel):
         for condition in condition_lines(shown.where):
             print_text(f"# {condition}", console)
@@ -186,7 +185,7 @@ def _write(result: "BenchResult", output: Path | None, csv: Path | None, page: P
         write_bench_page(result, page)
     written = [str(path) for path in (output, csv, page, model) if path is not None]
     if written:
-        typer.echo(f"written to {', '.join(written)}", err=True)
+        echo(f"written to {', '.join(written)}", err=True)
 
 
 def _measure(
@@ -227,7 +226,7 @@ def _measure(
                 on_progress=on_progress,
             )
     except (RankError, InterruptedRun) as error:
-        typer.echo(f"commopt: {error}", err=True)
+        echo(f"commopt: {error}", err=True)
         raise typer.Exit(1 if isinstance(error, RankError) else 128 + error.signal) from None
 
 
@@ -245,7 +244,7 @@ def _progress_bar(is_shown: bool = True) -> Iterator["OnProgress"]:
     """Shows progress on standard error, where that is a terminal."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(stderr=True)
+    console = TextConsole(stderr=True)
     texts = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %")
     is_hidden = not (is_shown and console.is_terminal)
     with Progress(*texts, TimeRemainingColumn(), console=console, transient=True, disable=is_hidden) as bar:

@@ -96,11 +96,14 @@ def _open(path: Path, stack: ExitStack) -> io.BufferedReader[Any] | gzip.GzipFil
         raw: io.RawIOBase = stack.enter_context(path.open("rb", buffering=0))
         size = path.stat().st_size
         if size > _LARGE_BYTES and sys.stderr.isatty():
-            from rich.console import Console
+            from rich.markup import escape
             from rich.progress import wrap_file
 
+            from lightning_commopt.text.terminal import TextConsole
+
             file = cast(BinaryIO, raw)
-            shown = wrap_file(file, size, description=path.name, transient=True, console=Console(stderr=True))
+            console = TextConsole(stderr=True)
+            shown = wrap_file(file, size, description=escape(path.name), transient=True, console=console)
             raw = cast(io.RawIOBase, stack.enter_context(shown))
         stream = stack.enter_context(io.BufferedReader(raw, 1 << 20))
     if stream.peek(2)[:2] == b"\x1f\x8b":

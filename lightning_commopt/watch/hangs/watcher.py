@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lightning_commopt.text.formatting import escape_controls
 from lightning_commopt.watch.hangs.diagnosis import (
     Diagnosis,
     diagnose,
@@ -205,7 +206,7 @@ class Watcher:
 
 
 def _print(*lines: str) -> None:
-    sys.stderr.write("\n".join(lines) + "\n")
+    sys.stderr.write(escape_controls("\n".join(lines)) + "\n")  # exceptions of ranks may hold anything
     sys.stderr.flush()
 
 
