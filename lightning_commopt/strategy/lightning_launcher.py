@@ -29,7 +29,8 @@ else:
     _SubprocessScriptLauncher = object
 
 _LOOK_S = 0.2
-_GRACE_S = 10.0
+_FIT_GRACE_S = 30.0
+_GRACE_S = 45.0
 """Longer than the watches of joining and of a fit take, whose messages show why a rank has ended."""
 _END_S = 5.0
 
@@ -67,6 +68,7 @@ class Launcher(_SubprocessScriptLauncher):
     Attributes:
         children: processes of the ranks from local rank 1 on, in order; empty where this process has started none.
         has_joined: whether these ranks have made their process group.
+        grace_s: how long a rank may wait for one that has failed before it is ended; None for the default.
     """
 
     strategy: Any
@@ -76,6 +78,11 @@ class Launcher(_SubprocessScriptLauncher):
     @property
     def children(self) -> Sequence[subprocess.Popen[bytes]]:
         return self._job_ranks or self.procs
+
+    @property
+    def grace_s(self) -> float | None:
+        # Over gloo this rank raises as soon as the other process has gone, and the sweep goes on: give that time.
+        return _FIT_GRACE_S if multirun_job() is not None else None
 
     def kill(self, signum: Any) -> None:
         for child in self.children:

@@ -51,6 +51,7 @@ class FitWatch:
         self._policy = strategy._uneven_batches
         self._device = strategy.root_device
         self._launcher = launcher_pid(strategy._start_method)
+        self._grace_s = getattr(strategy.launcher, "grace_s", None) or GRACE_S
         self._rank, world_size = dist.get_rank(), dist.get_world_size()
         ranks_per_node, timeout = strategy.num_processes, strategy._timeout or default_pg_timeout
         store = key_space("fit")
@@ -146,9 +147,9 @@ class FitWatch:
             if not has_stalled:
                 self._peers.set_waiting(False)
             in_vain_since = None if reason is None else in_vain_since or now
-            is_over = in_vain_since is not None and now - in_vain_since >= GRACE_S
+            is_over = in_vain_since is not None and now - in_vain_since >= self._grace_s
             if reason is not None and is_over and not self._stop.is_set():
-                end_waiting_rank(self._rank, reason, GRACE_S)
+                end_waiting_rank(self._rank, reason, self._grace_s)
 
     def _reason_to_end(self) -> str | None:
         """Returns why this rank, which has stalled, waits in vain; None if it does not, or if that is unknown."""
