@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from typing import Any
 
 from lightning_commopt.compat.lightning import MisconfigurationException, batches_that_stepped
 from lightning_commopt.compressors.kernels import c_library
+from lightning_commopt.compressors.registry import compressor_from_config
 from lightning_commopt.plan import CommPlan, OptionError
 from lightning_commopt.sync.groups import borrow_host_group
 from lightning_commopt.text.validation import info, warn
@@ -152,8 +154,10 @@ class AutoPlan:
         if text is None or self._options is None or self._base is None or self._tuner is not None:
             return
         try:
+            # What may be chosen has been imported: a checkpoint, which may be anybody's, imports nothing.
+            compressor_from_config(json.loads(text).get("comm_hook"), may_import=False)
             choice = CommPlan.from_json(text)
-        except OptionError as error:
+        except (OptionError, ValueError, TypeError, AttributeError) as error:
             warn(f"plan='auto': the plan in the checkpoint cannot be used: {error}")
             return
         plan = dataclasses.replace(self._base, bucket_cap_mb=choice.bucket_cap_mb, comm_hook=choice.comm_hook)

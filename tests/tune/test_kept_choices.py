@@ -1,12 +1,15 @@
 """Choices of earlier fits that this user's cache keeps."""
 
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from lightning_commopt import CommPlan
-from lightning_commopt.tune import host
+from lightning_commopt.tune import auto_plan, host
+from lightning_commopt.tune.auto_plan import AutoPlan
 from lightning_commopt.tune.host import load_choice, save_choice
 from lightning_commopt.tune.options import TuneOptions
 
@@ -45,6 +48,22 @@ def test_what_others_may_have_planted_is_not_tried(place: str, folder: Path, mon
     monkeypatch.setattr(host, "warn_once", warned.append)
     assert load_choice(_FIT, _OPTIONS, _BASE) is None
     assert str(folder) in warned[0]
+
+
+@pytest.mark.parametrize(
+    "text", ['{"comm_hook": "planted.Hook"}', '{"comm_hook": {"name": "planted.Hook"}}', "[]", "{", 3]
+)
+def test_a_checkpoint_imports_nothing(text: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a checkpoint that somebody sent decides what code runs, or a damaged one ends training."""
+    (tmp_path / "planted.py").write_text("from lightning_commopt import Int8 as Hook\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    warned: list[str] = []
+    monkeypatch.setattr(auto_plan, "warn", warned.append)
+    plan = AutoPlan(SimpleNamespace(), _OPTIONS)
+    plan._base = _BASE
+    plan.resume_choice({auto_plan._KEY: text})
+    assert "planted" not in sys.modules
+    assert warned[0].startswith("plan='auto': the plan in the checkpoint cannot be used: ")
 
 
 def test_choices_do_not_grow_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
