@@ -15,6 +15,7 @@ from lightning_commopt.text.formatting import grouped
 from lightning_commopt.watch.hangs import sentences
 from lightning_commopt.watch.hangs.flight_recorder import Difference, find_departure, find_difference
 from lightning_commopt.watch.hangs.marks import BACKWARD, END, EPOCH_END, PHASES, SLOW_FACTOR
+from lightning_commopt.watch.hangs.operations import called_alone, is_in_batch, is_under_rank_zero_only
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
 _DOWN = ("unreachable", "unwatched", "stopped", "finished")
@@ -140,6 +141,8 @@ def diagnose(snapshots: Sequence[RankSnapshot]) -> Diagnosis:
         if last is not None and (ahead := [each for each in differing if each.step > last.step]):
             return _diagnosis("skipped", ahead, ordered)  # they have skipped the gradient sync that ``last`` is in
         return _diagnosis("mismatch", differing, ordered, difference)
+    if alone := [rank for ranks in called_alone(ordered).values() for rank in ranks]:
+        return _diagnosis("outlier", alone, ordered)
     if behind := _behind(known):
         return _diagnosis("late", behind, ordered)
     if silent := [each for each in ordered if each not in known]:
@@ -205,7 +208,14 @@ def _left_training(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
     running = [each for each in snapshots if each.state == "running"]
     training = [each for each in running if PHASES[each.phase].name in _TRAINS and each.phase not in (EPOCH_END, END)]
     left = [each for each in running if each not in training]
+    if any(is_in_batch(each) or is_under_rank_zero_only(each) or _have_followed(training, each) for each in left):
+        return []  # the ranks that train have no more batches: what these ranks do is not theirs to do alone
     return left if training and left and all(each.is_waiting or each.phase == END for each in left) else []
+
+
+def _have_followed(training: Sequence[RankSnapshot], left: RankSnapshot) -> bool:
+    """Returns whether ranks that train have already left the same batches as ``left``, and have gone on."""
+    return bool(left.passed) and all(each.step == left.step and {*left.passed} <= {*each.passed} for each in training)
 
 
 def _last_in_sync(snapshots: Sequence[RankSnapshot]) -> RankSnapshot | None:

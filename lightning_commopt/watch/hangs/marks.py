@@ -71,6 +71,10 @@ def first_of_stage(stage: str) -> int:
     return next(number for number, phase in enumerate(PHASES) if phase.name == stage)
 
 
+OUTSIDE_OF_BATCHES = frozenset((EPOCH_END, *range(END, len(PHASES))))
+"""The phases of a rank that has left training's batches, for the end of an epoch or of the run, or an evaluation."""
+
+
 class PhaseTimes:
     """How long the phases of a rank have lasted in this run."""
 

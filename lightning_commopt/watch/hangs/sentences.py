@@ -10,10 +10,13 @@ from textwrap import shorten
 from lightning_commopt.text.findings import read_texts
 from lightning_commopt.text.formatting import grouped, ranks_text
 from lightning_commopt.watch.hangs.flight_recorder import Difference, Signature, find_departure
-from lightning_commopt.watch.hangs.marks import PHASES
+from lightning_commopt.watch.hangs.marks import PHASES, first_of_stage
+from lightning_commopt.watch.hangs.operations import called_alone
 from lightning_commopt.watch.hangs.snapshot import SIGTERM_BROADCAST, RankSnapshot
 
 _NAMES_IN_SENTENCE = 2
+_OF_ONE_SIDE = ("mismatch", "outlier", "skipped")
+"""Kinds of hangs in which ranks wait in different operations."""
 _DETAIL_WIDTH = 240
 # Read when this module is imported: once a rank hangs, the file system may as well.
 _HINTS = {name: tuple(hints.values()) for name, hints in read_texts(Path(__file__).with_name("hints.txt")).items()}
@@ -22,8 +25,13 @@ _HINTS = {name: tuple(hints.values()) for name, hints in read_texts(Path(__file_
 def hints_for(kind: str, culprits: Sequence[RankSnapshot], waiting: Sequence[RankSnapshot]) -> tuple[str, ...]:
     """Returns hints, the most likely first; none if the user has interrupted a rank."""
     first = culprits[0]
-    if kind == "late":
+    alone = called_alone((*culprits, *waiting)) if kind in _OF_ONE_SIDE else {}
+    if alone:
+        found = _HINTS[f"alone {next(iter(alone))}"]
+    elif kind == "late":
         found = _HINTS.get(f"late {PHASES[first.phase].name}", _HINTS["late"])
+    elif kind == "ended" and first.phase in range(first_of_stage("validation"), first_of_stage("test")):
+        found = (*_HINTS["ended"], *_HINTS["ended validation"])
     elif kind == "skipped":
         found = (*_HINTS["skipped"], _HINTS["mismatch"][0])
     elif kind == "died":

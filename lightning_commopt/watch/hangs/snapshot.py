@@ -10,7 +10,7 @@ from typing import Any
 from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.flight_recorder import Collective, parse_collectives
-from lightning_commopt.watch.hangs.marks import BACKWARD, PHASES, SETUP, Mark
+from lightning_commopt.watch.hangs.marks import BACKWARD, OUTSIDE_OF_BATCHES, PHASES, SETUP, Mark
 
 _CONNECTION_LOST = re.compile(
     r"connection (was )?(closed|reset|refused|aborted|lost)|closed by peer|broken pipe|remote (process|worker|error)"
@@ -44,6 +44,8 @@ class RankSnapshot:
     phase: int = SETUP  # index into `lightning_commopt.watch.hangs.marks.PHASES`
     step: int = 0  # optimizer steps before this one
     batch: int = -1  # index of the last batch of an evaluation; -1 outside of one
+    # The phases outside of training's batches, other than checkpoints, that it has entered in this step
+    passed: list[int] = field(default_factory=list)
     idle_s: float = 0.0  # seconds since the last mark
     limit_s: float = 0.0  # seconds without progress that its phase is allowed
     ready: int = 0  # number of buckets of this backward that are ready
@@ -128,8 +130,11 @@ def place_in_training(marks: Sequence[Mark], names: Mapping[int, list[str]]) -> 
     ``names`` has every bucket's parameters.
     """
     phase, step, batch, since = SETUP, 0, -1, 0
+    passed: set[int] = set()
     for position, mark in enumerate(marks):
         if mark.kind == kinds.PHASE:
+            passed = passed if mark.value == step else set()
+            passed |= {mark.code} if mark.code in OUTSIDE_OF_BATCHES else set()
             since = position if mark.code == BACKWARD or phase == BACKWARD else since
             phase, step, batch = mark.code, mark.value, -1
         elif mark.kind == kinds.BATCH:
@@ -149,6 +154,7 @@ def place_in_training(marks: Sequence[Mark], names: Mapping[int, list[str]]) -> 
         "phase": phase,
         "step": step,
         "batch": batch,
+        "passed": sorted(passed),
         "ready": len(ready),
         "bucket": bucket,
         "bucket_names": [] if bucket is None else list(names.get(bucket, [])),

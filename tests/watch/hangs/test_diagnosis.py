@@ -13,6 +13,7 @@ from lightning_commopt.watch.hangs.marks import (
     CHECKPOINT,
     DATA,
     END,
+    EPOCH_END,
     FORWARD,
     PHASES,
     first_of_stage,
@@ -341,6 +342,113 @@ def test_verdict(snapshots: list[RankSnapshot], verdict: str | None) -> None:
 def test_hints_for_a_rank_that_died(detail: str, hint: str) -> None:
     """If it fails, every death is taken for a lack of memory."""
     assert hint in diagnose([rank(0, state="died", detail=detail), syncing(1)]).hints[0]
+
+
+_BATCH = ("loops/training_epoch_loop.py", "advance")
+_OWN = ("project/train.py", "on_train_batch_end")
+_ZERO = ("core/rank_zero.py", "wrapped_fn")
+_EVALUATION = ("loops/evaluation_loop.py", "on_run_end")
+_SAVE = ("trainer/trainer.py", "save_checkpoint")
+_METRIC = ("torchmetrics/metric.py", "wrapped_func")
+_LOG = ("logger_connector/result.py", "compute")
+
+
+def calling(number: int, *functions: tuple[str, str], **fields: Any) -> RankSnapshot:
+    """Returns a rank that waits in a collective; ``functions`` are around it, the innermost first."""
+    functions = (("distributed/distributed_c10d.py", "all_reduce"), *functions)
+    stack = [f"{file}:7 in {function}" for file, function in functions]
+    place = next((frame for frame in stack if frame.startswith("project/")), None)
+    return rank(
+        number,
+        **{
+            "called": "all_reduce",
+            "place": place,
+            "pid": 100 + number,
+            "fit_thread": "0x1",
+            "stacks": {f"process {100 + number}": {"0x1": stack}},
+            **fields,
+        },
+    )
+
+
+_HOOK = {"hook": "Mine.on_train_batch_end", "phase": CALLBACKS}
+_ENDED = "same number of batches"
+
+
+@pytest.mark.parametrize(
+    ("alone", "hint"),
+    [
+        pytest.param(calling(0, _SAVE, _OWN, _ZERO, _BATCH, phase=CHECKPOINT), "trainer.save_checkpoint", id="save"),
+        pytest.param(calling(0, _SAVE, _OWN, _BATCH, phase=CHECKPOINT), "trainer.save_checkpoint", id="save, if"),
+        pytest.param(calling(0, _SAVE, _OWN, _ZERO, phase=EPOCH_END), "trainer.save_checkpoint", id="save at the end"),
+        pytest.param(calling(0, _METRIC, _OWN, _ZERO, _BATCH, **_HOOK), "A metric's compute()", id="metric"),
+        pytest.param(calling(0, _METRIC, _OWN, _BATCH), "A metric's compute()", id="metric in a step"),
+        pytest.param(
+            calling(0, _METRIC, _OWN, _ZERO, _EVALUATION, phase=first_of_stage("validation")),
+            "A metric's compute()",
+            id="metric of a validation",
+        ),
+        pytest.param(calling(0, _METRIC, _LOG, _OWN, _BATCH), "Logging with sync_dist=True", id="log"),
+        pytest.param(calling(0, _METRIC, _LOG, _BATCH), "Logging with sync_dist=True", id="log by Lightning"),
+        pytest.param(calling(0, ("trainer/trainer.py", "log_dir"), _OWN, _BATCH), "trainer.log_dir", id="log_dir"),
+        pytest.param(
+            calling(
+                0,
+                _OWN,
+                _BATCH,
+                **_HOOK,
+            ),
+            "A collective needs all ranks",
+            id="own collective",
+        ),
+        pytest.param(
+            calling(0, ("strategies/ddp.py", "broadcast"), _OWN, _ZERO, **_HOOK),
+            "A collective needs all ranks",
+            id="objects",
+        ),
+        pytest.param(
+            calling(0, ("checkpoint/state_dict.py", "get_model_state_dict"), _OWN, _BATCH, **_HOOK),
+            "A whole state dict",
+            id="sharded state",
+        ),
+        pytest.param(calling(0, ("tensor/_api.py", "full_tensor"), _OWN, _BATCH), "A whole state dict", id="tensor"),
+        pytest.param(
+            calling(0, ("_fully_shard/_fsdp_state.py", "_pre_forward"), _OWN, _BATCH, **_HOOK),
+            "A sharded module",
+            id="sharded forward",
+        ),
+        pytest.param(calling(0, _EVALUATION, phase=first_of_stage("validation")), _ENDED, id="uneven, validating"),
+        pytest.param(calling(0, _SAVE, phase=CHECKPOINT), _ENDED, id="uneven, Lightning saves"),
+        pytest.param(calling(0, phase=END), _ENDED, id="uneven, at the end"),
+    ],
+)
+@pytest.mark.parametrize("has_records", [True, False])
+def test_advice_belongs_to_the_operation(alone: RankSnapshot, hint: str, has_records: bool) -> None:
+    """If it fails, a user looks for uneven batches who has called on one rank what needs all of them."""
+    if has_records:
+        alone.collectives = recorded("gxG")
+    others = [syncing(number, collectives=recorded("gxX") if has_records else None) for number in (1, 2)]
+    found = diagnose([alone, *others])
+    assert hint in found.hints[0]
+    assert (hint == _ENDED) == any(_ENDED in other for other in found.hints)
+    assert found.ranks == (0,)
+
+
+def test_what_follows_an_end_of_the_same_batches_is_not_uneven() -> None:
+    """If it fails, a metric that one rank computes at the end of an epoch is taken for fewer batches."""
+    alone = calling(0, _METRIC, _OWN, phase=EPOCH_END, passed=[EPOCH_END], collectives=recorded("gxG"))
+    gone_on = syncing(1, passed=[EPOCH_END], collectives=recorded("gxX"))
+    assert "A metric's compute()" in diagnose([alone, gone_on]).hints[0]
+    assert _ENDED in diagnose([alone, syncing(1, collectives=recorded("gxX"))]).hints[0]
+    assert _ENDED in diagnose([alone, syncing(1, passed=[EPOCH_END], step=144)]).hints[0]
+
+
+def test_what_all_ranks_are_in_is_not_called_alone() -> None:
+    """If it fails, a network that does not deliver while all save is blamed on the program."""
+    saving = [calling(number, _SAVE, _OWN, collectives=recorded("gxG")) for number in range(3)]
+    found = diagnose(saving)
+    assert found.kind == "waiting"
+    assert "the network does not deliver" in found.hints[0]
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,27 @@ def test_place_in_training() -> None:
     }
 
 
+def test_the_ends_that_a_rank_has_passed() -> None:
+    """If it fails, ranks that have ended the same batches seem to have different numbers of them."""
+    writer = MarkWriter()
+
+    def passed() -> object:
+        return place_in_training(read_marks(os.pread(writer.fd, NUM_BYTES, 0)), {})["passed"]
+
+    validation = kinds.first_of_stage("validation")
+    for code, step, expected in (
+        (DATA, 6, []),
+        (CHECKPOINT, 6, []),
+        (validation, 6, [validation]),
+        (kinds.EPOCH_END, 6, [kinds.EPOCH_END, validation]),
+        (BACKWARD, 6, [kinds.EPOCH_END, validation]),
+        (DATA, 7, []),
+    ):
+        writer.write(kinds.PHASE, code, step)
+        assert passed() == expected
+    os.close(writer.fd)
+
+
 def test_limits_follow_what_a_run_has_shown() -> None:
     """If it fails, a slow phase raises a false alarm, or a compiled first step makes later hangs last for hours."""
     times = PhaseTimes(after_s=60)
