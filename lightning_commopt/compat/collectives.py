@@ -1,13 +1,23 @@
 """Hooks of process groups, from torch 2.14 on; see `lightning_commopt.compat`.
 
 Private are ``_world.pg_map``, the process groups that exist, and ``_c10d.HookOpName``; the hooks themselves are public.
+
+torch keeps the hooks of a group in a C++ map without a lock, which decides how long ours stay in it:
+
+1. Taking a hook out frees it, also while another thread is on its way into it: that thread then crashes. So a group
+   keeps its two hooks, and only the Python list of their listeners changes.
+2. torch destroys groups that are still registered after Python has ended, and destroying a hook then takes Python's
+   lock, which is a segmentation fault. So all hooks are taken out when Python begins to end.
 """
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,6 +27,8 @@ from lightning_commopt.compat.torch import sparse_values
 from lightning_commopt.text.validation import warn_once
 
 _HOOK_ID = 0x434F4D4D
+_EXIT_S = 0.05
+"""For threads that wait for Python's lock in a hook, or to release the tensors of gloo's last collective."""
 _OPERATIONS = {
     "ALLREDUCE": "all_reduce",
     "ALLGATHER": "all_gather",
@@ -53,8 +65,8 @@ def listen(group: dist.ProcessGroup, listener: Listener, *, sees_end: bool) -> C
     hooks = _HOOKS.get(group)
     if hooks is None:
         hooks = _HOOKS[group] = _GroupHooks(group)
-    hooks.listeners.append(listener)
-    hooks.sees_end |= sees_end
+        _remove_hooks_at_exit()
+    hooks.add(listener, sees_end=sees_end)
     return lambda: hooks.remove(listener)
 
 
@@ -88,9 +100,8 @@ class _GroupHooks:
     """The two hooks of one process group, which all listeners share."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.listeners: list[Listener] = []
-        self.sees_end = False
-        self._group = ref(group)
+        self._listeners: tuple[Listener, ...] = ()  # replaced as a whole, since other threads iterate over it
+        self._sees_end = False
         self._open: dict[int, list[Issued]] = {}
         self._without_future: set[Any] = set()
         members: Mapping[str, Any] = torch._C._distributed_c10d.HookOpName.__members__
@@ -98,32 +109,37 @@ class _GroupHooks:
         group.register_pre_hook(_HOOK_ID, self._before)
         group.register_post_hook(_HOOK_ID, self._after)
 
+    def add(self, listener: Listener, *, sees_end: bool) -> None:
+        self._listeners = (*self._listeners, listener)
+        self._sees_end |= sees_end
+
     def remove(self, listener: Listener) -> None:
-        if listener in self.listeners:
-            self.listeners.remove(listener)
-        group = self._group()
-        if not self.listeners and group is not None and _HOOKS.pop(group, None) is not None:
-            group.unregister_pre_hook(_HOOK_ID)
-            group.unregister_post_hook(_HOOK_ID)
+        self._listeners = tuple(other for other in self._listeners if other != listener)
+        self._sees_end = self._sees_end and bool(self._listeners)
+
+    def remove_all(self) -> None:
+        self._listeners, self._sees_end = (), False
 
     def _before(self, args: Any) -> None:
-        name = self._names.get(args.name)
-        if name is None:
+        listeners = self._listeners
+        if not listeners or (name := self._names.get(args.name)) is None:
             return
         try:
             # Each access makes a list of tensors.
             sent = 0 if name == "all_gather" else _nbytes(args.input_tensors)
             received = 0 if name in _INPUTS_ARE_MORE else _nbytes(args.output_tensors)
             num_bytes = sent if sent > received else received
-            issued = [one for listener in self.listeners if (one := listener(name, num_bytes)) is not None]
+            issued = [one for listener in listeners if (one := listener(name, num_bytes)) is not None]
         except Exception as error:  # else the collective would fail
-            self.listeners.clear()
+            self.remove_all()
             warn_once(f"collectives are not observed any more: {type(error).__name__}: {error}")
             return
-        if issued and self.sees_end:
+        if issued and self._sees_end:
             self._open[args.op_id] = issued
 
     def _after(self, args: Any) -> None:
+        if not self._open:
+            return
         issued = self._open.pop(args.op_id, None)
         if issued is None or args.name in self._without_future or (work := args.work) is None:
             return
@@ -139,6 +155,21 @@ class _GroupHooks:
 
 
 _HOOKS: WeakKeyDictionary[dist.ProcessGroup, _GroupHooks] = WeakKeyDictionary()
+
+
+@cache
+def _remove_hooks_at_exit() -> None:
+    atexit.register(_remove_hooks)
+
+
+def _remove_hooks() -> None:
+    """Takes our hooks out of all groups, once no thread can be on its way into them any more."""
+    for hooks in _HOOKS.values():
+        hooks.remove_all()
+    time.sleep(_EXIT_S)
+    for group in _HOOKS:
+        group.unregister_pre_hook(_HOOK_ID)
+        group.unregister_post_hook(_HOOK_ID)
 
 
 def _nbytes(tensors: list[torch.Tensor]) -> int:
