@@ -57,12 +57,13 @@ def _cell(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     text = escape_controls(value)
-    return f"'{text}" if text.lstrip().startswith(_FORMULA_STARTS) and not _is_number(text) else text
+    return f"'{text}" if text.lstrip().startswith(_FORMULA_STARTS) and not _are_numbers(text) else text
 
 
-def _is_number(text: str) -> bool:
+def _are_numbers(text: str) -> bool:
+    """Returns whether a text is a number, or several with semicolons between them."""
     try:
-        float(text)
+        [float(part) for part in text.split(";")]
     except ValueError:
         return False
     return True
