@@ -21,6 +21,8 @@ from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 _DOWN = ("unreachable", "unwatched", "stopped", "finished")
 _TRAINS = ("data", "forward", "backward", "optimizer", "callbacks")
 _ESTABLISHED = 4
+_REPORTED = {"departed": "mismatch", "skipped": "mismatch", "outlier": "waiting", "alone": "waiting"}
+"""What a report has as kind, where a sentence needs a finer one."""
 
 
 def is_hang(snapshots: Sequence[RankSnapshot], after_s: float) -> bool:
@@ -141,8 +143,9 @@ def diagnose(snapshots: Sequence[RankSnapshot]) -> Diagnosis:
         if last is not None and (ahead := [each for each in differing if each.step > last.step]):
             return _diagnosis("skipped", ahead, ordered)  # they have skipped the gradient sync that ``last`` is in
         return _diagnosis("mismatch", differing, ordered, difference)
-    if alone := [rank for ranks in called_alone(ordered).values() for rank in ranks]:
-        return _diagnosis("outlier", alone, ordered)
+    has_records = all(each.parsed_collectives() for each in ordered)  # and these show no difference
+    if not has_records and (alone := [rank for ranks in called_alone(ordered).values() for rank in ranks]):
+        return _diagnosis("alone", alone, ordered)
     if behind := _behind(known):
         return _diagnosis("late", behind, ordered)
     if silent := [each for each in ordered if each not in known]:
@@ -255,7 +258,7 @@ def _diagnosis(
         first = waiting[0]  # nothing is known of the first
     return Diagnosis(
         sentence=sentence,
-        kind={"departed": "mismatch", "skipped": "mismatch", "outlier": "waiting"}.get(kind, kind),
+        kind=_REPORTED.get(kind, kind),
         ranks=tuple(each.rank for each in culprits),
         phase=PHASES[first.phase].name,
         step=first.step,
@@ -266,7 +269,7 @@ def _diagnosis(
 
 
 def _verdict(kind: str, culprits: Sequence[RankSnapshot]) -> str | None:
-    if kind not in ("late", "mismatch", "departed", "skipped", "outlier", "waiting", "unreachable"):
+    if kind not in ("late", "mismatch", "departed", "skipped", "outlier", "alone", "waiting", "unreachable"):
         return None
     if kind == "late" and not any(each.is_waiting for each in culprits):
         return f"non-communication {'slow' if any(each.is_computing for each in culprits) else 'hang'}"

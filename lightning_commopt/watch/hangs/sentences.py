@@ -15,7 +15,7 @@ from lightning_commopt.watch.hangs.operations import called_alone
 from lightning_commopt.watch.hangs.snapshot import SIGTERM_BROADCAST, RankSnapshot
 
 _NAMES_IN_SENTENCE = 2
-_OF_ONE_SIDE = ("mismatch", "outlier", "skipped")
+_OF_ONE_SIDE = ("mismatch", "alone")
 """Kinds of hangs in which ranks wait in different operations."""
 _DETAIL_WIDTH = 240
 # Read when this module is imported: once a rank hangs, the file system may as well.
@@ -87,7 +87,7 @@ def what(kind: str, each: RankSnapshot) -> str:
             )
         case "waiting":
             return f"{{wait}} in {operation_text(each)} of {_position(each)}"
-    if each.is_waiting and kind == "outlier":
+    if each.is_waiting and kind in ("outlier", "alone"):
         return f"{{wait}} in {operation_text(each)} of {_position(each)}{place}, unlike the others"
     if each.is_waiting:
         return f"{{is}} behind: {{wait}} in {operation_text(each)} of {_position(each)}{place}"
