@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.hooks import RemovableHandle
 
 from lightning_commopt.compat.lightning import Callback, is_validation_next
+from lightning_commopt.sync.manual_backward import ManualBackwardCheck
 from lightning_commopt.sync.observed import before_backward, observe_wrapped
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ class PhaseCallback(Callback):
     _between = "other"
     _global_step = 0
     _handles: tuple[RemovableHandle, ...] = ()
+    _manual_backward_check: ManualBackwardCheck | None = None
 
     @abstractmethod
     def _enter(self, phase: str | None) -> None:
@@ -35,9 +37,11 @@ class PhaseCallback(Callback):
         observe_wrapped(trainer.strategy)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._release()  # what a fit has left in which another callback's `on_exception` raised before this one's
         # Under manual optimization another forward may follow backward; otherwise hooks and schedulers do.
         self._between = "other" if pl_module.automatic_optimization else "forward"
         self._global_step = trainer.global_step
+        self._manual_backward_check = ManualBackwardCheck(trainer.strategy.model, pl_module, trainer.optimizers)
         self._handles = tuple(
             optimizer.register_step_post_hook(self._on_stepped)
             for optimizer in trainer.optimizers
@@ -51,6 +55,8 @@ class PhaseCallback(Callback):
         self._enter("forward")
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        if self._manual_backward_check is not None:
+            self._manual_backward_check.close()
         before_backward(trainer.strategy.model)
         self._enter("backward")
 
@@ -93,6 +99,8 @@ class PhaseCallback(Callback):
         self._enter(self._between)
 
     def _release(self) -> None:
+        if self._manual_backward_check is not None:
+            self._manual_backward_check.close()
         for handle in self._handles:
             handle.remove()
         self._handles = ()

@@ -26,6 +26,7 @@ from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
 from lightning_commopt.strategy.lightning_launcher import configure_launcher, forget_previous_job
 from lightning_commopt.sync.gradient_sync import GradientSync
+from lightning_commopt.sync.manual_backward import ManualBackwardCheck
 from lightning_commopt.sync.observed import TorchHook
 from lightning_commopt.sync.state import KEY, gather_state, read_state
 from lightning_commopt.tune.auto_plan import AutoPlan
@@ -123,6 +124,7 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         self._sigterm_every_n_steps = sigterm_every_n_steps
         self._fit_watch: FitWatch | None = None
         self._sigterm_check: SigtermCheck | None = None
+        self._manual_backward_check: ManualBackwardCheck | None = None
         self._next_plan: CommPlan | None = None
         forget_previous_job()
         super().__init__(**self._lightnings_arguments)
@@ -186,7 +188,13 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         base.warn_of_fp16_under_scaler(self.plan.comm_hook, self.precision_plugin)
         self.gradient_sync.attach(self.model, timeout=self._timeout, ranks_per_node=self.num_processes)
 
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._manual_backward_check = ManualBackwardCheck(self.model, self.lightning_module, self.optimizers)
+
     def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._manual_backward_check is not None:
+            self._manual_backward_check.close()
         super().pre_backward(closure_loss)
         if (trainable := self.gradient_sync.trainable) is not None:
             assert self.lightning_module is not None
@@ -291,8 +299,8 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         finally:
             self.auto_plan.end_fit()
             self.gradient_sync.end_fit()
-            for guard in (self._sigterm_check, self._fit_watch):
+            for guard in (self._sigterm_check, self._fit_watch, self._manual_backward_check):
                 if guard is not None:
                     guard.close()
-            self._sigterm_check = self._fit_watch = None
+            self._sigterm_check = self._fit_watch = self._manual_backward_check = None
         self._apply_next_plan()

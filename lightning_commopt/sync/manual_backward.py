@@ -1,0 +1,57 @@
+"""Finds manual optimization whose backwards DDP never sees: each rank then trains weights of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commopt.sync.buckets import synced_parameters
+from lightning_commopt.text.validation import warn_once
+
+
+class ManualBackwardCheck:
+    """Warns once if an optimizer steps on gradients although no backward of the fit could be synchronized.
+
+    Lightning has DDP's forward prepare nothing under manual optimization: ``self.manual_backward(loss)`` prepares the
+    reducer, and ``loss.backward()`` does not. A program is left alone as soon as one backward is known to be prepared,
+    also within ``no_sync``, or as it calls the wrapper by itself. Nothing is sent, and nothing waits.
+
+    Args:
+        model: the wrapper, or anything else that the strategy trains, which is not checked.
+        module: the LightningModule.
+        optimizers: those of the fit.
+    """
+
+    def __init__(self, model: object, module: Any, optimizers: Iterable[Any]) -> None:
+        self._handles: list[Any] = []
+        self._has_warned = False
+        if not isinstance(model, DistributedDataParallel) or module.automatic_optimization:
+            return
+        self._synced = {*synced_parameters(model).values()}
+        self._handles = [model.register_forward_hook(self._end_forward)]
+        for optimizer in optimizers:
+            if hasattr(optimizer, "register_step_post_hook"):
+                self._handles.append(optimizer.register_step_post_hook(self._end_step))
+
+    def close(self) -> None:
+        """Ends the check; must be called before every backward that Lightning knows of, and at the end of the fit."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _end_forward(self, model: DistributedDataParallel, *args: Any) -> None:
+        if model.require_backward_grad_sync:  # a call of the user's: Lightning's own calls switch it off until they end
+            self.close()
+
+    def _end_step(self, optimizer: Any, *args: Any) -> None:
+        if self._has_warned:  # the hooks stay until `close`: torch iterates over them when it calls this one
+            return
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if any(parameter.grad is not None and parameter in self._synced for parameter in parameters):
+            self._has_warned = True
+            warn_once(
+                "Gradients are not synchronized: an optimizer has stepped, and no backward went through Lightning."
+                " Under manual optimization call self.manual_backward(loss) instead of loss.backward(). Otherwise each"
+                " rank trains weights of its own, unless your code averages gradients or weights itself."
+            )
