@@ -1,8 +1,10 @@
 """Which ranks are waited for in vain."""
 
+import pytest
 import torch.distributed as dist
 
 from lightning_commopt.watch.peers import Lifelines, Peers
+from lightning_commopt.watch.waiting import print_now
 
 
 def test_ranks_that_wait_for_a_slow_one_are_told_apart() -> None:
@@ -26,3 +28,16 @@ def test_ranks_that_wait_for_a_slow_one_are_told_apart() -> None:
     slow.finish()
     slow.set_waiting(False)
     assert waits.are_all_idle()
+
+
+def test_text_of_another_rank_is_printed_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    """If it fails, an exception of one rank writes to the terminals of the others what it wants."""
+    store = dist.HashStore()
+    raised, other = (Peers(store, rank, 2, range(2), Lifelines(store, rank, [0], "localhost")) for rank in range(2))
+    raised.fail(ValueError("\x1b]0;PWNED\x07\x9b2Jé\u202e\r中"))
+    failure = other.failure()
+    assert failure is not None
+    assert r"ValueError: \x1b]0;PWNED\x07\x9b2Jé\u202e\r中" in failure.text
+    assert len(failure.text.splitlines()) > 1
+    print_now("\x1b[2Jé\nsecond")
+    assert capsys.readouterr().err == "\\x1b[2Jé\nsecond\n"
