@@ -94,7 +94,7 @@ class CommTimeMonitor(PhaseCallback):
         self._fit_link_model = fit_link_model
         self._print_summary = print_summary
         self._recorder: StepRecorder | None = None
-        self._collectives: CollectiveWatch | None = None
+        self._closing = contextlib.ExitStack()  # takes off what hangs in the strategy, its groups and its model
         self._reset(world_size=1)
 
     def _reset(self, world_size: int) -> None:
@@ -110,6 +110,7 @@ class CommTimeMonitor(PhaseCallback):
         self._operations = OperationTotals(self._num_warmup_steps)
         self._all_ranks: AllRanks | None = None
         self._group: BorrowedGroups | None = None
+        self._collectives: CollectiveWatch | None = None
         self._publisher = MetricPublisher(publishes_all=self._logs_all, is_shared=False)
         self._link: LinkTracker | None = None
         self._files: StepFiles | None = None
@@ -117,17 +118,15 @@ class CommTimeMonitor(PhaseCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
+            self._closing.close()  # what a fit has left in which another callback's `on_exception` raised before ours
             self._reset(trainer.world_size)
             self._recorder = StepRecorder(clock_for(trainer.strategy.root_device))
+            self._closing.callback(stop_observing, trainer.strategy, self._recorder)
             observe(trainer.strategy, self._recorder)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        for part in (self._collectives, self._prediction):
-            if part is not None:
-                part.close()
-        if self._recorder is not None:
-            stop_observing(trainer.strategy, self._recorder)
-            self._recorder = None
+        self._closing.close()
+        self._recorder = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -139,7 +138,9 @@ class CommTimeMonitor(PhaseCallback):
         assert self._recorder is not None
         if has_peers:
             self._collectives = CollectiveWatch(trainer, self._recorder)
+            self._closing.callback(self._collectives.close)
             self._prediction = PredictionRecorder(trainer, pl_module, self._num_warmup_steps)
+            self._closing.callback(self._prediction.close)
         # All ranks must access log_dir, which is broadcast.
         folder = trainer.log_dir or trainer.default_root_dir if self._dirpath is None else self._dirpath
         header = {**describe_rank(trainer), "origin_unix_s": self._recorder.clock.origin_unix_s}
@@ -191,6 +192,9 @@ class CommTimeMonitor(PhaseCallback):
                 self._add(values, Steps.of(values))
             if self.verdict is None:
                 self._conclude(trainer)
+        except Exception as error:
+            # Raised from here, it would keep Lightning from ending the strategy, which notifies the other ranks.
+            info(f"CommTimeMonitor: no summary of what came before the exception ({type(error).__name__}: {error}).")
         finally:
             self.teardown(trainer, pl_module, "fit")  # Lightning does not call it after an exception
 

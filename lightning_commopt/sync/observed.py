@@ -57,8 +57,9 @@ def observe(strategy: Any, observer: SyncObserver) -> None:
 
 
 def stop_observing(strategy: Any, observer: SyncObserver) -> None:
-    """Reverts `observe`."""
-    strategy.sync_observers.remove(observer)
+    """Reverts `observe`, if it was called."""
+    if hasattr(strategy, "sync_observers"):
+        strategy.sync_observers.remove(observer)
 
 
 def observe_wrapped(strategy: Any) -> None:
