@@ -123,7 +123,7 @@ def on_shared_cores(basis: Basis, factor: float) -> Basis:
     costs = {hook: cost.slower(factor) for hook, cost in basis.costs.items()}
     cpu_s = {name: factor * getattr(basis.link, name) for name in ("cpu_s_per_byte", "cpu_s_per_message")}
     link = dataclasses.replace(basis.link, **cpu_s)
-    times = ("forward_s", "backward_s", "rest_s", "straggler_s")
+    times = ("data_s", "forward_s", "backward_s", "rest_s", "straggler_s")
     gradients = tuple(one._replace(ready_s=factor * one.ready_s) for one in basis.workload.gradients)
     slower = {name: factor * getattr(basis.workload, name) for name in times}
     workload = dataclasses.replace(basis.workload, gradients=gradients, **slower)

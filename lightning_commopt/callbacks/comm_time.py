@@ -11,12 +11,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from rich.console import Console
 
 from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.callbacks.prediction import PredictionRecorder
 from lightning_commopt.callbacks.publisher import AllRanks, CollectiveWatch, MetricPublisher, StepFiles, gathering_group
-from lightning_commopt.callbacks.run_description import describe_hook, describe_rank
+from lightning_commopt.callbacks.run_description import describe_hook, describe_parameters, describe_rank
 from lightning_commopt.compat.lightning import batches_that_stepped, count_samples
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.link.from_steps import NUM_MESSAGES, LinkTracker
@@ -27,6 +26,7 @@ from lightning_commopt.measure.verdict import Verdict
 from lightning_commopt.metrics import StepStatistics
 from lightning_commopt.sync.groups import BorrowedGroups
 from lightning_commopt.sync.observed import observe, stop_observing
+from lightning_commopt.text.terminal import TextConsole
 from lightning_commopt.text.validation import check_choice, check_integer, check_switch, info, warn
 
 if TYPE_CHECKING:
@@ -61,7 +61,9 @@ class CommTimeMonitor(PhaseCallback):
     Attributes:
         metrics: of the last window, all of them, without the prefix.
         summary: the same over the whole fit, without its warm-up; empty until it has ended.
-        verdict: on the whole fit, on rank 0 with predictions of other plans; None until it has ended.
+        verdict: on the whole fit; None until it has ended. On rank 0 with predictions of other plans, if the summary is
+            printed or records are saved: all ranks then probe the link after the fit, for a second at most, and rank 0
+            measures compressors.
         new_steps: windows of all ranks' steps that arrived since the last batch ended, usually none; for
             ``on_train_batch_end`` of a LightningModule, to update `lightning_commopt.metrics`.
 
@@ -139,8 +141,9 @@ class CommTimeMonitor(PhaseCallback):
         if has_peers:
             self._collectives = CollectiveWatch(trainer, self._recorder)
             self._closing.callback(self._collectives.close)
-            self._prediction = PredictionRecorder(trainer, pl_module, self._num_warmup_steps)
-            self._closing.callback(self._prediction.close)
+            if self._print_summary or self._save_records:  # else nobody would read predictions
+                self._prediction = PredictionRecorder(trainer, pl_module, self._num_warmup_steps)
+                self._closing.callback(self._prediction.close)
         # All ranks must access log_dir, which is broadcast.
         folder = trainer.log_dir or trainer.default_root_dir if self._dirpath is None else self._dirpath
         header = {**describe_rank(trainer), "origin_unix_s": self._recorder.clock.origin_unix_s}
@@ -149,7 +152,7 @@ class CommTimeMonitor(PhaseCallback):
         num_columns = len(QUANTITIES) + (NUM_MESSAGES if self._fit_link_model else 0)
         self._all_ranks = AllRanks(group, (self._every_n_steps, num_columns))
         if self._save_records and not getattr(trainer, "fast_dev_run", False):
-            self._files = StepFiles(folder, header)
+            self._files = StepFiles(folder, header | {"parameters": describe_parameters(pl_module)})
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_start(trainer, pl_module)
@@ -287,13 +290,13 @@ class CommTimeMonitor(PhaseCallback):
         self._fit_statistics.update(values[:, num_warmup:] if num_warmup else steps)
 
     def _conclude(self, trainer: Trainer, *, is_complete: bool = False) -> None:
+        about = describe_hook(trainer.strategy) | {"operations": self._operations.operations()}
+        if is_complete and self._prediction is not None:  # before any return, as all ranks take part
+            about["forecasts"] = self._prediction.conclude(about["comm_hook"], self._files)
         if not (steps := self._fit_statistics.steps).num_steps:
             return
-        about = describe_hook(trainer.strategy) | {"operations": self._operations.operations()}
-        if is_complete and self._prediction is not None:
-            about["forecasts"] = self._prediction.conclude(about["comm_hook"], self._files)
         summary = FitSummary.of(steps, world_size=self._world_size, **about)
         self.summary = {**summary.metrics, **(self._link.metrics if self._link is not None else {})}
         self.verdict = summary.verdict
         if self._print_summary and trainer.is_global_zero:
-            Console().print(summary.table())
+            TextConsole().print(summary.table())

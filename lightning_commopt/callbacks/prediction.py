@@ -1,11 +1,14 @@
-"""PredictionRecorder: collects during a fit what predictions of other plans need, and writes it at the end."""
+"""PredictionRecorder: collects during a fit what predictions of other plans need, and predicts them at the end."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.callbacks.publisher import StepFiles
@@ -13,10 +16,14 @@ from lightning_commopt.cost.basis import Basis, recommended_compressors
 from lightning_commopt.cost.candidates import forecasts
 from lightning_commopt.cost.compressor_cost import measure_costs
 from lightning_commopt.cost.gradient_times import GradientTimes
+from lightning_commopt.cost.link_probe import ProbedSize, probe_link
+from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.measure.record import StepRecord
-from lightning_commopt.measure.verdict import Forecast
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.base import is_baseline, plan_of
+from lightning_commopt.sync.gather import all_ranks_ready
+from lightning_commopt.sync.store import prepare_key_spaces
+from lightning_commopt.text.validation import info
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -24,10 +31,15 @@ if TYPE_CHECKING:
 
 _NUM_BACKWARDS = 10
 _NUM_STEPS = 100
+_MAX_PROBE_BYTES = 2**26  # larger messages take as long per byte
+_PATIENCE_S = 5.0  # for ranks that end the fit later than rank 0, as after a slow callback; without them no probe
 
 
 class PredictionRecorder:
-    """Times the gradients of ten backwards after the warm-up, on rank 0, and keeps the last steps."""
+    """Times the gradients of ten backwards after the warm-up, on rank 0, and keeps the last steps.
+
+    All ranks have one, as `conclude` probes the link between them.
+    """
 
     def __init__(self, trainer: Trainer, module: LightningModule, num_warmup_backwards: int) -> None:
         self._strategy = trainer.strategy
@@ -37,9 +49,11 @@ class PredictionRecorder:
         self._num_left = num_warmup_backwards
         self._times: GradientTimes | None = None
         self._steps: deque[StepRecord] = deque(maxlen=_NUM_STEPS)
+        self._is_ddp = isinstance(trainer.strategy.model, DistributedDataParallel) and not is_baseline(trainer.strategy)
         # No further gradients are timed then, so `enter` need not be called.
-        is_ddp = isinstance(trainer.strategy.model, DistributedDataParallel) and not is_baseline(trainer.strategy)
-        self.is_over = not (trainer.is_global_zero and is_ddp)
+        self.is_over = not (trainer.is_global_zero and self._is_ddp)
+        if self._is_ddp:
+            prepare_key_spaces()
 
     def enter(self, phase: str | None) -> None:
         """Must be called when a phase of a step begins; "backward" right before a backward."""
@@ -74,28 +88,54 @@ class PredictionRecorder:
             self._times.close()
 
     def conclude(self, comm_hook: str, files: StepFiles | None) -> list[Forecast]:
-        """Returns what other settings would make of a step, if the fit has shown enough; ``files`` get it too."""
+        """Returns what other settings would make of a step, if the fit has shown enough; ``files`` get it too.
+
+        All ranks must call it once the fit has ended, as it probes the link; only rank 0 predicts.
+        """
         self.close()
-        if self._times is None or not self._steps or (plan := _plan(self._strategy, comm_hook)) is None:
+        if not self._is_ddp or (plan := _plan(self._strategy, comm_hook)) is None:
+            return []
+        began = time.perf_counter()
+        probe = self._probe()
+        if self._times is None or not self._steps:
             return []
         device = self._strategy.root_device
         try:
-            found = self._times.arguments()
+            learned = self._times.arguments()
             hooks = dict.fromkeys([*recommended_compressors(), plan.comm_hook])
+            costs = measure_costs(hooks, learned["gradients"], device, self._num_ranks)
+            if plan.comm_hook is not None and plan.comm_hook not in costs:
+                return []
             basis = Basis.of_steps(
                 plan,
                 [[step for step in self._steps if step.buckets]],
-                measure_costs(hooks, found["gradients"], device, self._num_ranks),
+                costs,
                 num_ranks=self._num_ranks,
                 device=device.type,
-                **found,
+                probe=probe,
+                **learned,
             )
         except ValueError:  # too few steps, or no buckets
             return []
         others = forecasts(basis)
         if files is not None:
             files.save_basis(basis, others)
+        info(
+            f"CommTimeMonitor: probed the link and measured compressors for its predictions, after the fit, in"
+            f" {time.perf_counter() - began:.1f} s."
+        )
         return others
+
+    def _probe(self) -> list[ProbedSize]:
+        """Returns the times of a few all-reduces over the group of gradient sync; empty if not all ranks take part."""
+        model = self._strategy.model
+        assert isinstance(model, DistributedDataParallel)
+        gradients = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
+        num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in gradients)
+        with suppress(RuntimeError):  # a rank has failed, which is not for this callback to report
+            if all_ranks_ready("end of fit", _PATIENCE_S, default_pg_timeout.total_seconds()):
+                return probe_link(model.process_group, self._strategy.root_device, min(num_bytes, _MAX_PROBE_BYTES))
+        return []
 
 
 def _plan(strategy: Strategy, comm_hook: str) -> CommPlan | None:

@@ -17,11 +17,11 @@ from lightning_commopt.compat.fsdp import ObservedUnits
 from lightning_commopt.compat.sigterm import around_broadcasts
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.measure.files import StepWriter, rank_file
+from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder, issued_by
 from lightning_commopt.measure.runs.files import LINK_MODEL_FILE
-from lightning_commopt.measure.verdict import Forecast
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_host_group
 from lightning_commopt.text.validation import info, warn
 

@@ -58,6 +58,12 @@ def describe_rank(trainer: Trainer) -> dict[str, Any]:
     }
 
 
+def describe_parameters(module: LightningModule) -> list[tuple[str, tuple[int, ...], int]]:
+    """Returns name, shape and bytes of an element for each parameter that is trained."""
+    trained = ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
+    return [(name, tuple(parameter.shape), parameter.element_size()) for name, parameter in trained]
+
+
 def describe_hook(strategy: Strategy) -> dict[str, Any]:
     """Returns ``comm_hook``, the name of what averages the gradients, and ``is_lossy``, whether it changes them."""
     plan = plan_of(strategy)

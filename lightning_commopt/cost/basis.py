@@ -4,27 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.catalog import ready_compressors, recommended
 from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs
+from lightning_commopt.cost.fitting import FittedParts, fit_to_step
 from lightning_commopt.cost.from_steps import even_gradients, link_of_steps, without_interrupts, workload_of_steps
 from lightning_commopt.cost.gradient_times import NO_INTERRUPTS, Interrupts
-from lightning_commopt.cost.predict import Costs, Prediction, fixed_s, outcome_of, predict
-from lightning_commopt.cost.workload import Gradient, Link, Workload
+from lightning_commopt.cost.link_probe import ProbedSize
+from lightning_commopt.cost.predict import Costs, Errors, Prediction, errors_of, predict
+from lightning_commopt.cost.workload import Gradient, Link, Shape, Workload
 from lightning_commopt.measure.files import RankRecords, common_steps, read_run
+from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.measure.link.from_steps import NUM_LAST_STEPS
 from lightning_commopt.measure.plain import from_plain, load_json, write_json
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.runs.files import PREDICTION_FILE, RUN_FILE
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.measure.runs.settings import nested
-from lightning_commopt.measure.verdict import Forecast
 from lightning_commopt.plan import CommPlan, OptionError
 
 FORMAT = 1
@@ -32,20 +35,24 @@ FORMAT = 1
 
 _KIND = "commopt prediction"
 
-_MAX_FACTOR = 4.0
-_NUM_HALVINGS = 16
-_EXPOSED_SHARE = 0.02
+
+class _Numbers(NamedTuple):
+    """What a file has beside the parts of a `Basis`."""
+
+    step_s: float
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Basis:
-    """What a run shows."""
+    """The workload, the link and the costs of compressors, fitted to one run."""
 
-    plan: CommPlan  # that it trained with
-    workload: Workload  # that it computed
-    link: Link  # between its ranks, calibrated to its steps
-    costs: Costs  # of compressors on its device
-    step_s: float  # median of its steps
+    plan: CommPlan  # the run's own
+    workload: Workload
+    link: Link
+    costs: Costs  # by compressor, on the run's device
+    step_s: float  # median of the run's steps
+    scale: float = 1.0  # measured over modelled step of `plan`; below 1 where the parts are longer than the whole
 
     @classmethod
     def of_steps(
@@ -60,13 +67,24 @@ class Basis:
         slowdown: float = 1.0,
         interrupts: Interrupts = NO_INTERRUPTS,
         step_s: float | None = None,
+        probe: Sequence[ProbedSize] = (),
         **workload: Any,
     ) -> Basis:
         """Learns from some steps of a plan.
 
-        ``gradients``, ``comm_cpu_s``, ``slowdown`` and ``interrupts`` are those of `GradientTimes`; where ``slowdown``
-        is not 1, ``costs`` are in processor time. A step takes ``step_s``; None for the median of these steps. For the
-        others see `workload_of_steps` and `link_of_steps`.
+        Args:
+            plan: the plan of these steps.
+            ranks: the same steps of each rank, or of some.
+            costs: measured alone; in processor time where ``slowdown`` is not 1.
+            num_ranks: ranks in the run.
+            gradients: see `GradientTimes`, as for the next three.
+            comm_cpu_s: processor time of threads other than backward's.
+            slowdown: factor by which other processes stretch arithmetic.
+            interrupts: time that the kernel took of backward's core.
+            step_s: a step as it is without recording; None for the median of these steps.
+            probe: of the idle link. Without it, its latency is guessed, and the rate behind a compressed run is
+                extrapolated from its few bytes.
+            workload: see `workload_of_steps`.
 
         Raises:
             ValueError: the steps have no buckets, or too few.
@@ -75,22 +93,33 @@ class Basis:
         comm_cpu_s = comm_cpu_s * slowdown + interrupts.seconds
         if interrupts.in_threads:
             gradients = without_interrupts(gradients, ranks[0], interrupts.seconds)
-        found = workload_of_steps(ranks, gradients, num_ranks=num_ranks, **workload)
-        found = replace(found, num_others=slowdown - 1)
+        work = workload_of_steps(ranks, gradients, num_ranks=num_ranks, **workload)
+        work = replace(work, num_others=slowdown - 1)
         link = link_of_steps(
             ranks,
             num_ranks=num_ranks,
             comm_cpu_s=comm_cpu_s,
             cost=costs.get(plan.comm_hook),
-            has_trees=found.device == "cuda",
+            has_trees=work.device == "cuda",
+            probe=probe,
         )
         step_s = step_s or median(record.totals.step_s for steps in ranks for record in steps)
-        link = calibrated(found, link, costs, plan, step_s)
-        return cls(plan=plan, workload=found, link=link, costs=costs, step_s=step_s)
+        work, link, costs = fit_to_step(FittedParts(work, link, costs), plan, step_s)
+        fitted = cls(plan=plan, workload=work, link=link, costs=costs, step_s=step_s)
+        return replace(fitted, scale=step_s / fitted.predict(plan).step_s)
 
     def predict(self, plan: CommPlan, *, num_ranks: int | None = None) -> Prediction:
-        """Predicts a step under another plan; see `cost.predict.predict`."""
-        return predict(plan, self.workload, self.link, self.costs, num_ranks=num_ranks)
+        """Predicts the median step under another plan; see `cost.predict.predict`.
+
+        The run's own plan, on as many ranks, takes ``step_s``.
+        """
+        found = predict(plan, self.workload, self.link, self.costs, num_ranks=num_ranks, own_errors=self._own_errors)
+        times = ("step_s", "low_s", "high_s", "exposed_s")
+        return replace(found, **{name: self.scale * getattr(found, name) for name in times})
+
+    @cached_property
+    def _own_errors(self) -> Errors:
+        return errors_of(self.plan, self.workload, self.link, self.costs, self.workload.num_ranks)
 
     def save(self, run_dir: Path, forecasts: Sequence[Forecast] = ()) -> None:
         """Writes it into the directory of its run, atomically, with what was predicted for verdicts."""
@@ -102,6 +131,7 @@ class Basis:
             "link": asdict(self.link),
             "costs": [cost.to_plain() for cost in self.costs.values()],
             "step_s": self.step_s,
+            "scale": self.scale,
             "forecasts": [list(forecast) for forecast in forecasts],
         }
         write_json(run_dir / PREDICTION_FILE, plain)
@@ -117,36 +147,10 @@ class Basis:
                 workload=from_plain(Workload, plain["workload"]),
                 link=from_plain(Link, plain["link"]),
                 costs={cost.compressor: cost for cost in costs},
-                step_s=float(plain["step_s"]),
+                **from_plain(_Numbers, plain)._asdict(),
             )
 
         return load_json(path, _KIND, FORMAT, read)
-
-
-def calibrated(workload: Workload, link: Link, costs: Costs, plan: CommPlan, measured_step_s: float) -> Link:
-    """Returns the link with another rate, such that the step of ``plan`` takes as long as it did.
-
-    The rate changes by a factor of 4 at most, and only where the step waits for gradient sync; else the link does not
-    show in it. All arguments are of one run, ``link`` from its buckets.
-    """
-    sync_s = measured_step_s - fixed_s(workload, workload.num_ranks)
-
-    def with_factor(factor: float) -> Link:
-        return replace(link, s_per_byte=factor * link.s_per_byte)
-
-    def is_slower(factor: float) -> bool:
-        return outcome_of(plan, workload, with_factor(factor), costs, workload.num_ranks).end_s > sync_s
-
-    usual = outcome_of(plan, workload, link, costs, workload.num_ranks)
-    if usual.end_s - usual.backward_s < _EXPOSED_SHARE * measured_step_s:
-        return link
-    low, high = 1 / _MAX_FACTOR, _MAX_FACTOR
-    if is_slower(low) or not is_slower(high):
-        return link
-    for _ in range(_NUM_HALVINGS):
-        middle = (low * high) ** 0.5
-        low, high = (low, middle) if is_slower(middle) else (middle, high)
-    return with_factor(high)
 
 
 def recommended_compressors() -> list[Compressor | None]:
@@ -173,12 +177,14 @@ def basis_of_run(run_dir: Path) -> Basis:
     steps = list(zip(*list(common_steps(ranks).values())[-NUM_LAST_STEPS:], strict=True)) or [()]
     num_ranks, plan = ranks[0].world_size, _plan_of(run_dir, ranks[0])
     is_cpu = ranks[0].header.get("device") == "cpu"
+    shapes = {name: Shape(tuple(shape), itemsize) for name, shape, itemsize in ranks[0].header.get("parameters", ())}
     costs: Costs = {}
     if is_cpu and steps[0] and steps[0][-1].layout:
         hooks = dict.fromkeys([plan.comm_hook, *recommended_compressors()])
-        costs = measure_costs(hooks, even_gradients(steps[0]), torch.device("cpu"), num_ranks)
+        costs = measure_costs(hooks, even_gradients(steps[0], shapes), torch.device("cpu"), num_ranks)
     try:
-        return Basis.of_steps(plan, steps, costs, num_ranks=num_ranks, device="cpu" if is_cpu else "cuda")
+        device = "cpu" if is_cpu else "cuda"
+        return Basis.of_steps(plan, steps, costs, num_ranks=num_ranks, device=device, shapes=shapes)
     except ValueError as error:
         raise ValueError(f"{run_dir}: {error}") from None
 

@@ -13,7 +13,7 @@ from lightning_commopt.cost.basis import Basis, recommended_compressors
 from lightning_commopt.cost.predict import MIB, Costs, Prediction, buckets_of, jobs_of
 from lightning_commopt.cost.simulate import WAKE_S
 from lightning_commopt.cost.workload import Gradient, Link, Workload
-from lightning_commopt.measure.verdict import Forecast
+from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.plan import CommPlan, ddp_options
 
 _NUM_BATCHES = 4  # that a forecast accumulates
@@ -147,38 +147,40 @@ def caps_for(sizes: Sequence[int], gradients: Sequence[Gradient]) -> tuple[float
 def forecasts(basis: Basis) -> list[Forecast]:
     """Returns the best plan with each recommended compressor and plain caps, exact ones first, and accumulation."""
     best = best_of_each(basis, recommended_compressors(), with_lists=False)
-    scale = basis.step_s / basis.predict(basis.plan).step_s  # differs from 1 where no link explains the steps
-    found = [_forecast(candidate, basis.plan, scale) for candidate in best]
-    return [*sorted(found, key=lambda one: one.error_bound), _accumulating(basis, scale / _NUM_BATCHES)]
+    found = [_forecast(candidate, basis) for candidate in best]
+    return [*sorted(found, key=lambda forecast: forecast.error_bound), _accumulating(basis)]
 
 
-def _forecast(candidate: Candidate, present: CommPlan, scale: float) -> Forecast:
-    plan, found = candidate
+def _forecast(candidate: Candidate, basis: Basis) -> Forecast:
+    plan, present = candidate.plan, basis.plan
+    has_other_hook = plan.comm_hook != present.comm_hook
     settings = []
-    if plan.comm_hook != present.comm_hook:
+    if has_other_hook:
         settings.append(f'comm_hook="{"none" if plan.comm_hook is None else compressor_name(plan.comm_hook)}"')
     if plan.bucket_cap_mb != present.bucket_cap_mb:
         settings.append(f"bucket_cap_mb={plan.bucket_cap_mb}")
-    claims = None if plan.comm_hook is None else plan.comm_hook.claims
+    claims = plan.comm_hook.claims if has_other_hook and plan.comm_hook is not None else None
     return Forecast(
         setting=", ".join(settings),
         is_lossy=claims is not None and claims.is_lossy,
         error_bound=0.0 if claims is None else claims.error_bound or 0.0,
-        step_s=scale * found.step_s,
-        low_s=scale * found.low_s,
-        high_s=scale * found.high_s,
+        step_s=candidate.prediction.step_s,
+        low_s=candidate.prediction.low_s,
+        high_s=candidate.prediction.high_s,
+        present_s=basis.step_s,
     )
 
 
-def _accumulating(basis: Basis, scale: float) -> Forecast:
+def _accumulating(basis: Basis) -> Forecast:
     num_batches = _NUM_BATCHES * basis.workload.num_batches
     more = dataclasses.replace(basis, workload=basis.workload.accumulating(num_batches)).predict(basis.plan)
     return Forecast(
         setting=f"Trainer(accumulate_grad_batches={num_batches})",
         is_lossy=False,
         error_bound=1.0,
-        step_s=scale * more.step_s,
-        low_s=scale * more.low_s,
-        high_s=scale * more.high_s,
+        step_s=more.step_s / _NUM_BATCHES,
+        low_s=more.low_s / _NUM_BATCHES,
+        high_s=more.high_s / _NUM_BATCHES,
         note=f"a step then takes {_NUM_BATCHES} times the samples, which changes training",
+        present_s=basis.step_s,
     )

@@ -14,9 +14,12 @@ import torch
 
 from lightning_commopt.compressors import Compressor, Layout, Rounds, compressor_from_config, compressor_to_config
 from lightning_commopt.compressors.channel import AloneChannel
+from lightning_commopt.compressors.hierarchical import Hierarchical
 from lightning_commopt.cost.gradient_times import work_clock
 from lightning_commopt.cost.workload import Gradient
 from lightning_commopt.measure.clock import Clock
+from lightning_commopt.measure.plain import from_plain
+from lightning_commopt.text.validation import warn_once
 
 LARGE_BYTES = 2**24
 """Of the larger of two kinds of scratch buckets: a piece of those that `in_pieces` cuts."""
@@ -61,7 +64,7 @@ class CompressorCost:
         """Returns what `to_plain` gave."""
         return cls(
             compressor=compressor_from_config(plain["comm_hook"]),
-            stages=tuple(Stage(*stage) for stage in plain["stages"]),
+            stages=tuple(from_plain(Stage, stage) for stage in plain["stages"]),
         )
 
 
@@ -74,16 +77,24 @@ def measure_costs(
     shapes of the model's gradients as far as they fit. None stands for DDP's own average.
 
     Returns:
-        The costs of those that one rank can run alone.
+        The costs of those that one rank can run alone: not of `Hierarchical`, and not of a user's own compressor that
+        fails, for which there is a warning.
     """
     clock = work_clock(device)
     small = _layout([(256, 256)])
     large = _layout(_shapes(gradients))
-    found = {}
+    costs = {}
     for compressor in compressors:
-        with suppress(Exception):  # it needs nodes, or is a user's own, which must not end a fit
-            found[compressor] = _measure(compressor, (small, large), clock, device, num_ranks)
-    return found
+        if isinstance(compressor, Hierarchical):
+            continue
+        try:
+            costs[compressor] = _measure(compressor, (small, large), clock, device, num_ranks)
+        except Exception as error:  # a user's own compressor must not end a fit that does not even use it
+            warn_once(
+                f"{compressor!r} failed on scratch buckets ({type(error).__name__}: {error}), so its arithmetic was not"
+                " measured, and no plan with it is predicted."
+            )
+    return costs
 
 
 def own_average() -> CompressorCost:
@@ -114,6 +125,7 @@ def _measure(
 ) -> CompressorCost:
     if compressor is None:
         return own_average()
+    compressor.wire_bytes(layouts[0], num_ranks)  # which predictions will ask for
     buckets = [_ScratchBucket(compressor, layout, device, num_ranks) for _ in range(_NUM_BUCKETS) for layout in layouts]
     with torch.no_grad():
         for _ in range(2):  # at first memory is allocated, and kernels are compiled

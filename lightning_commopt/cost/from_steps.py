@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 from lightning_commopt.cost.compressor_cost import CompressorCost
-from lightning_commopt.cost.workload import GLOO_CPU_S, TYPICAL_HOP_S, Gradient, Link, Workload, num_wakes
+from lightning_commopt.cost.link_probe import ProbedSize, link_of_probe
+from lightning_commopt.cost.workload import GLOO_CPU_S, TYPICAL_HOP_S, Gradient, Link, Shape, Workload, num_wakes
 from lightning_commopt.measure.link.fit import Point, Segment, fit_segments
 from lightning_commopt.measure.link.from_steps import MIN_TIMES
 from lightning_commopt.measure.record import BucketSpan, StepRecord, covered_s
+
+_BLOCK = 10  # messages whose median counts: few enough for several of them in a run
 
 
 def workload_of_steps(
@@ -23,11 +26,11 @@ def workload_of_steps(
     num_ranks: int,
     device: str = "cpu",
     shares_core: bool = False,
+    shapes: Mapping[str, Shape] | None = None,
 ) -> Workload:
     """Returns the workload of the same steps of each rank, or of some; see `Workload` for the other arguments.
 
-    Without ``gradients``, from `GradientTimes`, those of a bucket are taken to be of one size, and to become ready
-    evenly since the bucket before.
+    Without ``gradients``, from `GradientTimes`, those of `even_gradients` count.
 
     Raises:
         ValueError: no step has buckets.
@@ -38,9 +41,13 @@ def workload_of_steps(
     every = [part for of_rank in parts for part in of_rank]
     is_per_gradient = bool(gradients)
     if not is_per_gradient:
-        gradients = even_gradients(ranks[0])
+        gradients = even_gradients(ranks[0], shapes)
     forward_s = median(part.forward_s for part in every)
     backward_s = max(gradients[-1].ready_s, 1e-9) if is_per_gradient else median(part.backward_s for part in every)
+    if is_per_gradient:  # other processes may have slowed down the timed backwards, and left the others alone
+        factor = min(1.0, median(part.backward_s for part in every) / backward_s)
+        gradients = [gradient._replace(ready_s=factor * gradient.ready_s) for gradient in gradients]
+        backward_s *= factor
     # Backward is longer for gradient sync that shares its core, and forward for buffers that are broadcast.
     scale = (forward_s + backward_s) / max(forward_s, 1e-9)
     seen = [[[part.forward_s + part.backward_s for part in of_rank] for of_rank in parts]]
@@ -50,6 +57,7 @@ def workload_of_steps(
         forward_s=forward_s,
         backward_s=backward_s,
         rest_s=median(part.rest_s for part in every),
+        data_s=median(part.data_s for part in every),
         num_batches=_num_batches(next(record for record in ranks[0] if record.buckets)),
         spread_s=min(
             median(stdev(times_s) if len(times_s) > 1 else 0.0 for times_s in computing) for computing in seen
@@ -69,39 +77,56 @@ def link_of_steps(
     comm_cpu_s: float = 0.0,
     cost: CompressorCost | None = None,
     has_trees: bool = False,
+    probe: Sequence[ProbedSize] = (),
 ) -> Link:
     """Returns the link behind the buckets of the same steps of all ranks, whatever the comm hook.
 
     The time of a bucket's collectives is that of the rank on which it is least: the last one to join does not wait.
 
-    The arithmetic of the compressor of these steps, by its ``cost``, is the part of ``comm_cpu_s`` that is not the
-    link's. For ``has_trees`` see `Link`.
+    Args:
+        ranks: the steps of each rank.
+        num_ranks: ranks in the run.
+        comm_cpu_s: processor time of threads other than backward's, in a step.
+        cost: of the compressor of these steps, whose arithmetic is the part of ``comm_cpu_s`` that is not the link's.
+        has_trees: see `Link`.
+        probe: of the idle link; the link of a compressed run is the probe's, and the latency of every run.
 
     Raises:
         ValueError: fewer than three buckets of one size were on the wire.
     """
-    has_own_hook = cost is not None and cost.compressor is not None
+    compressor = None if cost is None else cost.compressor
+    has_own_hook = compressor is not None
     num_rounds, times_of = _wire_times(ranks, _messages if has_trees or has_own_hook else _all_together)
     if not times_of:
         raise ValueError(f"no bucket of its steps was on the wire {MIN_TIMES} times on all ranks")
+    idle = link_of_probe(probe, num_ranks, has_trees=has_trees) if probe else None
+    if idle is not None and compressor is not None and compressor.claims.is_lossy:
+        return idle
     points = [Point(size, median(values)) for size, values in sorted(times_of.items())]
     num_hops = num_rounds * (1 if has_own_hook and num_rounds > 1 else 2 * (num_ranks - 1))
     line = _line(points, num_hops)
-    ratios = sorted(value / line.time_s(size) for size, values in times_of.items() for value in values)
+    ratios = sorted(value / line.time_s(size) for size, values in times_of.items() for value in _block_medians(values))
     tail = int(0.025 * len(ratios))
     wakes = num_wakes("all_to_all" if has_own_hook and num_rounds > 1 else "all_reduce", num_ranks)
     cpu_s = _link_cpu_s(ranks[0][-1].buckets, wakes, comm_cpu_s, cost if has_own_hook else None)
+    num_times = sum(map(len, times_of.values()))
     sizes = " to ".join(f"{size / 1e6:.3g}" for size in sorted({points[0].size_bytes, points[-1].size_bytes}))
     return Link(
-        hop_s=line.latency_s / num_hops,
+        hop_s=line.latency_s / num_hops if idle is None else idle.hop_s,
         s_per_byte=line.s_per_byte * num_ranks / (2 * (num_ranks - 1)),
         cpu_s_per_byte=cpu_s[0],
         cpu_s_per_message=cpu_s[1],
         low_ratio=min(1.0, ratios[tail]),
         high_ratio=max(1.0, ratios[-1 - tail]),
+        seen_bytes=median(record.totals.wire_bytes for record in ranks[0] if record.buckets),
         has_trees=has_trees,
-        source=f"{len(ratios)} times of {sizes} MB on the wire in the run",
+        source=f"{num_times} times of {sizes} MB on the wire in the run",
     )
+
+
+def _block_medians(values: Sequence[float]) -> list[float]:
+    """Returns medians of ten values each: a prediction is of the median of many steps, not of one of them."""
+    return [median(values[start : start + _BLOCK]) for start in range(0, len(values), _BLOCK)]
 
 
 def _wire_times(
@@ -157,8 +182,9 @@ def without_interrupts(
 
 
 class _Parts(NamedTuple):
-    """A step without gradient sync: until backward, backward up to its last bucket, and the rest."""
+    """A step without gradient sync: its batches, the model, backward up to its last bucket, and the rest."""
 
+    data_s: float
     forward_s: float
     backward_s: float
     rest_s: float
@@ -175,8 +201,9 @@ def _parts(record: StepRecord) -> _Parts:
     last_ready_s = max(bucket.ready_s for bucket in record.buckets)
     ended_s = max(bucket.end_s for bucket in record.buckets)
     forward_s = record.totals.forward_s
-    rest_s = record.totals.step_s - forward_s - (max(ended_s, last_ready_s) - began_s)
-    return _Parts(forward_s, last_ready_s - began_s, max(0.0, rest_s))
+    data_s = record.totals.data_s
+    rest_s = record.totals.step_s - data_s - forward_s - (max(ended_s, last_ready_s) - began_s)
+    return _Parts(data_s, forward_s, last_ready_s - began_s, max(0.0, rest_s))
 
 
 def _num_batches(record: StepRecord) -> int:
@@ -203,9 +230,15 @@ def _all_together(record: StepRecord) -> list[_Message]:
     return [_Message(len(record.buckets), sum(bucket.wire_bytes for bucket in record.buckets), sent_s)]
 
 
-def even_gradients(steps: Sequence[StepRecord]) -> list[Gradient]:
-    """Returns gradients where only buckets are known: of one size in each, ready evenly since the bucket before."""
-    layout = steps[-1].layout
+def even_gradients(steps: Sequence[StepRecord], shapes: Mapping[str, Shape] | None = None) -> list[Gradient]:
+    """Returns gradients where only buckets are known: each ready evenly since the bucket before.
+
+    Args:
+        steps: of one rank; the last one has the layout of buckets.
+        shapes: by name of a parameter. One that is missing counts as a float32 vector, of an equal share of what the
+            others leave of its bucket.
+    """
+    layout, shapes = steps[-1].layout, shapes or {}
     ready_s: defaultdict[int, list[float]] = defaultdict(list)
     for record in steps:
         if record.buckets:
@@ -216,9 +249,12 @@ def even_gradients(steps: Sequence[StepRecord]) -> list[Gradient]:
     gradients, before_s = [], 0.0
     for index in sorted(layout.keys() & ready_s.keys()):
         names, at_s = layout[index].names, median(ready_s[index])
-        numel = layout[index].gradient_bytes // 4 // len(names)
+        known = {name: shapes[name] for name in names if name in shapes}
+        left = layout[index].gradient_bytes - sum(shape.num_bytes for shape in known.values())
+        vector = Shape((max(0, left) // 4 // max(1, len(names) - len(known)),), 4)
         for place, name in enumerate(names, 1):
-            gradients.append(Gradient(name, (numel,), 4, before_s + (at_s - before_s) * place / len(names)))
+            shape = known.get(name, vector)
+            gradients.append(Gradient(name, *shape, before_s + (at_s - before_s) * place / len(names)))
         before_s = at_s
     return gradients
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from statistics import NormalDist
+from typing import NamedTuple
 
 import torch
 
@@ -23,6 +23,11 @@ from lightning_commopt.text.validation import check_integer
 
 MODEL_ERROR = 0.05
 """Standard deviation of the model's error over a step, where it does not extrapolate."""
+
+COST_RATIO = 1.3
+"""Ratio within which the arithmetic of a compressor in training lies around that on scratch buckets."""
+
+_LEAST = 0.05  # of the expected step: the lower end of an interval stays above 0, whatever the noise
 
 MIB = 2**20
 _DEFAULT_CAPS_MIB = (1, 25)
@@ -43,32 +48,91 @@ class Prediction:
     reasons: tuple[str, ...] = ()  # what it leans on, in words
 
 
-def predict(
-    plan: CommPlan, workload: Workload, link: Link, costs: Costs, *, num_ranks: int | None = None
-) -> Prediction:
-    """Predicts a step; of the plan its buckets and its compressor count.
+class Errors(NamedTuple):
+    """By how much longer a step takes if what it was predicted from is off, in seconds; negative for shorter."""
 
-    Without ``costs`` of that compressor its arithmetic is taken to cost nothing. ``num_ranks`` is None for as many as
-    the workload was measured with.
+    fast_link_s: float = 0.0
+    slow_link_s: float = 0.0
+    fast_arithmetic_s: float = 0.0
+    slow_arithmetic_s: float = 0.0
+
+
+def predict(
+    plan: CommPlan,
+    workload: Workload,
+    link: Link,
+    costs: Costs,
+    *,
+    num_ranks: int | None = None,
+    own_errors: Errors | None = None,
+) -> Prediction:
+    """Predicts the median step; of the plan its buckets and its compressor count.
+
+    Args:
+        plan: the plan to predict.
+        workload: what a step computes.
+        link: between the ranks.
+        costs: arithmetic of compressors; of one that is missing it is taken to cost nothing.
+        num_ranks: None for as many as the workload was measured with.
+        own_errors: of the plan that all this was fitted to, whose step is known: an error counts only as far as it
+            changes the difference to that plan.
 
     Raises:
         ValueError: ``num_ranks`` is below 1.
     """
     num_ranks = workload.num_ranks if num_ranks is None else num_ranks
     check_integer("num_ranks", num_ranks, at_least=1)
-    links = (
-        dataclasses.replace(link, hop_s=ratio * link.hop_s, s_per_byte=ratio * link.s_per_byte)
-        for ratio in (1.0, link.low_ratio, link.high_ratio)
-    )
-    expected, fast, slow = (outcome_of(plan, workload, its_link, costs, num_ranks) for its_link in links)
+    num_bytes = sent_bytes(plan, workload, num_ranks)
+    its_link = link.for_bytes(num_bytes)
+    expected = outcome_of(plan, workload, its_link, costs, num_ranks)
     step_s = fixed_s(workload, num_ranks) + expected.end_s
-    error_s = 2 * math.hypot(MODEL_ERROR * step_s, workload.spread_s)
+    errors, own = errors_of(plan, workload, its_link, costs, num_ranks), own_errors or Errors()
+    reasons = _reasons(plan, workload, link, costs, num_ranks)
+    if its_link is not link:  # then what is off about it does not show in the plan that it was fitted to
+        own = own._replace(fast_link_s=0.0, slow_link_s=0.0)
+        reasons = (*reasons, _extrapolation(num_bytes, link.seen_bytes or 0.0))
+    of_link, of_arithmetic = _differences(errors[:2], own[:2]), _differences(errors[2:], own[2:])
+    of_model_s = 2 * math.hypot(MODEL_ERROR * step_s, workload.spread_s)
+    less_s, more_s = (
+        math.hypot(of_model_s, *(max(0.0, *(sign * error for error in some)) for some in (of_link, of_arithmetic)))
+        for sign in (-1, 1)
+    )
     return Prediction(
         step_s=step_s,
-        low_s=step_s / (1 + math.hypot(error_s, expected.end_s - fast.end_s) / step_s),
-        high_s=step_s + math.hypot(error_s, slow.end_s - expected.end_s),
+        low_s=max(step_s - less_s, _LEAST * step_s),
+        high_s=step_s + more_s,
         exposed_s=max(0.0, expected.end_s - expected.backward_s),
-        reasons=_reasons(plan, workload, link, costs, num_ranks),
+        reasons=reasons,
+    )
+
+
+def errors_of(plan: CommPlan, workload: Workload, link: Link, costs: Costs, num_ranks: int) -> Errors:
+    """Returns what the link's interval, and arithmetic within `COST_RATIO`, change about a step."""
+    expected_s = outcome_of(plan, workload, link, costs, num_ranks).end_s
+    links = (link.times(link.low_ratio), link.times(link.high_ratio))
+    own = {plan.comm_hook: costs[plan.comm_hook]} if plan.comm_hook in costs else {}
+    others = ({hook: cost.slower(ratio) for hook, cost in own.items()} for ratio in (1 / COST_RATIO, COST_RATIO))
+    ends_s = [outcome_of(plan, workload, other, own, num_ranks).end_s for other in links]
+    ends_s += [outcome_of(plan, workload, link, other, num_ranks).end_s for other in others]
+    return Errors(*(end_s - expected_s for end_s in ends_s))
+
+
+def _differences(errors_s: Sequence[float], own_errors_s: Sequence[float]) -> list[float]:
+    return [error_s - own_s for error_s, own_s in zip(errors_s, own_errors_s, strict=True)]
+
+
+def sent_bytes(plan: CommPlan, workload: Workload, num_ranks: int) -> float:
+    """Returns the payload that a rank sends in a step, in terms of an all-reduce."""
+    buckets, hook = buckets_of(plan, workload.gradients), plan.comm_hook
+    if hook is None or num_ranks == 1:
+        return workload.gradient_bytes
+    return sum(hook.wire_bytes(layout_of(bucket), num_ranks) for bucket in buckets)
+
+
+def _extrapolation(num_bytes: float, seen_bytes: float) -> str:
+    return (
+        f"the run sent {seen_bytes / 1e6:.3g} MB in a step, and plans that send up to {num_bytes / 1e6:.3g} MB are"
+        " extrapolated from that"
     )
 
 
@@ -80,7 +144,7 @@ def fixed_s(workload: Workload, num_ranks: int) -> float:
     deviation_s = workload.spread_s
     if workload.num_ranks > 1:
         deviation_s = workload.straggler_s / _expected_largest(workload.num_ranks)
-    return workload.forward_s + workload.rest_s + deviation_s * _expected_largest(num_ranks)
+    return workload.data_s + workload.forward_s + workload.rest_s + deviation_s * _expected_largest(num_ranks)
 
 
 def jobs_of(

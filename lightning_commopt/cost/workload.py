@@ -16,8 +16,21 @@ PAYLOAD_SHARE = 1448 / 1514
 TYPICAL_HOP_S = 1e-4
 """Of TCP between hosts of a rack, where steps do not show it."""
 
+_MAX_EXTRAPOLATION = 2.0
+
 GLOO_CPU_S = 0.9e-3
 """Processor time of a collective of two ranks over gloo, whatever its size, for its threads to be woken and to wait."""
+
+
+class Shape(NamedTuple):
+    """The shape of a parameter, and the bytes of an element of its gradient."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.itemsize
 
 
 class Gradient(NamedTuple):
@@ -35,12 +48,13 @@ class Gradient(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One optimizer step of one rank without communication. All times are medians over steps and ranks."""
+    """One optimizer step of one rank without communication. Times are medians over steps and ranks."""
 
     gradients: tuple[Gradient, ...]  # in the order in which they become ready, which is that of DDP's buckets
     forward_s: float  # of the model, in all accumulated batches
     backward_s: float  # that the synchronized backward computes
-    rest_s: float  # everything else in a step: data, optimizer, hooks, backwards that are not synchronized
+    rest_s: float  # everything else in a step: optimizer, hooks, backwards that are not synchronized
+    data_s: float = 0.0  # waiting for all accumulated batches
     num_batches: int = 1  # that are accumulated for a step; gradients travel with the last one
     spread_s: float = 0.0  # standard deviation of a rank's computation from step to step
     num_ranks: int = 1  # that the steps were measured on
@@ -55,16 +69,17 @@ class Workload:
         return sum(gradient.num_bytes for gradient in self.gradients)
 
     def accumulating(self, num_batches: int) -> Workload:
-        """Returns the same with another number of batches to a step; what is not forward or backward stays.
+        """Returns the same with another number of batches to a step; what is not of each batch stays.
 
         Raises:
             ValueError: ``num_batches`` is below 1.
         """
         check_integer("num_batches", num_batches, at_least=1)
-        forward_s, more = self.forward_s / self.num_batches, num_batches - self.num_batches
+        factor, more = num_batches / self.num_batches, num_batches - self.num_batches
         return dataclasses.replace(
             self,
-            forward_s=num_batches * forward_s,
+            forward_s=factor * self.forward_s,
+            data_s=factor * self.data_s,
             rest_s=max(0.0, self.rest_s + more * self.backward_s),
             num_batches=num_batches,
         )
@@ -80,6 +95,7 @@ class Link:
     cpu_s_per_message: float = 0.0  # that it spends besides on a collective of two ranks, more with `num_wakes`
     low_ratio: float = 0.9  # of the times of 95 % of all messages over the expected ones, the least
     high_ratio: float = 1.1  # the most
+    seen_bytes: float | None = None  # payload of a step that the rate was learned from; None where it was probed
     has_trees: bool = False  # collectives may use trees, as NCCL's do; else rings only
     source: str = ""  # what it was measured on, in words
 
@@ -91,7 +107,30 @@ class Link:
         """
         check_positive("bits_per_s", bits_per_s)
         s_per_byte = max(8 / bits_per_s / PAYLOAD_SHARE, self.cpu_s_per_byte)
-        return dataclasses.replace(self, s_per_byte=s_per_byte, source=f"a rate of {bits_per_s / 1e9:g} Gbit/s")
+        source = f"a rate of {bits_per_s / 1e9:g} Gbit/s"
+        return dataclasses.replace(self, s_per_byte=s_per_byte, seen_bytes=None, source=source)
+
+    def for_bytes(self, num_bytes: float) -> Link:
+        """Returns the same for steps that send ``num_bytes``.
+
+        Far more bytes than were seen may take time in proportion, or hardly more time than those did, if that was
+        latency. The rate is the geometric mean of the two then, and its interval holds both.
+        """
+        factor = num_bytes / self.seen_bytes if self.seen_bytes else 1.0
+        if factor <= _MAX_EXTRAPOLATION:
+            return self
+        spread = math.sqrt(factor)
+        return dataclasses.replace(
+            self,
+            s_per_byte=self.s_per_byte / spread,
+            cpu_s_per_byte=self.cpu_s_per_byte / factor,
+            low_ratio=min(self.low_ratio, 1 / spread / 2),
+            high_ratio=max(self.high_ratio, spread),
+        )
+
+    def times(self, ratio: float) -> Link:
+        """Returns the same where every message takes ``ratio`` times as long."""
+        return dataclasses.replace(self, hop_s=ratio * self.hop_s, s_per_byte=ratio * self.s_per_byte)
 
     def cpu_s(self, operation: str, num_bytes: float, num_ranks: int) -> float:
         """Returns the processor time of a rank in a collective over gloo; for the arguments see `time_s`."""

@@ -18,7 +18,8 @@ from rich.text import Text
 from lightning_commopt.measure.files import common_steps, notices, read_run
 from lightning_commopt.measure.record import PHASES, Operation, StepRecord
 from lightning_commopt.measure.statistics import Steps, ratio, row
-from lightning_commopt.measure.verdict import Verdict, read_forecasts, verdict
+from lightning_commopt.measure.forecasts import read_forecasts
+from lightning_commopt.measure.verdict import Verdict, verdict
 from lightning_commopt.text.formatting import count, number, percent
 from lightning_commopt.text.terminal import TextTable
 
@@ -101,6 +102,7 @@ class FitSummary:
             Padding(Text("\n".join(lines)), _INDENT),
             Padding(Text(self.verdict.headline, style="bold"), _INDENT_BELOW),
             *([Padding(recommendations, _INDENT)] if self.verdict.recommendations else []),
+            *([Padding(Text(self.verdict.note), _INDENT)] if self.verdict.note else []),
         )
 
 

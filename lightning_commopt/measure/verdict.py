@@ -1,28 +1,31 @@
 """Interprets the numbers of a fit in words: how much communication costs, and what is worth trying.
 
-Other plans come with a predicted speed-up and its interval (`cost`). "At most ... times as fast" is the speed-up if the
-named time vanished and nothing else grew; it is no promise. What cannot save a twentieth of a step is not recommended.
+"At most ... times as fast" is the speed-up if the named time vanished and nothing else grew; it is no promise. What
+cannot save a twentieth of a step is not recommended. See `forecasts` for other plans.
 """
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
+from lightning_commopt.measure.forecasts import (
+    WORTH_IT,
+    Forecast,
+    Present,
+    exact_alternative,
+    shorter_steps,
+    speedup,
+    statistic_text,
+)
 from lightning_commopt.measure.record import Operation
-from lightning_commopt.measure.runs.files import PREDICTION_FILE
 from lightning_commopt.measure.statistics import ratio
 from lightning_commopt.text.formatting import byte_unit, short_percent
 
-_WORTH_IT = 0.05
-_PARAMETERWISE = ("NaiveDP", "InterleavedDP")
 _SMALL_BYTES = 2**16  # of metrics
 _DATA_DOMINATES = 0.2
-_HARDLY_LOSSY = 0.1  # error bound above which the final metric may differ
-_AS_FAST = 0.02  # share of a step that a lossless plan may cost to be recommended where communication is hidden anyway
 
 
 class Costs(NamedTuple):
@@ -38,47 +41,15 @@ class Costs(NamedTuple):
 
     def is_worth(self, saved_s: float) -> bool:
         """Returns whether saving a time is worth the effort."""
-        return saved_s >= _WORTH_IT * self.step_s
+        return saved_s >= WORTH_IT * self.step_s
 
     def share(self, seconds: float) -> str:
         return short_percent(ratio(seconds, self.step_s))
 
-    def speedup_bound(self, saved_s: float) -> str:
+    def bound_text(self, saved_s: float) -> str:
         """Returns in words how much faster training would be if steps were shorter by a time."""
-        if not saved_s < self.step_s:
-            return "faster by an unknown factor"
-        return f"at most {self.step_s / (self.step_s - saved_s):.2f} times as fast"
-
-
-class Forecast(NamedTuple):
-    """The predicted step with another setting."""
-
-    setting: str  # to write, such as ``comm_hook="int8"``
-    is_lossy: bool  # whether it changes gradients
-    error_bound: float  # of one average, see `Claims`
-    step_s: float  # predicted, for as many samples as a step has now
-    low_s: float  # of the 95 % interval
-    high_s: float  # of it
-    note: str = ""  # what else changes; empty if nothing does
-
-    def speedup_text(self, step_s: float) -> str:
-        """Returns how many times as fast it is as a step that takes ``step_s``.
-
-        >>> Forecast('comm_hook="int8"', True, 0.02, 0.5, 0.4, 0.625).speedup_text(1.0)
-        '2.00 (1.60 to 2.50) times as fast'
-        """
-        return f"{step_s / self.step_s:.2f} ({step_s / self.high_s:.2f} to {step_s / self.low_s:.2f}) times as fast"
-
-
-def read_forecasts(run_dir: Path) -> Sequence[Forecast]:
-    """Returns those of a run, none if its fit has not ended; a ValueError if the file holds something else."""
-    path = run_dir / PREDICTION_FILE
-    if not path.exists():
-        return ()
-    try:
-        return [Forecast(*one) for one in json.loads(path.read_bytes())["forecasts"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from None
+        bound = speedup(self.step_s, saved_s)
+        return "faster by an unknown factor" if math.isnan(bound) else f"at most {bound:.2f} times as fast"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +58,7 @@ class Verdict:
 
     headline: str
     recommendations: tuple[str, ...]
+    note: str = ""  # which statistic is predicted, if something is
 
 
 def verdict(
@@ -109,8 +81,10 @@ def verdict(
         forecasts: of other settings, the more exact ones first; without them none is recommended.
     """
     costs = Costs(**{name: metrics[name] for name in Costs._fields})
-    for_communication = [*_for_waiting(costs), *_for_communication(costs, comm_hook, forecasts)]
-    data, exposed, bound = _for_data(costs), costs.share(costs.exposed_s), costs.speedup_bound(costs.exposed_s)
+    median_step_s = metrics.get("step_s_p50", costs.step_s)
+    present = Present(costs.step_s, costs.exposed_s, median_step_s, comm_hook, is_lossy)
+    for_communication = [*_for_waiting(costs), *shorter_steps(present, forecasts)]
+    data, exposed, bound = _for_data(costs), costs.share(costs.exposed_s), costs.bound_text(costs.exposed_s)
     if world_size == 1:
         headline, recommendations = "One rank: there are no gradients to synchronize.", data
     elif not costs.comm_s > 0:
@@ -130,8 +104,12 @@ def verdict(
         recommendations = [*for_communication, *data]
     else:
         headline = f"Communication is hidden: {exposed} of the step waits for it. Without any: {bound}."
-        recommendations = [*_without_compression(costs, comm_hook, is_lossy, forecasts), *data]
-    return Verdict(headline=headline, recommendations=(*recommendations, *_for_operations(costs, operations)))
+        recommendations = [*exact_alternative(present, forecasts), *data]
+    return Verdict(
+        headline=headline,
+        recommendations=(*recommendations, *_for_operations(costs, operations)),
+        note=statistic_text(present, forecasts) if costs.comm_s > 0 else "",
+    )
 
 
 def _without_sync(world_size: int, operations: Sequence[Operation]) -> str:
@@ -148,7 +126,12 @@ def _without_sync(world_size: int, operations: Sequence[Operation]) -> str:
 
 
 def _for_sharded(comm_hook: str, operations: Sequence[Operation]) -> list[str]:
-    """Recommends what to do where gradient sync as such cannot be observed."""
+    """Recommends what to do where gradient sync as such cannot be observed, or does not happen."""
+    if comm_hook == "none" and not any(one.num_bytes >= _SMALL_BYTES for one in operations):
+        return [
+            "self.manual_backward(loss) instead of loss.backward(), if this is manual optimization with DDP, which does"
+            " not synchronize the gradients of the latter: each rank trains weights of its own."
+        ]
     scattered = [one for one in operations if one.operation == "reduce_scatter" and not one.source]
     num_bytes = sum(one.num_bytes for one in scattered)
     if num_bytes >= _SMALL_BYTES:
@@ -201,7 +184,7 @@ def _for_operations(costs: Costs, operations: Sequence[Operation]) -> list[str]:
 
 
 def _for_straggler(costs: Costs) -> str:
-    bound = costs.speedup_bound(costs.straggler_slowdown * (costs.step_s - costs.exposed_s))
+    bound = costs.bound_text(costs.straggler_slowdown * (costs.step_s - costs.exposed_s))
     return (
         f"Look at rank {costs.straggler_rank:.0f} first: other programs on its cores or its GPU, clocks and"
         " temperature, its disk, larger batches, callbacks that only it runs. If it were as fast as the others:"
@@ -214,7 +197,7 @@ def _for_data(costs: Costs) -> list[str]:
         return []
     return [
         f"DataLoader(num_workers=..., persistent_workers=True): {costs.share(costs.data_s)} of the step is spent"
-        f" between two batches, which includes callbacks and loggers. Without: {costs.speedup_bound(costs.data_s)}."
+        f" between two batches, which includes callbacks and loggers. Without: {costs.bound_text(costs.data_s)}."
     ]
 
 
@@ -226,34 +209,5 @@ def _for_waiting(costs: Costs) -> list[str]:
         "Use batches of the same size on all ranks, and run no other programs beside them:"
         f" {short_percent(costs.exposed_wait_s / costs.exposed_s)} of the exposed time is spent waiting for"
         " whichever rank arrives last, which no comm_hook shortens. Without:"
-        f" {costs.speedup_bound(costs.exposed_wait_s)}."
+        f" {costs.bound_text(costs.exposed_wait_s)}."
     ]
-
-
-def _for_communication(costs: Costs, comm_hook: str, forecasts: Sequence[Forecast]) -> list[str]:
-    """Returns what shortens the step, lossless first; what is less exact only if it saves more."""
-    if comm_hook in _PARAMETERWISE:
-        return ["strategy=CommOptDDP(), lossless: gradients travel in buckets, not one by one."]
-    found, best_s = [], costs.step_s
-    for forecast in forecasts:
-        if forecast.note:
-            if costs.is_worth(costs.step_s - forecast.step_s):
-                found.append(f"{forecast.setting}, exact: {forecast.speedup_text(costs.step_s)}; {forecast.note}.")
-        elif costs.is_worth(best_s - forecast.step_s):
-            best_s = forecast.step_s
-            found.append(_try(costs, forecast))
-    return found
-
-
-def _without_compression(costs: Costs, comm_hook: str, is_lossy: bool, forecasts: Sequence[Forecast]) -> list[str]:
-    """Recommends what is exact where a lossy compressor saves nothing."""
-    exact = [one for one in forecasts if not one.is_lossy and not one.note]
-    if not is_lossy or not exact or exact[0].step_s > (1 + _AS_FAST) * costs.step_s:
-        return []
-    return [f'{_try(costs, exact[0])[:-1]}, and "{comm_hook}" is lossy.']
-
-
-def _try(costs: Costs, forecast: Forecast) -> str:
-    kind = "lossy" if forecast.is_lossy else "lossless"
-    compare = "" if forecast.error_bound <= _HARDLY_LOSSY else " Compare the final metric as well."
-    return f"{forecast.setting}, {kind}: {forecast.speedup_text(costs.step_s)}.{compare}"

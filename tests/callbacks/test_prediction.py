@@ -11,8 +11,8 @@ from small_fit import PARAMETERS, fit
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
 from lightning_commopt.cost.basis import basis_of_run
+from lightning_commopt.measure.forecasts import read_forecasts
 from lightning_commopt.measure.runs.files import PREDICTION_FILE
-from lightning_commopt.measure.verdict import read_forecasts
 from lightning_commopt.plan import CommPlan
 from support.ranks import run_ranks
 

@@ -33,8 +33,8 @@ def test_a_table_of_plans(run_dir: Path) -> None:
     assert "with 2 ranks" in output
     assert "uncompressed (as it ran)" in output
     assert "int8" in output
-    assert "Leans on: link: 3 times of 40 MB on the wire in the run." in output
-    assert "Leans on: gradients are taken to become ready evenly" in output
+    assert "Assumes: link: 3 times of 40 MB on the wire in the run." in output
+    assert "Assumes: gradients are taken to become ready evenly" in output
 
 
 def test_the_runs_own_plan_is_what_was_measured(run_dir: Path) -> None:

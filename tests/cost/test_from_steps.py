@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_commopt.cost.basis import Basis, basis_of_run, calibrated
+from lightning_commopt.cost.basis import Basis, basis_of_run
 from lightning_commopt.cost.from_steps import link_of_steps, without_interrupts, workload_of_steps
 from lightning_commopt.cost.gradient_times import Interrupts
-from lightning_commopt.cost.predict import predict
 from lightning_commopt.cost.workload import GLOO_CPU_S, Gradient
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.observer import BucketInfo
@@ -62,16 +61,6 @@ def test_the_parts_of_a_step() -> None:
     assert [one.ready_s for one in work.gradients] == pytest.approx([2 / 3, 4 / 3, 2, 8 / 3, 10 / 3, 4])
     assert work.gradient_bytes == 24 * 10**6
     assert (work.spread_s, work.straggler_s, work.num_batches) == pytest.approx((0, 0, 1))
-
-
-def test_the_model_reproduces_the_run() -> None:
-    """If it fails, predictions of other plans begin with an error that is known."""
-    steps = [[step(number) for number in range(5)]] * 2
-    work, link, plan = workload_of_steps(steps, num_ranks=2), link_of_steps(steps, num_ranks=2), CommPlan()
-    for measured_s in (9.0, 10.5, 14.0):
-        fitted = calibrated(work, link, {}, plan, measured_s)
-        assert predict(plan, work, fitted, {}).step_s == pytest.approx(measured_s, rel=1e-3)
-    assert calibrated(work, link, {}, plan, 1.0) == link  # no link is that fast
 
 
 def test_a_run_whose_first_rank_is_slow_can_be_predicted() -> None:

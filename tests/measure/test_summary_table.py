@@ -5,13 +5,14 @@ import io
 import pytest
 from rich.console import Console
 
+from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.measure.statistics import TIMES
 from lightning_commopt.measure.summary import FitSummary
-from lightning_commopt.measure.verdict import Forecast, Verdict, verdict
+from lightning_commopt.measure.verdict import Verdict, verdict
 from support.narrow import check_numbers_are_whole
 from support.sample_metrics import NAN, sample_metrics
 
-FORECASTS = [Forecast("bucket_cap_mb=100", False, 0.0, 0.5, 0.4, 0.6)]
+FORECASTS = [Forecast("bucket_cap_mb=100", False, 0.0, 0.5, 0.4, 0.6, present_s=0.7)]
 
 
 def rendered(metrics: dict[str, float], width: int = 80, result: Verdict | None = None) -> list[str]:

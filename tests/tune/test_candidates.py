@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from lightning_commopt import CommPlan
 from lightning_commopt.compressors import compressor_from_config
@@ -14,7 +17,8 @@ from lightning_commopt.cost.compressor_cost import own_average
 from lightning_commopt.cost.predict import buckets_of, predict
 from lightning_commopt.cost.workload import Gradient, Link, Workload
 from lightning_commopt.plan import ddp_options
-from lightning_commopt.tune.calibration import MAX_CANDIDATES, Shortlist, shortlist
+from lightning_commopt.tune import calibration as calibration_module
+from lightning_commopt.tune.calibration import MAX_CANDIDATES, Calibration, Shortlist, shortlist
 from lightning_commopt.tune.options import TuneOptions
 
 _GRADIENTS = tuple(Gradient(f"layer.{i}", (1024, 1024), 4, 0.01 * (i + 1)) for i in range(20))
@@ -49,7 +53,7 @@ def test_every_compressor_that_may_win_is_tried_and_no_other() -> None:
     """If it fails, steps are spent on a plan that is known to be slow, and none on other buckets of the fastest."""
     slow = _list(_SLOW, ("bf16", "int8")).candidates
     assert {one.plan.comm_hook for one in slow} == {_INT8}
-    assert [len(buckets_of(one.plan, _GRADIENTS)) for one in slow] == [20, 3, 7]  # 3 differs most
+    assert [len(buckets_of(one.plan, _GRADIENTS)) for one in slow] == [20, 2, 7]  # 2 differs most
     close = _list(Link(hop_s=1e-4, s_per_byte=2e-9), ("bf16", "int8")).candidates
     assert {one.plan.comm_hook for one in close} >= {_BF16, _INT8}
     for found in (slow, close):
@@ -117,3 +121,30 @@ def test_a_second_layout_has_far_more_or_fewer_buckets(lossy: tuple[str, ...]) -
         numbers = sorted(len(buckets_of(plan, _GRADIENTS)) for plan in plans if plan.comm_hook == hook)
         assert all(many >= 2 * few for few, many in itertools.pairwise(numbers)), plans
     assert len(plans) > len({plan.comm_hook for plan in plans})
+
+
+@pytest.mark.parametrize(("limit_s", "num_measured"), [(0.1, 0), (0.35, 1), (10.0, 2)])
+def test_compressors_are_measured_within_a_limit(
+    limit_s: float, num_measured: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it fails, a short fit waits for what it cannot pay for, or nobody learns which compressor was left out."""
+    lossy, ticks = (_INT8, _BF16), {"now_s": 0.0}
+    strategy = SimpleNamespace(plan=CommPlan(), root_device=torch.device("cpu"), world_size=2)
+    calibration = object.__new__(Calibration)
+    vars(calibration).update(
+        _strategy=strategy,
+        _options=TuneOptions(lossy=lossy),  # type: ignore[arg-type]
+        _times=SimpleNamespace(gradients=list),
+        _limit_s=limit_s,
+        not_measured=[],
+    )
+
+    def measure(compressors: list[Any], *args: Any) -> dict[Any, None]:
+        ticks["now_s"] += 0.1
+        return dict.fromkeys(compressors)
+
+    monkeypatch.setattr(calibration_module, "measure_costs", measure)
+    monkeypatch.setattr(calibration_module, "time", SimpleNamespace(perf_counter=lambda: ticks["now_s"]))
+    costs = calibration.measure()
+    assert [*costs] == [None, *lossy[:num_measured]]
+    assert calibration.not_measured == [*lossy[num_measured:]]

@@ -33,7 +33,7 @@ class Outlook:
     others: tuple[Candidate, ...]  # the best plan with each compressor, the fastest first
 
     def table(self) -> Group:
-        columns = ("step, s", "95 %", "exposed, s", "times as fast", "lossy")
+        columns = ("median step, s", "95 %", "exposed, s", "times as fast", "lossy")
         table = TextTable("plan", *columns, numbers=columns[:-1], title=self.title)
         candidates, now_s = (self.present, *self.others), self.present.prediction.step_s
         for candidate in candidates:
@@ -48,7 +48,7 @@ class Outlook:
                 "yes" if hook is not None and hook.claims.is_lossy else "no",
             )
         reasons = dict.fromkeys(reason for candidate in candidates for reason in candidate.prediction.reasons)
-        shown = "\n".join(f"Leans on: {reason}." for reason in reasons)
+        shown = "\n".join(f"Assumes: {reason}." for reason in reasons)
         return Group(table, Padding(Text(shown), (0, 0, 0, 1)))
 
     def to_plain(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def outlook(
         words.append("1 batch a step" if num_batches == 1 else f"{num_batches} batches a step")
     present = Candidate(world.plan, world.predict(world.plan, num_ranks=num_ranks))
     best = best_of_each(world, wanted, num_ranks=num_ranks)
-    title = f" A step of {run_dir} with {', '.join(words)}"
+    title = f" The median step of {run_dir} with {', '.join(words)}"
     return Outlook(title=title, present=present, others=tuple(best))
 
 

@@ -1,0 +1,102 @@
+"""A short probe of the link: a few all-reduces on an idle link, from small ones to the largest uncompressed bucket.
+
+A compressed run sends a fraction of its gradients' bytes, so its own messages do not show how long those would take.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lightning_commopt.cost.workload import GLOO_CPU_S, Link, num_wakes
+from lightning_commopt.measure.clock import clock_for
+
+_FIRST_BYTES = 2**12
+_GROWTH = 16  # four sizes up to 16 MiB: enough for a line, in a fraction of a second
+_NUM_SMALL, _NUM_LARGE = 7, 3  # repetitions of sizes below and from 1 MiB on
+_LARGE_BYTES = 2**20
+_MAX_SIZE_S = 1.0
+"""Time for all repetitions of a size: a larger size is left out if it is expected to take longer."""
+
+
+class ProbedSize(NamedTuple):
+    """An all-reduce of one size, on this rank."""
+
+    num_bytes: int
+    time_s: float  # least of the repetitions, which others' work disturbed least
+    cpu_s: float  # processor time of this process's other threads; 0 on CUDA
+
+
+def probe_link(group: dist.ProcessGroup, device: torch.device, max_bytes: int) -> list[ProbedSize]:
+    """Times all-reduces of growing size; all ranks of ``group`` must call it, while nothing else is under way.
+
+    Args:
+        group: whose ranks take part, all with the same ``max_bytes``.
+        device: of the messages, the one that gradients are on.
+        max_bytes: the largest message, usually the largest bucket.
+
+    Returns:
+        By size. The last size is below ``max_bytes`` where the link would need more than half a second for it. The
+        number of sizes is the same on all ranks.
+    """
+    probed: list[ProbedSize] = []
+    num_bytes = min(_FIRST_BYTES, max_bytes)
+    _time_all_reduces(group, device, num_bytes)  # connections and buffers are made with the first one
+    while True:
+        found = _time_all_reduces(group, device, num_bytes)
+        probed.append(found)
+        if num_bytes >= max_bytes:
+            return probed
+        num_bytes = min(_GROWTH * num_bytes, max_bytes)
+        slowest_s = torch.tensor(found.time_s, device=device)
+        dist.all_reduce(slowest_s, dist.ReduceOp.MAX, group=group)
+        if _num_repetitions(num_bytes) * slowest_s.item() * num_bytes / found.num_bytes > _MAX_SIZE_S:
+            return probed
+
+
+def _num_repetitions(num_bytes: int) -> int:
+    return _NUM_SMALL if num_bytes < _LARGE_BYTES else _NUM_LARGE
+
+
+def _time_all_reduces(group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> ProbedSize:
+    message, clock = torch.zeros(max(1, num_bytes // 4), device=device), clock_for(device)
+    num_repetitions = _num_repetitions(num_bytes)
+    cpu_s, marks = _cpu_of_others_s(), [clock.mark()]
+    for _ in range(num_repetitions):
+        dist.all_reduce(message, group=group)
+        marks.append(clock.mark())
+    clock.wait_for(marks[-1])
+    times_s = [clock.seconds(mark) for mark in marks]
+    others_s = 0.0 if device.type == "cuda" else (_cpu_of_others_s() - cpu_s) / num_repetitions
+    return ProbedSize(message.nbytes, min(end - start for start, end in pairwise(times_s)), others_s)
+
+
+def _cpu_of_others_s() -> float:
+    return time.process_time() - time.thread_time()
+
+
+def link_of_probe(sizes: Sequence[ProbedSize], num_ranks: int, *, has_trees: bool = False) -> Link:
+    """Returns the idle link behind a probe: its latency from the smallest size, its rate from the largest.
+
+    The sizes are those of `probe_link`, at least one. Where there is one only, its time counts as latency.
+    """
+    small, large = sizes[0], sizes[-1]
+    num_bytes = max(1, large.num_bytes - small.num_bytes)
+    num_hops = 2 * (num_ranks - 1)
+    latency_s = min(probed.time_s for probed in sizes)
+    slope = max(0.0, large.time_s - latency_s) / num_bytes
+    message_s = min(probed.cpu_s for probed in sizes)
+    text = f"all-reduces of {small.num_bytes / 1e6:.2g} to {large.num_bytes / 1e6:.3g} MB at the end of the fit"
+    return Link(
+        hop_s=latency_s / num_hops,
+        s_per_byte=slope * num_ranks / num_hops,
+        cpu_s_per_byte=max(0.0, large.cpu_s - message_s) / num_bytes,
+        cpu_s_per_message=min(GLOO_CPU_S, message_s / num_wakes("all_reduce", num_ranks)),
+        has_trees=has_trees,
+        source=text,
+    )

@@ -1,0 +1,147 @@
+"""Predicted speed-ups in words: which settings are worth trying, and which compressor is not.
+
+A plan is recommended for its speed if it is expected to save at least a twentieth of a step, and its whole interval is
+above 1. No speed-up exceeds that of a step whose communication is hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from lightning_commopt.measure.plain import check_numbers, errors_naming, from_plain, read_object
+from lightning_commopt.measure.runs.files import PREDICTION_FILE
+from lightning_commopt.measure.statistics import ratio
+from lightning_commopt.text.formatting import number
+
+WORTH_IT = 0.05
+"""Share of a step that is worth a change of settings."""
+
+_PARAMETERWISE = ("NaiveDP", "InterleavedDP")
+_HARDLY_LOSSY = 0.1  # error bound above which the final metric may differ
+_AS_FAST = 0.02  # share of a step that a lossless plan may cost to be recommended where communication is hidden anyway
+
+
+def speedup(step_s: float, saved_s: float) -> float:
+    """Returns how many times as fast training would be if steps were shorter by a time; NaN if that is unknown."""
+    return ratio(step_s, step_s - saved_s)
+
+
+class Forecast(NamedTuple):
+    """The predicted median step with another setting."""
+
+    setting: str  # to write, such as ``comm_hook="int8"``
+    is_lossy: bool  # whether the setting brings a compressor that changes gradients
+    error_bound: float  # of one average, see `Claims`
+    step_s: float  # predicted, for as many samples as a step has now
+    low_s: float  # lower end of the 95 % interval
+    high_s: float  # upper end of the 95 % interval
+    note: str = ""  # what else changes; empty if nothing does
+    present_s: float = math.nan  # median step with the present settings; NaN in files that lack it
+
+    def speedups(self, present_s: float, bound: float) -> tuple[float, float, float]:
+        """Returns how many times as fast it is as now: expected, lower and upper end, none of them above ``bound``.
+
+        ``present_s`` is the present step if the forecast has none; a ``bound`` of NaN limits nothing.
+
+        >>> Forecast('comm_hook="int8"', True, 0.02, 0.5, 0.4, 0.625).speedups(1.0, 2.2)
+        (2.0, 1.6, 2.2)
+        """
+        if not math.isnan(self.present_s):
+            present_s = self.present_s
+        expected, low, high = (present_s / seconds for seconds in (self.step_s, self.high_s, self.low_s))
+        if math.isnan(bound):
+            return expected, low, high
+        return min(expected, bound), min(low, bound), min(high, bound)
+
+
+def read_forecasts(run_dir: Path) -> Sequence[Forecast]:
+    """Returns those of a run, none if its fit has not ended; a ValueError if the file holds something else."""
+    path = run_dir / PREDICTION_FILE
+    if not path.exists():
+        return ()
+    plain = read_object(path, "result of commopt prediction")
+    with errors_naming(path):
+        check_numbers(plain["forecasts"], "forecasts")
+        found = [from_plain(Forecast, forecast) for forecast in plain["forecasts"]]
+        for forecast in found:
+            if not 0 < forecast.low_s <= forecast.step_s <= forecast.high_s:
+                raise ValueError(f"a forecast has no step time: {forecast.low_s}, {forecast.step_s}, {forecast.high_s}")
+    return found
+
+
+class Present(NamedTuple):
+    """The run as it is."""
+
+    step_s: float  # on average
+    exposed_s: float  # on average
+    median_step_s: float
+    comm_hook: str  # name of what averages the gradients
+    is_lossy: bool  # whether that changes them
+
+    def speedups(self, forecast: Forecast) -> tuple[float, float, float]:
+        return forecast.speedups(self.median_step_s, speedup(self.step_s, self.exposed_s))
+
+    def is_faster(self, forecast: Forecast) -> bool:
+        """Returns whether a setting is worth the effort, and faster beyond its interval."""
+        expected, low, _ = self.speedups(forecast)
+        return low > 1 and 1 - 1 / expected >= WORTH_IT
+
+
+def shorter_steps(present: Present, forecasts: Sequence[Forecast]) -> list[str]:
+    """Returns what shortens the step, lossless first; what is less exact only if it saves more."""
+    if present.comm_hook in _PARAMETERWISE:
+        return ["strategy=CommOptDDP(), lossless: gradients travel in buckets, not one by one."]
+    found, best = [], 1.0
+    for forecast in filter(present.is_faster, forecasts):
+        expected = present.speedups(forecast)[0]
+        if forecast.note:
+            found.append(_recommendation(present, forecast))
+        elif 1 - best / expected >= WORTH_IT:
+            best = expected
+            found.append(_recommendation(present, forecast))
+    if forecasts and not found and present.exposed_s >= WORTH_IT * present.step_s:
+        found = ["No comm_hook= or bucket_cap_mb= is clearly faster: their predictions do not exceed 1 beyond doubt."]
+    return [*_if_compression_costs_more(present, forecasts), *found]
+
+
+def _if_compression_costs_more(present: Present, forecasts: Sequence[Forecast]) -> list[str]:
+    """Says so if the present compressor takes more time than it saves."""
+    if not present.is_lossy or not any(_is_uncompressed(one) and present.is_faster(one) for one in forecasts):
+        return []
+    return [f'comm_hook="{present.comm_hook}" takes more time than it saves on this link.']
+
+
+def exact_alternative(present: Present, forecasts: Sequence[Forecast]) -> list[str]:
+    """Recommends what is exact where communication is hidden, so that a lossy compressor saves nothing."""
+    for forecast in filter(_is_uncompressed, forecasts):
+        expected, low, _ = forecast.speedups(present.median_step_s, math.nan)
+        if present.is_lossy and expected > 1 - _AS_FAST:
+            than_now = "faster" if low > 1 else "about as fast"
+            return [f'{forecast.setting}, lossless: expected to be {than_now}, and "{present.comm_hook}" is lossy.']
+    return []
+
+
+def _is_uncompressed(forecast: Forecast) -> bool:
+    return forecast.setting.startswith('comm_hook="none"')
+
+
+def _recommendation(present: Present, forecast: Forecast) -> str:
+    expected, low, high = present.speedups(forecast)
+    speedup = f"{expected:.2f} ({low:.2f} to {high:.2f}) times as fast"
+    if forecast.note:
+        return f"{forecast.setting}, exact: {speedup}; {forecast.note}."
+    is_exact = _is_uncompressed(forecast) or not (forecast.is_lossy or present.is_lossy)
+    kind = ", lossy" if forecast.is_lossy else ", lossless" if is_exact else ""
+    compare = "" if forecast.error_bound <= _HARDLY_LOSSY else " Compare the final metric as well."
+    return f"{forecast.setting}{kind}: {speedup}.{compare}"
+
+
+def statistic_text(present: Present, forecasts: Sequence[Forecast]) -> str:
+    """Returns a sentence on what is predicted; empty without forecasts."""
+    if not forecasts:
+        return ""
+    step_s = present.median_step_s if math.isnan(forecasts[0].present_s) else forecasts[0].present_s
+    return f"Speed-ups are those of the median step, now {number(1e3 * step_s)} ms, with 95 % intervals."
