@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import OmegaConf
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt import CommOptDDP, CommPlan, PowerSGD
@@ -30,6 +31,7 @@ from lightning_commopt.compressors import (
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
 from lightning_commopt.measure.runs.settings import flat
 from lightning_commopt.plan import DDP_OPTION_SINCE, OptionError, UnknownOptionError, ddp_options
+from lightning_commopt.text import validation
 
 BF16 = Cast(dtype=torch.bfloat16)
 _SWITCHES = [f.name for f in dataclasses.fields(CommPlan) if f.name not in ("bucket_cap_mb", "comm_hook")]
@@ -379,10 +381,53 @@ def test_two_hooks() -> None:
     assert CommOptDDP(comm_hook="none", ddp_comm_hook=print).plan.comm_hook is None
 
 
-def test_epsilon_without_effect() -> None:
+def test_settings_of_powersgd_without_effect() -> None:
     """If it fails, a setting has no effect and nobody says so."""
+    validation.warn_once.cache_clear()
     with pytest.warns(UserWarning, match="epsilon=0.1 has no effect with matrix_rank=2"):
         PowerSGD(matrix_rank=2, epsilon=0.1)
+    with pytest.warns(UserWarning, match="refresh_steps=5 has no effect with warm_start=False"):
+        PowerSGD(warm_start=False, refresh_steps=5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"name": "int8", "error_feedback": False, "residual_dtype": "bfloat16"},
+        {"name": "int4", "residual_dtype": "bfloat16"},
+        {"name": "powersgd", "error_feedback": False, "residual_dtype": "bfloat16"},
+    ],
+)
+def test_dtype_of_a_residual_that_is_not_kept(options: dict[str, Any]) -> None:
+    """If it fails, who saves memory by it never learns that there was none to save."""
+    validation.warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="residual_dtype='bfloat16' has no effect with error_feedback=False"):
+        plan = CommPlan.from_dict({"comm_hook": options})
+    assert CommPlan.from_json(plan.to_json()) == plan  # without a second warning
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ddp_comm_state": object()}, "ddp_comm_state has no effect: it needs ddp_comm_hook"),
+        ({"ddp_comm_wrapper": print}, "ddp_comm_wrapper has no effect: it needs ddp_comm_hook"),
+        (
+            {"model_averaging_period": 2, "ddp_comm_hook": print},
+            "model_averaging_period has no effect: it needs a Post",
+        ),
+    ],
+)
+def test_lightnings_arguments_without_effect(arguments: dict[str, Any], message: str) -> None:
+    """If it fails, an argument is dropped without a word."""
+    validation.warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=message):
+        CommOptDDP(**arguments)
+
+
+def test_lightnings_arguments_with_effect() -> None:
+    state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=2)
+    CommOptDDP(ddp_comm_hook=print, ddp_comm_state=object(), ddp_comm_wrapper=print)
+    CommOptDDP(ddp_comm_state=state, model_averaging_period=2)
 
 
 NAMES: dict[str, dict[str, Any]] = {

@@ -220,6 +220,13 @@ class Compressor(ABC):
                 average is not finite. None to drop what is left out.
         """
 
+    def why_idle(self, layout: Layout) -> str | None:
+        """Returns why it sends all of such a bucket as it is, in a few words; None if it does not.
+
+        Compressors for which that depends on the bucket override this.
+        """
+        return None
+
     @abstractmethod
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns the bytes that `rounds` hands to its channel in one call, once it compresses."""

@@ -58,6 +58,12 @@ class BySize(Wrapper):
                         _scatter(of_selected, residual, layout, mask)
         return None
 
+    def why_idle(self, layout: Layout) -> str | None:
+        is_large = self._is_large(layout)
+        if not any(is_large):
+            return f"no gradient has min_numel={self.min_numel} elements"
+        return self.inner.why_idle(layout.select(is_large))
+
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         is_large = self._is_large(layout)
         sent = self.inner.wire_bytes(layout.select(is_large), world_size) if any(is_large) else 0

@@ -101,6 +101,11 @@ class Cast(Compressor):
             sent[places // -(-n // num_ranks), places] += num_ranks * (mean - rounded.sum(0))
         return mean, sent
 
+    def why_idle(self, layout: Layout) -> str | None:
+        if self.accumulate is None and self._wire_dtype(layout.dtype) == layout.dtype:
+            return f"gradients are {str(layout.dtype).removeprefix('torch.')} already"
+        return None
+
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         padded = layout.numel if self.accumulate is None else -(-layout.numel // world_size) * world_size
         return padded * self._wire_dtype(layout.dtype).itemsize

@@ -90,6 +90,10 @@ class Hierarchical(Wrapper):
             its_residual = dropped.mul_(within.size).masked_fill_(~finite, 0)  # it counts once in the mean over a node
             residual[start : start + mine_layout.numel].add_(its_residual)
 
+    def why_idle(self, layout: Layout) -> str | None:
+        """Returns None: fewer bytes cross nodes even if ``inner`` sends them as they are."""
+        return None
+
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns what the rank with the largest part sends across nodes."""
         if self.ranks_per_node is None:
@@ -130,7 +134,7 @@ def place_on_nodes(compressor: Compressor, world_size: int, ranks_per_node: int)
 
 
 def node_size(asked: int | None, launched: int, numbers: Collection[int], what: str) -> int:
-    """Returns the ranks per node that were asked for, or that the launcher started; warns if all are on one node.
+    """Returns the ranks per node that were asked for, or that the launcher started; warns where nodes change nothing.
 
     Raises:
         ValueError: it does not divide one of the ``numbers`` of ranks, or of ``what`` belongs to them.
@@ -141,6 +145,10 @@ def node_size(asked: int | None, launched: int, numbers: Collection[int], what: 
         raise ValueError(f"ranks_per_node must divide the number of {what}, {indivisible[0]}, got {size}{source}")
     if set(numbers) == {size}:
         warn_once(f"comm_hook: 'hierarchical' compresses nothing here: all {what} are on one node.")
+    elif size == 1:
+        warn_once(
+            "comm_hook: 'hierarchical' has no effect here: each node has one rank, so all is as with its 'inner'."
+        )
     return size
 
 

@@ -20,7 +20,7 @@ from lightning_commopt.compressors.kernels.elementwise import wide_dtype
 from lightning_commopt.compressors.kernels.factors import Matrix, Parts, Shapes, factors_numel, orthonormal
 from lightning_commopt.compressors.kernels.low_rank import compress, decompress, holds_sums, subtract_product
 from lightning_commopt.compressors.wrappers import ErrorFeedback, Preset
-from lightning_commopt.text.validation import check_integer, warn, warn_once
+from lightning_commopt.text.validation import check_integer, warn_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class PowerIteration(Compressor):
         if not isinstance(self.epsilon, Real) or not self.epsilon >= 0:
             raise ValueError(f"epsilon must be a number of at least 0, got {self.epsilon!r}")
         if self.matrix_rank > 1 and self.epsilon != PowerIteration.epsilon:
-            warn(f"epsilon={self.epsilon!r} has no effect with matrix_rank={self.matrix_rank}")
+            warn_once(f"epsilon={self.epsilon!r} has no effect with matrix_rank={self.matrix_rank}")
 
     @property
     def claims(self) -> Claims:
@@ -71,6 +71,11 @@ class PowerIteration(Compressor):
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
         self._warn_of_clamped_rank(layout)
         return {"step": step, **self._first_factors(layout, device, step)}
+
+    def why_idle(self, layout: Layout) -> str | None:
+        if self._cut(layout).matrices:
+            return None
+        return f"no gradient is a matrix that shrinks enough (min_compression_rate={self.min_compression_rate:g})"
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns the bytes of a step on average, in float32 at least."""

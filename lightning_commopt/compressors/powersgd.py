@@ -19,7 +19,7 @@ from lightning_commopt.compressors.kernels.elementwise import wide_dtype
 from lightning_commopt.compressors.kernels.factors import orthonormal, orthonormalize, views
 from lightning_commopt.compressors.power_iteration import BucketMatrices, PowerIteration, PowerIterationPreset
 from lightning_commopt.compressors.registry import register_compressor
-from lightning_commopt.text.validation import check_switch
+from lightning_commopt.text.validation import check_switch, warn_once
 
 
 @register_compressor("low_rank")
@@ -51,6 +51,8 @@ class LowRank(PowerIteration):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_switch("warm_start", self.warm_start)
+        if not self.warm_start and self.refresh_steps is not None:
+            warn_once(f"refresh_steps={self.refresh_steps} has no effect with warm_start=False: every step starts anew")
 
     @property
     def claims(self) -> Claims:

@@ -15,7 +15,9 @@ from lightning_commopt.compressors.base import Claims, Compressor, Layout, Round
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels.elementwise import wide_dtype
 from lightning_commopt.compressors.registry import EXAMPLE, compressor_name, register_compressor
-from lightning_commopt.text.validation import check_choice, check_integer, check_switch
+from lightning_commopt.text.validation import check_choice, check_integer, check_switch, warn_once
+
+_RESIDUAL_DTYPES = ("float32", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,9 @@ class Wrapper(Compressor):
     @property
     def claims(self) -> Claims:
         return self.inner.claims
+
+    def why_idle(self, layout: Layout) -> str | None:
+        return self.inner.why_idle(layout)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         return self.inner.wire_bytes(layout, world_size)
@@ -73,7 +78,7 @@ class ErrorFeedback(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("residual_dtype", self.residual_dtype, ("float32", "bfloat16"))
+        check_choice("residual_dtype", self.residual_dtype, _RESIDUAL_DTYPES)
         if self.inner.claims.keeps_residual:
             owner = self.inner
             while isinstance(owner, Wrapper) and not isinstance(owner, ErrorFeedback):
@@ -174,6 +179,9 @@ class Preset(Compressor):
         check_switch("error_feedback", self.error_feedback)
         if self.error_feedback:
             inner = ErrorFeedback(inner=inner, residual_dtype=self.residual_dtype)
+        elif self.residual_dtype != ErrorFeedback.residual_dtype:
+            check_choice("residual_dtype", self.residual_dtype, _RESIDUAL_DTYPES)
+            warn_once(f"residual_dtype={self.residual_dtype!r} has no effect with error_feedback=False")
         return AfterSteps(inner=inner, start_step=self.start_step) if hasattr(self, "start_step") else inner
 
     @property
@@ -187,6 +195,9 @@ class Preset(Compressor):
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
         return (yield from self.compressor.rounds(flat, layout, state, channel, residual))
+
+    def why_idle(self, layout: Layout) -> str | None:
+        return self.compressor.why_idle(layout)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         return self.compressor.wire_bytes(layout, world_size)

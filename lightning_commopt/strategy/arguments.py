@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, get_args
 
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.catalog import recommended
 from lightning_commopt.compressors.registry import canonical_name, compressor_name, names_with_option
@@ -19,7 +21,7 @@ from lightning_commopt.plan import (
     ddp_options,
     plan_options,
 )
-from lightning_commopt.text.validation import did_you_mean
+from lightning_commopt.text.validation import did_you_mean, warn_once
 from lightning_commopt.tune.options import TuneOptions, plan_from_option
 from lightning_commopt.watch.uneven_batches import POLICIES
 
@@ -67,6 +69,7 @@ def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, TuneOpt
         options["bucket_cap_mb"] = list(sizes)
     tuned = TuneOptions.of(given.get("plan"), given.get("lossy"), {**given, **others, **options})
     plan = plan_from_option(given.get("plan"), options) or CommPlan.from_dict(options)
+    _warn_of_unused(given)
     if plan.comm_hook is not None and others.get("mixed_precision") is not None:
         raise OptionError("comm_hook and DDP's mixed_precision exclude each other: DDP takes one hook")
     return plan, tuned, {**lightnings, **plan.ddp_kwargs(), **others}
@@ -91,6 +94,20 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         raise OptionError(
             "sigterm_every_n_steps and uneven_batches='allow' exclude each other: the ranks must take the same steps"
         )
+
+
+def _warn_of_unused(given: Mapping[str, Any]) -> None:
+    """Warns once of Lightning's arguments for ``ddp_comm_hook`` that do nothing beside the others."""
+    has_hook = given.get("ddp_comm_hook") is not None
+    averages = isinstance(given.get("ddp_comm_state"), PostLocalSGDState)
+    needs = {
+        "ddp_comm_state": (has_hook or averages, "ddp_comm_hook"),
+        "ddp_comm_wrapper": (has_hook, "ddp_comm_hook"),
+        "model_averaging_period": (averages, "a PostLocalSGDState as ddp_comm_state"),
+    }
+    for name, (has_effect, needed) in needs.items():
+        if given.get(name) is not None and not has_effect:
+            warn_once(f"{name} has no effect: it needs {needed}.")
 
 
 def _optional(is_allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -29,7 +29,7 @@ from lightning_commopt.sync.sharded_checkpoint import describe, rank_state, rest
 from lightning_commopt.sync.sharded_gather import GatheredParameters
 from lightning_commopt.sync.state import KEY
 from lightning_commopt.text.formatting import byte_unit
-from lightning_commopt.text.validation import info
+from lightning_commopt.text.validation import info, warn_once
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -143,6 +143,9 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
                 covered.update(module.modules())  # at once: units over the same ranks then share a group
                 for setter, value in self._fsdp_options.items():
                     getattr(module, setter)(value)
+        if self._fsdp_options and not covered:
+            names = ", ".join(setter.removeprefix("set_") for setter in self._fsdp_options)
+            warn_once(f"{names} has no effect: the model has no unit of FSDP2.")
         if not is_fit(self) or (self.sharded_sync is None and self._gathered is None):
             return
         if not covered:
@@ -218,6 +221,8 @@ class CommOptModelParallelStrategy(_ModelParallelStrategy):
         super().on_exception(exception)
 
     def teardown(self) -> None:
+        if self._accumulates_unsharded and not self._has_printed_size and has_stepped(self):
+            warn_once("accumulate_grads='unsharded' had no effect: no gradients were accumulated.")
         for comm_objects in (self.sharded_sync, self._gathered):
             if comm_objects is not None:
                 comm_objects.detach()
@@ -263,6 +268,11 @@ def gradient_bytes(sharded: Iterable[Module]) -> tuple[int, int]:
             sharded_bytes += local.numel() * local.element_size()
             unsharded_bytes += min(local.numel() * num_shards, parameter.numel()) * local.element_size()
     return unsharded_bytes, sharded_bytes
+
+
+def has_stepped(strategy: Any) -> bool:
+    """Returns whether the Trainer that a strategy belongs to is in a fit with an optimizer step behind it."""
+    return is_fit(strategy) and strategy.lightning_module.trainer.global_step > 0
 
 
 def _require_sync(sharded: Iterable[FSDPModule], is_required: bool, *, unsharded: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -15,11 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from lightning_commopt.compat.torch import stop_reducing, uses_python_reducer
-from lightning_commopt.compressors import Compressor
+from lightning_commopt.compressors import Compressor, Layout
 from lightning_commopt.compressors.base import as_real
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.hierarchical import place_on_nodes
 from lightning_commopt.compressors.kernels import c_library
+from lightning_commopt.compressors.registry import short_name
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.buckets import synced_parameters
@@ -27,6 +28,7 @@ from lightning_commopt.sync.executors import Executor, SideStreams, WorkerThread
 from lightning_commopt.sync.groups import borrow_groups, shared_node_groups
 from lightning_commopt.sync.hook import BucketHook
 from lightning_commopt.sync.warm_up import compile_kernels, run_on_samples
+from lightning_commopt.text.formatting import grouped
 from lightning_commopt.text.validation import warn_once
 
 _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
@@ -80,6 +82,7 @@ def attach_bucket_hook(
     group: dist.ProcessGroup = model.process_group
     synced = synced_parameters(model)
     names = {id(parameter): name for name, parameter in synced.items()}
+    warn_if_idle(compressor, synced.values())
     groups = None
     executor: Executor
     if model.device_type == "cpu":
@@ -97,6 +100,15 @@ def attach_bucket_hook(
     hook = BucketHook(compressor, channel, names, executor, step, observers, groups)
     model.register_comm_hook(None, hook.reduce)
     return hook
+
+
+def warn_if_idle(compressor: Compressor, parameters: Iterable[Tensor]) -> None:
+    """Warns once if a compressor sends the gradients of all parameters as they are."""
+    by_dtype = grouped((as_real(parameter).dtype, as_real(parameter)) for parameter in parameters)
+    reasons = {compressor.why_idle(Layout.of(its_own, dtype)) for dtype, its_own in by_dtype.items()}
+    if reasons and None not in reasons:
+        shown = "; ".join(sorted(map(str, reasons)))
+        warn_once(f"comm_hook {short_name(compressor)!r} saves nothing here: {shown}.")
 
 
 def warn_of_launch_order(module: Module) -> None:

@@ -13,6 +13,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.torch import flush_static_graph
+from lightning_commopt.compressors import Compressor
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan, OptionError
 from lightning_commopt.sync.attach import (
@@ -220,7 +221,7 @@ class GradientSync:
     def end_fit(self) -> None:
         """Closes the hook, and resets what belongs to one fit."""
         try:
-            start_step = getattr(self.plan.comm_hook, "start_step", 0)
+            start_step = _start_step(self.plan.comm_hook)
             if self.hook is not None and 0 < self.num_syncs <= start_step:
                 warn(f"comm_hook never compressed: training took {self.num_syncs} steps, and start_step={start_step}.")
         finally:
@@ -232,6 +233,13 @@ class GradientSync:
         if self._residual_adder is not None:
             self._residual_adder.cancel()
             self._residual_adder = None
+
+
+def _start_step(compressor: Compressor | None) -> int:
+    """Returns the step in which the first compressor around others that starts late begins; 0 if none does."""
+    while compressor is not None and not hasattr(compressor, "start_step"):
+        compressor = getattr(compressor, "inner", None)
+    return getattr(compressor, "start_step", 0)
 
 
 def _synchronize(device: torch.device) -> None:

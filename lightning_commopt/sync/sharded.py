@@ -31,6 +31,7 @@ from lightning_commopt.sync.executors import BucketFuture, WorkerThread
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_groups, shared_node_groups
 from lightning_commopt.sync.sharded_unit import Column, SavedUnits, UnitReduceScatter
 from lightning_commopt.sync.warm_up import prepare_kernels, run_on_shards
+from lightning_commopt.text.validation import warn_once
 
 _MAX_UNDER_WAY = 2
 """Units whose gradients are in memory at a time, besides the one that backward is at."""
@@ -79,6 +80,9 @@ class ShardedSync:
             unit = UnitReduceScatter(self.compressor, self._channels, index, columns)
             self._register(module, unit, replicas_and_shards(columns)[0])
         self.add_residuals(residuals)
+        if not any(column.is_compressed for unit in self.units for column in unit.columns):
+            what = "parameters of one dimension only, which travel as they are" if self.units else "one shard"
+            warn_once(f"comm_hook has no effect here: each unit of the model has {what}.")
         if self.units:  # here, so that no backward waits for a compiler
             device, dtypes = self.units[0].device, set().union(*map(dtypes_of, self._replaced))
             channels = {unit.num_shards: self._channels.of(unit.group) for unit in self.units}
