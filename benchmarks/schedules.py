@@ -34,7 +34,7 @@ _SCRIPT = Path(__file__).with_name("schedule_job.py")
 _TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0")
 _LIMIT_S = 900.0
 """Of a program that runs beside other work; torch's own limits are half an hour."""
-_GONE_S = 90.0
+_GONE_S = 300.0
 _WRITE_EVERY = 10
 _ALARM = re.compile(r"has waited for .* and ends|has died|HangMonitor: rank|before it joined|Segmentation fault")
 _CUT_OFF = "Connection (closed|reset)|terminated with code"
