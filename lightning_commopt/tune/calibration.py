@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.catalog import ready_compressors
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.candidates import Candidate, candidates
-from lightning_commopt.cost.compressor_cost import measure_costs
+from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs
 from lightning_commopt.cost.gradient_times import GradientTimes
 from lightning_commopt.cost.predict import Costs, buckets_of, predict
 from lightning_commopt.measure.clock import clock_for
@@ -22,6 +23,8 @@ from lightning_commopt.tune.host import Host
 from lightning_commopt.tune.options import TuneOptions
 
 NUM_STEPS = 6
+MEASURING_S = 0.2
+"""Seconds that it takes to measure a compressor on a processor that does nothing else."""
 MAX_CANDIDATES = 6
 _MIN_GAIN = 0.01  # that a prediction must promise; the search wants more
 _NEAR = 2 / 3  # of the largest predicted gain: what a compressor must promise to be tried before other layouts
@@ -37,11 +40,14 @@ class Calibration:
         host: where a step begins; without a comm hook of its own its model must be wrapped
             again while the calibration observes it, see `attach`.
         options: the compressors to measure.
+        limit_s: seconds in which to measure those that are not in use.
     """
 
-    def __init__(self, host: Host, options: TuneOptions) -> None:
+    def __init__(self, host: Host, options: TuneOptions, limit_s: float) -> None:
         self._host, self._strategy = host, host.strategy
         self._options = options
+        self._limit_s = limit_s
+        self.not_measured: list[Compressor] = []
         device = self._strategy.root_device
         self._recorder = StepRecorder(clock_for(device))
         parameters = host.model().module.named_parameters()
@@ -73,10 +79,20 @@ class Calibration:
         self._strategy.sync_observers.remove(self._recorder)
 
     def measure(self) -> Costs:
-        """Measures the compressors; all ranks of a machine at the same time."""
-        compressors = {self._strategy.plan.comm_hook, *self._options.lossy}
-        gradients = self._times.gradients()
-        return measure_costs(compressors, gradients, self._strategy.root_device, self._strategy.world_size)
+        """Measures the compressors that the limit suffices for; all ranks of a machine at the same time.
+
+        `not_measured` then has those that were allowed, and left out.
+        """
+        began_s, longest_s, own = time.perf_counter(), MEASURING_S, self._strategy.plan.comm_hook
+        gradients, costs = self._times.gradients(), dict[Compressor | None, CompressorCost]()
+        for compressor in dict.fromkeys((own, *self._options.lossy)):
+            start_s = time.perf_counter()
+            if compressor != own and start_s - began_s + longest_s > self._limit_s:
+                self.not_measured.append(compressor)
+                continue
+            costs |= measure_costs([compressor], gradients, self._strategy.root_device, self._strategy.world_size)
+            longest_s = max(longest_s, time.perf_counter() - start_s)
+        return costs
 
     def basis(self, ranks: list[list[StepRecord]], costs: Costs, step_s: float) -> Basis:
         """Returns what the steps of all ranks show, whose plan is the user's; on rank 0.

@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple
 
 from lightning_commopt.tune.calibration import NUM_STEPS, Shortlist
 from lightning_commopt.tune.gains import TimedVisit
+from lightning_commopt.tune.look import Look
 from lightning_commopt.tune.search import Found, Report, Search, Visit
 
 CALIBRATE = -1
@@ -31,9 +32,9 @@ _NUM_ON_PROBATION = 3  # looks at which a plan that is no faster than the user's
 _DRIFT = 0.15  # change of the step time, beyond its noise, after which another plan may be the fastest
 _NUM_NOISES = 5.0
 _FIRST_SHARE, _ALL_SHARE = 0.6, 0.7  # of the budget, for the first search and for all: the rest is for bad luck
+_MEASURING_SHARE = 0.35  # share of the budget for measuring compressors: a first search needs the rest of its share
 _CREDIT = 0.5  # of what a plan has saved, for further searches
 _CHECK_SHARE = 0.005  # of the time, for looking whether the plan is still the best
-_NUM_BLOCKS = 5
 
 Status = Literal["measuring", "too short", "unpredictable", "nothing promising", "searching", "resumed"]
 _Visits = Generator[Visit, Report, None]
@@ -56,6 +57,7 @@ class Director:
         has_known: plan 1 was chosen by an earlier fit, and is tried before any prediction.
         max_regret: share of the fit's time, over all its steps, that searching may cost.
         num_settling_steps: see `Search`.
+        measuring_s: seconds that a calibration takes to measure the compressors, if nothing disturbs it.
 
     Attributes:
         status: how far it is.
@@ -65,9 +67,12 @@ class Director:
         is_searching: the present steps are part of a search.
         searches: what was found so far among the present candidates.
         events: since their first search, by step of the fit.
-        aside_s: seconds that calibration has taken between steps; the caller adds to it.
-        base_s: a step with the user's plan, as first measured.
-        calibration_lost_steps: that calibration has cost.
+        aside_s: seconds that calibration has taken between steps; the caller sets it.
+        base_s: a step with the user's plan, the median of those before candidates are tried.
+        lost_steps: to calibrations, searches and changes of the plan, in steps with the user's plan; negative if
+            candidates have saved more.
+        calibration_lost_steps: the part of them that calibrations have cost.
+        not_measured: names of compressors that may be chosen, and were too expensive to measure.
     """
 
     def __init__(
@@ -78,18 +83,21 @@ class Director:
         has_known: bool = False,
         max_regret: float = 0.01,
         num_settling_steps: int = 2,
+        measuring_s: float = 0.0,
     ) -> None:
         self._num_steps = num_steps
         self._has_known = has_known
         self._max_regret = max_regret
         self._num_settling_steps = num_settling_steps
+        self._measuring_s = measuring_s
         self._num_done = self._num_calibrations = 0
         self.status: Status = "measuring"
         self.shortlist: Shortlist | None = None
         self.is_searching = False
         self.aside_s = 0.0
         self.base_s = math.nan
-        self.calibration_lost_steps = 0.0
+        self.lost_steps = self.calibration_lost_steps = 0.0
+        self.not_measured: tuple[str, ...] = ()
         self._begin([1.0])
         self._direct: _Visits = self._resume(arm) if arm else self._start()
         self.visit = Visit(arm, 0)
@@ -150,10 +158,10 @@ class Director:
         while not known or not self._can_calibrate():
             report = yield Visit(0, _NUM_FIRST_STEPS if not known else WATCH_STEPS)
             known += [s for s in report.seconds if not math.isnan(s)]
+            self.base_s = statistics.median(known) if known else math.nan
             if not self._can_calibrate() and not math.isinf(self._num_steps):
                 self.status = "too short"
                 yield from self._end()
-        self.base_s = statistics.median(known)
         lost_steps = 0.0
         if self._has_known:
             self.status = "searching"
@@ -163,7 +171,7 @@ class Director:
                 yield from self._watch_and_search()
             lost_steps = max(0.0, self._lost_steps)
             self._begin([1.0])
-        lost_steps += yield from self._calibrate()
+        lost_steps += yield from self._calibrate(known)
         while self.shortlist is None or not self.shortlist.candidates:
             self.status = "unpredictable" if self.shortlist is None else "nothing promising"
             self._begin([1.0])
@@ -171,7 +179,7 @@ class Director:
             self._begin([1.0])
             if not self._can_calibrate():
                 yield from self._end()
-            lost_steps += yield from self._calibrate()
+            lost_steps += yield from self._calibrate([])
         base_s = self.shortlist.base.prediction.step_s
         expected = [1.0, *(one.prediction.high_s / base_s for one in self.shortlist.candidates)]
         hooks = [one.plan.comm_hook for one in (self.shortlist.base, *self.shortlist.candidates)]
@@ -182,24 +190,40 @@ class Director:
         yield from self._search()
         yield from self._watch_and_search()
 
-    def _calibrate(self) -> Generator[Visit, Report, float]:
-        """Observes the user's plan; returns the steps that it has cost."""
+    def _calibrate(self, before_s: Sequence[float]) -> Generator[Visit, Report, float]:
+        """Observes the user's plan, which had steps of ``before_s`` just before; returns the steps that it has cost.
+
+        The steps themselves lose nothing: however slow they are, they train with the user's plan.
+        """
         self._num_calibrations += 1
         self.aside_s = 0.0
         report = yield Visit(CALIBRATE, NUM_STEPS)
-        known = [s for s in report.seconds if not math.isnan(s)]
-        lost_steps = max(0.0, (sum(known) + report.change_s + self.aside_s) / self.base_s - len(known))
+        known = [*before_s, *(s for s in report.seconds if not math.isnan(s))]
+        self.base_s = statistics.median(known) if known else self.base_s
+        lost_steps = (report.change_s + self.aside_s) / self.base_s
+        self.lost_steps += lost_steps
         self.calibration_lost_steps += lost_steps
         return lost_steps
+
+    @property
+    def measuring_limit_s(self) -> float:
+        """Seconds that a calibration may take to measure compressors, on every rank."""
+        return _MEASURING_SHARE * self._max_regret * self._known_steps * self.base_s
+
+    @property
+    def _known_steps(self) -> float:
+        return self._num_done if math.isinf(self._num_steps) else self._num_steps
 
     def _end(self) -> _Visits:
         while True:
             yield Visit(0, 0)
 
     def _can_calibrate(self) -> bool:
-        known = self._num_done if math.isinf(self._num_steps) else self._num_steps
         num_changes = _MIN_CHANGES * (2 + self._num_calibrations)  # as many for a search, at least
-        return self._max_regret * known >= num_changes * _MIN_CHANGE_STEPS
+        if self._max_regret * self._known_steps < num_changes * _MIN_CHANGE_STEPS:
+            return False
+        # A fit of known length measures what it can pay for. In one of unknown length the budget still grows.
+        return not math.isinf(self._num_steps) or self.measuring_limit_s >= self._measuring_s
 
     def _watch_and_search(self) -> _Visits:
         """Watches the plan that was chosen, and searches whenever that is due."""
@@ -224,10 +248,16 @@ class Director:
         found = yield from search.run()
         self._undecided = [] if found.arm else [*self._undecided, *([search.visits] if search.visits else [])]
         self.searches.append(found)
-        self._lost_steps += found.lost_s / found.base_s if found.base_s > 0 else 0.0
+        self._lose(found.lost_s, found.base_s)
         self.chosen, self.is_searching = found.arm, False
         self._min_pause *= 2
         self._search_from = self._num_done + self._min_pause
+
+    def _lose(self, lost_s: float, base_s: float) -> None:
+        """Counts what a search or a change of the plan has cost, or saved, beside steps of ``base_s``."""
+        lost_steps = lost_s / base_s if base_s > 0 else 0.0
+        self._lost_steps += lost_steps
+        self.lost_steps += lost_steps
 
     def _watch(self) -> _Visits:
         """Returns when another search is due."""
@@ -241,11 +271,13 @@ class Director:
         num_steps, num_looks, num_shifted = _PROBATION_STEPS if is_measured else WATCH_STEPS, 0, 0
         reference: float | None = None
         while True:
-            arm = self.chosen
+            arm, before = self.chosen, self.visit.arm
             report = yield Visit(arm, num_steps)
+            if arm != before:
+                self._lose(report.change_s, self.base_s if found is None else found.base_s)
             if self.chosen != arm:
                 self.events.append(Event(self._num_done, "forbidden"))
-            look, num_steps = _Look.of(report.seconds), WATCH_STEPS
+            look, num_steps = Look.of(report.seconds), WATCH_STEPS
             if look is None:
                 continue
             num_looks += 1
@@ -274,21 +306,3 @@ class Director:
                     self._base_steps *= reference / look.step_s
                     self._lost_steps *= reference / look.step_s
                 return
-
-
-class _Look(NamedTuple):
-    """The time of a step over many, and its noise: of means over blocks, as a host's clock sees a device's steps."""
-
-    step_s: float
-    noise: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> _Look | None:
-        known = [s for s in seconds if not math.isnan(s)]
-        size = len(known) // _NUM_BLOCKS
-        if not size:
-            return None
-        means = [math.log(statistics.fmean(known[i * size : (i + 1) * size])) for i in range(_NUM_BLOCKS)]
-        center = statistics.median(means)
-        noise = 1.4826 * statistics.median([abs(mean - center) for mean in means]) / math.sqrt(_NUM_BLOCKS)
-        return cls(math.exp(center), noise)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -113,14 +114,15 @@ class Search:
         self.visits: list[TimedVisit] = []
         self._all_visits = [*earlier, self.visits]
         self._num_steps = 0
-        self._spent: list[tuple[float, int]] = []  # seconds, and the steps made in them
+        self._num_steps_of: Counter[int] = Counter()  # by plan
+        self._elapsed_s = 0.0  # in steps that count, and in changes of plan
         self._change_s: list[float] = []
-        self._settling_s: list[float] = []
+        self._settling: list[tuple[int, float]] = []  # plan and seconds of the first step after each change
         self._is_too_dear = False
 
     def run(self) -> Searching:
         if self._num_first:
-            yield from self._steps(self._arm, self._num_first, is_spent=False)
+            yield from self._steps(self._arm, self._num_first)
         if not (yield from self._visit(0)):
             return Found(arm=0, num_steps=self._num_steps, why="unmeasurable")
         open_arms = self._promising(self._candidates)
@@ -160,7 +162,7 @@ class Search:
         """Times a plan; returns whether any of its steps counted. One that is far slower is left at once."""
         if arm != self._arm:
             first = yield from self._steps(arm, 1)
-            self._settling_s += first
+            self._settling += [(arm, seconds) for seconds in first]
             if self._num_settling_steps > 1:
                 others = yield from self._steps(arm, self._num_settling_steps - 1)
                 if arm and others and min(others) > _MAX_SLOWDOWN * self._base_s:
@@ -170,27 +172,24 @@ class Search:
                         return True
         began, seconds = self._num_steps, list[float]()
         for _ in range(_NUM_TRIES):
-            seconds += yield from self._steps(arm, _NUM_TIMED_STEPS, is_spent=False)
+            seconds += yield from self._steps(arm, _NUM_TIMED_STEPS)
             if len(seconds) > _NUM_TIMED_STEPS // 2:
                 break
-        if seconds and arm:  # not their sum: with the user's plan the same steps would have been slow
-            self._spent.append((statistics.median(seconds) * len(seconds), len(seconds)))
         if seconds:
             self.visits.append(TimedVisit(arm, (began + self._num_steps) / 2, tuple(seconds)))
         return bool(seconds)
 
-    def _steps(self, arm: int, num_steps: int, *, is_spent: bool = True) -> Generator[Visit, Report, list[float]]:
+    def _steps(self, arm: int, num_steps: int) -> Generator[Visit, Report, list[float]]:
         """Runs steps; returns the times of those that count."""
         is_change = arm != self._arm
         self._arm = arm
         report = yield Visit(arm, num_steps)
         self._num_steps += num_steps
+        self._num_steps_of[arm] += num_steps
         known = [s for s in report.seconds if not math.isnan(s)]
         if is_change:
             self._change_s.append(report.change_s)
-            self._spent.append((report.change_s, 0))
-        if is_spent:
-            self._spent.append((sum(known), len(known)))
+        self._elapsed_s += sum(known) + is_change * report.change_s
         return known
 
     @property
@@ -198,9 +197,19 @@ class Search:
         return typical_s(self.visits, 0)
 
     @property
-    def lost_steps(self) -> float:
-        """What was lost so far, in steps with the user's plan."""
-        return sum(seconds / self._base_s - num_steps for seconds, num_steps in self._spent)
+    def lost_s(self) -> float:
+        """What was lost so far beside as many steps with the user's plan; never more than the search took.
+
+        Steps count with the typical time of their plan, as the same steps may have been slow with the user's plan too:
+        those with the user's plan lose nothing. What a first step after a change takes longer counts with its median.
+        """
+        timed = {visit.arm: typical_s(self.visits, visit.arm) for visit in self.visits}
+        slower_s = (
+            -sum(self._num_steps_of[arm] * gain.gain for arm, gain in gains([self.visits]).items()) * self._base_s
+        )
+        excess_s = [max(0.0, seconds - timed[arm]) for arm, seconds in self._settling if arm in timed]
+        settling_s = statistics.median_low(excess_s) * len(self._settling) if excess_s else 0.0
+        return min(slower_s + settling_s + sum(self._change_s), self._elapsed_s)
 
     def _can_afford(self, arm: int) -> bool:
         """Returns whether a visit and the way back stay within the budget, and within the number of steps."""
@@ -209,7 +218,8 @@ class Search:
         if self._num_steps + _NUM_TIMED_STEPS + num_settling * (1 + (arm != 0)) > _MAX_STEPS:
             return False
         change_steps = max(self._change_s, default=base_s * _UNKNOWN_CHANGE) / base_s
-        settling_steps = max(0.0, max(self._settling_s, default=base_s * (1 + _UNKNOWN_CHANGE)) / base_s - 1)
+        slowest_s = max([seconds for _, seconds in self._settling], default=base_s * (1 + _UNKNOWN_CHANGE))
+        settling_steps = max(0.0, slowest_s / base_s - 1)
         expected = 1.0
         if arm:
             seen = [visit for visit in self.visits if visit.arm == arm]
@@ -217,7 +227,7 @@ class Search:
             expected = typical_s(seen, arm) / base_s if seen else _UNKNOWN_SLOWDOWN if guess is None else guess
         num_slow = num_settling - 1 + _NUM_TIMED_STEPS
         cost = (is_change + (arm != 0)) * (change_steps + settling_steps) + num_slow * max(0.0, expected - 1)
-        self._is_too_dear = self.lost_steps + cost > self._budget_steps
+        self._is_too_dear = self.lost_s / base_s + cost > self._budget_steps
         return not self._is_too_dear
 
     def _promising(self, active: list[int]) -> list[int]:
@@ -263,7 +273,7 @@ class Search:
             gains=known,
             base_s=base_s,
             num_steps=self._num_steps,
-            lost_s=self.lost_steps * base_s,
+            lost_s=self.lost_s,
             why=why,
             has_more=any(arm not in known and arm not in self._tried for arm in self._candidates),
         )

@@ -17,7 +17,7 @@ from lightning_commopt.measure.recorder import issued_by
 from lightning_commopt.plan import CommPlan, ddp_options
 from lightning_commopt.sync.groups import BorrowedGroups
 from lightning_commopt.text.validation import warn
-from lightning_commopt.tune.calibration import Calibration, shortlist
+from lightning_commopt.tune.calibration import MEASURING_S, Calibration, shortlist
 from lightning_commopt.tune.director import CALIBRATE, Director
 from lightning_commopt.tune.guard import Guard, error_limit
 from lightning_commopt.tune.host import Host, load_choice, save_choice
@@ -85,6 +85,7 @@ class Tuner:
                 has_known=known is not None,
                 max_regret=max_regret,
                 num_settling_steps=3 if base.static_graph else 2,  # DDP then lays out its buckets one step later
+                measuring_s=MEASURING_S * len({*filter(None, (base.comm_hook, *options.lossy))}),
             )
         self._undo = [wrap_method(*host.end_backward, self._end_backward)]
         self._undo += [wrap_method(*pause, self._exclude) for pause in host.pauses]
@@ -190,13 +191,14 @@ class Tuner:
 
     def _decide(self) -> None:
         """Does what rank 0 wants to be done next."""
-        message = torch.zeros(4, dtype=torch.int64, device="cpu")
+        message = torch.zeros(5, dtype=torch.float64, device="cpu")
         if (director := self.director) is not None:
-            message = torch.tensor([*director.visit, director.is_timed, director.chosen], device="cpu")
+            decided = [*director.visit, director.is_timed, director.chosen, director.measuring_limit_s]
+            message = torch.tensor(decided, dtype=torch.float64, device="cpu")
         dist.broadcast(message, src=0, group=self._group.all_ranks)
-        arm, self._num_left, is_timed, self._chosen = message.tolist()
+        arm, self._num_left, is_timed, self._chosen = map(int, message[:4].tolist())
         if arm != self._arm:
-            self._change_to(arm)
+            self._change_to(arm, float(message[4]))
         self._guard_plan(self.plans[arm] if arm > 0 and not is_timed else None)
         self.has_decided = self.is_over or not is_timed
         self._timer.restart(is_exact=bool(is_timed))
@@ -215,12 +217,12 @@ class Tuner:
                 f" norm, and {error_limit(hook):.2g} is its limit: training goes on with {self.plans[0].name}."
             )
 
-    def _change_to(self, arm: int) -> None:
+    def _change_to(self, arm: int, measuring_limit_s: float) -> None:
         self._arm = arm
         plan = self.plans[max(0, arm)]
         is_observable = plan.comm_hook is not None or bool(self._strategy.sync_observers)
         if arm == CALIBRATE:
-            self._calibration = Calibration(self._host, self._options)
+            self._calibration = Calibration(self._host, self._options, measuring_limit_s)
         # DDP's own average must be wrapped to be observed, and back.
         if plan != self._strategy.plan or not is_observable:
             self._apply(plan)
@@ -250,6 +252,7 @@ class Tuner:
             try:
                 basis = calibration.basis(ranks, costs, self.director.base_s)
                 self.director.shortlist = shortlist(basis, self._options)
+                self.director.not_measured = tuple(map(compressor_name, calibration.not_measured))
                 plans = [one.plan for one in self.director.shortlist.candidates]
             except Exception as error:  # a prediction must not end a fit, and the other ranks wait
                 warn(f"plan='auto': step times cannot be predicted ({type(error).__name__}: {error}).")

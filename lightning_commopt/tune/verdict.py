@@ -45,6 +45,11 @@ def verdict(director: Director, plans: list[CommPlan]) -> str:
         sentences.append(
             f"{name}, lossy, would save up to {short_percent(share)} of a step: lossy=[{name!r}] allows it."
         )
+    if director.not_measured:
+        sentences.append(
+            f"Not tried: {', '.join(director.not_measured)}, as measuring a compressor would exceed what this fit may"
+            " spend."
+        )
     return " ".join(sentences)
 
 
@@ -58,8 +63,7 @@ def summary(director: Director, plans: list[CommPlan], history: Sequence[Stretch
         base_step_s=_finite(searches[-1].base_s if searches else director.base_s),
         chosen=plans[director.chosen].name,
         num_search_steps=sum(found.num_steps for found in searches),
-        lost_steps=director.calibration_lost_steps
-        + sum(found.lost_s / found.base_s for found in searches if found.base_s > 0),
+        lost_steps=director.lost_steps,
         calibration_lost_steps=director.calibration_lost_steps,
         candidates=[
             TriedPlan(

@@ -12,6 +12,8 @@ from lightning_commopt.tune.director import Director
 from lightning_commopt.tune.search import Report, Visit
 
 NOISES = ("none", "small", "medium", "large", "tails", "wandering", "bursts")
+HEAVY_NOISES = ("outliers", "loaded", "drift")
+"""More than step times can be compared under."""
 _NUM_START_STEPS = 3
 
 
@@ -48,10 +50,12 @@ class Outcome(NamedTuple):
     """How a fit went.
 
     Attributes:
-        ratio: its time over that of the same fit with the user's plan alone, under the same noise.
+        total_s: its time.
+        ratio: that over that of the same fit with the user's plan alone, under the same noise.
         arm: the plan at the end.
     """
 
+    total_s: float
     ratio: float
     arm: int
     director: Driven
@@ -67,6 +71,18 @@ def noise(kind: str, rng: random.Random) -> Iterator[float]:
         elif kind == "wandering":  # by 10 %, over some twenty steps
             level = 0.95 * level + rng.gauss(0, 0.03)
             yield math.exp(level + rng.gauss(0, 0.02))
+        elif kind == "outliers":  # one step in ten takes ten times as long
+            yield math.exp(rng.gauss(0, 0.03)) * (10.0 if rng.random() < 0.1 else 1.0)
+        elif (
+            kind == "loaded"
+        ):  # other processes, for a third of the time, while which steps take up to ten times as long
+            left = rng.randint(5, 60) if not left and rng.random() < 0.02 else max(0, left - 1)
+            yield (rng.uniform(2, 10) if left else 1.0) * math.exp(rng.gauss(0, 0.1))
+        elif (
+            kind == "drift"
+        ):  # a machine that becomes slower by a factor of 3 within some hundred steps, and fast again
+            level += rng.uniform(0, 0.02)
+            yield math.exp(1.1 * math.sin(level) ** 2 + rng.gauss(0, 0.05))
         elif kind == "bursts":  # another process, for 5 to 40 steps
             left = rng.randint(5, 40) if not left and rng.random() < 0.01 else max(0, left - 1)
             yield (1.5 if left else 1.0) * math.exp(rng.gauss(0, 0.03))
@@ -117,4 +133,4 @@ def simulate(
         if len(seconds) == visit.num_steps:
             director.advance(Report(tuple(seconds), changing_s))
     alone_s = sum(of_step[0] * factor for of_step, factor in zip(times, factors, strict=True)) + _NUM_START_STEPS
-    return Outcome(total_s / alone_s, present, director)
+    return Outcome(total_s, total_s / alone_s, present, director)

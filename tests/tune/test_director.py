@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 from collections.abc import Sequence
 
 import pytest
 
+from lightning_commopt.tune.director import CALIBRATE, Director
 from lightning_commopt.tune.gains import TimedVisit, gains
 from lightning_commopt.tune.search import Report
 from support.cross_section import sampled
-from support.simulated_fit import NOISES, Change, Driven, Outcome, simulate
+from support.simulated_fit import HEAVY_NOISES, NOISES, Change, Driven, Outcome, noise, simulate
 
 _WORSE = [
     [1.0, 1.02, 1.1, 1.3, 1.01, 1.05, 1.2],
@@ -104,6 +106,45 @@ def test_a_prediction_keeps_a_slow_candidate_from_being_tried() -> None:
     """If it fails, a candidate that the budget cannot pay for is tried, and the whole run takes longer."""
     assert simulate([1.0, 30.0], 1500, "small", 0, expected=[1.0, 30.0]).ratio == pytest.approx(1)
     assert simulate([1.0, 3.0], 1500, "small", 0).ratio < 1.01
+
+
+@pytest.mark.parametrize("kind", HEAVY_NOISES)
+def test_steps_with_the_users_plan_lose_nothing(kind: str) -> None:
+    """If it fails, a fit that tried no plan on a loaded machine reports that it has lost more steps than it had."""
+    for seed in range(100):
+        factors, num_done = noise(kind, random.Random(seed)), 0
+        director = Director(5000)
+        while num_done < 130:
+            visit, seconds = director.visit, [0.02 * next(factors) for _ in range(director.visit.num_steps)]
+            num_done += visit.num_steps
+            is_observed = visit.arm == CALIBRATE
+            director.aside_s = 0.03 if is_observed else director.aside_s
+            director.advance(Report(tuple(seconds), 0.01 if is_observed else 0.0))
+        assert director.status == "unpredictable"
+        assert 0 < director.lost_steps == director.calibration_lost_steps < 2.5  # 40 ms for all that measuring takes
+
+
+@pytest.mark.parametrize("kind", sampled(HEAVY_NOISES, by_default=["outliers"]))
+def test_a_search_loses_what_its_changes_take_whatever_the_noise(kind: str) -> None:
+    """If it fails, noise counts as lost time: a search stops for it, or a report shows more than the fit took."""
+    outcomes = [simulate([1.0, 1.0, 1.0, 1.0], 1500, kind, seed, known_steps=5000) for seed in range(25)]
+    directors = [outcome.director for outcome in outcomes]
+    changes = simulate([1.0, 1.0, 1.0, 1.0], 1500, "none", 0, known_steps=5000).director.lost_steps
+    assert statistics.median([director.lost_steps for director in directors]) == pytest.approx(changes, rel=0.6)
+    assert max(director.lost_steps for director in directors) < 100
+    assert all(sum(search.lost_s for search in outcome.director.searches) <= outcome.total_s for outcome in outcomes)
+
+
+def test_measuring_compressors_is_paid_for() -> None:
+    """If it fails, a short fit measures compressors for longer than all its search may take, or a long one does not."""
+    for num_steps, can_measure in ((1000, False), (20000, True), (math.inf, True)):
+        director = Director(num_steps, measuring_s=0.4)
+        num_done = 0
+        while director.visit.arm != CALIBRATE:
+            num_done += director.visit.num_steps
+            director.advance(Report((0.02,) * director.visit.num_steps))
+        assert (director.measuring_limit_s >= 0.4) == can_measure
+        assert director.measuring_limit_s < 0.01 * 0.02 * (num_done if math.isinf(num_steps) else num_steps)
 
 
 def _visits(base_s: Sequence[float], other_s: Sequence[float]) -> list[TimedVisit]:

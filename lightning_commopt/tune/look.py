@@ -1,0 +1,31 @@
+"""Look: a typical step time of a plan that training goes on with."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_NUM_BLOCKS = 5
+
+
+class Look(NamedTuple):
+    """The time of a step over many, and its noise.
+
+    Blocks of steps are compared, as a host's clock may be ahead of a device by some steps.
+    """
+
+    step_s: float
+    noise: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Look | None:
+        known = [s for s in seconds if not math.isnan(s)]
+        size = len(known) // _NUM_BLOCKS
+        if not size:
+            return None
+        means = [math.log(statistics.fmean(known[i * size : (i + 1) * size])) for i in range(_NUM_BLOCKS)]
+        center = statistics.median(means)
+        noise = 1.4826 * statistics.median([abs(mean - center) for mean in means]) / math.sqrt(_NUM_BLOCKS)
+        return cls(math.exp(center), noise)
