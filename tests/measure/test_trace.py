@@ -224,20 +224,20 @@ def test_missing_lines_and_ranks_are_reported(tmp_path):
     path.write_bytes(path.read_bytes()[:-9])
     status, output = _command(tmp_path)
     assert status == 0
-    assert f"commopt: {path}: 1 broken line left out" in output
+    assert f"commopt: {path}: its last line is cut off" in output
     assert "commopt: ranks without records: 0 (of 2 ranks)" in output
 
 
 def test_mistakes_are_one_line(tmp_path):
     expected = f"expected {rank_file(tmp_path, 0)}, as CommTimeMonitor writes it"
-    assert _command(tmp_path) == (1, f"commopt: {tmp_path} has no records of steps: {expected}\n")
+    assert _command(tmp_path) == (2, f"commopt: {tmp_path} has no records of steps: {expected}\n")
     write_run(tmp_path, num_steps=3)
     assert _command(tmp_path, "--first-step", 3) == (
-        1,
+        2,
         f"commopt: first_step=3, num_steps=100: {tmp_path} has steps 0 to 2\n",
     )
     status, output = _command(tmp_path, "--output", tmp_path)
-    assert (status, len(output.splitlines())) == (1, 1)
+    assert (status, len(output.splitlines())) == (2, 1)
     assert _command(tmp_path, "--num-steps", 0)[0] == 2
     with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
         write_trace(tmp_path, num_steps=0)

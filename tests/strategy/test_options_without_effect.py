@@ -46,7 +46,7 @@ def _fits() -> list[list[str]]:
         validation.warn_once.cache_clear()
         with warnings.catch_warnings(record=True) as caught, torch.random.fork_rng():
             warnings.simplefilter("always")
-            strategy = CommOptModelParallel(2, 1, **options)  # type: ignore[arg-type]
+            strategy = CommOptModelParallel(2, 1, **options)
             trainer(strategy, max_epochs=1, accumulate_grad_batches=accumulate).fit(model, loader(24))
         told.append([str(warning.message) for warning in caught if "effect" in str(warning.message)])
     return told

@@ -1,0 +1,152 @@
+"""What a command cannot read: status 2 and one line that names it, whatever the command and whatever is wrong."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_commopt.cost import compressor_cost
+from lightning_commopt.cost.basis import basis_of_run
+from support.commopt import refusal
+from support.sample_runs import SampleRun, write_run
+
+_COMMANDS: dict[str, Callable[[Path], tuple[object, ...]]] = {
+    "trace": lambda path: ("trace", path),
+    "summary": lambda path: ("summary", path),
+    "report": lambda path: ("report", path),
+    "report --json": lambda path: ("report", path, "--json"),
+    "predict": lambda path: ("predict", path),
+    "doctor": lambda path: ("doctor", path),
+    "nccl-log": lambda path: ("nccl-log", path),
+    "topo": lambda path: ("topo", "--from", path),
+    "bench --load": lambda path: ("bench", "--load", path),
+    "bench --from-run": lambda path: ("bench", "--from-run", path),
+    "bench --plan": lambda path: ("bench", "--plan", path),
+}
+
+
+def _empty_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def _missing(path: Path) -> None:
+    """Leaves nothing there."""
+
+
+def _binary(path: Path) -> None:
+    path.write_bytes(b"\xff\x00\x81" * 99)
+
+
+def _empty_file(path: Path) -> None:
+    path.touch()
+
+
+def _other_json(path: Path) -> None:
+    path.write_text('{"kind": "something else", "format": 1}')
+
+
+def _deep_json(path: Path) -> None:
+    path.write_text("[" * 100_000)
+
+
+def _empty_run(path: Path) -> None:
+    for name in ("comm_time/rank_0.jsonl", "run.json", "prediction.json", "hangs/report.json", "hangs/rank_0.json"):
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).touch()
+
+
+def _binary_run(path: Path) -> None:
+    _empty_run(path)
+    for file in path.rglob("*.json*"):
+        _binary(file)
+
+
+@pytest.mark.parametrize("command", _COMMANDS)
+def test_what_cannot_be_read_is_status_2_and_a_line(command: str, tmp_path: Path) -> None:
+    """If it fails, a script that looks at the status takes a mistake for a finding, or a user sees a traceback."""
+    for number, make in enumerate(
+        (_empty_folder, _missing, _binary, _empty_file, _other_json, _deep_json, _empty_run, _binary_run)
+    ):
+        path = tmp_path / str(number)
+        make(path)
+        line = refusal(*_COMMANDS[command](path))
+        assert line.startswith("commopt: "), make.__name__
+        assert str(path) in line, make.__name__
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("nsys", "--output-dir", "/dev/null/x", "srun", "a.py"),
+        ("tune", "--lossy=bf17", "python", "a.py"),
+        ("selftest", "--output", "/nowhere/x.json"),
+        ("bench", "--output", "/nowhere/x.json"),
+        ("doctor", "--port=29500"),
+    ],
+)
+def test_wrong_options_are_status_2_and_a_line(arguments: tuple[str, ...]) -> None:
+    assert refusal(*arguments).startswith("commopt: ")
+
+
+@pytest.fixture(scope="module")
+def predicted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the directory of a run that has ``prediction.json``."""
+    folder = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compressor_cost, "LARGE_BYTES", 2**20)
+        write_run(folder, SampleRun(num_buckets=4))
+        basis_of_run(folder).save(folder)
+    return folder
+
+
+def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Returns where numbers are in JSON; of a list the first and the last element only."""
+    if isinstance(value, dict):
+        return [place for key, item in value.items() for place in _places(item, (*path, key))]
+    if isinstance(value, list):
+        ends = {0, len(value) - 1} if value and isinstance(value[0], (list, dict)) else range(len(value))
+        return [place for index in sorted(ends) for place in _places(value[index], (*path, index))]
+    return [path] if isinstance(value, (int, float)) and not isinstance(value, bool) else []
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, "3", [3], -1.0], ids=str)
+def test_a_number_that_is_none_in_a_prediction_is_named(predicted: Path, wrong: Any) -> None:
+    """If it fails, a table of predictions is made of what a damaged file says."""
+    path = predicted / "prediction.json"
+    whole = path.read_bytes()
+    try:
+        for place in _places(json.loads(whole)):
+            if place[0] not in ("workload", "link", "costs", "step_s") or (wrong == -1.0 and not _is_amount(place)):
+                continue
+            plain = json.loads(whole)
+            inner = plain
+            for key in place[:-1]:
+                inner = inner[key]
+            inner[place[-1]] = wrong
+            path.write_text(json.dumps(plain))
+            line = refusal("predict", predicted)
+            assert f"{path} is damaged: " in line, place
+            assert str(wrong) in line, place
+    finally:
+        path.write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    "forecasts", [[["bf16", True, 0.01, math.nan, 0.1, 0.3]], [["bf16", True, 0.01, -0.2, -0.3, 0.3]], [["bf16"]], 3]
+)
+def test_a_forecast_that_is_none_is_named(predicted: Path, forecasts: Any) -> None:
+    """If it fails, a summary recommends what a damaged file says."""
+    path = predicted / "prediction.json"
+    whole = path.read_bytes()
+    path.write_text(json.dumps({**json.loads(whole), "forecasts": forecasts}))
+    try:
+        assert f"{path} is damaged: " in refusal("summary", predicted, "--num-warmup-steps=0")
+    finally:
+        path.write_bytes(whole)
+
+
+def _is_amount(place: tuple[Any, ...]) -> bool:
+    return str(place[-1]).endswith(("_s", "_per_byte"))
