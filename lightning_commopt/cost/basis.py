@@ -52,6 +52,7 @@ class Basis:
     link: Link
     costs: Costs  # by compressor, on the run's device
     step_s: float  # median of the run's steps
+    arithmetic_factor: float = 1.0  # by which compressors took longer than alone
     scale: float = 1.0  # measured over modelled step of `plan`; below 1 where the parts are longer than the whole
 
     @classmethod
@@ -104,8 +105,10 @@ class Basis:
             probe=probe,
         )
         step_s = step_s or median(record.totals.step_s for steps in ranks for record in steps)
-        work, link, costs = fit_to_step(FittedParts(work, link, costs), plan, step_s)
-        fitted = cls(plan=plan, workload=work, link=link, costs=costs, step_s=step_s)
+        work, link, costs, factor = fit_to_step(FittedParts(work, link, costs), plan, step_s)
+        fitted = cls(
+            plan=plan, workload=work, link=link, costs=costs, step_s=step_s, arithmetic_factor=factor * slowdown
+        )
         return replace(fitted, scale=step_s / fitted.predict(plan).step_s)
 
     def predict(self, plan: CommPlan, *, num_ranks: int | None = None) -> Prediction:
@@ -131,6 +134,7 @@ class Basis:
             "link": asdict(self.link),
             "costs": [cost.to_plain() for cost in self.costs.values()],
             "step_s": self.step_s,
+            "arithmetic_factor": self.arithmetic_factor,
             "scale": self.scale,
             "forecasts": [list(forecast) for forecast in forecasts],
         }

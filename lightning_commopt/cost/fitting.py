@@ -26,6 +26,7 @@ class FittedParts(NamedTuple):
     workload: Workload
     link: Link
     costs: Costs
+    arithmetic_factor: float = 1.0  # by which compressors take longer than alone
 
 
 def fit_to_step(parts: FittedParts, plan: CommPlan, step_s: float) -> FittedParts:
@@ -50,7 +51,7 @@ def _is_compressed(plan: CommPlan) -> bool:
 
 
 def _step_s(parts: FittedParts, plan: CommPlan) -> float:
-    workload, link, costs = parts
+    workload, link, costs, _ = parts
     num_ranks = workload.num_ranks
     return fixed_s(workload, num_ranks) + outcome_of(plan, workload, link, costs, num_ranks).end_s
 
@@ -65,10 +66,10 @@ def _reaching(
     """Returns the parts with the factor with which backward and gradient sync take ``sync_s``."""
 
     def is_slower(factor: float) -> bool:
-        workload, link, costs = stretched(parts, factor)
+        workload, link, costs, _ = stretched(parts, factor)
         return outcome_of(plan, workload, link, costs, workload.num_ranks).end_s > sync_s
 
-    usual = outcome_of(plan, *parts, parts.workload.num_ranks)
+    usual = outcome_of(plan, *parts[:3], parts.workload.num_ranks)
     if usual.end_s - usual.backward_s < _EXPOSED_SHARE * step_s:
         return parts
     low, high = _MIN_FACTOR, _MAX_FACTOR
@@ -83,14 +84,14 @@ def _reaching(
 
 
 def _uncompressed_parts(parts: FittedParts, factor: float) -> FittedParts:
-    workload, link, costs = parts
+    workload, link, costs, _ = parts
     arithmetic = 1 + (factor - 1) * min(1.0, _processor_s_per_byte(link) / max(link.s_per_byte, 1e-15))
     slower = {hook: cost.slower(arithmetic) for hook, cost in costs.items()}
-    return FittedParts(workload, replace(link, s_per_byte=factor * link.s_per_byte), slower)
+    return FittedParts(workload, replace(link, s_per_byte=factor * link.s_per_byte), slower, arithmetic)
 
 
 def _compressed_parts(parts: FittedParts, factor: float) -> FittedParts:
-    workload, link, costs = parts
+    workload, link, costs, _ = parts
     more = factor - 1
     s_per_byte = link.s_per_byte + more * min(link.s_per_byte, _processor_s_per_byte(link))
     stretched = replace(
@@ -99,7 +100,7 @@ def _compressed_parts(parts: FittedParts, factor: float) -> FittedParts:
         s_per_byte=s_per_byte,
         low_ratio=min(link.low_ratio, link.s_per_byte / max(s_per_byte, 1e-15)),  # as fast as on an idle machine
     )
-    return FittedParts(workload, stretched, {hook: cost.slower(factor) for hook, cost in costs.items()})
+    return FittedParts(workload, stretched, {hook: cost.slower(factor) for hook, cost in costs.items()}, factor)
 
 
 def _processor_s_per_byte(link: Link) -> float:

@@ -126,11 +126,12 @@ def test_what_no_factor_explains_stays_in_every_step(hook: object, step_s: float
     """If it fails, a slow step is taken for a slow link without limit."""
     plan = CommPlan(comm_hook=hook)  # type: ignore[arg-type]
     link = Link(hop_s=1e-4, s_per_byte=1e-9, cpu_s_per_byte=3e-10, cpu_s_per_message=2e-4)
-    work, fitted, costs = fit_to_step(FittedParts(WORK, link, COSTS), plan, step_s)
+    work, fitted, costs, factor = fit_to_step(FittedParts(WORK, link, COSTS), plan, step_s)
     own_s = predict(plan, work, fitted, costs).step_s
     assert own_s == pytest.approx(step_s, rel=1e-3) or own_s > step_s < 20e-3  # less than the model can explain
     assert fitted.s_per_byte <= 8 * link.s_per_byte
-    assert costs[INT8].compute_s(2**20) <= 8 * COSTS[INT8].compute_s(2**20)
+    assert costs[INT8].compute_s(2**20) == pytest.approx(factor * COSTS[INT8].compute_s(2**20))
+    assert factor <= 8
     assert work.rest_s >= WORK.rest_s
     assert dataclasses.replace(work, rest_s=WORK.rest_s) == WORK
     assert math.isfinite(fixed_s(work, 2))

@@ -16,7 +16,7 @@ from rich.text import Text
 from lightning_commopt.compressors import Compressor, compressor_from_config
 from lightning_commopt.cost.basis import Basis, basis_of_run, recommended_compressors
 from lightning_commopt.cost.candidates import Candidate, best_of_each
-from lightning_commopt.cost.compressor_cost import measure_costs
+from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs
 from lightning_commopt.launch.lab import parse_rate
 from lightning_commopt.text.formatting import count, number
 from lightning_commopt.text.terminal import TextTable
@@ -85,7 +85,7 @@ def outlook(
     wanted = _compressors(comm_hooks)
     basis = basis_of_run(run_dir)
     num_measured = basis.workload.num_ranks
-    world = dataclasses.replace(basis, costs=dict(basis.costs) | _missing_costs(basis, wanted))
+    world = dataclasses.replace(basis, costs=dict(basis.costs) | missing_costs(basis, wanted))
     words = [count(num_ranks or num_measured, "rank")]
     if link is not None:
         bits_per_s = parse_rate(link, "--link")
@@ -119,9 +119,15 @@ def _compressors(names: Sequence[str] | None) -> list[Compressor | None]:
         raise ValueError(f"--comm-hook: {error}") from None
 
 
-def _missing_costs(basis: Basis, wanted: Sequence[Compressor | None]) -> dict[Compressor | None, Any]:
-    """Measures compressors that the run did not, on this machine, if the run was on CPU."""
+def missing_costs(basis: Basis, wanted: Sequence[Compressor | None]) -> dict[Compressor | None, CompressorCost]:
+    """Measures compressors that the run did not, on this machine, if the run was on CPU.
+
+    They take as much longer in training as those that the run has measured.
+    """
     missing = [compressor for compressor in wanted if compressor not in basis.costs]
     if not missing or basis.workload.device != "cpu":
         return {}
-    return measure_costs(missing, basis.workload.gradients, torch.device("cpu"), basis.workload.num_ranks)
+    if basis.workload.shares_core:
+        torch.set_num_threads(1)
+    alone = measure_costs(missing, basis.workload.gradients, torch.device("cpu"), basis.workload.num_ranks)
+    return {compressor: cost.slower(basis.arithmetic_factor) for compressor, cost in alone.items()}
