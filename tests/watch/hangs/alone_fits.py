@@ -19,7 +19,7 @@ from support.lightnings import Callback, DDPStrategy
 from support.strategy_models import Tiny, loader, trainer
 
 _AFTER_S = 1.0
-_REPORT_S = 100.0
+_REPORT_S = 200.0
 _STEP = 4
 
 
