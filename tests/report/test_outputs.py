@@ -1,6 +1,7 @@
 import csv
 import json
 import math
+import re
 
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.outputs import to_plain, write_csv
@@ -35,9 +36,13 @@ def test_what_is_no_number_is_null(tmp_path):
     assert plain["groups"][0]["settings"][0]["num_diverged"] == 1
 
 
-def test_a_group_without_throughput_is_still_json(tmp_path):
-    save_rates(tmp_path, {"none": [math.nan], "bf16": [math.inf]})
-    json.dumps(to_plain(build_report([tmp_path])), allow_nan=False)
+def test_a_run_with_an_impossible_throughput_is_left_out(tmp_path):
+    """If it fails, one damaged record makes a report of NaN, or none at all."""
+    save_rates(tmp_path, {"none": [1.0, math.nan], "bf16": [math.inf]})
+    report = build_report([tmp_path])
+    json.dumps(to_plain(report), allow_nan=False)
+    assert [len(setting.runs) for group in report.groups for setting in group.settings] == [1]
+    assert re.findall("samples_per_s is (nan|inf)", " ".join(report.problems)) == ["inf", "nan"]
 
 
 def _rows(report, folder):
