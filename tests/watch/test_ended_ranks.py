@@ -18,7 +18,7 @@ from support.marked_processes import Program
 
 _HERE = Path(__file__).parent
 _SCRIPT = str(_HERE / "leaving_script.py")
-_LIMIT_S = 200
+_LIMIT_S = 500
 """Only against waiting for ever: torch's own limit is half an hour."""
 
 _PROBE = """
