@@ -29,11 +29,14 @@ from rich.table import Table
 
 from lightning_commopt import CommPlan
 from lightning_commopt.commands.predict.outlook import missing_costs
+from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.cost.basis import Basis, basis_of_run
+from lightning_commopt.cost.candidates import forecasts
 from lightning_commopt.launch.lab import NetLab, why_not
 from lightning_commopt.launch.process import run_ranks
 from lightning_commopt.measure.files import common_steps, read_run
 from lightning_commopt.measure.summary import summarize_run
+from lightning_commopt.measure.verdict import verdict
 
 HOOKS: dict[str, Any] = {
     "none": None,
@@ -63,9 +66,15 @@ def measured_s(run_dir: Path) -> float:
     return median(record.totals.step_s for records in steps for record in records)
 
 
-def recommended_hooks(run_dir: Path) -> set[str]:
+def recommended_hooks(run_dir: Path, basis: Basis) -> set[str]:
     """Returns the names of the comm hooks that the summary of a run calls faster."""
-    texts = summarize_run(run_dir)[0].verdict.recommendations
+    hook = basis.plan.comm_hook
+    about: dict[str, Any] = {
+        "comm_hook": "none" if hook is None else compressor_name(hook),
+        "is_lossy": hook is not None,
+    }
+    metrics = summarize_run(run_dir)[0].metrics
+    texts = verdict(metrics, world_size=2, forecasts=forecasts(basis), **about).recommendations
     found = (re.match(r'comm_hook="(\w+)".* times as fast', text) for text in texts)
     return {match[1] for match in found if match is not None}
 
@@ -77,8 +86,8 @@ def rows_of(folder: Path, about: dict[str, Any], num_turns: int) -> Iterable[dic
     for own in HOOKS:
         for turn in range(num_turns):
             run_dir = folder / f"{own}_{turn}"
-            basis, hooks = basis_of_run(run_dir), recommended_hooks(run_dir)
-            basis = with_all_costs(basis, plans)
+            basis = basis_of_run(run_dir)
+            hooks, basis = recommended_hooks(run_dir, basis), with_all_costs(basis, plans)
             for name, plan in plans.items():
                 found = basis.predict(plan)
                 truth_s = times_s[own][turn] if name == own else median(times_s[name])

@@ -37,7 +37,7 @@ class PhaseCallback(Callback):
         observe_wrapped(trainer.strategy)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._release()  # what a fit has left in which another callback's `on_exception` raised before this one's
+        self._remove_hooks()  # a fit leaves them if another callback's `on_exception` raised before this one's
         # Under manual optimization another forward may follow backward; otherwise hooks and schedulers do.
         self._between = "other" if pl_module.automatic_optimization else "forward"
         self._global_step = trainer.global_step
@@ -99,12 +99,15 @@ class PhaseCallback(Callback):
         self._enter(self._between)
 
     def _release(self) -> None:
+        self._remove_hooks()
+        self._enter(None)
+
+    def _remove_hooks(self) -> None:
         if self._manual_backward_check is not None:
             self._manual_backward_check.close()
         for handle in self._handles:
             handle.remove()
         self._handles = ()
-        self._enter(None)
 
 
 def batch_follows(trainer: Trainer) -> bool:

@@ -116,13 +116,13 @@ class Basis:
 
         The run's own plan, on as many ranks, takes ``step_s``.
         """
-        found = predict(plan, self.workload, self.link, self.costs, num_ranks=num_ranks, own_errors=self._own_errors)
+        found = predict(plan, self.workload, self.link, self.costs, num_ranks=num_ranks, fitted=self._fitted)
         times = ("step_s", "low_s", "high_s", "exposed_s")
         return replace(found, **{name: self.scale * getattr(found, name) for name in times})
 
     @cached_property
-    def _own_errors(self) -> Errors:
-        return errors_of(self.plan, self.workload, self.link, self.costs, self.workload.num_ranks)
+    def _fitted(self) -> tuple[CommPlan, Errors]:
+        return self.plan, errors_of(self.plan, self.workload, self.link, self.costs, self.workload.num_ranks)
 
     def save(self, run_dir: Path, forecasts: Sequence[Forecast] = ()) -> None:
         """Writes it into the directory of its run, atomically, with what was predicted for verdicts."""

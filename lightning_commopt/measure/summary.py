@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_commopt.measure.files import common_steps, notices, read_run
+from lightning_commopt.measure.forecasts import read_forecasts
 from lightning_commopt.measure.record import PHASES, Operation, StepRecord
 from lightning_commopt.measure.statistics import Steps, ratio, row
-from lightning_commopt.measure.forecasts import read_forecasts
 from lightning_commopt.measure.verdict import Verdict, verdict
 from lightning_commopt.text.formatting import count, number, percent
 from lightning_commopt.text.terminal import TextTable

@@ -39,7 +39,7 @@ def test_a_rank_that_is_missing_or_behind(tmp_path: Path) -> None:
     path.write_text("".join(lines[:-2]) + lines[-2][:30])
     summary, notices = summarize_run(tmp_path)
     assert summary.scope == "2 steps and 2 ranks"
-    assert "broken line" in notices[0]
+    assert "its last line is cut off" in notices[0]
     path.unlink()
     summary, notices = summarize_run(tmp_path)
     assert summary.scope == "4 steps and 1 of 2 ranks"
@@ -80,12 +80,15 @@ def test_the_command_imports_neither_torch_nor_lightning(tmp_path: Path) -> None
     assert not imported & {"torch", "lightning", "pytorch_lightning", "torchmetrics", "scipy"}
 
 
-@pytest.mark.parametrize(("content", "message"), [(None, "has no records of steps"), ("no json", "begins with a line")])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "has no records of steps"), ("no json", "has no line of type 'run' that can be read")],
+)
 def test_a_directory_that_says_nothing_is_an_error_in_a_line(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:
         rank_file(tmp_path, 0).parent.mkdir()
         rank_file(tmp_path, 0).write_text(content)
     result = CliRunner().invoke(app, ["summary", str(tmp_path)])
     assert result.exit_code == 2
-    assert message in result.output
+    assert message in " ".join(result.output.split())
     assert "Traceback" not in result.output
