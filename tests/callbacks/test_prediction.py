@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from small_fit import PARAMETERS, fit
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.callbacks import CommTimeMonitor
+from lightning_commopt.callbacks import CommTimeMonitor, prediction
 from lightning_commopt.cost.basis import basis_of_run
 from lightning_commopt.measure.forecasts import read_forecasts
 from lightning_commopt.measure.runs.files import PREDICTION_FILE
@@ -42,6 +43,13 @@ def train(folder: str, name: str) -> tuple[int, str]:
     return sum(map(len, filter(None, hooks))), monitor.verdict.headline
 
 
+def train_unread(folder: str) -> tuple[int, int]:
+    """Returns how often compressors are measured and the link probed in a fit whose predictions nobody can read."""
+    with patch.object(prediction, "measure_costs") as measured, patch.object(prediction, "probe_link") as probed:
+        fit(CommTimeMonitor(num_warmup_steps=2, dirpath=folder, print_summary=False, save_records=False), CommOptDDP())
+        return measured.call_count, probed.call_count
+
+
 def train_all(folder: str) -> list[tuple[int, str]]:
     return [train(folder, name) for name in FITS]
 
@@ -69,6 +77,19 @@ def test_a_fit_leaves_what_predictions_need(fits: Path, name: str) -> None:
     forecasts = read_forecasts(fits / name)
     assert any("int8" in forecast.setting or name == "int8" for forecast in forecasts)
     assert forecasts[-1].setting == f"Trainer(accumulate_grad_batches={4 * basis.workload.num_batches})"
+
+
+def test_a_run_has_the_shapes_of_its_parameters(fits: Path) -> None:
+    """If it fails, a run without `prediction.json` counts every gradient as a float32 vector."""
+    (fits / "plain" / PREDICTION_FILE).rename(fits / "moved.json")
+    basis = basis_of_run(fits / "plain")
+    assert {gradient.shape for gradient in basis.workload.gradients} == {(16, 8), (16,), (4, 16), (4,)}
+    assert not basis.workload.is_per_gradient
+
+
+def test_predictions_that_nobody_can_read_are_not_made(tmp_path: Path) -> None:
+    """If it fails, a fit spends a second on what is thrown away."""
+    assert run_ranks(train_unread, str(tmp_path)) == [(0, 0), (0, 0)]
 
 
 def test_somebody_elses_hook_predicts_nothing(fits: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from lightning_commopt.cost.basis import Basis, basis_of_run
-from lightning_commopt.cost.from_steps import link_of_steps, without_interrupts, workload_of_steps
+from lightning_commopt.cost.from_steps import even_gradients, link_of_steps, without_interrupts, workload_of_steps
 from lightning_commopt.cost.gradient_times import Interrupts
-from lightning_commopt.cost.workload import GLOO_CPU_S, Gradient
+from lightning_commopt.cost.workload import GLOO_CPU_S, Gradient, Shape
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
@@ -80,6 +80,20 @@ def test_a_basis_survives_its_file(tmp_path: Path) -> None:
     (tmp_path / "prediction.json").write_text("{}")
     with pytest.raises(ValueError, match="is no result of"):
         basis_of_run(tmp_path)
+
+
+def test_gradients_have_the_shapes_that_are_known() -> None:
+    """If it fails, bfloat16 gradients count as half as many, and a matrix as a vector."""
+    steps = [step(number) for number in range(5)]
+    shapes = {"p0.a": Shape((1000, 2000), 2), "p0.b": Shape((10**6,), 4)}
+    gradients = even_gradients(steps, shapes)
+    assert [(one.shape, one.itemsize) for one in gradients[:3]] == [
+        ((1000, 2000), 2),
+        ((10**6,), 4),
+        ((10**6,), 4),  # what the others leave of 12 MB
+    ]
+    assert [one.shape for one in gradients[3:]] == [(10**6,)] * 3
+    assert sum(one.num_bytes for one in gradients) == 2 * SIZE
 
 
 def test_a_run_that_was_cut_off(tmp_path: Path) -> None:
