@@ -50,9 +50,9 @@ class Basis:
     plan: CommPlan  # the run's own
     workload: Workload
     link: Link
-    costs: Costs  # by compressor, on the run's device
+    costs: Costs  # each compressor's arithmetic on the run's device
     step_s: float  # median of the run's steps
-    arithmetic_factor: float = 1.0  # by which compressors took longer than alone
+    arithmetic_factor: float = 1.0  # compressors took this many times as long in training as alone
     scale: float = 1.0  # measured over modelled step of `plan`; below 1 where the parts are longer than the whole
 
     @classmethod

@@ -26,7 +26,7 @@ class FittedParts(NamedTuple):
     workload: Workload
     link: Link
     costs: Costs
-    arithmetic_factor: float = 1.0  # by which compressors take longer than alone
+    arithmetic_factor: float = 1.0  # compressors take this many times as long in training as alone
 
 
 def fit_to_step(parts: FittedParts, plan: CommPlan, step_s: float) -> FittedParts:
@@ -98,7 +98,8 @@ def _compressed_parts(parts: FittedParts, factor: float) -> FittedParts:
         link,
         hop_s=link.hop_s + more * min(link.hop_s, link.cpu_s_per_message),
         s_per_byte=s_per_byte,
-        low_ratio=min(link.low_ratio, link.s_per_byte / max(s_per_byte, 1e-15)),  # as fast as on an idle machine
+        # The other threads may leave the link alone in another plan: then it is as fast as the probe found it.
+        low_ratio=min(link.low_ratio, link.s_per_byte / max(s_per_byte, 1e-15)),
     )
     return FittedParts(workload, stretched, {hook: cost.slower(factor) for hook, cost in costs.items()}, factor)
 

@@ -30,7 +30,8 @@ COST_RATIO = 1.5
 Chosen on the MLP of ``benchmarks/prediction_matrix.py``, such that 95 % intervals held 92 to 98 % of its steps.
 """
 
-_LEAST = 0.05  # of the expected step: the lower end of an interval stays above 0, whatever the noise
+_LEAST = 0.05
+"""Share of the expected step that no interval goes below: noise must not make a step take no time."""
 
 MIB = 2**20
 _DEFAULT_CAPS_MIB = (1, 25)

@@ -32,7 +32,7 @@ def speedup(step_s: float, saved_s: float) -> float:
 class Forecast(NamedTuple):
     """The predicted median step with another setting."""
 
-    setting: str  # to write, such as ``comm_hook="int8"``
+    setting: str  # what a user would write, such as ``comm_hook="int8"``
     is_lossy: bool  # whether the setting brings a compressor that changes gradients
     error_bound: float  # of one average, see `Claims`
     step_s: float  # predicted, for as many samples as a step has now
