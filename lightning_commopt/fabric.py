@@ -35,6 +35,7 @@ from lightning_commopt.strategy.base import (
     explain_one_rank,
     join_group,
     warn_of_fp16_under_scaler,
+    warn_of_missing_buffers,
     warn_of_local_decisions,
 )
 from lightning_commopt.strategy.lightning_launcher import configure_launcher, forget_previous_job
@@ -159,6 +160,7 @@ class CommOptDDP(NamedStrategy, DDPStrategy):
 
     def _attach(self, model: DistributedDataParallel, sync: GradientSync) -> None:
         warn_of_fp16_under_scaler(sync.plan.comm_hook, self.precision)
+        warn_of_missing_buffers(model, sync.plan)
         sync.attach(model, timeout=self._timeout, ranks_per_node=self.num_processes)
 
     def apply_plan(self, plan: CommPlan | str | Mapping[str, Any] | Compressor) -> None:

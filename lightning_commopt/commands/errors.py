@@ -18,6 +18,20 @@ def echo(text: str, *, err: bool = False) -> None:
     typer.echo(escape_controls(text), err=err)
 
 
+def echo_notices(run_dir: Path) -> None:
+    """Prints, on standard error, what a run's records of steps lack; nothing if the run has none."""
+    from lightning_commopt.measure.files import notices, read_run
+
+    try:
+        lines = notices(read_run(run_dir))
+    except FileNotFoundError:
+        return
+    except ValueError as error:
+        lines = [str(error)]
+    for line in lines:
+        echo(f"commopt: {line}", err=True)
+
+
 def print_json(value: Any, *, allow_nan: bool = True) -> None:
     """Prints a value as JSON, in ASCII without control characters."""
     typer.echo(json_text.dumps(value, indent=2, allow_nan=allow_nan).replace("\x7f", "\\u007f"))

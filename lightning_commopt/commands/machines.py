@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lightning_commopt.commands.errors import Json, check_outputs, echo, errors_in_a_line, print_json
+from lightning_commopt.commands.errors import Json, check_outputs, echo, echo_notices, errors_in_a_line, print_json
 from lightning_commopt.text.terminal import TextConsole
 
 Command = Annotated[
@@ -134,6 +134,7 @@ def nccl_log(
             from lightning_commopt.measure.files import read_run
 
             log.matched, unmatched = match_run(log.inspected, read_run(run))
+            echo_notices(run)
             for problem in unmatched:
                 echo(f"commopt: {run}: {problem}", err=True)
     findings = find_all(log)

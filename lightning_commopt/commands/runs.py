@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lightning_commopt.commands.errors import Json, echo, errors_in_a_line, print_json
+from lightning_commopt.commands.errors import Json, echo, echo_notices, errors_in_a_line, print_json
 from lightning_commopt.text.terminal import TextConsole
 
 RunDir = Annotated[Path, typer.Argument(help="Directory of a run with CommTimeMonitor, which has comm_time.")]
@@ -123,6 +123,7 @@ def predict(
 
     with errors_in_a_line():
         found = outlook(run_dir, num_ranks=ranks, link=link, num_batches=accumulate, comm_hooks=comm_hook)
+        echo_notices(run_dir)
     if json:
         print_json(found.to_plain())
     else:

@@ -69,7 +69,7 @@ def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, TuneOpt
         options["bucket_cap_mb"] = list(sizes)
     tuned = TuneOptions.of(given.get("plan"), given.get("lossy"), {**given, **others, **options})
     plan = plan_from_option(given.get("plan"), options) or CommPlan.from_dict(options)
-    _warn_of_unused(given)
+    _warn_of_unused(given, plan)
     if plan.comm_hook is not None and others.get("mixed_precision") is not None:
         raise OptionError("comm_hook and DDP's mixed_precision exclude each other: DDP takes one hook")
     return plan, tuned, {**lightnings, **plan.ddp_kwargs(), **others}
@@ -96,8 +96,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def _warn_of_unused(given: Mapping[str, Any]) -> None:
-    """Warns once of Lightning's arguments for ``ddp_comm_hook`` that do nothing beside the others."""
+def _warn_of_unused(given: Mapping[str, Any], plan: CommPlan) -> None:
+    """Warns once of arguments that do nothing beside the others."""
     has_hook = given.get("ddp_comm_hook") is not None
     averages = isinstance(given.get("ddp_comm_state"), PostLocalSGDState)
     needs = {
@@ -108,6 +108,9 @@ def _warn_of_unused(given: Mapping[str, Any]) -> None:
     for name, (has_effect, needed) in needs.items():
         if given.get(name) is not None and not has_effect:
             warn_once(f"{name} has no effect: it needs {needed}.")
+    # Only then does DDP look for parameters that a backward did not use, with a static graph in the first one.
+    if plan.skip_all_reduce_unused_params and not (plan.find_unused_parameters or plan.static_graph):
+        warn_once("skip_all_reduce_unused_params=True has no effect: it needs find_unused_parameters=True.")
 
 
 def _optional(is_allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -34,6 +34,7 @@ from lightning_commopt.watch.join_watch import watch_joining
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
+    from torch.nn.parallel import DistributedDataParallel
 
     from lightning_commopt.sync.attach import Trainable
 
@@ -125,7 +126,10 @@ def is_fit(strategy: Any) -> bool:
 
 def check_sigterm(strategy: Any, every_n_steps: int | None) -> SigtermCheck | None:
     """Replaces Lightning's check for SIGTERM in a fit of several ranks; None where nothing is to be replaced."""
-    if every_n_steps is None or strategy.world_size == 1 or not is_fit(strategy):
+    if every_n_steps is None or not is_fit(strategy):
+        return None
+    if strategy.world_size == 1:
+        info(f"sigterm_every_n_steps={every_n_steps} has no effect: one process has nobody to agree with.")
         return None
     trainer = strategy.lightning_module.trainer
     if not broadcasts_sigterm(trainer):
@@ -249,6 +253,14 @@ def warn_of_fp16_under_scaler(comm_hook: Any, precision: object) -> None:
             "comm_hook='fp16' rounds gradients that a gradient scaler has multiplied: those beyond float16's"
             " 65504 become infinite, and the scaler then skips the step. comm_hook='bf16' has float32's range."
         )
+
+
+def warn_of_missing_buffers(model: DistributedDataParallel, plan: CommPlan) -> None:
+    """Warns once of options for buffers if the wrapped model has none."""
+    for name in ("broadcast_buffers", "forward_sync_buffers"):
+        value = getattr(plan, name)
+        if value is not None and not any(True for _ in model.module.buffers()):
+            warn_once(f"{name}={value} has no effect: the model has no buffers.")
 
 
 def explain_error(exception: BaseException) -> None:

@@ -186,6 +186,7 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
         base.warn_of_fp16_under_scaler(self.plan.comm_hook, self.precision_plugin)
+        base.warn_of_missing_buffers(self.model, self.plan)
         self.gradient_sync.attach(self.model, timeout=self._timeout, ranks_per_node=self.num_processes)
 
     def on_train_start(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 
 from lightning_commopt.cost import compressor_cost
 from lightning_commopt.cost.basis import basis_of_run
-from support.commopt import refusal
+from support.commopt import commopt, refusal
 from support.sample_runs import SampleRun, write_run
 
 _COMMANDS: dict[str, Callable[[Path], tuple[object, ...]]] = {
@@ -146,6 +147,31 @@ def test_a_forecast_that_is_none_is_named(predicted: Path, forecasts: Any) -> No
         assert f"{path} is damaged: " in refusal("summary", predicted, "--num-warmup-steps=0")
     finally:
         path.write_bytes(whole)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("summary", "--num-warmup-steps=0"),
+        ("trace",),
+        ("predict",),
+        ("bench", "--from-run"),
+        ("nccl-log", "nccl.log", "--run"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_lines_that_are_left_out_are_named(arguments: tuple[str, ...], predicted: Path, tmp_path: Path) -> None:
+    """If it fails, a command reads a damaged run as if it were whole."""
+    folder = tmp_path / "run"
+    shutil.copytree(predicted, folder)
+    (folder / "nccl.log").write_text("node1:71:71 [0] NCCL INFO Bootstrap: Using eth0:10.0.0.5<0>\n")
+    path = folder / "comm_time" / "rank_1.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:5], b'{"type": "st\n', *lines[5:]]))
+    words = [folder / word if word == "nccl.log" else word for word in arguments]
+    words.insert(1 if arguments[0] in ("summary", "trace", "predict") else len(words), folder)
+    output = " ".join(commopt(*words).output.split())
+    assert f"commopt: {path} is damaged, and this is left out: line 6: " in output
 
 
 def _is_amount(place: tuple[Any, ...]) -> bool:

@@ -16,6 +16,8 @@ import lightning_commopt
 from lightning_commopt import CommOptDDP
 from lightning_commopt.commands.app import app
 from lightning_commopt.cost import compressor_cost
+from lightning_commopt.cost.basis import basis_of_run
+from lightning_commopt.cost.candidates import forecasts
 from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.plan import OptionError
 from lightning_commopt.watch.hangs import marks as kinds
@@ -123,6 +125,8 @@ def run_dir(tmp_path: Path) -> Path:
         ("comm_time/rank_0.jsonl", "trace"),
         ("hangs/report.json", "doctor"),
         ("hangs/rank_1.json", "doctor"),
+        ("prediction.json", "predict"),
+        ("prediction.json", "summary"),
         pytest.param("comm_time/rank_0.jsonl", "predict", marks=pytest.mark.exhaustive),
         pytest.param("run.json", "predict", marks=pytest.mark.exhaustive),
         pytest.param("run.json", "summary", marks=pytest.mark.exhaustive),
@@ -133,6 +137,9 @@ def test_files_of_a_run(name: str, command: str, run_dir: Path) -> None:
     """If it fails, a run that somebody sent writes to the reader's terminal what it wants."""
     arguments = [command, run_dir] + (["--num-warmup-steps=0"] if command == "summary" else [])
     quick = ["--json"] if command == "report" else []  # without the page
+    if name == "prediction.json":
+        basis = basis_of_run(run_dir)
+        basis.save(run_dir, forecasts(basis))
     plant_everywhere(run_dir / name, lambda: check(*arguments, *quick))
     assert check(*arguments)[0] == 0
 

@@ -1,21 +1,27 @@
-"""Options of ``CommOptModelParallel`` that change nothing in a fit warn once, on rank 0; others never do."""
+"""Options that change nothing in a fit warn once, on rank 0; others never do."""
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
+from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
-from lightning_commopt import CommOptModelParallel, shard
+from lightning_commopt import CommOptDDP, CommOptModelParallel, shard
+from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
+from lightning_commopt.plan import ddp_options
 from lightning_commopt.text import validation
 from support.kept_states import Sharded
 from support.ranks import run_ranks
 from support.strategy_models import FEATURES, Tiny, loader, trainer
 
-pytestmark = pytest.mark.skipif(
+_takes_collectives = pytest.mark.skipif(
     not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
 )
 
@@ -34,28 +40,48 @@ class _Scaled(Tiny):
         return F.mse_loss(self(batch[0]).sum(1, keepdim=True), batch[1])
 
 
+class _Unsharded(Tiny):
+    """Has no unit of FSDP2."""
+
+    def configure_model(self) -> None:
+        pass
+
+
+class _WithBuffers(Tiny):
+    """Has a layer that keeps statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers.append(nn.BatchNorm1d(1))
+
+
+def _warnings_of(strategy: Callable[[], Any], model: Tiny, accumulate: int = 1) -> list[str]:
+    validation.warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught, torch.random.fork_rng():
+        warnings.simplefilter("always")
+        trainer(strategy(), max_epochs=1, accumulate_grad_batches=accumulate).fit(model, loader(24))
+    return [str(warning.message) for warning in caught if "effect" in str(warning.message)]
+
+
 def _fits() -> list[list[str]]:
-    told = []
+    warned = []
     for options, model, accumulate in (
         ({"accumulate_grads": "unsharded"}, Sharded(), 1),
         ({"accumulate_grads": "unsharded"}, Sharded(), 3),
         ({"comm_hook": "int8"}, _Scaled(), 1),
         ({"comm_hook": "int8"}, Sharded(), 1),
         ({"comm_hook": {"name": "hierarchical", "inner": "int8", "ranks_per_node": 1}}, Sharded(), 1),
+        ({"separate_reduce_scatter_group": True}, _Unsharded(), 1),
     ):
-        validation.warn_once.cache_clear()
-        with warnings.catch_warnings(record=True) as caught, torch.random.fork_rng():
-            warnings.simplefilter("always")
-            strategy = CommOptModelParallel(2, 1, **options)
-            trainer(strategy, max_epochs=1, accumulate_grad_batches=accumulate).fit(model, loader(24))
-        told.append([str(warning.message) for warning in caught if "effect" in str(warning.message)])
-    return told
+        warned.append(_warnings_of(partial(CommOptModelParallel, 2, 1, **options), model, accumulate))
+    return warned
 
 
-def test_fsdp2s_options_that_change_nothing_are_told_of() -> None:
-    """If it fails, somebody trains on with an option that does nothing, or is told so where it does something."""
+@_takes_collectives
+def test_options_of_fsdp2() -> None:
+    """If it fails, somebody trains on with an option that does nothing, or is warned where it does something."""
     first, second = run_ranks(_fits)
-    assert second == [[]] * 5
+    assert second == [[]] * 6
     assert first == [
         ["accumulate_grads='unsharded' had no effect: no gradients were accumulated."],
         [],
@@ -65,4 +91,52 @@ def test_fsdp2s_options_that_change_nothing_are_told_of() -> None:
         ],
         [],
         ["comm_hook: 'hierarchical' has no effect here: each node has one rank, so all is as with its 'inner'."],
+        ["separate_reduce_scatter_group has no effect: the model has no unit of FSDP2."],
     ]
+
+
+def _buffers() -> list[list[str]]:
+    option = {"broadcast_buffers": False}
+    warned = [_warnings_of(partial(CommOptDDP, **option), model) for model in (Tiny(), _WithBuffers())]
+    for model in (nn.Linear(2, 2), nn.BatchNorm1d(2)):
+        validation.warn_once.cache_clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricCommOptDDP(**option))  # type: ignore[arg-type]
+            fabric.launch()
+            fabric.setup_module(model)
+        warned.append([str(warning.message) for warning in caught if "effect" in str(warning.message)])
+    return warned
+
+
+def test_options_for_buffers() -> None:
+    """If it fails, somebody sweeps over what is the same for this model, or is warned where it is not."""
+    first, second = run_ranks(_buffers)
+    assert second == [[]] * 4
+    assert first == [["broadcast_buffers=False has no effect: the model has no buffers."], []] * 2
+
+
+def _logged_on_one_rank() -> list[str]:
+    logged: list[str] = []
+    rank_zero.log.addFilter(lambda record: logged.append(record.getMessage()) or True)  # type: ignore[func-returns-value]
+    trainer(CommOptDDP(sigterm_every_n_steps=3), max_epochs=1).fit(Tiny(), loader(24))
+    return logged
+
+
+def test_sigterm_on_one_rank() -> None:
+    """If it fails, nobody learns that one process agrees with nobody."""
+    (logged,) = run_ranks(_logged_on_one_rank, world_size=1)
+    assert "sigterm_every_n_steps=3 has no effect: one process has nobody to agree with." in logged
+
+
+@pytest.mark.skipif("skip_all_reduce_unused_params" not in ddp_options(), reason="DDP has it from torch 2.8 on")
+@pytest.mark.parametrize("other", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+def test_a_search_that_nobody_makes(other: dict[str, Any]) -> None:
+    """If it fails, gradients that no rank used are sent although their option is on, and nobody knows."""
+    validation.warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        CommOptDDP(skip_all_reduce_unused_params=True, **other)
+    effects = [str(warning.message) for warning in caught if "has no effect" in str(warning.message)]
+    needed = "skip_all_reduce_unused_params=True has no effect: it needs find_unused_parameters=True."
+    assert effects == ([] if other else [needed])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lightning_commopt.commands.errors import check_outputs, echo, print_json
+from lightning_commopt.commands.errors import check_outputs, echo, echo_notices, print_json
 from lightning_commopt.text.terminal import TextConsole, print_text
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ def bench(
         from lightning_commopt.measure.link.from_steps import result_of_run
 
         result = result_of_run(from_run)
+        echo_notices(from_run)
     else:
         sizes_bytes = sizes_between(
             parse_size("-b", minbytes),
