@@ -33,7 +33,7 @@ _WAYS = {
 """Where a fit ends, and the status of stock Lightning; its SIGTERMException is a SystemExit without a status."""
 
 _WITHOUT_ERROR = ("exit", "exit_after", "SIGTERM", "SIGINT", "none")
-_CROSS_SECTION = ["ddp,step", "commopt,validation", "bf16,backward", "fsdp2_bf16,step"]
+_CROSS_SECTION = ["ddp,step", "commopt,validation"]
 
 
 def _check(cases: list[str], folder: Path, *, watched: bool = True) -> None:

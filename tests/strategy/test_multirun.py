@@ -13,16 +13,11 @@ _LIMIT_S = 240
 _CASES = [
     ("ddp", "after the fit", -1, True),
     ("ddp", "after the fit, late", -1, False),
-    ("ddp", "after the fit", 0, False),
     ("ddp", "after the fit", 1, False),
-    ("ddp", "first", -1, False),
-    ("ddp", "before the group", -1, False),
     ("ddp", "before the group", 0, False),
-    ("ddp", "in the fit", -1, True),
-    ("ddp", "in the fit", 1, False),
+    ("ddp", "in the fit", 1, True),
     ("ddp", "after the second fit", -1, False),
     ("fsdp2", "after the fit", -1, False),
-    ("fsdp2", "in the fit", 0, False),
 ]
 
 
@@ -48,7 +43,7 @@ def test_jobs_after_one_that_raises_run(kind: str, fault: str, rank: int, has_ca
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("fault", "status"), [("after the fit exit 3", 3), ("in exit 0", 0), ("before exit 0", 0)])
+@pytest.mark.parametrize(("fault", "status"), [("after the fit exit 3", 3), ("before exit 0", 0)])
 def test_a_job_that_exits_ends_the_sweep(fault: str, status: int, tmp_path: Path) -> None:
     """If it fails, a sweep that a job ends leaves processes behind, or hides the status."""
     program = _sweep(tmp_path, f"fault='{fault}',' '")

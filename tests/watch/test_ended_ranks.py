@@ -90,9 +90,7 @@ def test_the_rank_that_has_started_this_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 def _probe_beside(variable: str, other: str, *, limit_s: float) -> str:
     """Returns what local rank 0 finds of ``other``, a command of a shell that stands for torchrun or srun."""
-    launcher = (
-        f'export {variable}=0; "$@" & probe=$!; export {variable}=1; ({other}) & other=$!; wait $probe; kill $other'
-    )
+    launcher = f'export {variable}=0; "$@" & probe=$!; export {variable}=1; ({other}) >/dev/null 2>&1 & other=$!; wait $probe; kill $other'
     command = ["sh", "-c", launcher, "sh", sys.executable, "-c", _PROBE, variable, str(limit_s)]
     variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(_HERE.parents[1])}
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
@@ -142,15 +140,10 @@ def _command(launcher: str, num_ranks: int, port: int) -> list[str]:
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in [
-                ("popen", 3, 2, "exit 0"),
-                ("popen", 2, 0, "exit 0"),
-                ("popen", 2, 0, "kill"),
                 ("popen", 3, 0, "kill"),
-                ("torchrun", 2, 1, "exit 0"),
                 ("torchrun", 3, 0, "exit 0"),
                 ("srun", 2, 1, "exit 0"),
-                ("srun", 2, 0, "exit 0"),
-                ("srun", 2, 1, "exit 3"),
+                ("srun", 2, 0, "exit 3"),
             ]
         ),
     ],
@@ -175,8 +168,7 @@ def test_the_others_end(launcher: str, num_ranks: int, rank: int, fault: str, tm
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("launcher", ["popen", "torchrun", "srun"])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("launcher", "rank"), [("popen", 0), ("torchrun", 1), ("srun", 1)])
 def test_a_slow_rank_is_waited_for(launcher: str, rank: int, tmp_path: Path, port: int) -> None:
     """If it fails, a rank that prepares data for long before it joins makes the others end."""
     num_s = 2 * (ended_ranks.ABSENT_S + 10)
