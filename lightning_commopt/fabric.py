@@ -35,8 +35,8 @@ from lightning_commopt.strategy.base import (
     explain_one_rank,
     join_group,
     warn_of_fp16_under_scaler,
-    warn_of_missing_buffers,
     warn_of_local_decisions,
+    warn_of_missing_buffers,
 )
 from lightning_commopt.strategy.lightning_launcher import configure_launcher, forget_previous_job
 from lightning_commopt.sync.gradient_sync import GradientSync
