@@ -32,9 +32,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what is marked exhaustive, unless it is asked for: by --all, or by its name after ``::``.
 
+    Makes warnings within tests errors, and those alone: plugins that somebody has installed may warn while pytest
+    starts. Some versions of torch warn of their own functions for CUDA.
+
     Files that take long come first, the programs beside this file before all: at the end one would keep a single
     worker busy.
     """
+    for item in items:
+        item.add_marker(pytest.mark.filterwarnings("error"), append=False)  # below all that a test asks for
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.filterwarnings("default::UserWarning:torch"))
     items.sort(key=lambda item: _PLACES.get(item.path.parent, len(_PLACES)))
     if config.getoption("--all") or any("::" in argument for argument in config.args):
         return

@@ -1,7 +1,7 @@
 """Commands about a machine or a job: selftest, doctor, nccl-log, topo; and those that run a job: nsys, tune."""
 
-import json as json_text
 import shlex
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -25,22 +25,38 @@ def selftest(
 ) -> None:
     """Checks gradient sync on this machine's devices: exactness, equal ranks, resume, memory, measured times.
 
-    Exit status 1 if a check fails, 2 if it cannot run.
+    Each outcome is printed, and written to --output, as soon as it is known. Exit status 1 if a check fails, 2 if it
+    cannot run, or was interrupted before its end.
     """
+    from lightning_commopt.commands.selftest import run
     from lightning_commopt.commands.selftest.ranks import RankError
-    from lightning_commopt.commands.selftest.run import print_selftest, progress_lines, run_selftest
+    from lightning_commopt.launch.process import InterruptedRun, raise_signals
+    from lightning_commopt.measure.plain import write_json
 
-    console = TextConsole()
-    with errors_in_a_line(RankError), progress_lines(console) as on_progress:
-        check_outputs(output)
-        on_progress("starting two ranks")
-        found = run_selftest(device, on_progress, is_full=full)
+    console, found = TextConsole(), None
+
+    def keep(news: run.SelfTest) -> None:
+        nonlocal found
+        found = news
         if output is not None:  # before anything is printed, which may fail
-            output.write_text(json_text.dumps(asdict(found), indent=2), encoding="utf-8")
-    print_selftest(found, console)
+            write_json(output, asdict(news))
+        if news.outcomes:
+            run.print_outcome(news.outcomes[-1], console)
+        else:
+            run.print_place(news, console)
+
+    with errors_in_a_line(RankError), run.progress_lines(console) as on_start, raise_signals():
+        check_outputs(output)
+        on_start("starting two ranks")
+        with suppress(InterruptedRun):
+            run.run_selftest(device, on_start, keep, is_full=full)
+    if found is None:
+        raise typer.Exit(2)
+    run.print_sum(found, console)
     if output is not None:
         console.print(f"written to {output}")
-    raise typer.Exit(any(outcome.status == "failed" for outcome in found.outcomes))
+    has_failed = any(outcome.status == "failed" for outcome in found.outcomes)
+    raise typer.Exit(1 if has_failed else 0 if found.is_whole else 2)
 
 
 def doctor(

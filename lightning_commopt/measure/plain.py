@@ -34,9 +34,16 @@ _type_hints = cache(get_type_hints)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON into a file so that a reader sees the old content or the new, never a part."""
+    """Writes JSON into a file so that a reader sees the old content or the new, never a part.
+
+    A pipe or a device, such as ``/dev/stdout``, is written to as it is.
+    """
+    text = json.dumps(value, indent=2) + "\n"
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)
 
 

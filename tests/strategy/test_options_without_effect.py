@@ -96,13 +96,12 @@ def test_options_of_fsdp2() -> None:
 
 
 def _buffers() -> list[list[str]]:
-    option = {"broadcast_buffers": False}
-    warned = [_warnings_of(partial(CommOptDDP, **option), model) for model in (Tiny(), _WithBuffers())]
+    warned = [_warnings_of(partial(CommOptDDP, broadcast_buffers=False), model) for model in (Tiny(), _WithBuffers())]
     for model in (nn.Linear(2, 2), nn.BatchNorm1d(2)):
         validation.warn_once.cache_clear()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricCommOptDDP(**option))  # type: ignore[arg-type]
+            fabric = Fabric(accelerator="cpu", devices=2, strategy=FabricCommOptDDP(broadcast_buffers=False))
             fabric.launch()
             fabric.setup_module(model)
         warned.append([str(warning.message) for warning in caught if "effect" in str(warning.message)])

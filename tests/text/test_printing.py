@@ -17,7 +17,7 @@ from lightning_commopt.commands.info.info import collect, print_info
 from lightning_commopt.commands.nccl_log.findings import find_all
 from lightning_commopt.commands.nccl_log.reader import read_log
 from lightning_commopt.commands.nccl_log.terminal import print_log
-from lightning_commopt.commands.selftest.run import Outcome, SelfTest, print_selftest, progress_lines
+from lightning_commopt.commands.selftest.run import Outcome, print_outcome, progress_lines
 from lightning_commopt.commands.topology.findings import find_all as find_in_topology
 from lightning_commopt.commands.topology.sources import read_content
 from lightning_commopt.commands.topology.terminal import print_topology
@@ -130,8 +130,7 @@ def test_other_commands() -> None:
     versions = collect() | {"platform": "Linux"}  # a word that is longer than 40 letters breaks
     check_numbers_are_whole(lambda console: print_info(versions, console))
     outcome = Outcome(name="a check of 16 compressors", status="passed", detail="8 steps, 1234567.5 us", seconds=1.0)
-    tested = SelfTest(place="2 ranks on the CPU, gloo", refused={}, outcomes=[outcome], info={})
-    check_numbers_are_whole(lambda console: print_selftest(tested, console))
+    check_numbers_are_whole(lambda console: print_outcome(outcome, console))
     what, advice = "port 29511 of 10.123.45.67 is closed", "open ports 1024-65535"
     finding = Finding(severity="error", where="gpu-node-0001", what=what, advice=advice)
     check_numbers_are_whole(lambda console: print_findings([finding], [], console))

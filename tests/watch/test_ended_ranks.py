@@ -90,7 +90,8 @@ def test_the_rank_that_has_started_this_one(monkeypatch: pytest.MonkeyPatch) -> 
 
 def _probe_beside(variable: str, other: str, *, limit_s: float) -> str:
     """Returns what local rank 0 finds of ``other``, a command of a shell that stands for torchrun or srun."""
-    launcher = f'export {variable}=0; "$@" & probe=$!; export {variable}=1; ({other}) >/dev/null 2>&1 & other=$!; wait $probe; kill $other'
+    beside = f"export {variable}=1; ({other}) >/dev/null 2>&1 & other=$!"
+    launcher = f'export {variable}=0; "$@" & probe=$!; {beside}; wait $probe; kill $other'
     command = ["sh", "-c", launcher, "sh", sys.executable, "-c", _PROBE, variable, str(limit_s)]
     variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(_HERE.parents[1])}
     done = subprocess.run(command, env=variables, capture_output=True, text=True)

@@ -36,6 +36,10 @@ class RankError(RuntimeError):
     """A rank raised (its traceback is in the message), died, or did not answer in time."""
 
 
+class OutOfTime(Exception):  # noqa: N818 (no error)
+    """The ranks could not answer in the time that was left for them, which was less than any check may take."""
+
+
 def run_ranks(
     fn: Callable[..., Any],
     *args: Any,
@@ -76,10 +80,22 @@ def run_ranks(
 
 
 def run_on(place: TestDevices, fn: Callable[..., Any], *args: Any, environment: Mapping[str, str] | None = None) -> Any:
-    """Calls ``fn(*args, place)`` on two ranks in this place, with further variables of both; see `run_ranks`."""
+    """Calls ``fn(*args, place)`` on two ranks in this place, with further variables of both; see `run_ranks`.
+
+    Raises:
+        OutOfTime: the place's time ends before that of the check.
+    """
+    left_s = place.ends_at - time.monotonic()
+    if left_s <= 0:
+        raise OutOfTime
     variables = {str(rank): {**place.environment.get(str(rank), {}), **(environment or {})} for rank in range(2)}
-    options: dict[str, Any] = {"limit_s": _LIMIT_S, "group_timeout_s": _GROUP_TIMEOUT_S, "backend": place.backend}
-    return run_ranks(fn, *args, place, **options, environment=variables)
+    options: dict[str, Any] = {"group_timeout_s": _GROUP_TIMEOUT_S, "backend": place.backend}
+    try:
+        return run_ranks(fn, *args, place, **options, limit_s=min(_LIMIT_S, left_s), environment=variables)
+    except RankError:
+        if left_s < _LIMIT_S and time.monotonic() >= place.ends_at:
+            raise OutOfTime from None
+        raise
 
 
 class Job(NamedTuple):

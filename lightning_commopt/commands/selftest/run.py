@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import time
 import traceback
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -15,17 +17,17 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.text import Text
 
 from lightning_commopt.commands.info.info import collect
 from lightning_commopt.commands.selftest import laws, on_device, sharded_laws, variants
 from lightning_commopt.commands.selftest.checks import CHECKS, Check, Found, NotChecked, TestDevices, candidates
-from lightning_commopt.commands.selftest.ranks import PROCESSES, RankError, run_on
-from lightning_commopt.text.terminal import TextTable
+from lightning_commopt.commands.selftest.ranks import PROCESSES, OutOfTime, RankError, run_on
 
 _FILLED_BY = laws, sharded_laws, on_device, variants
 LIMIT_S = 300.0
-"""After so long no other check is started."""
+"""The checks for ``--full`` take no longer than this together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +48,15 @@ class SelfTest:
 
     place: str  # where the ranks ran
     refused: dict[str, str]  # places that were better and could not be had, with why
-    outcomes: list[Outcome]  # one for each check
+    outcomes: list[Outcome]  # one for each check so far
+    is_whole: bool  # whether no check is still to come
     info: dict[str, Any]  # versions, devices and backends
 
 
 def run_selftest(
     device: str = "auto",
     on_start: Callable[[str], None] = lambda name: None,
+    on_news: Callable[[SelfTest], None] = lambda found: None,
     *,
     is_full: bool = False,
     limit_s: float = LIMIT_S,
@@ -62,34 +66,39 @@ def run_selftest(
     Args:
         device: "cpu", "cuda", or "auto" for CUDA where there is a device.
         on_start: called with the name of each check before it runs.
+        on_news: called when the place is found, and with each new outcome at the end of ``outcomes``.
         is_full: run those for ``--full`` too.
-        limit_s: seconds after which no other check is started.
+        limit_s: seconds that all checks together may take; what does not fit is not checked.
 
     Raises:
         ValueError: the device is unknown, or there is none of its kind.
         RankError: ranks can run nowhere here.
     """
     PROCESSES.set_forkserver_preload(["lightning_commopt.commands.selftest.run"])
+    ends_at = time.monotonic() + limit_s
+    place, refused = _find_place(device)
+    place = replace(place, ends_at=ends_at)
+    checks = [check for check in CHECKS if is_full or not check.is_extra]
+    found = SelfTest(place=place.name, refused=refused, outcomes=[], is_whole=not checks, info=collect() | _versions())
+    on_news(found)
+    for check in checks:
+        on_start(check.name)
+        outcomes = [*found.outcomes, _run(check, place, limit_s)]
+        found = replace(found, outcomes=outcomes, is_whole=len(outcomes) == len(checks))
+        on_news(found)
+    return found
+
+
+def _find_place(device: str) -> tuple[TestDevices, dict[str, str]]:
+    """Returns the best place where two ranks run, and those that refuse them, with why."""
     refused: dict[str, str] = {}
     for place in candidates(device):
         try:
             run_on(place, _try)
-            break
+            return place, refused
         except RankError as error:
             refused[place.name] = _last_line(error)
-    else:
-        raise RankError("; ".join(f"{name}: {why}" for name, why in refused.items()))
-    outcomes, start_s = [], time.monotonic()
-    for check in CHECKS:
-        if check.is_extra and not is_full:
-            continue
-        if time.monotonic() - start_s > limit_s:
-            late = f"the checks before it took more than {limit_s:g} s"
-            outcomes.append(Outcome(name=check.name, status="not checked", detail=late))
-            continue
-        on_start(check.name)
-        outcomes.append(_run(check, place))
-    return SelfTest(place=place.name, refused=refused, outcomes=outcomes, info=collect() | _versions())
+    raise RankError("; ".join(f"{name}: {why}" for name, why in refused.items()))
 
 
 def _versions() -> dict[str, Any]:
@@ -111,10 +120,15 @@ def _try(place: TestDevices) -> None:
     assert value.item() == dist.get_world_size()
 
 
-def _run(check: Check, place: TestDevices) -> Outcome:
+def _run(check: Check, place: TestDevices, limit_s: float) -> Outcome:
     start_s = time.monotonic()
     try:
+        if start_s >= place.ends_at:
+            raise OutOfTime
         outcome = run_on(place, _run_on_rank, check.name)[0] if check.is_on_ranks else _try_check(check, place)
+    except OutOfTime:
+        late = f"the {limit_s:g} s for all checks ended before it did"
+        outcome = Outcome(name=check.name, status="not checked", detail=late)
     except Exception as error:  # the file with the other results must be written
         trace = traceback.format_exc()
         outcome = Outcome(name=check.name, status="failed", detail=_last_line(error), trace=trace)
@@ -125,6 +139,8 @@ def _run_on_rank(name: str, place: TestDevices) -> Outcome:
     if place.device_type == "cuda":
         torch.cuda.set_device(place.device(dist.get_rank()))
     (check,) = (each for each in CHECKS if each.name == name)  # the order is that of imports, which differs
+    # Two ranks of one host are all that there is, and what wraps another compressor is checked with them all the same.
+    warnings.filterwarnings("ignore", message="comm_hook: 'hierarchical' has no effect")
     return _try_check(check, place)
 
 
@@ -155,11 +171,21 @@ def progress_lines(console: Console) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(escape(text))
 
 
-def print_selftest(found: SelfTest, console: Console) -> None:
-    """Prints a row for each check, and where ranks could not run."""
-    table = TextTable(found.place, "", "")
-    for outcome in found.outcomes:
-        table.add_row(outcome.name, Text(outcome.status, _COLORS[outcome.status]), outcome.detail)
-    console.print(table)
+def print_place(found: SelfTest, console: Console) -> None:
+    """Prints where ranks run, and where they could not."""
+    console.print(found.place, highlight=False, markup=False)
     for place, why in found.refused.items():
         console.print(f"{place}: refused ({why})", highlight=False, markup=False)
+
+
+def print_outcome(outcome: Outcome, console: Console) -> None:
+    """Prints what came of one check."""
+    console.print(Text.assemble((outcome.status, _COLORS[outcome.status]), f": {outcome.name}"))
+    console.print(Padding(Text(f"{outcome.detail} ({outcome.seconds:.1f} s)"), (0, 0, 0, 4)))
+
+
+def print_sum(found: SelfTest, console: Console) -> None:
+    """Prints how many checks ended how."""
+    numbers: Counter[str] = Counter(outcome.status for outcome in found.outcomes)
+    shown = ", ".join(f"{numbers[status]} {status}" for status in _COLORS if numbers[status])
+    console.print(shown + ("" if found.is_whole else "; interrupted before the others"), highlight=False)

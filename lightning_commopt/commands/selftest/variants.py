@@ -36,7 +36,7 @@ from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.flight_recorder import parse_collectives
 from lightning_commopt.watch.hangs.rank_side import WatchedRank
 
-NUM_STEPS = 100
+NUM_STEPS = 25
 _SANITIZER = "compute-sanitizer"
 _ODD_SHAPES = ((257, 129), (7,), (33, 65), (4097,))
 _AFTER_S = 2.0

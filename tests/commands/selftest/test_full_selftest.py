@@ -2,7 +2,11 @@
 
 import io
 import json
+import os
+import signal
 import stat
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +16,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from lightning_commopt.commands.selftest import checks, on_device, run, variants
-from lightning_commopt.commands.selftest.checks import CHECKS, Check, Found, NotChecked, candidates
-from lightning_commopt.commands.selftest.run import Outcome, SelfTest, print_selftest, progress_lines, run_selftest
+from lightning_commopt.commands.selftest import checks, on_device, ranks, run, variants
+from lightning_commopt.commands.selftest.checks import CHECKS, Check, Found, NotChecked, Runner, candidates
+from lightning_commopt.commands.selftest.run import (
+    Outcome,
+    SelfTest,
+    print_outcome,
+    print_place,
+    print_sum,
+    progress_lines,
+    run_selftest,
+)
 from lightning_commopt.commands.selftest.steps import BUCKET_CAP_MB, LargeNet
 from lightning_commopt.compressors import Int8
 from support.commopt import commopt
@@ -111,10 +123,35 @@ def test_what_a_check_says_comes_out_whole(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("some_checks")
 def test_results_are_written_before_they_are_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, minutes of checks are lost because of a terminal."""
-    monkeypatch.setattr("lightning_commopt.commands.selftest.run.print_selftest", mock.Mock(side_effect=UnicodeError))
-    with pytest.raises(UnicodeError):
+    monkeypatch.setattr(run, "print_outcome", mock.Mock(side_effect=LookupError))
+    with pytest.raises(LookupError):
         commopt("selftest", "--device", "cpu", "--output", tmp_path / "selftest.json", catch_exceptions=False)
     assert json.loads((tmp_path / "selftest.json").read_text())["outcomes"]
+
+
+@pytest.mark.usefixtures("some_checks")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("first", "status"), [(_measure, 2), (_fail, 1)])
+def test_an_interrupted_run_keeps_what_it_has(
+    number: signal.Signals, first: Runner, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it fails, minutes of checks are lost because of the one that takes long."""
+
+    def interrupt(place: checks.TestDevices) -> str:
+        assert [outcome["name"] for outcome in json.loads(written.read_text())["outcomes"]] == ["first"]
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+        return ""
+
+    written = tmp_path / "selftest.json"
+    checks_of_it = [Check("first", first), Check("interrupted", interrupt), Check("never", _measure)]
+    monkeypatch.setattr(run, "CHECKS", checks_of_it)
+    output = commopt("selftest", "--device", "cpu", "--output", written, status=status).output
+    found = json.loads(written.read_text())
+    assert [outcome["name"] for outcome in found["outcomes"]] == ["first"]
+    assert not found["is_whole"]
+    assert "; interrupted before the others" in output
+    assert "running: never" not in output
 
 
 def test_ranks_that_can_run_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,9 +164,24 @@ def test_ranks_that_can_run_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("some_checks")
 def test_no_check_is_started_when_time_is_up() -> None:
     """If it fails, the command takes longer than it says."""
-    found = run_selftest("cpu", is_full=True, limit_s=-1)
+    found = run_selftest("cpu", is_full=True, limit_s=0)
     assert {outcome.status for outcome in found.outcomes} == {"not checked"}
     assert len(found.outcomes) == len(SOME_CHECKS)
+    assert found.is_whole
+
+
+def _wait(place: checks.TestDevices) -> None:
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize("is_near", [True, False])
+def test_ranks_are_ended_when_time_is_up(is_near: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a check that takes long makes the whole take longer, or one that hangs counts as not checked."""
+    if not is_near:
+        monkeypatch.setattr(ranks, "_LIMIT_S", 0.5)
+    ends_at = time.monotonic() + (0.5 if is_near else 1000)
+    with pytest.raises(ranks.OutOfTime if is_near else RankError):
+        ranks.run_on(replace(CPU, ends_at=ends_at), _wait)
 
 
 def test_brackets_are_no_markup() -> None:
@@ -140,7 +192,10 @@ def test_brackets_are_no_markup() -> None:
         with progress_lines(console) as show:
             show(ERROR)
         outcome = Outcome(name="[/red]", status="failed", detail=ERROR, seconds=1.0)
-        print_selftest(SelfTest(place="[b]", refused={"[/i]": ERROR}, outcomes=[outcome], info={}), console)
+        found = SelfTest(place="[b]", refused={"[/i]": ERROR}, outcomes=[outcome], is_whole=True, info={})
+        print_place(found, console)
+        print_outcome(outcome, console)
+        print_sum(found, console)
         assert file.getvalue().count("[/opt/gloo/transport]") >= 2
 
 
