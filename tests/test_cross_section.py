@@ -39,3 +39,39 @@ def test_what_runs(
     result.assert_outcomes(passed=num_run, deselected=num_left_out if workers == "-n=0" else 0)
     is_told = "a cross-section: 1 more of the same run with --all" in result.stdout.str()
     assert is_told == ("--all" not in arguments and num_left_out > 0)
+
+
+NOISY = """
+import warnings
+
+def pytest_configure(config):
+    warnings.warn("this plugin warns while pytest starts")
+"""
+WARNING = """
+import warnings
+
+import pytest
+
+def test_warning():
+    warnings.warn("within a test")
+
+@pytest.mark.filterwarnings("ignore:within")
+def test_expected():
+    warnings.warn("within a test")
+
+@pytest.mark.gpu
+def test_of_torch():
+    warnings.warn_explicit("a prototype feature", UserWarning, "torch/cuda/__init__.py", 1, module="torch.cuda")
+"""
+
+
+@pytest.mark.parametrize("workers", sampled(["-n=0", "-n=1"], by_default=["-n=0"]))
+def test_only_warnings_within_tests_are_errors(pytester: pytest.Pytester, workers: str) -> None:
+    """If it fails, tests do not start where somebody has another plugin, or a warning of ours goes unnoticed."""
+    pytester.makeconftest((Path(__file__).parent / "conftest.py").read_text())
+    pytester.syspathinsert()
+    pytester.makepyfile(noisy=NOISY, test_sample=WARNING)
+    pytester.makeini("[pytest]\nmarkers =\n    gpu: needs a device")
+    result = pytester.runpytest_inprocess(workers, "-p", "no:cacheprovider", "-p", "noisy")
+    result.assert_outcomes(passed=2, failed=1)
+    assert "FAILED test_sample.py::test_warning" in result.stdout.str()
