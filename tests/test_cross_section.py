@@ -72,6 +72,6 @@ def test_only_warnings_within_tests_are_errors(pytester: pytest.Pytester, worker
     pytester.syspathinsert()
     pytester.makepyfile(noisy=NOISY, test_sample=WARNING)
     pytester.makeini("[pytest]\nmarkers =\n    gpu: needs a device")
-    result = pytester.runpytest_inprocess(workers, "-p", "no:cacheprovider", "-p", "noisy")
+    result = pytester.runpytest_subprocess(workers, "-p", "no:cacheprovider", "-p", "noisy")
     result.assert_outcomes(passed=2, failed=1)
     assert "FAILED test_sample.py::test_warning" in result.stdout.str()

@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commopt.compat.collectives import CollectiveHooks, has_collective_hooks
-from lightning_commopt.compat.fsdp import ObservedUnits
+from lightning_commopt.compat.fsdp import ComputationWaits, ObservedUnits, units_of
 from lightning_commopt.compat.sigterm import around_broadcasts
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.measure.record import StepRecord
-from lightning_commopt.measure.recorder import StepRecorder, issued_by
+from lightning_commopt.measure.recorder import StepRecorder, issued_by, parts_of_one
 from lightning_commopt.measure.runs.files import LINK_MODEL_FILE
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_host_group
 from lightning_commopt.text.validation import info, warn
@@ -89,7 +89,10 @@ class AllRanks:
 
 
 class CollectiveWatch:
-    """Observes the collectives of a fit until `close`, before torch 2.14 those of FSDP2. Needs the process group."""
+    """Observes the collectives of a fit until `close`, before torch 2.14 those of FSDP2. Needs the process group.
+
+    On CUDA those of FSDP2 have times, and the waits of computation for them are observed.
+    """
 
     def __init__(self, trainer: Trainer, recorder: StepRecorder) -> None:
         is_cpu, model = trainer.strategy.root_device.type == "cpu", trainer.strategy.model
@@ -99,13 +102,20 @@ class CollectiveWatch:
         if has_collective_hooks():
             self._hooks = CollectiveHooks(recorder.issue, sees_end=is_cpu)
             self._closers += [self._hooks.close, around_broadcasts(trainer, _broadcast)]
-            if is_cpu:  # gloo's reduce-scatters do not report their end
-                self._closers.append(ObservedUnits(model, recorder.call, ["reduce_scatter"], sees_end=True).close)
-        else:
-            self._closers.append(ObservedUnits(model, recorder.issue, sees_end=is_cpu).close)
+        if not is_cpu:
+            self._closers.append(
+                ObservedUnits(model, recorder.issue_in_stream, sees_end=True, around=parts_of_one).close
+            )
+            if units_of(model):
+                self._closers.append(ComputationWaits(trainer.strategy.root_device, recorder.wait).close)
+        elif self._hooks is None:
+            self._closers.append(ObservedUnits(model, recorder.issue, sees_end=True).close)
+        else:  # gloo's reduce-scatters do not report their end
+            self._closers.append(ObservedUnits(model, recorder.call, ["reduce_scatter"], sees_end=True).close)
+        if self._hooks is None:
             info(
                 "CommTimeMonitor: before torch 2.14 only gradient sync and FSDP2's all-gathers and reduce-scatters"
-                " (from torch 2.9 on) are observed, and no other collective."
+                " are observed, and no other collective."
             )
 
     def update(self) -> None:

@@ -1,16 +1,17 @@
-"""Private names of FSDP2, and an observer of its collectives; see `lightning_commopt.compat`.
+"""Private names of FSDP2, and observers of its collectives and waits; see `lightning_commopt.compat`.
 
 ``_get_fsdp_state`` is the state that modules share which one call of ``fully_shard`` has made a unit, ``_mp_policy`` is
 its policy. ``gradient_divide_factor`` and ``_all_reduce_hook`` of its parameter groups, and their comm objects
 ``_all_gather_comm`` and ``_reduce_scatter_comm`` (torch >= 2.9), are what setters set and nothing returns; the
 ``_module_info`` of their ``fsdp_params`` has the order of parameters. Hooks that are called with a finished gradient
-are ``_post_accumulate_grad_hooks`` of the parameter.
+are ``_post_accumulate_grad_hooks`` of the parameter. The module ``_fsdp_collectives`` calls collectives as functions of
+its global ``dist`` before torch 2.9.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -18,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.nn import Module
 
-from lightning_commopt.compat.collectives import Listener
+from lightning_commopt.compat.collectives import Issued, Listener
 
 
 def units_of(model: Module) -> list[FSDPModule]:
@@ -83,10 +85,15 @@ def _groups_of(module: FSDPModule) -> list[Any]:
     return [] if group is None else [group]
 
 
+Around = Callable[[], AbstractContextManager[None]]
+"""Makes the context in which a collective that was notified of is issued."""
+
+
 class NotifyingComm:
-    """A comm object of ours, which notifies the ``listener`` of its collectives by itself."""
+    """A comm object of ours, which notifies the ``listener`` by itself, and issues its collectives ``around``."""
 
     listener: Listener | None = None
+    around: Around = nullcontext
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -96,7 +103,8 @@ class ObservedUnits:
     """Notifies a listener of the collectives of a model that FSDP2 has sharded, until `close`.
 
     Our comm objects notify by themselves. Others keep their state and get a class derived from their own,
-    which notifies around the call. ``sees_end`` observes completion too, for CPU tensors.
+    which notifies before the call. ``sees_end`` observes completion too: on CPU that of the collective; on CUDA it
+    comes where the stream that issues the collective has waited for it. All is issued in a context of ``around``.
     """
 
     def __init__(
@@ -106,18 +114,22 @@ class ObservedUnits:
         operations: Collection[str] = ("all_gather", "reduce_scatter"),
         *,
         sees_end: bool,
+        around: Around = nullcontext,
     ) -> None:
         self._undo: list[Callable[[], None]] = []
+        if not _has_comm_objects() and units_of(model):
+            self._undo.append(_observe_functions(listener, operations, sees_end=sees_end, around=around))
+            return
         for operation, comm in {id(comm): (operation, comm) for operation, comm in comm_objects(model)}.values():
             if operation not in operations:
                 continue
             if isinstance(comm, NotifyingComm):
-                comm.listener = listener
-                self._undo.append(partial(setattr, comm, "listener", None))
+                comm.listener, comm.around = listener, around
+                self._undo += [partial(delattr, comm, name) for name in ("listener", "around")]
             else:
                 undo = partial(setattr, comm, "__class__", type(comm))
                 with suppress(TypeError):  # of somebody's object whose class is fixed
-                    comm.__class__ = _observed(type(comm), operation, listener, sees_end=sees_end)
+                    comm.__class__ = _observed(type(comm), operation, listener, sees_end=sees_end, around=around)
                     self._undo.append(undo)
 
     def close(self) -> None:
@@ -125,15 +137,82 @@ class ObservedUnits:
             self._undo.pop()()
 
 
-def _observed(base: type, operation: str, listener: Listener, *, sees_end: bool) -> type:
+def _has_comm_objects() -> bool:
+    return hasattr(FSDPModule, "set_custom_all_gather")
+
+
+def _observed(base: type, operation: str, listener: Listener, *, sees_end: bool, around: Around) -> type:
     def call(self: Any, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> dist.Work | None:
         issued = listener(operation, max(output_tensor.nbytes, input_tensor.nbytes))
-        work = base.__call__(self, output_tensor, input_tensor, *args, **kwargs)
-        if issued is not None and sees_end:
-            if work is None:
-                issued.end()
-            else:
-                work.get_future().add_done_callback(lambda _: issued.end())
+        with around():
+            work = base.__call__(self, output_tensor, input_tensor, *args, **kwargs)
+        _observe_end(issued if sees_end else None, work)
         return work
 
     return type(base.__name__, (base,), {"__slots__": (), "__call__": call})
+
+
+def _observe_functions(
+    listener: Listener, operations: Collection[str], *, sees_end: bool, around: Around
+) -> Callable[[], None]:
+    """Notifies of the collectives of all that FSDP2 has sharded in this process, until the result is called."""
+
+    class Observed:
+        """Has what ``torch.distributed`` has, and notifies before two of its functions."""
+
+        def __getattr__(self, name: str) -> Any:
+            found = getattr(dist, name)
+            if (operation := _FUNCTIONS.get(name)) not in operations:
+                return found
+
+            def call(*args: Any, **kwargs: Any) -> dist.Work | None:
+                tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+                issued = listener(str(operation), max(tensor.nbytes for tensor in tensors))
+                with around():
+                    work = found(*args, **kwargs)
+                _observe_end(issued if sees_end else None, work)
+                return work
+
+            return call
+
+    module: Any = _fsdp_collectives
+    module.dist = Observed()
+    return partial(setattr, module, "dist", dist)
+
+
+_FUNCTIONS = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
+
+
+def _observe_end(issued: Issued | None, work: dist.Work | None) -> None:
+    """Notifies of the end of a collective: at once if nobody is to wait for it any more."""
+    if issued is None:
+        return
+    if work is None:
+        issued.end()
+    else:  # on CUDA, torch calls back in a stream that waits for it
+        work.get_future().add_done_callback(lambda _: issued.end())
+
+
+class ComputationWaits:
+    """Observes, until `close`, each time that the stream of a model's computation waits for an event of another one.
+
+    Public is ``torch.cuda.Stream.wait_event``, which FSDP2 calls before it uses what was gathered, or reduced.
+    """
+
+    def __init__(self, device: torch.device, on_wait: Callable[[], Issued]) -> None:
+        stream = torch.cuda.current_stream(device)
+        inner = torch.cuda.Stream.wait_event
+
+        def wait_event(self: torch.cuda.Stream, event: torch.Event) -> None:
+            if self != stream:
+                inner(self, event)
+                return
+            wait = on_wait()
+            inner(self, event)
+            wait.end()
+
+        torch.cuda.Stream.wait_event = wait_event  # type: ignore[method-assign]
+        self._inner = inner
+
+    def close(self) -> None:
+        torch.cuda.Stream.wait_event = self._inner  # type: ignore[method-assign]

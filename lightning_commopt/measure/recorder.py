@@ -17,6 +17,7 @@ from lightning_commopt.measure.record import BucketSpan, Collective, Phase, Step
 # Steps that `StepRecorder.end_step` makes records of, at most: one more than there are new ones, to catch up
 _RESOLVED_AT_ONCE = 2
 _source: ContextVar[str] = ContextVar("source", default="")
+_is_part: ContextVar[bool] = ContextVar("is_part", default=False)
 
 
 @contextmanager
@@ -29,6 +30,16 @@ def issued_by(source: str) -> Iterator[None]:
         _source.reset(token)
 
 
+@contextmanager
+def parts_of_one() -> Iterator[None]:
+    """Hides the collectives that this thread issues within: one that was recorded with its times stands for them."""
+    token = _is_part.set(True)
+    try:
+        yield
+    finally:
+        _is_part.reset(token)
+
+
 class StepRecorder(SyncObserver):
     """Records the steps of one rank, on the clock of its device. Only `take` waits for the device."""
 
@@ -38,7 +49,8 @@ class StepRecorder(SyncObserver):
         self._phases: list[tuple[str | None, Any]] = []
         self._syncs: list[_RecordedSync] = []
         self._collectives: list[_IssuedCollective] = []
-        # A device works on collectives in a stream that is not the caller's: no mark there shows their time.
+        self._waits: list[_Wait] = []
+        # A device works on collectives in a stream that need not be the caller's: then no mark there shows their time.
         self._collective_mark = clock.mark if isinstance(clock, HostClock) else lambda: None
         self._backward = 0
         self._resolved: deque[StepRecord] = deque()
@@ -54,12 +66,19 @@ class StepRecorder(SyncObserver):
         self._backward += bucket.is_last
         return sync
 
-    def issue(self, operation: str, num_bytes: int) -> _IssuedCollective:
-        """Records that a collective is issued, on any thread; see `Collective`."""
-        phase = self._phases[-1][0] if self._phases else None
-        issued = _IssuedCollective(self._collective_mark, operation, phase or "pause", _source.get(), num_bytes)
-        self._collectives.append(issued)
-        return issued
+    def issue(self, operation: str, num_bytes: int) -> _IssuedCollective | None:
+        """Records that a collective is issued, on any thread; see `Collective`. None for a part of one."""
+        return None if _is_part.get() else self._issue(self._collective_mark, operation, num_bytes)
+
+    def issue_in_stream(self, operation: str, num_bytes: int) -> _IssuedCollective:
+        """Records a collective that the current stream of the device waits for, until the result's ``end``."""
+        return self._issue(self._mark, operation, num_bytes)
+
+    def wait(self) -> _Wait:
+        """Records that the device's computation waits for another stream, until the result's ``end``."""
+        wait = _Wait(self._mark)
+        self._waits.append(wait)
+        return wait
 
     def call(self, operation: str, num_bytes: int) -> _BlockingCall:
         """Records until when a call blocks that issues an operation, for collectives that do not report their end."""
@@ -71,8 +90,8 @@ class StepRecorder(SyncObserver):
         Where reading marks takes time, it is spread over steps: a few are resolved here, if the device has passed them.
         """
         self.enter(None)
-        self._pending.append(_Marks(step, num_samples, self._phases, self._syncs, self._collectives))
-        self._phases, self._syncs, self._collectives, self._backward = [], [], [], 0
+        self._pending.append(_Marks(step, num_samples, self._phases, self._syncs, self._collectives, self._waits))
+        self._phases, self._syncs, self._collectives, self._waits, self._backward = [], [], [], [], 0
         for _ in range(_RESOLVED_AT_ONCE if self.clock.num_lag_steps else 0):
             if len(self._pending) > self.clock.num_lag_steps and self.clock.has_passed(self._pending[0].end):
                 self._resolve_oldest()
@@ -96,6 +115,12 @@ class StepRecorder(SyncObserver):
         """Steps that have ended and are not taken yet."""
         return len(self._resolved) + len(self._pending)
 
+    def _issue(self, mark: Callable[[], Any], operation: str, num_bytes: int) -> _IssuedCollective:
+        phase = self._phases[-1][0] if self._phases else None
+        issued = _IssuedCollective(mark, operation, phase or "pause", _source.get(), num_bytes)
+        self._collectives.append(issued)
+        return issued
+
     def _resolve_oldest(self) -> None:
         marks = self._pending.popleft()
         self._resolved.append(self._resolve(marks))
@@ -103,6 +128,9 @@ class StepRecorder(SyncObserver):
 
     def _resolve(self, marks: _Marks) -> StepRecord:
         seconds = self.clock.seconds
+        for unfinished in [one for one in marks.collectives if one.ended is not None]:
+            if not self.clock.has_passed(unfinished.ended):  # nothing has waited for it, in no stream
+                unfinished.started = unfinished.ended = None
         began = [(name, seconds(mark)) for name, mark in marks.phases]
         phases = [Phase(name, at_s, end_s) for (name, at_s), (_, end_s) in pairwise(began) if name is not None]
         return StepRecord(
@@ -111,6 +139,7 @@ class StepRecorder(SyncObserver):
             phases=tuple(phases),
             buckets=tuple([sync.span(seconds) for sync in marks.syncs if sync.has_ended]),
             collectives=_spans(marks.collectives, [at_s for _, at_s in began], seconds),
+            waits=tuple([(seconds(wait.began), seconds(wait.ended)) for wait in marks.waits if wait.ended is not None]),
             layout={sync.bucket.index: sync.bucket for sync in marks.syncs},
         )
 
@@ -123,6 +152,7 @@ class _Marks(NamedTuple):
     phases: list[tuple[str | None, Any]]
     syncs: list[_RecordedSync]
     collectives: list[_IssuedCollective]
+    waits: list[_Wait]
 
     @property
     def end(self) -> Any:
@@ -133,6 +163,10 @@ class _Marks(NamedTuple):
         yield from (mark for _, mark in self.phases)
         for sync in self.syncs:
             yield from sync.marks
+        for one in self.collectives:
+            yield from (mark for mark in (one.started, one.ended) if mark is not None)
+        for wait in self.waits:
+            yield from (mark for mark in (wait.began, wait.ended) if mark is not None)
 
 
 class _RecordedSync(BucketSync):
@@ -182,6 +216,19 @@ class _IssuedCollective:
         self._mark = mark
         self.about = operation, phase, source, num_bytes
         self.started, self.ended = mark(), None
+
+    def end(self) -> None:
+        self.ended = self._mark()
+
+
+class _Wait:
+    """A wait of the device and its marks."""
+
+    __slots__ = ("_mark", "began", "ended")
+
+    def __init__(self, mark: Callable[[], Any]) -> None:
+        self._mark = mark
+        self.began, self.ended = mark(), None
 
     def end(self) -> None:
         self.ended = self._mark()

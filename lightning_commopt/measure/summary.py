@@ -87,10 +87,10 @@ class FitSummary:
                 f"{gradients} of gradients a step and rank, {wire} on the wire: ratio {compression}",
                 f"{algorithm}/s algorithm bandwidth, {bus}/s bus bandwidth",
             ]
-        collectives = TextTable(
-            *OPERATION_COLUMNS, numbers=OPERATION_COLUMNS[2:], title=" Collectives of a step on the first rank"
-        )
-        for cells in operation_rows(self.operations, metrics["step_s"]):
+        rows = operation_rows(self.operations, metrics["step_s"])
+        columns = operation_columns(rows)
+        collectives = TextTable(*columns, numbers=columns[2:], title=" Collectives of a step on the first rank")
+        for cells in rows:
             collectives.add_row(*cells)
         recommendations = Table.grid(padding=(0, 1))
         for text in self.verdict.recommendations:
@@ -145,7 +145,8 @@ class OperationTotals:
     def __init__(self, num_warmup_steps: int = 0) -> None:
         self._num_steps = -num_warmup_steps
         self._num_phases: Counter[str] = Counter()
-        self._sums: dict[tuple[str, str, str], list[float]] = defaultdict(partial(list, (0, 0, 0.0)))
+        self._sums: dict[tuple[str, str, str], list[float]] = defaultdict(partial(list, (0, 0, 0.0, 0.0)))
+        self._has_waits = False
 
     def add(self, records: Iterable[StepRecord]) -> None:
         for record in records:
@@ -153,33 +154,51 @@ class OperationTotals:
             if self._num_steps <= 0:
                 continue
             self._num_phases.update([phase.name for phase in record.phases])
-            for one in record.collectives:
+            self._has_waits |= bool(record.waits)
+            for one, exposed_s in zip(record.collectives, record.exposed_s(), strict=True):
                 sums = self._sums[one.phase, one.operation, one.source]
                 sums[0] += 1
                 sums[1] += one.num_bytes
                 sums[2] += 0.0 if one.start_s is None or one.end_s is None else one.end_s - one.start_s
+                sums[3] += exposed_s or 0.0
 
     def operations(self) -> tuple[Operation, ...]:
         """Returns the means of a step, by phase, the most time first."""
         means = []
         for (phase, operation, source), sums in self._sums.items():
-            num_calls, num_bytes, seconds = (total / self._num_steps for total in sums)
-            known_s, num_phases = seconds if seconds > 0 else None, self._num_phases[phase] / self._num_steps
-            means.append(Operation(operation, phase, source, num_calls, num_bytes, known_s, num_phases))
+            num_calls, num_bytes, seconds, exposed_s = (total / self._num_steps for total in sums)
+            times_s = (seconds, exposed_s if self._has_waits else None) if seconds > 0 else (None, None)
+            num_phases = self._num_phases[phase] / self._num_steps
+            means.append(
+                Operation(operation, phase, source, num_calls, num_bytes, times_s[0], num_phases, exposed_s=times_s[1])
+            )
         places = {phase: place for place, phase in enumerate((*PHASES, "pause"))}
         means.sort(key=lambda one: (places.get(one.phase, len(places)), -(one.seconds or 0.0), one.operation))
         return tuple(means)
 
 
-OPERATION_COLUMNS = ("phase", "operation", "calls", "bytes", "ms", "of step")
+_OPERATION_COLUMNS = ("phase", "operation", "calls", "bytes", "ms", "of step", "exposed, ms")
+
+
+def operation_columns(rows: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
+    """Returns the headings of `operation_rows`."""
+    return _OPERATION_COLUMNS[: len(rows[0])] if rows else _OPERATION_COLUMNS
 
 
 def operation_rows(operations: Sequence[Operation], step_s: float) -> list[tuple[str, ...]]:
-    """Returns a row of `OPERATION_COLUMNS` for each kind of collectives; an unknown time is a dash."""
+    """Returns a row for each kind of collectives, with a cell for what is exposed if any of that is known.
+
+    An unknown time is a dash.
+    """
+    has_exposed = any(one.exposed_s is not None for one in operations)
     rows: list[tuple[str, ...]] = []
     for one in operations:
-        seconds = math.nan if one.seconds is None else one.seconds
-        times = number(1e3 * seconds, max_decimals=_MAX_DECIMALS), percent(ratio(seconds, step_s))
+        seconds, exposed_s = (math.nan if time_s is None else time_s for time_s in (one.seconds, one.exposed_s))
+        times = (
+            number(1e3 * seconds, max_decimals=_MAX_DECIMALS),
+            percent(ratio(seconds, step_s)),
+            *([number(1e3 * exposed_s, max_decimals=_MAX_DECIMALS)] if has_exposed else []),
+        )
         rows.append((one.phase, one.label, f"{one.num_calls:.3g}", _size(one.num_bytes), *times))
     return rows
 

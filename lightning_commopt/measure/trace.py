@@ -123,13 +123,14 @@ def _rows(steps: Sequence[StepRecord], shift_s: float) -> _Rows:
 
     whole = [piece(f"step {r.step}", r.start_s, r.end_s, **_step_args(r)) for r in steps]
     phases = [piece(phase.name, phase.start_s, phase.end_s, step=r.step) for r in steps for phase in r.phases]
+    waits = [piece("waits for another stream", *span, step=r.step) for r in steps for span in r.waits]
     buckets, wire, collectives = [], [], []
     for record in steps:
         for bucket in record.buckets:
             name, args = f"bucket {bucket.index}", _bucket_args(record, bucket)
-            waits = piece(f"{name} waits", min(bucket.ready_s, bucket.start_s), bucket.start_s, **args)
+            queued = piece(f"{name} waits", min(bucket.ready_s, bucket.start_s), bucket.start_s, **args)
             travels = piece(name, bucket.start_s, bucket.end_s, **args)
-            buckets.append([waits, travels] if waits.end > waits.start else [travels])
+            buckets.append([queued, travels] if queued.end > queued.start else [travels])
             for number, span in enumerate(bucket.wire):
                 args = {"step": record.step, "bucket": bucket.index, "collective": number}
                 wire.append([piece(f"{name} on the wire", *span, **args)])
@@ -138,7 +139,7 @@ def _rows(steps: Sequence[StepRecord], shift_s: float) -> _Rows:
                 args = {"step": record.step, "phase": one.phase, "source": one.source, "bytes": one.num_bytes}
                 collectives.append([piece(one.operation, one.start_s, one.end_s, **args)])
     lanes = _lanes("buckets", buckets) | _lanes("wire", wire) | _lanes("collectives", collectives)
-    return {"steps": whole, "phases": phases, **lanes}
+    return {"steps": whole, "phases": phases, **({"computation": waits} if waits else {}), **lanes}
 
 
 def _step_args(record: StepRecord) -> dict[str, Any]:

@@ -88,8 +88,8 @@ def verdict(
     if world_size == 1:
         headline, recommendations = "One rank: there are no gradients to synchronize.", data
     elif not costs.comm_s > 0:
-        headline = _without_sync(world_size, operations)
-        recommendations = [*_for_sharded(comm_hook, operations), *data]
+        headline, is_hidden = _without_sync(world_size, costs, operations)
+        recommendations = [*([] if is_hidden else _for_sharded(comm_hook, operations)), *data]
     elif costs.straggler_rank >= 0:
         headline = (
             f"The other ranks wait for rank {costs.straggler_rank:.0f}, which computes"
@@ -112,17 +112,24 @@ def verdict(
     )
 
 
-def _without_sync(world_size: int, operations: Sequence[Operation]) -> str:
-    """Returns the headline for a strategy whose gradient sync cannot be observed as such, as FSDP2's."""
+def _without_sync(world_size: int, costs: Costs, operations: Sequence[Operation]) -> tuple[str, bool]:
+    """Returns the headline for a strategy whose gradient sync cannot be observed as such, as FSDP2's.
+
+    Also whether it is known that no step waits long enough for collectives to do something about it.
+    """
     sharded = [one for one in operations if one.phase in ("forward", "backward") and one.num_bytes >= _SMALL_BYTES]
     if not sharded:
-        return f"No gradient sync was observed on {world_size} ranks, so its cost is unknown."
+        return f"No gradient sync was observed on {world_size} ranks, so its cost is unknown.", False
     num_calls = sum(one.num_calls for one in sharded)
     num_bytes = sum(one.num_bytes for one in sharded if one.operation != "recv")  # of which each is another's send
-    return (
-        f"Forward and backward issue {num_calls:.3g} collectives a step, of {byte_unit(num_bytes).text(num_bytes)} in"
-        " all. How long the step waits for them is not measured."
-    )
+    issued = f"Forward and backward issue {num_calls:.3g} collectives a step, of {byte_unit(num_bytes).text(num_bytes)}"
+    if all(one.exposed_s is None for one in sharded):
+        return f"{issued} in all. How long the step waits for them is not measured.", False
+    exposed_s = sum(one.exposed_s or 0.0 for one in sharded)
+    waits = f"{costs.share(exposed_s)} of the step waits for them"
+    if not costs.is_worth(exposed_s):
+        return f"{issued} in all, and they are hidden: {waits}. Without any: {costs.bound_text(exposed_s)}.", True
+    return f"{issued} in all, and {waits}. If all of it were hidden: {costs.bound_text(exposed_s)}.", False
 
 
 def _for_sharded(comm_hook: str, operations: Sequence[Operation]) -> list[str]:

@@ -86,7 +86,8 @@ class CompressedUnit(NotifyingComm):
     def _notifying(self, operation: str, source: str, num_bytes: int) -> Iterator[None]:
         with issued_by(source):
             issued = None if self.listener is None else self.listener(operation, num_bytes)
-            yield
+            with self.around():
+                yield
             if issued is not None:
                 issued.end()
 

@@ -3,6 +3,7 @@
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,22 +13,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
 
 from lightning_commopt import CommOptModelParallel
 from lightning_commopt.callbacks import CommTimeMonitor, publisher
+from lightning_commopt.compat import fsdp
 from lightning_commopt.compat.collectives import CollectiveHooks, has_collective_hooks
-from lightning_commopt.compat.fsdp import ObservedUnits
+from lightning_commopt.compat.fsdp import ComputationWaits, ObservedUnits, comm_objects
 from lightning_commopt.compressors.sharded_registry import sharded_from_config
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.files import read_run
-from lightning_commopt.measure.recorder import StepRecorder
+from lightning_commopt.measure.recorder import StepRecorder, parts_of_one
 from lightning_commopt.sync.sharded import ShardedSync
 from lightning_commopt.sync.sharded_gather import GatheredParameters
 from support.collectives import needs_hooks
 from support.ranks import run_ranks
 from support.strategy_models import Tiny, loader, trainer
 
-pytestmark = pytest.mark.skipif(
+needs_comm_objects = pytest.mark.skipif(
     not hasattr(FSDPModule, "set_custom_all_gather"), reason="FSDP2 takes other collectives from torch 2.9 on"
 )
 
@@ -67,11 +70,25 @@ def _train(model: Any) -> list[Tensor]:
 
 
 def _classes(model: Any) -> list[str]:
-    group = model._get_fsdp_state()._fsdp_param_group
-    return [type(comm).__qualname__ for comm in (group._all_gather_comm, group._reduce_scatter_comm)]
+    return [type(comm).__qualname__ for _, comm in comm_objects(model)][:2]
 
 
-def _plain(asynchronous: bool) -> dict[str, Any]:
+def _plain(asynchronous: bool, by_functions: bool) -> dict[str, Any]:
+    """Trains, observed by comm objects, or by functions that FSDP2 calls where torch has no comm objects."""
+    names = vars(fsdp_collectives.dist) if by_functions else ()
+    functions = {
+        name: operation
+        for name, operation in {
+            **dict.fromkeys(("all_gather_into_tensor", "all_gather_single"), "all_gather"),
+            **dict.fromkeys(("reduce_scatter_tensor", "reduce_scatter_single"), "reduce_scatter"),
+        }.items()
+        if name in names
+    }
+    with patch.object(fsdp, "_FUNCTIONS", functions), patch.object(fsdp, "_has_comm_objects", lambda: not by_functions):
+        return _train_observed(asynchronous)
+
+
+def _train_observed(asynchronous: bool) -> dict[str, Any]:
     expected = _train(_model(asynchronous))
     model, seen, by_hooks = _model(asynchronous), _Log(), _Log()
     hooks = CollectiveHooks(by_hooks, sees_end=True) if has_collective_hooks() else None
@@ -94,9 +111,10 @@ def _plain(asynchronous: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_fsdp2_issues(asynchronous: bool) -> None:
+@pytest.mark.parametrize("by_functions", [pytest.param(False, marks=needs_comm_objects), True])
+def test_what_fsdp2_issues(asynchronous: bool, by_functions: bool) -> None:
     """If it fails, FSDP2 computes something else when it is observed, or a collective is missing or has other bytes."""
-    for one in run_ranks(_plain, asynchronous, world_size=3):
+    for one in run_ranks(_plain, asynchronous, by_functions, world_size=3):
         assert one["is_equal"]
         assert Counter(name for name, _ in one["seen"]) == {
             "all_gather": 3 * _NUM_BACKWARDS,  # the outer unit stays gathered from forward to backward
@@ -108,7 +126,7 @@ def test_what_fsdp2_issues(asynchronous: bool) -> None:
         assert one["by_hooks"] in (None, one["seen"])
         assert one["num_ended"] == len(one["seen"])
         assert one["num_later"] == 0
-        assert one["classes"] == ["DefaultAllGather", "DefaultReduceScatter"]
+        assert one["classes"] in ([], ["DefaultAllGather", "DefaultReduceScatter"])
 
 
 class _Own:
@@ -139,6 +157,7 @@ def _somebodys(comm: Any) -> tuple[int, int]:
     return len(seen.issued), _Own.num_calls
 
 
+@needs_comm_objects
 @pytest.mark.parametrize("comm", [_Own(), _Fixed()])
 def test_comm_objects_of_somebodys_own(comm: Any) -> None:
     """If it fails, one that all units share is observed twice, or one that cannot be observed ends training."""
@@ -173,6 +192,59 @@ def test_end_of_reduce_scatters() -> None:
         assert max(ends_s) <= returned_s
 
 
+def _in_a_stream(hook: str | None) -> list[tuple[str, str, bool]]:
+    """Returns what is recorded if the issuing stream stands for the device, with torch's hooks beside it."""
+    model, recorder = _model(), StepRecorder(HostClock())
+    sync = None if hook is None else ShardedSync(sharded_from_config(hook))  # type: ignore[arg-type]
+    if sync is not None:
+        sync.attach(model)
+    hooks = CollectiveHooks(recorder.issue, sees_end=False)
+    observed = ObservedUnits(model, recorder.issue_in_stream, sees_end=True, around=parts_of_one)
+    recorder.enter("backward")
+    _train(model)
+    dist.barrier()
+    recorder.end_step(0, 4)
+    observed.close()
+    hooks.close()
+    if sync is not None:
+        sync.detach()
+    (record,) = recorder.take(1)
+    return [(one.operation, one.source, one.end_s is not None) for one in record.collectives]
+
+
+@needs_hooks
+@pytest.mark.parametrize(("hook", "source"), [(None, ""), ("int8", "int8 reduce-scatter")])
+def test_each_collective_is_recorded_once_where_streams_show_its_time(hook: str | None, source: str) -> None:
+    """If it fails, FSDP2's collectives count twice on CUDA, or compressed ones have times in parts."""
+    for found in run_ranks(_in_a_stream, hook):
+        assert Counter(found) == {
+            ("all_gather", "", True): 3 * _NUM_BACKWARDS,
+            ("reduce_scatter", source, True): 2 * _NUM_BACKWARDS,
+            ("barrier", "", True): 1,
+        }
+
+
+def test_waits_of_computation_are_observed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, what FSDP2's steps wait for on CUDA is not known, or waits of other streams count."""
+    happened: list[str] = []
+    computing, other = "the stream of computation", "another stream"
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: computing)
+    event = SimpleNamespace(wait=lambda stream: happened.append(f"{stream} waits"))
+    inner = torch.cuda.Stream.wait_event
+
+    def begin() -> Any:
+        happened.append("begins")
+        return SimpleNamespace(end=lambda: happened.append("ends"))
+
+    waits = ComputationWaits(torch.device("cuda", 0), begin)
+    for stream in (computing, other):
+        torch.cuda.Stream.wait_event(stream, event)  # type: ignore[arg-type]
+    waits.close()
+    torch.cuda.Stream.wait_event(computing, event)  # type: ignore[arg-type]
+    assert happened == ["begins", f"{computing} waits", "ends", f"{other} waits", f"{computing} waits"]
+    assert torch.cuda.Stream.wait_event is inner
+
+
 def _compressed(hook: str, compresses_parameters: bool) -> tuple[list[tuple[str, int]], int, int, int]:
     model, seen = _model(), _Log()
     sync, gathered = ShardedSync(sharded_from_config(hook)), GatheredParameters()  # type: ignore[arg-type]
@@ -193,6 +265,7 @@ def _compressed(hook: str, compresses_parameters: bool) -> tuple[list[tuple[str,
     return seen.issued, seen.num_ended, *sent
 
 
+@needs_comm_objects
 @pytest.mark.parametrize(("hook", "compresses_parameters"), [("bf16", False), ("int8", True), ("int4", False)])
 def test_what_compressed_units_send(hook: str, compresses_parameters: bool) -> None:
     """If it fails, a compressed collective is missing, counted as more than one, or has bytes that were not sent."""
@@ -225,7 +298,9 @@ def _fit(folder: Path, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "source"), [({}, ""), ({"comm_hook": "int8"}, "int8 reduce-scatter")], ids=["plain", "int8"]
+    ("options", "source"),
+    [({}, ""), pytest.param({"comm_hook": "int8"}, "int8 reduce-scatter", marks=needs_comm_objects)],
+    ids=["plain", "int8"],
 )
 def test_monitor_without_hooks_of_torch(options: dict[str, Any], source: str, tmp_path: Path) -> None:
     """If it fails, CommTimeMonitor does not see FSDP2 with torch 2.9 to 2.13, or in the wrong phase."""

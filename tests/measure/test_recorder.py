@@ -12,7 +12,7 @@ from lightning_commopt.compressors import PowerSGD
 from lightning_commopt.measure.clock import CudaClock, HostClock
 from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketInfo, Observers
 from lightning_commopt.measure.record import Collective, Phase
-from lightning_commopt.measure.recorder import StepRecorder, issued_by
+from lightning_commopt.measure.recorder import StepRecorder, issued_by, parts_of_one
 from lightning_commopt.sync.attach import attach_bucket_hook
 from support.ranks import run_ranks
 
@@ -98,6 +98,7 @@ def issue_some(recorder: StepRecorder) -> tuple[Collective, ...]:
     recorder.enter("backward")
     recorder.issue("reduce_scatter", 16)
     recorder.issue("all_gather", 32)
+    assert broadcast is not None
     broadcast.end()
     recorder.end_step(0, 1)
     (step,) = recorder.take(1)
@@ -117,6 +118,30 @@ def test_collectives_without_an_end_last_until_the_next_event() -> None:
 def test_collectives_of_a_device_have_no_times() -> None:
     """If it fails, events in a stream that a collective is not in are taken for its time."""
     assert {(one.start_s, one.end_s) for one in issue_some(StepRecorder(LateClock()))} == {(None, None)}
+
+
+def test_a_collective_in_a_stream_stands_for_its_parts() -> None:
+    """If it fails, FSDP2's collectives have no times on CUDA, or count twice."""
+    recorder = StepRecorder(clock := LateClock())
+    recorder.enter("forward")
+    gather = recorder.issue_in_stream("all_gather", 32)  # from 2
+    with parts_of_one():
+        assert recorder.issue("all_gather", 32) is None
+    gather.end()  # until 3
+    never = recorder.issue_in_stream("all_gather", 8)
+    wait = recorder.wait()  # from 5
+    recorder.issue("barrier", 0)
+    wait.end()  # until 6
+    recorder.end_step(0, 1)
+    clock.reached = clock.now
+    never.end()  # after all that the device has passed
+    (step,) = recorder.take(1)
+    assert step.collectives == (
+        Collective("all_gather", "forward", "", 32, 2, 3),
+        Collective("all_gather", "forward", "", 8, None, None),
+        Collective("barrier", "forward", "", 0, None, None),
+    )
+    assert step.waits == ((5, 6),)
 
 
 def test_a_sync_that_failed_is_left_out() -> None:

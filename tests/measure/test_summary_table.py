@@ -1,13 +1,15 @@
 """The table at the end of a fit: whole numbers in 80 columns, and what each cell says."""
 
+import dataclasses
 import io
 
 import pytest
 from rich.console import Console
 
 from lightning_commopt.measure.forecasts import Forecast
+from lightning_commopt.measure.record import Collective, Phase, StepRecord
 from lightning_commopt.measure.statistics import TIMES
-from lightning_commopt.measure.summary import FitSummary
+from lightning_commopt.measure.summary import FitSummary, OperationTotals
 from lightning_commopt.measure.verdict import Verdict, verdict
 from support.narrow import check_numbers_are_whole
 from support.sample_metrics import NAN, sample_metrics
@@ -50,6 +52,32 @@ def test_what_is_below() -> None:
     assert "4.07 GB/s algorithm bandwidth, 7.12 GB/s bus bandwidth" in text
     assert "43 % of the step waits for communication" in text
     assert " - bucket_cap_mb=100, lossless: 1.40 (1.17 to 1.75) times as fast." in text
+
+
+@pytest.mark.parametrize("are_known", [True, False])
+def test_what_computation_waits_for_has_a_column(are_known: bool) -> None:
+    """If it fails, FSDP2's exposed collectives are not shown on CUDA, or a column of dashes is everywhere else."""
+    gather = Collective("all_gather", "forward", "", 1000, start_s=0.010, end_s=0.030)
+    step = StepRecord(
+        step=0,
+        num_samples=4,
+        phases=(Phase("forward", 0.0, 0.1),),
+        buckets=(),
+        collectives=(gather, Collective("barrier", "forward", "", 0, None, None)),
+        waits=((0.025, 0.050),) if are_known else (),
+    )
+    totals = OperationTotals()
+    totals.add([step, dataclasses.replace(step, collectives=(), waits=())])
+    metrics = sample_metrics(step_s=0.1)
+    console = Console(file=io.StringIO(), width=80)
+    summary = FitSummary(
+        metrics=metrics, verdict=Verdict(headline="", recommendations=()), operations=totals.operations()
+    )
+    console.print(summary.table())
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert f"phase operation calls bytes ms of step{' exposed, ms' if are_known else ''}" in lines
+    assert f"forward all_gather 0.5 500 B 10.0 10.0 %{' 2.50' if are_known else ''}" in lines
+    assert f"forward barrier 0.5 0 B - -{' -' if are_known else ''}" in lines
 
 
 EXTREMES = [

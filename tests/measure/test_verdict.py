@@ -53,6 +53,27 @@ def about(result: Verdict, setting: str) -> str:
     return found[0] if found else ""
 
 
+@pytest.mark.parametrize(
+    ("exposed_s", "headline", "recommends"),
+    [
+        (None, "How long the step waits for them is not measured.", True),
+        (0.3, "and 45 % of the step waits for them. If all of it were hidden: at most 1.82 times as fast.", True),
+        (0.005, "and they are hidden: 0.75 % of the step waits for them. Without any: at most 1.01 times", False),
+    ],
+)
+def test_collectives_of_sharded_models(exposed_s: float | None, headline: str, recommends: bool) -> None:
+    """If it fails, who trains with FSDP2 on CUDA is told nothing, or to compress what nobody waits for."""
+    sharded = [
+        Operation("all_gather", "forward", "", 4, 4e6, 0.2, exposed_s=exposed_s and exposed_s / 2),
+        Operation("reduce_scatter", "backward", "", 4, 4e6, 0.2, exposed_s=exposed_s and exposed_s / 2),
+    ]
+    metrics = sample_metrics(**NO_COMMUNICATION)
+    metrics["step_s"] = 2 / 3
+    found = verdict(metrics, world_size=2, comm_hook="ModelParallelStrategy", is_lossy=False, operations=sharded)
+    assert headline in found.headline
+    assert bool(about(found, 'comm_hook="int8"')) == recommends
+
+
 def bound(text: str) -> float:
     match = re.search(r"at most (\d+\.\d+) times as fast", text)
     assert match is not None

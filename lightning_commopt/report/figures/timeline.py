@@ -11,7 +11,7 @@ from plotly import graph_objects as go
 
 from lightning_commopt.measure.files import RankRecords, common_steps, read_run
 from lightning_commopt.measure.record import StepRecord, clock_shift_s
-from lightning_commopt.measure.summary import OPERATION_COLUMNS, OperationTotals, operation_rows
+from lightning_commopt.measure.summary import OperationTotals, operation_columns, operation_rows
 from lightning_commopt.report.baseline import without_ranks
 from lightning_commopt.report.figures.style import EXPOSED, INK, SPAN_COLORS, Chart, Key, Rows, new_figure, typical_run
 from lightning_commopt.report.model import Cell, Group, Setting
@@ -164,7 +164,7 @@ def _collectives(step: TypicalStep) -> Rows | None:
         return None
     return Rows(
         caption="Collectives of a step on the first rank, in the mean of the steps after warm-up. Times may overlap.",
-        columns=OPERATION_COLUMNS[1:],
+        columns=operation_columns(step.collectives)[1:],
         rows=[(Cell(operation, phase), *map(Cell, numbers)) for phase, operation, *numbers in step.collectives],
     )
 
