@@ -297,6 +297,8 @@ class CommTimeMonitor(PhaseCallback):
             return
         summary = FitSummary.of(steps, world_size=self._world_size, **about)
         self.summary = {**summary.metrics, **(self._link.metrics if self._link is not None else {})}
+        if is_complete and self._link is not None and (why := self._link.why_unknown):
+            info(f"CommTimeMonitor: {why}")
         self.verdict = summary.verdict
         if self._print_summary and trainer.is_global_zero:
             TextConsole().print(summary.table())

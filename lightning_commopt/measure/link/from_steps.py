@@ -17,7 +17,7 @@ from lightning_commopt.measure.files import common_steps, read_run
 from lightning_commopt.measure.link.bench_result import BenchResult, Case, Row, bus_factor
 from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.measure.record import StepRecord
-from lightning_commopt.text.formatting import grouped
+from lightning_commopt.text.formatting import byte_unit, grouped
 
 NUM_LAST_STEPS = 200  # steps that count: enough for medians, few enough to follow changes of the link
 MIN_TIMES = 3  # times that a size needs to count
@@ -199,3 +199,19 @@ class LinkTracker:
                 if last.s_per_byte > 0:
                     bandwidth = bus_factor(curve.case.operation, curve.case.num_ranks) / last.s_per_byte
         return {"link_latency_s": latency_s, "link_bandwidth": bandwidth}
+
+    @property
+    def why_unknown(self) -> str:
+        """Why there is a model but no number of `metrics`, in a sentence; else empty."""
+        if self.model is None or not math.isnan(self.metrics["link_bandwidth"]):
+            return ""
+        (curve,) = self.model.curves
+        first_bytes, last_bytes = curve.segments[0].first_bytes, curve.segments[-1].last_bytes
+        if last_bytes >= _SIZES_RATIO * first_bytes:
+            return "link_bandwidth is unknown, as large buckets took no longer than small ones."
+        unit = byte_unit(last_bytes)
+        sizes = "the same size" if first_bytes == last_bytes else f"{unit.text(first_bytes)} to {unit.text(last_bytes)}"
+        return (
+            f"link_latency_s and link_bandwidth are unknown, as the buckets have {sizes}: the largest must be twice as"
+            " large as the smallest to separate the two."
+        )

@@ -35,6 +35,7 @@ def test_latency_and_bandwidth_are_found_while_ranks_wait_for_each_other(num_ran
         "link_latency_s": pytest.approx(LATENCY_S),
         "link_bandwidth": pytest.approx(bus_factor / S_PER_BYTE),
     }
+    assert tracker.why_unknown == ""
     assert tracker.model is not None
     assert tracker.model.where == {
         "run": "first", "world_size": num_ranks, "backend": "gloo", "comm_hook": "none", "last_step": 19,
@@ -81,10 +82,13 @@ def test_what_cannot_be_told_is_not_said() -> None:
     for tracker in (alone, few, one):
         assert tracker.model is None
         assert all(map(math.isnan, tracker.metrics.values()))
-    close = _tracker()
-    _refresh(close, records_of_ranks(5, (1_000_000, 1_900_000)))
-    assert close.model is not None
-    assert all(map(math.isnan, close.metrics.values()))
+        assert tracker.why_unknown == ""
+    for sizes, shown in (((1_000_000, 1_900_000), "1.00 MB to 1.90 MB"), ((1_000_000,), "the same size")):
+        close = _tracker()
+        _refresh(close, records_of_ranks(5, sizes))
+        assert close.model is not None
+        assert all(map(math.isnan, close.metrics.values()))
+        assert f"as the buckets have {shown}: the largest must be twice" in close.why_unknown
 
 
 def test_another_comm_hook_begins_anew() -> None:
