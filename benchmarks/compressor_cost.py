@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from gpu_models import SIZES, VisionTransformer
 from results_file import median_with_interval, write_result
 from rich.console import Console
 from rich.table import Table
@@ -192,6 +193,8 @@ def measure(arguments: argparse.Namespace) -> Stopwatch:
     torch.manual_seed(0)
     if arguments.model == "matrices":
         module: nn.Module = Matrices()
+    elif arguments.model in SIZES:
+        module = VisionTransformer(**SIZES[arguments.model])
     else:
         from torchvision.models import get_model
 
@@ -265,7 +268,9 @@ def main() -> None:
     """Measures, prints a table and stores the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--model", default="matrices", help="'matrices' (25 M elements), or any of torchvision")
+    parser.add_argument(
+        "--model", default="matrices", help=f"'matrices' (25 M elements), {', '.join(SIZES)}, or any of torchvision"
+    )
     parser.add_argument("--world-size", type=int, default=2, help="ranks that our compressors reckon with")
     parser.add_argument("--num-turns", type=int, default=25)
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS), metavar="PLAN")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
+from typing import NamedTuple
 
 from hang_faults import FAULTS
 
@@ -23,6 +24,16 @@ ADD_WRONG_INTERFACE = (
 BLOCK_RANK_1 = "ip route add blackhole 10.0.0.2/32 && "
 
 
+class Devices(NamedTuple):
+    """The devices of ranks that are on this host."""
+
+    kind: str  # "cpu" or "cuda"
+    is_shared: bool  # all ranks have GPU 0, as hosts of their own
+
+
+CPU = Devices("cpu", False)
+
+
 class Job:
     """The processes of one run, with their output in files; all are ended when it is closed.
 
@@ -32,12 +43,16 @@ class Job:
         has_monitor: with a `HangMonitor`.
         folder: for everything that the run leaves.
         lab: whose hosts the ranks run on; None for processes of this host.
+        where: the devices of ranks.
     """
 
-    def __init__(self, name: str, strategy: str, has_monitor: bool, folder: Path, lab: NetLab | None) -> None:
+    def __init__(
+        self, name: str, strategy: str, has_monitor: bool, folder: Path, lab: NetLab | None, where: Devices = CPU
+    ) -> None:
         self.fault = FAULTS[name]
         self.folder = folder
         self._has_monitor = has_monitor
+        self._are_hosts = lab is not None or where.is_shared
         self._mark = f"COMMOPT_RUN={uuid.uuid4().hex}"
         master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         if lab is not None:
@@ -52,7 +67,8 @@ class Job:
             "GROUP_TIMEOUT_S": str(self.fault.group_timeout_s),
             "OMP_NUM_THREADS": "1",
             "WORLD_SIZE": str(self.fault.world_size),
-            "LOCAL_WORLD_SIZE": str(1 if lab is not None else self.fault.world_size),
+            "LOCAL_WORLD_SIZE": str(1 if self._are_hosts else self.fault.world_size),
+            "DEVICE": where.kind,
         }
         self.processes = {
             rank: self._start(rank, name, {**os.environ, **settings, **master}, lab)
@@ -62,7 +78,10 @@ class Job:
 
     def _start(self, rank: int, name: str, env: dict[str, str], lab: NetLab | None) -> subprocess.Popen[bytes]:
         key, _, value = self._mark.partition("=")
-        env |= {key: value, "LOCAL_RANK": str(rank if lab is None else 0), "NODE_RANK": str(0 if lab is None else rank)}
+        local_rank, host_rank = (0, rank) if self._are_hosts else (rank, 0)
+        env |= {key: value, "LOCAL_RANK": str(local_rank), "NODE_RANK": str(host_rank)}
+        if self._are_hosts:
+            env["NCCL_HOSTID"] = f"host{rank}"
         before = {("interface", 1): ADD_WRONG_INTERFACE, ("port", 0): BLOCK_RANK_1}.get((name, rank), "")
         host = () if lab is None else lab.enter(rank)
         with (self.folder / f"rank{rank}.txt").open("wb") as file:

@@ -1,8 +1,8 @@
 """Trains as one rank of a job in which something goes wrong; `hangs.py` starts it, and says what by the environment.
 
 ``FAULT`` names what goes wrong on rank ``FAULT_RANK`` in step ``FAULT_STEP``, ``STRATEGY`` is "ddp" or "commopt",
-``MONITOR`` is "1" for a `HangMonitor`, ``FOLDER`` is where the time of the fault is left. The rank finds its number and
-its peers in Lightning's variables.
+``DEVICE`` is "cpu" or "cuda", ``MONITOR`` is "1" for a `HangMonitor`, ``FOLDER`` is where the time of the fault is
+left. The rank finds its number and its peers in Lightning's variables.
 """
 
 import os
@@ -154,7 +154,7 @@ def main() -> None:
     timeout = timedelta(seconds=float(os.environ["GROUP_TIMEOUT_S"]))
     strategy = (CommOptDDP if os.environ["STRATEGY"] == "commopt" else DDPStrategy)(timeout=timeout)
     trainer = Trainer(
-        accelerator="cpu",
+        accelerator=os.environ["DEVICE"],
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy=strategy,

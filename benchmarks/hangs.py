@@ -7,6 +7,7 @@ at the start are reported by `CommOptDDP` before any callback runs.
 
 python benchmarks/hangs.py --num-runs 10 --num-at-once 3 --output benchmarks/results/hangs_HARDWARE_DATE.json
 python benchmarks/hangs.py --num-runs 1 --faults killed,network --strategy commopt    # a first look
+python benchmarks/hangs.py --num-runs 1 --faults stopped --device cuda --share-gpu    # all ranks on one GPU
 """
 
 import argparse
@@ -25,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from hang_faults import FAULTS
-from hang_job import Job
+from hang_job import CPU, Devices, Job
 from hang_judge import MONITOR_LINE, find_message, judge, read_report
 from results_file import write_result
 from rich.console import Console
@@ -48,14 +49,14 @@ COUNTED = (
 )
 
 
-def run_once(name: str, strategy: str, has_monitor: bool, wait_s: float) -> dict[str, Any]:
+def run_once(name: str, strategy: str, has_monitor: bool, wait_s: float, where: Devices = CPU) -> dict[str, Any]:
     """Runs one job until all its processes have ended or time is up; returns what was reported, and the judgement."""
     fault = FAULTS[name]
     with ExitStack() as closing:
         load = os.getloadavg()[0]
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True)))
         lab = closing.enter_context(NetLab(fault.world_size)) if fault.needs_lab else None
-        job = Job(name, strategy, has_monitor, folder, lab)
+        job = Job(name, strategy, has_monitor, folder, lab, where)
         closing.callback(job.close)
         reported_at_s = watch(job, wait_s)
         outputs, begin_s, left = job.outputs, job.fault_at_s, job.left()
@@ -154,8 +155,11 @@ def main() -> None:
     parser.add_argument("--no-monitor", action="store_true", help="what is reported without a HangMonitor")
     parser.add_argument("--wait-s", type=float, default=90.0, help="seconds after a fault until the run is ended")
     parser.add_argument("--num-at-once", type=int, default=1, help="runs beside each other")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--share-gpu", action="store_true", help="all ranks on GPU 0, as hosts of their own")
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
+    where = Devices(arguments.device, arguments.share_gpu)
     names, strategies = arguments.faults.split(","), arguments.strategy.split(",")
     for unknown in (set(names) - FAULTS.keys()) | (set(strategies) - set(STRATEGIES)):
         parser.error(f"{unknown!r} is none of {', '.join([*FAULTS, *STRATEGIES])}")
@@ -171,11 +175,13 @@ def main() -> None:
         "has_monitor": not arguments.no_monitor,
         "wait_s": arguments.wait_s,
         "num_at_once": arguments.num_at_once,
+        "device": arguments.device,
+        "share_gpu": arguments.share_gpu,
     }
     storing = threading.Lock()
 
     def add_run(result: dict[str, Any]) -> None:
-        run = run_once(result["fault"], result["strategy"], not arguments.no_monitor, arguments.wait_s)
+        run = run_once(result["fault"], result["strategy"], not arguments.no_monitor, arguments.wait_s, where)
         is_right = all(run[key] for key in COUNTED if key.startswith("right_")) and run["in_time"]
         mark = "right" if is_right else "WRONG" if run["is_injected"] else "NOT INJECTED"
         with storing:

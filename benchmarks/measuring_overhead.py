@@ -14,6 +14,7 @@ process; the window of CUDAProfilerWindow never opens. The same under FSDP2, wit
 
 python benchmarks/measuring_overhead.py --output benchmarks/results/measuring_overhead_HARDWARE_DATE.json
 python benchmarks/measuring_overhead.py --device cuda --output ...
+torchrun's ranks on one GPU need --share-gpu: each pretends to be a host of its own.
 """
 
 import argparse
@@ -52,7 +53,7 @@ from lightning_commopt.sync.observed_reducer import _IssuedBucket
 RESULT = "RESULT "
 NEVER = 10**9
 BASELINE = "off"
-OURS = (BASELINE, "off, again", "all three callbacks", "CommTimeMonitor", "HangMonitor")
+OURS = (BASELINE, "off, again", "all three callbacks", "CommTimeMonitor", "HangMonitor", "NVTXRanges")
 PEERS = (BASELINE, "off, again", "Lightning's SimpleProfiler", "Lightning's AdvancedProfiler", "torch.profiler")
 NUM_SETTLING_STEPS = 4
 HOOKS = (
@@ -137,6 +138,8 @@ def our_callbacks(variant: str, folder: str) -> list[Callback]:
         return [comm_time]
     if variant == "HangMonitor":
         return [HangMonitor(after_s=NEVER, dirpath=folder)]
+    if variant == "NVTXRanges":
+        return [NVTXRanges()]
     if variant == "all three callbacks":
         return [comm_time, NVTXRanges(), CUDAProfilerWindow(start_step=NEVER, num_steps=1)]
     return []
@@ -173,7 +176,8 @@ def fit(
         batch_size=arguments.batch_size,
         num_layers=num_sharded_layers or 2,
         accelerator=arguments.device,
-        devices=int(os.environ["WORLD_SIZE"]),
+        devices=1 if arguments.share_gpu else int(os.environ["WORLD_SIZE"]),
+        num_nodes=int(os.environ["WORLD_SIZE"]) if arguments.share_gpu else 1,
         strategy=sharding() if num_sharded_layers else CommOptDDP(),
         logger=CSVLogger(folder, name="", version="csv"),
         log_every_n_steps=10,
@@ -258,7 +262,9 @@ def time_host(arguments: argparse.Namespace, num_steps: int, num_sharded_layers:
 
 def run_rank(arguments: argparse.Namespace) -> None:
     """Runs all blocks on this rank; rank 0 prints the seconds as JSON."""
-    rank = int(os.environ["LOCAL_RANK"])
+    rank = int(os.environ["RANK"])
+    if arguments.share_gpu:
+        os.environ |= {"NCCL_HOSTID": f"host{rank}", "LOCAL_RANK": "0"}
     if arguments.device == "cpu":
         torch.set_num_threads(1)
         cores = sorted(os.sched_getaffinity(0))
@@ -313,6 +319,7 @@ def main() -> None:
     parser.add_argument("--num-ranks", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=12, help="sequences in a batch of one rank")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--share-gpu", action="store_true", help="all ranks on GPU 0, as hosts of their own")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_models import IMAGE_SIZE, NUM_CLASSES, SIZES, VisionTransformer
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torchvision.models import VisionTransformer, mobilenet_v3_small
 
 from lightning_commopt import CommPlan
 from lightning_commopt.cost.compressor_cost import measure_costs
@@ -37,9 +37,16 @@ def make_model(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
         widths = (784, 768, 768, 768, 768, 10)
         layers = [part for a, b in pairwise(widths) for part in (nn.Linear(a, b), nn.ReLU())]
         return nn.Sequential(*layers[:-1]), torch.randn(64, 784), torch.randint(0, 10, (64,))
+    if name in SIZES:
+        labels = torch.randint(0, NUM_CLASSES, (16,))
+        return VisionTransformer(**SIZES[name]), torch.randn(16, 3, IMAGE_SIZE, IMAGE_SIZE), labels
+    from torchvision import models
+
     if name == "mobilenet":
-        return mobilenet_v3_small(), torch.randn(4, 3, 128, 128), torch.randint(0, 1000, (4,))
-    vit = VisionTransformer(image_size=224, patch_size=32, num_layers=4, num_heads=4, hidden_dim=256, mlp_dim=1024)
+        return models.mobilenet_v3_small(), torch.randn(4, 3, 128, 128), torch.randint(0, 1000, (4,))
+    vit = models.VisionTransformer(
+        image_size=224, patch_size=32, num_layers=4, num_heads=4, hidden_dim=256, mlp_dim=1024
+    )
     return vit, torch.randn(4, 3, 224, 224), torch.randint(0, 1000, (4,))
 
 

@@ -1,6 +1,5 @@
 """What every result file says of where it comes from."""
 
-import json
 import os
 import shlex
 import sys
@@ -11,30 +10,36 @@ from typing import Any
 import numpy as np
 
 from lightning_commopt.commands.info.info import collect
+from lightning_commopt.measure.plain import write_json
 from lightning_commopt.measure.runs.record import git_state
 
 
-def write_result(path: Path, result: dict[str, Any], load_at_start: float) -> None:
-    """Stores a result with its command, date, commit, hardware and versions.
+def origin_of(path: Path, load_at_start: float) -> dict[str, Any]:
+    """Returns command, date, commit, hardware and versions.
 
     Args:
-        path: of the file.
-        result: what was measured, and with which settings.
+        path: of the result, whose folder is nobody's business.
         load_at_start: other work on the machine: its load average before the measurement.
     """
     info = collect()
     words = [path.name if word == str(path) and path.is_absolute() else word for word in sys.argv]
-    origin = {
+    return {
         "command": shlex.join(["python", *words]),  # says nothing of this machine's folders
         "date": date.today().isoformat(),
         "git": git_state(Path(__file__).parent),
         "hardware": f"{info['devices'][0]['name']}, {len(os.sched_getaffinity(0))} cores",
+        "devices": info["devices"],
+        "nccl_version": info["nccl_version"],
         "load_at_start": load_at_start,
         "platform": info["platform"],
         "versions": info["versions"],
     }
+
+
+def write_result(path: Path, result: dict[str, Any], load_at_start: float) -> None:
+    """Stores a result with where it comes from, see `origin_of`; a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(origin | result, indent=2) + "\n")
+    write_json(path, origin_of(path, load_at_start) | result)
 
 
 def median_with_interval(values: list[float]) -> dict[str, float]:

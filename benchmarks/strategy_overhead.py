@@ -6,25 +6,24 @@ measurement. A block counts with the 20th percentile of its steps, as other work
 Prints and stores the medians of the paired ratios with bootstrap 95 % intervals.
 
 python benchmarks/strategy_overhead.py --output benchmarks/results/strategy_overhead_HARDWARE_DATE.json
+Two ranks on one GPU need --device cuda --share-gpu: each pretends to be a host of its own.
 """
 
 import argparse
 import itertools
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import lightning
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from results_file import write_result
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -66,8 +65,10 @@ class StepTimes(Callback):
         self.num_warmup_steps = num_warmup_steps
         self.ends: list[float] = []
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        """Takes the time."""
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Takes the time when the device has done what it was given."""
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
         self.ends.append(time.perf_counter())
 
     @property
@@ -76,23 +77,25 @@ class StepTimes(Callback):
         return np.diff(np.array(self.ends))[self.num_warmup_steps :]
 
 
-def strategy_of(variant: str, pair: str) -> Strategy:
+def strategy_of(variant: str, pair: str, device: str) -> Strategy:
     """Returns the strategy of one side: ours, or the one to compare with."""
     if variant == "commopt":
         return CommOptDDP(**OPTIONS[pair])
-    return SingleDeviceStrategy(torch.device("cpu")) if PAIRS[pair] == 1 else DDPStrategy(**OPTIONS[pair])
+    return SingleDeviceStrategy(torch.device(device, 0)) if PAIRS[pair] == 1 else DDPStrategy(**OPTIONS[pair])
 
 
-def block_seconds(variant: str, pair: str, num_steps: int) -> float:
+def block_seconds(variant: str, pair: str, arguments: argparse.Namespace) -> float:
     """Fits one block and returns the 20th percentile of its steps, in seconds."""
     times = StepTimes(num_warmup_steps=5)
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(4096, 512, generator=generator), torch.randint(0, 10, (4096,)))
+    num_hosts = PAIRS[pair] if arguments.share_gpu else 1
     trainer = Trainer(
-        accelerator="cpu",
-        devices=PAIRS[pair],
-        strategy=strategy_of(variant, pair),
-        max_steps=num_steps + 6,
+        accelerator=arguments.device,
+        devices=PAIRS[pair] // num_hosts,
+        num_nodes=num_hosts,
+        strategy=strategy_of(variant, pair, arguments.device),
+        max_steps=arguments.num_steps + 6,
         max_epochs=-1,
         logger=False,
         enable_checkpointing=False,
@@ -104,17 +107,20 @@ def block_seconds(variant: str, pair: str, num_steps: int) -> float:
     return float(np.percentile(times.seconds, 20))
 
 
-def run_rank(pair: str, num_turns: int, num_steps: int) -> None:
+def run_rank(arguments: argparse.Namespace) -> None:
     """Runs the blocks of one pair on this rank; rank 0 prints the seconds as JSON."""
+    pair, rank = arguments.pair, int(os.environ.get("RANK", "0"))
+    if arguments.share_gpu and PAIRS[pair] > 1:
+        os.environ |= {"NCCL_HOSTID": f"host{rank}", "LOCAL_RANK": "0"}
     torch.set_num_threads(1)
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {int(os.environ.get("LOCAL_RANK", "0")) % (os.cpu_count() or 1)})
+    if arguments.device == "cpu" and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {rank % (os.cpu_count() or 1)})
     seconds: dict[str, list[float]] = {"commopt": [], "baseline": [], "baseline_again": []}
-    block_seconds("baseline", pair, num_steps)  # warms the process up
-    for order in itertools.islice(itertools.cycle(itertools.permutations(seconds)), num_turns):
+    block_seconds("baseline", pair, arguments)  # warms the process up
+    for order in itertools.islice(itertools.cycle(itertools.permutations(seconds)), arguments.num_turns):
         for variant in order:
-            seconds[variant].append(block_seconds(variant, pair, num_steps))
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+            seconds[variant].append(block_seconds(variant, pair, arguments))
+    if rank == 0:
         print("RESULT " + json.dumps(seconds), flush=True)
 
 
@@ -130,45 +136,34 @@ def summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
     return result | {f"{variant}_s": float(np.median(values)) for variant, values in seconds.items()}
 
 
-def cpu_name() -> str:
-    """Returns the processor's name."""
-    info = Path("/proc/cpuinfo")
-    names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return names[0] if names else platform.processor()
-
-
 def main() -> None:
     """Runs all pairs, each in processes of its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-turns", type=int, default=60)
     parser.add_argument("--num-steps", type=int, default=25, help="timed steps in a block")
+    parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--share-gpu", action="store_true", help="both ranks on GPU 0, as hosts of their own")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--pair", choices=PAIRS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    for name in ("num_turns", "num_steps"):
+        if getattr(arguments, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
     if arguments.pair:
-        run_rank(arguments.pair, arguments.num_turns, arguments.num_steps)
+        run_rank(arguments)
         return
-    results: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
-        "date": date.today().isoformat(),
-        "hardware": f"{cpu_name()}, {os.cpu_count()} cores",
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "lightning": lightning.__version__,
-        },
-    }
-    sizes = ["--num-turns", str(arguments.num_turns), "--num-steps", str(arguments.num_steps)]
-    for pair, num_ranks in PAIRS.items():
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-        command = [sys.executable, *(launcher if num_ranks > 1 else []), __file__, "--pair", pair, *sizes]
+    load, results = os.getloadavg()[0], dict[str, Any]()
+    for pair in arguments.pairs:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(PAIRS[pair])]
+        command = [sys.executable, *(launcher if PAIRS[pair] > 1 else []), __file__, "--pair", pair, *sys.argv[1:]]
         output = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
         line = next(line for line in output.splitlines() if line.startswith("RESULT "))
         results[pair] = summary(json.loads(line.removeprefix("RESULT ")))
         print(pair, json.dumps(results[pair]), flush=True)
     if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(results, indent=2) + "\n")
+        settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "pair")}
+        write_result(arguments.output, {"settings": settings, **results}, load)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,13 @@ class _Model(LightningModule):
         return DataLoader(samples, len(samples), sampler=sampler)
 
 
+def _now_s(trainer: Trainer) -> float:
+    """Returns the time when the device has done what it was given."""
+    if trainer.strategy.root_device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 class _Stop(Callback):
     """Ends a fit early, and keeps the time of every step; rank 0 requests another rate at a step, if wanted."""
 
@@ -47,7 +54,7 @@ class _Stop(Callback):
         self.marks: list[float] = []
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        self.marks.append(time.perf_counter())
+        self.marks.append(_now_s(trainer))
         if trainer.global_step == self.change_at_step and trainer.is_global_zero:
             print(CHANGE, flush=True)
 
@@ -65,7 +72,7 @@ class _Grid(Callback):
         self.seconds: list[list[float]] = [[] for _ in plans]
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
-        now = time.perf_counter()
+        now = _now_s(trainer)
         turn, place = divmod(self._step, self._num_steps)
         if self._step:
             before, its_place = divmod(self._step - 1, self._num_steps)
@@ -80,22 +87,21 @@ class _Grid(Callback):
         self._mark = time.perf_counter()
 
 
-def _fit(model: _Model, strategy: CommOptDDP, num_steps: int, callback: Callback) -> None:
+def _fit(model: _Model, strategy: CommOptDDP, num_steps: int, callback: Callback, accelerator: str) -> None:
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     quiet["use_distributed_sampler"] = False
-    options: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "num_nodes": int(os.environ["WORLD_SIZE"]), **quiet}
+    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    options: dict[str, Any] = {"accelerator": accelerator, "devices": local, "num_nodes": world // local, **quiet}
     Trainer(strategy=strategy, max_steps=num_steps, callbacks=[callback], **options).fit(model, model.loader(num_steps))
 
 
-def main() -> None:
-    """Runs what the first argument, a JSON object, describes, and prints what rank 0 found."""
-    settings, launched = json.loads(sys.argv[1]), dict(os.environ)
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
+def search(settings: dict[str, Any]) -> dict[str, Any]:
+    """Lets a fit find its plan, then times every plan of the grid; returns what this rank found."""
+    launched, accelerator = dict(os.environ), settings.get("accelerator", "cpu")
     model = _Model(settings["model"])
     tuned = CommOptDDP(plan="auto", lossy=settings["lossy"] or "never")
     stop = _Stop(settings["num_fit_steps"], settings["change_at_step"])
-    _fit(model, tuned, settings["num_planned_steps"], stop)
+    _fit(model, tuned, settings["num_planned_steps"], stop, accelerator)
     plans = [CommPlan(), tuned.plan]
     plans += [
         CommPlan(comm_hook=hook, bucket_cap_mb=cap)
@@ -105,25 +111,33 @@ def main() -> None:
     ]
     os.environ.update(launched)  # Lightning removes its variables after a fit
     grid = _Grid(plans, settings["num_grid_steps"], settings["num_rounds"])
-    _fit(model, CommOptDDP(watch=False), len(plans) * settings["num_grid_steps"] * settings["num_rounds"] + 5, grid)
-    if launched["RANK"] == "0":
-        named = reversed([*model.named_parameters()])  # about the order in which gradients become ready
-        gradients = [Gradient(name, tuple(one.shape), one.element_size(), 0.0) for name, one in named]
-        steps_s = [after - before for before, after in zip(stop.marks, stop.marks[1:], strict=False)]
-        found = {
-            "found": tuned.auto_plan.describe(),
-            "chosen": tuned.plan.to_dict(),
-            "fit_steps_s": steps_s,
-            "grid": [
-                {
-                    "plan": plan.to_dict(),
-                    "name": plan.name,
-                    "buckets": [len(bucket) for bucket in buckets_of(plan, gradients)],
-                    "steps_s": [round(one, 5) for one in seconds],
-                }
-                for plan, seconds in zip(plans, grid.seconds, strict=True)
-            ],
-        }
+    num_steps = len(plans) * settings["num_grid_steps"] * settings["num_rounds"] + 5
+    _fit(model, CommOptDDP(watch=False), num_steps, grid, accelerator)
+    named = reversed([*model.named_parameters()])  # about the order in which gradients become ready
+    gradients = [Gradient(name, tuple(one.shape), one.element_size(), 0.0) for name, one in named]
+    return {
+        "found": tuned.auto_plan.describe(),
+        "chosen": tuned.plan.to_dict(),
+        "fit_steps_s": [after - before for before, after in zip(stop.marks, stop.marks[1:], strict=False)],
+        "grid": [
+            {
+                "plan": plan.to_dict(),
+                "name": plan.name,
+                "buckets": [len(bucket) for bucket in buckets_of(plan, gradients)],
+                "steps_s": [round(one, 5) for one in seconds],
+            }
+            for plan, seconds in zip(plans, grid.seconds, strict=True)
+        ],
+    }
+
+
+def main() -> None:
+    """Does what the first argument, a JSON object, describes; rank 0 prints what it found."""
+    is_first = os.environ["RANK"] == "0"
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    found = search(json.loads(sys.argv[1]))
+    if is_first:
         print(RESULT + json.dumps(found), flush=True)
 
 
