@@ -1,0 +1,110 @@
+"""What ranks with DDP do on the fake device."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fake_device.device import digest, in_all_schedules
+from lightning_commopt.compressors import AllReduce, Compressor
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.sync.gradient_sync import GradientSync
+
+_WIDTH = 48
+_NUM_LAYERS = 4
+_BUCKET_MB = 0.015  # a layer and a half: DDP lays its buckets out anew after the first step
+_STEPS = 2
+
+
+class Fit:
+    """A model that is trained in DDP, wrapped as Lightning wraps it: on a stream of its own."""
+
+    def __init__(self, compressor: Compressor | None) -> None:
+        torch.manual_seed(0)
+        device = torch.device("cuda", dist.get_rank())
+        layers = [layer for _ in range(_NUM_LAYERS) for layer in (nn.Linear(_WIDTH, _WIDTH), nn.Tanh())]
+        self.module = nn.Sequential(*layers).to(device)
+        self._batches = torch.randn(8, 16, _WIDTH).add(dist.get_rank()).to(device)
+        self._num_steps = 0
+        self.sync = GradientSync(CommPlan(comm_hook=compressor))
+        self.wrap(self.module)
+
+    def wrap(self, module: nn.Module) -> None:
+        with torch.cuda.stream(_wrapping_stream()):
+            self.model = DistributedDataParallel(module, [dist.get_rank()], bucket_cap_mb=_BUCKET_MB)
+        self.sync.attach(self.model, timeout=None, ranks_per_node=1)
+        self._optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
+
+    def train(self, num_steps: int = _STEPS) -> None:
+        """Makes some steps, in which nothing waits for the device."""
+        for _ in range(num_steps):
+            loss = self.model(self._batches[self._num_steps % len(self._batches)]).square().mean()
+            self._optimizer.zero_grad()
+            loss.backward()
+            self._optimizer.step()
+            self.sync.end_backward(ends_static_graph=False)
+            self._num_steps += 1
+
+    def change_plan(self, compressor: Compressor) -> None:
+        self.sync.change_plan(CommPlan(comm_hook=compressor), self.wrap)
+
+    def resume(self) -> None:
+        """Goes on from a checkpoint, in new buckets."""
+        self.sync.keep_state()
+        state = self.sync.state()
+        assert state is not None
+        self.sync.detach()
+        self.wrap(self.module)
+        self.sync.restore(state)
+        self.sync.resume(self.module)
+
+    def end(self) -> str:
+        """Returns a digest of the parameters and of what has not been sent."""
+        residuals = self.sync.detach()
+        tensors = [*self.module.parameters(), *(residuals[name] for name in sorted(residuals))]
+        return digest(torch.cat([tensor.detach().float().flatten() for tensor in tensors[: _NUM_LAYERS * 2]]).cpu())
+
+
+def train(fit: Fit) -> None:
+    fit.train(4)
+
+
+def change_plan(fit: Fit) -> None:
+    """Goes on with another compressor, whose first gradients get what this one has not sent."""
+    fit.train(3)
+    fit.change_plan(AllReduce())
+    fit.train()
+
+
+def resume(fit: Fit) -> None:
+    fit.train(3)
+    fit.resume()
+    fit.train(3)
+
+
+PROGRAMS: dict[str, Callable[[Fit], None]] = {each.__name__: each for each in (train, change_plan, resume)}
+
+
+def digests(compressor: Compressor | None, program: str) -> dict[str, str]:
+    """Runs a program in all schedules. Returns the digests at its ends."""
+    torch.cuda.set_device(dist.get_rank())
+    warnings.simplefilter("ignore")  # of settings that are made for a test
+
+    def run() -> str:
+        fit = Fit(compressor)
+        PROGRAMS[program](fit)
+        return fit.end()
+
+    return in_all_schedules(run)
+
+
+@cache
+def _wrapping_stream() -> Any:
+    return torch.cuda.Stream()

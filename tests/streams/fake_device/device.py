@@ -1,0 +1,117 @@
+"""The fake device as tests see it: ranks that run on it, and there, the schedules of its streams."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fake_device.build import Libraries
+
+_STREAMS = Path(__file__).parents[1]
+_ROOT = _STREAMS.parents[1]
+NOT_FINITE = "(not finite)"
+_GRACE_S = 60  # of the launcher, which has limits of its own
+
+
+class FakeDevice:
+    """A process whose ranks have the fake device.
+
+    Args:
+        libraries: of the device.
+    """
+
+    def __init__(self, libraries: Libraries) -> None:
+        self._jobs, theirs = multiprocessing.Pipe()
+        path = os.pathsep.join(filter(None, (str(_ROOT), str(_STREAMS), os.environ.get("PYTHONPATH"))))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "fake_device.launcher", str(theirs.fileno()), *map(str, libraries)],
+            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+
+    def run_ranks(self, fn: Callable[..., Any], *args: Any, world_size: int = 2, limit_s: float = 120) -> list[Any]:
+        """Calls ``fn(*args)`` on every rank; returns what each has returned. See `run_ranks` of the selftest."""
+        self._jobs.send((fn, args, {"world_size": world_size, "limit_s": limit_s, "group_timeout_s": limit_s}))
+        if not self._jobs.poll(limit_s + _GRACE_S):
+            raise RuntimeError(f"ranks on the fake device have not answered within {limit_s + _GRACE_S} s")
+        answers, error = self._jobs.recv()
+        if error is not None:
+            raise RuntimeError(error)
+        return answers
+
+    def close(self) -> None:
+        """Ends the process, and ranks that it may have."""
+        self._jobs.close()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+
+def in_all_schedules(run: Callable[[], Any]) -> dict[str, Any]:
+    """Runs a program of this rank with all streams prompt, with all of them late, and with each of them prompt alone.
+
+    Returns:
+        What it returned each time.
+    """
+    with _schedule(late=0):
+        results = {"all prompt": run()}
+    num_streams = _runtime().fake_device_num_streams()
+    everything = (1 << num_streams) - 1
+    with _schedule(everything):
+        results["all late"] = run()
+    for number in range(num_streams):
+        with _schedule(everything & ~(1 << number)):
+            results[f"only stream {number} prompt"] = run()
+    return results
+
+
+def differences(found: Sequence[Mapping[str, str]]) -> list[str]:
+    """Says where ranks have not found what the first one has with all streams prompt: there nothing is too early."""
+    expected = found[0]["all prompt"]
+    return [
+        f"rank {rank}, {schedule}: {digest} instead of {expected}"
+        for rank, its_own in enumerate(found)
+        for schedule, digest in its_own.items()
+        if digest != expected or NOT_FINITE in digest
+    ]
+
+
+def digest(values: torch.Tensor) -> str:
+    """Returns a short name for the bits of a tensor on the CPU, which says whether all of them are finite."""
+    short = hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()[:12]
+    return short if values.isfinite().all() else f"{short} {NOT_FINITE}"
+
+
+@contextmanager
+def _schedule(late: int) -> Iterator[None]:
+    """Makes those streams late whose bits are set, in the order of their first work in this context."""
+    torch.cuda.synchronize()
+    _runtime().fake_device_number_streams()
+    _runtime().fake_device_set_schedule(ctypes.c_uint64(late))
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize()
+        _runtime().fake_device_clear_schedule()
+
+
+@cache
+def _runtime() -> ctypes.CDLL:
+    return ctypes.CDLL("libfake_device.so")  # the one that the launcher has loaded

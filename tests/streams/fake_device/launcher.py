@@ -1,0 +1,59 @@
+"""The process that ranks on the fake device are forked from: it has loaded the device and imported torch.
+
+    python -m fake_device.launcher DESCRIPTOR DRIVER RUNTIME OPERATORS
+
+Through the pipe with that descriptor come jobs, and go answers. It ends when nobody has the other end any more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import sys
+import tempfile
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+def main() -> None:
+    descriptor, driver, runtime, operators = sys.argv[1:]
+    for library in (driver, runtime):  # before torch is imported: its libraries then find these
+        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    _take_device(operators)
+    with Connection(int(descriptor)) as jobs:
+        while True:
+            try:
+                job = jobs.recv()
+            except EOFError:
+                return
+            jobs.send(_answer(*job))
+
+
+def _take_device(operators: str) -> None:
+    """Makes torch compute and allocate on the fake device."""
+    import torch  # noqa: F401 - the library needs what it loads
+
+    from lightning_commopt.compressors.kernels import dispatch
+
+    library = ctypes.CDLL(operators)
+    library.fake_device_replace_operators()
+    library.fake_device_take_allocations()
+    dispatch.do_without_triton()  # whose kernels nothing can run
+
+
+def _answer(fn: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, str | None]:
+    """Returns what all ranks returned, or why not."""
+    from lightning_commopt.commands.selftest import ranks
+
+    ranks.PROCESSES = multiprocessing.get_context("fork")  # type: ignore[assignment]  # ranks need what is loaded here
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["FAKE_DEVICE_FOLDER"] = folder
+        try:
+            return ranks.run_ranks(fn, *args, backend="nccl", **options), None
+        except Exception as error:
+            return None, f"{type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    main()
