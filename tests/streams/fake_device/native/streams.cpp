@@ -71,7 +71,7 @@ Position Stream::enqueue(Work work, bool depends_on_peers) {
 
 void Stream::wait_if_prompt(Position position) {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (has_schedule && !is_late(number_)) changed_.wait_for(lock, kPatience, [&] { return done_ >= position; });
+  if (has_schedule && !is_late(number_)) if(!changed_.wait_for(lock, kPatience, [&] { return done_ >= position; })) fprintf(stderr, "IMPATIENT host %d\n", number_);
 }
 
 void Stream::wait_for(Position position) {
@@ -103,7 +103,7 @@ void Stream::run() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
     changed_.wait(lock, [&] { return !items_.empty(); });
-    changed_.wait_for(lock, kPatience, [&] { return !is_held(items_.front().position); });
+    if (!changed_.wait_for(lock, kPatience, [&] { return !is_held(items_.front().position); })) fprintf(stderr, "IMPATIENT stream %d\n", number_);
     Item item = std::move(items_.front());
     items_.pop_front();
     lock.unlock();
