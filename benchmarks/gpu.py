@@ -88,11 +88,15 @@ class Rows:
         report: that they are added to.
         part: theirs.
         program: that makes them.
+
+    Attributes:
+        error: why its file could not be read the last time.
     """
 
     def __init__(self, report: Report, part: str, program: Program) -> None:
         self._report, self._part, self._program = report, part, program
         self._unfinished = b""
+        self.error: str | None = None
 
     def read(self, printed: bytes) -> None:
         """Takes the next part of what the program prints."""
@@ -106,9 +110,12 @@ class Rows:
         """Takes what is in the program's file by now."""
         if self._program.output is None or self._program.read is None:
             return
-        found = read_json(self._program.output)
-        for each in self._program.read(found) if found else ():
-            self._report.add(self._part, each)
+        self.error, found = None, read_json(self._program.output)
+        try:
+            for each in self._program.read(found) if found is not None else ():
+                self._report.add(self._part, each)
+        except Exception as error:  # it would end the program, or hide why that has ended
+            self.error = f"{type(error).__name__}: {error}"
 
 
 def run_part(name: str, part: Part, setting: Setting, report: Report, limit_s: float) -> None:
@@ -130,6 +137,8 @@ def run_part(name: str, part: Part, setting: Setting, report: Report, limit_s: f
             status, output = run_program(command_of(program, own_s - _LEFT_S), environment, own_s, rows.read)
         finally:
             rows.read_file()
+        if rows.error is not None:
+            report.add(name, row(f"{program.name}, its file", rows.error, "failed"))
         if status is None:
             report.add(name, row(f"{program.name}: what is left", f"cut after {own_s:.0f} s", "cut"))
         elif status:
@@ -148,10 +157,7 @@ def run_all(names: list[str], setting: Setting, report: Report, limit_s: float) 
             report.begin(name, part.title, 0.0)
             report.add(name, row(part.title, "not run: no time left", "not run"))
             continue
-        try:
-            run_part(name, part, setting, report, own_s)
-        except Exception as error:  # a reader that cannot read: the parts behind it must run
-            report.add(name, row(part.title, f"{type(error).__name__}: {error}", "failed"))
+        run_part(name, part, setting, report, own_s)
 
 
 def parse() -> argparse.Namespace:

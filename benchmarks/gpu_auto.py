@@ -9,7 +9,7 @@ import warnings
 
 import torch
 from gpu_models import SIZES
-from gpu_ranks import FOLDER, begin_case, emit
+from gpu_ranks import begin_case, emit, forget_plans
 from tuning import compare
 from tuning_job import search
 
@@ -33,7 +33,7 @@ def main() -> None:
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
     warnings.filterwarnings("ignore")
-    os.environ["XDG_CACHE_HOME"] = os.environ[FOLDER]  # no plan that another job has chosen
+    forget_plans()
     num_ranks, is_first = int(os.environ["WORLD_SIZE"]), os.environ["RANK"] == "0"
     torch.set_num_threads(1 if arguments.device == "cpu" else max(1, len(os.sched_getaffinity(0)) // num_ranks))
     settings = {

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from gpu_models import TokenModel
-from gpu_ranks import FOLDER, begin_case, emit
+from gpu_ranks import FOLDER, begin_case, emit, forget_plans
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
@@ -233,6 +233,7 @@ def auto(fits: Fits) -> None:
     """A lossless plan that is found in the fit changes no bit."""
     length = {"max_steps": 4 * fits.num_steps, "max_epochs": -1}
     stock = fits.fit(DDPStrategy(), **length)
+    forget_plans()
     strategy = CommOptDDP(plan="auto")
     compare('plan="auto", lossless', fits.fit(strategy, **length), stock, is_same_sum=False)
 

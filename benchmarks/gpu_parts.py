@@ -129,10 +129,18 @@ def _on_ranks(
 
 
 def _selftest(setting: Setting, *, is_full: bool = False) -> list[Program]:
+    if setting.is_dry:
+        return []
     output = setting.file("selftest_full" if is_full else "selftest")
     options = ["--full"] if is_full else []
     arguments = (*_COMMOPT, "selftest", *options, "--device", setting.place.device, "--output", str(output))
     return [Program(name="commopt selftest", arguments=arguments, output=output, read=selftest_rows)]
+
+
+def _selftest_by_itself(setting: Setting) -> list[Row]:
+    if not setting.is_dry:
+        return []
+    return [row("all checks", "a dry run leaves them to commopt selftest --device cpu", "not run")]
 
 
 def _fits(setting: Setting) -> list[Program]:
@@ -248,7 +256,7 @@ def _memory(setting: Setting) -> list[Program]:
 
 
 PARTS: dict[str, Part] = {
-    "selftest": Part(title="selftest", limit_s=60, least_s=20, programs=_selftest),
+    "selftest": Part(title="selftest", limit_s=60, least_s=20, programs=_selftest, notes=_selftest_by_itself),
     "parity": Part(title="parity", limit_s=115, least_s=25, programs=_fits),
     "ladder": Part(title="ladder of plans", limit_s=170, least_s=30, programs=_ladder, notes=_no_lab),
     "kernels": Part(title="kernels", limit_s=45, least_s=15, programs=_kernels),
@@ -258,7 +266,11 @@ PARTS: dict[str, Part] = {
     "faults": Part(title="faults", limit_s=45, least_s=30, programs=_faults),
     "memory": Part(title="memory", limit_s=20, least_s=20, programs=_memory, known=known_memory),
     "selftest_full": Part(
-        title="selftest --full", limit_s=330, least_s=40, programs=functools.partial(_selftest, is_full=True)
+        title="selftest --full",
+        limit_s=330,
+        least_s=40,
+        programs=functools.partial(_selftest, is_full=True),
+        notes=_selftest_by_itself,
     ),
 }
 """The most valuable ones first."""

@@ -98,6 +98,14 @@ def begin_case(name: str, limit_s: float) -> None:
     faulthandler.dump_traceback_later(limit_s, exit=True)
 
 
+def forget_plans() -> None:
+    """Lets ``plan="auto"`` search: no plan that another job has kept is found."""
+    from lightning_commopt.compressors.kernels import c_library
+
+    c_library.load()  # from the folder where it is compiled already
+    os.environ["XDG_CACHE_HOME"] = os.environ[FOLDER]
+
+
 def left_s() -> float:
     """Returns the seconds that a rank has until the limit of its job."""
     return float(os.environ[ENDS_AT]) - time.monotonic()

@@ -65,6 +65,7 @@ class Report:
     def begin(self, part: str, title: str, limit_s: float) -> None:
         """Adds a part, whose rows come next."""
         self.parts[part] = {"title": title, "limit_s": round(limit_s, 1), "seconds": 0.0, "rows": []}
+        self.write()
 
     def add(self, part: str, row: dict[str, Any]) -> None:
         """Adds a row, or replaces that of this name, and writes the files."""

@@ -1,0 +1,282 @@
+"""``benchmarks/gpu.py``: whatever fails, hangs or cuts it, what is known is in its files, and no process is left."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gpu
+import gpu_fits
+import gpu_ladder
+import gpu_parts
+import pytest
+from gpu_parts import PARTS, Part, Program, Setting
+from gpu_ranks import ROW, Place, last_error, run_cases
+from gpu_report import Report, slug
+from gpu_rows import fault_rows, kernel_rows, known_memory, row, selftest_rows
+
+from lightning_commopt.commands.selftest.run import Outcome, SelfTest
+from support.marked_processes import Program as MarkedProgram
+from support.marked_processes import marked_processes
+
+_SCRIPT = str(Path(gpu.__file__))
+_LIMIT_S = 400
+"""Only against waiting for ever."""
+
+
+@pytest.fixture
+def report(tmp_path):
+    return Report(tmp_path, settings={}, place="nowhere", is_dry=True, commit=None, load=0.0)
+
+
+@pytest.fixture
+def setting(tmp_path):
+    return Setting(place=Place(device="cpu"), folder=tmp_path, suffix="here", why_no_lab="it is a test")
+
+
+def _part(*programs, **options):
+    return Part(title="a part", limit_s=60, least_s=1, programs=lambda setting: list(programs), **options)
+
+
+def _python(code, name="a script", **options):
+    return Program(name=name, arguments=("-S", "-c", code), **options)
+
+
+def _rows(report, part="a"):
+    return {each["name"]: (each["verdict"], each["result"]) for each in report.parts[part]["rows"]}
+
+
+class TestParts:
+    def test_a_failure_is_a_row_and_the_next_part_runs(self, report, setting, monkeypatch):
+        """If it fails, one fault costs all evidence behind it."""
+        fails = _python("raise ArithmeticError('broken on purpose')")
+        says = _python(f"print({ROW!r} + '{json.dumps(row('x', 'done'))}')")
+        monkeypatch.setitem(PARTS, "a", _part(fails, says))
+        monkeypatch.setitem(PARTS, "b", _part(says))
+        gpu.run_all(["a", "b"], setting, report, 60.0)
+        verdict, result = _rows(report)["a script"]
+        assert verdict == "failed"
+        assert "ArithmeticError: broken on purpose" in result
+        assert _rows(report)["x"] == _rows(report, "b")["x"] == ("measured", "done")
+
+    def test_a_file_that_cannot_be_read_is_a_failure(self, report, setting, tmp_path, monkeypatch):
+        output = tmp_path / "other.json"
+        writes = _python(f"open({str(output)!r}, 'w').write('{{}}')", output=output, read=kernel_rows)
+        monkeypatch.setitem(PARTS, "a", _part(writes))
+        gpu.run_all(["a"], setting, report, 60.0)
+        assert _rows(report)["a script, its file"] == ("failed", "KeyError: 'hooks'")
+
+    def test_rows_before_a_cut_are_kept_and_no_process_is_left(self, report, setting, monkeypatch):
+        """If it fails, a program that hangs takes its results along, or goes on beside the next measurement."""
+        waits = "import time; time.sleep(600)"
+        command = f"[sys.executable, '-S', '-c', {waits!r}]"
+        detached = f"import subprocess, sys; subprocess.Popen({command}, start_new_session=True)"
+        hangs = f"{detached}; print({ROW!r} + '{json.dumps(row('x', 'done'))}', flush=True); {waits}"
+        monkeypatch.setitem(PARTS, "a", _part(_python(hangs)))
+        gpu.run_all(["a"], setting, report, 6.0)
+        assert _rows(report)["x"] == ("measured", "done")
+        assert _rows(report)["a script: what is left"][0] == "cut"
+        assert not marked_processes(f"{gpu._MARK}=")
+
+    def test_what_has_no_time_left_is_not_run(self, report, setting, monkeypatch):
+        monkeypatch.setitem(PARTS, "a", dataclasses.replace(_part(), least_s=100))
+        gpu.run_all(["a"], setting, report, 60.0)
+        assert _rows(report)["a part"] == ("not run", "not run: no time left")
+
+    def test_the_cases_are_those_of_the_scripts(self):
+        """If it fails, a part asks for cases that there are not, or leaves some out."""
+        assert {*gpu_parts.FITS, "auto"} == gpu_fits.CASES.keys()
+        assert set(gpu_parts.PLANS) == gpu_ladder.PLANS.keys()
+        assert set(gpu_parts.FEW_FITS) < set(gpu_parts.FITS)
+        assert set(gpu_parts.FEW_PLANS) < set(gpu_parts.PLANS)
+
+    @pytest.mark.parametrize("place", [Place(device="cuda", shares_gpu=True), Place(device="cuda", num_ranks=8)])
+    def test_the_programs_of_every_part_exist(self, setting, place):
+        setting = dataclasses.replace(setting, place=place, why_no_lab=None)
+        for part in PARTS.values():
+            for program in part.programs(setting):
+                command = gpu_parts.command_of(program, 20.0)
+                scripts = [word for word in command[1:] if word.endswith(".py")]
+                assert all(Path(word).exists() for word in scripts), command
+                assert ("--share-gpu" in command) == place.shares_gpu or "hangs.py" not in command[1]
+
+
+class TestReport:
+    def test_a_row_replaces_that_of_its_name(self, report):
+        report.begin("a", "a part", 1.0)
+        for result in ("one turn", "two turns"):
+            report.add("a", row("x", result))
+        assert _rows(report) == {"x": ("measured", "two turns")}
+
+    def test_the_files_have_every_row_at_once(self, report):
+        """If it fails, what cuts the run takes rows along."""
+        report.begin("a", "a part", 1.0)
+        report.add("a", row("x", "one | two\nthree", "right", seconds=2.0))
+        stored = json.loads(report.path.read_text())
+        assert stored["parts"]["a"]["rows"][0]["numbers"] == {"seconds": 2.0}
+        assert stored["versions"]["torch"]
+        table = report.path.with_suffix(".md").read_text().splitlines()[-3:]
+        assert table[0] == "| part | what | result | verdict | hardware | date |"
+        assert table[2].startswith("| a part | x | one \\| two three | right | ")
+        assert "nowhere" in table[2]
+        assert len(os.listdir(report.folder)) == 2
+
+    def test_names_of_files(self):
+        assert slug("NVIDIA H200") == "nvidia-h200"
+
+
+class TestRows:
+    def test_of_the_selftest(self):
+        outcomes = [
+            Outcome(name="it adds", status="passed", detail="17", numbers={"us": 1.0}),
+            Outcome(name="it waits", status="failed", detail="no"),
+            Outcome(name="it is on CUDA", status="not checked", detail="no CUDA device"),
+        ]
+        found = SelfTest(place="here", refused={}, outcomes=outcomes, is_whole=True, info={})
+        verdicts = [each["verdict"] for each in selftest_rows(dataclasses.asdict(found))]
+        assert verdicts == ["right", "wrong", "not run"]
+
+    def test_of_a_hang_whose_phase_is_wrong(self):
+        rights = {f"right_{what}": what != "phase" for what in ("rank", "phase", "operation", "sentence")}
+        run = {**rights, "in_time": True, "all_ended": True, "reported_s": 7.0, "sentence": "rank 1 is stopped"}
+        (found,) = fault_rows({"results": [{"fault": "stopped", "runs": [run]}]})
+        assert found["verdict"] == "wrong"
+        assert found["result"] == "rank 1 is stopped after 7.0 s; but not the right phase"
+
+    def test_of_memory_are_those_of_the_ladder(self):
+        turns = [{"peak_bytes": 2**20}, {"peak_bytes": 2**21}]
+        numbers: dict[str, Any] = {"plan": "ddp", "model": "vit", "turns": turns}
+        (found,) = known_memory({"ladder": {"rows": [row("10 Gbit/s: DDP", "1 ms", **numbers)]}})
+        assert (found["name"], found["result"]) == ("DDP, vit", "2 MiB at its peak")
+        assert known_memory({}) == []
+
+
+class TestCases:
+    _SCRIPT = """
+import os, sys, time
+for case in sys.argv[sys.argv.index("--cases") + 1].split(","):
+    if os.environ["RANK"] == "0":
+        print("CASE", case, flush=True)
+    if case == "raises" and os.environ["RANK"] == "1":
+        raise ArithmeticError("broken on purpose")
+    if case in ("raises", "waits"):
+        time.sleep(600)
+    if os.environ["RANK"] == "0":
+        print('ROW {"name": "%s", "done": 1}' % case, flush=True)
+"""
+
+    def _run(self, tmp_path, capfdbinary, cases, limit_s):
+        script = tmp_path / "script.py"
+        script.write_text(self._SCRIPT)
+        run_cases([str(script)], cases, Place(device="cpu"), rate=None, limit_s=limit_s)
+        printed = capfdbinary.readouterr().out.decode()
+        rows = [json.loads(line[len(ROW) :]) for line in printed.splitlines() if line.startswith(ROW)]
+        return {each["name"]: each for each in rows}
+
+    def test_those_behind_a_failure_are_run(self, tmp_path, capfdbinary):
+        """If it fails, a compressor that raises costs all fits behind it."""
+        found = self._run(tmp_path, capfdbinary, ["first", "raises", "last"], 60)
+        assert found["first"]["done"] == found["last"]["done"] == 1
+        assert found["raises"]["verdict"] == "failed"
+        assert found["raises"]["result"] == "ArithmeticError: broken on purpose"
+
+    def test_those_that_the_limit_cuts_are_named(self, tmp_path, capfdbinary):
+        found = self._run(tmp_path, capfdbinary, ["first", "waits", "last"], 9)
+        assert found["first"]["done"] == 1
+        assert found["waits: what is left"]["verdict"] == "cut"
+        assert found["last"]["verdict"] == "not run"
+
+
+@pytest.mark.parametrize(
+    ("output", "line"),
+    [
+        ("Traceback\n[rank1]: torch.OutOfMemoryError: CUDA out of memory\nW123 ended", "CUDA out of memory"),
+        ("Timeout (0:01:30)!\nThread 0x1\n  File x", "Timeout (0:01:30)!"),
+        ("some words\n\n", "some words"),
+        ("", "no output"),
+    ],
+)
+def test_the_error_of_an_output(output, line):
+    assert last_error(output).endswith(line)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--parts", "parity,speed"], "--parts must be of selftest, parity, .*, got 'speed'"),
+        (["--limit", "0"], "--limit must be a number of seconds above 0, got 0"),
+        (["--limit", "nan"], "--limit must be a number of seconds above 0, got nan"),
+        (["--commit", "main"], "--commit must be 7 to 40 hexadecimal digits, got 'main'"),
+        (["--output", __file__], "--output must be a folder, got "),
+        (["--device", "cuda"], "--device must be cpu, a dry run, as torch finds no CUDA device here; got 'cuda'"),
+    ],
+)
+def test_refused_options(options, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *options])
+    monkeypatch.setattr(gpu.torch, "cuda", SimpleNamespace(device_count=lambda: 0))
+    with pytest.raises(SystemExit):
+        gpu.parse()
+    assert re.search(words, capsys.readouterr().err)
+
+
+def _dry_run(tmp_path, *options):
+    arguments = [_SCRIPT, "--device", "cpu", "--output", str(tmp_path / "found"), *options]
+    return MarkedProgram(arguments, tmp_path)
+
+
+def _stored(tmp_path):
+    (path,) = (tmp_path / "found").glob("gpu_dry_run_*.json")
+    return json.loads(path.read_text())
+
+
+def test_a_dry_run_of_one_part(tmp_path):
+    """If it fails, nothing can be learned from a GPU."""
+    program = _dry_run(tmp_path, "--parts", "memory", "--limit", "6000")
+    try:
+        assert program.wait(_LIMIT_S), f"{program.processes()} are left: {program.output}"
+    finally:
+        program.kill()
+    assert program.process.returncode == 0, program.output
+    rows = _stored(tmp_path)["parts"]["memory"]["rows"]
+    assert [each["verdict"] for each in rows] == ["measured"] * len(gpu_parts.FEW_PLANS), rows
+
+
+@pytest.mark.exhaustive
+def test_a_whole_dry_run(tmp_path):
+    """If it fails, a part cannot run, or what is right on the CPU is not."""
+    program = _dry_run(tmp_path, "--limit", "3000")
+    try:
+        assert program.wait(_LIMIT_S), f"{program.processes()} are left: {program.output}"
+    finally:
+        program.kill()
+    assert program.process.returncode == 0, program.output
+    parts = _stored(tmp_path)["parts"]
+    assert parts.keys() == PARTS.keys()
+    verdicts = {name: {each["verdict"] for each in part["rows"]} for name, part in parts.items()}
+    assert verdicts.pop("selftest") == verdicts.pop("selftest_full") == {"not run"}
+    verdicts["ladder"] -= {"not run"}  # where there is no lab
+    assert all(found and found <= {"right", "measured"} for found in verdicts.values()), verdicts
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_is_ended_leaves_files_and_no_process(tmp_path):
+    """If it fails, the end of a lent machine takes the results along."""
+    program = _dry_run(tmp_path, "--parts", "parity")
+    try:
+        ends_at = time.monotonic() + _LIMIT_S
+        while "parity: " not in program.output and time.monotonic() < ends_at:
+            time.sleep(0.1)
+        os.kill(program.process.pid, signal.SIGTERM)
+        assert program.wait(_LIMIT_S), f"{program.processes()} are left: {program.output}"
+    finally:
+        program.kill()
+    assert program.process.returncode == 128 + signal.SIGTERM
+    stored = _stored(tmp_path)
+    assert stored["ended_by"] == "SIGTERM"
+    assert stored["parts"]["parity"]["rows"]
