@@ -291,6 +291,7 @@ class CommTimeMonitor(PhaseCallback):
 
     def _conclude(self, trainer: Trainer, *, is_complete: bool = False) -> None:
         about = describe_hook(trainer.strategy) | {"operations": self._operations.operations()}
+        about["host_bound_share"] = self._operations.host_bound_share
         if is_complete and self._prediction is not None:  # before any return, as all ranks take part
             about["forecasts"] = self._prediction.conclude(about["comm_hook"], self._files)
         if not (steps := self._fit_statistics.steps).num_steps:

@@ -121,7 +121,7 @@ _STEP_JSON = (
     '{"step":%d,"num_samples":%d,'
     + "".join([f'"{name}":%.7f,' for name in Totals._fields[:-2]])
     + '"overlapped_share":%s,"gradient_bytes":%d,"wire_bytes":%d,"phases":[%s],"buckets":[%s],"collectives":[%s],'
-    '"waits":[%s]}'
+    '"waits":[%s],"host_bound_s":%s}'
 )
 _PHASE_JSON = '["%s",%.7f,%.7f]'
 _BUCKET_JSON = (
@@ -143,6 +143,9 @@ class StepRecord:
     collectives: tuple[Collective, ...] = ()  # in the order in which they were issued; empty where none are observed
     # start and end of each wait of the device's computation for another stream, in the order of time; with FSDP2 only
     waits: tuple[tuple[float, float], ...] = ()
+    # the part of backward's arithmetic in which the device waits for the host, to the accuracy of the time between two
+    # buckets: that before a bucket which was computed before the host went on; None on CPU
+    host_bound_s: float | None = None
     layout: Mapping[int, BucketInfo] = field(default_factory=dict, compare=False)  # the buckets by index; not in JSON
 
     @property
@@ -203,6 +206,7 @@ class StepRecord:
             ),
             ",".join([_COLLECTIVE_JSON % (*one[:4], *map(_seconds_json, one[4:])) for one in self.collectives]),
             ",".join([_WIRE_JSON % interval for interval in self.waits]),
+            _seconds_json(self.host_bound_s),
         )
 
     @classmethod
@@ -231,6 +235,7 @@ class StepRecord:
                 for operation, phase, source, num_bytes, start_s, end_s in values.get("collectives", ())
             ),
             waits=tuple((float(start_s), float(end_s)) for start_s, end_s in values.get("waits", ())),
+            host_bound_s=None if (bound_s := values.get("host_bound_s")) is None else float(bound_s),
             layout=layout or {},
         )
 

@@ -52,6 +52,7 @@ class StepRecorder(SyncObserver):
         self._waits: list[_Wait] = []
         # A device works on collectives in a stream that need not be the caller's: then no mark there shows their time.
         self._collective_mark = clock.mark if isinstance(clock, HostClock) else lambda: None
+        self._has_passed = None if isinstance(clock, HostClock) else clock.has_passed
         self._backward = 0
         self._resolved: deque[StepRecord] = deque()
         self._pending: deque[_Marks] = deque()
@@ -61,7 +62,7 @@ class StepRecorder(SyncObserver):
         self._phases.append((phase, self._mark()))
 
     def ready(self, bucket: BucketInfo) -> BucketSync:
-        sync = _RecordedSync(self._mark, bucket, self._backward)
+        sync = _RecordedSync(self._mark, bucket, self._backward, self._has_passed)
         self._syncs.append(sync)
         self._backward += bucket.is_last
         return sync
@@ -133,13 +134,17 @@ class StepRecorder(SyncObserver):
                 unfinished.started = unfinished.ended = None
         began = [(name, seconds(mark)) for name, mark in marks.phases]
         phases = [Phase(name, at_s, end_s) for (name, at_s), (_, end_s) in pairwise(began) if name is not None]
+        ended = [sync for sync in marks.syncs if sync.has_ended]
+        buckets = [sync.span(seconds) for sync in ended]
+        ready = zip([one.ready_s for one in buckets], [sync.is_device_idle for sync in ended], strict=True)
         return StepRecord(
             step=marks.step,
             num_samples=marks.num_samples,
             phases=tuple(phases),
-            buckets=tuple([sync.span(seconds) for sync in marks.syncs if sync.has_ended]),
+            buckets=tuple(buckets),
             collectives=_spans(marks.collectives, [at_s for _, at_s in began], seconds),
             waits=tuple([(seconds(wait.began), seconds(wait.ended)) for wait in marks.waits if wait.ended is not None]),
+            host_bound_s=None if self._has_passed is None else _host_bound_s(phases, sorted(ready)),
             layout={sync.bucket.index: sync.bucket for sync in marks.syncs},
         )
 
@@ -172,11 +177,18 @@ class _Marks(NamedTuple):
 class _RecordedSync(BucketSync):
     """Marks the sync of one bucket: ready, start, send and arrival of each collective, end."""
 
-    __slots__ = ("_backward", "_mark", "_wire_bytes", "bucket", "marks")
+    __slots__ = ("_backward", "_has_passed", "_mark", "_wire_bytes", "bucket", "is_device_idle", "marks")
 
-    def __init__(self, mark: Callable[[], Any], bucket: BucketInfo, backward: int) -> None:
-        self._mark = mark
+    def __init__(
+        self,
+        mark: Callable[[], Any],
+        bucket: BucketInfo,
+        backward: int,
+        has_passed: Callable[[Any], bool] | None = None,
+    ) -> None:
+        self._mark, self._has_passed = mark, has_passed
         self.marks = [mark()]
+        self.is_device_idle = False  # whether the device had computed the bucket before the host went on with backward
         self._wire_bytes: int | None = None
         self._backward = backward
         self.bucket = bucket
@@ -185,6 +197,8 @@ class _RecordedSync(BucketSync):
         self.marks.append(self._mark())
         if event == END:
             self._wire_bytes = wire_bytes
+            if self._has_passed is not None:
+                self.is_device_idle = self._has_passed(self.marks[0])
 
     @property
     def has_ended(self) -> bool:
@@ -246,6 +260,17 @@ class _BlockingCall:
         for one in self._collectives[self._num_before :]:
             if one.ended is None and one.about[0] == self._operation:
                 one.end()
+
+
+def _host_bound_s(phases: list[Phase], ready: list[tuple[float, bool]]) -> float:
+    """Returns the time of those pieces of backward, each up to a bucket that is ready, at whose end the device idles."""
+    total_s = 0.0
+    for name, reached_s, end_s in phases:
+        for at_s, is_idle in ready if name == "backward" else ():
+            if reached_s <= at_s <= end_s:
+                total_s += (at_s - reached_s) * is_idle
+                reached_s = at_s
+    return total_s
 
 
 def _spans(

@@ -40,6 +40,7 @@ _COMMUNICATION = (
     ("  waiting for others", "exposed_wait_s"),
 )
 _COLUMNS = {"mean": "", "p50": "_p50", "p95": "_p95", "max": "_max"}
+_WORTH_SAYING = 0.1  # of what the device waits for the host
 _INDENT = (0, 0, 0, 1)
 _INDENT_BELOW = (1, 0, 0, 1)
 _MAX_DECIMALS = 4  # of milliseconds: a tenth of a microsecond
@@ -54,9 +55,18 @@ class FitSummary:
     verdict: Verdict  # on the metrics
     scope: str = "steps and ranks"  # their numbers, in words
     operations: Sequence[Operation] = ()  # what the first rank's collectives cost; empty where none were observed
+    host_bound_share: float = math.nan  # of backward's arithmetic on the first rank; see `OperationTotals`
 
     @classmethod
-    def of(cls, steps: Steps, *, world_size: int, operations: Sequence[Operation] = (), **method: Any) -> FitSummary:
+    def of(
+        cls,
+        steps: Steps,
+        *,
+        world_size: int,
+        operations: Sequence[Operation] = (),
+        host_bound_share: float = math.nan,
+        **method: Any,
+    ) -> FitSummary:
         """Summarizes a fit; for the arguments see `verdict`."""
         metrics = steps.statistics(world_size)
         num_seen = steps.num_ranks
@@ -66,6 +76,7 @@ class FitSummary:
             verdict=verdict(metrics, world_size=world_size, operations=operations, **method),
             scope=f"{count(steps.num_steps, 'step')} and {ranks}",
             operations=operations,
+            host_bound_share=host_bound_share,
         )
 
     def table(self) -> Group:
@@ -89,6 +100,10 @@ class FitSummary:
             ]
         rows = operation_rows(self.operations, metrics["step_s"])
         columns = operation_columns(rows)
+        if self.host_bound_share >= _WORTH_SAYING:
+            lines.append(
+                f"for {percent(self.host_bound_share)} of backward the first rank's device waited for its host"
+            )
         collectives = TextTable(*columns, numbers=columns[2:], title=" Collectives of a step on the first rank")
         for cells in rows:
             collectives.add_row(*cells)
@@ -134,6 +149,7 @@ def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> t
         comm_hook=comm_hook,
         is_lossy=bool(header.get("is_lossy", comm_hook != "none")),
         operations=operations.operations(),
+        host_bound_share=operations.host_bound_share,
         forecasts=read_forecasts(Path(run_dir)),
     )
     return summary, notices(ranks)
@@ -147,6 +163,7 @@ class OperationTotals:
         self._num_phases: Counter[str] = Counter()
         self._sums: dict[tuple[str, str, str], list[float]] = defaultdict(partial(list, (0, 0, 0.0, 0.0)))
         self._has_waits = False
+        self._backward_s = self._host_bound_s = 0.0
 
     def add(self, records: Iterable[StepRecord]) -> None:
         for record in records:
@@ -154,6 +171,9 @@ class OperationTotals:
             if self._num_steps <= 0:
                 continue
             self._num_phases.update([phase.name for phase in record.phases])
+            if record.host_bound_s is not None:
+                self._backward_s += record.totals.backward_s - record.totals.exposed_s
+                self._host_bound_s += record.host_bound_s
             self._has_waits |= bool(record.waits)
             for one, exposed_s in zip(record.collectives, record.exposed_s(), strict=True):
                 sums = self._sums[one.phase, one.operation, one.source]
@@ -175,6 +195,11 @@ class OperationTotals:
         places = {phase: place for place, phase in enumerate((*PHASES, "pause"))}
         means.sort(key=lambda one: (places.get(one.phase, len(places)), -(one.seconds or 0.0), one.operation))
         return tuple(means)
+
+    @property
+    def host_bound_share(self) -> float:
+        """The share of backward's arithmetic in which the device waited for the host; NaN on CPU."""
+        return ratio(self._host_bound_s, self._backward_s)
 
 
 _OPERATION_COLUMNS = ("phase", "operation", "calls", "bytes", "ms", "of step", "exposed, ms")

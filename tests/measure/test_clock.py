@@ -88,7 +88,7 @@ def test_events_are_reused_and_read_a_step_at_a_time(device: Device) -> None:
             seconds = [each.totals.step_s for each in taken]
             assert seconds == pytest.approx([1e-3 * (MARKS_PER_STEP - 1)] * WINDOW)
     assert device.calls["made"] <= MARKS_PER_STEP * (lag + 2) + 1
-    assert (most["queried"], most["read"]) == (1, MARKS_PER_STEP)
+    assert (most["queried"], most["read"]) == (1 + NUM_BUCKETS, MARKS_PER_STEP)
     assert device.calls["waited for"] == 0
 
 

@@ -57,7 +57,7 @@ def test_a_line_has_what_the_record_derives(num_buckets, num_rounds):
     values = json.loads(record.to_json())
     times = ["comm_s", "queue_s", "compression_s", "wire_s", "exposed_s"]
     derived = [*times, "overlapped_share", "gradient_bytes", "wire_bytes"]
-    spans = ["phases", "buckets", "collectives", "waits"]
+    spans = ["phases", "buckets", "collectives", "waits", "host_bound_s"]
     named = ["step", "num_samples", "step_s", *(f"{name}_s" for name in PHASES), *derived, *spans]
     assert list(values) == named
     for name in PHASES:

@@ -1,5 +1,6 @@
 """StepRecorder: marks become records when the device has passed them, and nobody waits for it."""
 
+import json
 from collections.abc import Iterable
 
 import pytest
@@ -11,8 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.compressors import PowerSGD
 from lightning_commopt.measure.clock import CudaClock, HostClock
 from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketInfo, Observers
-from lightning_commopt.measure.record import Collective, Phase
+from lightning_commopt.measure.record import Collective, Phase, StepRecord
 from lightning_commopt.measure.recorder import StepRecorder, issued_by, parts_of_one
+from lightning_commopt.measure.summary import OperationTotals
 from lightning_commopt.sync.attach import attach_bucket_hook
 from support.ranks import run_ranks
 
@@ -142,6 +144,27 @@ def test_a_collective_in_a_stream_stands_for_its_parts() -> None:
         Collective("barrier", "forward", "", 0, None, None),
     )
     assert step.waits == ((5, 6),)
+
+
+@pytest.mark.parametrize(("is_prompt", "host_bound_s"), [((True, True), 4), ((True, False), 1), ((False, False), 0)])
+def test_backward_is_host_bound_where_the_device_has_caught_up(is_prompt: tuple[bool, bool], host_bound_s: int) -> None:
+    """If it fails, who waits for the host is told to send less, or somebody's model is blamed for a slow link."""
+    recorder = StepRecorder(clock := LateClock())
+    recorder.enter("backward")  # at 1
+    for number, prompt in enumerate(is_prompt):
+        sync = recorder.ready(bucket(number, number == 1))  # at 2, and at 5
+        clock.reached = clock.now if prompt else 0.0
+        sync.note(START)
+        sync.note(END, 8)
+    recorder.enter("optimizer")
+    recorder.end_step(0, 1)
+    (step,) = recorder.take(1)
+    assert step.host_bound_s == host_bound_s
+    assert StepRecord.from_dict(json.loads(step.to_json())).host_bound_s == host_bound_s
+    totals = OperationTotals()
+    totals.add([step, step])
+    computed_s = step.totals.backward_s - step.totals.exposed_s
+    assert totals.host_bound_share == host_bound_s / computed_s
 
 
 def test_a_sync_that_failed_is_left_out() -> None:
