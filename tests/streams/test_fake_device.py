@@ -3,16 +3,26 @@
 from collections.abc import Iterator
 
 import pytest
-
 from fake_device.build import Unavailable, libraries
-from fake_device.ddp_jobs import PROGRAMS, digests
+from fake_device.ddp_jobs import PROGRAMS, run_ddp
 from fake_device.device import FakeDevice, differences
+from fake_device.fsdp_jobs import ShardedCase, run_sharded
+from fake_device.sensitivity import PROBES, run_probes
+
 from lightning_commopt.compressors.catalog import example_compressors
+from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt4, ShardedInt8
+from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
 from support.cross_section import sampled
 
 COMPRESSORS = {"none": None, **example_compressors()}
-# One of each kind that differs in what it launches: in one round, in several, over several groups.
-_BY_DEFAULT = [("train", "hierarchical"), ("change_plan", "powersgd"), ("resume", "alternating_powersgd")]
+SHARDED = {
+    "none": ShardedCase(compressor=None),
+    "bf16": ShardedCase(compressor=ShardedBf16()),
+    "int8, gathered as int8": ShardedCase(compressor=ShardedInt8(error_feedback=True), gathers_int8=True),
+    "int4 of bf16, gathered as int8": ShardedCase(compressor=ShardedInt4(), gathers_int8=True, precision="bf16"),
+    "stochastic": ShardedCase(compressor=ShardedInt8(stochastic_rounding=True), precision="bf16", resharding=False),
+    "hierarchical": ShardedCase(compressor=ShardedHierarchical(inner=ShardedInt8(error_feedback=True))),
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +36,24 @@ def device() -> Iterator[FakeDevice]:
     device.close()
 
 
+def test_what_is_not_in_order_shows(device: FakeDevice) -> None:
+    """If it fails, the tests below are blind."""
+    assert device.run_ranks(run_probes) == [dict.fromkeys(PROBES, (True, False))] * 2
+
+
 @pytest.mark.parametrize(
     ("program", "name"),
-    sampled([(program, name) for program in PROGRAMS for name in COMPRESSORS], by_default=_BY_DEFAULT),
+    sampled(
+        [(program, name) for program in PROGRAMS for name in COMPRESSORS],
+        by_default=[("train", "hierarchical"), ("change_plan", "powersgd"), ("resume", "alternating_powersgd")],
+    ),
 )
 def test_ddp_computes_the_same_in_every_order(device: FakeDevice, program: str, name: str) -> None:
     """If it fails, gradients or residuals are wrong now and then on a GPU, without any sign."""
-    found = device.run_ranks(digests, COMPRESSORS[name], program)
-    assert differences(found) == []
+    assert differences(device.run_ranks(run_ddp, COMPRESSORS[name], program)) == []
+
+
+@pytest.mark.parametrize("name", sampled(SHARDED, by_default=["int8, gathered as int8"]))
+def test_fsdp2_computes_the_same_in_every_order(device: FakeDevice, name: str) -> None:
+    """If it fails, gradients, parameters or residuals are wrong now and then on a GPU, without any sign."""
+    assert differences(device.run_ranks(run_sharded, SHARDED[name])) == []

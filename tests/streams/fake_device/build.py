@@ -107,7 +107,5 @@ def _build(folder: PrivateFolder, digest: str, includes: list[str]) -> None:
             sources = [str(_SOURCES / source) for source in library.sources]
             command = [_COMPILER, *_FLAGS, *includes, *sources, f"-Wl,-soname,{library.name}", "-o", library.name]
             environment = os.environ | {"LC_ALL": "C"}
-            subprocess.run(
-                [*command, *library.options], cwd=temporary, env=environment, check=True, timeout=_LIMIT_S
-            )
+            subprocess.run([*command, *library.options], cwd=temporary, env=environment, check=True, timeout=_LIMIT_S)
             folder.write(f"{digest}-{library.name}", (Path(temporary) / library.name).read_bytes())

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from fake_device.device import digest, in_all_schedules
+from fake_device.device import Outcome, digest, in_all_schedules
 from lightning_commopt.compressors import AllReduce, Compressor
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.gradient_sync import GradientSync
@@ -56,7 +56,8 @@ class Fit:
         self.sync.change_plan(CommPlan(comm_hook=compressor), self.wrap)
 
     def resume(self) -> None:
-        """Goes on from a checkpoint, in new buckets."""
+        """Goes on from a checkpoint in new buckets, like another process: nothing is under way."""
+        torch.cuda.synchronize()
         self.sync.keep_state()
         state = self.sync.state()
         assert state is not None
@@ -65,11 +66,9 @@ class Fit:
         self.sync.restore(state)
         self.sync.resume(self.module)
 
-    def end(self) -> str:
-        """Returns a digest of the parameters and of what has not been sent."""
+    def end(self) -> Outcome:
         residuals = self.sync.detach()
-        tensors = [*self.module.parameters(), *(residuals[name] for name in sorted(residuals))]
-        return digest(torch.cat([tensor.detach().float().flatten() for tensor in tensors[: _NUM_LAYERS * 2]]).cpu())
+        return Outcome(digest(self.module.parameters()), digest(residuals[name] for name in sorted(residuals)))
 
 
 def train(fit: Fit) -> None:
@@ -92,12 +91,12 @@ def resume(fit: Fit) -> None:
 PROGRAMS: dict[str, Callable[[Fit], None]] = {each.__name__: each for each in (train, change_plan, resume)}
 
 
-def digests(compressor: Compressor | None, program: str) -> dict[str, str]:
-    """Runs a program in all schedules. Returns the digests at its ends."""
+def run_ddp(compressor: Compressor | None, program: str) -> dict[str, Outcome]:
+    """Runs a program in all schedules."""
     torch.cuda.set_device(dist.get_rank())
     warnings.simplefilter("ignore")  # of settings that are made for a test
 
-    def run() -> str:
+    def run() -> Outcome:
         fit = Fit(compressor)
         PROGRAMS[program](fit)
         return fit.end()

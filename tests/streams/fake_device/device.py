@@ -9,20 +9,28 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from fake_device.build import Libraries
 
 _STREAMS = Path(__file__).parents[1]
 _ROOT = _STREAMS.parents[1]
-NOT_FINITE = "(not finite)"
+_NOT_FINITE = "(not finite)"
 _GRACE_S = 60  # of the launcher, which has limits of its own
+
+
+class Outcome(NamedTuple):
+    """Digests of what is at the end of a run on a rank."""
+
+    parameters: str
+    residuals: str  # which ranks have of their own
 
 
 class FakeDevice:
@@ -57,14 +65,11 @@ class FakeDevice:
     def close(self) -> None:
         """Ends the process, and ranks that it may have."""
         self._jobs.close()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
-def in_all_schedules(run: Callable[[], Any]) -> dict[str, Any]:
+def in_all_schedules(run: Callable[[], Outcome]) -> dict[str, Outcome]:
     """Runs a program of this rank with all streams prompt, with all of them late, and with each of them prompt alone.
 
     Returns:
@@ -82,34 +87,32 @@ def in_all_schedules(run: Callable[[], Any]) -> dict[str, Any]:
     return results
 
 
-def differences(found: Sequence[Mapping[str, str]]) -> list[str]:
-    """Says where ranks have not found what the first one has with all streams prompt: there nothing is too early."""
-    expected = found[0]["all prompt"]
+def differences(found: Sequence[Mapping[str, Outcome]]) -> list[str]:
+    """Says where a run has not ended as with all streams prompt: there nothing is too early. Ranks must agree."""
+    expected = found[0]["all prompt"].parameters
     return [
-        f"rank {rank}, {schedule}: {digest} instead of {expected}"
+        f"rank {rank}, {schedule}: {outcome} instead of {its_own['all prompt']}, with parameters {expected}"
         for rank, its_own in enumerate(found)
-        for schedule, digest in its_own.items()
-        if digest != expected or NOT_FINITE in digest
+        for schedule, outcome in its_own.items()
+        if outcome != its_own["all prompt"]._replace(parameters=expected) or _NOT_FINITE in "".join(outcome)
     ]
 
 
-def digest(values: torch.Tensor) -> str:
-    """Returns a short name for the bits of a tensor on the CPU, which says whether all of them are finite."""
-    short = hashlib.sha256(values.contiguous().numpy().tobytes()).hexdigest()[:12]
-    return short if values.isfinite().all() else f"{short} {NOT_FINITE}"
+def digest(tensors: Iterable[Tensor]) -> str:
+    """Returns a short name for the bits of tensors, which says whether all of them are finite."""
+    values = torch.cat([torch.zeros(0), *(tensor.detach().float().flatten().cpu() for tensor in tensors)])
+    short = hashlib.sha256(values.numpy().tobytes()).hexdigest()[:12]
+    return short if values.isfinite().all() else f"{short} {_NOT_FINITE}"
 
 
 @contextmanager
 def _schedule(late: int) -> Iterator[None]:
     """Makes those streams late whose bits are set, in the order of their first work in this context."""
-    torch.cuda.synchronize()
-    _runtime().fake_device_number_streams()
-    _runtime().fake_device_set_schedule(ctypes.c_uint64(late))
+    _runtime().fake_device_begin_run(ctypes.c_uint64(late))
     try:
         yield
     finally:
-        torch.cuda.synchronize()
-        _runtime().fake_device_clear_schedule()
+        _runtime().fake_device_end_run()
 
 
 @cache

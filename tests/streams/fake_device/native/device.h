@@ -37,8 +37,6 @@ class Stream {
   bool has_passed(Position position);
   // Returns the position of the last work.
   Position end();
-  // Looks at the schedule again.
-  void wake();
 
   const int device;
   const int priority;
@@ -74,6 +72,7 @@ void synchronize_all();
 void* allocate(size_t size, Stream& stream);
 void free(void* begin);
 void record_stream(void* begin, Stream& stream);
+void poison_free_memory();
 
 // Whether a pointer is into memory of the device, or into pinned memory of the host.
 bool is_device_memory(const void* pointer);

@@ -105,6 +105,14 @@ class Allocator {
     if (found != blocks_.end() && found->second.pool != &stream) found->second.users.insert(&stream);
   }
 
+  // Poisons all memory that is free, while all streams are idle: what an earlier run has left there may be right.
+  void poison_free() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& freed : freed_) std::memset(freed.begin, kPoison, freed.block.size);
+    for (const auto& [pool_and_size, blocks] : free_)
+      for (void* begin : blocks) std::memset(begin, kPoison, pool_and_size.second);
+  }
+
  private:
   struct Block {
     Stream* pool;
@@ -167,6 +175,7 @@ void copy(void* to, const void* from, size_t size, Stream& stream) {
 void* allocate(size_t size, Stream& stream) { return allocator().allocate(size, stream); }
 void free(void* begin) { allocator().free(begin); }
 void record_stream(void* begin, Stream& stream) { allocator().record(begin, stream); }
+void poison_free_memory() { allocator().poison_free(); }
 
 bool is_device_memory(const void* pointer) { return device_regions().contains(pointer); }
 bool is_pinned_memory(const void* pointer) { return pinned_regions().contains(pointer); }

@@ -71,7 +71,7 @@ Position Stream::enqueue(Work work, bool depends_on_peers) {
 
 void Stream::wait_if_prompt(Position position) {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (has_schedule && !is_late(number_)) if(!changed_.wait_for(lock, kPatience, [&] { return done_ >= position; })) fprintf(stderr, "IMPATIENT host %d\n", number_);
+  if (has_schedule && !is_late(number_)) changed_.wait_for(lock, kPatience, [&] { return done_ >= position; });
 }
 
 void Stream::wait_for(Position position) {
@@ -91,11 +91,6 @@ Position Stream::end() {
   return submitted_;
 }
 
-void Stream::wake() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  changed_.notify_all();
-}
-
 bool Stream::is_held(Position position) const { return has_schedule && is_late(number_) && demanded_ < position; }
 
 void Stream::run() {
@@ -103,7 +98,7 @@ void Stream::run() {
   std::unique_lock<std::mutex> lock(mutex_);
   for (;;) {
     changed_.wait(lock, [&] { return !items_.empty(); });
-    if (!changed_.wait_for(lock, kPatience, [&] { return !is_held(items_.front().position); })) fprintf(stderr, "IMPATIENT stream %d\n", number_);
+    changed_.wait_for(lock, kPatience, [&] { return !is_held(items_.front().position); });
     Item item = std::move(items_.front());
     items_.pop_front();
     lock.unlock();
@@ -157,25 +152,23 @@ Event* event_of(cudaEvent_t handle) { return reinterpret_cast<Event*>(handle); }
 
 using namespace fake_device;
 
-// Makes the streams whose bits are set late, and all others prompt.
-DEVICE_API void fake_device_set_schedule(uint64_t late) {
-  late_streams = late;
-  has_schedule = true;
-  for (auto* stream : streams_so_far()) stream->wake();
-}
-
-DEVICE_API void fake_device_clear_schedule() {
-  has_schedule = false;
-  for (auto* stream : streams_so_far()) stream->wake();
-}
-
-// Numbers streams anew, from 0 on, as they get work from now on. All work must be done.
-DEVICE_API void fake_device_number_streams() {
+// Begins a run in which the streams whose bits are set are late, and all others prompt. Streams are numbered anew, from
+// 0 on, as they get work.
+DEVICE_API void fake_device_begin_run(uint64_t late) {
+  synchronize_all();
+  poison_free_memory();
   num_numbered = 0;
   ++numbering;
+  late_streams = late;
+  has_schedule = true;
 }
 
-// Returns how many streams have had work since they were numbered anew.
+DEVICE_API void fake_device_end_run() {
+  synchronize_all();
+  has_schedule = false;
+}
+
+// Returns how many streams have had work in the last run.
 DEVICE_API int fake_device_num_streams() { return num_numbered; }
 
 DEVICE_API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* handle, unsigned, int priority) {
