@@ -19,9 +19,10 @@ from lightning_commopt.callbacks.run_description import describe_hook, describe_
 from lightning_commopt.compat.lightning import batches_that_stepped, count_samples
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.link.from_steps import NUM_MESSAGES, LinkTracker
+from lightning_commopt.measure.operations import OperationTotals
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.measure.statistics import QUANTITIES, Steps, row
-from lightning_commopt.measure.summary import DEFAULT_NUM_WARMUP_STEPS, FitSummary, OperationTotals
+from lightning_commopt.measure.summary import DEFAULT_NUM_WARMUP_STEPS, FitSummary
 from lightning_commopt.measure.verdict import Verdict
 from lightning_commopt.metrics import StepStatistics
 from lightning_commopt.sync.groups import BorrowedGroups

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -66,29 +66,6 @@ class Collective(NamedTuple):
     num_bytes: int  # of its inputs or of its outputs on this rank, whichever are more
     start_s: float | None  # it was issued, or its stream got to it; None on CUDA where the device's time is not known
     end_s: float | None  # it had completed, or the thread had gone on; None on CUDA as above
-
-
-class Operation(NamedTuple):
-    """All collectives of one kind, in the mean of steps on one rank."""
-
-    operation: str  # see `Collective`, as for the next two
-    phase: str  # that they were issued in
-    source: str  # of them
-    num_calls: float  # in a step
-    num_bytes: float  # of all of them in a step
-    seconds: float | None  # sum of their times in a step, which may overlap; None where it is not known
-    num_phases: float = 1.0  # of this name in a step, more than one where gradients are accumulated
-    exposed_s: float | None = None  # the part of `seconds` in which computation waits; None where it is not known
-
-    @property
-    def label(self) -> str:
-        """The operation, and who has issued it if that is known.
-
-        >>> Operation("broadcast", "data", "lightning", 1.0, 8.0, None).label
-        "broadcast (Lightning's own)"
-        """
-        source = "Lightning's own" if self.source == "lightning" else self.source
-        return f"{self.operation} ({source})" if source else self.operation
 
 
 class Totals(NamedTuple):
@@ -238,43 +215,6 @@ class StepRecord:
             host_bound_s=None if (bound_s := values.get("host_bound_s")) is None else float(bound_s),
             layout=layout or {},
         )
-
-    def exposed_s(self) -> tuple[float | None, ...]:
-        """Returns, for each collective, how long computation waits for it; None where that was not observed.
-
-        A moment of waiting counts once: for the collective that is the first to end then.
-
-        >>> gather = Collective("all_gather", "forward", "", 8, start_s=1.0, end_s=3.0)
-        >>> StepRecord(
-        ...     step=0,
-        ...     num_samples=4,
-        ...     phases=(Phase("forward", 0, 9),),
-        ...     buckets=(),
-        ...     collectives=(gather, gather._replace(start_s=2.0, end_s=5.0), gather._replace(end_s=None)),
-        ...     waits=((2.0, 4.0), (6.0, 7.0)),
-        ... ).exposed_s()
-        (1.0, 1.0, None)
-        """
-        timed = [
-            (one.start_s, one.end_s, place)
-            for place, one in enumerate(self.collectives)
-            if one.start_s is not None and one.end_s is not None
-        ]
-        timed.sort(reverse=True)
-        found: list[float | None] = [None] * len(self.collectives)
-        for *_, place in timed if self.waits else ():
-            found[place] = 0.0
-        under_way: list[tuple[float, float, int]] = []
-        for reached_s, until_s in self.waits:
-            while timed and timed[-1][0] < until_s:
-                under_way.append(timed.pop())
-            under_way = sorted([one for one in under_way if one[1] > reached_s], key=itemgetter(1))
-            for start_s, end_s, place in under_way:
-                part_s = min(end_s, until_s) - max(start_s, reached_s)
-                if part_s > 0:
-                    found[place] = (found[place] or 0.0) + part_s
-                    reached_s = min(end_s, until_s)
-        return tuple(found)
 
 
 _BUCKET_NUMBERS: dict[str, Any] = {

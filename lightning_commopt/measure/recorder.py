@@ -263,7 +263,7 @@ class _BlockingCall:
 
 
 def _host_bound_s(phases: list[Phase], ready: list[tuple[float, bool]]) -> float:
-    """Returns the time of those pieces of backward, each up to a bucket that is ready, at whose end the device idles."""
+    """Returns the time of the pieces of backward, each up to a bucket that is ready, at whose end the device idles."""
     total_s = 0.0
     for name, reached_s, end_s in phases:
         for at_s, is_idle in ready if name == "backward" else ():

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,14 @@ from rich.text import Text
 
 from lightning_commopt.measure.files import common_steps, notices, read_run
 from lightning_commopt.measure.forecasts import read_forecasts
-from lightning_commopt.measure.record import PHASES, Operation, StepRecord
+from lightning_commopt.measure.operations import (
+    MAX_DECIMALS,
+    Operation,
+    OperationTotals,
+    operation_columns,
+    operation_rows,
+    size_text,
+)
 from lightning_commopt.measure.statistics import Steps, ratio, row
 from lightning_commopt.measure.verdict import Verdict, verdict
 from lightning_commopt.text.formatting import count, number, percent
@@ -43,8 +48,6 @@ _COLUMNS = {"mean": "", "p50": "_p50", "p95": "_p95", "max": "_max"}
 _WORTH_SAYING = 0.1  # of what the device waits for the host
 _INDENT = (0, 0, 0, 1)
 _INDENT_BELOW = (1, 0, 0, 1)
-_MAX_DECIMALS = 4  # of milliseconds: a tenth of a microsecond
-_UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +93,7 @@ class FitSummary:
         lines = [f"{rates[0]} steps/s, {rates[1]} samples/s over all ranks"]
         if has_comm:
             gradients, wire, algorithm, bus = (
-                _size(metrics[name])
+                size_text(metrics[name])
                 for name in ("gradient_bytes", "wire_bytes", "algorithm_bandwidth", "bus_bandwidth")
             )
             compression = number(metrics["compression_ratio"])
@@ -155,96 +158,13 @@ def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> t
     return summary, notices(ranks)
 
 
-class OperationTotals:
-    """Sums up the collectives of steps, without the first ``num_warmup_steps``."""
-
-    def __init__(self, num_warmup_steps: int = 0) -> None:
-        self._num_steps = -num_warmup_steps
-        self._num_phases: Counter[str] = Counter()
-        self._sums: dict[tuple[str, str, str], list[float]] = defaultdict(partial(list, (0, 0, 0.0, 0.0)))
-        self._has_waits = False
-        self._backward_s = self._host_bound_s = 0.0
-
-    def add(self, records: Iterable[StepRecord]) -> None:
-        for record in records:
-            self._num_steps += 1
-            if self._num_steps <= 0:
-                continue
-            self._num_phases.update([phase.name for phase in record.phases])
-            if record.host_bound_s is not None:
-                self._backward_s += record.totals.backward_s - record.totals.exposed_s
-                self._host_bound_s += record.host_bound_s
-            self._has_waits |= bool(record.waits)
-            for one, exposed_s in zip(record.collectives, record.exposed_s(), strict=True):
-                sums = self._sums[one.phase, one.operation, one.source]
-                sums[0] += 1
-                sums[1] += one.num_bytes
-                sums[2] += 0.0 if one.start_s is None or one.end_s is None else one.end_s - one.start_s
-                sums[3] += exposed_s or 0.0
-
-    def operations(self) -> tuple[Operation, ...]:
-        """Returns the means of a step, by phase, the most time first."""
-        means = []
-        for (phase, operation, source), sums in self._sums.items():
-            num_calls, num_bytes, seconds, exposed_s = (total / self._num_steps for total in sums)
-            times_s = (seconds, exposed_s if self._has_waits else None) if seconds > 0 else (None, None)
-            num_phases = self._num_phases[phase] / self._num_steps
-            means.append(
-                Operation(operation, phase, source, num_calls, num_bytes, times_s[0], num_phases, exposed_s=times_s[1])
-            )
-        places = {phase: place for place, phase in enumerate((*PHASES, "pause"))}
-        means.sort(key=lambda one: (places.get(one.phase, len(places)), -(one.seconds or 0.0), one.operation))
-        return tuple(means)
-
-    @property
-    def host_bound_share(self) -> float:
-        """The share of backward's arithmetic in which the device waited for the host; NaN on CPU."""
-        return ratio(self._host_bound_s, self._backward_s)
-
-
-_OPERATION_COLUMNS = ("phase", "operation", "calls", "bytes", "ms", "of step", "exposed, ms")
-
-
-def operation_columns(rows: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """Returns the headings of `operation_rows`."""
-    return _OPERATION_COLUMNS[: len(rows[0])] if rows else _OPERATION_COLUMNS
-
-
-def operation_rows(operations: Sequence[Operation], step_s: float) -> list[tuple[str, ...]]:
-    """Returns a row for each kind of collectives, with a cell for what is exposed if any of that is known.
-
-    An unknown time is a dash.
-    """
-    has_exposed = any(one.exposed_s is not None for one in operations)
-    rows: list[tuple[str, ...]] = []
-    for one in operations:
-        seconds, exposed_s = (math.nan if time_s is None else time_s for time_s in (one.seconds, one.exposed_s))
-        times = (
-            number(1e3 * seconds, max_decimals=_MAX_DECIMALS),
-            percent(ratio(seconds, step_s)),
-            *([number(1e3 * exposed_s, max_decimals=_MAX_DECIMALS)] if has_exposed else []),
-        )
-        rows.append((one.phase, one.label, f"{one.num_calls:.3g}", _size(one.num_bytes), *times))
-    return rows
-
-
 def _times(metrics: Mapping[str, float], sections: Sequence[Sequence[tuple[str, str]]], title: str) -> TextTable:
     table = TextTable("ms", *_COLUMNS, "of step", numbers=(*_COLUMNS, "of step"), title=title)
     for rows in sections:
         for label, name in rows:
             times = [
-                number(1e3 * metrics[f"{name}{suffix}"], max_decimals=_MAX_DECIMALS) for suffix in _COLUMNS.values()
+                number(1e3 * metrics[f"{name}{suffix}"], max_decimals=MAX_DECIMALS) for suffix in _COLUMNS.values()
             ]
             table.add_row(label, *times, percent(ratio(metrics[name], metrics["step_s"])))
         table.add_section()
     return table
-
-
-def _size(num_bytes: float) -> str:
-    """Returns bytes in the largest unit in which they are at least one.
-
-    >>> [_size(num_bytes) for num_bytes in (12, 2.5e6, 1.224e9)]
-    ['12.0 B', '2.50 MB', '1.22 GB']
-    """
-    unit = max((name for name in _UNITS if _UNITS[name] <= num_bytes), key=_UNITS.__getitem__, default="B")
-    return f"{number(num_bytes / _UNITS[unit])} {unit}"

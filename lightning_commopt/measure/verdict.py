@@ -20,7 +20,7 @@ from lightning_commopt.measure.forecasts import (
     speedup,
     statistic_text,
 )
-from lightning_commopt.measure.record import Operation
+from lightning_commopt.measure.operations import Operation
 from lightning_commopt.measure.statistics import ratio
 from lightning_commopt.text.formatting import byte_unit, short_percent
 

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.compressors import PowerSGD
 from lightning_commopt.measure.clock import CudaClock, HostClock
 from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketInfo, Observers
+from lightning_commopt.measure.operations import OperationTotals
 from lightning_commopt.measure.record import Collective, Phase, StepRecord
 from lightning_commopt.measure.recorder import StepRecorder, issued_by, parts_of_one
-from lightning_commopt.measure.summary import OperationTotals
 from lightning_commopt.sync.attach import attach_bucket_hook
 from support.ranks import run_ranks
 

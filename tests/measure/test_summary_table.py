@@ -7,9 +7,10 @@ import pytest
 from rich.console import Console
 
 from lightning_commopt.measure.forecasts import Forecast
+from lightning_commopt.measure.operations import OperationTotals
 from lightning_commopt.measure.record import Collective, Phase, StepRecord
 from lightning_commopt.measure.statistics import TIMES
-from lightning_commopt.measure.summary import FitSummary, OperationTotals
+from lightning_commopt.measure.summary import FitSummary
 from lightning_commopt.measure.verdict import Verdict, verdict
 from support.narrow import check_numbers_are_whole
 from support.sample_metrics import NAN, sample_metrics

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_commopt.measure.forecasts import Forecast
-from lightning_commopt.measure.record import Operation
+from lightning_commopt.measure.operations import Operation
 from lightning_commopt.measure.verdict import Verdict, verdict
 from support.sample_metrics import sample_metrics
 

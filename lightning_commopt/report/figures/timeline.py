@@ -10,8 +10,8 @@ from typing import NamedTuple
 from plotly import graph_objects as go
 
 from lightning_commopt.measure.files import RankRecords, common_steps, read_run
+from lightning_commopt.measure.operations import OperationTotals, operation_columns, operation_rows
 from lightning_commopt.measure.record import StepRecord, clock_shift_s
-from lightning_commopt.measure.summary import OperationTotals, operation_columns, operation_rows
 from lightning_commopt.report.baseline import without_ranks
 from lightning_commopt.report.figures.style import EXPOSED, INK, SPAN_COLORS, Chart, Key, Rows, new_figure, typical_run
 from lightning_commopt.report.model import Cell, Group, Setting
