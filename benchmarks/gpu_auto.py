@@ -27,9 +27,10 @@ def main() -> None:
     parser.add_argument("--link", default="without a limit", help="what rows call the link between ranks")
     parser.add_argument("--num-fit-steps", type=int, default=100)
     parser.add_argument("--num-rounds", type=int, default=2, help="turns of the grid")
+    parser.add_argument("--num-caps", type=int, default=len(_CAPS_MB), help="bucket sizes in the grid")
     parser.add_argument("--cases", required=True, choices=(CASE,))
     arguments = parser.parse_args()
-    for name in ("num_fit_steps", "num_rounds"):
+    for name in ("num_fit_steps", "num_rounds", "num_caps"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
     warnings.filterwarnings("ignore")
@@ -40,7 +41,7 @@ def main() -> None:
         "accelerator": arguments.device,
         "model": arguments.model,
         "lossy": list(_LOSSY),
-        "caps_mb": _CAPS_MB,
+        "caps_mb": _CAPS_MB[: arguments.num_caps],
         "change_at_step": None,
         "num_planned_steps": 5000,
         "num_fit_steps": arguments.num_fit_steps,

@@ -208,13 +208,14 @@ def _profiler(setting: Setting) -> list[Program]:
 def _overhead(setting: Setting) -> list[Program]:
     is_dry = setting.is_dry
     pair = ("--num-turns", "1", "--num-steps", "3") if is_dry else ("--num-turns", "6", "--num-steps", "25")
-    blocks = ("--num-turns", "1" if is_dry else "12", "--num-peer-turns", "0", "--num-sharded-layers", "0")
+    blocks = ("--num-turns", "1", "--num-steps", "8") if is_dry else ("--num-turns", "12")
+    others = ("--num-peer-turns", "0", "--num-sharded-layers", "0", "--num-host-steps", "6" if is_dry else "100")
     return [
         _script(
             setting,
             "measuring_overhead",
             "measuring_overhead.py",
-            *(*_ranks_options(setting), *blocks, "--num-host-steps", "6" if is_dry else "100"),
+            *(*_ranks_options(setting), *blocks, *others),
             read=measuring_rows,
         ),
         _script(
@@ -228,9 +229,10 @@ def _overhead(setting: Setting) -> list[Program]:
 
 
 def _auto(setting: Setting) -> list[Program]:
-    is_lab = setting.why_no_lab is None
-    sizes = ("plain_vit_tiny", "30", "1") if setting.is_dry else ("plain_vit_small", "100", "2")
-    options = ("--model", sizes[0], "--num-fit-steps", sizes[1], "--num-rounds", sizes[2])
+    is_lab = setting.why_no_lab is None and not setting.is_dry
+    options: tuple[str, ...] = ("--model", "plain_vit_small", "--num-fit-steps", "100", "--num-rounds", "2")
+    if setting.is_dry:
+        options = ("--model", "plain_vit_tiny", "--num-fit-steps", "12", "--num-rounds", "1", "--num-caps", "1")
     link = RATES[AUTO_RATE] if is_lab else RATES["none"]
     rate = AUTO_RATE if is_lab else None
     search = _on_ranks(
