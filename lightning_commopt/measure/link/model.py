@@ -146,21 +146,6 @@ class LinkModel:
         """Predicts the time of a message; see `curve` for the arguments."""
         return self.curve(name, **wanted).predict(size_bytes)
 
-    def predict_hierarchical(self, size_bytes: float, **wanted: Any) -> Prediction:
-        """Predicts a hierarchical all-reduce: reduce_scatter in nodes, all_reduce across with parts, all_gather.
-
-        Raises:
-            KeyError: the model lacks reduce_scatter and all_gather of scope "node", or all_reduce of scope "across".
-        """
-        scatter = self.curve("reduce_scatter", scope="node", **wanted)
-        across = self.predict("all_reduce", size_bytes / scatter.case.num_ranks, scope="across", **wanted)
-        gather = self.predict("all_gather", size_bytes, scope="node", **wanted)
-        parts = scatter.predict(size_bytes), across, gather
-        return Prediction(
-            **{name: sum(getattr(part, name) for part in parts) for name in ("time_s", "low_s", "high_s")},
-            is_extrapolated=any(part.is_extrapolated for part in parts),
-        )
-
     def to_plain(self) -> dict[str, Any]:
         curves = []
         for curve in self.curves:

@@ -73,20 +73,16 @@ def test_a_size_beyond_those_measured_is_marked() -> None:
         curve.predict(0)
 
 
-def test_a_hierarchical_all_reduce_is_the_sum_of_its_three_parts() -> None:
+def test_scopes_have_curves_of_their_own() -> None:
     """If it fails, nodes of several ranks are predicted as if every rank had the whole link."""
     rows = [
         *sample(lambda size: size / 1e9, operation="reduce_scatter", scope="node", num_ranks=4),
-        *sample(lambda size: size / 2e9, operation="all_gather", redop="none", scope="node", num_ranks=4),
         *sample(lambda size: size / 1e8, scope="across", num_ranks=2),
         *sample(lambda size: size / 3e7, num_ranks=8),
     ]
     model = LinkModel.fit(result_of(rows))
-    expected = 4e6 * (1 / 1e9 + 1 / 2e9 + 1 / 4 / 1e8)
-    found = model.predict_hierarchical(4e6)
-    assert found.time_s == pytest.approx(expected, rel=0.02)
-    assert found.low_s < found.time_s < found.high_s
     assert model.predict("all_reduce", 4e6, scope="all").time_s == pytest.approx(4e6 / 3e7, rel=0.02)
+    assert model.predict("all_reduce", 4e6, scope="across").time_s == pytest.approx(4e6 / 1e8, rel=0.02)
     with pytest.raises(KeyError, match="no curve of 'broadcast'; there are: reduce_scatter, within a node"):
         model.predict("broadcast", 8)
 
