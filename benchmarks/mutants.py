@@ -9,6 +9,7 @@ changes nothing.
     python benchmarks/mutants.py --output mutants.jsonl                 # all; goes on where an earlier run has stopped
     python benchmarks/mutants.py --output mutants.jsonl --part 2/8      # every eighth one, from the second on
     python benchmarks/mutants.py --files 'lightning_commopt/sync/*' --kinds wait
+    python benchmarks/mutants.py --kinds wait --tests tests/streams/test_fake_device.py  # whether those alone notice
 """
 
 from __future__ import annotations
@@ -67,8 +68,12 @@ TESTS = {
     f"{_FOLDER}/kernels/*": _compiled("low_rank", "low_rank_rounds", "orthonormal", "c_library"),
 }
 """What is about a file; its first pattern counts. Arguments of pytest, or programs."""
-_DEFAULT_FILES = ("lightning_commopt/sync/executors.py", "lightning_commopt/sync/hook.py", *list(TESTS)[1:])
+_DEFAULT_FILES = (
+    *(f"lightning_commopt/sync/{name}.py" for name in ("executors", "gradient_sync", "hook", "sharded_*")),
+    *list(TESTS)[1:],
+)
 WAITS = {"wait", "wait_stream", "wait_event", "record_stream", "protect", "synchronize"}
+_RESULTS = {"pending.wait", "exact.wait"}
 LIMIT_S = 1200
 _NO_TESTS = 5  # pytest's exit status where none of a suite is exhaustive
 
@@ -110,10 +115,10 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Expr(self, node: ast.Expr) -> None:
         call = node.value
-        name = getattr(call.func, "attr", "") if isinstance(call, ast.Call) else ""
+        name = ast.unparse(call.func).rpartition(".")[2] if isinstance(call, ast.Call) else ""
         if name.lstrip("_") in WAITS or name.startswith("_protect"):
             self._add("wait", node, "pass")
-        self.generic_visit(node)
+        self.generic_visit(call)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         if not self._is_kernel or any("jit" in ast.unparse(each) for each in node.decorator_list):
@@ -122,6 +127,8 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         name = ast.unparse(node.func)
+        if name in _RESULTS:  # a wait with a result, which is in the same memory before it has arrived
+            self._add("wait", node, f"{name.removesuffix('wait')}_tensor")
         if self._is_kernel and name in ("tl.load", "tl.store"):
             masks = node.args[1:2] if name == "tl.load" else node.args[2:3]
             for mask in masks:
@@ -250,7 +257,7 @@ def select(arguments: argparse.Namespace) -> dict[Mutant, tuple[str, ...]]:
     """Returns the mutants that are asked for, and the tests of each."""
     files = {path.relative_to(ROOT): None for pattern in arguments.files for path in sorted(ROOT.glob(pattern))}
     mutants = {
-        mutant: next(tests for pattern, tests in TESTS.items() if file.match(pattern))
+        mutant: tuple(arguments.tests or next(tests for pattern, tests in TESTS.items() if file.match(pattern)))
         for file in files
         if file.suffix in (".py", ".c") and any(file.match(pattern) for pattern in TESTS)
         for mutant in mutants_of(str(file))
@@ -281,6 +288,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", nargs="+", default=_DEFAULT_FILES, help="patterns; the default is the gradient path")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--tests", nargs="+", help="files; the default is what TESTS has of each file with a fault")
     parser.add_argument("--part", default="1/1", help="2/8: every eighth mutant, from the second on")
     parser.add_argument("--num-at-once", type=int, default=2)
     parser.add_argument("--list", action="store_true", help="print them, and run nothing")

@@ -41,13 +41,24 @@ def test_what_is_not_in_order_shows(device: FakeDevice) -> None:
     assert device.run_ranks(run_probes) == [dict.fromkeys(PROBES, (True, False))] * 2
 
 
-@pytest.mark.parametrize(
-    ("program", "name"),
-    sampled(
-        [(program, name) for program in PROGRAMS for name in COMPRESSORS],
-        by_default=[("train", "hierarchical"), ("change_plan", "powersgd"), ("resume", "alternating_powersgd")],
-    ),
-)
+# One of each kind that differs in what it launches: in one round, in several, over several groups.
+_BY_DEFAULT = [
+    ("train", "hierarchical"),
+    ("change_plan", "powersgd"),
+    ("resume", "alternating_powersgd"),
+    ("break_off", "int8"),
+]
+
+
+def _grid() -> list[tuple[str, str]]:
+    """Trains with all compressors, and has each of them in one other program besides."""
+    others = [program for program in PROGRAMS if program != "train"]
+    cases = [("train", name) for name in COMPRESSORS]
+    cases += [(others[row % len(others)], name) for row, name in enumerate(COMPRESSORS)]
+    return list(dict.fromkeys([*cases, *_BY_DEFAULT]))
+
+
+@pytest.mark.parametrize(("program", "name"), sampled(_grid(), by_default=_BY_DEFAULT))
 def test_ddp_computes_the_same_in_every_order(device: FakeDevice, program: str, name: str) -> None:
     """If it fails, gradients or residuals are wrong now and then on a GPU, without any sign."""
     assert differences(device.run_ranks(run_ddp, COMPRESSORS[name], program)) == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import shutil
 import subprocess
 import sys
@@ -21,7 +20,8 @@ _SOURCES = Path(__file__).parent / "native"
 _COMPILER = "g++"
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-pthread")
 _LIMIT_S = 300  # on a machine that is busy
-_CUDA = "13."
+_CUDA, _TORCH = "13.", "2.15"  # whose interfaces the sources have
+_KEPT = (12, 30 * 86400)  # files in the cache, and seconds
 _HEADERS = ("crt/host_defines.h", "nccl.h", "nv/target")
 
 
@@ -54,6 +54,7 @@ def libraries() -> Libraries:
         with PrivateFolder(cache_folder() / "fake_device") as folder, folder.lock(f"{digest}.lock", _LIMIT_S):
             built = Libraries(*(folder.path / f"{digest}-{library.name}" for library in _libraries()))
             if not all(file.exists() for file in built):
+                folder.drop_oldest(*_KEPT)
                 _build(folder, digest, includes)
             return built
     except (OSError, RuntimeError) as error:
@@ -65,6 +66,8 @@ def _why_not() -> str | None:
         return "the fake device is for Linux"
     if not (torch.version.cuda or "").startswith(_CUDA):
         return f"the fake device is for torch with CUDA {_CUDA}x, not {torch.version.cuda}"
+    if torch.__version__ < _TORCH:
+        return f"the fake device is for torch {_TORCH} or newer"
     return None if shutil.which(_COMPILER) else f"there is no {_COMPILER} to build the fake device with"
 
 
@@ -106,6 +109,5 @@ def _build(folder: PrivateFolder, digest: str, includes: list[str]) -> None:
         for library in _libraries():
             sources = [str(_SOURCES / source) for source in library.sources]
             command = [_COMPILER, *_FLAGS, *includes, *sources, f"-Wl,-soname,{library.name}", "-o", library.name]
-            environment = os.environ | {"LC_ALL": "C"}
-            subprocess.run([*command, *library.options], cwd=temporary, env=environment, check=True, timeout=_LIMIT_S)
+            subprocess.run([*command, *library.options], cwd=temporary, check=True, timeout=_LIMIT_S)
             folder.write(f"{digest}-{library.name}", (Path(temporary) / library.name).read_bytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fake_device.device import Outcome, digest, in_all_schedules
@@ -21,6 +22,10 @@ _WIDTH = 48
 _NUM_LAYERS = 4
 _BUCKET_MB = 0.015  # a layer and a half: DDP lays its buckets out anew after the first step
 _STEPS = 2
+
+
+class _UserError(Exception):
+    pass
 
 
 class Fit:
@@ -66,6 +71,18 @@ class Fit:
         self.sync.restore(state)
         self.sync.resume(self.module)
 
+    def break_off(self) -> None:
+        """Makes a backward that fails in code of the user, when most buckets are under way."""
+
+        def fail(gradient: Tensor) -> None:
+            raise _UserError
+
+        handle = self.module[0].weight.register_hook(fail)
+        loss = self.model(self._batches[self._num_steps % len(self._batches)]).square().mean()
+        with contextlib.suppress(_UserError):
+            loss.backward()
+        handle.remove()
+
     def end(self) -> Outcome:
         residuals = self.sync.detach()
         return Outcome(digest(self.module.parameters()), digest(residuals[name] for name in sorted(residuals)))
@@ -88,7 +105,21 @@ def resume(fit: Fit) -> None:
     fit.train(3)
 
 
-PROGRAMS: dict[str, Callable[[Fit], None]] = {each.__name__: each for each in (train, change_plan, resume)}
+def break_off(fit: Fit) -> None:
+    """Ends a fit while buckets are under way."""
+    fit.train(3)
+    fit.break_off()
+
+
+def go_on_after_a_failure(fit: Fit) -> None:
+    break_off(fit)
+    fit.change_plan(AllReduce())
+    fit.train()
+
+
+PROGRAMS: dict[str, Callable[[Fit], None]] = {
+    each.__name__: each for each in (train, change_plan, resume, break_off, go_on_after_a_failure)
+}
 
 
 def run_ddp(compressor: Compressor | None, program: str) -> dict[str, Outcome]:

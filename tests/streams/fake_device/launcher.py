@@ -8,12 +8,15 @@ Through the pipe with that descriptor come jobs, and go answers. It ends when no
 from __future__ import annotations
 
 import ctypes
+import importlib
 import multiprocessing
 import os
 import sys
 import tempfile
 from multiprocessing.connection import Connection
 from typing import Any
+
+_SLOW = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")  # what DDP and FSDP2 import when used
 
 
 def main() -> None:
@@ -40,6 +43,8 @@ def _take_device(operators: str) -> None:
     library.fake_device_replace_operators()
     library.fake_device_take_allocations()
     dispatch.do_without_triton()  # whose kernels nothing can run
+    for module in _SLOW:
+        importlib.import_module(module)
 
 
 def _answer(fn: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, str | None]:

@@ -68,10 +68,10 @@ void delete_memory(void* begin, Regions& regions) {
 
 // Does for torch what its caching allocator does, in the order that shows most.
 //
-// Freed memory goes back to the pool of the stream that it was allocated in. With the next allocation from that pool all
-// of it is poisoned, in the order of that stream: any of it might be what is allocated, and written to. Memory that was
-// recorded for other streams goes back when they have done what they had when it was freed. The last memory to come back
-// is the first to be handed out again.
+// Freed memory goes back to the pool of the stream that it was allocated in. With the next allocation from that pool
+// all of it is poisoned, in the order of that stream: any of it might be what is allocated, and written to. Memory that
+// was recorded for other streams goes back when they have done what they had when it was freed. The last memory to come
+// back is the first to be handed out again.
 class Allocator {
  public:
   void* allocate(size_t size, Stream& stream) {

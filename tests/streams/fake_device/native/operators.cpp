@@ -136,7 +136,8 @@ class Call {
 
   at::Device device() const {
     for (const IValue& value : arguments_) {
-      if (value.isTensor() && value.toTensor().defined() && value.toTensor().is_cuda()) return value.toTensor().device();
+      if (value.isTensor() && value.toTensor().defined() && value.toTensor().is_cuda())
+        return value.toTensor().device();
       if (value.isTensorList())
         for (const Tensor& each : value.toTensorVector())
           if (each.is_cuda()) return each.device();
@@ -163,7 +164,8 @@ class Call {
         stack.emplace_back(at::Device(at::kCPU));
       } else if (schema_.arguments()[i].type()->str().find("Generator") != std::string::npos) {
         bool is_given = value.isGenerator() && value.toGenerator().defined();
-        stack.emplace_back(as_cpu_generator(is_given ? value.toGenerator() : at::globalContext().defaultGenerator(device_)));
+        auto generator = is_given ? value.toGenerator() : at::globalContext().defaultGenerator(device_);
+        stack.emplace_back(as_cpu_generator(generator));
       } else {
         bool is_output = is_written(schema_.arguments()[i]);
         stack.push_back(replaced(value, [&](const Tensor& each) {
@@ -196,8 +198,11 @@ class Call {
     Stack metas(schema_.returns().size());
     if (!returns_arguments_only()) {
       metas.clear();
-      for (const IValue& value : arguments_)
-        metas.push_back(value.isDevice() ? IValue(at::Device(at::kMeta)) : value.isGenerator() ? IValue() : replaced(value, as_meta));
+      for (const IValue& value : arguments_) {
+        if (value.isDevice()) metas.emplace_back(at::Device(at::kMeta));
+        else if (value.isGenerator()) metas.emplace_back();
+        else metas.push_back(replaced(value, as_meta));
+      }
       try {
         call(op_, metas);
         } catch (const std::exception&) {  // it has no meta kernel
