@@ -150,7 +150,8 @@ def of_units(records: list[StepRecord]) -> dict[str, float]:
 
 def of_unit_spans(records: list[StepRecord]) -> dict[str, float]:
     """Returns the seconds in which some collective of FSDP2 was under way; those of each step follow one another."""
-    spans = [(one.start_s, one.end_s) for record in records for one in record.collectives if one.operation in UNITS]
+    of_fsdp = [one for record in records for one in record.collectives if one.operation in UNITS and not one.source]
+    spans = [(one.start_s, one.end_s) for one in of_fsdp]
     known = [(start_s, end_s) for start_s, end_s in spans if start_s is not None and end_s is not None]
     if len(known) < len(spans) or not spans:
         raise ValueError(f"CommTimeMonitor has the times of {len(known)} of {len(spans)} collectives of FSDP2")

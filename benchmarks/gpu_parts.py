@@ -31,7 +31,7 @@ FITS = (
     *("fsdp_bf16", "compile", "callbacks", "compressors_bf16", "fsdp_bf16_true"),
 )
 FEW_FITS = ("ddp_32", "accumulation", "fsdp_32", "resume")
-PLANS = ("no_sync", "ddp", "torch_bf16", "bf16", "int8", "int4", "torch_powersgd", "powersgd", "alternating")
+PLANS = ("no_sync", "ddp", "int8", "int4", "powersgd", "alternating", "torch_powersgd", "bf16", "torch_bf16")
 FEW_PLANS = ("ddp", "int8")
 RATES = {"10gbit": "10 Gbit/s", "none": "without a limit", "1gbit": "1 Gbit/s", "25gbit": "25 Gbit/s"}
 AUTO_RATE = "10gbit"
@@ -154,7 +154,7 @@ _TINY_LADDER = ("--model", "plain_vit_tiny", "--batch-size", "2", "--turn-s", "0
 def _ladder(setting: Setting) -> list[Program]:
     is_lab = setting.why_no_lab is None
     rates = {rate: link for rate, link in RATES.items() if rate == "none" or is_lab}
-    shares = {"10gbit": 1.5, "none": 1.0, "1gbit": 1.5, "25gbit": 1.0}
+    shares = {"10gbit": 1.2, "none": 0.8, "1gbit": 2.2, "25gbit": 0.8}
     if setting.is_dry:
         rates = dict(list(rates.items())[:1])
     options = (*_TINY_LADDER, "--num-turns", "1") if setting.is_dry else ("--num-turns", "2")
@@ -260,12 +260,12 @@ def _memory(setting: Setting) -> list[Program]:
 PARTS: dict[str, Part] = {
     "selftest": Part(title="selftest", limit_s=60, least_s=20, programs=_selftest, notes=_selftest_by_itself),
     "parity": Part(title="parity", limit_s=115, least_s=25, programs=_fits),
-    "ladder": Part(title="ladder of plans", limit_s=170, least_s=30, programs=_ladder, notes=_no_lab),
+    "ladder": Part(title="ladder of plans", limit_s=155, least_s=30, programs=_ladder, notes=_no_lab),
     "kernels": Part(title="kernels", limit_s=45, least_s=15, programs=_kernels),
     "profiler": Part(title="CommTimeMonitor", limit_s=55, least_s=20, programs=_profiler),
     "overhead": Part(title="overhead", limit_s=60, least_s=20, programs=_overhead),
     "auto": Part(title='plan="auto"', limit_s=50, least_s=25, programs=_auto),
-    "faults": Part(title="faults", limit_s=45, least_s=30, programs=_faults),
+    "faults": Part(title="faults", limit_s=60, least_s=30, programs=_faults),
     "memory": Part(title="memory", limit_s=20, least_s=20, programs=_memory, known=known_memory),
     "selftest_full": Part(
         title="selftest --full",

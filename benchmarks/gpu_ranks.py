@@ -16,6 +16,7 @@ import faulthandler
 import json
 import os
 import re
+import shlex
 import socket
 import sys
 import time
@@ -38,6 +39,7 @@ ROW, CASE = "ROW ", "CASE "
 _ERROR = re.compile(
     r"^(?:\[rank\d+\]: )?((?:[\w.]+\.)?\w*(?:Error|Exception|Timeout|Interrupt|Exit)\b.*)$", re.MULTILINE
 )
+_OF_STARTERS = ("CalledProcessError", "ChildFailedError", "SignalException")  # which say that a rank has failed
 _LEAST_S = 5.0
 _END_S = 2.0  # for what a job that has reached its limit still has to say
 
@@ -113,7 +115,8 @@ def left_s() -> float:
 
 def last_error(output: str) -> str:
     """Returns the line of an output that says best why it ends: that of its last exception, else its last one."""
-    errors = _ERROR.findall(output)
+    found = _ERROR.findall(output)
+    errors = [line for line in found if not line.partition(":")[0].endswith(_OF_STARTERS)] or found
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return (errors or lines or ["no output"])[-1][:300]
 
@@ -160,7 +163,10 @@ def run_job(command: list[str], place: Place, *, rate: str | None, limit_s: floa
                 run_ranks(programs, on_output=forward, timeout_s=limit_s)
                 return
             lab = closing.enter_context(NetLab(place.num_ranks, rate))
-            own = "NCCL_HOSTID=host$RANK" if place.shares_gpu else "NCCL_HOSTID=host$RANK CUDA_VISIBLE_DEVICES=$RANK"
+            own = "NCCL_HOSTID=host$RANK"
+            if not place.shares_gpu:
+                gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(place.num_ranks)))
+                own += f" CUDA_VISIBLE_DEVICES=$(echo {shlex.quote(gpus)} | cut -d, -f$((RANK + 1)))"
             as_host = ["sh", "-c", f'{own} exec "$@"', "sh", *command]
             lab.run(as_host, environment=shared, timeout_s=limit_s, on_output=forward)
         except RankError as error:

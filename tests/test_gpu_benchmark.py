@@ -197,6 +197,7 @@ for case in sys.argv[sys.argv.index("--cases") + 1].split(","):
     ("output", "line"),
     [
         ("Traceback\n[rank1]: torch.OutOfMemoryError: CUDA out of memory\nW123 ended", "CUDA out of memory"),
+        ("[rank0]: ValueError: no\n  x\nsubprocess.CalledProcessError: Command ['x']", "ValueError: no"),
         ("Timeout (0:01:30)!\nThread 0x1\n  File x", "Timeout (0:01:30)!"),
         ("some words\n\n", "some words"),
         ("", "no output"),
