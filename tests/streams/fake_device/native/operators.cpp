@@ -101,9 +101,10 @@ class Call {
 
   Stack run() {
     auto& stream = fake_device::stream_of(c10::cuda::getCurrentCUDAStream(device_.index()).stream());
-    Stack cpu = on_cpu();
     Stack results;
-    if (!may_resize() && allocate(results)) {
+    bool is_known = resize_outputs() && allocate(results);
+    Stack cpu = on_cpu();
+    if (is_known) {
       stream.enqueue([op = op_, cpu = std::make_shared<Stack>(std::move(cpu)), outputs = outputs_on_cpu(results)] {
         compute(op, *cpu, outputs);
       });
@@ -146,14 +147,33 @@ class Call {
     return {at::kCUDA, c10::cuda::current_device()};
   }
 
-  // Whether the operator writes to a CPU tensor, or gives an empty one of its arguments another size.
-  bool may_resize() const {
+  // Gives empty tensors that the operator writes to the size that they will have; returns whether that is possible.
+  bool resize_outputs() const {
+    std::vector<size_t> empty;
     for (size_t i = 0; i < arguments_.size(); ++i) {
       if (!is_written(schema_.arguments()[i]) || !arguments_[i].isTensor()) continue;
-      const Tensor& tensor = arguments_[i].toTensor();
-      if (!tensor.is_cuda() || tensor.numel() == 0) return true;
+      if (!arguments_[i].toTensor().is_cuda()) return false;
+      if (arguments_[i].toTensor().numel() == 0) empty.push_back(i);
     }
-    return false;
+    if (empty.empty()) return true;
+    Stack metas = on_meta(), called = metas;
+    try {
+      call(op_, called);
+    } catch (const std::exception&) {  // it has no meta kernel
+      return false;
+    }
+    for (size_t i : empty) arguments_[i].toTensor().resize_(metas[i].toTensor().sizes());
+    return true;
+  }
+
+  Stack on_meta() const {
+    Stack metas;
+    for (const IValue& value : arguments_) {
+      if (value.isDevice()) metas.emplace_back(at::Device(at::kMeta));
+      else if (value.isGenerator()) metas.emplace_back();
+      else metas.push_back(replaced(value, as_meta));
+    }
+    return metas;
   }
 
   Stack on_cpu() const {
@@ -197,12 +217,7 @@ class Call {
   bool allocate(Stack& results) const {
     Stack metas(schema_.returns().size());
     if (!returns_arguments_only()) {
-      metas.clear();
-      for (const IValue& value : arguments_) {
-        if (value.isDevice()) metas.emplace_back(at::Device(at::kMeta));
-        else if (value.isGenerator()) metas.emplace_back();
-        else metas.push_back(replaced(value, as_meta));
-      }
+      metas = on_meta();
       try {
         call(op_, metas);
         } catch (const std::exception&) {  // it has no meta kernel
