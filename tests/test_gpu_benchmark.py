@@ -26,7 +26,7 @@ from support.marked_processes import Program as MarkedProgram
 from support.marked_processes import marked_processes
 
 _SCRIPT = str(Path(gpu.__file__))
-_LIMIT_S = 400
+_LIMIT_S = 550
 """Only against waiting for ever."""
 
 
