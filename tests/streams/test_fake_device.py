@@ -41,12 +41,14 @@ def test_what_is_not_in_order_shows(device: FakeDevice) -> None:
     assert device.run_ranks(run_probes) == [dict.fromkeys(PROBES, (True, False))] * 2
 
 
-# One of each kind that differs in what it launches: in one round, in several, over several groups. In plain torch, which
-# computes here, most compressors that round to integers wait for the device in every bucket: those show less.
+# One of each kind that differs in what it launches: in one round, in several, over several groups. In plain torch, as
+# here, most compressors that round to integers wait for the device in every bucket: with them less shows.
 _BY_DEFAULT = [
     ("train", "hierarchical"),
     ("change_plan", "powersgd"),
     ("resume", "alternating_powersgd"),
+    ("resume_elsewhere", "powersgd"),
+    ("resume_with_another_compressor", "error_feedback"),
     ("break_off", "error_feedback"),
 ]
 

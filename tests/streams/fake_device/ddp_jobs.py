@@ -41,9 +41,9 @@ class Fit:
         self.sync = GradientSync(CommPlan(comm_hook=compressor))
         self.wrap(self.module)
 
-    def wrap(self, module: nn.Module) -> None:
+    def wrap(self, module: nn.Module, bucket_mb: float = _BUCKET_MB) -> None:
         with torch.cuda.stream(_wrapping_stream()):
-            self.model = DistributedDataParallel(module, [dist.get_rank()], bucket_cap_mb=_BUCKET_MB)
+            self.model = DistributedDataParallel(module, [dist.get_rank()], bucket_cap_mb=bucket_mb)
         self.sync.attach(self.model, timeout=None, ranks_per_node=1)
         self._optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
 
@@ -60,14 +60,16 @@ class Fit:
     def change_plan(self, compressor: Compressor) -> None:
         self.sync.change_plan(CommPlan(comm_hook=compressor), self.wrap)
 
-    def resume(self) -> None:
-        """Goes on from a checkpoint in new buckets, like another process: nothing is under way."""
+    def resume(self, compressor: Compressor | None = None, bucket_mb: float = _BUCKET_MB) -> None:
+        """Goes on from a checkpoint like another process, perhaps with another compressor or in other buckets."""
         torch.cuda.synchronize()
         self.sync.keep_state()
         state = self.sync.state()
         assert state is not None
         self.sync.detach()
-        self.wrap(self.module)
+        if compressor is not None:
+            self.sync.plan = CommPlan(comm_hook=compressor)
+        self.wrap(self.module, bucket_mb)
         self.sync.restore(state)
         self.sync.resume(self.module)
 
@@ -105,6 +107,20 @@ def resume(fit: Fit) -> None:
     fit.train(3)
 
 
+def resume_elsewhere(fit: Fit) -> None:
+    """DDP never has the buckets of the checkpoint."""
+    fit.train(3)
+    fit.resume(bucket_mb=_BUCKET_MB / 2)
+    fit.train(4)
+
+
+def resume_with_another_compressor(fit: Fit) -> None:
+    """Only what has not been sent goes on."""
+    fit.train(3)
+    fit.resume(AllReduce(), bucket_mb=_BUCKET_MB / 2)
+    fit.train(3)
+
+
 def break_off(fit: Fit) -> None:
     """Ends a fit while buckets are under way."""
     fit.train(3)
@@ -118,7 +134,11 @@ def go_on_after_a_failure(fit: Fit) -> None:
 
 
 PROGRAMS: dict[str, Callable[[Fit], None]] = {
-    each.__name__: each for each in (train, change_plan, resume, break_off, go_on_after_a_failure)
+    each.__name__: each
+    for each in (
+        *(train, change_plan, resume, resume_elsewhere, resume_with_another_compressor),
+        *(break_off, go_on_after_a_failure),
+    )
 }
 
 
