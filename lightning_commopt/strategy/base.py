@@ -8,11 +8,13 @@ import re
 import sys
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from typing_extensions import Self
 
 from lightning_commopt.compat.lightning import (
@@ -24,7 +26,8 @@ from lightning_commopt.compat.lightning import (
 from lightning_commopt.compat.sigterm import SigtermCheck, broadcasts_sigterm
 from lightning_commopt.compressors import Cast
 from lightning_commopt.launch.nccl_variables import NcclOptions, find_mistakes
-from lightning_commopt.plan import CommPlan, OptionError, plan_options
+from lightning_commopt.plan import CommPlan, OptionError, ddp_options, plan_options
+from lightning_commopt.running import RunningStrategy, TrainersStrategy
 from lightning_commopt.strategy.adapters import register_aliases
 from lightning_commopt.strategy.lightning_launcher import Launcher
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit
@@ -58,14 +61,38 @@ _EXPLANATIONS = {
 """For a part of torch's message, the message that replaces it."""
 
 
-class NamedStrategy:
-    """A strategy that is made from a plan or by a name."""
+class WithTimeout:
+    """A strategy whose collectives have a timeout: Lightning's, if it was made with None."""
+
+    _timeout: timedelta | None
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout or default_pg_timeout
+
+
+class NamedStrategy(WithTimeout):
+    """A strategy that wraps modules in DDP, and is made from a plan or by a name."""
+
+    _ddp_kwargs: dict[str, Any]
 
     @classmethod
     def from_plan(cls, plan: CommPlan | str | Path, **kwargs: Any) -> Self:
         """Makes a strategy from a plan, or the path of a file that `CommPlan.save` wrote, and its other arguments."""
         plan = plan if isinstance(plan, CommPlan) else CommPlan.load(plan)
         return cls(**{name: getattr(plan, name) for name in plan_options()}, **kwargs)
+
+    @contextmanager
+    def without_init_sync(self) -> Generator[None, None, None]:
+        """Makes wrappers within that do not send parameters, which are equal on all ranks, where torch can do that."""
+        is_added = "init_sync" in ddp_options() and "init_sync" not in self._ddp_kwargs
+        if is_added:
+            self._ddp_kwargs["init_sync"] = False
+        try:
+            yield
+        finally:
+            if is_added:
+                self._ddp_kwargs.pop("init_sync", None)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -91,7 +118,9 @@ def is_baseline(strategy: object) -> bool:
 
 
 @contextmanager
-def join_group(strategy: Any, *, watch: bool = True, nccl: NcclOptions | None = None) -> Generator[None, None, None]:
+def join_group(
+    strategy: RunningStrategy, *, watch: bool = True, nccl: NcclOptions | None = None
+) -> Generator[None, None, None]:
     """Has a strategy make its process group within: one that fits it, of this attempt of the job alone.
 
     It trains with its own number of processes then, whatever ran in this process before; a group of another size is an
@@ -117,14 +146,14 @@ def join_group(strategy: Any, *, watch: bool = True, nccl: NcclOptions | None = 
     let_gloo_finish_at_exit()
 
 
-def is_fit(strategy: Any) -> bool:
+def is_fit(strategy: TrainersStrategy) -> bool:
     """Returns whether the Trainer that a strategy belongs to is in a fit."""
     module = strategy.lightning_module
     # After a fit in spawned processes the module of the process that started them belongs to no trainer.
     return module is not None and has_trainer(module) and module.trainer.state.fn == "fit"
 
 
-def check_sigterm(strategy: Any, every_n_steps: int | None) -> SigtermCheck | None:
+def check_sigterm(strategy: TrainersStrategy, every_n_steps: int | None) -> SigtermCheck | None:
     """Replaces Lightning's check for SIGTERM in a fit of several ranks; None where nothing is to be replaced."""
     if every_n_steps is None or not is_fit(strategy):
         return None
@@ -141,7 +170,7 @@ def check_sigterm(strategy: Any, every_n_steps: int | None) -> SigtermCheck | No
     return SigtermCheck(trainer, every_n_steps)
 
 
-def refuse_ray(strategy: Any) -> None:
+def refuse_ray(strategy: RunningStrategy) -> None:
     """Refuses to train in a worker of Ray Train, which takes subclasses of its own strategies only."""
     has_environment = any(cls.__module__.startswith("ray.train.") for cls in type(strategy.cluster_environment).__mro__)
     is_worker = "ray.train" in sys.modules and dist.is_available() and dist.is_initialized()

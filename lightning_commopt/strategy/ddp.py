@@ -29,7 +29,7 @@ from lightning_commopt.sync.gradient_sync import GradientSync
 from lightning_commopt.sync.manual_backward import ManualBackwardCheck
 from lightning_commopt.sync.observed import TorchHook
 from lightning_commopt.sync.state import KEY, gather_state, read_state
-from lightning_commopt.tune.auto_plan import AutoPlan
+from lightning_commopt.tune.auto_plan import FitPlan
 from lightning_commopt.watch.fit_watch import FitWatch
 
 if TYPE_CHECKING:
@@ -117,9 +117,9 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         given, tuned, self._lightnings_arguments = plan_from_arguments(dict(locals()))
         torch_hook = None if ddp_comm_hook is None else TorchHook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         self.gradient_sync = GradientSync(given, torch_hook)
-        self.auto_plan = AutoPlan(self, tuned)
+        self.auto_plan = FitPlan(self, tuned)
         self._nccl = NcclOptions.from_config(nccl)
-        self._save_comm_state, self._uneven_batches = save_comm_state, uneven_batches
+        self._save_comm_state, self.uneven_batches = save_comm_state, uneven_batches
         self._watch = watch
         self._sigterm_every_n_steps = sigterm_every_n_steps
         self._fit_watch: FitWatch | None = None
@@ -135,6 +135,11 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         """Returns what Fabric shows in its error for a strategy that is not its own."""
         name = f"{type(self).__module__}.CommOptDDP for {package_of(self)}.Trainer, {self.plan.name}"
         return f"<{name}; for Fabric there is lightning_commopt.fabric.CommOptDDP>"
+
+    @property
+    def start_method(self) -> str:
+        """How Lightning starts the processes of a node."""
+        return self._start_method
 
     @property
     def plan(self) -> CommPlan:

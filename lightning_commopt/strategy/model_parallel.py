@@ -21,7 +21,7 @@ from lightning_commopt.launch.nccl_variables import NcclOptions
 from lightning_commopt.plan import OptionError
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import check_arguments, named_arguments
-from lightning_commopt.strategy.base import check_sigterm, explain_error, is_fit, join_group, refuse_ray
+from lightning_commopt.strategy.base import WithTimeout, check_sigterm, explain_error, is_fit, join_group, refuse_ray
 from lightning_commopt.strategy.lightning_launcher import configure_launcher, forget_previous_job
 from lightning_commopt.sync.gather import gather_on_rank_0
 from lightning_commopt.sync.sharded import ShardedSync, check_available
@@ -38,7 +38,7 @@ else:
     _ModelParallelStrategy = object
 
 
-class CommOptModelParallelStrategy(_ModelParallelStrategy):
+class CommOptModelParallelStrategy(WithTimeout, _ModelParallelStrategy):
     """Lightning's ``ModelParallelStrategy`` with compressed gradients, and less of them while they are accumulated.
 
     Takes all that ``ModelParallelStrategy`` takes, in the same order, and the keywords below. Lightning's own

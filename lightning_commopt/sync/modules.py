@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.torch import call_after_backward
 from lightning_commopt.measure.observer import Observers
+from lightning_commopt.running import PlannedStrategy
 from lightning_commopt.sync.gradient_sync import GradientSync
 from lightning_commopt.sync.hook import GradientSyncError
 from lightning_commopt.sync.observed import before_backward
@@ -93,7 +94,7 @@ class ModuleSyncs:
     The ``strategy`` for Fabric has the plan of modules that are not set up yet, and the ranks.
     """
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: PlannedStrategy) -> None:
         self._strategy = strategy
         self.observers = Observers()
         self._entries: dict[int, SyncedModule] = {}  # by id of what was set up

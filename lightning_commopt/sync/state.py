@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 
 from lightning_commopt.compressors import Compressor, Layout, State
 from lightning_commopt.compressors.base import as_real
 from lightning_commopt.compressors.registry import compressor_from_config, compressor_to_config
+from lightning_commopt.running import RunningStrategy
 from lightning_commopt.sync.gather import all_ranks_ready, gather_on_rank_0, map_tensors
 from lightning_commopt.text.formatting import list_some, numbers_text
 from lightning_commopt.text.validation import info, warn
@@ -220,7 +220,7 @@ def _kind(value: Any) -> str:
     return f"{type(value).__name__} of {list(value)}" if isinstance(value, dict) else type(value).__name__
 
 
-def gather_state(state: CommState | None, strategy: Any, *, is_in_batch: bool) -> dict[str, Any] | None:
+def gather_state(state: CommState | None, strategy: RunningStrategy, *, is_in_batch: bool) -> dict[str, Any] | None:
     """Gathers all ranks' states for a checkpoint, on rank 0, which writes it. All ranks should call it.
 
     If an exception or a signal keeps some ranks from calling it between two batches, it warns and returns None.
@@ -231,7 +231,7 @@ def gather_state(state: CommState | None, strategy: Any, *, is_in_batch: bool) -
         parts = [] if state.is_common else [to_plain(state.on_cpu())]
         return to_checkpoint(state.compressor, state.num_syncs, parts)
     position = None if is_in_batch else str(state.num_syncs)
-    timeout_s = (strategy._timeout or default_pg_timeout).total_seconds()
+    timeout_s = strategy.timeout.total_seconds()
     if not dist.is_initialized() or not all_ranks_ready(position, min(_PATIENCE_S, timeout_s), timeout_s):
         warn(
             "A checkpoint is saved without the state of comm_hook: not all ranks saved it between the same two batches."
@@ -241,7 +241,7 @@ def gather_state(state: CommState | None, strategy: Any, *, is_in_batch: bool) -
     return None if ranks is None else to_checkpoint(state.compressor, state.num_syncs, ranks)
 
 
-def read_state(saved: Any, strategy: Any, compressor: Compressor | None) -> CommState:
+def read_state(saved: Any, strategy: RunningStrategy, compressor: Compressor | None) -> CommState:
     """Returns this rank's state from `gather_state`; an empty one, with a warning, if it cannot be used."""
     if saved is None:
         return CommState(is_common=True)

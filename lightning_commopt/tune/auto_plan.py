@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning_commopt.compat.lightning import MisconfigurationException, batche
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.compressors.registry import compressor_from_config
 from lightning_commopt.plan import CommPlan, OptionError
+from lightning_commopt.running import PlannedStrategy, TunedStrategy
 from lightning_commopt.sync.groups import borrow_host_group
 from lightning_commopt.text.validation import info, warn
 from lightning_commopt.tune.host import Host
@@ -22,16 +24,16 @@ from lightning_commopt.tune.verdict import summary
 _KEY = "plan='auto'"  # beside the names of modules
 
 
-class AutoPlan:
-    """Tunes the fits of a strategy; without options it does nothing.
+class AutoPlan(ABC):
+    """Tunes the fits of a strategy; without options it does nothing. See `FitPlan`, and `LoopPlan` for Fabric.
 
     Args:
-        strategy: for a Trainer; see `LoopPlan` for Fabric.
+        strategy: that trains.
         options: what may be chosen; None if ``plan`` is not "auto".
         max_regret: share of a fit's time, over all its steps, that searching may cost.
     """
 
-    def __init__(self, strategy: Any, options: TuneOptions | None, max_regret: float = 0.01) -> None:
+    def __init__(self, strategy: PlannedStrategy, options: TuneOptions | None, max_regret: float = 0.01) -> None:
         self._strategy = strategy
         self._options = options
         self._max_regret = max_regret
@@ -88,28 +90,9 @@ class AutoPlan:
         if self._tuner is not None and not self._tuner.is_over:
             self._tuner.begin_batch(batch, batch_idx)
 
+    @abstractmethod
     def _host(self) -> Host:
-        """Returns the fit that the strategy is in."""
-        strategy, trainer = self._strategy, self._strategy.lightning_module.trainer
-
-        def num_steps_left() -> float:
-            try:
-                return float(trainer.estimated_stepping_batches - batches_that_stepped(trainer))
-            except MisconfigurationException:  # accumulation that changes from epoch to epoch
-                return math.inf
-
-        return Host(
-            strategy=strategy,
-            model=lambda: strategy.model,
-            apply_plan=strategy.apply_plan,
-            step=lambda: batches_that_stepped(trainer),
-            num_steps_left=num_steps_left,
-            accumulated=trainer.accumulate_grad_batches,
-            begin_backward=(strategy, "pre_backward"),
-            end_backward=(strategy, "post_backward"),
-            pauses=[(strategy, "on_validation_start"), (strategy, "save_checkpoint")],
-            end=[(strategy, "on_train_end")],
-        )
+        """Returns the training that the strategy is in."""
 
     def describe(self) -> dict[str, Any]:
         """Returns what was found in this fit, or in the last one, in types that JSON has; empty but on rank 0."""
@@ -164,6 +147,38 @@ class AutoPlan:
         if self._options.fits(plan, self._base):
             self._resumed = plan
             self._strategy.apply_plan(plan)
+
+
+class FitPlan(AutoPlan):
+    """Tunes the fits of a Trainer's strategy."""
+
+    _strategy: TunedStrategy
+
+    def __init__(self, strategy: TunedStrategy, options: TuneOptions | None, max_regret: float = 0.01) -> None:
+        super().__init__(strategy, options, max_regret)
+
+    def _host(self) -> Host:
+        """Returns the fit that the strategy is in."""
+        strategy, trainer = self._strategy, self._strategy.lightning_module.trainer
+
+        def num_steps_left() -> float:
+            try:
+                return float(trainer.estimated_stepping_batches - batches_that_stepped(trainer))
+            except MisconfigurationException:  # accumulation that changes from epoch to epoch
+                return math.inf
+
+        return Host(
+            strategy=strategy,
+            model=lambda: strategy.model,
+            apply_plan=strategy.apply_plan,
+            step=lambda: batches_that_stepped(trainer),
+            num_steps_left=num_steps_left,
+            accumulated=trainer.accumulate_grad_batches,
+            begin_backward=(strategy, "pre_backward"),
+            end_backward=(strategy, "post_backward"),
+            pauses=[(strategy, "on_validation_start"), (strategy, "save_checkpoint")],
+            end=[(strategy, "on_train_end")],
+        )
 
 
 def without_choice(saved: Any) -> Any:

@@ -87,7 +87,7 @@ class Calibration:
         gradients, costs = self._times.gradients(), dict[Compressor | None, CompressorCost]()
         for compressor in dict.fromkeys((own, *self._options.lossy)):
             start_s = time.perf_counter()
-            if compressor != own and start_s - began_s + longest_s > self._limit_s:
+            if compressor is not None and compressor != own and start_s - began_s + longest_s > self._limit_s:
                 self.not_measured.append(compressor)
                 continue
             costs |= measure_costs([compressor], gradients, self._strategy.root_device, self._strategy.world_size)

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.measure.private_folder import PrivateFolder, UntrustedError, cache_folder
 from lightning_commopt.plan import CommPlan, OptionError
+from lightning_commopt.running import PlannedStrategy
 from lightning_commopt.text.validation import warn_once
 from lightning_commopt.tune.options import TuneOptions
 
@@ -48,7 +49,7 @@ class Host:
         end: called on all ranks where the training ends.
     """
 
-    strategy: Any
+    strategy: PlannedStrategy
     model: Callable[[], DistributedDataParallel]
     apply_plan: Callable[[CommPlan], None]
     step: Callable[[], int]

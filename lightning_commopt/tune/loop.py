@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.loops import wrap_method
 from lightning_commopt.plan import CommPlan
+from lightning_commopt.running import PlannedStrategy
 from lightning_commopt.sync.gradient_sync import GradientSync
 from lightning_commopt.sync.modules import ModuleSyncs, SyncedModule
 from lightning_commopt.text.validation import info, warn
@@ -39,7 +40,9 @@ class LoopPlan(AutoPlan):
         apply_plan: changes the plan of the modules with these syncs, and of later ones; all ranks call it.
     """
 
-    def __init__(self, strategy: Any, options: TuneOptions | None, syncs: ModuleSyncs, apply_plan: ApplyPlan) -> None:
+    def __init__(
+        self, strategy: PlannedStrategy, options: TuneOptions | None, syncs: ModuleSyncs, apply_plan: ApplyPlan
+    ) -> None:
         super().__init__(strategy, options)
         self._syncs = syncs
         self._apply_plan = apply_plan

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_commopt.compat.loops import wrap_method
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.measure.recorder import issued_by
-from lightning_commopt.plan import CommPlan, ddp_options
+from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.groups import BorrowedGroups
 from lightning_commopt.text.validation import warn
 from lightning_commopt.tune.calibration import MEASURING_S, Calibration, shortlist
@@ -229,15 +229,8 @@ class Tuner:
 
     def _apply(self, plan: CommPlan) -> None:
         """Changes the plan; the parameters are equal on all ranks, and not sent again where this torch allows it."""
-        kwargs = self._strategy._ddp_kwargs
-        is_added = "init_sync" in ddp_options() and "init_sync" not in kwargs
-        if is_added:
-            kwargs["init_sync"] = False
-        try:
+        with self._strategy.without_init_sync():
             self._host.apply_plan(plan)
-        finally:
-            if is_added:
-                kwargs.pop("init_sync", None)
 
     def _end_calibration(self, calibration: Calibration) -> None:
         """Measures compressors, and has rank 0 choose the candidates."""

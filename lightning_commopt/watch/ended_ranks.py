@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_commopt.launch.environment import launching_rank
+from lightning_commopt.running import RunningStrategy
 from lightning_commopt.watch.hangs.process import find_exit, is_alive, process_fields
 
 _LOOK_S = 2.0
@@ -33,7 +34,7 @@ class EndedRanks:
         ranks_here: of this host.
     """
 
-    def __init__(self, strategy: Any, ranks_here: range) -> None:
+    def __init__(self, strategy: RunningStrategy, ranks_here: range) -> None:
         self._ranks_here = ranks_here
         self._children: Sequence[Any] = getattr(strategy.launcher, "children", ())
         environment = strategy.cluster_environment

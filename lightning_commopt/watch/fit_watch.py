@@ -6,13 +6,12 @@ import multiprocessing
 import os
 import threading
 import time
-from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
 from lightning_commopt.compat.loops import LoopEvents, num_begun
 from lightning_commopt.launch.environment import launcher_pid
+from lightning_commopt.running import WatchedStrategy
 from lightning_commopt.sync.store import key_space
 from lightning_commopt.watch.epoch_ends import EpochEnds
 from lightning_commopt.watch.own_errors import log_own_errors
@@ -46,14 +45,14 @@ class FitWatch:
         strategy: of a Trainer that is about to fit, with its process group.
     """
 
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: WatchedStrategy) -> None:
         trainer = self._trainer = strategy.lightning_module.trainer
-        self._policy = strategy._uneven_batches
+        self._policy = strategy.uneven_batches
         self._device = strategy.root_device
-        self._launcher = launcher_pid(strategy._start_method)
+        self._launcher = launcher_pid(strategy.start_method)
         self._grace_s = getattr(strategy.launcher, "grace_s", None) or GRACE_S
         self._rank, world_size = dist.get_rank(), dist.get_world_size()
-        ranks_per_node, timeout = strategy.num_processes, strategy._timeout or default_pg_timeout
+        ranks_per_node, timeout = strategy.num_processes, strategy.timeout
         store = key_space("fit")
         first = self._rank - self._rank % ranks_per_node
         first_ranks, address = range(0, world_size, ranks_per_node), strategy.cluster_environment.main_address

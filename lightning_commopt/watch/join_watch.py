@@ -12,12 +12,12 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
 
 import torch.distributed as dist
 
 from lightning_commopt.launch.interfaces import find_listening, list_interfaces, resolve, try_port
 from lightning_commopt.measure.plain import from_plain
+from lightning_commopt.running import RunningStrategy
 from lightning_commopt.sync.store import Agreement, poll
 from lightning_commopt.watch.ended_ranks import EndedRanks
 from lightning_commopt.watch.join_texts import (
@@ -265,7 +265,7 @@ class JoinWatch:
             self._report(unconnected_text(self._address, arrivals, (), master))
 
 
-def watch_joining(strategy: Any, backend: str | None) -> AbstractContextManager[JoinWatch | None]:
+def watch_joining(strategy: RunningStrategy, backend: str | None) -> AbstractContextManager[JoinWatch | None]:
     """Returns a context in which to make the process group: a `JoinWatch` if there are other ranks to wait for."""
     world_size = strategy.num_nodes * strategy.num_processes
     environment = strategy.cluster_environment

@@ -173,7 +173,7 @@ def _go_on_after_a_failure_on_rank_0() -> dict[str, Any]:
         training.step()
     outcome = training.go_on_without_loss()
     state = training.sync.state()
-    strategy = SimpleNamespace(world_size=2, _timeout=timedelta(seconds=20), root_device=torch.device("cpu"))
+    strategy = SimpleNamespace(world_size=2, timeout=timedelta(seconds=20), root_device=torch.device("cpu"))
     saved = gather_state(state, strategy, is_in_batch=False)
     num_saved = None if saved is None else len(saved["ranks"])
     return {**outcome, "num_syncs": training.sync.num_syncs, "num_saved": num_saved}

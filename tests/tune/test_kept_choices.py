@@ -9,7 +9,7 @@ import pytest
 
 from lightning_commopt import CommPlan
 from lightning_commopt.tune import auto_plan, host
-from lightning_commopt.tune.auto_plan import AutoPlan
+from lightning_commopt.tune.auto_plan import FitPlan
 from lightning_commopt.tune.host import load_choice, save_choice
 from lightning_commopt.tune.options import TuneOptions
 
@@ -59,7 +59,7 @@ def test_a_checkpoint_imports_nothing(text: object, tmp_path: Path, monkeypatch:
     monkeypatch.syspath_prepend(str(tmp_path))
     warned: list[str] = []
     monkeypatch.setattr(auto_plan, "warn", warned.append)
-    plan = AutoPlan(SimpleNamespace(), _OPTIONS)
+    plan = FitPlan(SimpleNamespace(), _OPTIONS)
     plan._base = _BASE
     plan.resume_choice({auto_plan._KEY: text})
     assert "planted" not in sys.modules

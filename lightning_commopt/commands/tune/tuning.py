@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.tune.auto_plan import AutoPlan
+from lightning_commopt.running import TunedStrategy
+from lightning_commopt.tune.auto_plan import FitPlan
 from lightning_commopt.tune.options import TuneOptions
 
 _UNLIMITED = 1e6  # times the fit's time: it is there to be tuned
 
 
-class Tuning(AutoPlan):
+class Tuning(FitPlan):
     """Looks for a plan whatever that costs, and writes it to a file; ``asked`` is the content of `inject.VARIABLE`."""
 
-    def __init__(self, strategy: Any, asked: Mapping[str, Any]) -> None:
+    def __init__(self, strategy: TunedStrategy, asked: Mapping[str, Any]) -> None:
         options = TuneOptions.of("auto", asked["lossy"], strategy.plan.to_dict())
         super().__init__(strategy, options, max_regret=_UNLIMITED)
         self._asked = asked

@@ -1,0 +1,97 @@
+"""What a strategy of ours offers to the rooms below it while it runs: its ranks, its devices, its plan."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+
+from lightning_commopt.measure.observer import Observers
+from lightning_commopt.plan import CommPlan
+
+
+class RunningStrategy(Protocol):
+    """A strategy of a Trainer, or of Fabric, whose ranks have been started; its process group need not exist yet."""
+
+    @property
+    def num_nodes(self) -> int: ...
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks of each node."""
+
+    @property
+    def node_rank(self) -> int: ...
+
+    @property
+    def local_rank(self) -> int: ...
+
+    @property
+    def global_rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def root_device(self) -> torch.device: ...
+
+    @property
+    def process_group_backend(self) -> str | None: ...
+
+    @property
+    def timeout(self) -> timedelta:
+        """Of the collectives of its process group."""
+
+    @property
+    def cluster_environment(self) -> Any:
+        """Lightning's ``ClusterEnvironment``."""
+
+    @property
+    def launcher(self) -> Any:
+        """Lightning's launcher; None where something else has started the processes."""
+
+
+class TrainersStrategy(RunningStrategy, Protocol):
+    """A strategy of a Trainer."""
+
+    @property
+    def lightning_module(self) -> Any:
+        """The module; None before the Trainer has connected one."""
+
+
+class WatchedStrategy(TrainersStrategy, Protocol):
+    """A strategy of a Trainer whose fits are watched."""
+
+    @property
+    def uneven_batches(self) -> str:
+        """What happens where ranks have different numbers of batches: one of `POLICIES`."""
+
+    @property
+    def start_method(self) -> str:
+        """How the processes of a node are started: "popen", "spawn", "fork" or "forkserver"."""
+
+
+class PlannedStrategy(RunningStrategy, Protocol):
+    """A strategy with a plan that may change while it trains, by wrapping its modules in DDP anew."""
+
+    @property
+    def plan(self) -> CommPlan: ...
+
+    def apply_plan(self, plan: CommPlan) -> None:
+        """Changes the plan; all ranks must call it, with equal plans."""
+
+    @property
+    def sync_observers(self) -> Observers: ...
+
+    def without_init_sync(self) -> AbstractContextManager[None]:
+        """Makes wrappers within that do not send parameters, which are equal on all ranks, where torch can do that."""
+
+
+class TunedStrategy(PlannedStrategy, TrainersStrategy, Protocol):
+    """A strategy of a Trainer with a plan that may change."""
+
+    @property
+    def model(self) -> Any:
+        """The module in its wrapper."""
