@@ -49,10 +49,10 @@ def test_a_crash_is_no_allowed_status(schedule: Schedule, statuses: set[int]) ->
 @pytest.mark.exhaustive
 def test_programs_end_as_they_must(tmp_path: Path) -> None:
     """If it fails, a healthy program is disturbed, or a faulty one hides its fault or leaves processes."""
-    program = Program([_SCRIPT, "--first", "24", "--num", "6", "--fail"], tmp_path)
+    program = Program([_SCRIPT, "--first", "24", "--num", "4", "--fail"], tmp_path)
     try:
         assert program.wait(_LIMIT_S), f"{program.processes()} are left: {program.output}"
     finally:
         program.kill()
     assert program.process.returncode == 0, program.output
-    assert "6 of 6 programs have ended as they must" in program.output
+    assert "4 of 4 programs have ended as they must" in program.output

@@ -128,7 +128,6 @@ def run_dir(tmp_path: Path) -> Path:
         ("prediction.json", "predict"),
         ("prediction.json", "summary"),
         pytest.param("comm_time/rank_0.jsonl", "predict", marks=pytest.mark.exhaustive),
-        pytest.param("run.json", "predict", marks=pytest.mark.exhaustive),
         pytest.param("run.json", "summary", marks=pytest.mark.exhaustive),
         pytest.param("comm_time/rank_0.jsonl", "report", marks=pytest.mark.exhaustive),
     ],

@@ -160,7 +160,7 @@ def both_forms_agree(device: str) -> None:
         dtypes = (torch.float32, torch.float64)
         ranks = (1, 2, 3, 5, 8) if name == "many" else (2,)
         cases = list(itertools.product(ranks, dtypes, RESIDUALS, (True, False)))
-        for case in cases[:: 17 if device == "cpu" else 1]:
+        for case in cases[:: 37 if device == "cpu" else 1]:
             compare(device, 1e-5, 1e-4, sides, *case)
 
 
