@@ -1,17 +1,22 @@
 """The CUDA path with real torch, on a fake device that brings everything out of order that nothing keeps in order."""
 
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from fake_device.build import Unavailable, libraries
 from fake_device.ddp_jobs import PROGRAMS, run_ddp
 from fake_device.device import FakeDevice, differences
 from fake_device.fsdp_jobs import ShardedCase, run_sharded
+from fake_device.monitored_jobs import NUM_LAYERS, NUM_STEPS, fit_monitored
 from fake_device.sensitivity import PROBES, run_probes
 
 from lightning_commopt.compressors.catalog import example_compressors
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt4, ShardedInt8
 from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
+from lightning_commopt.measure.files import read_run
+from lightning_commopt.measure.operations import OperationTotals, exposed_s
 from support.cross_section import sampled
 
 COMPRESSORS = {"none": None, **example_compressors()}
@@ -43,7 +48,7 @@ def test_what_is_not_in_order_shows(device: FakeDevice) -> None:
 
 # One of each kind that differs in what it launches: in one round, in several, over several groups. In plain torch, as
 # here, most compressors that round to integers wait for the device in every bucket: with them less shows.
-_BY_DEFAULT = [
+_SENSITIVE = [
     ("train", "hierarchical"),
     ("change_plan", "powersgd"),
     ("resume", "alternating_powersgd"),
@@ -58,10 +63,10 @@ def _grid() -> list[tuple[str, str]]:
     others = [program for program in PROGRAMS if program != "train"]
     cases = [("train", name) for name in COMPRESSORS]
     cases += [(others[row % len(others)], name) for row, name in enumerate(COMPRESSORS)]
-    return list(dict.fromkeys([*cases, *_BY_DEFAULT]))
+    return list(dict.fromkeys([*cases, *_SENSITIVE]))
 
 
-@pytest.mark.parametrize(("program", "name"), sampled(_grid(), by_default=_BY_DEFAULT))
+@pytest.mark.parametrize(("program", "name"), sampled(_grid(), by_default=[("train", "hierarchical")]))
 def test_ddp_computes_the_same_in_every_order(device: FakeDevice, program: str, name: str) -> None:
     """If it fails, gradients or residuals are wrong now and then on a GPU, without any sign."""
     assert differences(device.run_ranks(run_ddp, COMPRESSORS[name], program)) == []
@@ -71,3 +76,44 @@ def test_ddp_computes_the_same_in_every_order(device: FakeDevice, program: str, 
 def test_fsdp2_computes_the_same_in_every_order(device: FakeDevice, name: str) -> None:
     """If it fails, gradients, parameters or residuals are wrong now and then on a GPU, without any sign."""
     assert differences(device.run_ranks(run_sharded, SHARDED[name])) == []
+
+
+@pytest.mark.parametrize("comm_hook", sampled([None, "int8"], by_default=[None]))
+def test_fsdp2s_collectives_have_times(device: FakeDevice, comm_hook: str | None, tmp_path: Path) -> None:
+    """If it fails, FSDP2's collectives have no times on CUDA, count twice, or nobody learns what waits for them."""
+    device.run_ranks(fit_monitored, tmp_path, "fsdp2", comm_hook)
+    source = "" if comm_hook is None else "int8 reduce-scatter"
+    for rank in read_run(tmp_path):
+        assert len(rank.steps) == NUM_STEPS
+        for step in rank.steps:
+            sharded = [one for one in step.collectives if one.phase in ("forward", "backward")]
+            assert Counter((one.operation, one.phase, one.source) for one in sharded) == {
+                ("all_gather", "forward", ""): NUM_LAYERS,
+                ("all_gather", "backward", ""): NUM_LAYERS,
+                ("reduce_scatter", "backward", source): NUM_LAYERS,
+            }
+            for one, waited_s in zip(step.collectives, exposed_s(step), strict=True):
+                if one in sharded:
+                    assert one.start_s is not None
+                    assert one.end_s is not None
+                    assert waited_s is not None
+                    assert step.start_s <= one.start_s <= one.end_s <= step.end_s
+                    assert 0 <= waited_s <= one.end_s - one.start_s + 1e-6
+            assert all(step.start_s <= start_s <= end_s <= step.end_s for start_s, end_s in step.waits)
+            assert step.waits
+        totals = OperationTotals()
+        totals.add(rank.steps)
+        assert sum(one.exposed_s or 0.0 for one in totals.operations()) > 0
+
+
+@pytest.mark.exhaustive
+def test_backward_that_waits_for_the_host_is_recorded(device: FakeDevice, tmp_path: Path) -> None:
+    """If it fails, steps on CUDA are recorded with gaps, or nobody learns that the host keeps the device waiting."""
+    device.run_ranks(fit_monitored, tmp_path, "ddp", "int8")
+    for rank in read_run(tmp_path):
+        assert len(rank.steps) == NUM_STEPS
+        for step in rank.steps:
+            assert step.buckets
+            assert step.waits == ()
+            assert step.host_bound_s is not None
+            assert 0 <= step.host_bound_s <= step.totals.backward_s
