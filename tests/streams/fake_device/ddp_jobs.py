@@ -20,7 +20,7 @@ from lightning_commopt.sync.gradient_sync import GradientSync
 
 _WIDTH = 48
 _NUM_LAYERS = 4
-_BUCKET_MB = 0.015  # a layer and a half: DDP lays its buckets out anew after the first step
+_BUCKET_MB, _OTHER_BUCKET_MB = 0.008, 0.015  # a layer, or two
 _STEPS = 2
 
 
@@ -29,39 +29,48 @@ class _UserError(Exception):
 
 
 class Fit:
-    """A model that is trained in DDP, wrapped as Lightning wraps it: on a stream of its own."""
+    """A model that is trained in DDP, wrapped as Lightning wraps it: on a stream of its own.
 
-    def __init__(self, compressor: Compressor | None) -> None:
+    At first DDP has all gradients in one bucket; it lays them out anew after the first step. ``rewrapped`` are options
+    of DDP for when the model is wrapped again.
+    """
+
+    def __init__(self, compressor: Compressor | None, **rewrapped: Any) -> None:
         torch.manual_seed(0)
         device = torch.device("cuda", dist.get_rank())
         layers = [layer for _ in range(_NUM_LAYERS) for layer in (nn.Linear(_WIDTH, _WIDTH), nn.Tanh())]
         self.module = nn.Sequential(*layers).to(device)
+        self.module.register_buffer("seen", torch.zeros(_WIDTH, device=device))  # others on each rank
         self._batches = torch.randn(8, 16, _WIDTH).add(dist.get_rank()).to(device)
         self._num_steps = 0
+        self._options: dict[str, Any] = {"bucket_cap_mb": _BUCKET_MB}
         self.sync = GradientSync(CommPlan(comm_hook=compressor))
         self.wrap(self.module)
+        self._options |= rewrapped
 
-    def wrap(self, module: nn.Module, bucket_mb: float = _BUCKET_MB) -> None:
+    def wrap(self, module: nn.Module) -> None:
         with torch.cuda.stream(_wrapping_stream()):
-            self.model = DistributedDataParallel(module, [dist.get_rank()], bucket_cap_mb=bucket_mb)
+            self.model = DistributedDataParallel(module, [dist.get_rank()], broadcast_buffers=False, **self._options)
         self.sync.attach(self.model, timeout=None, ranks_per_node=1)
         self._optimizer = torch.optim.SGD(self.module.parameters(), lr=0.1)
 
     def train(self, num_steps: int = _STEPS) -> None:
         """Makes some steps, in which nothing waits for the device."""
         for _ in range(num_steps):
-            loss = self.model(self._batches[self._num_steps % len(self._batches)]).square().mean()
+            batch = self._batches[self._num_steps % len(self._batches)]
+            loss = self.model(batch).square().mean()
             self._optimizer.zero_grad()
             loss.backward()
             self._optimizer.step()
+            self.module.seen.add_(batch.mean(0))
             self.sync.end_backward(ends_static_graph=False)
             self._num_steps += 1
 
     def change_plan(self, compressor: Compressor) -> None:
         self.sync.change_plan(CommPlan(comm_hook=compressor), self.wrap)
 
-    def resume(self, compressor: Compressor | None = None, bucket_mb: float = _BUCKET_MB) -> None:
-        """Goes on from a checkpoint like another process, perhaps with another compressor or in other buckets."""
+    def resume(self, compressor: Compressor | None = None) -> None:
+        """Goes on from a checkpoint like another process, perhaps with another compressor."""
         torch.cuda.synchronize()
         self.sync.keep_state()
         state = self.sync.state()
@@ -69,7 +78,7 @@ class Fit:
         self.sync.detach()
         if compressor is not None:
             self.sync.plan = CommPlan(comm_hook=compressor)
-        self.wrap(self.module, bucket_mb)
+        self.wrap(self.module)
         self.sync.restore(state)
         self.sync.resume(self.module)
 
@@ -88,56 +97,67 @@ class Fit:
 
     def end(self) -> Outcome:
         residuals = self.sync.detach()
-        return Outcome(digest(self.module.parameters()), digest(residuals[name] for name in sorted(residuals)))
+        own = [*self.module.buffers(), *(residuals[name] for name in sorted(residuals))]
+        return Outcome(digest(self.module.parameters()), digest(own))
 
 
-def train(fit: Fit) -> None:
+def train(compressor: Compressor | None) -> Fit:
+    fit = Fit(compressor)
     fit.train(4)
+    return fit
 
 
-def change_plan(fit: Fit) -> None:
+def change_plan(compressor: Compressor | None, **rewrapped: Any) -> Fit:
     """Goes on with another compressor, whose first gradients get what this one has not sent."""
+    fit = Fit(compressor, **rewrapped)
     fit.train(3)
     fit.change_plan(AllReduce())
     fit.train()
+    return fit
 
 
-def resume(fit: Fit) -> None:
+def change_plan_and_buckets(compressor: Compressor | None) -> Fit:
+    """What has not been sent goes on in several buckets at once, and in other ones."""
+    return change_plan(compressor, find_unused_parameters=True, bucket_cap_mb=_OTHER_BUCKET_MB)
+
+
+def resume(compressor: Compressor | None, other: Compressor | None = None, **rewrapped: Any) -> Fit:
+    fit = Fit(compressor, **rewrapped)
     fit.train(3)
-    fit.resume()
-    fit.train(3)
-
-
-def resume_elsewhere(fit: Fit) -> None:
-    """DDP never has the buckets of the checkpoint."""
-    fit.train(3)
-    fit.resume(bucket_mb=_BUCKET_MB / 2)
+    fit.resume(other)
     fit.train(4)
+    return fit
 
 
-def resume_with_another_compressor(fit: Fit) -> None:
+def resume_elsewhere(compressor: Compressor | None) -> Fit:
+    """DDP never has the buckets of the checkpoint."""
+    return resume(compressor, find_unused_parameters=True, bucket_cap_mb=_OTHER_BUCKET_MB)
+
+
+def resume_with_another_compressor(compressor: Compressor | None) -> Fit:
     """Only what has not been sent goes on."""
-    fit.train(3)
-    fit.resume(AllReduce(), bucket_mb=_BUCKET_MB / 2)
-    fit.train(3)
+    return resume(compressor, AllReduce(), find_unused_parameters=True, bucket_cap_mb=_OTHER_BUCKET_MB)
 
 
-def break_off(fit: Fit) -> None:
+def break_off(compressor: Compressor | None) -> Fit:
     """Ends a fit while buckets are under way."""
+    fit = Fit(compressor)
     fit.train(3)
     fit.break_off()
+    return fit
 
 
-def go_on_after_a_failure(fit: Fit) -> None:
-    break_off(fit)
+def go_on_after_a_failure(compressor: Compressor | None) -> Fit:
+    fit = break_off(compressor)
     fit.change_plan(AllReduce())
     fit.train()
+    return fit
 
 
-PROGRAMS: dict[str, Callable[[Fit], None]] = {
+PROGRAMS: dict[str, Callable[[Compressor | None], Fit]] = {
     each.__name__: each
     for each in (
-        *(train, change_plan, resume, resume_elsewhere, resume_with_another_compressor),
+        *(train, change_plan, change_plan_and_buckets, resume, resume_elsewhere, resume_with_another_compressor),
         *(break_off, go_on_after_a_failure),
     )
 }
@@ -148,12 +168,7 @@ def run_ddp(compressor: Compressor | None, program: str) -> dict[str, Outcome]:
     torch.cuda.set_device(dist.get_rank())
     warnings.simplefilter("ignore")  # of settings that are made for a test
 
-    def run() -> Outcome:
-        fit = Fit(compressor)
-        PROGRAMS[program](fit)
-        return fit.end()
-
-    return in_all_schedules(run)
+    return in_all_schedules(lambda: PROGRAMS[program](compressor).end())
 
 
 @cache

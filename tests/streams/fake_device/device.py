@@ -30,7 +30,7 @@ class Outcome(NamedTuple):
     """Digests of what is at the end of a run on a rank."""
 
     parameters: str
-    residuals: str  # which ranks have of their own
+    own: str  # buffers, and what a rank has not sent
 
 
 class FakeDevice:
