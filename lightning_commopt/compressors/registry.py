@@ -6,11 +6,15 @@ import dataclasses
 import importlib
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_commopt.compressors.base import Compressor
 from lightning_commopt.text.validation import did_you_mean, normalize_name
+
+_may_import: ContextVar[bool] = ContextVar("may_import", default=True)
 
 
 class Entry(NamedTuple):
@@ -93,16 +97,26 @@ def registered() -> dict[str, Entry]:
     return {entry.name: entry for entry in _BY_NORMALIZED_NAME.values()}
 
 
-def compressor_from_config(
-    config: str | Mapping[str, Any] | Compressor | None, *, may_import: bool = True
-) -> Compressor | None:
+@contextmanager
+def without_imports() -> Iterator[None]:
+    """Imports no module for a compressor within, for configurations that anybody may have written.
+
+    A class is found there by its import path only if its module has been imported.
+    """
+    token = _may_import.set(False)
+    try:
+        yield
+    finally:
+        _may_import.reset(token)
+
+
+def compressor_from_config(config: str | Mapping[str, Any] | Compressor | None) -> Compressor | None:
     """Builds a compressor from what a user writes.
 
     Args:
         config: a name; a mapping with ``name`` and that compressor's options (``inner`` of a wrapper is again any
             of these); or a compressor, which is returned as it is. Names are those of `register_compressor`, in any
-            case, with or without underscores; or the import path of a class.
-        may_import: import the module of such a path, if it has not been yet.
+            case, with or without underscores; or the import path of a class, see `without_imports`.
 
     Returns:
         The compressor, or None for None and "none".
@@ -123,10 +137,10 @@ def compressor_from_config(
     name, options = split_config(config, compressor_names())
     if name is None:
         return None
-    entry = _entry(name, may_import)
+    entry = _entry(name)
     check_options(entry.name, entry.options, options)
     if "inner" in options:
-        options["inner"] = compressor_from_config(options["inner"], may_import=may_import)
+        options["inner"] = compressor_from_config(options["inner"])
     return entry.cls(**entry.fixed, **options)
 
 
@@ -201,9 +215,9 @@ def _entry_of(compressor: Compressor) -> Entry | None:
     return None
 
 
-def _entry(name: Any, may_import: bool) -> Entry:
+def _entry(name: Any) -> Entry:
     if isinstance(name, str) and "." in name:
-        return Entry(name, _import_compressor(name, may_import), {})
+        return Entry(name, _import_compressor(name), {})
     entry = _BY_NORMALIZED_NAME.get(normalize_name(name)) if isinstance(name, str) else None
     if entry is None:
         known = compressor_names()
@@ -212,12 +226,13 @@ def _entry(name: Any, may_import: bool) -> Entry:
     return entry
 
 
-def _import_compressor(path: str, may_import: bool) -> type[Compressor]:
+def _import_compressor(path: str) -> type[Compressor]:
     module_name, _, class_name = path.rpartition(".")
+    if not _may_import.get() and module_name not in sys.modules:
+        raise ValueError(f"{path!r} is in a module that has not been imported, and no file may import one")
     try:
-        module = importlib.import_module(module_name) if may_import else sys.modules[module_name]
-        found = getattr(module, class_name)
-    except (ImportError, AttributeError, KeyError, TypeError, ValueError) as error:
+        found = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{path!r} cannot be imported ({type(error).__name__}: {error})") from error
     if not isinstance(found, type) or not issubclass(found, Compressor) or not dataclasses.is_dataclass(found):
         raise ValueError(f"{path!r} must be a subclass of Compressor and a dataclass, got {found!r}")

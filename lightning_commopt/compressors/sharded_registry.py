@@ -53,8 +53,14 @@ def sharded_from_config(config: Any) -> ShardedCompressor | None:
 
 
 def sharded_to_config(compressor: ShardedCompressor) -> dict[str, Any]:
-    """Returns the mapping that `sharded_from_config` makes an equal compressor from."""
-    (name,) = (name for name, cls in _BY_NAME.items() if type(compressor) is cls)
+    """Returns the mapping that `sharded_from_config` makes an equal compressor from.
+
+    Of a user's own class it is a description, by which an equal compressor can be recognized.
+    """
+    cls = type(compressor)
+    name = next((name for name, known in _BY_NAME.items() if known is cls), None)
+    if name is None:
+        return {"name": f"{cls.__module__}.{cls.__qualname__}", "described": repr(compressor)}
     options = {field.name: getattr(compressor, field.name) for field in dataclasses.fields(compressor)}  # type: ignore[arg-type]
     if isinstance(compressor, ShardedHierarchical):
         options["inner"] = sharded_to_config(compressor.inner)

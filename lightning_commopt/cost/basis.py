@@ -13,6 +13,7 @@ import torch
 
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.catalog import ready_compressors, recommended
+from lightning_commopt.compressors.registry import without_imports
 from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs
 from lightning_commopt.cost.fitting import FittedParts, fit_to_step
 from lightning_commopt.cost.from_steps import even_gradients, link_of_steps, without_interrupts, workload_of_steps
@@ -168,18 +169,20 @@ def basis_of_run(run_dir: Path) -> Basis:
 
     Without the file that `CommTimeMonitor` writes at the end of a fit, it is made of the last 200 steps of all ranks:
     gradients become ready evenly between two buckets then, and compressors are measured on this machine if the run was
-    on CPU. ``run_dir`` is the directory that has ``comm_time``.
+    on CPU. ``run_dir`` is the directory that has ``comm_time``; its files import nothing, see `without_imports`.
 
     Raises:
         FileNotFoundError: the run has no records.
         ValueError: they have no buckets, or too few; or its comm hook is none of ours.
     """
     path = run_dir / PREDICTION_FILE
-    if path.exists():
-        return Basis.load(path)
-    ranks = read_run(run_dir)
+    with without_imports():  # a run may be anybody's
+        if path.exists():
+            return Basis.load(path)
+        ranks = read_run(run_dir)
+        plan = _plan_of(run_dir, ranks[0])
     steps = list(zip(*list(common_steps(ranks).values())[-NUM_LAST_STEPS:], strict=True)) or [()]
-    num_ranks, plan = ranks[0].world_size, _plan_of(run_dir, ranks[0])
+    num_ranks = ranks[0].world_size
     is_cpu = ranks[0].header.get("device") == "cpu"
     shapes = {name: Shape(tuple(shape), itemsize) for name, shape, itemsize in ranks[0].header.get("parameters", ())}
     costs: Costs = {}

@@ -74,14 +74,14 @@ def restore(sync: ShardedSync, saved: Any, directory: Path | None) -> None:
 
 def _restore(sync: ShardedSync, saved: Mapping[str, Any], load: Callable[[int], RankState]) -> None:
     num_shards = {unit.name: unit.num_shards for unit in sync.units}
-    is_same = saved["sharded"] == sharded_to_config(sync.compressor) and saved["num_shards"] == num_shards
-    if is_same and saved["num_ranks"] == dist.get_world_size():
+    is_same = saved["sharded"] == sharded_to_config(sync.compressor)
+    if is_same and (saved["num_shards"], saved["num_ranks"]) == (num_shards, dist.get_world_size()):
         state = load(dist.get_rank())
         if saved["version"] == 1:
             _renew_seeds(sync, state)
         sync.restore({unit: {"names": names, "state": state[unit]} for unit, names in saved["units"].items()})
         return
-    compressor = sharded_from_config(saved["sharded"])
+    compressor = sync.compressor if is_same else sharded_from_config(saved["sharded"])
     if compressor is None or not compressor.claims.keeps_residual:
         return
     info("Only the residuals of the checkpoint's state of comm_hook are used, as its ranks or options were others.")

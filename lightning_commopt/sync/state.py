@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from lightning_commopt.compressors import Compressor, Layout, State
 from lightning_commopt.compressors.base import as_real
-from lightning_commopt.compressors.registry import compressor_from_config, compressor_to_config
+from lightning_commopt.compressors.registry import compressor_from_config, compressor_to_config, without_imports
 from lightning_commopt.running import RunningStrategy
 from lightning_commopt.sync.gather import all_ranks_ready, gather_on_rank_0, map_tensors
 from lightning_commopt.text.formatting import list_some, numbers_text
@@ -176,7 +176,8 @@ def _from_description(description: str, candidate: Compressor | None) -> Compres
     if description == _to_description(candidate):
         return candidate
     try:
-        return compressor_from_config(json.loads(description), may_import=False)
+        with without_imports():  # a checkpoint may be anybody's
+            return compressor_from_config(json.loads(description))
     except (ValueError, TypeError):
         raise CheckpointError(f"its compressor is not known: {description}") from None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,7 +10,7 @@ from typing import Any
 
 from lightning_commopt.compat.lightning import MisconfigurationException, batches_that_stepped
 from lightning_commopt.compressors.kernels import c_library
-from lightning_commopt.compressors.registry import compressor_from_config
+from lightning_commopt.compressors.registry import without_imports
 from lightning_commopt.plan import CommPlan, OptionError
 from lightning_commopt.running import PlannedStrategy, TunedStrategy
 from lightning_commopt.sync.groups import borrow_host_group
@@ -137,10 +136,9 @@ class AutoPlan(ABC):
         if text is None or self._options is None or self._base is None or self._tuner is not None:
             return
         try:
-            # What may be chosen has been imported: a checkpoint, which may be anybody's, imports nothing.
-            compressor_from_config(json.loads(text).get("comm_hook"), may_import=False)
-            choice = CommPlan.from_json(text)
-        except (OptionError, ValueError, TypeError, AttributeError) as error:
+            with without_imports():  # what may be chosen has been imported, and a checkpoint may be anybody's
+                choice = CommPlan.from_json(text)
+        except (OptionError, TypeError) as error:
             warn(f"plan='auto': the plan in the checkpoint cannot be used: {error}")
             return
         plan = dataclasses.replace(self._base, bucket_cap_mb=choice.bucket_cap_mb, comm_hook=choice.comm_hook)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_commopt.compressors.registry import without_imports
 from lightning_commopt.measure.private_folder import PrivateFolder, UntrustedError, cache_folder
 from lightning_commopt.plan import CommPlan, OptionError
 from lightning_commopt.running import PlannedStrategy
@@ -100,7 +101,8 @@ def load_choice(fit: dict[str, Any], options: TuneOptions, base: CommPlan) -> Co
             return None
         with os.fdopen(fd, "rb") as file:
             saved = json.load(file)
-        plan = CommPlan.from_dict(saved["chosen"]) if saved["fit"] == fit else None
+        with without_imports():
+            plan = CommPlan.from_dict(saved["chosen"]) if saved["fit"] == fit else None
     except UntrustedError as error:
         warn_once(f"plan='auto': a plan of an earlier fit is not used, because it is not safe: {error}")
         return None

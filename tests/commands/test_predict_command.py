@@ -1,12 +1,14 @@
 """commopt predict: a table or JSON from the records of a run, and clear errors."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_commopt.cost import compressor_cost
+from lightning_commopt.cost.basis import basis_of_run
 from support.commopt import commopt, refusal
 from support.sample_runs import SampleRun, write_run
 
@@ -35,6 +37,25 @@ def test_a_table_of_plans(run_dir: Path) -> None:
     assert "int8" in output
     assert "Assumes: link: 3 times of 40 MB on the wire in the run." in output
     assert "Assumes: gradients are taken to become ready evenly" in output
+
+
+@pytest.mark.parametrize("name", ["run.json", "prediction.json"])
+def test_a_run_imports_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, whoever sends a run decides what code its reader runs; a user can still name the compressor."""
+    (tmp_path / "planted.py").write_text("from lightning_commopt.compressors import Int8\n\nclass Hook(Int8): pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "run"
+    write_run(folder, SampleRun(num_buckets=4))
+    basis_of_run(folder).save(folder)
+    plain = json.loads((folder / name).read_text())
+    if name == "run.json":
+        (folder / "prediction.json").unlink()
+        plain["settings"] = {"plan.comm_hook.name": "planted.Hook"}
+    else:
+        plain["plan"] = {"comm_hook": {"name": "planted.Hook"}}
+    (folder / name).write_text(json.dumps(plain))
+    assert "'planted.Hook' is in a module that has not been imported" in refusal("predict", folder)
+    assert "planted" not in sys.modules
 
 
 def test_the_runs_own_plan_is_what_was_measured(run_dir: Path) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_commopt import CommOptModelParallel, shard
+from lightning_commopt.compressors.sharded import ShardedInt8
 from support.cross_section import sampled
 from support.lightnings import Callback
 from support.ranks import run_ranks
@@ -18,6 +19,10 @@ from support.strategy_models import Params, Tiny, assert_same, loader, trainer
 pytestmark = pytest.mark.skipif(
     not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
 )
+
+class OwnInt8(ShardedInt8):
+    """Somebody's own compressor, which no name stands for."""
+
 
 FEEDBACK = {"name": "int8", "error_feedback": True, "block_size": 16}
 _ON_NODES = {"name": "hierarchical", "inner": FEEDBACK, "ranks_per_node": 1}
@@ -71,8 +76,13 @@ def _resumed(folder: Path, comm_hook: Any, distributed: bool) -> tuple[Params, P
 @pytest.mark.parametrize(
     ("comm_hook", "distributed"),
     sampled(
-        [(FEEDBACK, True), ({"name": "int8", "stochastic_rounding": True}, False), (_ON_NODES, True)],
-        [(FEEDBACK, True)],
+        [
+            (FEEDBACK, True),
+            ({"name": "int8", "stochastic_rounding": True}, False),
+            (_ON_NODES, True),
+            (OwnInt8(error_feedback=True, block_size=16), False),
+        ],
+        [(FEEDBACK, True), (OwnInt8(error_feedback=True, block_size=16), False)],
     ),
     ids=str,
 )
@@ -83,8 +93,8 @@ def test_resumes_bit_for_bit(tmp_path: Path, comm_hook: Any, distributed: bool) 
         assert ("lightning_commopt" in own) == distributed
 
 
-def _saved(path: Path, distributed: bool) -> dict[str, Tensor]:
-    return _fit(path, FEEDBACK, resume=False, epochs=2, distributed=distributed)[2]
+def _saved(path: Path, distributed: bool, comm_hook: Any = FEEDBACK) -> dict[str, Tensor]:
+    return _fit(path, comm_hook, resume=False, epochs=2, distributed=distributed)[2]
 
 
 def _loaded(path: Path, distributed: bool, comm_hook: Any) -> dict[str, Tensor]:
@@ -93,14 +103,17 @@ def _loaded(path: Path, distributed: bool, comm_hook: Any) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("world_size", "comm_hook", "distributed"),
-    sampled([(3, FEEDBACK, True), (2, _INT4, False)], [(3, FEEDBACK, True)]),
+    sampled(
+        [(3, FEEDBACK, True), (2, _INT4, False), (3, OwnInt8(error_feedback=True, block_size=16), False)],
+        [(3, FEEDBACK, True)],
+    ),
 )
 def test_other_ranks_and_options_keep_the_mean_residual(
     tmp_path: Path, world_size: int, comm_hook: Any, distributed: bool
 ) -> None:
     """If it fails, what was not sent yet is lost, or counts more often, when a job goes on with other ranks."""
     path = tmp_path / "state.ckpt"
-    before = run_ranks(_saved, path, distributed)
+    before = run_ranks(_saved, path, distributed, comm_hook if isinstance(comm_hook, OwnInt8) else FEEDBACK)
     after = run_ranks(_loaded, path, distributed, comm_hook, world_size=world_size)
     assert set(before[0]) == {"layers.0.weight", "layers.2.weight", "layers.4.weight"}
     for name in before[0]:

@@ -30,7 +30,8 @@ class Outcome(NamedTuple):
     """Digests of what is at the end of a run on a rank."""
 
     parameters: str
-    own: str  # buffers, and what a rank has not sent
+    residuals: str  # which ranks have of their own
+    buffers: str = ""  # likewise
 
 
 class FakeDevice:
