@@ -63,8 +63,8 @@ class CommTimeMonitor(PhaseCallback):
         metrics: of the last window, all of them, without the prefix.
         summary: the same over the whole fit, without its warm-up; empty until it has ended.
         verdict: on the whole fit; None until it has ended. On rank 0 with predictions of other plans, if the summary is
-            printed or records are saved: all ranks then probe the link after the fit, for a second at most, and rank 0
-            measures compressors.
+            printed or records are saved: after the fit all ranks then probe the link, for about a second a size, and
+            rank 0 measures compressors.
         new_steps: windows of all ranks' steps that arrived since the last batch ended, usually none; for
             ``on_train_batch_end`` of a LightningModule, to update `lightning_commopt.metrics`.
 

@@ -10,6 +10,7 @@ its global ``dist`` before torch 2.9.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -19,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.nn import Module
 
 from lightning_commopt.compat.collectives import Issued, Listener
@@ -175,7 +175,7 @@ def _observe_functions(
 
             return call
 
-    module: Any = _fsdp_collectives
+    module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
     module.dist = Observed()
     return partial(setattr, module, "dist", dist)
 

@@ -37,6 +37,7 @@ LOOK_S = 1.0
 _ANSWER_S = 0.25
 _TRY_S = 3.0
 _CLOSE_S = 3.0
+"""For a part of what the thread does at its end; all of it takes one and a half times as long at most."""
 GRACE_S = 5.0
 
 
@@ -99,7 +100,7 @@ class JoinWatch:
             first_line = str(error).partition("\n")[0]
             self._error = f"{type(error).__name__}: {first_line}"
         self._stop.set()
-        self._thread.join(_CLOSE_S)
+        self._thread.join(2 * _CLOSE_S)
 
     def _run(self) -> None:
         with log_own_errors("The watch of the start"):

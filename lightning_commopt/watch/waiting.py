@@ -1,6 +1,6 @@
 """What the training thread does now, by its Python frames and its device; and the end of a process that waits in vain.
 
-No other place of this package ends a process of training.
+No other watch of a strategy ends a process of training; the launcher of `strategy` ends those that it has started.
 """
 
 from __future__ import annotations

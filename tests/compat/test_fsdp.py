@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives as fsdp_collectives
 
 from lightning_commopt import CommOptModelParallel
 from lightning_commopt.callbacks import CommTimeMonitor, publisher
@@ -75,7 +74,7 @@ def _classes(model: Any) -> list[str]:
 
 def _plain(asynchronous: bool, by_functions: bool) -> dict[str, Any]:
     """Trains, observed by comm objects, or by functions that FSDP2 calls where torch has no comm objects."""
-    names = vars(fsdp_collectives.dist) if by_functions else ()
+    names = vars(dist) if by_functions else ()
     functions = {
         name: operation
         for name, operation in {
