@@ -199,7 +199,7 @@ class ComputationWaits:
     Public is ``torch.cuda.Stream.wait_event``, which FSDP2 calls before it uses what was gathered, or reduced.
     """
 
-    def __init__(self, device: torch.device, on_wait: Callable[[], Issued]) -> None:
+    def __init__(self, device: torch.device, on_wait: Callable[[], Issued | None]) -> None:
         stream = torch.cuda.current_stream(device)
         inner = torch.cuda.Stream.wait_event
 
@@ -209,7 +209,8 @@ class ComputationWaits:
                 return
             wait = on_wait()
             inner(self, event)
-            wait.end()
+            if wait is not None:
+                wait.end()
 
         torch.cuda.Stream.wait_event = wait_event  # type: ignore[method-assign]
         self._inner = inner

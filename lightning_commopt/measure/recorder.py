@@ -72,14 +72,26 @@ class StepRecorder(SyncObserver):
         return None if _is_part.get() else self._issue(self._collective_mark, operation, num_bytes)
 
     def issue_in_stream(self, operation: str, num_bytes: int) -> _IssuedCollective:
-        """Records a collective that the current stream of the device waits for, until the result's ``end``."""
-        return self._issue(self._mark, operation, num_bytes)
+        """Records a collective that the current stream of the device waits for, until the result's ``end``.
 
-    def wait(self) -> _Wait:
-        """Records that the device's computation waits for another stream, until the result's ``end``."""
+        Between two steps, where a validation may issue any number of them, it has no times.
+        """
+        return self._issue(self._mark if self._is_in_step else self._collective_mark, operation, num_bytes)
+
+    def wait(self) -> _Wait | None:
+        """Records that the device's computation waits for another stream, until the result's ``end``.
+
+        None between two steps.
+        """
+        if not self._is_in_step:
+            return None
         wait = _Wait(self._mark)
         self._waits.append(wait)
         return wait
+
+    @property
+    def _is_in_step(self) -> bool:
+        return bool(self._phases) and self._phases[-1][0] is not None
 
     def call(self, operation: str, num_bytes: int) -> _BlockingCall:
         """Records until when a call blocks that issues an operation, for collectives that do not report their end."""

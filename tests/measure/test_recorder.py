@@ -125,6 +125,9 @@ def test_collectives_of_a_device_have_no_times() -> None:
 def test_a_collective_in_a_stream_stands_for_its_parts() -> None:
     """If it fails, FSDP2's collectives have no times on CUDA, or count twice."""
     recorder = StepRecorder(clock := LateClock())
+    assert recorder.wait() is None
+    recorder.issue_in_stream("all_gather", 16).end()
+    assert clock.now == 0, "a validation makes events for each of its collectives"
     recorder.enter("forward")
     gather = recorder.issue_in_stream("all_gather", 32)  # from 2
     with parts_of_one():
@@ -132,6 +135,7 @@ def test_a_collective_in_a_stream_stands_for_its_parts() -> None:
     gather.end()  # until 3
     never = recorder.issue_in_stream("all_gather", 8)
     wait = recorder.wait()  # from 5
+    assert wait is not None
     recorder.issue("barrier", 0)
     wait.end()  # until 6
     recorder.end_step(0, 1)
@@ -139,6 +143,7 @@ def test_a_collective_in_a_stream_stands_for_its_parts() -> None:
     never.end()  # after all that the device has passed
     (step,) = recorder.take(1)
     assert step.collectives == (
+        Collective("all_gather", "pause", "", 16, None, None),
         Collective("all_gather", "forward", "", 32, 2, 3),
         Collective("all_gather", "forward", "", 8, None, None),
         Collective("barrier", "forward", "", 0, None, None),
