@@ -40,7 +40,8 @@ class Fit:
         device = torch.device("cuda", dist.get_rank())
         layers = [layer for _ in range(_NUM_LAYERS) for layer in (nn.Linear(_WIDTH, _WIDTH), nn.Tanh())]
         self.module = nn.Sequential(*layers).to(device)
-        self.module.register_buffer("seen", torch.zeros(_WIDTH, device=device))  # others on each rank
+        self._seen = torch.zeros(_WIDTH, device=device)  # others on each rank
+        self.module.register_buffer("seen", self._seen)
         self._batches = torch.randn(8, 16, _WIDTH).add(dist.get_rank()).to(device)
         self._num_steps = 0
         self._options: dict[str, Any] = {"bucket_cap_mb": _BUCKET_MB}
@@ -62,7 +63,7 @@ class Fit:
             self._optimizer.zero_grad()
             loss.backward()
             self._optimizer.step()
-            self.module.seen.add_(batch.mean(0))
+            self._seen.add_(batch.mean(0))
             self.sync.end_backward(ends_static_graph=False)
             self._num_steps += 1
 
