@@ -236,6 +236,7 @@ def _stored(tmp_path):
     return json.loads(path.read_text())
 
 
+@pytest.mark.exhaustive
 def test_a_dry_run_of_one_part(tmp_path):
     """If it fails, nothing can be learned from a GPU."""
     program = _dry_run(tmp_path, "--parts", "memory", "--limit", "6000")

@@ -52,6 +52,7 @@ def _check(cases: list[str], folder: Path, *, watched: bool = True) -> None:
         assert ["ValueError: mine" in text for text in said] == [way not in _WITHOUT_ERROR] * 2, (name, *said)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not collectives.has_collective_hooks(), reason="needs torch 2.14, whose hooks can outlive Python")
 def test_an_exception_ends_a_fit_as_itself(tmp_path: Path) -> None:
     """If it fails, a user's exception is a segmentation fault, and a launcher shows that instead."""

@@ -22,9 +22,10 @@ def _sweep(folder: Path, *overrides: str) -> Program:
     return Program([_SCRIPT, "-m", "hydra.sweep.dir=sweep", *overrides], folder)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("kind", "fault", "rank", "has_callbacks"),
-    [case if number == 0 else pytest.param(*case, marks=pytest.mark.exhaustive) for number, case in enumerate(_CASES)],
+    _CASES,
 )
 def test_jobs_after_one_that_raises_run(kind: str, fault: str, rank: int, has_callbacks: bool, tmp_path: Path) -> None:
     """If it fails, one job's error ends a sweep, or leaves processes behind."""

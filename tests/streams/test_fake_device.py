@@ -74,7 +74,9 @@ def _grid() -> list[tuple[str, str]]:
     return list(dict.fromkeys([*cases, *_SENSITIVE]))
 
 
-@pytest.mark.parametrize(("program", "name"), sampled(_grid(), by_default=[("train", "hierarchical")]))
+@pytest.mark.parametrize(
+    ("program", "name"), sampled(_grid(), by_default=[("train", "hierarchical"), ("train", "halves")])
+)
 def test_ddp_computes_the_same_in_every_order(device: FakeDevice, program: str, name: str) -> None:
     """If it fails, gradients or residuals are wrong now and then on a GPU, without any sign."""
     assert differences(device.run_ranks(run_ddp, COMPRESSORS[name], program)) == []
