@@ -13,7 +13,7 @@ from lightning_commopt.measure.record import PHASES, StepRecord
 from lightning_commopt.measure.statistics import ratio
 from lightning_commopt.text.formatting import number, percent
 
-MAX_DECIMALS = 4  # of milliseconds: a tenth of a microsecond
+MAX_DECIMALS = 4  # Milliseconds are shown to a tenth of a microsecond.
 _UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
@@ -21,12 +21,12 @@ class Operation(NamedTuple):
     """All collectives of one kind, in the mean of steps on one rank."""
 
     operation: str  # see `Collective`, as for the next two
-    phase: str  # that they were issued in
-    source: str  # of them
-    num_calls: float  # in a step
-    num_bytes: float  # of all of them in a step
-    seconds: float | None  # sum of their times in a step, which may overlap; None where it is not known
-    num_phases: float = 1.0  # of this name in a step, more than one where gradients are accumulated
+    phase: str
+    source: str
+    num_calls: float  # collectives in a step
+    num_bytes: float  # bytes of all collectives of a step
+    seconds: float | None  # sum of the collectives' times in a step, which may overlap; None where it is not known
+    num_phases: float = 1.0  # phases of this name in a step, more than one where gradients are accumulated
     exposed_s: float | None = None  # the part of `seconds` in which computation waits; None where it is not known
 
     @property

@@ -27,11 +27,11 @@ from lightning_commopt.compat.sigterm import SigtermCheck, broadcasts_sigterm
 from lightning_commopt.compressors import Cast
 from lightning_commopt.launch.nccl_variables import NcclOptions, find_mistakes
 from lightning_commopt.plan import CommPlan, OptionError, ddp_options, plan_options
-from lightning_commopt.running import RunningStrategy, TrainersStrategy
 from lightning_commopt.strategy.adapters import register_aliases
 from lightning_commopt.strategy.lightning_launcher import Launcher
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit
 from lightning_commopt.sync.store import fresh_default_store, prepare_key_spaces
+from lightning_commopt.sync.strategies import RunningStrategy, TrainersStrategy
 from lightning_commopt.text.validation import info, warn, warn_once
 from lightning_commopt.watch.join_watch import watch_joining
 

@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.torch import call_after_backward
 from lightning_commopt.measure.observer import Observers
-from lightning_commopt.running import PlannedStrategy
 from lightning_commopt.sync.gradient_sync import GradientSync
 from lightning_commopt.sync.hook import GradientSyncError
 from lightning_commopt.sync.observed import before_backward
 from lightning_commopt.sync.state import CommState, gather_state, read_state
+from lightning_commopt.sync.strategies import PlannedStrategy
 from lightning_commopt.text.validation import warn
 
 

@@ -12,8 +12,8 @@ from lightning_commopt.compat.lightning import MisconfigurationException, batche
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.compressors.registry import without_imports
 from lightning_commopt.plan import CommPlan, OptionError
-from lightning_commopt.running import PlannedStrategy, TunedStrategy
 from lightning_commopt.sync.groups import borrow_host_group
+from lightning_commopt.sync.strategies import PlannedStrategy, TunedStrategy
 from lightning_commopt.text.validation import info, warn
 from lightning_commopt.tune.host import Host
 from lightning_commopt.tune.options import TuneOptions

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.loops import wrap_method
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.running import PlannedStrategy
 from lightning_commopt.sync.gradient_sync import GradientSync
 from lightning_commopt.sync.modules import ModuleSyncs, SyncedModule
+from lightning_commopt.sync.strategies import PlannedStrategy
 from lightning_commopt.text.validation import info, warn
 from lightning_commopt.tune.auto_plan import AutoPlan
 from lightning_commopt.tune.director import Director

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_commopt.launch.environment import launching_rank
-from lightning_commopt.running import RunningStrategy
+from lightning_commopt.sync.strategies import RunningStrategy
 from lightning_commopt.watch.hangs.process import find_exit, is_alive, process_fields
 
 _LOOK_S = 2.0

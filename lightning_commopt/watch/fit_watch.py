@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from lightning_commopt.compat.loops import LoopEvents, num_begun
 from lightning_commopt.launch.environment import launcher_pid
-from lightning_commopt.running import WatchedStrategy
 from lightning_commopt.sync.store import key_space
+from lightning_commopt.sync.strategies import WatchedStrategy
 from lightning_commopt.watch.epoch_ends import EpochEnds
 from lightning_commopt.watch.own_errors import log_own_errors
 from lightning_commopt.watch.peers import Failure, Lifelines, Peers

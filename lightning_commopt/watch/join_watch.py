@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from lightning_commopt.launch.interfaces import find_listening, list_interfaces, resolve, try_port
 from lightning_commopt.measure.plain import from_plain
-from lightning_commopt.running import RunningStrategy
 from lightning_commopt.sync.store import Agreement, poll
+from lightning_commopt.sync.strategies import RunningStrategy
 from lightning_commopt.watch.ended_ranks import EndedRanks
 from lightning_commopt.watch.join_texts import (
     Arrival,

@@ -24,7 +24,7 @@ class TestDevices:
     indices: tuple[int, int] = (0, 0)  # of each rank's CUDA device
     # Variables of each rank, by its number as text, that must be set before the group is made
     environment: dict[str, dict[str, str]] = field(default_factory=dict)
-    ends_at: float = math.inf  # in time.monotonic(): ranks that have not answered by then are ended
+    ends_at: float = math.inf  # ranks that have not answered by this value of time.monotonic() are ended
 
     def device(self, rank: int) -> torch.device:
         return torch.device("cpu") if self.device_type == "cpu" else torch.device("cuda", self.indices[rank])

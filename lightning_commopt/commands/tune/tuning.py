@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.running import TunedStrategy
+from lightning_commopt.sync.strategies import TunedStrategy
 from lightning_commopt.tune.auto_plan import FitPlan
 from lightning_commopt.tune.options import TuneOptions
 
