@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,10 +42,14 @@ class FakeDevice:
     """
 
     def __init__(self, libraries: Libraries) -> None:
+        self._libraries = libraries
+        self._start()
+
+    def _start(self) -> None:
         self._jobs, theirs = multiprocessing.Pipe()
         path = os.pathsep.join(filter(None, (str(_ROOT), str(_STREAMS), os.environ.get("PYTHONPATH"))))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "fake_device.launcher", str(theirs.fileno()), *map(str, libraries)],
+            [sys.executable, "-m", "fake_device.launcher", str(theirs.fileno()), *map(str, self._libraries)],
             env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
@@ -54,11 +58,20 @@ class FakeDevice:
         theirs.close()
 
     def run_ranks(self, fn: Callable[..., Any], *args: Any, world_size: int = 2, limit_s: float = 120) -> list[Any]:
-        """Calls ``fn(*args)`` on every rank; returns what each has returned. See `run_ranks` of the selftest."""
+        """Calls ``fn(*args)`` on every rank; returns what each has returned. See `run_ranks` of the selftest.
+
+        A process that has ended since the last call, as by a signal of somebody else, is replaced.
+        """
+        if self._process.poll() is not None:
+            self.close()
+            self._start()
         self._jobs.send((fn, args, {"world_size": world_size, "limit_s": limit_s, "group_timeout_s": limit_s}))
-        if not self._jobs.poll(limit_s + _GRACE_S):
-            raise RuntimeError(f"ranks on the fake device have not answered within {limit_s + _GRACE_S} s")
-        answers, error = self._jobs.recv()
+        try:
+            if not self._jobs.poll(limit_s + _GRACE_S):
+                raise RuntimeError(f"ranks on the fake device have not answered within {limit_s + _GRACE_S} s")
+            answers, error = self._jobs.recv()
+        except EOFError:
+            raise RuntimeError(f"the launcher of ranks has ended with status {self._process.wait()}") from None
         if error is not None:
             raise RuntimeError(error)
         return answers
@@ -66,7 +79,8 @@ class FakeDevice:
     def close(self) -> None:
         """Ends the process, and ranks that it may have."""
         self._jobs.close()
-        os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
 
