@@ -20,6 +20,7 @@ pytestmark = pytest.mark.skipif(
     not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
 )
 
+
 class OwnInt8(ShardedInt8):  # type: ignore[misc]  # a final class; a compressor of one's own from scratch is longer
     """Somebody's own compressor, which no name stands for."""
 
