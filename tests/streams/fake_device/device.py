@@ -60,21 +60,24 @@ class FakeDevice:
     def run_ranks(self, fn: Callable[..., Any], *args: Any, world_size: int = 2, limit_s: float = 120) -> list[Any]:
         """Calls ``fn(*args)`` on every rank; returns what each has returned. See `run_ranks` of the selftest.
 
-        A process that has ended since the last call, as by a signal of somebody else, is replaced.
+        If the process that forks the ranks has ended, as by a signal of somebody else, another one takes its place.
         """
-        if self._process.poll() is not None:
+        job = (fn, args, {"world_size": world_size, "limit_s": limit_s, "group_timeout_s": limit_s})
+        try:
+            answers, error = self._ask(job, limit_s)
+        except (EOFError, BrokenPipeError):
             self.close()
             self._start()
-        self._jobs.send((fn, args, {"world_size": world_size, "limit_s": limit_s, "group_timeout_s": limit_s}))
-        try:
-            if not self._jobs.poll(limit_s + _GRACE_S):
-                raise RuntimeError(f"ranks on the fake device have not answered within {limit_s + _GRACE_S} s")
-            answers, error = self._jobs.recv()
-        except EOFError:
-            raise RuntimeError(f"the launcher of ranks has ended with status {self._process.wait()}") from None
+            answers, error = self._ask(job, limit_s)
         if error is not None:
             raise RuntimeError(error)
         return answers
+
+    def _ask(self, job: Any, limit_s: float) -> Any:
+        self._jobs.send(job)
+        if not self._jobs.poll(limit_s + _GRACE_S):
+            raise RuntimeError(f"ranks on the fake device have not answered within {limit_s + _GRACE_S} s")
+        return self._jobs.recv()
 
     def close(self) -> None:
         """Ends the process, and ranks that it may have."""
