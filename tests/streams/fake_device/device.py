@@ -65,7 +65,7 @@ class FakeDevice:
         job = (fn, args, {"world_size": world_size, "limit_s": limit_s, "group_timeout_s": limit_s})
         try:
             answers, error = self._ask(job, limit_s)
-        except (EOFError, BrokenPipeError):
+        except (EOFError, ConnectionError):
             self.close()
             self._start()
             answers, error = self._ask(job, limit_s)
