@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import stat
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -250,14 +251,14 @@ def test_the_sanitizer_runs_a_bucket(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """If it fails, out-of-range accesses are never looked for, or not reported."""
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(NotChecked, match="not installed"):
-        variants.run_sanitizer("cpu")
+        variants.run_sanitizer("cpu", 120)
     program = tmp_path / "compute-sanitizer"
     program.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    assert variants.run_sanitizer("cpu").endswith(" compressors")
+    assert variants.run_sanitizer("cpu", 120).endswith(" compressors")
     program.write_text('#!/bin/sh\necho "Invalid __global__ write of size 4 bytes"\nexit $2\n')
     with pytest.raises(AssertionError, match="Invalid __global__ write"):
-        variants.run_sanitizer("cpu")
+        variants.run_sanitizer("cpu", 120)
 
 
 def _costs() -> tuple[dict[str, float], float, float]:
@@ -309,3 +310,14 @@ def test_the_hang_monitor_reports_a_fault(fault: str) -> None:
 def test_what_needs_a_device_is_not_checked_without_one(begin: str) -> None:
     with pytest.raises(NotChecked, match="no CUDA device"):
         named(begin).run(CPU)
+
+
+def test_the_sanitizer_ends_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, ``--full`` takes minutes longer than it says, or a sanitizer that hangs counts as not checked."""
+    late = subprocess.TimeoutExpired("compute-sanitizer", 1)
+    monkeypatch.setattr(variants, "run_sanitizer", mock.Mock(side_effect=late))
+    check = named("compute-sanitizer finds")
+    with pytest.raises(ranks.OutOfTime):
+        check.run(replace(GPU, ends_at=time.monotonic() + 1))
+    with pytest.raises(subprocess.TimeoutExpired):
+        check.run(GPU)
