@@ -21,7 +21,6 @@ from torch import Tensor
 from fake_device.build import Libraries
 
 _STREAMS = Path(__file__).parents[1]
-_ROOT = _STREAMS.parents[1]
 _NOT_FINITE = "(not finite)"
 _GRACE_S = 60  # of the launcher, which has limits of its own
 
@@ -47,7 +46,7 @@ class FakeDevice:
 
     def _start(self) -> None:
         self._jobs, theirs = multiprocessing.Pipe()
-        path = os.pathsep.join(filter(None, (str(_ROOT), str(_STREAMS), os.environ.get("PYTHONPATH"))))
+        path = os.pathsep.join([*sys.path, str(_STREAMS)])  # where pytest finds what jobs import
         self._process = subprocess.Popen(
             [sys.executable, "-m", "fake_device.launcher", str(theirs.fileno()), *map(str, self._libraries)],
             env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
@@ -58,26 +57,14 @@ class FakeDevice:
         theirs.close()
 
     def run_ranks(self, fn: Callable[..., Any], *args: Any, world_size: int = 2, limit_s: float = 120) -> list[Any]:
-        """Calls ``fn(*args)`` on every rank; returns what each has returned. See `run_ranks` of the selftest.
-
-        If the process that forks the ranks has ended, as by a signal of somebody else, another one takes its place.
-        """
-        job = (fn, args, {"world_size": world_size, "limit_s": limit_s, "group_timeout_s": limit_s})
-        try:
-            answers, error = self._ask(job, limit_s)
-        except (EOFError, ConnectionError):
-            self.close()
-            self._start()
-            answers, error = self._ask(job, limit_s)
+        """Calls ``fn(*args)`` on every rank; returns what each has returned. See `run_ranks` of the selftest."""
+        self._jobs.send((fn, args, {"world_size": world_size, "limit_s": limit_s, "group_timeout_s": limit_s}))
+        if not self._jobs.poll(limit_s + _GRACE_S):
+            raise RuntimeError(f"ranks on the fake device have not answered within {limit_s + _GRACE_S} s")
+        answers, error = self._jobs.recv()
         if error is not None:
             raise RuntimeError(error)
         return answers
-
-    def _ask(self, job: Any, limit_s: float) -> Any:
-        self._jobs.send(job)
-        if not self._jobs.poll(limit_s + _GRACE_S):
-            raise RuntimeError(f"ranks on the fake device have not answered within {limit_s + _GRACE_S} s")
-        return self._jobs.recv()
 
     def close(self) -> None:
         """Ends the process, and ranks that it may have."""
