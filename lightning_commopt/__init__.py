@@ -27,6 +27,7 @@ __all__ = [
     "NcclOptions",
     "OptionError",
     "PowerSGD",
+    "ShardedCompressor",
     "register_compressor",
     "shard",
 ]
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         Int4,
         Int8,
         PowerSGD,
+        ShardedCompressor,
         register_compressor,
     )
     from lightning_commopt.launch.nccl_variables import NcclOptions

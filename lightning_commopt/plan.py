@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.lightning import MisconfigurationException
 from lightning_commopt.compressors import Compressor, compressor_from_config, compressor_to_config
-from lightning_commopt.compressors.registry import option_in_words, short_name
+from lightning_commopt.compressors.words import option_in_words, short_name
 from lightning_commopt.measure.runs.files import RUN_FILE
 from lightning_commopt.measure.runs.settings import nested
 from lightning_commopt.text.validation import did_you_mean

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from lightning_commopt import CommOptDDP, CommPlan, PowerSGD
 from lightning_commopt.compressors import compressor_from_config
+from lightning_commopt.compressors.configs import compressor_to_config
 from lightning_commopt.compressors.sharded import ShardedInt8
-from lightning_commopt.compressors.sharded_registry import sharded_to_config
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.runs.losses import read_losses
 from lightning_commopt.measure.runs.record import RunRecord
@@ -96,7 +96,7 @@ def test_yaml_of_fsdp2_makes_the_strategy_with_every_option_of_int8() -> None:
     """What the YAML has can be overridden without a plus sign."""
     options: Any = OmegaConf.to_container(OmegaConf.load(_YAML["fsdp2_int8"]).strategy)
     assert options.pop("_target_") == "lightning_commopt.CommOptModelParallel"
-    assert options == {"comm_hook": sharded_to_config(ShardedInt8())}
+    assert options == {"comm_hook": compressor_to_config(ShardedInt8())}
 
 
 @pytest.mark.parametrize("name", sorted({*_YAML} - {"fsdp2_int8"}))

@@ -38,6 +38,7 @@ def _means_between_ranks(error_feedback: bool) -> np.ndarray:
     return np.stack(means)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "tolerance"), [("int4", 0.0), ("int4 + EF", 1e-6)])
 def test_simulated_ranks_average_as_real_ones(name: str, tolerance: float) -> None:
     """If it fails, the benchmark judges something else than what the package sends.

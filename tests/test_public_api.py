@@ -47,6 +47,7 @@ def test_names() -> None:
         "NcclOptions",
         "OptionError",
         "PowerSGD",
+        "ShardedCompressor",
         "register_compressor",
         "shard",
     ]

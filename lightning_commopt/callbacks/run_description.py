@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.lightning import comm_hook_of
 from lightning_commopt.compressors.channel import backends_of
-from lightning_commopt.compressors.registry import compressor_name, compressor_to_config
+from lightning_commopt.compressors.configs import compressor_to_config
+from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.launch.nccl_variables import PREFIX, nccl_variables
 from lightning_commopt.measure.runs.settings import flat
 from lightning_commopt.plan import CommPlan

@@ -6,7 +6,9 @@ import dataclasses
 from contextlib import suppress
 
 from lightning_commopt.compressors.base import Compressor
-from lightning_commopt.compressors.registry import EXAMPLE, compressor_from_config, registered
+from lightning_commopt.compressors.configs import compressor_from_config
+from lightning_commopt.compressors.registry import EXAMPLE, registered, registered_shards
+from lightning_commopt.compressors.shards import ShardedCompressor
 
 
 def example_compressors() -> dict[str, Compressor]:
@@ -26,9 +28,17 @@ def ready_compressors() -> dict[str, Compressor]:
     ready = {}
     for name, entry in sorted(registered().items()):
         with suppress(TypeError, ValueError):  # no dataclass, or its defaults do not go together
-            if not any(entry.options.values()) and not (compressor := entry.cls(**entry.fixed)).claims.is_part:
+            if not any(entry.options.values()) and not (compressor := entry.make()).claims.is_part:
                 ready[name] = compressor
     return ready
+
+
+def ready_shards() -> dict[str, ShardedCompressor]:
+    """Returns the compressors of shards that need no options, with their defaults."""
+    ready = {
+        name: entry.cls(**entry.fixed) for name, entry in registered_shards().items() if not any(entry.options.values())
+    }
+    return {name: compressor for name, compressor in ready.items() if isinstance(compressor, ShardedCompressor)}
 
 
 def recommended() -> list[str]:

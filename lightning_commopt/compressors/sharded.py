@@ -1,14 +1,13 @@
-"""Ways to average gradients whose shards belong to ranks: each rank receives the mean of its own shard only.
+"""Ways to average gradients whose shards belong to ranks: in bfloat16, and in blocks of int8 or int4.
 
-Half of what compressors for DDP do. Each rank sends one message to the owner of each shard, and the owner adds up in
-float32 what all have sent of it: gradients are rounded once, and the mean is not.
+Half of what compressors for DDP do: each rank sends one message to the owner of each shard, and the owner adds up in
+float32 what all have sent of it. Gradients are rounded once, and the mean is not.
 
 Shapes: ``W`` ranks; ``s`` elements in a shard, which are the columns of one or several parameters, one behind another.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -22,63 +21,14 @@ from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels import blockwise
 from lightning_commopt.compressors.kernels.blockwise_format import MIN_SCALE, BlockFormat
 from lightning_commopt.compressors.kernels.elementwise import sum_rows
+from lightning_commopt.compressors.registry import register_compressor
+from lightning_commopt.compressors.shards import ShardedCompressor
 from lightning_commopt.text.validation import check_switch
 
 _RESIDUAL_FORMAT = BlockFormat(8, 128)
 
 
-def first_seed(unit: int, rank: int) -> int:
-    """Returns the seed of a unit and a rank in their first step; each step adds 1.
-
-    Below 65,536 units and ranks, and 2^31 steps, no two seeds are equal.
-    """
-    return (unit << 47) + (rank << 31)
-
-
-class ShardedCompressor(ABC):
-    """Settings of one way to average shards, a frozen dataclass; what changes from step to step is in its state."""
-
-    @property
-    @abstractmethod
-    def claims(self) -> Claims:
-        """What others need to know of it; errors are those of the mean of two to four ranks, without a residual."""
-
-    def init(self, numel: int, world_size: int, device: torch.device, seed: int = 0) -> State:
-        """Returns the state for the gradients of one unit.
-
-        Args:
-            numel: ``s``.
-            world_size: ``W``.
-            device: where the gradients are.
-            seed: of random numbers, from `first_seed`.
-        """
-        return {}
-
-    @abstractmethod
-    def rounds(self, columns: list[Tensor], means: list[Tensor], state: State, channel: Channel) -> Rounds:
-        """Averages this rank's shard over the ranks; yields one collective, receives its result.
-
-        Args:
-            columns: ``(W, s_i)`` each, of ``s`` together: this rank's gradients, row ``r`` those in the shard of rank
-                ``r``; left as they were.
-            means: ``(s_i,)`` each; hold the mean of this rank's row over the ranks afterwards.
-            state: from `init`; updated in place.
-            channel: collectives over the ranks.
-        """
-
-    @abstractmethod
-    def message_bytes(self, numel: int, world_size: int) -> int:
-        """Returns the bytes of all messages that a rank hands to the collective, for shards of ``numel`` elements."""
-
-    def residual(self, state: State, numel: int, world_size: int) -> Tensor | None:
-        """Returns ``(W, s)`` float32, what this rank has not sent yet; None if it is not kept."""
-        return None
-
-    def set_residual(self, state: State, residual: Tensor) -> None:
-        """Replaces the residual, ``(W, s)`` float32, in a state that has one."""
-        raise AssertionError(f"{type(self).__name__} keeps no residual")
-
-
+@register_compressor("bf16")
 @final
 @dataclass(frozen=True, kw_only=True)
 class ShardedBf16(ShardedCompressor):
@@ -177,6 +127,7 @@ class ShardedBlockwise(ShardedCompressor):
         """Changes this rank's gradients, ``(W, s)`` filled up to whole blocks."""
 
 
+@register_compressor("int8")
 @final
 @dataclass(frozen=True, kw_only=True)
 class ShardedInt8(ShardedBlockwise):
@@ -229,6 +180,7 @@ class ShardedInt8(ShardedBlockwise):
         blocks.copy_(levels.mul_(scale))
 
 
+@register_compressor("int4")
 @final
 @dataclass(frozen=True, kw_only=True)
 class ShardedInt4(ShardedBlockwise):

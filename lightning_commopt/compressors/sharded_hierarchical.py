@@ -14,11 +14,13 @@ from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.compressors.base import Claims, Rounds, State
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.hierarchical import node_size
-from lightning_commopt.compressors.sharded import ShardedCompressor
+from lightning_commopt.compressors.registry import register_compressor
+from lightning_commopt.compressors.shards import ShardedCompressor
 from lightning_commopt.measure.recorder import issued_by
 from lightning_commopt.text.validation import check_integer
 
 
+@register_compressor("hierarchical")
 @final
 @dataclass(frozen=True, kw_only=True)
 class ShardedHierarchical(ShardedCompressor):

@@ -13,7 +13,7 @@ import torch
 
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.catalog import ready_compressors, recommended
-from lightning_commopt.compressors.registry import without_imports
+from lightning_commopt.compressors.configs import without_imports
 from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs
 from lightning_commopt.cost.fitting import FittedParts, fit_to_step
 from lightning_commopt.cost.from_steps import even_gradients, link_of_steps, without_interrupts, workload_of_steps

@@ -129,10 +129,10 @@ def register_with(module: ModuleType) -> None:
         return import_module(ours).CommOptModelParallel(**arguments)
 
     # As in `aliases`.
-    from lightning_commopt.compressors.sharded_registry import SHARDED
+    from lightning_commopt.compressors.catalog import ready_shards
 
     register_aliases(getattr(module, registry), strategy)
-    for comm_hook in (None, *SHARDED) if ours != "lightning_commopt.fabric" else ():
+    for comm_hook in (None, *ready_shards()) if ours != "lightning_commopt.fabric" else ():
         name = f"{MODEL_PARALLEL}{f'_{comm_hook}' if comm_hook else ''}"
         if name not in getattr(module, registry):
             shown = f"CommOptModelParallel({f'comm_hook={comm_hook!r}' if comm_hook else ''})"

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from lightning_commopt.compat.sigterm import SigtermCheck
-from lightning_commopt.compressors.sharded import ShardedCompressor
-from lightning_commopt.compressors.sharded_registry import sharded_from_config
+from lightning_commopt.compressors import ShardedCompressor
+from lightning_commopt.compressors.configs import sharded_from_config
 from lightning_commopt.launch.nccl_variables import NcclOptions
 from lightning_commopt.plan import OptionError
 from lightning_commopt.strategy.adapters import moving_accelerator

@@ -20,7 +20,7 @@ from lightning_commopt.compressors.base import as_real
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.hierarchical import place_on_nodes
 from lightning_commopt.compressors.kernels import c_library
-from lightning_commopt.compressors.registry import short_name
+from lightning_commopt.compressors.words import short_name
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.buckets import synced_parameters

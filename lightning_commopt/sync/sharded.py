@@ -24,8 +24,8 @@ from lightning_commopt.compat.fsdp import (
 )
 from lightning_commopt.compat.torch import call_after_backward
 from lightning_commopt.compressors.channel import Channel
-from lightning_commopt.compressors.sharded import ShardedCompressor
 from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
+from lightning_commopt.compressors.shards import ShardedCompressor
 from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.executors import BucketFuture, WorkerThread
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_groups, shared_node_groups

@@ -18,8 +18,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_commopt.compressors.sharded import ShardedCompressor
-from lightning_commopt.compressors.sharded_registry import sharded_from_config, sharded_to_config
+from lightning_commopt.compressors.configs import compressor_to_config, sharded_from_config, without_imports
+from lightning_commopt.compressors.shards import ShardedCompressor
 from lightning_commopt.sync.sharded import ShardedSync
 from lightning_commopt.sync.state import KEY, CheckpointError, check_version
 from lightning_commopt.text.validation import info, warn
@@ -34,7 +34,7 @@ def describe(sync: ShardedSync) -> dict[str, Any]:
     """Returns what a checkpoint must say of the states of all ranks."""
     return {
         "version": _VERSION,
-        "sharded": sharded_to_config(sync.compressor),
+        "sharded": _config_of(sync.compressor),
         "num_ranks": dist.get_world_size(),
         "num_shards": {unit.name: unit.num_shards for unit in sync.units},
         "units": {name: saved["names"] for name, saved in sync.state().items()},
@@ -74,14 +74,15 @@ def restore(sync: ShardedSync, saved: Any, directory: Path | None) -> None:
 
 def _restore(sync: ShardedSync, saved: Mapping[str, Any], load: Callable[[int], RankState]) -> None:
     num_shards = {unit.name: unit.num_shards for unit in sync.units}
-    is_same = saved["sharded"] == sharded_to_config(sync.compressor)
+    is_same = saved["sharded"] in (_config_of(sync.compressor), _description_of(sync.compressor))
     if is_same and (saved["num_shards"], saved["num_ranks"]) == (num_shards, dist.get_world_size()):
         state = load(dist.get_rank())
         if saved["version"] == 1:
             _renew_seeds(sync, state)
         sync.restore({unit: {"names": names, "state": state[unit]} for unit, names in saved["units"].items()})
         return
-    compressor = sync.compressor if is_same else sharded_from_config(saved["sharded"])
+    with without_imports():
+        compressor = sync.compressor if is_same else sharded_from_config(saved["sharded"])
     if compressor is None or not compressor.claims.keeps_residual:
         return
     info("Only the residuals of the checkpoint's state of comm_hook are used, as its ranks or options were others.")
@@ -91,6 +92,20 @@ def _restore(sync: ShardedSync, saved: Mapping[str, Any], load: Callable[[int], 
             share = residual / saved["num_ranks"]
             mean[name] = mean[name] + share if name in mean else share
     sync.add_residuals(mean)
+
+
+def _config_of(compressor: ShardedCompressor) -> dict[str, Any]:
+    """Returns what an equal compressor can be made from; a description where there is nothing of the kind."""
+    try:
+        return compressor_to_config(compressor)
+    except ValueError:
+        return _description_of(compressor)
+
+
+def _description_of(compressor: ShardedCompressor) -> dict[str, Any]:
+    """Returns what an equal compressor of a class without a name can be recognized by."""
+    cls = type(compressor)
+    return {"name": f"{cls.__module__}.{cls.__qualname__}", "described": repr(compressor)}
 
 
 def _renew_seeds(sync: ShardedSync, state: RankState) -> None:

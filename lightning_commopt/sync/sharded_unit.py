@@ -21,8 +21,8 @@ from lightning_commopt.compat.fsdp import NotifyingComm, keeps_reduced
 from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.compressors.base import State, finish
 from lightning_commopt.compressors.channel import Channel
-from lightning_commopt.compressors.sharded import ShardedCompressor, first_seed
-from lightning_commopt.compressors.sharded_registry import sharded_name
+from lightning_commopt.compressors.registry import compressor_name
+from lightning_commopt.compressors.shards import ShardedCompressor, first_seed
 from lightning_commopt.measure.recorder import issued_by
 from lightning_commopt.sync.state import CheckpointError, fit_to
 from lightning_commopt.text.validation import warn_once
@@ -73,6 +73,17 @@ class Column(NamedTuple):
         return torch.stack([chunk.flatten() for chunk in filled.chunk(world_size, self.dim)])
 
 
+def full_name(compressor: ShardedCompressor) -> str:
+    """Returns the name that configurations use, and that of the compressor inside.
+
+    >>> from lightning_commopt.compressors import ShardedHierarchical, ShardedInt8
+    >>> full_name(ShardedHierarchical(inner=ShardedInt8()))
+    'hierarchical int8'
+    """
+    inner = getattr(compressor, "inner", None)
+    return f"{compressor_name(compressor)}{f' {full_name(inner)}' if isinstance(inner, ShardedCompressor) else ''}"
+
+
 def runs_of(columns: Sequence[Column], num_shards: int) -> list[tuple[int, bool]]:
     """Returns how many adjacent elements of a row are compressed, or are not."""
     widths = [(column.width(num_shards), column.is_compressed) for column in columns]
@@ -105,7 +116,7 @@ class UnitReduceScatter(CompressedUnit):
         self.name = columns[0].name
         self.columns = tuple(columns)
         self._compressor = compressor
-        self._source = f"{sharded_name(compressor)} reduce-scatter"
+        self._source = f"{full_name(compressor)} reduce-scatter"
         self._channels = channels
         self.first_seed = first_seed(index, dist.get_rank())  # among replicas the rank of a shard is not unique
         self._sharded: list[DTensor] = [getattr(column.owner, column.attribute) for column in columns]

@@ -15,7 +15,7 @@ from torch.nn import Module
 
 from lightning_commopt.compressors import Compressor, Layout, State
 from lightning_commopt.compressors.base import as_real
-from lightning_commopt.compressors.registry import compressor_from_config, compressor_to_config, without_imports
+from lightning_commopt.compressors.configs import compressor_from_config, compressor_to_config, without_imports
 from lightning_commopt.sync.gather import all_ranks_ready, gather_on_rank_0, map_tensors
 from lightning_commopt.sync.strategies import RunningStrategy
 from lightning_commopt.text.formatting import list_some, numbers_text

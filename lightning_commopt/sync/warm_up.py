@@ -12,7 +12,7 @@ from lightning_commopt.compressors import Compressor, Layout
 from lightning_commopt.compressors.base import finish
 from lightning_commopt.compressors.channel import AloneChannel, Channel
 from lightning_commopt.compressors.kernels import c_library, dispatch
-from lightning_commopt.compressors.sharded import ShardedCompressor
+from lightning_commopt.compressors.shards import ShardedCompressor
 from lightning_commopt.text.validation import warn_once
 
 _NUM_STEPS = 2  # a compressor may alternate

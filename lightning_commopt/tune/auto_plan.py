@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_commopt.compat.lightning import MisconfigurationException, batches_that_stepped
+from lightning_commopt.compressors.configs import without_imports
 from lightning_commopt.compressors.kernels import c_library
-from lightning_commopt.compressors.registry import without_imports
 from lightning_commopt.plan import CommPlan, OptionError
 from lightning_commopt.sync.groups import borrow_host_group
 from lightning_commopt.sync.strategies import PlannedStrategy, TunedStrategy

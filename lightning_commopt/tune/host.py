@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.compressors.registry import without_imports
+from lightning_commopt.compressors.configs import without_imports
 from lightning_commopt.measure.private_folder import PrivateFolder, UntrustedError, cache_folder
 from lightning_commopt.plan import CommPlan, OptionError
 from lightning_commopt.sync.strategies import PlannedStrategy

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_commopt.compressors import Compressor
-from lightning_commopt.compressors.registry import compressor_from_config
+from lightning_commopt.compressors.configs import compressor_from_config
 from lightning_commopt.plan import CommPlan, OptionError, plan_options
 from lightning_commopt.text.validation import did_you_mean
 

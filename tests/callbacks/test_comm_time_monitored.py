@@ -100,6 +100,7 @@ def all_monitored(folder: str) -> list[tuple[str, float, dict[str, float], int]]
     return [monitored(f"{folder}/{index}", *case) for index, case in enumerate(cases)]
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_by_exposed_share(tmp_path: Path) -> None:
     """Epochs of 20 steps end before a first window of 50, and between windows of 5."""
     one, other = run_ranks(all_monitored, str(tmp_path))

@@ -19,7 +19,7 @@ from lightning_commopt.callbacks import CommTimeMonitor, publisher
 from lightning_commopt.compat import fsdp
 from lightning_commopt.compat.collectives import CollectiveHooks, has_collective_hooks
 from lightning_commopt.compat.fsdp import ComputationWaits, ObservedUnits, comm_objects
-from lightning_commopt.compressors.sharded_registry import sharded_from_config
+from lightning_commopt.compressors.configs import sharded_from_config
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.recorder import StepRecorder, parts_of_one

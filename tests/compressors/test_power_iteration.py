@@ -47,6 +47,7 @@ class _Scalar:
     loss: Tensor
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("cls", [PowerSGD, AlternatingPowerSGD])
 def test_refreshing_the_subspace_lets_it_converge(cls: type) -> None:
     """If it fails, refresh_steps does not cure what keeps PowerSGD from converging (PowerSGD+, arXiv 2509.11254)."""

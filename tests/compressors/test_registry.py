@@ -39,7 +39,7 @@ class Mine(Averages):
 
 @pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_BY_NORMALIZED_NAME", dict(registry._BY_NORMALIZED_NAME))
+    monkeypatch.setattr(registry, "_OF_BUCKETS", dict(registry._OF_BUCKETS))
 
 
 @pytest.mark.parametrize(

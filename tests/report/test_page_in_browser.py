@@ -203,6 +203,7 @@ def test_hovering_tells_the_values(sweep: OpenPage) -> None:
     assert "samples/s" in (plot.locator(".hoverlayer .hovertext").first.text_content() or "")
 
 
+@pytest.mark.exhaustive
 def test_a_finger_on_a_chart_scrolls_the_page(browser: Browser, paths: dict[str, Path]) -> None:
     """If it fails, readers with a phone are caught in the first chart that fills their screen."""
     with opened(browser, paths["sweep"], width=400, has_touch=True) as phone:

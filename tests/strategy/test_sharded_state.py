@@ -83,7 +83,7 @@ def _resumed(folder: Path, comm_hook: Any, distributed: bool) -> tuple[Params, P
             (_ON_NODES, True),
             (OwnInt8(error_feedback=True, block_size=16), False),
         ],
-        [(FEEDBACK, True), (OwnInt8(error_feedback=True, block_size=16), False)],
+        [(FEEDBACK, True)],
     ),
     ids=str,
 )

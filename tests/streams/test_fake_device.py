@@ -35,6 +35,9 @@ SHARDED = {
 }
 
 
+pytestmark = pytest.mark.exhaustive  # building the device takes longer than all of these
+
+
 @pytest.fixture(scope="module")
 def device() -> Iterator[FakeDevice]:
     try:
@@ -116,7 +119,6 @@ def test_fsdp2s_collectives_have_times(device: FakeDevice, comm_hook: str | None
         assert sum(one.exposed_s or 0.0 for one in totals.operations()) > 0
 
 
-@pytest.mark.exhaustive
 def test_backward_that_waits_for_the_host_is_recorded(device: FakeDevice, tmp_path: Path) -> None:
     """If it fails, steps on CUDA are recorded with gaps, or nobody learns that the host keeps the device waiting."""
     device.run_ranks(fit_monitored, tmp_path, "ddp", "int8")

@@ -23,8 +23,8 @@ from lightning_commopt.commands.selftest.sharded_laws import (
 from lightning_commopt.commands.selftest.steps import flatten, of_all_ranks, run_steps
 from lightning_commopt.compat.collectives import CollectiveHooks
 from lightning_commopt.compat.fsdp import comm_object
+from lightning_commopt.compressors.configs import sharded_from_config
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt4, ShardedInt8
-from lightning_commopt.compressors.sharded_registry import sharded_from_config
 from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.sharded import ShardedSync
 from lightning_commopt.sync.sharded_unit import UnitReduceScatter

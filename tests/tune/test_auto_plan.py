@@ -138,6 +138,7 @@ def test_the_guard_falls_back_to_the_users_plan(lossy: list[dict[str, Any]]) -> 
     assert not lossy[1]["warnings"]
 
 
+@pytest.mark.exhaustive
 def test_the_record_has_the_step_at_which_a_plan_was_left(lossy: list[dict[str, Any]]) -> None:
     """If it fails, the report shows an event at a step at which nothing happened."""
     history = [stretch for stretch in lossy[0]["tuning"]["history"] if stretch["plan"] == "int8"]
@@ -171,6 +172,8 @@ def _fit_fixed(arguments: dict[str, Any]) -> set[CommPlan]:
     return {*steps}
 
 
+@pytest.mark.exhaustive
+@pytest.mark.exhaustive
 @pytest.mark.skipif("bucket_cap_mb_list" not in ddp_options(), reason="this torch takes one bucket_cap_mb")
 @pytest.mark.parametrize("name", ["bucket_cap_mb_list", pytest.param("bucket_cap_mb", marks=pytest.mark.exhaustive)])
 def test_what_the_user_has_fixed_stays(name: str) -> None:

@@ -177,6 +177,7 @@ def _train_fixed() -> set[CommPlan]:
     return {*steps}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif("bucket_cap_mb_list" not in ddp_options(), reason="this torch takes one bucket_cap_mb")
 def test_what_the_user_has_fixed_stays() -> None:
     """If it fails, plan="auto" replaces buckets that the user has chosen."""

@@ -14,6 +14,7 @@ import pytest
 from lightning_commopt.launch import environment
 from lightning_commopt.watch import ended_ranks
 from lightning_commopt.watch.ended_ranks import EndedRanks
+from support.cross_section import sampled
 from support.marked_processes import Program
 
 _HERE = Path(__file__).parent
@@ -102,7 +103,9 @@ def _probe_beside(variable: str, other: str, *, limit_s: float) -> str:
     ("variable", "how"),
     [
         ("LOCAL_RANK", "has ended with status 0 before it joined: torchrun has no process of it any more. Probably"),
-        ("SLURM_LOCALID", "before it joined: srun has no process of it any more. "),
+        pytest.param(
+            *("SLURM_LOCALID", "before it joined: srun has no process of it any more. "), marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_tasks_beside_this_one(variable: str, how: str) -> None:
@@ -114,11 +117,7 @@ def test_tasks_beside_this_one(variable: str, how: str) -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [
-        "exec sleep 60",
-        "sleep 60; true",
-        "exec env -u LOCAL_RANK sleep 60",
-    ],
+    sampled(["exec sleep 60", "sleep 60; true", "exec env -u LOCAL_RANK sleep 60"], by_default=["sleep 60; true"]),
 )
 def test_tasks_that_only_take_their_time(other: str) -> None:
     """If it fails, a rank that is slow, or of which the kernel shows no variables, is taken for one that has ended."""

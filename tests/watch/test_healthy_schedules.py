@@ -46,7 +46,7 @@ _FAILED_S = 5.0
 
 _RAISING = 26
 """Of its schedule, a rank waits for a slow one while another has raised what all will catch."""
-_DRAWN = [*range(int(os.environ.get("COMMOPT_NUM_SCHEDULES", "8"))), _RAISING]
+_DRAWN = [*range(int(os.environ.get("COMMOPT_NUM_SCHEDULES", "5"))), _RAISING]
 _SEEDS = [int(seed) for seed in os.environ["COMMOPT_SEEDS"].split(",")] if "COMMOPT_SEEDS" in os.environ else _DRAWN
 
 

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from lightning_commopt.commands.selftest import laws
 from lightning_commopt.commands.selftest.checks import CPU, NotChecked, TestDevices, check
 from lightning_commopt.commands.selftest.steps import Setup, flatten, of_all_ranks, run_steps
-from lightning_commopt.compressors.sharded import ShardedBf16, ShardedCompressor, ShardedInt4, ShardedInt8
-from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
+from lightning_commopt.compressors import ShardedBf16, ShardedCompressor, ShardedHierarchical, ShardedInt4, ShardedInt8
+from lightning_commopt.compressors.catalog import ready_shards
 from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.sharded import ShardedSync, check_available
 
@@ -66,6 +66,7 @@ class ShardedSetup(Setup):
         found = [
             *(ShardedBf16(), int8(), int8(stochastic_rounding=True), feedback, int4(), int4(error_feedback=True)),
             ShardedHierarchical(inner=feedback, ranks_per_node=ranks_per_node),
+            *ready_shards().values(),
         ]
         return {str(compressor): compressor for compressor in found}
 

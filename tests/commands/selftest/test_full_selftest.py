@@ -295,6 +295,7 @@ def test_recorded_collectives_are_counted() -> None:
     assert set(run_ranks(variants.num_recorded, CPU)) == {3 if has_recorder else 0}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", sampled(["stopped", "failed"], by_default=["failed"]))
 def test_the_hang_monitor_reports_a_fault(fault: str) -> None:
     """If it fails, the check on a GPU reports nothing, or fails whatever the monitor does."""

@@ -77,7 +77,10 @@ def _attach_then_backward(folder: Path, attached: str) -> tuple[list[str], str]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("attached", ["ddp", *(pytest.param(x, marks=needs_comm_objects) for x in list(_ATTACHED)[1:])])
+@pytest.mark.parametrize(
+    "attached",
+    ["ddp", *(pytest.param(x, marks=[needs_comm_objects, pytest.mark.exhaustive]) for x in list(_ATTACHED)[1:])],
+)
 def test_ranks_compile_once_and_before_a_step(attached: str, tmp_path: Path) -> None:
     """If it fails, the first forward or backward waits for a compiler, or all ranks of a machine compile."""
     count = f'for x; do [ "$x" = -shared ] && echo once >> {tmp_path}/log && sleep 0.5; done'
@@ -112,6 +115,7 @@ def test_without_a_compiler_there_is_none(
     assert "plain torch" in caplog.text
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 def test_a_compiler_without_openmp_is_enough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """If it fails, macOS has no kernels in C."""
@@ -122,6 +126,7 @@ def test_a_compiler_without_openmp_is_enough(monkeypatch: pytest.MonkeyPatch, tm
     assert c_library.load() is not None
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 def test_a_home_that_is_read_only_is_no_hindrance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """If it fails, training ends in containers whose home cannot be written."""
@@ -186,6 +191,7 @@ def test_what_others_may_have_planted_is_not_loaded(
     assert reason in warned[0]
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 def test_a_planted_lock_leads_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """If it fails, whoever can write to the cache empties a file of this user, or makes new ones."""

@@ -216,6 +216,7 @@ class TestOpenLab:
             lab.run(["sh", "-c", "[ $RANK = 1 ] && sleep 600; kill -KILL $$"], timeout_s=60)
         assert caught.value.status == -9
 
+    @pytest.mark.exhaustive
     def test_time_runs_out(self):
         with NetLab(2) as lab:
             with pytest.raises(RankError, match=r"rank 1 still ran after 3 s; its last output:\nNAMESPACES") as caught:

@@ -16,6 +16,7 @@ def numbers_in(folder):
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdigit())
 
 
+@pytest.mark.exhaustive
 def test_repetitions_run_in_rounds_with_folders_of_their_own(tmp_path):
     """If it fails, a machine that slows down makes the last setting look slow."""
     losses, notes = fake_sweep(tmp_path, "seed=1,2", "repeat=3")
@@ -154,6 +155,7 @@ def test_more_repetitions_go_on_too(tmp_path):
     assert losses == [101, 102]
 
 
+@pytest.mark.exhaustive
 def test_a_job_with_other_settings_is_run_again_and_said(tmp_path):
     """If it fails, a table mixes runs of two configurations."""
     fake_sweep(tmp_path, "seed=1,2", "trainer.max_steps=20")

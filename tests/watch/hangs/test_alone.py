@@ -39,6 +39,7 @@ _FAULTS = (
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(TorchVersion(torch.__version__) < "2.13", reason="this torch records no collectives of gloo")
 @pytest.mark.parametrize("fault", sampled(_FAULTS, by_default=["batch: save"]))
 def test_the_advice_belongs_to_the_operation(fault: str, tmp_path: Path) -> None:

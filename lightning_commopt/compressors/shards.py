@@ -1,0 +1,136 @@
+"""What a compressor of shards is, for FSDP2: each rank receives the mean of its own shard only.
+
+Shapes: ``W`` ranks; ``s`` elements in a shard, which are the columns of one or several parameters, one behind another.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor
+
+from lightning_commopt.compressors.base import Claims, Compressor, Layout, Rounds, State
+from lightning_commopt.compressors.channel import Channel
+
+
+def first_seed(unit: int, rank: int) -> int:
+    """Returns the seed of a unit and a rank in their first step; each step adds 1.
+
+    Below 65,536 units and ranks, and 2^31 steps, no two seeds are equal.
+    """
+    return (unit << 47) + (rank << 31)
+
+
+class ShardedCompressor(ABC):
+    """Settings of one way to average shards, a frozen dataclass; what changes from step to step is in its state.
+
+    `CommOptModelParallel` compresses FSDP2's reduce-scatters with it. With ``CommOptDDP`` a bucket is cut into a shard
+    for each rank, and the means of all shards are gathered as they are; see `FromShards`.
+    """
+
+    @property
+    @abstractmethod
+    def claims(self) -> Claims:
+        """What others need to know of it; errors are those of the mean of two to four ranks, without a residual."""
+
+    def init(self, numel: int, world_size: int, device: torch.device, seed: int = 0) -> State:
+        """Returns the state for the gradients of one unit.
+
+        Args:
+            numel: ``s``.
+            world_size: ``W``.
+            device: where the gradients are.
+            seed: of random numbers, from `first_seed`.
+        """
+        return {}
+
+    @abstractmethod
+    def rounds(self, columns: list[Tensor], means: list[Tensor], state: State, channel: Channel) -> Rounds:
+        """Averages this rank's shard over the ranks; yields one collective, receives its result.
+
+        Args:
+            columns: ``(W, s_i)`` each, of ``s`` together: this rank's gradients, row ``r`` those in the shard of rank
+                ``r``; left as they were.
+            means: ``(s_i,)`` each; hold the mean of this rank's row over the ranks afterwards.
+            state: from `init`; updated in place.
+            channel: collectives over the ranks.
+        """
+
+    @abstractmethod
+    def message_bytes(self, numel: int, world_size: int) -> int:
+        """Returns the bytes of all messages that a rank hands to the collective, for shards of ``numel`` elements."""
+
+    def residual(self, state: State, numel: int, world_size: int) -> Tensor | None:
+        """Returns ``(W, s)`` float32, what this rank has not sent yet; None if it is not kept."""
+        return None
+
+    def set_residual(self, state: State, residual: Tensor) -> None:
+        """Replaces the residual, ``(W, s)`` float32, in a state that has one."""
+        raise AssertionError(f"{type(self).__name__} keeps no residual")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class FromShards(Compressor):
+    """A compressor of shards as one of buckets: each rank averages a shard, and all gather the means as they are.
+
+    What ``shards`` rounds off is lost, unless it keeps a residual itself. A bucket is filled up with zeros to a
+    multiple of ``W``.
+
+    Attributes:
+        shards: the compressor of shards.
+    """
+
+    shards: ShardedCompressor
+
+    @property
+    def claims(self) -> Claims:
+        """Those of ``shards``; no residual sees what a step leaves out, unless the state has one."""
+        claims = self.shards.claims
+        if claims.keeps_residual or claims.error_bound is None:
+            return claims
+        return replace(claims, untracked_error=max(claims.untracked_error, claims.error_bound))
+
+    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
+        """Returns the step; the first call of `rounds` adds the state of ``shards``, as the channel has the ranks."""
+        return {"step": step}
+
+    def rounds(
+        self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
+    ) -> Rounds:
+        """Runs the round of ``shards``, and gathers the means; a ``residual`` is sent along, and then empty."""
+        num_ranks, numel = channel.size, _shard_numel(flat.numel(), channel.size)
+        if "shards" not in state:
+            seed = first_seed(0, channel.rank) + state["step"]
+            state["shards"], state["num_ranks"] = self.shards.init(numel, num_ranks, flat.device, seed), num_ranks
+        state["step"] += 1
+        if residual is not None:
+            flat.add_(residual)
+        rows = channel.scratch("rows", (num_ranks * numel,), flat.dtype, flat.device)
+        rows[: flat.numel()] = flat
+        rows[flat.numel() :] = 0
+        mean = channel.scratch("mean of shard", (numel,), flat.dtype, flat.device)
+        yield from self.shards.rounds([rows.view(num_ranks, numel)], [mean], state["shards"], channel)
+        gathered = yield channel.all_gather(mean)
+        flat.copy_(gathered.view(-1)[: flat.numel()])
+        if residual is not None:  # where the average is not finite it is sent in the next step
+            residual.masked_fill_(flat.isfinite().all(), 0)
+
+    def wire_bytes(self, layout: Layout, world_size: int) -> int:
+        """Returns half the bytes of both collectives, as the two halves of an all-reduce count."""
+        numel = _shard_numel(layout.numel, world_size)
+        return (self.shards.message_bytes(numel, world_size) + world_size * numel * layout.dtype.itemsize) // 2
+
+    def residual(self, layout: Layout, state: State, given: Tensor | None = None) -> Tensor | None:
+        if given is not None or "shards" not in state:
+            return given
+        num_ranks = state["num_ranks"]
+        rows = self.shards.residual(state["shards"], _shard_numel(layout.numel, num_ranks), num_ranks)
+        return None if rows is None else rows.reshape(-1)[: layout.numel]
+
+
+def _shard_numel(numel: int, world_size: int) -> int:
+    return -(-numel // world_size)

@@ -1,0 +1,108 @@
+"""What a compressor for both strategies takes: one file with a `ShardedCompressor`, one line, and one YAML."""
+
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lightning_commopt import CommOptDDP, CommOptModelParallel
+from lightning_commopt.compat.hydra import allow_targets
+from lightning_commopt.compressors import compressor_from_config, compressor_to_config, registry
+from lightning_commopt.compressors.catalog import example_compressors, ready_shards
+from lightning_commopt.compressors.configs import sharded_from_config
+from lightning_commopt.compressors.shards import FromShards
+from lightning_commopt.strategy.adapters import aliases
+from lightning_commopt.train.sweep.config import check_config
+from support.composed import composed
+from support.ranks import run_ranks
+
+_FILE = '''
+from dataclasses import dataclass
+
+import torch
+
+from lightning_commopt import Claims, ShardedCompressor, register_compressor
+
+
+@register_compressor("fp8")
+@dataclass(frozen=True, kw_only=True)
+class Float8(ShardedCompressor):
+    """Each gradient travels as one byte; the owner of a shard adds up in float32."""
+
+    scale: float = 1.0
+    claims = Claims(error_bound=0.12)
+
+    def rounds(self, columns, means, state, channel):
+        message = (torch.cat(columns, dim=1) * self.scale).to(torch.float8_e5m2)
+        received = yield channel.all_to_all(message)
+        mean = received.float().mean(0) / self.scale
+        for target, part in zip(means, mean.split([column.shape[1] for column in columns]), strict=True):
+            target.copy_(part)
+
+    def message_bytes(self, numel, world_size):
+        return world_size * numel
+
+
+def broken_laws():
+    """Returns what the laws of both strategies say of it, on a rank."""
+    from lightning_commopt.commands.selftest.checks import candidates
+    from lightning_commopt.commands.selftest.laws import LAWS
+    from lightning_commopt.commands.selftest.sharded_laws import SHARDED_LAWS, ShardedSetup
+    from lightning_commopt.commands.selftest.steps import Setup
+    from lightning_commopt.compressors import compressor_from_config
+
+    place = candidates("cpu")[0]
+    with_buckets = [(name, law, Setup(place=place), compressor_from_config("fp8")) for name, law in LAWS.items()]
+    with_shards = [(name, law, ShardedSetup(), Float8()) for name, law in SHARDED_LAWS.items()]
+    assert str(Float8()) in ShardedSetup().examples()
+    found = {}
+    for name, law, setup, compressor in (*with_buckets, *with_shards):
+        try:
+            law(setup, "fp8", compressor)
+        except AssertionError as error:
+            found[name, type(setup).__name__] = str(error)
+    return found
+'''
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    """The file, imported; the registry is as before afterwards."""
+    monkeypatch.setattr(registry, "_OF_SHARDS", dict(registry._OF_SHARDS))
+    (tmp_path / "new_sharded_float8.py").write_text(_FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("new_sharded_float8")
+    sys.modules.pop("new_sharded_float8")
+
+
+def test_both_strategies_know_its_name(module: ModuleType) -> None:
+    """If it fails, a user's compressor works with one strategy only, or something keeps a list of compressors."""
+    compressor = module.Float8(scale=2.0)
+    config = {"name": "fp8", "scale": 2.0}
+    assert compressor_from_config(config) == FromShards(shards=compressor)
+    assert sharded_from_config(config) == sharded_from_config(FromShards(shards=compressor)) == compressor
+    assert compressor_to_config(compressor) == compressor_to_config(FromShards(shards=compressor)) == config
+    assert CommOptDDP(comm_hook=config).plan.name == "fp8 scale 2"
+    assert CommOptDDP(comm_hook=config).plan.to_dict() == {"comm_hook": config}
+    assert CommOptModelParallel(comm_hook=config).comm_hook == compressor
+    assert aliases()["commopt_ddp_fp8_spawn"]["comm_hook"] == "fp8"
+    assert example_compressors()["fp8"] == FromShards(shards=module.Float8())
+    assert ready_shards()["fp8"] == module.Float8()
+
+
+@pytest.mark.usefixtures("module")
+def test_its_yaml_is_an_option_of_commopt_train(tmp_path: Path) -> None:
+    """If it fails, a YAML in the group is not enough."""
+    folder = tmp_path / "conf" / "strategy" / "comm_hook"
+    folder.mkdir(parents=True)
+    (folder / "fp8.yaml").write_text("name: fp8\n")
+    with allow_targets(["lightning_commopt", "lightning"]):
+        check_config(composed("strategy/comm_hook=fp8", f"hydra.searchpath=[file://{tmp_path / 'conf'}]"))
+
+
+def test_it_obeys_the_laws_of_both(module: ModuleType) -> None:
+    """If it fails, buckets that are averaged as shards are wrong, or more bytes travel than are counted."""
+    assert run_ranks(module.broken_laws) == [{}, {}]
