@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from numbers import Integral, Real
-from pathlib import Path
 from typing import Any, get_type_hints
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.compat.lightning import MisconfigurationException
-from lightning_commopt.compressors import Compressor, compressor_from_config, compressor_to_config
+from lightning_commopt.compressors import Compressor, compressor_from_config
 from lightning_commopt.compressors.words import option_in_words, short_name
-from lightning_commopt.measure.runs.files import RUN_FILE
-from lightning_commopt.measure.runs.settings import nested
+from lightning_commopt.plan_base import OptionError as OptionError
+from lightning_commopt.plan_base import Plan, UnknownOptionError
 from lightning_commopt.text.validation import did_you_mean
 
 DDP_OPTION_SINCE = {
@@ -34,14 +31,6 @@ DDP_OPTION_SINCE = {
 """The first torch release whose ``DistributedDataParallel`` has the option."""
 
 
-class OptionError(MisconfigurationException, ValueError):
-    """A user's option is unknown, out of range, or not available here."""
-
-
-class UnknownOptionError(OptionError, TypeError):
-    """A user's option has an unknown name."""
-
-
 @cache
 def ddp_options() -> frozenset[str]:
     """Returns the names of the options that the installed torch's ``DistributedDataParallel`` takes."""
@@ -49,7 +38,7 @@ def ddp_options() -> frozenset[str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommPlan:
+class CommPlan(Plan):
     """How gradients travel: DDP's options, and the compressor that its comm hook drives.
 
     None always means "not passed": DDP's own default holds. That matters for ``bucket_cap_mb``, as an explicit 25
@@ -110,6 +99,11 @@ class CommPlan:
                 " without telling the hook"
             )
 
+    @property
+    def is_lossy(self) -> bool:
+        """Whether it changes numbers."""
+        return self.comm_hook is not None and self.comm_hook.claims.is_lossy
+
     def with_comm_hook(self, comm_hook: str | Mapping[str, Any] | Compressor) -> CommPlan:
         """Returns this plan with another compressor; None is an OptionError, as "none" means no compressor."""
         try:
@@ -122,6 +116,10 @@ class CommPlan:
                 " reads a plan from a file, CommPlan.from_dict makes one from a mapping of its options."
             ) from error
         return dataclasses.replace(self, comm_hook=compressor)
+
+    @classmethod
+    def check_names(cls, names: Sequence[str]) -> None:
+        check_option_names(names, known=cls.options())
 
     @property
     def name(self) -> str:
@@ -147,48 +145,6 @@ class CommPlan:
                 words.append(option_in_words(_SHORTER.get(name, name), value))
         return ", ".join(words)
 
-    @classmethod
-    def from_dict(cls, options: Mapping[str, Any]) -> CommPlan:
-        """Makes a plan from a mapping of option names to values, as `to_dict` gives it; raises an OptionError."""
-        _refuse_records(options)
-        check_option_names(options, known=plan_options())
-        return cls(**options)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the options that are set, in types that JSON has; a compressor without a name is a ValueError."""
-        options: dict[str, Any] = {name: getattr(self, name) for name in plan_options()}
-        if isinstance(self.bucket_cap_mb, tuple):
-            options["bucket_cap_mb"] = list(self.bucket_cap_mb)  # kept as a tuple, to compare and hash
-        if self.comm_hook is not None:
-            options["comm_hook"] = compressor_to_config(self.comm_hook)
-        return {name: value for name, value in options.items() if value is not None}
-
-    @classmethod
-    def from_json(cls, text: str) -> CommPlan:
-        """Makes a plan from what `to_json` gave; raises an OptionError for other text."""
-        try:
-            options = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise OptionError(f"a plan must be JSON: {error}") from error
-        if not isinstance(options, dict):
-            raise OptionError(f"a plan must be a JSON object, got {text[:80]!r}")
-        return cls.from_dict(options)
-
-    def to_json(self) -> str:
-        return json.dumps(self.to_dict(), indent=2)
-
-    @classmethod
-    def load(cls, path: str | Path) -> CommPlan:
-        """Reads a plan that `save` wrote; raises an OptionError that names a file without one, or an OSError."""
-        try:
-            return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:  # UnicodeDecodeError among them
-            kind = type(error) if isinstance(error, OptionError) else OptionError
-            raise kind(f"{path} holds no plan: {error}") from error
-
-    def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
-
     def ddp_kwargs(self) -> dict[str, Any]:
         """Returns the keywords for ``DistributedDataParallel``: those that are set, and no others."""
         kwargs = {name: getattr(self, name) for name in plan_options() if name != "comm_hook"}
@@ -200,39 +156,27 @@ class CommPlan:
 @cache
 def plan_options() -> tuple[str, ...]:
     """Returns the names of a plan's options."""
-    return tuple(field.name for field in dataclasses.fields(CommPlan))
+    return CommPlan.options()
 
 
+_OPTIONS_OF_FSDP2 = (
+    *("param_hook", "accumulate_grads"),
+    *("separate_reduce_scatter_group", "reduce_scatter_max_input_buffers"),
+)
 _SHORTER = {"gradient_as_bucket_view": "bucket_view"}
 _SWITCHES = tuple(name for name, hint in get_type_hints(CommPlan).items() if hint == bool | None)
 
 
-def check_option_names(options: Mapping[str, Any], known: Sequence[str]) -> None:
+def check_option_names(options: Iterable[str], known: Sequence[str]) -> None:
     """Raises an UnknownOptionError for a name that is not ``known``, or an OptionError if a newer torch has it."""
     for name in options:
         if name not in known:
+            if name in _OPTIONS_OF_FSDP2:
+                raise OptionError(f"{name} is an option of CommOptModelParallel, for models that FSDP2 shards")
             if name in DDP_OPTION_SINCE:
                 _check_available(name, name)
             hint = did_you_mean(name, known)
             raise UnknownOptionError(f"unknown option {name!r}; known options: {', '.join(sorted(known))}{hint}")
-
-
-def _refuse_records(options: Mapping[str, Any]) -> None:
-    """Raises an OptionError that shows where the plan stands, if these are another file's content: a run's."""
-    if {"status", "sync_method"} <= options.keys():
-        what, where = f"the record of a run ({RUN_FILE})", "under the names in 'settings' that begin with 'plan.'"
-        settings = options.get("settings")
-        plan = options.get("plan")  # of older records
-        if not isinstance(plan, Mapping):
-            plan = nested(settings).get("plan") if isinstance(settings, Mapping) else None
-    elif "kind" in options and "format" in options:
-        what, where, plan = f"the result of {options['kind']}", "under 'plan'", options.get("plan")
-    else:
-        return
-    if not isinstance(plan, Mapping):
-        raise OptionError(f"this is {what}, which has no plan")
-    shown = json.dumps({name: value for name, value in plan.items() if value is not None}, default=str)
-    raise OptionError(f"this is {what}; its plan stands {where}: save that alone as the plan: {shown}")
 
 
 def _check_available(ddp_option: str, asked: str) -> None:

@@ -141,6 +141,7 @@ class PredictionRecorder:
 def _plan(strategy: Strategy, comm_hook: str) -> CommPlan | None:
     """Returns the plan of a strategy, of Lightning's own as well; None if its hook is none of ours."""
     plan = plan_of(strategy)
+    assert plan is None or isinstance(plan, CommPlan)  # as the model is in DDP
     if plan is not None and plan.comm_hook is not None:
         return plan
     if comm_hook not in ("none", "allreduce_hook"):

@@ -16,7 +16,7 @@ from lightning_commopt.compressors.configs import compressor_to_config
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.launch.nccl_variables import PREFIX, nccl_variables
 from lightning_commopt.measure.runs.settings import flat
-from lightning_commopt.plan import CommPlan
+from lightning_commopt.plan_base import Plan
 from lightning_commopt.strategy.base import is_baseline, plan_of
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def describe_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         fields["sync_method"] = "none" if hook is None else compressor_name(hook)
         fields["plan_name"] = plan.name
         fields["plan"] = tuple(flat(_plan_options(plan, is_short=True), "plan."))
-        fields["is_lossy"] = hook is not None and hook.claims.is_lossy
+        fields["is_lossy"] = plan.is_lossy
         auto_plan = getattr(trainer.strategy, "auto_plan", None)
         if auto_plan is not None and auto_plan.is_wanted:
             fields["sync_method"] = "auto"
@@ -89,9 +89,7 @@ def describe_tuning(strategy: Strategy) -> dict[str, Any]:
     found = {} if auto_plan is None else auto_plan.describe()
     if not found or plan is None:
         return {}
-    hook = plan.comm_hook
-    is_lossy = hook is not None and hook.claims.is_lossy
-    return {"tuning": found, "plan_name": f"auto: {plan.name}", "is_lossy": is_lossy}
+    return {"tuning": found, "plan_name": f"auto: {plan.name}", "is_lossy": plan.is_lossy}
 
 
 def nccl_settings() -> dict[str, str]:
@@ -108,12 +106,13 @@ def plan_settings(strategy: Strategy) -> dict[str, Any]:
     return {} if plan is None else flat(_plan_options(plan), "plan.")
 
 
-def _plan_options(plan: CommPlan, *, is_short: bool = False) -> dict[str, Any]:
+def _plan_options(plan: Plan, *, is_short: bool = False) -> dict[str, Any]:
     """Returns a plan's options in JSON types, with ``is_short`` without a compressor's defaults."""
     try:
         options = plan.to_dict()
     except ValueError:
-        return {**dataclasses.replace(plan, comm_hook=None).to_dict(), "comm_hook": repr(plan.comm_hook)}
+        without: Any = dataclasses.replace(plan, comm_hook=None)  # type: ignore[type-var]  # plans are dataclasses
+        return {**without.to_dict(), "comm_hook": repr(plan.comm_hook)}
     if is_short and plan.comm_hook is not None:
         options["comm_hook"] = compressor_to_config(plan.comm_hook, with_defaults=False)
     return options

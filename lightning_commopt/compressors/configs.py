@@ -206,8 +206,9 @@ def _import_compressor(path: str) -> type[Compressor] | type[ShardedCompressor]:
         found = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{path!r} cannot be imported ({type(error).__name__}: {error})") from error
-    is_compressor = isinstance(found, type) and issubclass(found, Compressor | ShardedCompressor)
-    if not is_compressor or not dataclasses.is_dataclass(found):
+    if not isinstance(found, type) or not dataclasses.is_dataclass(found):
+        found = None
+    if found is None or not issubclass(found, Compressor | ShardedCompressor):
         raise ValueError(f"{path!r} must be a subclass of Compressor and a dataclass, got {found!r}")
     return found
 

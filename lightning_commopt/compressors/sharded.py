@@ -53,6 +53,32 @@ class ShardedBf16(ShardedCompressor):
         return world_size * numel * torch.bfloat16.itemsize
 
 
+@final
+@dataclass(frozen=True, kw_only=True)
+class ShardedExact(ShardedCompressor):
+    """Gradients travel as they are, and in the first step with the residual of a compressor that it takes over from."""
+
+    claims = Claims(is_lossy=False, keeps_residual=True)
+
+    def rounds(self, columns: list[Tensor], means: list[Tensor], state: State, channel: Channel) -> Rounds:
+        widths = [part.shape[1] for part in columns]
+        message = channel.scratch("message", (channel.size, sum(widths)), columns[0].dtype, columns[0].device)
+        foreach_copy_(message.split(widths, 1), columns)
+        if (given := state.pop("given", None)) is not None:
+            message.add_(given)
+        mean = yield channel.reduce_scatter(message)
+        foreach_copy_(means, mean.div_(channel.size).split(widths))
+
+    def message_bytes(self, numel: int, world_size: int) -> int:
+        return world_size * numel * torch.float32.itemsize
+
+    def residual(self, state: State, numel: int, world_size: int) -> Tensor | None:
+        return state.get("given")
+
+    def set_residual(self, state: State, residual: Tensor) -> None:
+        state["given"] = residual
+
+
 class ShardedBlockwise(ShardedCompressor):
     """Gradients travel in blocks with one scale each, and sums are in float32.
 

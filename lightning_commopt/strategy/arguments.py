@@ -21,8 +21,9 @@ from lightning_commopt.plan import (
     ddp_options,
     plan_options,
 )
+from lightning_commopt.sharded_plan import ShardedPlan
 from lightning_commopt.text.validation import did_you_mean, warn_once
-from lightning_commopt.tune.options import TuneOptions, plan_from_option
+from lightning_commopt.tune.options import AUTO, TuneOptions, plan_from_option
 from lightning_commopt.watch.uneven_batches import POLICIES
 
 OWN_OPTIONS = ("save_comm_state", "uneven_batches", "sigterm_every_n_steps", "nccl", "watch", "plan", "lossy")
@@ -32,16 +33,17 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _CHOICES = {
     "start_method": get_args(StartMethod),
     "uneven_batches": POLICIES,
-    "accumulate_grads": ("sharded", "unsharded"),
 }
 _Class = TypeVar("_Class", bound=type)
 
 
 def document_plan_options(strategy: _Class) -> _Class:
     """Puts the descriptions of a plan's options into a docstring that refers to them; LightningCLI's help shows it."""
-    if strategy.__doc__ and CommPlan.__doc__:  # python -OO has neither
-        options = CommPlan.__doc__.partition("Attributes:\n")[2].partition("\n\n")[0]
-        strategy.__doc__ = re.sub(r"(?m)^ *static_graph: see `CommPlan`.*$", lambda _: options, strategy.__doc__)
+    for plan in (CommPlan, ShardedPlan):
+        if strategy.__doc__ and plan.__doc__:  # python -OO has neither
+            options = plan.__doc__.partition("Attributes:\n")[2].partition("\n\n")[0]
+            reference = rf"(?m)^ *{plan.options()[0]}: see `{plan.__name__}`.*$"
+            strategy.__doc__ = re.sub(reference, options.replace("\\", r"\\"), strategy.__doc__)
     return strategy
 
 
@@ -73,6 +75,29 @@ def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, TuneOpt
     if plan.comm_hook is not None and others.get("mixed_precision") is not None:
         raise OptionError("comm_hook and DDP's mixed_precision exclude each other: DDP takes one hook")
     return plan, tuned, {**lightnings, **plan.ddp_kwargs(), **others}
+
+
+def sharded_plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[ShardedPlan, dict[str, Any]]:
+    """Returns the plan of a strategy for sharded models, and what Lightning's strategy is made with.
+
+    The ``arguments`` are ``locals()`` of the constructor. A wrong or unknown one is an OptionError.
+    """
+    given, plan_given = named_arguments(arguments), arguments["plan"]
+    for name in arguments["kwargs"]:
+        if name in (*given, "kwargs") or name not in {*ddp_options(), *plan_options(), "ddp_comm_hook"}:
+            raise UnknownOptionError(f"unknown option {name!r}{did_you_mean(name, [*given])}")
+        ShardedPlan.check_names([name])
+    check_arguments(given)
+    options = {name: value for name, value in given.items() if name in ShardedPlan.options()}
+    lightnings = {name: value for name, value in given.items() if name not in (*options, *OWN_OPTIONS)}
+    plan = ShardedPlan(**options)
+    if plan_given is None:
+        return plan, lightnings
+    if plan_given == AUTO:
+        raise OptionError("plan='auto' chooses buckets and compressors for DDP: CommOptModelParallel has no search yet")
+    if besides := [name for name in plan.options() if getattr(plan, name) != getattr(ShardedPlan(), name)]:
+        raise OptionError(f"plan={plan_given!r} is a whole plan, and {', '.join(besides)} cannot be given besides")
+    return ShardedPlan.of(plan_given), lightnings
 
 
 def named_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,9 +170,6 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "sigterm_every_n_steps": _NUM_STEPS,
     "watch": _SWITCH,
     "save_comm_state": _SWITCH,
-    "param_hook": (lambda value: value in (None, "int8"), '"int8" or None'),
-    "separate_reduce_scatter_group": _SWITCH,
-    "reduce_scatter_max_input_buffers": (_is_count, "a number of buffers above 0 or None"),
 }
 
 

@@ -27,6 +27,7 @@ from lightning_commopt.compat.sigterm import SigtermCheck, broadcasts_sigterm
 from lightning_commopt.compressors import Cast
 from lightning_commopt.launch.nccl_variables import NcclOptions, find_mistakes
 from lightning_commopt.plan import CommPlan, OptionError, ddp_options, plan_options
+from lightning_commopt.plan_base import Plan
 from lightning_commopt.strategy.adapters import register_aliases
 from lightning_commopt.strategy.lightning_launcher import Launcher
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit
@@ -106,10 +107,10 @@ def exchange_plan(ddp_kwargs: dict[str, Any], old: CommPlan, new: CommPlan) -> N
     ddp_kwargs.update(new.ddp_kwargs())
 
 
-def plan_of(strategy: object) -> CommPlan | None:
+def plan_of(strategy: object) -> Plan | None:
     """Returns the plan of a strategy of ours; None for the baselines, and for any other strategy."""
     plan = getattr(strategy, "plan", None)
-    return plan if isinstance(plan, CommPlan) and not is_baseline(strategy) else None
+    return plan if isinstance(plan, Plan) and not is_baseline(strategy) else None
 
 
 def is_baseline(strategy: object) -> bool:
@@ -243,11 +244,11 @@ def check_backward(trainable: Trainable, module: LightningModule, is_static: boo
         )
 
 
-def check_plans_agree(plan: CommPlan) -> None:
+def check_plans_agree(plan: Plan) -> None:
     """Raises an OptionError if the ranks' plans differ; all ranks must call it."""
     plans: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(plans, {name: _describe(getattr(plan, name)) for name in plan_options()})
-    for name in plan_options():
+    dist.all_gather_object(plans, {name: _describe(getattr(plan, name)) for name in plan.options()})
+    for name in plan.options():
         first_ranks: dict[str, int] = {}
         for rank, options in enumerate(plans):
             first_ranks.setdefault(options[name], rank)

@@ -8,28 +8,30 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
+from typing_extensions import Self
 
+from lightning_commopt.compat.loops import batch_is_open
 from lightning_commopt.compat.sigterm import SigtermCheck
 from lightning_commopt.compressors import ShardedCompressor
-from lightning_commopt.compressors.configs import sharded_from_config
 from lightning_commopt.launch.nccl_variables import NcclOptions
-from lightning_commopt.plan import OptionError
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.sharded_plan import ShardedPlan
+from lightning_commopt.strategy import base
 from lightning_commopt.strategy.adapters import moving_accelerator
-from lightning_commopt.strategy.arguments import check_arguments, named_arguments
-from lightning_commopt.strategy.base import WithTimeout, check_sigterm, explain_error, is_fit, join_group, refuse_ray
+from lightning_commopt.strategy.arguments import document_plan_options, sharded_plan_from_arguments
 from lightning_commopt.strategy.lightning_launcher import configure_launcher, forget_previous_job
 from lightning_commopt.sync.gather import gather_on_rank_0
-from lightning_commopt.sync.sharded import ShardedSync, check_available
+from lightning_commopt.sync.sharded import ShardedSync
 from lightning_commopt.sync.sharded_checkpoint import describe, rank_state, restore, save_in_directory
-from lightning_commopt.sync.sharded_gather import GatheredParameters
+from lightning_commopt.sync.sharded_model import ShardedModelSync, warn_of_missing_units
 from lightning_commopt.sync.state import KEY
 from lightning_commopt.text.formatting import byte_unit
 from lightning_commopt.text.validation import info, warn_once
+from lightning_commopt.watch.fit_watch import FitWatch
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -38,7 +40,8 @@ else:
     _ModelParallelStrategy = object
 
 
-class CommOptModelParallelStrategy(WithTimeout, _ModelParallelStrategy):
+@document_plan_options
+class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
     """Lightning's ``ModelParallelStrategy`` with compressed gradients, and less of them while they are accumulated.
 
     Takes all that ``ModelParallelStrategy`` takes, in the same order, and the keywords below. Lightning's own
@@ -47,35 +50,23 @@ class CommOptModelParallelStrategy(WithTimeout, _ModelParallelStrategy):
     Args:
         data_parallel_size: see ``ModelParallelStrategy``, as for all arguments down to ``timeout``. With a
             ``comm_hook`` the default of this and ``tensor_parallel_size`` is that all ranks are data-parallel.
-        comm_hook: how gradients travel in FSDP2's reduce-scatters: None or "none" for FSDP2's own; "bf16", "int8" or
-            "int4"; or a mapping of a name and options (``{"name": "int8", "error_feedback": True}``), see `ShardedInt8`
-            and its neighbours; "hierarchical" compresses with its ``inner`` across nodes only. Parameters of one
-            dimension travel uncompressed, and so do all-reduces between replicas. Lossy. Needs torch >= 2.9.
-        param_hook: how parameters travel in FSDP2's all-gathers: None for FSDP2's own, "int8" for blocks of 128 with
-            one scale each. Forward and backward then compute with rounded parameters; the optimizer keeps exact ones.
-            Parameters of one dimension travel as they are. Lossy. Needs torch >= 2.9.
+        comm_hook: see `ShardedPlan`, as for all options down to ``reduce_scatter_max_input_buffers``.
         save_comm_state: save the residuals of ``comm_hook`` in checkpoints, so that training resumes exactly; with
             another number of ranks their mean is used. In a directory they have a folder of their own.
-        accumulate_grads: what a rank adds up over ``accumulate_grad_batches``. "sharded": its shard, reduce-scattered
-            in every batch; replicas (HSDP) are averaged only with the last one, which costs no memory. "unsharded":
-            the gradients of all parameters, which are reduce-scattered only with the last batch. Each rank then holds
-            gradients as large as the model during accumulation, in place of its shard of them: the first use prints
-            the number of bytes.
-        separate_reduce_scatter_group: let reduce-scatters have process groups of their own, so that they overlap with
-            all-gathers; see ``FSDPModule.set_separate_reduce_scatter_group``, which not all versions of torch have.
-        reduce_scatter_max_input_buffers: of a rank at a time, None for FSDP2's own; see
-            ``FSDPModule.set_reduce_scatter_max_input_buffers``, which not all versions of torch have.
-        sigterm_every_n_steps: let the ranks agree on SIGTERM before every n-th optimizer step and at the end of an
-            epoch, and end together. None for Lightning's own way: since 2.5.2 a broadcast before every batch.
-        nccl: see `lightning_commopt.CommOptDDP`.
-        watch: report what the process group waits for while it is made, and end a rank that joins in vain.
+        uneven_batches: see `lightning_commopt.CommOptDDP`, as for all options down to ``watch``.
+        plan: a `ShardedPlan`, or the path of a file with one, without other options of a plan. Of a `CommPlan` the
+            ``comm_hook`` is taken; its other options are an error, as FSDP2 has nothing for them.
+        **kwargs: none; an option of DDP is an error that says why it cannot apply.
 
     Attributes:
         sharded_sync: of the gradients; None without a ``comm_hook``.
 
     Raises:
-        OptionError: an option is out of range, or this torch cannot do what it asks for.
+        OptionError: an option is unknown, out of range, or this torch cannot do what it asks for.
     """
+
+    _check_environment = base.refuse_ray
+    start_method = "popen"  # Lightning starts the ranks of sharded models in no other way
 
     def __init__(
         self,
@@ -91,33 +82,41 @@ class CommOptModelParallelStrategy(WithTimeout, _ModelParallelStrategy):
         accumulate_grads: Literal["sharded", "unsharded"] = "sharded",
         separate_reduce_scatter_group: bool = False,
         reduce_scatter_max_input_buffers: int | None = None,
+        uneven_batches: Literal["error", "drop", "pad", "allow"] = "error",
         sigterm_every_n_steps: int | None = None,
         nccl: str | dict[str, Any] | NcclOptions | None = None,
         watch: bool = True,
+        plan: ShardedPlan | CommPlan | str | Path | None = None,
+        **kwargs: Any,
     ) -> None:
-        given = named_arguments(locals())
-        check_arguments(given)
-        self.sharded_sync = sharded_sync(given.pop("comm_hook"))
-        self._gathered: GatheredParameters | None = None
-        if given.pop("param_hook") is not None:
-            check_available("param_hook")
-            self._gathered = GatheredParameters()
-        self._saves_comm_state = given.pop("save_comm_state")
-        self._fsdp_options = fsdp_options(
-            given.pop("separate_reduce_scatter_group"), given.pop("reduce_scatter_max_input_buffers")
-        )
-        self._accumulates_unsharded = given.pop("accumulate_grads") == "unsharded"
-        self._sigterm_every_n_steps = given.pop("sigterm_every_n_steps")
+        own_plan, self._lightnings_arguments = sharded_plan_from_arguments(dict(locals()))
+        self._sync = ShardedModelSync(own_plan)
+        self._saves_comm_state, self.uneven_batches = save_comm_state, uneven_batches
+        self._nccl, self._watch = NcclOptions.from_config(nccl), watch
+        self._sigterm_every_n_steps = sigterm_every_n_steps
         self._sigterm_check: SigtermCheck | None = None
-        self._nccl = NcclOptions.from_config(given.pop("nccl"))
-        self._watch = given.pop("watch")
-        self._has_printed_size = False
-        self._lightnings_arguments = given
+        self._fit_watch: FitWatch | None = None
+        self._next_plan: ShardedPlan | None = None
+        self._has_printed_size = self._has_accumulated = False
         forget_previous_job()
-        super().__init__(**given)
+        super().__init__(**self._lightnings_arguments)
 
     accelerator = moving_accelerator
-    _check_environment = refuse_ray
+
+    @classmethod
+    def from_plan(cls, plan: ShardedPlan | CommPlan | str | Path, **kwargs: Any) -> Self:
+        """Makes a strategy from a plan, or the path of a file with one, and its other arguments."""
+        return cls(plan=plan, **kwargs)
+
+    @property
+    def plan(self) -> ShardedPlan:
+        """How gradients and parameters travel at present."""
+        return self._sync.plan
+
+    @property
+    def sharded_sync(self) -> ShardedSync | None:
+        """The gradient sync that compresses reduce-scatters; None where FSDP2's own are used."""
+        return self._sync.gradients
 
     def _configure_launcher(self) -> None:
         self._check_environment()
@@ -125,14 +124,16 @@ class CommOptModelParallelStrategy(WithTimeout, _ModelParallelStrategy):
         configure_launcher(self)
 
     def _setup_distributed(self) -> None:
-        with join_group(self, watch=self._watch, nccl=self._nccl):
+        with base.join_group(self, watch=self._watch, nccl=self._nccl):
             super()._setup_distributed()
 
     def setup_environment(self) -> None:
-        if (self.sharded_sync or self._gathered) and self._data_parallel_size == self._tensor_parallel_size == "auto":
+        if self.plan.is_lossy and self._data_parallel_size == self._tensor_parallel_size == "auto":
             self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
         super().setup_environment()
-        self._sigterm_check = check_sigterm(self, self._sigterm_every_n_steps)
+        is_watched = self._watch and base.is_fit(self) and self.world_size > 1
+        self._fit_watch = FitWatch(self) if is_watched else None
+        self._sigterm_check = base.check_sigterm(self, self._sigterm_every_n_steps)
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -141,45 +142,81 @@ class CommOptModelParallelStrategy(WithTimeout, _ModelParallelStrategy):
         for module in self.model.modules():
             if isinstance(module, FSDPModule) and module not in covered:
                 covered.update(module.modules())  # at once: units over the same ranks then share a group
-                for setter, value in self._fsdp_options.items():
+                for setter, value in self.plan.unit_options().items():
                     getattr(module, setter)(value)
-        if self._fsdp_options and not covered:
-            names = ", ".join(setter.removeprefix("set_") for setter in self._fsdp_options)
-            warn_once(f"{names} has no effect: the model has no unit of FSDP2.")
-        if not is_fit(self) or (self.sharded_sync is None and self._gathered is None):
-            return
         if not covered:
-            raise OptionError(
-                "comm_hook: configure_model has not sharded the model, so there is no reduce-scatter to compress: call"
-                " lightning_commopt.shard or fully_shard in it"
-            )
-        if self._gathered is not None:
-            self._gathered.attach(self.model)
-        if self.sharded_sync is not None:
-            self.sharded_sync.attach(self.model, ranks_per_node=self.num_processes, timeout=self._timeout)
-            self.sharded_sync.allow_overlap()
+            warn_of_missing_units(self.plan)
+        if base.is_fit(self):
+            self._sync.attach(self.model, ranks_per_node=self.num_processes, timeout=self._timeout)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self.world_size > 1:
+            base.warn_of_local_decisions(self.optimizers)
+
+    def apply_plan(self, plan: ShardedPlan | CommPlan | str | Mapping[str, Any] | ShardedCompressor) -> None:
+        """Changes how gradients and parameters travel, in the middle of a fit if need be.
+
+        All ranks must call it, with equal plans. Called between two batches it takes effect at once; within a batch,
+        before the next one. A compressor's residual is added to the next gradients.
+
+        Args:
+            plan: the new plan; or what ``comm_hook`` takes ("int8", a compressor, ...), for the present plan with that
+                ``comm_hook``.
+
+        Raises:
+            OptionError: ``plan`` is neither, this model cannot go over to it, or the ranks' plans differ. The old plan
+                stays.
+        """
+        if isinstance(plan, ShardedPlan | CommPlan):
+            plan = ShardedPlan.of(plan)
+        else:
+            plan = (self._next_plan or self.plan).with_comm_hook(plan)
+        self._sync.check_plan(plan)
+        self._next_plan = plan
+        if not self._is_in_batch():
+            self._apply_next_plan()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self._sync.end_flush()
+        self._apply_next_plan()
+
+    def _is_in_batch(self) -> bool:
+        """Returns whether a training batch has begun and not ended."""
+        module = self.lightning_module
+        return self._sync.is_attached and module is not None and batch_is_open(module.trainer)
+
+    def _apply_next_plan(self) -> None:
+        plan, self._next_plan = self._next_plan, None
+        if plan is not None:
+            if self._sync.is_attached and self.world_size > 1:
+                base.check_plans_agree(plan)
+            self._sync.change_plan(plan)
 
     @property
     def comm_hook(self) -> ShardedCompressor | None:
         """Compresses the reduce-scatters; None where FSDP2's own are used."""
-        return None if self.sharded_sync is None else self.sharded_sync.compressor
+        return self.plan.comm_hook if self.sharded_sync is None else self.sharded_sync.compressor
 
     @property
     def is_lossy(self) -> bool:
         """Whether ``comm_hook`` or ``param_hook`` change numbers."""
-        return self.sharded_sync is not None or self._gathered is not None
+        return self.plan.is_lossy
 
     @property
     def wire_bytes(self) -> int | None:
         """Payload bytes of gradients handed to reduce-scatters, which count half; None without a ``comm_hook``."""
-        return None if self.sharded_sync is None else self.sharded_sync.wire_bytes
+        return self._sync.wire_bytes
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Blocks, in backward, what accumulated gradients need only with the last batch; see ``accumulate_grads``."""
         assert self.model is not None
         sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
-        if self._accumulates_unsharded and sharded and not self._has_printed_size:
+        is_unsharded = self.plan.accumulate_grads == "unsharded"
+        self._has_accumulated |= bool(sharded)
+        if is_unsharded and sharded and not self._has_printed_size:
             self._has_printed_size = True
             unsharded_bytes, sharded_bytes = gradient_bytes(sharded)
             unit = byte_unit(unsharded_bytes)
@@ -187,12 +224,12 @@ class CommOptModelParallelStrategy(WithTimeout, _ModelParallelStrategy):
                 "CommOptModelParallel(accumulate_grads='unsharded'): while gradients are accumulated, each rank holds"
                 f" {unit.text(unsharded_bytes)} of gradients instead of {unit.text(sharded_bytes)}."
             )
-        _require_sync(sharded, False, unsharded=self._accumulates_unsharded)
+        _require_sync(sharded, False, unsharded=is_unsharded)
         try:
             with super().block_backward_sync():
                 yield
         finally:
-            _require_sync(sharded, True, unsharded=self._accumulates_unsharded)
+            _require_sync(sharded, True, unsharded=is_unsharded)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -212,48 +249,29 @@ class CommOptModelParallelStrategy(WithTimeout, _ModelParallelStrategy):
         path = Path(self.broadcast(checkpoint_path))
         checkpoint = super().load_checkpoint(path, *args, **kwargs)
         saved = checkpoint.pop(KEY, None)
-        if saved is not None and self.sharded_sync is not None and is_fit(self):
+        if saved is not None and self.sharded_sync is not None and base.is_fit(self):
             restore(self.sharded_sync, saved, path if path.is_dir() else None)
         return checkpoint
 
     def on_exception(self, exception: BaseException) -> None:
-        explain_error(exception)
+        base.explain_error(exception)
+        if self._fit_watch is not None:
+            self._fit_watch.fail(exception)
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        if self._accumulates_unsharded and not self._has_printed_size and has_stepped(self):
-            warn_once("accumulate_grads='unsharded' had no effect: no gradients were accumulated.")
-        for comm_objects in (self.sharded_sync, self._gathered):
-            if comm_objects is not None:
-                comm_objects.detach()
-        if self._sigterm_check is not None:
-            self._sigterm_check.close()
-            self._sigterm_check = None
-        super().teardown()
-
-
-def sharded_sync(comm_hook: Any) -> ShardedSync | None:
-    """Returns what compresses reduce-scatters, None without compression; raises an OptionError for a wrong option."""
-    try:
-        compressor = sharded_from_config(comm_hook)
-    except (ValueError, TypeError) as error:
-        raise OptionError(f"comm_hook: {error}") from error
-    if compressor is None:
-        return None
-    check_available()
-    return ShardedSync(compressor)
-
-
-def fsdp_options(separate_group: bool, max_input_buffers: int | None) -> dict[str, Any]:
-    """Returns what is to be set on each unit, by the method of ``FSDPModule``, which this torch must have."""
-    given = {"separate_reduce_scatter_group": separate_group, "reduce_scatter_max_input_buffers": max_input_buffers}
-    options = {f"set_{name}": value for name, value in given.items() if value not in (None, False)}
-    for setter in options:
-        if not hasattr(FSDPModule, setter):
-            raise OptionError(
-                f"{setter.removeprefix('set_')} needs a newer torch: {torch.__version__} has no FSDPModule.{setter}"
-            )
-    return options
+        try:
+            is_unsharded = self.plan.accumulate_grads == "unsharded"
+            if is_unsharded and not self._has_accumulated and has_stepped(self):
+                warn_once("accumulate_grads='unsharded' had no effect: no gradients were accumulated.")
+            self._sync.detach()
+            super().teardown()
+        finally:
+            for guard in (self._sigterm_check, self._fit_watch):
+                if guard is not None:
+                    guard.close()
+            self._sigterm_check = self._fit_watch = None
+        self._apply_next_plan()
 
 
 def gradient_bytes(sharded: Iterable[Module]) -> tuple[int, int]:
@@ -272,7 +290,7 @@ def gradient_bytes(sharded: Iterable[Module]) -> tuple[int, int]:
 
 def has_stepped(strategy: Any) -> bool:
     """Returns whether the Trainer that a strategy belongs to is in a fit with an optimizer step behind it."""
-    return is_fit(strategy) and strategy.lightning_module.trainer.global_step > 0
+    return base.is_fit(strategy) and strategy.lightning_module.trainer.global_step > 0
 
 
 def _require_sync(sharded: Iterable[FSDPModule], is_required: bool, *, unsharded: bool) -> None:

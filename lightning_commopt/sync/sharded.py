@@ -26,7 +26,8 @@ from lightning_commopt.compat.torch import call_after_backward
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
 from lightning_commopt.compressors.shards import ShardedCompressor
-from lightning_commopt.plan import OptionError
+from lightning_commopt.plan_base import OptionError
+from lightning_commopt.sharded_plan import check_available
 from lightning_commopt.sync.executors import BucketFuture, WorkerThread
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_groups, shared_node_groups
 from lightning_commopt.sync.sharded_unit import Column, SavedUnits, UnitReduceScatter
@@ -218,16 +219,6 @@ class Overlap:
         if self._executor.close():
             for borrowed in self._borrowed.values():
                 borrowed.return_to_pool()
-
-
-def check_available(option: str = "comm_hook") -> None:
-    """Raises an OptionError that names the option if this torch has no comm objects."""
-    needed = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms", "set_gradient_divide_factor")
-    if not all(hasattr(FSDPModule, name) for name in needed):
-        raise OptionError(
-            f"{option} of CommOptModelParallel needs torch >= 2.9, where FSDP2 takes other collectives, but torch"
-            f" {torch.__version__} is installed"
-        )
 
 
 def sharded_units(model: Module) -> list[tuple[FSDPModule, list[Column]]]:

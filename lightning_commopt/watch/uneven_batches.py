@@ -17,8 +17,8 @@ POLICIES = ("error", "drop", "pad", "allow")
 _WHY = "Gradient sync needs every rank in every step: a rank without a batch would leave the others waiting for it."
 _WHAT_TO_DO = (
     "Deal the samples out evenly: Trainer(use_distributed_sampler=True), DistributedSampler, or a length that is the"
-    " same on all ranks. Or choose: CommOptDDP(uneven_batches='drop') ends epochs at the smallest number, 'pad' repeats"
-    " batches up to the largest, and Trainer(limit_train_batches=N) sets a number."
+    " same on all ranks. Or let the strategy do it: uneven_batches='drop' ends epochs at the smallest number, 'pad'"
+    " repeats batches up to the largest. Trainer(limit_train_batches=N) sets a number."
 )
 _STOP_TOGETHER = (
     "Set it on all ranks in the same step: trainer.should_stop = trainer.strategy.reduce_boolean_decision(stop,"

@@ -4,7 +4,8 @@ from itertools import product
 
 import torch
 
-from lightning_commopt.compressors.sharded import ShardedInt8, first_seed, uniform_noise
+from lightning_commopt.compressors.sharded import ShardedInt8, uniform_noise
+from lightning_commopt.compressors.shards import first_seed
 
 # Values at which fields of fewer bits would run into each other
 _UNITS = (0, 1, 127, 128, 255, 256, 65_535)

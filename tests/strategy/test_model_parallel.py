@@ -144,7 +144,7 @@ def test_the_trainer_of_the_other_package(package: str) -> None:
     made = import_module(package).Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False, barebones=True)
     assert type(made.strategy) is adapter_for(package, "CommOptModelParallel")
     assert isinstance(made.strategy, import_module(f"{package}.strategies").ModelParallelStrategy)
-    assert (made.strategy._data_parallel_size, made.strategy._accumulates_unsharded) == (2, True)
+    assert (made.strategy._data_parallel_size, made.strategy.plan.accumulate_grads == "unsharded") == (2, True)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
@@ -163,4 +163,4 @@ def test_cli(tmp_path: Any) -> None:
         trainer_defaults={"barebones": True},
     )
     assert type(made.trainer.strategy) is adapter_for(PACKAGE, "CommOptModelParallel")
-    assert made.trainer.strategy._accumulates_unsharded
+    assert made.trainer.strategy.plan.accumulate_grads == "unsharded"

@@ -22,7 +22,8 @@ from lightning_commopt.commands.selftest.steps import Setup, flatten, of_all_ran
 from lightning_commopt.compressors import ShardedBf16, ShardedCompressor, ShardedHierarchical, ShardedInt4, ShardedInt8
 from lightning_commopt.compressors.catalog import ready_shards
 from lightning_commopt.plan import OptionError
-from lightning_commopt.sync.sharded import ShardedSync, check_available
+from lightning_commopt.sharded_plan import check_available
+from lightning_commopt.sync.sharded import ShardedSync
 
 
 class Unit(nn.Module):

@@ -22,8 +22,10 @@ from lightning_commopt.launch.lab import NetLab, parse_rate
 from lightning_commopt.measure.runs.record import RunRecord, new_record
 from lightning_commopt.measure.runs.settings import hydra_settings
 from lightning_commopt.plan import CommPlan, plan_options
+from lightning_commopt.sharded_plan import ShardedPlan
 from lightning_commopt.strategy.base import is_baseline
 from lightning_commopt.strategy.ddp import CommOptStrategy
+from lightning_commopt.strategy.model_parallel import CommOptModelParallelStrategy
 from lightning_commopt.text.validation import check_integer
 from lightning_commopt.train.sweep import resolvers
 from lightning_commopt.tune.options import AUTO, TuneOptions, plan_from_option
@@ -192,10 +194,18 @@ def start_record(config: DictConfig, folder: Path) -> RunRecord:
 
 
 def _check_plan(config: DictConfig) -> None:
-    if not _is_commopt(config):
+    strategy = _strategy_class(config)
+    is_sharded = strategy is not None and issubclass(strategy, CommOptModelParallelStrategy)
+    if not is_sharded and not _is_commopt(config):
         return
     options = OmegaConf.to_container(config.strategy, resolve=True)
     assert isinstance(options, dict)
+    if is_sharded:
+        with _as_config_error("strategy: "):
+            ShardedPlan.from_dict(
+                {str(name): value for name, value in options.items() if name in ShardedPlan.options()}
+            )
+        return
     with _as_config_error("strategy: "):
         of_plan = {str(name): value for name, value in options.items() if name in plan_options()}
         TuneOptions.of(options.get("plan"), options.get("lossy"), of_plan)
@@ -235,7 +245,12 @@ def _as_config_error(prefix: str = "") -> Iterator[None]:
         raise ConfigError(f"{prefix}{error}") from error
 
 
-def _is_commopt(config: DictConfig) -> bool:
+def _strategy_class(config: DictConfig) -> type | None:
+    """Returns the class of the strategy; None for one by name."""
     target = config.strategy.get("_target_")
-    strategy = None if target is None else get_class(target)
+    return None if target is None else get_class(target)
+
+
+def _is_commopt(config: DictConfig) -> bool:
+    strategy = _strategy_class(config)
     return strategy is not None and issubclass(strategy, CommOptStrategy) and not is_baseline(strategy)

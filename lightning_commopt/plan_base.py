@@ -1,0 +1,121 @@
+"""What the plans of all strategies have in common: they are made from mappings and files, and written to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import Self
+
+from lightning_commopt.compat.lightning import MisconfigurationException
+from lightning_commopt.compressors import Compressor, ShardedCompressor, compressor_to_config
+from lightning_commopt.measure.runs.files import RUN_FILE
+from lightning_commopt.measure.runs.settings import nested
+from lightning_commopt.text.validation import did_you_mean
+
+
+class OptionError(MisconfigurationException, ValueError):
+    """A user's option is unknown, out of range, or not available here."""
+
+
+class UnknownOptionError(OptionError, TypeError):
+    """A user's option has an unknown name."""
+
+
+class Plan:
+    """How the gradients of a model travel, for one of the strategies; see `CommPlan` and `ShardedPlan`.
+
+    Concrete plans are frozen dataclasses, whose fields are the options.
+    """
+
+    comm_hook: Any  # the compressor, or None
+
+    @classmethod
+    def options(cls) -> tuple[str, ...]:
+        """Returns the names of the options."""
+        return tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+
+    @property
+    def name(self) -> str:
+        """The one short name of the plan, for tables and figures: all that differs from the defaults."""
+        raise NotImplementedError
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether it changes numbers."""
+        raise NotImplementedError
+
+    @classmethod
+    def check_names(cls, names: Sequence[str]) -> None:
+        """Raises an UnknownOptionError for a name that is none of the options, or an OptionError that says why not."""
+        for name in names:
+            if name not in cls.options():
+                hint = did_you_mean(name, cls.options())
+                raise UnknownOptionError(
+                    f"unknown option {name!r}; known options: {', '.join(sorted(cls.options()))}{hint}"
+                )
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> Self:
+        """Makes a plan from a mapping of option names to values, as `to_dict` gives it; raises an OptionError."""
+        _refuse_records(options)
+        cls.check_names([*options])
+        return cls(**options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the options that are set, in types that JSON has; a compressor without a name is a ValueError."""
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}  # type: ignore[arg-type]
+        options = {name: getattr(self, name) for name in defaults if getattr(self, name) != defaults[name]}
+        for name, value in options.items():
+            if isinstance(value, Compressor | ShardedCompressor):
+                options[name] = compressor_to_config(value)
+            elif isinstance(value, tuple):  # to compare and hash plans
+                options[name] = list(value)
+        return options
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Makes a plan from what `to_json` gave; raises an OptionError for other text."""
+        try:
+            options = json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise OptionError(f"a plan must be JSON: {error}") from error
+        if not isinstance(options, dict):
+            raise OptionError(f"a plan must be a JSON object, got {text[:80]!r}")
+        return cls.from_dict(options)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads a plan that `save` wrote; raises an OptionError that names a file without one, or an OSError."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except ValueError as error:  # UnicodeDecodeError among them
+            kind = type(error) if isinstance(error, OptionError) else OptionError
+            raise kind(f"{path} holds no plan: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+
+def _refuse_records(options: Mapping[str, Any]) -> None:
+    """Raises an OptionError that shows where the plan stands, if these are another file's content: a run's."""
+    if {"status", "sync_method"} <= options.keys():
+        what, where = f"the record of a run ({RUN_FILE})", "under the names in 'settings' that begin with 'plan.'"
+        settings = options.get("settings")
+        plan = options.get("plan")  # of older records
+        if not isinstance(plan, Mapping):
+            plan = nested(settings).get("plan") if isinstance(settings, Mapping) else None
+    elif "kind" in options and "format" in options:
+        what, where, plan = f"the result of {options['kind']}", "under 'plan'", options.get("plan")
+    else:
+        return
+    if not isinstance(plan, Mapping):
+        raise OptionError(f"this is {what}, which has no plan")
+    shown = json.dumps({name: value for name, value in plan.items() if value is not None}, default=str)
+    raise OptionError(f"this is {what}; its plan stands {where}: save that alone as the plan: {shown}")

@@ -1,0 +1,177 @@
+"""ShardedPlan: how the gradients and the parameters of a model travel that FSDP2 shards, validated once, here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_commopt.compressors import Compressor, ShardedCompressor
+from lightning_commopt.compressors.configs import sharded_from_config
+from lightning_commopt.compressors.words import short_name
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.plan_base import OptionError, Plan
+from lightning_commopt.text.validation import did_you_mean
+
+_NO_BUCKETS = "FSDP2 has no buckets"
+_WHY_NOT = {
+    "static_graph": "FSDP2 records no graph",
+    "gradient_as_bucket_view": _NO_BUCKETS,
+    "bucket_cap_mb": f"{_NO_BUCKETS}; what travels together is a unit, whose size shard(..., blocks=...) sets",
+    "bucket_cap_mb_list": f"{_NO_BUCKETS}; what travels together is a unit, whose size shard(..., blocks=...) sets",
+    "find_unused_parameters": "FSDP2 does not wait for gradients of parameters that a backward has not used",
+    "broadcast_buffers": "FSDP2 sends no buffers",
+    "forward_sync_buffers": "FSDP2 sends no buffers",
+    "init_sync": "FSDP2 compares no parameters when it shards a model",
+    "skip_all_reduce_unused_params": _NO_BUCKETS,
+    "batched_grad_copy": _NO_BUCKETS,
+    "lazy_bucket_allocation": _NO_BUCKETS,
+    "ddp_comm_hook": "hooks of DDP average whole gradients",
+}
+"""For each option of DDP's plans that FSDP2 has nothing for, the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedPlan(Plan):
+    """How the gradients and the parameters of a model travel that FSDP2 shards.
+
+    Attributes:
+        comm_hook: how gradients travel in FSDP2's reduce-scatters: None or "none" for FSDP2's own; "bf16", "int8" or
+            "int4"; or a mapping of a name and options (``{"name": "int8", "error_feedback": True}``), see `ShardedInt8`
+            and its neighbours; "hierarchical" compresses with its ``inner`` across nodes only. Parameters of one
+            dimension travel uncompressed, and so do all-reduces between replicas. Lossy. Needs torch >= 2.9.
+        param_hook: how parameters travel in FSDP2's all-gathers: None for FSDP2's own, "int8" for blocks of 128 with
+            one scale each. Forward and backward then compute with rounded parameters; the optimizer keeps exact ones.
+            Parameters of one dimension travel as they are. Lossy. Needs torch >= 2.9.
+        accumulate_grads: what a rank adds up over ``accumulate_grad_batches``. "sharded": its shard, reduce-scattered
+            in every batch; replicas (HSDP) are averaged only with the last one, which costs no memory. "unsharded":
+            the gradients of all parameters, which are reduce-scattered only with the last batch. Each rank then holds
+            gradients as large as the model during accumulation, in place of its shard of them: the first use prints
+            the number of bytes.
+        separate_reduce_scatter_group: let reduce-scatters have process groups of their own, so that they overlap with
+            all-gathers; see ``FSDPModule.set_separate_reduce_scatter_group``, which not all versions of torch have.
+        reduce_scatter_max_input_buffers: of a rank at a time, None for FSDP2's own; see
+            ``FSDPModule.set_reduce_scatter_max_input_buffers``, which not all versions of torch have.
+
+    Raises:
+        OptionError: a value is out of range, or this torch cannot do what it asks for.
+    """
+
+    comm_hook: ShardedCompressor | None = None
+    param_hook: Literal["int8"] | None = None
+    accumulate_grads: Literal["sharded", "unsharded"] = "sharded"
+    separate_reduce_scatter_group: bool = False
+    reduce_scatter_max_input_buffers: int | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "comm_hook", sharded_from_config(self.comm_hook))
+        except (ValueError, TypeError) as error:
+            raise OptionError(f"comm_hook: {error}") from error
+        size = self.reduce_scatter_max_input_buffers
+        allowed = {
+            "param_hook": (self.param_hook in (None, "int8"), '"int8" or None'),
+            "accumulate_grads": (self.accumulate_grads in ("sharded", "unsharded"), "one of sharded, unsharded"),
+            "separate_reduce_scatter_group": (isinstance(self.separate_reduce_scatter_group, bool), "true or false"),
+            "reduce_scatter_max_input_buffers": (
+                size is None or (isinstance(size, int) and not isinstance(size, bool) and size > 0),
+                "a number of buffers above 0 or None",
+            ),
+        }
+        for name, (is_allowed, what) in allowed.items():
+            if not is_allowed:
+                hint = did_you_mean(getattr(self, name), ("sharded", "unsharded")) if name == "accumulate_grads" else ""
+                raise OptionError(f"{name} must be {what}, got {getattr(self, name)!r}{hint}")
+        for name in ("comm_hook", "param_hook"):
+            if getattr(self, name) is not None:
+                check_available(name)
+        for setter in self.unit_options():
+            if not hasattr(FSDPModule, setter):
+                raise OptionError(
+                    f"{setter.removeprefix('set_')} needs a newer torch: {torch.__version__} has no FSDPModule.{setter}"
+                )
+
+    @classmethod
+    def check_names(cls, names: Sequence[str]) -> None:
+        for name in names:
+            if name in _WHY_NOT:
+                raise OptionError(f"{name} is an option of DDP, which cannot apply to sharded models: {_WHY_NOT[name]}")
+        super().check_names(names)
+
+    @classmethod
+    def of(cls, plan: ShardedPlan | CommPlan | str | Path) -> ShardedPlan:
+        """Returns a plan for FSDP2 as it was given: as one, as a plan of DDP, or as the path of a file.
+
+        Of a `CommPlan` the compressor of the same name is taken, with the options that differ from their defaults.
+
+        Raises:
+            OptionError: it is none of these, or it has an option that FSDP2 has nothing for.
+        """
+        if isinstance(plan, cls):
+            return plan
+        if isinstance(plan, CommPlan):
+            options = {name: value for name in plan.options() if (value := getattr(plan, name)) is not None}
+            cls.check_names([*options])
+            return cls(**options)
+        if not isinstance(plan, str | Path):
+            raise OptionError(f"plan must be a ShardedPlan, a CommPlan, the path of a file or None, got {plan!r}")
+        if not Path(plan).is_file():
+            raise OptionError(f"plan must be a ShardedPlan, or the path of a file, and there is no file {plan!r}")
+        try:
+            return cls.load(plan)
+        except OptionError as error:
+            with suppress(OptionError):  # a file of DDP's, whose compressor has options that FSDP2's has not
+                return cls.of(CommPlan.load(plan))
+            raise error from None
+
+    def with_comm_hook(self, comm_hook: str | Mapping[str, Any] | Compressor | ShardedCompressor) -> ShardedPlan:
+        """Returns this plan with another compressor; None is an OptionError, as "none" means no compressor."""
+        if comm_hook is None:
+            raise OptionError("a plan must be a ShardedPlan, or what comm_hook takes (such as 'int8' or 'none')")
+        return ShardedPlan(**{**{name: getattr(self, name) for name in self.options()}, "comm_hook": comm_hook})
+
+    @property
+    def name(self) -> str:
+        """The one short name of the plan, for tables and figures: all that differs from the defaults.
+
+        >>> ShardedPlan(accumulate_grads="unsharded").name
+        'uncompressed, accumulate unsharded'
+        """
+        words = ["uncompressed" if self.comm_hook is None else short_name(self.comm_hook)]
+        if self.param_hook is not None:
+            words.append(f"{self.param_hook} parameters")
+        if self.accumulate_grads != "sharded":
+            words.append(f"accumulate {self.accumulate_grads}")
+        if self.separate_reduce_scatter_group:
+            words.append("separate reduce-scatter group")
+        if self.reduce_scatter_max_input_buffers is not None:
+            words.append(f"{self.reduce_scatter_max_input_buffers} input buffers")
+        return ", ".join(words)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether it changes numbers."""
+        return self.comm_hook is not None or self.param_hook is not None
+
+    def unit_options(self) -> dict[str, Any]:
+        """Returns what is to be set on each unit, by the method of ``FSDPModule`` that does so."""
+        given = {
+            "set_separate_reduce_scatter_group": self.separate_reduce_scatter_group,
+            "set_reduce_scatter_max_input_buffers": self.reduce_scatter_max_input_buffers,
+        }
+        return {setter: value for setter, value in given.items() if value not in (None, False)}
+
+
+def check_available(option: str = "comm_hook") -> None:
+    """Raises an OptionError that names the option if this torch has no comm objects."""
+    needed = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms", "set_gradient_divide_factor")
+    if not all(hasattr(FSDPModule, name) for name in needed):
+        raise OptionError(
+            f"{option} of CommOptModelParallel needs torch >= 2.9, where FSDP2 takes other collectives, but torch"
+            f" {torch.__version__} is installed"
+        )

@@ -1,0 +1,160 @@
+"""ShardedModelSync: how a model communicates that FSDP2 shards, for a strategy, and changes of it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.nn import Module
+
+from lightning_commopt.compressors import ShardedCompressor
+from lightning_commopt.compressors.sharded import ShardedExact
+from lightning_commopt.plan_base import OptionError
+from lightning_commopt.sharded_plan import ShardedPlan
+from lightning_commopt.sync.sharded import ShardedSync
+from lightning_commopt.sync.sharded_gather import GatheredParameters
+from lightning_commopt.text.validation import warn_once
+
+
+class ShardedModelSync:
+    """The plan of a strategy, and what carries it out: comm objects in the units of the model.
+
+    A residual outlives a change of the plan. Where the new plan has nothing to keep it in, the gradients of one
+    backward travel uncompressed, with the residual; then the new plan begins.
+
+    Attributes:
+        gradients: compresses reduce-scatters; None where FSDP2's own are used.
+    """
+
+    def __init__(self, plan: ShardedPlan) -> None:
+        self.plan = plan
+        self.gradients = None if plan.comm_hook is None else ShardedSync(plan.comm_hook)
+        self._parameters: GatheredParameters | None = None
+        self._model: Module | None = None  # while attached
+        self._ranks_per_node: int | None = None
+        self._timeout: timedelta | None = None
+        self._earlier_bytes = 0
+        self._has_compressed = plan.comm_hook is not None
+
+    @property
+    def wire_bytes(self) -> int | None:
+        """Payload bytes of gradients handed to reduce-scatters; None if no plan has had a ``comm_hook``."""
+        if not self._has_compressed:
+            return None
+        return self._earlier_bytes + (0 if self.gradients is None else self.gradients.wire_bytes)
+
+    def attach(self, model: Module, *, ranks_per_node: int, timeout: timedelta | None) -> None:
+        """Carries out the plan in a model whose units are sharded. All ranks must call it.
+
+        Raises:
+            OptionError: the model has no unit, or its units are not what the plan can be carried out with.
+        """
+        self._model, self._ranks_per_node, self._timeout = model, ranks_per_node, timeout
+        if not self._has_units() and self.plan.is_lossy:
+            raise OptionError(
+                "comm_hook: configure_model has not sharded the model, so there is no reduce-scatter to compress: call"
+                " lightning_commopt.shard or fully_shard in it"
+            )
+        self._gather_parameters()
+        if self.gradients is not None:
+            self._attach(self.gradients)
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether a fit is under way, whose model the plan is carried out in."""
+        return self._model is not None
+
+    def check_plan(self, plan: ShardedPlan) -> None:
+        """Raises an OptionError if this model cannot go over to a plan."""
+        if self._model is not None and plan.unit_options() != self.plan.unit_options():
+            setters = {**plan.unit_options(), **self.plan.unit_options()}
+            names = ", ".join(setter.removeprefix("set_") for setter in setters)
+            raise OptionError(f"{names} cannot change in the middle of a fit: its units have been set up")
+        if self._model is not None and plan.is_lossy and not self._has_units():
+            raise OptionError("comm_hook: the model is not sharded, so there is no reduce-scatter to compress")
+
+    def change_plan(self, plan: ShardedPlan) -> None:
+        """Switches to a plan that is the same on all ranks, which must call it between two batches.
+
+        Raises:
+            OptionError: the units are not what the plan can be carried out with; the old plan stays.
+        """
+        old, self.plan = self.plan, plan
+        self._has_compressed |= plan.comm_hook is not None
+        if self._model is None:
+            self.gradients = None if plan.comm_hook is None else ShardedSync(plan.comm_hook)
+            return
+        try:
+            if plan.comm_hook != old.comm_hook:
+                self._replace(plan.comm_hook)
+            self._gather_parameters()
+        except OptionError:
+            self.plan = old
+            raise
+
+    def end_flush(self) -> None:
+        """Goes over to the compressor of the plan once a backward has sent a residual. Between two batches."""
+        sync = self.gradients
+        if sync is not None and isinstance(sync.compressor, ShardedExact) and sync.wire_bytes > 0:
+            self._drop(sync)
+            self.gradients = None if self.plan.comm_hook is None else ShardedSync(self.plan.comm_hook)
+            if self.gradients is not None:
+                self._attach(self.gradients)
+
+    def detach(self) -> None:
+        """Gives the units their own collectives back; the state stays for checkpoints and a further fit."""
+        for comm_objects in (self.gradients, self._parameters):
+            if comm_objects is not None:
+                comm_objects.detach()
+        self._parameters = self._model = None
+
+    def _has_units(self) -> bool:
+        assert self._model is not None
+        return any(isinstance(module, FSDPModule) for module in self._model.modules())
+
+    def _attach(self, sync: ShardedSync) -> None:
+        assert self._model is not None
+        sync.attach(self._model, ranks_per_node=self._ranks_per_node, timeout=self._timeout)
+        sync.allow_overlap()
+
+    def _replace(self, compressor: ShardedCompressor | None) -> None:
+        """Replaces what compresses reduce-scatters; residuals are kept."""
+        old = self.gradients
+        residuals: dict[str, Tensor] = {} if old is None else old.residuals()
+        keeps = compressor is not None and compressor.claims.keeps_residual
+        chosen = compressor if keeps or not residuals else ShardedExact()
+        if old is not None:
+            old.detach()
+        new = None if chosen is None else ShardedSync(chosen)
+        try:
+            if new is not None:
+                self._attach(new)
+                new.add_residuals(residuals)
+        except OptionError:
+            if old is not None:
+                self._attach(old)
+            raise
+        self._earlier_bytes += 0 if old is None else old.wire_bytes
+        self.gradients = new
+
+    def _drop(self, sync: ShardedSync) -> None:
+        sync.detach()
+        self._earlier_bytes += sync.wire_bytes
+
+    def _gather_parameters(self) -> None:
+        """Makes all-gathers what the plan wants them to be."""
+        assert self._model is not None
+        is_wanted = self.plan.param_hook is not None
+        if is_wanted and self._parameters is None:
+            self._parameters = GatheredParameters()
+            self._parameters.attach(self._model)
+        elif not is_wanted and self._parameters is not None:
+            self._parameters.detach()
+            self._parameters = None
+
+
+def warn_of_missing_units(plan: ShardedPlan) -> None:
+    """Warns once of options for units of a model that has none."""
+    if names := ", ".join(setter.removeprefix("set_") for setter in plan.unit_options()):
+        warn_once(f"{names} has no effect: the model has no unit of FSDP2.")
