@@ -16,11 +16,8 @@ from typing import Any
 
 from lightning_commopt.launch.environment import launching_rank
 from lightning_commopt.sync.strategies import RunningStrategy
+from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs.process import find_exit, is_alive, process_fields
-
-_LOOK_S = 2.0
-ABSENT_S = 6.0
-"""How long no process of a rank may be seen: longer than torchrun takes to end the others of a rank that has failed."""
 
 # By Lightning's name for what started the ranks: its own name, and its variable for the number of a rank on its host.
 _LAUNCHERS = {"TorchElasticEnvironment": ("torchrun", "LOCAL_RANK"), "SLURMEnvironment": ("srun", "SLURM_LOCALID")}
@@ -44,7 +41,7 @@ class EndedRanks:
         self._launcher, self._variable = next(filter(None, names), ("", ""))
         if self._variable not in os.environ:
             self._launcher = ""
-        self._look_at = time.monotonic() + _LOOK_S
+        self._look_at = time.monotonic() + times.PROCESSES_LOOK_S
         self._absent_since: dict[int, float] = {}
 
     def find(self) -> str | None:
@@ -65,12 +62,12 @@ class EndedRanks:
 
     def _find_absent(self) -> str | None:
         now = time.monotonic()
-        self._look_at = now + _LOOK_S
+        self._look_at = now + times.PROCESSES_LOOK_S
         launcher = _launcher_pid(self._variable)
         present = None if launcher is None else _values_below(launcher, self._variable)
         absent = set() if present is None else {*range(len(self._ranks_here))} - present
         self._absent_since = {rank: self._absent_since.get(rank, now) for rank in absent}
-        if launcher is None or not absent or now - min(self._absent_since.values()) < ABSENT_S:
+        if launcher is None or not absent or now - min(self._absent_since.values()) < times.ABSENT_S:
             return None
         rank = self._ranks_here.start + min(absent, key=lambda local_rank: (self._absent_since[local_rank], local_rank))
         process = f"{self._launcher} has no process of it any more"

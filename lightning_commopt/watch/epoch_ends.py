@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from lightning_commopt.sync.store import poll
 from lightning_commopt.text.formatting import ranks_text
+from lightning_commopt.watch import times
 from lightning_commopt.watch.uneven_batches import UnevenBatchesError, different_ends_message, goes_on_message
-
-_SEEN_S = 10.0  # that rank 0 waits for others to read that all have come; one that has died is found by what follows
 
 
 @dataclass(kw_only=True)
@@ -117,7 +116,7 @@ class EpochEnds:
         numbers = json.loads(store.get(f"{run}/all"))
         store.add(f"{run}/seen", 1)
         if self._rank == 0:  # its process may end with the fit, and the store with it: nobody could read more
-            poll(lambda: store.add(f"{run}/seen", 0) >= self._world_size, _SEEN_S)
+            poll(lambda: store.add(f"{run}/seen", 0) >= self._world_size, times.SEEN_S)
         if len(set(numbers)) > 1:
             raise UnevenBatchesError(different_ends_message(numbers, epoch.number))
         if self._rank == 0 and run > 1:  # nobody reads the keys of the previous epoch

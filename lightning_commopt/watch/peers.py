@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from lightning_commopt.sync.store import poll
 from lightning_commopt.text.formatting import escape_controls
+from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs.process import process_fields
 
 _KEY = "lifeline"
-_CONNECT_S = 2.0
 _MAX_TRIES = 3
 _MAX_HELLO_BYTES = 256
 _MAX_STRANGERS = 64  # connections that are accepted in one update, and whose token is read in the next
@@ -32,7 +32,6 @@ _ORDERLY = ("SIGTERMException", "_TunerExitException")
 """Lightning's exceptions that end a fit on all ranks as intended."""
 
 _NUM_IDLE = "num_idle"
-_DEATH_S = 0.5
 
 
 class Lifelines:
@@ -127,7 +126,7 @@ class Lifelines:
         self._num_tries += 1
         self._is_confirmed = False
         with suppress(OSError):
-            connection = socket.create_connection((ip, port), timeout=_CONNECT_S)
+            connection = socket.create_connection((ip, port), timeout=times.LIFELINE_CONNECT_S)
             connection.sendall(f"{self._rank} {token}".encode())
             connection.setblocking(False)
             self.connections[0] = connection
@@ -231,7 +230,7 @@ class Peers:
 
     def failure_soon(self) -> Failure | None:
         """Waits a moment for a `failure`: connections are closed before the process has ended."""
-        poll(lambda: self.failure() is not None, _DEATH_S)
+        poll(lambda: self.failure() is not None, times.CAUSE_S)
         return self.failure()
 
     def _reported(self) -> Failure | None:

@@ -12,9 +12,10 @@ from functools import partial
 from operator import attrgetter
 
 from lightning_commopt.text.formatting import grouped
+from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs import sentences
 from lightning_commopt.watch.hangs.flight_recorder import Difference, find_departure, find_difference
-from lightning_commopt.watch.hangs.marks import BACKWARD, END, EPOCH_END, PHASES, SLOW_FACTOR
+from lightning_commopt.watch.hangs.marks import BACKWARD, END, EPOCH_END, PHASES
 from lightning_commopt.watch.hangs.operations import called_alone, is_in_batch, is_under_rank_zero_only
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
@@ -38,7 +39,7 @@ def is_hang(snapshots: Sequence[RankSnapshot], after_s: float) -> bool:
     if not waiting:
         return len(running) == len(snapshots) and all(each.phase != END for each in running)
     # What an unreachable rank may do, and for how long, is only known from the others' phase.
-    patience_s = SLOW_FACTOR * after_s if any(each.state == "silent" for each in snapshots) else 0.0
+    patience_s = times.SLOW_FACTOR * after_s if any(each.state == "silent" for each in snapshots) else 0.0
     if any(each.is_unknown for each in snapshots):
         return all(each.idle_s >= max(patience_s, each.limit_s) for each in waiting)
     return True
@@ -87,7 +88,7 @@ def _may_progress(rank: RankSnapshot, after_s: float) -> bool:
         return rank.idle_s < (rank.limit_s if rank.phase == END else after_s)
     # Without its stack the phase is uncertain: another callback's hook may run in any.
     is_slow = rank.is_compiling or rank.is_computing or rank.innermost is None
-    return rank.idle_s < (SLOW_FACTOR * rank.limit_s if is_slow else rank.limit_s)
+    return rank.idle_s < (times.SLOW_FACTOR * rank.limit_s if is_slow else rank.limit_s)
 
 
 @dataclass(frozen=True)

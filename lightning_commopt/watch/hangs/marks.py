@@ -16,6 +16,8 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lightning_commopt.watch import times
+
 _MARK = struct.Struct("<dQHHxxxxq")
 _NUM_MARKS = 2048
 NUM_BYTES = _MARK.size * _NUM_MARKS
@@ -23,8 +25,6 @@ NUM_BYTES = _MARK.size * _NUM_MARKS
 PHASE, BUCKET_READY, BUCKET_START, COLLECTIVE_START, COLLECTIVE_END, BUCKET_END, BATCH = range(1, 8)
 """Kinds of marks, from BUCKET_START on in the order of a `BucketSync`'s events. A phase has its index in `PHASES`."""
 
-SLOW_FACTOR = 10
-"""How many times ``after_s`` a phase may last that is slow by nature."""
 
 _SHOWN_FACTOR = 3
 _NUM_SHOWN = 50
@@ -93,7 +93,7 @@ class PhaseTimes:
         slow by nature, or has not ended before: a first forward compiles.
         """
         shown = self._shown[phase]
-        base = self._after_s * (SLOW_FACTOR if PHASES[phase].is_slow or not shown else 1)
+        base = self._after_s * (times.SLOW_FACTOR if PHASES[phase].is_slow or not shown else 1)
         # The first time does not count if there are others: it includes one-time setup.
         later = [*shown][1:] if len(shown) < _NUM_SHOWN else shown
         return max(base, _SHOWN_FACTOR * max(later or shown, default=0.0))

@@ -16,12 +16,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs.transport import receive_line
 
 _HOST, _PORT = "localhost", 28028
 _PROTOCOL = 2
 _MAX_BYTES = 16 * 2**20
-_EXTRA_S = 6.0
 _MIN_S = 0.001
 _PART_BYTES = 2**16
 
@@ -71,7 +71,7 @@ def ask_ras(address: tuple[str, int], limit_s: float) -> dict[str, Any] | str:
 
             if not ask(f"CLIENT PROTOCOL {_PROTOCOL}").upper().startswith("SERVER PROTOCOL "):
                 raise RasError(f"what listens at {where} is not NCCL")
-            ask(f"TIMEOUT {max(1, math.floor(limit_s - _EXTRA_S))}")
+            ask(f"TIMEOUT {max(1, math.floor(limit_s - times.RAS_EXTRA_S))}")
             is_json = ask("SET FORMAT json") == "OK"
             connection.sendall(b"VERBOSE STATUS\n")
             text = _receive_rest(connection, deadline).decode("utf-8", "replace")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_commopt.compat.hooks import activity_of
+from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs import process as processes
 from lightning_commopt.watch.hangs.marks import NUM_BYTES, PHASES, Mark, PhaseTimes, read_marks
@@ -16,10 +17,6 @@ from lightning_commopt.watch.hangs.process import ComputingProbe, Frame
 from lightning_commopt.watch.hangs.snapshot import SIGTERM_BROADCAST, RankSnapshot, place_in_training
 from lightning_commopt.watch.hangs.transport import RankLink
 
-_STACK_S = 1.0
-_ANSWER_S = 3.0
-_HOLDS_GIL_S = 0.5
-_LAST_MESSAGE_S = 0.5
 _MAX_WORKERS = 4
 _DATALOADER = {
     kinds.DATA,
@@ -115,7 +112,7 @@ class Observation:
         if self.ended is None and state == "dead":
             self.note_exit()
             self.ended_unix_s = self.ended_unix_s or time.time()
-            if time.time() - self.ended_unix_s > _LAST_MESSAGE_S:  # its last message may still be on its way
+            if time.time() - self.ended_unix_s > times.LAST_MESSAGE_S:  # its last message may still be on its way
                 self.ended = "died"
         elif self._probe is not None:
             self._probe.sample(self.idle_s, with_children=self._phase in _DATALOADER)
@@ -126,13 +123,13 @@ class Observation:
 
     def note_exit(self) -> None:
         """Reads how the rank's process has ended: its parent may reap it at any time."""
-        for _ in range(200):
+        for _ in range(round(times.EXIT_S / times.EXIT_POLL_S)):
             if self.ended is not None or self.detail:
                 return
             self.detail = processes.find_exit(self._pid) or ""
             if not processes.is_alive(self._pid):
                 return
-            time.sleep(0.001)
+            time.sleep(times.EXIT_POLL_S)
 
     def snapshot(self, *, is_whole: bool = True) -> RankSnapshot:
         """Returns the state of the rank, whole with stacks and collectives, which need the process.
@@ -184,19 +181,22 @@ class Observation:
         """
         ident, thread = self._fit_thread
         cpu_s = processes.thread_cpu_s(self._pid, thread)
-        answer = self._link.request(_ANSWER_S, stacks=True)
+        answer = self._link.request(times.ANSWER_S, stacks=True)
         if answer is not None:
             stacks = {
                 int(key): [Frame(*fields) for fields in frames] for key, frames in answer.get("stacks", {}).items()
             }
         # No other thread gets the GIL: the training thread waits for it too, or is in a C function that holds it.
-        elif processes.is_asleep(self._pid, thread) or processes.thread_cpu_s(self._pid, thread) - cpu_s > _HOLDS_GIL_S:
-            stacks = {ident: processes.dump_stack(self._pid, thread, self._stacks_fd, _STACK_S)}
+        elif (
+            processes.is_asleep(self._pid, thread)
+            or processes.thread_cpu_s(self._pid, thread) - cpu_s > times.HOLDS_GIL_S
+        ):
+            stacks = {ident: processes.dump_stack(self._pid, thread, self._stacks_fd, times.STACK_S)}
         else:
             stacks = {}
         frames = stacks.get(ident, [])
         if not frames:
-            found.missing.append(f"stacks: the process has not answered within {_ANSWER_S:g} s")
+            found.missing.append(f"stacks: the process has not answered within {times.ANSWER_S:g} s")
         found.stacks[f"process {self._pid}"] = {hex(key): list(map(str, each)) for key, each in stacks.items()}
         self._add_thread(found, frames)
         found.is_compiling = processes.is_compiling(frames)
@@ -232,15 +232,15 @@ class Observation:
             if not processes.is_asleep(pid, pid):
                 found.missing.append(f"stack of process {pid}: it is running, and the signal could crash it")
                 continue
-            frames = processes.dump_stack(pid, pid, self._stacks_fd, _STACK_S)
+            frames = processes.dump_stack(pid, pid, self._stacks_fd, times.STACK_S)
             found.stacks[f"process {pid}"] = {"main": list(map(str, frames))}
             if (place := processes.user_place(frames)) is not None:
                 found.worker_places.append(str(place))
 
     def _add_dump(self, found: RankSnapshot) -> None:
-        dump = self._link.request(_ANSWER_S, dump=True)
+        dump = self._link.request(times.ANSWER_S, dump=True)
         if dump is None:
-            found.missing.append(f"collectives: the process has not answered within {_ANSWER_S:g} s")
+            found.missing.append(f"collectives: the process has not answered within {times.ANSWER_S:g} s")
             return
         self._apply_dump(found, dump)
 

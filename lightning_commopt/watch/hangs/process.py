@@ -25,13 +25,12 @@ from functools import cache
 from pathlib import Path
 
 from lightning_commopt.compat.hooks import waited_in
+from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs.marks import anonymous_file
 from lightning_commopt.watch.hangs.transport import RankLink
 
 MAX_FRAMES = 200
 SIGNAL = getattr(signal, "SIGRTMIN", 34) + 7
-_POLL_S = 0.01
-_QUIET_S = 0.1
 
 _PROC = Path("/proc")
 _WATCHER_MODULE = "lightning_commopt.watch.hangs.watcher"
@@ -50,7 +49,6 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
 _COMPILERS = tuple(f"/torch/{name}/" for name in ("_dynamo", "_inductor", "_functorch"))
 _TRAINERS = ("/pytorch_lightning/trainer/", "/lightning/pytorch/trainer/")
 _LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "<frozen", "/lightning_commopt/")
-_MAX_WINDOW_S = 4.0
 _COMPUTING_SHARE = 0.1
 
 
@@ -147,7 +145,7 @@ def end_rank(pid: int, link: RankLink, orderly_s: float) -> None:
     link.send(abort=True)
     deadline = time.monotonic() + orderly_s
     while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+        time.sleep(times.PROCESS_POLL_S)
     for each in (pid, *children):
         try:
             os.kill(each, signal.SIGKILL)
@@ -211,7 +209,7 @@ def own_stacks() -> dict[int, list[tuple[str, int, str]]]:
 def is_asleep(pid: int, thread: int) -> bool:
     """Returns whether a thread sleeps in the kernel, and continues to."""
     before = _turns(pid, thread)
-    time.sleep(_QUIET_S)
+    time.sleep(times.QUIET_S)
     return before == _turns(pid, thread) and before[0] == "S"
 
 
@@ -236,8 +234,8 @@ def dump_stack(pid: int, thread: int, fd: int, limit_s: float) -> list[Frame]:
         return []
     deadline = time.monotonic() + limit_s
     changed_at = 0.0
-    while (now := time.monotonic()) < deadline and not (changed_at and now - changed_at > _QUIET_S):
-        time.sleep(_POLL_S)
+    while (now := time.monotonic()) < deadline and not (changed_at and now - changed_at > times.QUIET_S):
+        time.sleep(times.PROCESS_POLL_S)
         if (size := os.fstat(fd).st_size) != end:
             end, changed_at = size, now
     matches = _FRAME.finditer(os.pread(fd, end - start, start).decode("utf-8", "replace"))
@@ -276,7 +274,7 @@ class ComputingProbe:
 
     def __init__(self, pid: int, thread: int, after_s: float) -> None:
         self._pid, self._thread = pid, thread
-        self._window_s = min(_MAX_WINDOW_S, after_s / 4)
+        self._window_s = min(times.COMPUTING_WINDOW_S, after_s / 4)
         self._samples: list[tuple[float, float]] = []
 
     def sample(self, idle_s: float, *, with_children: bool) -> None:

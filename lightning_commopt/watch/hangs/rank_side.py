@@ -25,6 +25,7 @@ from lightning_commopt.compat.hooks import hook_owner
 from lightning_commopt.compat.torch import flight_records
 from lightning_commopt.measure.observer import END, BucketInfo, BucketSync, SyncObserver
 from lightning_commopt.sync.store import key_space
+from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.marks import MarkWriter
 from lightning_commopt.watch.hangs.observation import WatcherSettings
@@ -33,8 +34,6 @@ from lightning_commopt.watch.hangs.transport import RankLink, find_own_ip, is_lo
 from lightning_commopt.watch.hangs.watcher import SETTINGS_VARIABLE
 from lightning_commopt.watch.waiting import end_process
 
-_FIRST_POLL_S, _LAST_POLL_S = 0.02, 1.0
-_MEET_S = 60.0
 _NUM_EVENTS = 256
 
 
@@ -92,7 +91,7 @@ class WatchedRank:
 
     def meet(self) -> bool:
         """Waits up to a minute from the start until the watchers of all ranks have met; returns whether they have."""
-        return self._has_met.wait(max(0.0, self._began_s + _MEET_S - time.monotonic()))
+        return self._has_met.wait(max(0.0, self._began_s + times.MEET_S - time.monotonic()))
 
     def enter(self, phase: int, step: int) -> None:
         """Marks the begin of a phase, an index into `lightning_commopt.watch.hangs.marks.PHASES`."""
@@ -162,11 +161,12 @@ class WatchedRank:
         """Returns the values of all ranks; waits until all have written theirs, or the watch ends."""
         keys = [f"{name}/{rank}" for rank in range(self._world_size)]
         self._store.set(keys[self._rank], json.dumps(own))
-        pause_s = _FIRST_POLL_S
+        pause_s = times.MEET_FIRST_POLL_S
         while not self._store.check(keys):  # a wait would block the store's other users
             if self._is_closed.wait(pause_s):
                 raise EOFError
-            pause_s = _FIRST_POLL_S if time.monotonic() < self._began_s + _MEET_S else _LAST_POLL_S
+            is_awaited = time.monotonic() < self._began_s + times.MEET_S
+            pause_s = times.MEET_FIRST_POLL_S if is_awaited else times.MEET_LAST_POLL_S
         return [json.loads(self._store.get(key)) for key in keys]
 
 

@@ -1,8 +1,8 @@
 """Messages of watchers: lines of JSON, to their rank over a socket pair, to each other over TCP.
 
 The watchers of a run share a secret key, which is never sent. A server begins each connection with a nonce; from a
-client that cannot sign it, it reads at most `_HELLO_BYTES` within `_HELLO_S`. There are `_MAX_STRANGERS` such clients
-at a time: a new one takes the place of the oldest, so that clients that send nothing do not keep watchers out.
+client that cannot sign it, it reads at most `_HELLO_BYTES` within `times.HELLO_S`. There are `_MAX_STRANGERS` such
+clients at a time: a new one takes the place of the oldest, so that clients that send nothing do not keep watchers out.
 Questions and answers are signed too, with nonces of both sides, so that they cannot be replayed. Nothing is encrypted.
 """
 
@@ -20,14 +20,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from lightning_commopt.watch import times
 from lightning_commopt.watch.own_errors import log_own_errors
 
-_CONNECT_S = 2.0
-_SEND_S = 5
-_HELLO_S = 5.0
-_QUESTION_S = 10.0
 _MAX_STRANGERS = 64
-_AGAIN_S = 0.1
 _MAX_BYTES = 64 * 2**20
 _PART_BYTES = 2**16
 _NONCE_BYTES = 32
@@ -66,7 +62,7 @@ def ask(address: Address, key: str, question: dict[str, Any], limit_s: float) ->
         UnreachableError: there is no answer with a valid signature within the limit, or no route to the host.
     """
     try:
-        with socket.create_connection((address.ip, address.port), timeout=_CONNECT_S) as connection:
+        with socket.create_connection((address.ip, address.port), timeout=times.CONNECT_S) as connection:
             nonces = receive_line(connection, 2 * _NONCE_BYTES, limit_s) + secrets.token_hex(_NONCE_BYTES).encode()
             body = json.dumps(question).encode()
             own_nonce = nonces[2 * _NONCE_BYTES :]
@@ -106,7 +102,7 @@ class Server:
             try:
                 connection, _ = self._listening.accept()
             except OSError:  # there are too many descriptors
-                time.sleep(_AGAIN_S)
+                time.sleep(times.ACCEPT_AGAIN_S)
                 continue
             if not self._places.acquire(blocking=False):
                 self._drop_oldest()
@@ -118,7 +114,7 @@ class Server:
             except RuntimeError:  # there are too many threads
                 self._forget(connection)
                 connection.close()
-                time.sleep(_AGAIN_S)
+                time.sleep(times.ACCEPT_AGAIN_S)
 
     def _drop_oldest(self) -> None:
         with self._lock, suppress(OSError, StopIteration):
@@ -134,18 +130,18 @@ class Server:
         with log_own_errors("HangMonitor's answer to another rank"), suppress(OSError, EOFError), connection:
             nonce = secrets.token_hex(_NONCE_BYTES).encode()
             try:
-                connection.settimeout(_HELLO_S)
+                connection.settimeout(times.HELLO_S)
                 connection.sendall(nonce + b"\n")
-                hello = receive_line(connection, _HELLO_BYTES, _HELLO_S)
+                hello = receive_line(connection, _HELLO_BYTES, times.HELLO_S)
             finally:
                 self._forget(connection)
             if not hmac.compare_digest(hello, _sign(self._key, b"hello", nonce)):
                 return
-            line = receive_line(connection, _MAX_BYTES, _QUESTION_S)
+            line = receive_line(connection, _MAX_BYTES, times.QUESTION_S)
             nonces, signature, body = nonce + line[:64], line[64:128], line[128:]
             if hmac.compare_digest(signature, _sign(self._key, b"ask", nonces + body)):
                 answered = json.dumps(self._answer(json.loads(body))).encode()
-                connection.settimeout(_QUESTION_S)
+                connection.settimeout(times.QUESTION_S)
                 connection.sendall(_sign(self._key, b"answer", nonces + answered) + answered + b"\n")
 
 
@@ -154,7 +150,7 @@ class RankLink:
 
     def __init__(self, connection: socket.socket) -> None:
         # A sender must not hang because the other end is stopped.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", times.SEND_S, 0))
         self._connection = connection
         self._lock = threading.Lock()
         self._numbers = itertools.count()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_commopt.text.formatting import escape_controls
+from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs.diagnosis import (
     Diagnosis,
     diagnose,
@@ -38,17 +39,6 @@ from lightning_commopt.watch.hangs.transport import Address, RankLink, Server
 
 SETTINGS_VARIABLE = "COMMOPT_HANG_WATCHER"
 """Environment variable with a watcher's settings, as JSON. Other users can read arguments, but not this."""
-
-_WAKE_S = 0.25
-_ASK_AGAIN_S = 5.0
-_SOON_S = 1.0
-_RAS_S = 8.0
-_DEATH_S = 2.0
-_ORDERLY_S = 2.0
-_FAILED_S = 8.0
-_KEEP_S = 30.0
-_MOVED_S = 1.0
-_PAUSE_S = 5.0
 
 
 class Watcher:
@@ -79,26 +69,26 @@ class Watcher:
         asked_at = kept_at = time.monotonic()
         while self._own.ended is None and not self._must_abort.is_set():
             slept_at = time.monotonic()
-            time.sleep(_WAKE_S)
-            if time.monotonic() - slept_at > _PAUSE_S:  # this process was suspended, and so was the job
+            time.sleep(times.HANG_LOOK_S)
+            if time.monotonic() - slept_at > times.PAUSE_S:  # this process was suspended, and so was the job
                 self._own.resume()
             self._own.update()
             now, idle_s = time.monotonic(), self._own.idle_s
             if idle_s < self._after_s:
-                if idle_s < _MOVED_S:
+                if idle_s < times.MOVED_S:
                     self._note_progress()
-                asked_at = now - _ASK_AGAIN_S + _SOON_S
-            elif now - asked_at >= _ASK_AGAIN_S and (self._aborts or not self._is_reported):
+                asked_at = now - times.ASK_AGAIN_S + times.CONFIRM_S
+            elif now - asked_at >= times.ASK_AGAIN_S and (self._aborts or not self._is_reported):
                 self._inquire()
                 asked_at = time.monotonic()
-            if now - kept_at > _KEEP_S:
+            if now - kept_at > times.KEEP_S:
                 self._records.keep(self._own.snapshot(is_whole=False), self._own.marks)
                 kept_at = now
         if self._own.ended is not None:
             self._end()
         if self._must_abort.is_set() and self._own.ended in (None, "failed"):
             # One that has failed may be writing a checkpoint.
-            end_rank(self._settings.pid, self._link, _FAILED_S if self._own.ended == "failed" else _ORDERLY_S)
+            end_rank(self._settings.pid, self._link, times.FAILED_S if self._own.ended == "failed" else times.ORDERLY_S)
 
     def _end(self) -> None:
         """Reports that the rank has died, failed or was interrupted, if that is the cause and others wait for it."""
@@ -109,7 +99,7 @@ class Watcher:
             self._records.discard()
             return
         self._records.keep(snapshot, self._own.marks)
-        time.sleep(_DEATH_S)  # others may end for the same reason, or be ended together: that is no hang
+        time.sleep(times.DEATH_S)  # others may end for the same reason, or be ended together: that is no hang
         snapshots: list[RankSnapshot] | None = None
         while True:
             # Do not report failures that our own abort caused.
@@ -120,7 +110,7 @@ class Watcher:
             before, snapshots = snapshots, self._look()
             if not (is_alive(self._settings.pid) and may_be_caught(snapshot, before, snapshots, self._after_s)):
                 break
-            time.sleep(_SOON_S)
+            time.sleep(times.CONFIRM_S)
         is_shared = all((each.state, each.detail) == (snapshot.state, snapshot.detail) for each in snapshots)
         if not is_shared and is_waited_for(snapshot, snapshots):
             self._report(diagnose(snapshots), snapshots)
@@ -132,7 +122,7 @@ class Watcher:
         first = self._look()
         if not is_hang(first, self._after_s):
             return
-        time.sleep(_SOON_S)
+        time.sleep(times.CONFIRM_S)
         self._own.update()
         snapshots = self._look()
         if is_hang(snapshots, self._after_s) and not has_moved(first, snapshots) and self._own.ended is None:
@@ -182,7 +172,7 @@ class Watcher:
     def _ask_ras(self, own: RankSnapshot) -> Any:
         """Returns the answer of NCCL's RAS; records why if there is none."""
         try:
-            return ask_ras(ras_address(os.environ), _RAS_S)
+            return ask_ras(ras_address(os.environ), times.RAS_S)
         except RasError as error:
             own.missing.append(f"NCCL RAS: {error}")
             return None
