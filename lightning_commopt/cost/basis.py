@@ -17,9 +17,9 @@ from lightning_commopt.compressors.registry import without_imports
 from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs
 from lightning_commopt.cost.fitting import FittedParts, fit_to_step
 from lightning_commopt.cost.from_steps import even_gradients, link_of_steps, without_interrupts, workload_of_steps
-from lightning_commopt.cost.gradient_times import NO_INTERRUPTS, Interrupts
 from lightning_commopt.cost.link_probe import ProbedSize
 from lightning_commopt.cost.predict import Costs, Errors, Prediction, errors_of, predict
+from lightning_commopt.cost.shared_core import NO_INTERRUPTS, Interrupts, competing_threads
 from lightning_commopt.cost.workload import Gradient, Link, Shape, Workload
 from lightning_commopt.measure.files import RankRecords, common_steps, read_run
 from lightning_commopt.measure.forecasts import Forecast
@@ -96,7 +96,7 @@ class Basis:
         if interrupts.in_threads:
             gradients = without_interrupts(gradients, ranks[0], interrupts.seconds)
         work = workload_of_steps(ranks, gradients, num_ranks=num_ranks, **workload)
-        work = replace(work, num_others=slowdown - 1)
+        work = replace(work, num_others=competing_threads(slowdown))
         link = link_of_steps(
             ranks,
             num_ranks=num_ranks,

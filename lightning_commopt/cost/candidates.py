@@ -11,7 +11,7 @@ from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.cost.basis import Basis, recommended_compressors
 from lightning_commopt.cost.predict import MIB, Costs, Prediction, buckets_of, jobs_of
-from lightning_commopt.cost.simulate import WAKE_S
+from lightning_commopt.cost.shared_core import wake_s
 from lightning_commopt.cost.workload import Gradient, Link, Workload
 from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.plan import CommPlan, ddp_options
@@ -105,9 +105,10 @@ def best_layout(
             bucket = workload.gradients[starts[start] : starts[stop]]
             jobs = jobs_of(plan, [bucket], link, costs, num_ranks, workload.device)
             begin_s = max(best[start][0], bucket[-1].ready_s)
-            wake_s = WAKE_S * (workload.num_others + (workload.shares_core and begin_s < workload.backward_s))
+            beside_backward = workload.shares_core and begin_s < workload.backward_s
+            least_s = wake_s(workload.num_others, beside_backward=beside_backward)
             phases = [phase for job in jobs for phase in job.phases]
-            end_s = begin_s + sum(max(phase.duration_s, wake_s * phase.on_link) for phase in phases)
+            end_s = begin_s + sum(max(phase.duration_s, least_s * phase.on_link) for phase in phases)
             options.append((end_s, best[start][1] + 1, start))
         best.append(min(options))
     sizes, stop = [], len(groups)

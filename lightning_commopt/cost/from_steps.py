@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from lightning_commopt.cost.compressor_cost import CompressorCost
 from lightning_commopt.cost.link_probe import ProbedSize, link_of_probe
-from lightning_commopt.cost.workload import GLOO_CPU_S, TYPICAL_HOP_S, Gradient, Link, Shape, Workload, num_wakes
+from lightning_commopt.cost.shared_core import message_cpu_s, num_wakes, undisturbed_share
+from lightning_commopt.cost.workload import TYPICAL_HOP_S, Gradient, Link, Shape, Workload
 from lightning_commopt.measure.link.fit import Point, Segment, fit_segments
 from lightning_commopt.measure.link.from_steps import MIN_TIMES
 from lightning_commopt.measure.record import BucketSpan, StepRecord, covered_s
@@ -153,7 +154,7 @@ def _link_cpu_s(
     computed_s = 0.0 if cost is None else sum(cost.compute_s(bucket.gradient_bytes) for bucket in buckets)
     left_s = max(0.0, comm_cpu_s - computed_s)
     num_messages = wakes * max(1, sum(len(bucket.wire) for bucket in buckets))
-    message_s = min(GLOO_CPU_S, left_s / num_messages)
+    message_s = message_cpu_s(left_s, num_messages)
     left_s -= num_messages * message_s
     return left_s / max(1, sum(bucket.wire_bytes for bucket in buckets)), message_s
 
@@ -171,13 +172,9 @@ def _line(points: Sequence[Point], num_hops: int) -> Segment:
 def without_interrupts(
     gradients: Sequence[Gradient], steps: Sequence[StepRecord], interrupts_s: float
 ) -> tuple[Gradient, ...]:
-    """Returns when gradients would be ready if nothing had interrupted backward.
-
-    ``interrupts_s`` of a step are spread over the time of its gradient sync, of which backward hides a part. They take
-    half of backward at most.
-    """
+    """Returns when gradients would be ready if nothing had interrupted backward, see `undisturbed_share`."""
     hidden = median(record.totals.overlapped_share or 0.0 for record in steps)
-    factor = 1 - min(0.5, hidden * interrupts_s / max(gradients[-1].ready_s, 1e-9)) if gradients else 1.0
+    factor = undisturbed_share(interrupts_s, hidden, gradients[-1].ready_s) if gradients else 1.0
     return tuple(one._replace(ready_s=factor * one.ready_s) for one in gradients)
 
 

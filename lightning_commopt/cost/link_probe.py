@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_commopt.cost.workload import GLOO_CPU_S, Link, num_wakes
+from lightning_commopt.cost.shared_core import message_cpu_s, num_wakes
+from lightning_commopt.cost.workload import Link
 from lightning_commopt.measure.clock import clock_for
 
 _FIRST_BYTES = 2**12
@@ -96,7 +97,7 @@ def link_of_probe(sizes: Sequence[ProbedSize], num_ranks: int, *, has_trees: boo
         hop_s=latency_s / num_hops,
         s_per_byte=slope * num_ranks / num_hops,
         cpu_s_per_byte=max(0.0, large.cpu_s - message_s) / num_bytes,
-        cpu_s_per_message=min(GLOO_CPU_S, message_s / num_wakes("all_reduce", num_ranks)),
+        cpu_s_per_message=message_cpu_s(message_s, num_wakes("all_reduce", num_ranks)),
         has_trees=has_trees,
         source=text,
     )

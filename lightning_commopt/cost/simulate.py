@@ -11,8 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-WAKE_S = 3e-3
-"""How long the threads of a message wait for one that has their core: about a slice of time of Linux's scheduler."""
+from lightning_commopt.cost.shared_core import core_rates, wake_s
 
 _TINY_S = 1e-12
 _NUM_LANES = 2
@@ -48,28 +47,29 @@ class Outcome(NamedTuple):
 class _Running:
     """A job under way; of its phase what is left, and the share of a processor that it needs."""
 
-    def __init__(self, job: Job, wake_s: float) -> None:
+    def __init__(self, job: Job, least_s: float) -> None:
         self.job = job
         self.number = 0
-        self._begin(wake_s)
+        self._begin(least_s)
 
     @property
     def phase(self) -> Phase:
         return self.job.phases[self.number]
 
-    def finish_phase(self, wake_s: float) -> bool:
+    def finish_phase(self, least_s: float) -> bool:
         """Goes on to the next phase; returns whether there is none."""
         self.number += 1
         if self.number == len(self.job.phases):
             return True
-        self._begin(wake_s)
+        self._begin(least_s)
         return False
 
-    def _begin(self, wake_s: float) -> None:
+    def _begin(self, least_s: float) -> None:
+        """Begins a phase; a message takes ``least_s`` at least, most of which its threads wait."""
         on_link, self.left_s, self.cpu_share = self.phase
-        if on_link and self.left_s < wake_s:
-            self.cpu_share *= self.left_s / wake_s
-            self.left_s = wake_s
+        if on_link and self.left_s < least_s:
+            self.cpu_share *= self.left_s / least_s
+            self.left_s = least_s
 
 
 def simulate(
@@ -91,8 +91,8 @@ def simulate(
         overlaps_buckets: a lane takes the next bucket's job, as streams do; else a thread does one bucket after
             another, and computes one thing at a time.
         shares_link: messages of all lanes travel at once, each at its part of the rate; else one after another.
-        num_others: of other programs that want this rank's processor. A message takes at least `WAKE_S` for each of
-            them, and for backward where that has the processor: so long its threads wait for their turn.
+        num_others: threads of other programs that want this rank's processor, on average. For each of them, and for
+            backward where that has the processor, a message's threads wait for their turn, see `wake_s`.
     """
     now_s = done_s = 0.0
     waiting, running = list(reversed(jobs)), list[_Running]()
@@ -100,11 +100,11 @@ def simulate(
     backward_end_s = math.nan
     while waiting or running or done_s < backward_s - _TINY_S:
         is_computing = done_s < backward_s - _TINY_S
-        wake_s = WAKE_S * (num_others + (shares_core and is_computing))
+        least_s = wake_s(num_others, beside_backward=shares_core and is_computing)
         while waiting and len(running) < _NUM_LANES and min(waiting[-1].ready_s, backward_s) <= done_s + _TINY_S:
             if running and not overlaps_buckets and running[0].job.bucket != waiting[-1].bucket:
                 break
-            running.append(_Running(waiting.pop(), wake_s))
+            running.append(_Running(waiting.pop(), least_s))
         active = _active(running, overlaps_buckets, shares_link)
         rates = _rates(active, is_computing, shares_core)
         steps_s = [one.left_s / rate for one, rate in zip(active, rates[1:], strict=True)]
@@ -118,7 +118,7 @@ def simulate(
             backward_end_s = now_s
         for one, rate in zip(active, rates[1:], strict=True):
             one.left_s -= step_s * rate
-            if one.left_s <= _TINY_S and one.finish_phase(wake_s):
+            if one.left_s <= _TINY_S and one.finish_phase(least_s):
                 running.remove(one)
                 ends_s[one.job.bucket] = now_s
     return Outcome(backward_end_s if backward_s > 0 else 0.0, tuple(ends_s))
@@ -136,13 +136,7 @@ def _rates(active: Sequence[_Running], is_computing: bool, shares_core: bool) ->
     num_sending = sum(one.phase.on_link for one in active)
     parts = [1.0, *(1 / num_sending if one.phase.on_link else 1.0 for one in active)]
     needs = [1.0 if is_computing else 0.0, *(one.cpu_share for one in active)]
-    needs = [need * part for need, part in zip(needs, parts, strict=True)]
-    if not shares_core or sum(needs) <= 1:
+    if not shares_core:
         return parts
-    left, given = 1.0, [0.0] * len(needs)
-    order = sorted(range(len(needs)), key=needs.__getitem__)
-    for rank, index in enumerate(order):
-        given[index] = min(needs[index], left / (len(order) - rank))
-        left -= given[index]
-    rates = [1.0 if need == 0 else max(got / need, 1e-9) for got, need in zip(given, needs, strict=True)]
+    rates = core_rates([need * part for need, part in zip(needs, parts, strict=True)])
     return [rate * part for rate, part in zip(rates, parts, strict=True)]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from lightning_commopt.cost.shared_core import num_wakes
 from lightning_commopt.text.validation import check_integer, check_positive
 
 PAYLOAD_SHARE = 1448 / 1514
@@ -17,9 +18,6 @@ TYPICAL_HOP_S = 1e-4
 """Of TCP between hosts of a rack, where steps do not show it."""
 
 _MAX_EXTRAPOLATION = 2.0
-
-GLOO_CPU_S = 0.9e-3
-"""Processor time of a collective of two ranks over gloo, whatever its size, for its threads to be woken and to wait."""
 
 
 class Shape(NamedTuple):
@@ -152,13 +150,3 @@ class Link:
         if not self.has_trees:
             return ring_s
         return min(ring_s, 2 * math.ceil(math.log2(num_ranks)) * self.hop_s + 2 * num_bytes * self.s_per_byte)
-
-
-def num_wakes(operation: str, num_ranks: int) -> float:
-    """Returns how often a collective over gloo wakes the threads of a rank, over that with two ranks.
-
-    A ring's hops come one after another; the messages of a direct exchange come together, and several are taken at
-    once. Chosen on steps of four and eight ranks, see ``docs/predict.md``; nothing is known beyond.
-    """
-    doublings = math.log2(max(2, num_ranks))
-    return 2 * doublings - 1 if operation == "all_reduce" else doublings
