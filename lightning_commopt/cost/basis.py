@@ -38,7 +38,7 @@ _KIND = "commopt prediction"
 
 
 class _Numbers(NamedTuple):
-    """What a file has beside the parts of a `Basis`."""
+    """What a file has besides the parts of a `Basis`."""
 
     step_s: float
     scale: float = 1.0
@@ -52,7 +52,7 @@ class Basis:
     workload: Workload
     link: Link
     costs: Costs  # each compressor's arithmetic on the run's device
-    step_s: float  # median of the run's steps
+    step_s: float  # the median of the run's steps
     arithmetic_factor: float = 1.0  # compressors took this many times as long in training as alone
     scale: float = 1.0  # measured over modelled step of `plan`; below 1 where the parts are longer than the whole
 

@@ -16,9 +16,17 @@ from lightning_commopt.cost.workload import Gradient, Link, Workload
 from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.plan import CommPlan, ddp_options
 
-_NUM_BATCHES = 4  # that a forecast accumulates
+_NUM_BATCHES = 4
+"""A forecast of accumulation is for so many batches in a step: enough to show what it saves, and a number that users
+try."""
+
 _CAPS_MB = (1, 2, 5, 10, 25, 50, 100, 200, 400)
-_MAX_GROUPS = (96, 16, 6)  # fewer buckets than the layout that ends first take less of a core that backward needs
+"""Caps that users try: each is about twice the one before, beside which finer steps change little; 25 is DDP's own."""
+
+_MAX_GROUPS = (96, 16, 6)
+"""Layouts are calculated for so many groups of neighbours at most. 96 are exact for many models, and the time grows
+with their square; with 16 and 6 there are fewer buckets than in the layout that ends first, which take less of a core
+that backward needs."""
 
 
 class Candidate(NamedTuple):
@@ -37,10 +45,11 @@ def candidates(
 ) -> list[Candidate]:
     """Returns plans with other buckets and compressors than that of ``basis``, and this one, by predicted time.
 
-    For each compressor, None being DDP's own average, the best layout as a list of caps, also of few neighbours taken
-    together, if ``with_lists``, where this torch takes one and all gradients have one dtype; and DDP's own layout with
-    the usual caps. Of plans with the same buckets the first counts. Compressors whose cost was not measured are left
-    out. ``num_ranks`` is None for as many as the workload was measured with.
+    For each compressor, None being DDP's own average, there are DDP's own layout with the usual caps and, if
+    ``with_lists``, the best layout as a list of caps, also with few neighbours taken together. Lists need a torch that
+    takes them, and gradients of one dtype. The first of several plans with the same buckets counts. Compressors whose
+    cost was not measured are left out. With ``num_ranks=None`` there are as many ranks as the workload was measured
+    with.
     """
     base, workload = basis.plan, basis.workload
     with_lists = with_lists and not base.find_unused_parameters and "bucket_cap_mb_list" in ddp_options()
@@ -98,7 +107,7 @@ def best_layout(
     plan = CommPlan(comm_hook=compressor)
     groups = _groups(workload.gradients, max_groups)
     starts = [0, *accumulate(groups)]
-    best: list[tuple[float, int, int]] = [(0.0, 0, 0)]  # end, number of buckets, start of the last one
+    best: list[tuple[float, int, int]] = [(0.0, 0, 0)]  # end of the last bucket, number of buckets, start of the last
     for stop in range(1, len(starts)):
         options = []
         for start in range(stop):

@@ -17,7 +17,9 @@ from lightning_commopt.measure.link.fit import Point, Segment, fit_segments
 from lightning_commopt.measure.link.from_steps import MIN_TIMES
 from lightning_commopt.measure.record import BucketSpan, StepRecord, covered_s
 
-_BLOCK = 10  # messages whose median counts: few enough for several of them in a run
+_BLOCK = 10
+"""The median of so many messages counts, as a prediction is of the median of many steps, not of one of them. They are
+few enough for several such medians in a run."""
 
 
 def workload_of_steps(
@@ -49,7 +51,8 @@ def workload_of_steps(
         factor = min(1.0, median(part.backward_s for part in every) / backward_s)
         gradients = [gradient._replace(ready_s=factor * gradient.ready_s) for gradient in gradients]
         backward_s *= factor
-    # Backward is longer for gradient sync that shares its core, and forward for buffers that are broadcast.
+    # Gradient sync that shares its core makes backward longer, and buffers that are broadcast make forward longer.
+    # Both would look like differences between ranks, so the smaller of two estimates counts.
     scale = (forward_s + backward_s) / max(forward_s, 1e-9)
     seen = [[[part.forward_s + part.backward_s for part in of_rank] for of_rank in parts]]
     seen += [[[scale * part.forward_s for part in of_rank] for of_rank in parts]] if shares_core else []
@@ -97,7 +100,7 @@ def link_of_steps(
     """
     compressor = None if cost is None else cost.compressor
     has_own_hook = compressor is not None
-    num_rounds, times_of = _wire_times(ranks, _messages if has_trees or has_own_hook else _all_together)
+    num_rounds, times_of = _wire_times(ranks, _messages if has_trees or has_own_hook else _step_as_one_message)
     if not times_of:
         raise ValueError(f"no bucket of its steps was on the wire {MIN_TIMES} times on all ranks")
     idle = link_of_probe(probe, num_ranks, has_trees=has_trees) if probe else None
@@ -126,7 +129,7 @@ def link_of_steps(
 
 
 def _block_medians(values: Sequence[float]) -> list[float]:
-    """Returns medians of ten values each: a prediction is of the median of many steps, not of one of them."""
+    """Returns medians of `_BLOCK` values each."""
     return [median(values[start : start + _BLOCK]) for start in range(0, len(values), _BLOCK)]
 
 
@@ -137,8 +140,8 @@ def _wire_times(
     times: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for records in zip(*ranks, strict=False):
         for same in zip(*map(of_messages, records), strict=False):
-            if len({(one.num_rounds, one.wire_bytes) for one in same}) == 1:
-                times[same[0].num_rounds, same[0].wire_bytes].append(min(one.time_s for one in same))
+            if len({(message.num_rounds, message.wire_bytes) for message in same}) == 1:
+                times[same[0].num_rounds, same[0].wire_bytes].append(min(message.time_s for message in same))
     known = {key: values for key, values in times.items() if len(values) >= MIN_TIMES and min(values) > 0}
     num_rounds = max((rounds for rounds, _ in known), default=1)
     return num_rounds, {size: values for (rounds, size), values in known.items() if rounds == num_rounds}
@@ -175,7 +178,7 @@ def without_interrupts(
     """Returns when gradients would be ready if nothing had interrupted backward, see `undisturbed_share`."""
     hidden = median(record.totals.overlapped_share or 0.0 for record in steps)
     factor = undisturbed_share(interrupts_s, hidden, gradients[-1].ready_s) if gradients else 1.0
-    return tuple(one._replace(ready_s=factor * one.ready_s) for one in gradients)
+    return tuple(gradient._replace(ready_s=factor * gradient.ready_s) for gradient in gradients)
 
 
 class _Parts(NamedTuple):
@@ -219,7 +222,7 @@ def _messages(record: StepRecord) -> list[_Message]:
     return [found[key] for key in sorted(found)]
 
 
-def _all_together(record: StepRecord) -> list[_Message]:
+def _step_as_one_message(record: StepRecord) -> list[_Message]:
     """Returns the buckets of a step as one message: two share the link at a time, so none shows how fast it is."""
     if not record.buckets:
         return []

@@ -106,7 +106,7 @@ class GradientTimes:
 
     @property
     def interrupts(self) -> Interrupts:
-        """What a step has of them, where gradient sync has no core of its own: the packets of the link cause them."""
+        """The interrupts in a step where gradient sync has no core of its own; the packets of the link cause them."""
         if len(self._interrupts) < 2:
             return NO_INTERRUPTS
         (first_s, _), (last_s, in_threads) = self._interrupts[0], self._interrupts[-1]

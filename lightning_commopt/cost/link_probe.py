@@ -18,11 +18,21 @@ from lightning_commopt.cost.workload import Link
 from lightning_commopt.measure.clock import clock_for
 
 _FIRST_BYTES = 2**12
-_GROWTH = 16  # four sizes up to 16 MiB: enough for a line, in a fraction of a second
-_NUM_SMALL, _NUM_LARGE = 7, 3  # repetitions of sizes below and from 1 MiB on
+"""The first message is so small that it shows the latency alone: 4 KiB take 33 µs at 1 Gbit/s."""
+
+_GROWTH = 16
+"""Each size is so many times the one before. Four sizes up to 16 MiB suffice for a line, in a fraction of a second."""
+
+_NUM_SMALL, _NUM_LARGE = 7, 3
+"""Sizes below `_LARGE_BYTES`, and from it on, are repeated so often. The least time counts, so more repetitions find a
+moment without other work; small messages are the more disturbed ones, and the cheaper ones."""
+
 _LARGE_BYTES = 2**20
+"""A message is large from here on: 1 MiB takes 8 ms at 1 Gbit/s, beside which a delay of the scheduler is small."""
+
 _MAX_SIZE_S = 1.0
-"""Time for all repetitions of a size: a larger size is left out if it is expected to take longer."""
+"""All repetitions of a size may take so long; a larger one is left out if it is expected to take longer. A judgement:
+nobody should wait for the probe at the end of a fit, but slow links need a large message."""
 
 
 class ProbedSize(NamedTuple):
