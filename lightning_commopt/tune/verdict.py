@@ -27,7 +27,9 @@ _NOTHING_TRIED = {
     "unpredictable": "Its steps do not show what gradient sync costs",
 }
 
-_MAX_NUMBERS = 1000  # kept of the steps in all: of long fits the first searches
+_MAX_NUMBERS = 1000
+"""A record keeps so many step times at most, some ten kilobytes: in a long fit these are the first searches, which have
+chosen its plan, and not the watch that follows."""
 
 _LEFT = {
     "rolled back": "a faster plan did not stay faster",
