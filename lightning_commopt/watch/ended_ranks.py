@@ -19,7 +19,7 @@ from lightning_commopt.sync.strategies import RunningStrategy
 from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs.process import find_exit, is_alive, process_fields
 
-# By Lightning's name for what started the ranks: its own name, and its variable for the number of a rank on its host.
+# By the class that Lightning has for it, each launcher has a name, and a variable for the number of a rank on its host.
 _LAUNCHERS = {"TorchElasticEnvironment": ("torchrun", "LOCAL_RANK"), "SLURMEnvironment": ("srun", "SLURM_LOCALID")}
 
 
@@ -28,7 +28,7 @@ class EndedRanks:
 
     Args:
         strategy: of a Trainer or Fabric, about to make its process group.
-        ranks_here: of this host.
+        ranks_here: the ranks of this host.
     """
 
     def __init__(self, strategy: RunningStrategy, ranks_here: range) -> None:
@@ -89,7 +89,7 @@ def _status_text(status: int) -> str:
 
 
 def _launcher_pid(variable: str) -> int | None:
-    """Returns the nearest ancestor that is no part of this rank; None if that cannot be seen.
+    """Returns the nearest ancestor that is not a part of this rank; None if that cannot be seen.
 
     A rank may be a tree of processes, such as a script of a shell that runs Python: all have its variables.
     """
@@ -115,13 +115,13 @@ def _values_below(pid: int, variable: str) -> set[int] | None:
     children = _children_by_process()
     values: set[int] = set()
     below = [*children[pid]]
-    for descendant in below:  # grows
+    for descendant in below:  # the list grows meanwhile
         below += children[descendant]
         try:
             value = _variables(descendant).get(variable, "")
         except PermissionError:
             return None
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
         if value.isdecimal():
             values.add(int(value))

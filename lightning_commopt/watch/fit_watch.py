@@ -26,7 +26,8 @@ from lightning_commopt.watch.waiting import (
     waits_for_others,
 )
 
-_of_failed_fits: list[Lifelines] = []  # open until this process ends, or its next fit has failed, too
+_of_failed_fits: list[Lifelines] = []
+"""Connections that stay open until this process ends, or until its next fit has failed, too."""
 
 
 class FitWatch:
@@ -39,7 +40,7 @@ class FitWatch:
     All ranks must make it, once for each fit.
 
     Args:
-        strategy: of a Trainer that is about to fit, with its process group.
+        strategy: the strategy of a Trainer that is about to fit, with its process group.
     """
 
     def __init__(self, strategy: WatchedStrategy) -> None:
@@ -94,7 +95,8 @@ class FitWatch:
             self._find_early_rank()
             self._peers.finish()
             self._lifelines.close()
-        else:  # the program may catch the exception on all ranks: the end of a connection would be taken for its death
+        else:
+            # The program may catch the exception on all ranks, which would take the end of a connection for a death.
             while _of_failed_fits:
                 _of_failed_fits.pop().close()
             _of_failed_fits.append(self._lifelines)

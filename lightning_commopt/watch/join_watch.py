@@ -114,7 +114,7 @@ class JoinWatch:
                 self._agreement, self._store, self._is_store_lost = None, None, True
             is_seen_here = self._failure is None and self._find_ended()
             if self._failure is None:
-                # Only if it is found twice: a rank may be about to arrive.
+                # It is only reported if it is found twice, as a rank may be about to arrive.
                 if is_late and sentence == before:
                     self._report(sentence)
                 before = sentence

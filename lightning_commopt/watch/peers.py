@@ -22,10 +22,21 @@ from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs.process import process_fields
 
 _KEY = "lifeline"
+
 _MAX_TRIES = 3
+"""The first rank of a node tries so often to connect to rank 0: again after a lost packet, but a firewall that drops
+all of them delays no more looks than these."""
+
 _MAX_HELLO_BYTES = 256
-_MAX_STRANGERS = 64  # connections that are accepted in one update, and whose token is read in the next
-_BACKLOG = 1024  # connections that wait to be accepted, so that strangers do not keep ranks out
+"""So much is read of a connection that has not identified itself: a number and a token of 32 digits are far shorter."""
+
+_MAX_STRANGERS = 64
+"""So many connections are accepted in one update, and their tokens are read in the next. A judgement: nodes connect
+within a second or two, and strangers never hold more descriptors than these."""
+
+_BACKLOG = 1024
+"""So many connections may wait to be accepted, so that strangers do not keep ranks out."""
+
 _T = TypeVar("_T")
 
 _ORDERLY = ("SIGTERMException", "_TunerExitException")
@@ -73,7 +84,7 @@ class Lifelines:
                 received = connection.recv(1)
             except BlockingIOError:
                 continue
-            except OSError:  # it was reset
+            except OSError:  # the connection was reset
                 pass
             if received:
                 self._is_confirmed = True
@@ -89,7 +100,7 @@ class Lifelines:
                 connection.close()
 
     def _listen(self, address: str) -> None:
-        with suppress(OSError):  # the address is not this host's: there are no connections
+        with suppress(OSError):  # if the address is not this host's there are no connections
             self._server = socket.create_server((socket.gethostbyname(address), 0), backlog=_BACKLOG)
             self._server.setblocking(False)
             token = secrets.token_hex(16)
@@ -97,10 +108,11 @@ class Lifelines:
             self._store.set(_KEY, json.dumps([*self._server.getsockname(), token]))
 
     def _accept(self, server: socket.socket) -> None:
-        for connection in self._unidentified:  # accepted in the last update: their tokens have arrived
+        # The tokens of those that were accepted in the last update have arrived.
+        for connection in self._unidentified:
             self._identify(connection)
         self._unidentified.clear()
-        with suppress(OSError):  # no more of them wait
+        with suppress(OSError):  # no more connections wait
             for _ in range(_MAX_STRANGERS if len(self.connections) < len(self._expected) else 0):
                 connection, _ = server.accept()
                 connection.setblocking(False)
@@ -135,7 +147,7 @@ class Lifelines:
 class Failure(NamedTuple):
     """A rank that takes part in no further collective."""
 
-    rank: int  # the first one to fail, as far as known
+    rank: int  # the first rank to fail, as far as known
     has_died: bool  # whether its process has ended; otherwise it has raised, which it may still catch
     text: str  # explains it in one or more lines
 
@@ -172,7 +184,7 @@ class Peers:
         if not self._is_store_lost:
             try:
                 return fn()
-            except RuntimeError:  # once: torch logs a page each time
+            except RuntimeError:  # asked no more from now on, as torch logs a page each time
                 self._is_store_lost = True
         return default
 

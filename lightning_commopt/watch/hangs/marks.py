@@ -19,7 +19,11 @@ from typing import NamedTuple
 from lightning_commopt.watch import times
 
 _MARK = struct.Struct("<dQHHxxxxq")
+
 _NUM_MARKS = 2048
+"""So many marks are kept, 64 KiB. They are far more than a rank writes between two looks of its watcher, and show some
+steps before a hang: each phase and batch has one, each bucket four."""
+
 NUM_BYTES = _MARK.size * _NUM_MARKS
 
 PHASE, BUCKET_READY, BUCKET_START, COLLECTIVE_START, COLLECTIVE_END, BUCKET_END, BATCH = range(1, 8)
@@ -27,14 +31,17 @@ PHASE, BUCKET_READY, BUCKET_START, COLLECTIVE_START, COLLECTIVE_END, BUCKET_END,
 
 
 _SHOWN_FACTOR = 3
+"""A phase may last so many times its longest time so far. A judgement: durations of one phase rarely differ more."""
+
 _NUM_SHOWN = 50
+"""The longest of so many last times counts, so that a limit falls again some steps after something slow."""
 
 
 @dataclass(frozen=True)
 class Phase:
     """A part of training that a rank can be in."""
 
-    name: str  # in reports
+    name: str  # its name in reports
     where: str  # completes "is still" in sentences
     # Whether it is always allowed ``10 * after_s``, as anything may run in it: a checkpoint, a first batch
     is_slow: bool = False
@@ -103,9 +110,9 @@ class Mark(NamedTuple):
     """An event on a rank."""
 
     at_s: float  # time on the monotonic clock of its host
-    number: int  # from 1, in the order of writing
+    number: int  # counts from 1, in the order of writing
     kind: int  # one of this module's kinds
-    code: int  # index of a phase; for buckets 1 for the last one of a backward
+    code: int  # index of a phase; of a bucket, 1 if it is the last one of a backward
     value: int  # step of a phase, or index of a bucket or batch
 
 
@@ -116,7 +123,7 @@ class MarkWriter:
         self.fd = anonymous_file("commopt-marks")
         os.ftruncate(self.fd, NUM_BYTES)
         self._memory = mmap.mmap(self.fd, NUM_BYTES)
-        self._numbers = itertools.count(1)  # next() is atomic
+        self._numbers = itertools.count(1)  # next() of it is atomic
 
     def write(self, kind: int, code: int = 0, value: int = 0) -> None:
         """Writes one mark, over the oldest."""

@@ -21,9 +21,17 @@ from lightning_commopt.watch.hangs.transport import receive_line
 
 _HOST, _PORT = "localhost", 28028
 _PROTOCOL = 2
+"""The version of NCCL's protocol that this module speaks."""
+
 _MAX_BYTES = 16 * 2**20
+"""An answer may be so long. A judgement: far more than a table of some thousand ranks, and little memory if another
+program listens at the port."""
+
 _MIN_S = 0.001
+"""A socket waits so long at least, as one with a timeout of 0 would not wait at all."""
+
 _PART_BYTES = 2**16
+"""A socket is read in parts of this size, which is what it usually holds at most."""
 
 
 class RasError(RuntimeError):
@@ -83,10 +91,10 @@ def ask_ras(address: tuple[str, int], limit_s: float) -> dict[str, Any] | str:
         reason = f" within {limit_s:g} s" if isinstance(error, TimeoutError) else f": {error}"
         raise RasError(f"no answer from {where}{reason}") from error
     try:
-        found = json.loads(text) if is_json else text
+        status = json.loads(text) if is_json else text
     except (ValueError, RecursionError):
-        found = text
-    return found if isinstance(found, dict) and found else text
+        status = text
+    return status if isinstance(status, dict) and status else text
 
 
 def _receive_rest(connection: socket.socket, deadline: float) -> bytes:

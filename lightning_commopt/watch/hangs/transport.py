@@ -24,10 +24,21 @@ from lightning_commopt.watch import times
 from lightning_commopt.watch.own_errors import log_own_errors
 
 _MAX_STRANGERS = 64
+"""So many clients may be connected that have not identified themselves. A judgement: more than watchers that greet at
+the same moment (`PeerWatchers` asks 32 at a time), and few enough threads for a host that is scanned."""
+
 _MAX_BYTES = 64 * 2**20
+"""A message may be so long. A judgement: several times a snapshot with thousands of collectives and all stacks, and a
+bound to the memory that a damaged message can take."""
+
 _PART_BYTES = 2**16
+"""A socket is read in parts of this size, which is what it usually holds at most."""
+
 _NONCE_BYTES = 32
+"""A nonce is as long as a signature by SHA-256, so that neither is easier to guess."""
+
 _HELLO_BYTES = 64
+"""A client's first line is a signature in hexadecimal digits."""
 
 _Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -90,7 +101,7 @@ class Server:
     def __init__(self, ip: str, key: str, answer: _Answer) -> None:
         self._key, self._answer = key, answer
         self._places = threading.BoundedSemaphore(_MAX_STRANGERS)
-        self._strangers: dict[socket.socket, None] = {}  # the oldest first
+        self._strangers: dict[socket.socket, None] = {}  # clients that have not identified themselves, the oldest first
         self._lock = threading.Lock()
         family = socket.AF_INET6 if ":" in ip else socket.AF_INET
         self._listening = socket.create_server((ip, 0), family=family, backlog=1024)
@@ -101,7 +112,7 @@ class Server:
         while True:
             try:
                 connection, _ = self._listening.accept()
-            except OSError:  # there are too many descriptors
+            except OSError:  # this process has too many descriptors
                 time.sleep(times.ACCEPT_AGAIN_S)
                 continue
             if not self._places.acquire(blocking=False):
@@ -111,7 +122,7 @@ class Server:
                 self._strangers[connection] = None
             try:
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-            except RuntimeError:  # there are too many threads
+            except RuntimeError:  # this process has too many threads
                 self._forget(connection)
                 connection.close()
                 time.sleep(times.ACCEPT_AGAIN_S)

@@ -70,7 +70,8 @@ class Watcher:
         while self._own.ended is None and not self._must_abort.is_set():
             slept_at = time.monotonic()
             time.sleep(times.HANG_LOOK_S)
-            if time.monotonic() - slept_at > times.PAUSE_S:  # this process was suspended, and so was the job
+            # If this process was suspended, so was the job.
+            if time.monotonic() - slept_at > times.PAUSE_S:
                 self._own.resume()
             self._own.update()
             now, idle_s = time.monotonic(), self._own.idle_s
@@ -87,7 +88,7 @@ class Watcher:
         if self._own.ended is not None:
             self._end()
         if self._must_abort.is_set() and self._own.ended in (None, "failed"):
-            # One that has failed may be writing a checkpoint.
+            # A rank that has failed may be writing a checkpoint.
             end_rank(self._settings.pid, self._link, times.FAILED_S if self._own.ended == "failed" else times.ORDERLY_S)
 
     def _end(self) -> None:
@@ -99,7 +100,8 @@ class Watcher:
             self._records.discard()
             return
         self._records.keep(snapshot, self._own.marks)
-        time.sleep(times.DEATH_S)  # others may end for the same reason, or be ended together: that is no hang
+        # Other ranks may end for the same reason, or all may be ended together, which is not a hang.
+        time.sleep(times.DEATH_S)
         snapshots: list[RankSnapshot] | None = None
         while True:
             # Do not report failures that our own abort caused.
@@ -111,7 +113,7 @@ class Watcher:
             if not (is_alive(self._settings.pid) and may_be_caught(snapshot, before, snapshots, self._after_s)):
                 break
             time.sleep(times.CONFIRM_S)
-        is_shared = all((each.state, each.detail) == (snapshot.state, snapshot.detail) for each in snapshots)
+        is_shared = all((rank.state, rank.detail) == (snapshot.state, snapshot.detail) for rank in snapshots)
         if not is_shared and is_waited_for(snapshot, snapshots):
             self._report(diagnose(snapshots), snapshots)
 
@@ -133,7 +135,7 @@ class Watcher:
 
     def _report(self, diagnosis: Diagnosis, snapshots: list[RankSnapshot]) -> None:
         """Prints and writes a report, once for each hang; with ``action="abort"`` ends all ranks if some wait."""
-        idle_s = max(each.idle_s for each in [each for each in snapshots if each.state == "running"] or snapshots)
+        idle_s = max(rank.idle_s for rank in [rank for rank in snapshots if rank.state == "running"] or snapshots)
         aborts = self._aborts and may_end_ranks(snapshots, diagnosis.kind)
         if self._is_reported and not aborts:
             return
@@ -142,13 +144,14 @@ class Watcher:
         self._records.keep(snapshots[0], self._own.marks)
         path = self._records.report(diagnosis, snapshots, idle_s)
         lines = [f"HangMonitor: {diagnosis.sentence}"]
-        if diagnosis.kind != "interrupted":  # by the user, who needs no hints
+        if diagnosis.kind != "interrupted":  # the user has interrupted it, and needs no hints
             verdict = f": {diagnosis.verdict}" if diagnosis.verdict else ""
             lines.append(f"  No progress for {idle_s:.0f} s{verdict}.")
             lines += [f"  Try: {hint}" for hint in diagnosis.hints]
             lines.append(f"  Stacks and collectives of all ranks: {path} (commopt doctor {path} draws them)")
         _print(*(lines if is_first else lines[:1]))
-        if self._settings.has_gpu and is_first:  # takes seconds, and ends with the ranks
+        # NCCL's answer takes seconds, and cannot be had once the ranks have ended.
+        if self._settings.has_gpu and is_first:
             self._peers.send_all(reported=True)
             self._records.report(diagnosis, snapshots, idle_s, self._ask_ras(snapshots[0]))
             aborts = aborts and (self._own.ended is not None or not has_moved(snapshots, self._look()))
@@ -161,7 +164,7 @@ class Watcher:
         """Corrects a report once its rank makes progress."""
         if self._is_reported and self._own_report is not None:
             diagnosis, snapshots = self._own_report
-            idle_s = max(each.idle_s for each in snapshots)
+            idle_s = max(rank.idle_s for rank in snapshots)
             what = ", so it was slow and no hang" if diagnosis.verdict is not None else ""
             _print(f"HangMonitor: rank {self._settings.rank} goes on after {idle_s:.0f} s or more{what}.")
             if diagnosis.verdict is not None:
@@ -210,7 +213,8 @@ def _is_cause(notice: dict[str, Any], own: RankSnapshot) -> bool:
 def main() -> None:
     """Watches the rank that has started this process; the arguments are descriptors from it."""
     link_fd, marks_fd, stacks_fd = map(int, sys.argv[1:4])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the rank
+    # These signals are meant for the rank.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     settings = WatcherSettings(**json.loads(os.environ[SETTINGS_VARIABLE]))
     link = RankLink(socket.socket(fileno=link_fd))
