@@ -117,9 +117,9 @@ class Basis:
 
         The run's own plan, on as many ranks, takes ``step_s``.
         """
-        found = predict(plan, self.workload, self.link, self.costs, num_ranks=num_ranks, fitted=self._fitted)
+        prediction = predict(plan, self.workload, self.link, self.costs, num_ranks=num_ranks, fitted=self._fitted)
         times = ("step_s", "low_s", "high_s", "exposed_s")
-        return replace(found, **{name: self.scale * getattr(found, name) for name in times})
+        return replace(prediction, **{name: self.scale * getattr(prediction, name) for name in times})
 
     @cached_property
     def _fitted(self) -> tuple[CommPlan, Errors]:

@@ -69,8 +69,8 @@ def candidates(
     for plan in plans:
         sizes = tuple(map(len, buckets_of(plan, workload.gradients)))
         unique.setdefault((plan.comm_hook, sizes), plan)
-    found = [Candidate(plan, basis.predict(plan, num_ranks=num_ranks)) for plan in unique.values()]
-    return sorted(found, key=lambda candidate: candidate.prediction.step_s)
+    predicted = [Candidate(plan, basis.predict(plan, num_ranks=num_ranks)) for plan in unique.values()]
+    return sorted(predicted, key=lambda candidate: candidate.prediction.step_s)
 
 
 def best_of_each(basis: Basis, compressors: Iterable[Compressor | None], **options: Any) -> list[Candidate]:
@@ -157,8 +157,8 @@ def caps_for(sizes: Sequence[int], gradients: Sequence[Gradient]) -> tuple[float
 def forecasts(basis: Basis) -> list[Forecast]:
     """Returns the best plan with each recommended compressor and plain caps, exact ones first, and accumulation."""
     best = best_of_each(basis, recommended_compressors(), with_lists=False)
-    found = [_forecast(candidate, basis) for candidate in best]
-    return [*sorted(found, key=lambda forecast: forecast.error_bound), _accumulating(basis)]
+    predicted = [_forecast(candidate, basis) for candidate in best]
+    return [*sorted(predicted, key=lambda forecast: forecast.error_bound), _accumulating(basis)]
 
 
 def _forecast(candidate: Candidate, basis: Basis) -> Forecast:

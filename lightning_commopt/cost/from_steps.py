@@ -214,12 +214,12 @@ def _num_batches(record: StepRecord) -> int:
 
 def _messages(record: StepRecord) -> list[_Message]:
     """Returns what the buckets of a step had on the wire, by backward and bucket."""
-    found, free_s = {}, -math.inf
+    messages, free_s = {}, -math.inf
     for bucket in sorted(record.buckets, key=attrgetter("end_s")):
         time_s = sum(end_s - max(start_s, min(free_s, end_s)) for start_s, end_s in bucket.wire)
-        found[bucket.backward, bucket.index] = _Message(len(bucket.wire), bucket.wire_bytes, time_s)
+        messages[bucket.backward, bucket.index] = _Message(len(bucket.wire), bucket.wire_bytes, time_s)
         free_s = max(free_s, *(end_s for _, end_s in bucket.wire)) if bucket.wire else free_s
-    return [found[key] for key in sorted(found)]
+    return [messages[key] for key in sorted(messages)]
 
 
 def _step_as_one_message(record: StepRecord) -> list[_Message]:

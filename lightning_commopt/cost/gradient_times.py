@@ -137,12 +137,12 @@ class GradientTimes:
         self._clock.wait_for(list(kept[-1].values())[-1])
         order = [name for name in kept[-1] if name]
         order += [name for name in self._parameters if name not in kept[-1]]
-        last_s, found = 0.0, []
+        last_s, gradients = 0.0, []
         for name in order:
             last_s = max(last_s, self.slowdown * self._ready_s(name, kept))
             parameter = self._parameters[name]
-            found.append(Gradient(name, tuple(parameter.shape), parameter.element_size(), last_s))
-        return tuple(found)
+            gradients.append(Gradient(name, tuple(parameter.shape), parameter.element_size(), last_s))
+        return tuple(gradients)
 
     def _ready_s(self, name: str, backwards: list[dict[str, Any]]) -> float:
         seconds = self._clock.seconds

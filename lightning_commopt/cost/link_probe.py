@@ -59,14 +59,14 @@ def probe_link(group: dist.ProcessGroup, device: torch.device, max_bytes: int) -
     num_bytes = min(_FIRST_BYTES, max_bytes)
     _time_all_reduces(group, device, num_bytes)  # connections and buffers are made with the first one
     while True:
-        found = _time_all_reduces(group, device, num_bytes)
-        probed.append(found)
+        last = _time_all_reduces(group, device, num_bytes)
+        probed.append(last)
         if num_bytes >= max_bytes:
             return probed
         num_bytes = min(_GROWTH * num_bytes, max_bytes)
-        slowest_s = torch.tensor(found.time_s, device=device)
+        slowest_s = torch.tensor(last.time_s, device=device)
         dist.all_reduce(slowest_s, dist.ReduceOp.MAX, group=group)
-        if _num_repetitions(num_bytes) * slowest_s.item() * num_bytes / found.num_bytes > _MAX_SIZE_S:
+        if _num_repetitions(num_bytes) * slowest_s.item() * num_bytes / last.num_bytes > _MAX_SIZE_S:
             return probed
 
 

@@ -15,7 +15,7 @@ from lightning_commopt.tune import limits
 from lightning_commopt.tune.calibration import NUM_STEPS, Shortlist
 from lightning_commopt.tune.gains import TimedVisit
 from lightning_commopt.tune.look import Look
-from lightning_commopt.tune.search import Found, Report, Search, Visit
+from lightning_commopt.tune.search import Report, Search, SearchResult, Visit
 
 CALIBRATE = -1
 """The arm of a visit with the user's plan that is observed."""
@@ -117,7 +117,7 @@ class Director:
         self._min_pause = 2 * WATCH_STEPS  # steps from one search to the next, doubled with each
         self._search_from = self._num_done + self._min_pause
         self.chosen = arm
-        self.searches: list[Found] = []
+        self.searches: list[SearchResult] = []
         self.events: list[Event] = []
 
     def advance(self, report: Report) -> Visit:
@@ -235,13 +235,13 @@ class Director:
             num_settling_steps=self._num_settling_steps,
             handicaps=self._handicaps,
             earlier=self._undecided,
-            tried={arm for found in self.searches for arm in found.gains},
+            tried={arm for result in self.searches for arm in result.gains},
         )
-        found = yield from search.run()
-        self._undecided = [] if found.arm else [*self._undecided, *([search.visits] if search.visits else [])]
-        self.searches.append(found)
-        self._lose(found.lost_s, found.base_s)
-        self.chosen, self.is_searching = found.arm, False
+        result = yield from search.run()
+        self._undecided = [] if result.arm else [*self._undecided, *([search.visits] if search.visits else [])]
+        self.searches.append(result)
+        self._lose(result.lost_s, result.base_s)
+        self.chosen, self.is_searching = result.arm, False
         self._min_pause *= 2
         self._search_from = self._num_done + self._min_pause
 
@@ -253,12 +253,12 @@ class Director:
 
     def _watch(self) -> _Visits:
         """Returns when another search is due."""
-        found, searched_at = self.searches[-1] if self.searches else None, self._num_done
-        is_measured = found is not None and found.arm > 0
-        is_open = found is not None and (
-            found.why == "not sure"
-            or (found.why == "none faster" and found.has_more)
-            or (found.why == "too short" and math.isinf(self._num_steps))
+        result, searched_at = self.searches[-1] if self.searches else None, self._num_done
+        is_measured = result is not None and result.arm > 0
+        is_open = result is not None and (
+            result.why == "not sure"
+            or (result.why == "none faster" and result.has_more)
+            or (result.why == "too short" and math.isinf(self._num_steps))
         )
         num_steps, num_looks, num_shifted = limits.PROBATION_STEPS if is_measured else WATCH_STEPS, 0, 0
         reference: float | None = None
@@ -266,22 +266,22 @@ class Director:
             arm, before = self.chosen, self.visit.arm
             report = yield Visit(arm, num_steps)
             if arm != before:
-                self._lose(report.change_s, self.base_s if found is None else found.base_s)
+                self._lose(report.change_s, self.base_s if result is None else result.base_s)
             if self.chosen != arm:
                 self.events.append(Event(self._num_done, "forbidden"))
             look, num_steps = Look.of(report.seconds), WATCH_STEPS
             if look is None:
                 continue
             num_looks += 1
-            if is_measured and found is not None and self.chosen:
-                if num_looks <= limits.NUM_ON_PROBATION and look.step_s > found.base_s:
+            if is_measured and result is not None and self.chosen:
+                if num_looks <= limits.NUM_ON_PROBATION and look.step_s > result.base_s:
                     self.events.append(Event(self._num_done, "rolled back"))
                     self.chosen, reference, is_open = 0, None, True
                     self._undecided = []
                     continue
-                self._lost_steps -= limits.CREDIT * (1 - look.step_s / found.base_s) * len(report.seconds)
+                self._lost_steps -= limits.CREDIT * (1 - look.step_s / result.base_s) * len(report.seconds)
                 # What such a search costs, over steps with the plan that it has chosen.
-                cost_steps = found.lost_s / found.base_s + found.num_steps * found.gains[found.arm].gain
+                cost_steps = result.lost_s / result.base_s + result.num_steps * result.gains[result.arm].gain
                 if self._num_done >= searched_at + cost_steps / limits.CHECK_SHARE:
                     self.events.append(Event(self._num_done, "check"))
                     return

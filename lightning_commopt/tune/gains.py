@@ -90,15 +90,15 @@ def gains(searches: Sequence[Sequence[TimedVisit]]) -> dict[int, Gain]:
     for visits in searches:
         for arm, (log_gain, variance) in _log_gains(visits).items():
             weighted.setdefault(arm, []).append((log_gain, 1 / variance))
-    found = {}
+    known = {}
     for arm, rows in weighted.items():
         total = sum(weight for _, weight in rows)
         log_gain = sum(log_gain * weight for log_gain, weight in rows) / total
         error = _NUM_STANDARD_ERRORS / math.sqrt(total)
-        found[arm] = Gain(
+        known[arm] = Gain(
             *(1 - math.exp(min(-value, _MAX_LOG_RATIO)) for value in (log_gain, log_gain - error, log_gain + error))
         )
-    return found
+    return known
 
 
 def _log_gains(visits: Sequence[TimedVisit]) -> dict[int, tuple[float, float]]:
@@ -119,11 +119,11 @@ def _log_gains(visits: Sequence[TimedVisit]) -> dict[int, tuple[float, float]]:
             differences.setdefault(visit.arm, []).append(at_base - visit.log_s)
             weights.setdefault(visit.arm, []).append(weight)
     variance = _visit_variance(visits, differences)
-    found = {}
+    known = {}
     for arm, values in differences.items():
         shares = np.mean(weights[arm], axis=0)
-        found[arm] = statistics.fmean(values), variance * (1 / len(values) + float(shares @ shares))
-    return found
+        known[arm] = statistics.fmean(values), variance * (1 / len(values) + float(shares @ shares))
+    return known
 
 
 def _visit_variance(visits: Sequence[TimedVisit], differences: dict[int, list[float]]) -> float:

@@ -37,7 +37,7 @@ class Report(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class SearchResult:
     """What a search has found.
 
     Attributes:
@@ -59,7 +59,7 @@ class Found:
     has_more: bool = False
 
 
-Searching = Generator[Visit, Report, Found]
+Searching = Generator[Visit, Report, SearchResult]
 
 
 class Search:
@@ -115,27 +115,27 @@ class Search:
         if self._num_first:
             yield from self._steps(self._arm, self._num_first)
         if not (yield from self._visit(0)):
-            return Found(arm=0, num_steps=self._num_steps, why="unmeasurable")
+            return SearchResult(arm=0, num_steps=self._num_steps, why="unmeasurable")
         open_arms = self._promising(self._candidates)
         active = open_arms[: self._num_affordable()]
         if open_arms and not active:
-            return self._found([], "too short")
+            return self._result([], "too short")
         while active:
             for arm in self._in_order(active):
                 if arm not in active:
                     continue
                 if not self._can_afford(arm):
-                    return self._found(active)
+                    return self._result(active)
                 yield from self._visit(arm)
                 active = self._promising(active)
             if active:
                 if not self._can_afford(0):
-                    return self._found(active)
+                    return self._result(active)
                 yield from self._visit(0)
                 active = self._promising(active)
                 if self._is_decided(active):
                     break
-        return self._found(active)
+        return self._result(active)
 
     def _num_affordable(self) -> int:
         """Returns how many candidates the budget probably suffices for."""
@@ -251,7 +251,7 @@ class Search:
         most = net[winner].gain + limits.MIN_GAIN
         return all(arm in net and net[arm].high <= most for arm in active if arm != winner)
 
-    def _found(self, active: list[int], why: str | None = None) -> Found:
+    def _result(self, active: list[int], why: str | None = None) -> SearchResult:
         winner, known, base_s = self._winner(active), gains(self._all_visits), self._base_s
         if why is None and winner:
             why = "faster"
@@ -261,7 +261,7 @@ class Search:
         present = net.get(self._present) if self._present in active else None
         if not winner and present is not None and present.gain >= limits.MIN_GAIN:
             winner = self._present
-        return Found(
+        return SearchResult(
             arm=winner,
             gains=known,
             base_s=base_s,
