@@ -84,7 +84,7 @@ class Basis:
             slowdown: factor by which other processes stretch arithmetic.
             interrupts: time that the kernel took of backward's core.
             step_s: a step as it is without recording; None for the median of these steps.
-            probe: of the idle link. Without it, its latency is guessed, and the rate behind a compressed run is
+            probe: what the idle link takes. Without it, its latency is guessed, and the rate behind a compressed run is
                 extrapolated from its few bytes.
             workload: see `workload_of_steps`.
 
@@ -115,7 +115,7 @@ class Basis:
     def predict(self, plan: CommPlan, *, num_ranks: int | None = None) -> Prediction:
         """Predicts the median step under another plan; see `cost.predict.predict`.
 
-        The run's own plan, on as many ranks, takes ``step_s``.
+        The run's own plan takes ``step_s`` on the same number of ranks.
         """
         prediction = predict(plan, self.workload, self.link, self.costs, num_ranks=num_ranks, fitted=self._fitted)
         times = ("step_s", "low_s", "high_s", "exposed_s")

@@ -48,8 +48,7 @@ def candidates(
     For each compressor, None being DDP's own average, there are DDP's own layout with the usual caps and, if
     ``with_lists``, the best layout as a list of caps, also with few neighbours taken together. Lists need a torch that
     takes them, and gradients of one dtype. The first of several plans with the same buckets counts. Compressors whose
-    cost was not measured are left out. With ``num_ranks=None`` there are as many ranks as the workload was measured
-    with.
+    cost was not measured are left out. ``num_ranks=None`` stands for the number of the workload's own run.
     """
     base, workload = basis.plan, basis.workload
     with_lists = with_lists and not base.find_unused_parameters and "bucket_cap_mb_list" in ddp_options()

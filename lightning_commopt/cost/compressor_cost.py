@@ -50,7 +50,7 @@ class CompressorCost:
     """What one bucket costs with a compressor."""
 
     compressor: Compressor | None  # the one that was measured
-    stages: tuple[Stage, ...]  # in order
+    stages: tuple[Stage, ...]  # what it does, in order
 
     def compute_s(self, gradient_bytes: float) -> float:
         """Returns the arithmetic of a bucket, all stages."""
@@ -138,7 +138,7 @@ def _measure(
     compressor.wire_bytes(layouts[0], num_ranks)  # fails here rather than in a prediction, which will ask for it
     buckets = [_ScratchBucket(compressor, layout, device, num_ranks) for _ in range(_NUM_BUCKETS) for layout in layouts]
     with torch.no_grad():
-        for _ in range(2):  # at first memory is allocated, and kernels are compiled
+        for _ in range(2):  # the first time does not count, as memory is allocated, and kernels are compiled
             times = time_rounds([bucket.rounds() for bucket in buckets], clock)
     small, large = ([median(stage) for stage in zip(*same, strict=True)] for same in (times[::2], times[1::2]))
     issued = buckets[1].channel.issued

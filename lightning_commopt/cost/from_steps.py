@@ -91,9 +91,9 @@ def link_of_steps(
         ranks: the steps of each rank.
         num_ranks: ranks in the run.
         comm_cpu_s: processor time of threads other than backward's, in a step.
-        cost: of the compressor of these steps, whose arithmetic is the part of ``comm_cpu_s`` that is not the link's.
+        cost: arithmetic of the compressor of these steps: the part of ``comm_cpu_s`` that is not the link's.
         has_trees: see `Link`.
-        probe: of the idle link; the link of a compressed run is the probe's, and the latency of every run.
+        probe: what the idle link takes. It gives the link of a compressed run, and the latency of every run.
 
     Raises:
         ValueError: fewer than three buckets of one size were on the wire.
@@ -234,7 +234,7 @@ def even_gradients(steps: Sequence[StepRecord], shapes: Mapping[str, Shape] | No
     """Returns gradients where only buckets are known: each ready evenly since the bucket before.
 
     Args:
-        steps: of one rank; the last one has the layout of buckets.
+        steps: the steps of one rank; the last one has the layout of buckets.
         shapes: by name of a parameter. One that is missing counts as a float32 vector, of an equal share of what the
             others leave of its bucket.
     """

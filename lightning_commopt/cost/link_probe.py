@@ -47,8 +47,8 @@ def probe_link(group: dist.ProcessGroup, device: torch.device, max_bytes: int) -
     """Times all-reduces of growing size; all ranks of ``group`` must call it, while nothing else is under way.
 
     Args:
-        group: whose ranks take part, all with the same ``max_bytes``.
-        device: of the messages, the one that gradients are on.
+        group: all its ranks take part, with the same ``max_bytes``.
+        device: the device of the messages, which gradients are on.
         max_bytes: the largest message, usually the largest bucket.
 
     Returns:

@@ -33,6 +33,7 @@ _LEAST = 0.05
 """No interval goes below this share of the expected step, as noise must not make a step take no time."""
 
 MIB = 2**20
+"""DDP counts its caps in this unit."""
 
 _DEFAULT_CAPS_MIB = (1, 25)
 """DDP's own caps: 1 MiB for the first bucket, so that gradient sync begins early, and 25 MiB for all others."""
@@ -79,7 +80,7 @@ def predict(
         workload: what a step computes.
         link: between the ranks.
         costs: arithmetic of compressors; a compressor that is missing is taken to compute nothing.
-        num_ranks: None for as many as the workload was measured with.
+        num_ranks: number of ranks; None for that of the workload's own run.
         fitted: the plan that all this was fitted to, whose step is known, and its errors. An error of the link counts
             only as far as it changes the difference to that plan; so does one of arithmetic with the same compressor.
 
@@ -183,7 +184,8 @@ def jobs_of(
         is_cut = device == "cpu" and plan.comm_hook is not None
         num_pieces = max(1, math.ceil(numel / PIECE_NUMEL)) if is_cut else 1
         hook = plan.comm_hook
-        sent = gradient_bytes if hook is None else hook.wire_bytes(layout_of(bucket), num_ranks)  # as of an all-reduce
+        # Bytes are those of an all-reduce that would send as much.
+        sent = gradient_bytes if hook is None else hook.wire_bytes(layout_of(bucket), num_ranks)
         phases = _phases(cost, gradient_bytes / num_pieces, sent / num_pieces, link, num_ranks)
         jobs += [Job(index, ready_s, phases)] * num_pieces
     return jobs

@@ -120,8 +120,8 @@ def undisturbed_share(interrupts_s: float, hidden_share: float, backward_s: floa
     """Returns the part of backward that interrupts have left it.
 
     Args:
-        interrupts_s: of a step, spread over the time of its gradient sync.
-        hidden_share: of gradient sync, that backward hides.
+        interrupts_s: time in interrupts in a step, spread over the time of its gradient sync.
+        hidden_share: share of gradient sync that backward hides.
         backward_s: measured, interrupts included.
     """
     return 1 - min(_MAX_INTERRUPTED_SHARE, hidden_share * interrupts_s / max(backward_s, 1e-9))

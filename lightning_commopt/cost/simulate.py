@@ -26,7 +26,7 @@ class Phase(NamedTuple):
 
     on_link: bool  # sends; else computes
     duration_s: float  # alone
-    cpu_share: float  # of a processor that it keeps busy meanwhile
+    cpu_share: float  # share of a processor that it keeps busy meanwhile
 
 
 class Job(NamedTuple):

@@ -51,7 +51,7 @@ class Gradient(NamedTuple):
 class Workload:
     """One optimizer step of one rank without communication. Times are medians over steps and ranks."""
 
-    gradients: tuple[Gradient, ...]  # in the order in which they become ready, which is that of DDP's buckets
+    gradients: tuple[Gradient, ...]  # those that are ready first come first, as in DDP's buckets
     forward_s: float  # forward of the model, in all accumulated batches
     backward_s: float  # computation of the backward that is synchronized
     rest_s: float  # everything else in a step: optimizer, hooks, backwards that are not synchronized

@@ -38,8 +38,8 @@ _NUM_BOUNDS = 4.0
 ones have longer tails, and residuals add what was left before."""
 
 _STRIDE = 7
-"""Looks go on by so many buckets. Few models have a multiple of 7 of them, so all buckets are looked at in the end, and
-neighbours, which are alike, not one after another."""
+"""Each look takes the bucket so many places further on. Few models have a multiple of 7 of them, so all buckets are
+looked at in the end, and neighbours, which are alike, not one after another."""
 
 
 def error_limit(compressor: Compressor) -> float:
@@ -59,10 +59,10 @@ class Guard:
 
     Args:
         model: returns the wrapper.
-        group: of all ranks, over CPU.
+        group: all ranks, over CPU.
 
     Attributes:
-        error: in the last look, the 2-norm of the error over that of the exact averages; NaN before.
+        error: the 2-norm of the error over that of the exact averages in the last look; NaN before the first.
     """
 
     def __init__(self, model: Callable[[], DistributedDataParallel], group: dist.ProcessGroup) -> None:

@@ -46,7 +46,7 @@ MIN_CHANGE_STEPS = 2.0
 the first step after it may take longer."""
 
 MIN_CHANGES = 2
-"""Observing the user's plan takes so many changes, to it and back; a search as many for each candidate at least."""
+"""Observing the user's plan takes so many changes, to it and back; a search takes two for each candidate at least."""
 
 LOSSY_HANDICAP = 0.02
 """A lossy plan must save this share of a step beyond a lossless one. A judgement: the price of gradients that are not

@@ -1,4 +1,4 @@
-"""Look: a typical step time of a plan that training goes on with."""
+"""Look: a typical step time of a plan that training continues with."""
 
 from __future__ import annotations
 

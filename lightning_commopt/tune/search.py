@@ -45,7 +45,7 @@ class SearchResult:
         gains: the gain of each candidate that was timed, by arm.
         base_s: time of a step with the user's plan; NaN if none counted.
         num_steps: steps that the search took.
-        lost_s: what it cost, over as many steps with the user's plan; negative if it saved time.
+        lost_s: its time less that of the same number of steps with the user's plan; negative if it saved time.
         why: "faster", "none faster", "not sure", "too short" (the run, for its cost) or "unmeasurable".
         has_more: there are candidates that no search has tried.
     """
@@ -78,7 +78,7 @@ class Search:
         tried: arms that searches have timed whose visits count no longer. Without ``earlier`` others go before them.
 
     Attributes:
-        visits: of this search so far.
+        visits: the visits of this search so far.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class Search:
         self.visits: list[TimedVisit] = []
         self._all_visits = [*earlier, self.visits]
         self._num_steps = 0
-        self._num_steps_of: Counter[int] = Counter()  # by plan
-        self._elapsed_s = 0.0  # in steps that count, and in changes of plan
+        self._num_steps_of: Counter[int] = Counter()  # number of steps with each plan
+        self._elapsed_s = 0.0  # time in steps that count, and in changes of plan
         self._change_s: list[float] = []
         self._settling: list[tuple[int, float]] = []  # plan and seconds of the first step after each change
         self._is_too_dear = False
@@ -189,7 +189,7 @@ class Search:
 
     @property
     def lost_s(self) -> float:
-        """What was lost so far beside as many steps with the user's plan; never more than the search took.
+        """The time so far less that of the same number of steps with the user's plan; never more than the search took.
 
         Steps count with the typical time of their plan, as the same steps may have been slow with the user's plan too:
         those with the user's plan lose nothing. What a first step after a change takes longer counts with its median.

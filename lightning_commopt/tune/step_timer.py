@@ -35,7 +35,7 @@ class StepTimer:
         """Begins with a step that starts now.
 
         Args:
-            is_exact: on the clock of the device; else on the host's, which costs nothing and may be ahead of it.
+            is_exact: use the clock of the device; else the host's, which costs nothing and may be ahead of it.
         """
         self._clock = clock_for(self._device) if is_exact else HostClock()
         self._spans.clear()

@@ -137,8 +137,8 @@ class History:
         """Adds a visit.
 
         Args:
-            plan: name of it.
-            seconds: of its steps; NaN where one does not count.
+            plan: its name.
+            seconds: times of its steps; NaN where a step does not count.
             is_timed: keep them all; else their mean, as the host's clock is ahead of a device by any number of steps.
         """
         first_step, num_steps = self._num_steps, len(seconds)

@@ -27,7 +27,7 @@ class EndedRanks:
     """What this rank can see of the others on its host.
 
     Args:
-        strategy: of a Trainer or Fabric, about to make its process group.
+        strategy: a strategy of a Trainer or Fabric that is about to make its process group.
         ranks_here: the ranks of this host.
     """
 

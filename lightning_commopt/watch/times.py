@@ -159,7 +159,7 @@ host that does not answer delays an inquiry by this time."""
 
 SEND_S = 5
 """One write between a rank and its watcher may block so long, in whole seconds. It only blocks where the other end is
-stopped and its socket is full, and then training must go on."""
+stopped and its socket is full, and then training must continue."""
 
 HELLO_S = 5.0
 """A stranger must identify itself so soon after it has connected. That is a round trip, and a turn on a busy machine; a

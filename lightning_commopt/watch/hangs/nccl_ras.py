@@ -20,6 +20,8 @@ from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs.transport import receive_line
 
 _HOST, _PORT = "localhost", 28028
+"""NCCL listens here unless ``NCCL_RAS_ADDR`` is set."""
+
 _PROTOCOL = 2
 """The version of NCCL's protocol that this module speaks."""
 
@@ -57,7 +59,7 @@ def ask_ras(address: tuple[str, int], limit_s: float) -> dict[str, Any] | str:
     """Returns the status of the job that listens at an address.
 
     Args:
-        address: from `ras_address`.
+        address: where NCCL listens, see `ras_address`.
         limit_s: seconds in all. NCCL may take five more than the timeout for its other processes, so with fewer than
             eight there may be no answer if one of them is stuck.
 

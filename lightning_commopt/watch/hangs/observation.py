@@ -139,7 +139,7 @@ class Observation:
     def snapshot(self, *, is_whole: bool = True) -> RankSnapshot:
         """Returns the state of the rank, whole with stacks and collectives, which need the process.
 
-        It takes some seconds, and as many again if the rank has moved or ended meanwhile.
+        It takes some seconds, and twice as long if the rank has moved or ended meanwhile.
         """
         with self._lock:
             before = self._progress

@@ -65,10 +65,10 @@ time for data, or for a core that it shares with others."""
 class ProcessState:
     """The state of a process in the kernel."""
 
-    state: str  # in words, as in proc(5); "dead" also if there is no such process
+    state: str  # the words of proc(5); "dead" also if there is no such process
     cpu_s: float = 0.0  # seconds of CPU time so far
     num_threads: int = 0  # number of its threads
-    kernel_function: str = ""  # that its main thread sleeps in; "" if unknown
+    kernel_function: str = ""  # the function that its main thread sleeps in; "" if unknown
     resident_bytes: int = 0  # resident memory
 
     def __str__(self) -> str:

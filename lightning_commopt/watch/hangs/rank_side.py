@@ -42,7 +42,7 @@ class WatchedRank:
     """This rank, with a watcher beside it until `close`. All ranks must make it.
 
     Attributes:
-        observer: of the gradient sync.
+        observer: observes the gradient sync.
     """
 
     def __init__(

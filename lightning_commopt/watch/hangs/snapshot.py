@@ -58,7 +58,7 @@ class RankSnapshot:
     hook: str | None = None
     # The user's own code that the fit's thread is in, or has raised in, as "file:line in function"
     place: str | None = None
-    innermost: str | None = None  # the same for any code
+    innermost: str | None = None  # the innermost code of any kind that the fit's thread is in
     worker_places: list[str] = field(default_factory=list)  # the user's own code that the dataloader's workers are in
     is_compiling: bool = False  # whether the fit's thread is in a compiler
     # Whether the fit's thread, or in a dataloader its workers, use CPU time; unknown with a GPU, where a waiting

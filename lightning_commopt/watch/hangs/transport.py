@@ -63,7 +63,7 @@ def ask(address: Address, key: str, question: dict[str, Any], limit_s: float) ->
     """Returns a watcher's answer.
 
     Args:
-        address: of the watcher.
+        address: where the watcher listens.
         key: shared by all watchers of a run.
         question: any JSON object.
         limit_s: seconds to wait for the answer, once connected.
@@ -230,8 +230,8 @@ def receive_line(connection: socket.socket, max_bytes: int, limit_s: float) -> b
     """Returns what comes up to the end of a line, without that end.
 
     Args:
-        connection: to a program that sends one line, and then waits for an answer.
-        max_bytes: of the line.
+        connection: its other end sends one line, and then waits for an answer.
+        max_bytes: the longest line that is accepted.
         limit_s: seconds for all of it, not for each part.
 
     Raises:
