@@ -28,7 +28,7 @@ from rich.table import Table
 from lightning_commopt import CommPlan
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.compressor_cost import CompressorCost
-from lightning_commopt.cost.gradient_times import Interrupts
+from lightning_commopt.cost.shared_core import Interrupts
 from lightning_commopt.cost.workload import Gradient
 from lightning_commopt.launch.lab import NetLab, why_not
 from lightning_commopt.measure.observer import BucketInfo

@@ -17,9 +17,9 @@ from lightning_commopt.compressors.configs import without_imports
 from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs
 from lightning_commopt.cost.fitting import FittedParts, fit_to_step
 from lightning_commopt.cost.from_steps import even_gradients, link_of_steps, without_interrupts, workload_of_steps
-from lightning_commopt.cost.gradient_times import NO_INTERRUPTS, Interrupts
 from lightning_commopt.cost.link_probe import ProbedSize
 from lightning_commopt.cost.predict import Costs, Errors, Prediction, errors_of, predict
+from lightning_commopt.cost.shared_core import NO_INTERRUPTS, Interrupts, competing_threads
 from lightning_commopt.cost.workload import Gradient, Link, Shape, Workload
 from lightning_commopt.measure.files import RankRecords, common_steps, read_run
 from lightning_commopt.measure.forecasts import Forecast
@@ -38,7 +38,7 @@ _KIND = "commopt prediction"
 
 
 class _Numbers(NamedTuple):
-    """What a file has beside the parts of a `Basis`."""
+    """What a file has besides the parts of a `Basis`."""
 
     step_s: float
     scale: float = 1.0
@@ -52,7 +52,7 @@ class Basis:
     workload: Workload
     link: Link
     costs: Costs  # each compressor's arithmetic on the run's device
-    step_s: float  # median of the run's steps
+    step_s: float  # the median of the run's steps
     arithmetic_factor: float = 1.0  # compressors took this many times as long in training as alone
     scale: float = 1.0  # measured over modelled step of `plan`; below 1 where the parts are longer than the whole
 
@@ -84,7 +84,7 @@ class Basis:
             slowdown: factor by which other processes stretch arithmetic.
             interrupts: time that the kernel took of backward's core.
             step_s: a step as it is without recording; None for the median of these steps.
-            probe: of the idle link. Without it, its latency is guessed, and the rate behind a compressed run is
+            probe: what the idle link takes. Without it, its latency is guessed, and the rate behind a compressed run is
                 extrapolated from its few bytes.
             workload: see `workload_of_steps`.
 
@@ -96,7 +96,7 @@ class Basis:
         if interrupts.in_threads:
             gradients = without_interrupts(gradients, ranks[0], interrupts.seconds)
         work = workload_of_steps(ranks, gradients, num_ranks=num_ranks, **workload)
-        work = replace(work, num_others=slowdown - 1)
+        work = replace(work, num_others=competing_threads(slowdown))
         link = link_of_steps(
             ranks,
             num_ranks=num_ranks,
@@ -115,11 +115,11 @@ class Basis:
     def predict(self, plan: CommPlan, *, num_ranks: int | None = None) -> Prediction:
         """Predicts the median step under another plan; see `cost.predict.predict`.
 
-        The run's own plan, on as many ranks, takes ``step_s``.
+        The run's own plan takes ``step_s`` on the same number of ranks.
         """
-        found = predict(plan, self.workload, self.link, self.costs, num_ranks=num_ranks, fitted=self._fitted)
+        prediction = predict(plan, self.workload, self.link, self.costs, num_ranks=num_ranks, fitted=self._fitted)
         times = ("step_s", "low_s", "high_s", "exposed_s")
-        return replace(found, **{name: self.scale * getattr(found, name) for name in times})
+        return replace(prediction, **{name: self.scale * getattr(prediction, name) for name in times})
 
     @cached_property
     def _fitted(self) -> tuple[CommPlan, Errors]:

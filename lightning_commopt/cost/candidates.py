@@ -11,14 +11,22 @@ from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.cost.basis import Basis, recommended_compressors
 from lightning_commopt.cost.predict import MIB, Costs, Prediction, buckets_of, jobs_of
-from lightning_commopt.cost.simulate import WAKE_S
+from lightning_commopt.cost.shared_core import wake_s
 from lightning_commopt.cost.workload import Gradient, Link, Workload
 from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.plan import CommPlan, ddp_options
 
-_NUM_BATCHES = 4  # that a forecast accumulates
+_NUM_BATCHES = 4
+"""A forecast of accumulation is for so many batches in a step: enough to show what it saves, and a number that users
+try."""
+
 _CAPS_MB = (1, 2, 5, 10, 25, 50, 100, 200, 400)
-_MAX_GROUPS = (96, 16, 6)  # fewer buckets than the layout that ends first take less of a core that backward needs
+"""Caps that users try: each is about twice the one before, beside which finer steps change little; 25 is DDP's own."""
+
+_MAX_GROUPS = (96, 16, 6)
+"""Layouts are calculated for so many groups of neighbours at most. 96 are exact for many models, and the time grows
+with their square; with 16 and 6 there are fewer buckets than in the layout that ends first, which take less of a core
+that backward needs."""
 
 
 class Candidate(NamedTuple):
@@ -37,10 +45,10 @@ def candidates(
 ) -> list[Candidate]:
     """Returns plans with other buckets and compressors than that of ``basis``, and this one, by predicted time.
 
-    For each compressor, None being DDP's own average, the best layout as a list of caps, also of few neighbours taken
-    together, if ``with_lists``, where this torch takes one and all gradients have one dtype; and DDP's own layout with
-    the usual caps. Of plans with the same buckets the first counts. Compressors whose cost was not measured are left
-    out. ``num_ranks`` is None for as many as the workload was measured with.
+    For each compressor, None being DDP's own average, there are DDP's own layout with the usual caps and, if
+    ``with_lists``, the best layout as a list of caps, also with few neighbours taken together. Lists need a torch that
+    takes them, and gradients of one dtype. The first of several plans with the same buckets counts. Compressors whose
+    cost was not measured are left out. ``num_ranks=None`` stands for the number of the workload's own run.
     """
     base, workload = basis.plan, basis.workload
     with_lists = with_lists and not base.find_unused_parameters and "bucket_cap_mb_list" in ddp_options()
@@ -60,8 +68,8 @@ def candidates(
     for plan in plans:
         sizes = tuple(map(len, buckets_of(plan, workload.gradients)))
         unique.setdefault((plan.comm_hook, sizes), plan)
-    found = [Candidate(plan, basis.predict(plan, num_ranks=num_ranks)) for plan in unique.values()]
-    return sorted(found, key=lambda candidate: candidate.prediction.step_s)
+    predicted = [Candidate(plan, basis.predict(plan, num_ranks=num_ranks)) for plan in unique.values()]
+    return sorted(predicted, key=lambda candidate: candidate.prediction.step_s)
 
 
 def best_of_each(basis: Basis, compressors: Iterable[Compressor | None], **options: Any) -> list[Candidate]:
@@ -98,16 +106,17 @@ def best_layout(
     plan = CommPlan(comm_hook=compressor)
     groups = _groups(workload.gradients, max_groups)
     starts = [0, *accumulate(groups)]
-    best: list[tuple[float, int, int]] = [(0.0, 0, 0)]  # end, number of buckets, start of the last one
+    best: list[tuple[float, int, int]] = [(0.0, 0, 0)]  # end of the last bucket, number of buckets, start of the last
     for stop in range(1, len(starts)):
         options = []
         for start in range(stop):
             bucket = workload.gradients[starts[start] : starts[stop]]
             jobs = jobs_of(plan, [bucket], link, costs, num_ranks, workload.device)
             begin_s = max(best[start][0], bucket[-1].ready_s)
-            wake_s = WAKE_S * (workload.num_others + (workload.shares_core and begin_s < workload.backward_s))
+            beside_backward = workload.shares_core and begin_s < workload.backward_s
+            least_s = wake_s(workload.num_others, beside_backward=beside_backward)
             phases = [phase for job in jobs for phase in job.phases]
-            end_s = begin_s + sum(max(phase.duration_s, wake_s * phase.on_link) for phase in phases)
+            end_s = begin_s + sum(max(phase.duration_s, least_s * phase.on_link) for phase in phases)
             options.append((end_s, best[start][1] + 1, start))
         best.append(min(options))
     sizes, stop = [], len(groups)
@@ -147,8 +156,8 @@ def caps_for(sizes: Sequence[int], gradients: Sequence[Gradient]) -> tuple[float
 def forecasts(basis: Basis) -> list[Forecast]:
     """Returns the best plan with each recommended compressor and plain caps, exact ones first, and accumulation."""
     best = best_of_each(basis, recommended_compressors(), with_lists=False)
-    found = [_forecast(candidate, basis) for candidate in best]
-    return [*sorted(found, key=lambda forecast: forecast.error_bound), _accumulating(basis)]
+    predicted = [_forecast(candidate, basis) for candidate in best]
+    return [*sorted(predicted, key=lambda forecast: forecast.error_bound), _accumulating(basis)]
 
 
 def _forecast(candidate: Candidate, basis: Basis) -> Forecast:

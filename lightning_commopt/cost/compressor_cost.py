@@ -22,19 +22,26 @@ from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.text.validation import warn_once
 
 LARGE_BYTES = 2**24
-"""Of the larger of two kinds of scratch buckets: a piece of those that `in_pieces` cuts."""
+"""The larger of two kinds of scratch buckets has so many bytes, which is one piece of those that `in_pieces` cuts."""
 
-_ISSUE_S = 0.4e-3  # processor time to issue a collective from a thread, on CPU: Python, with cold caches
-_NUM_BUCKETS = 3  # of each size; together they are larger than the caches
-_LATE_STEP = 2**30  # a compressor that starts late has started
+_ISSUE_S = 0.4e-3
+"""Issuing a collective from a thread takes so much processor time on CPU: it is Python with cold caches. Chosen on jobs
+of the network lab, see ``docs/predict.md``."""
+
+_NUM_BUCKETS = 3
+"""There are so many scratch buckets of each size. Three large ones are 48 MiB, more than the caches of most processors,
+so none finds its own memory there when its turn comes."""
+
+_LATE_STEP = 2**30
+"""Compressors are measured as in this step, in which one that starts late has long started."""
 
 
 class Stage(NamedTuple):
     """Arithmetic, and the collective after it."""
 
-    fixed_s: float  # of the arithmetic in every bucket, and of issuing the collective
-    s_per_byte: float  # of it, by bytes of gradients
-    operation: str = ""  # of the `Channel`; empty after the last arithmetic
+    fixed_s: float  # the arithmetic that every bucket needs, and issuing the collective
+    s_per_byte: float  # the arithmetic for a byte of gradients
+    operation: str = ""  # the method of `Channel` that is called; empty after the last arithmetic
     share: float = 0.0  # bytes of the message over all that the bucket sends, in terms of an all-reduce
 
 
@@ -42,8 +49,8 @@ class Stage(NamedTuple):
 class CompressorCost:
     """What one bucket costs with a compressor."""
 
-    compressor: Compressor | None  # that was measured
-    stages: tuple[Stage, ...]  # in order
+    compressor: Compressor | None  # the one that was measured
+    stages: tuple[Stage, ...]  # what it does, in order
 
     def compute_s(self, gradient_bytes: float) -> float:
         """Returns the arithmetic of a bucket, all stages."""
@@ -51,7 +58,10 @@ class CompressorCost:
 
     def slower(self, factor: float) -> CompressorCost:
         """Returns the same on a processor that takes ``factor`` times as long."""
-        stages = (one._replace(fixed_s=factor * one.fixed_s, s_per_byte=factor * one.s_per_byte) for one in self.stages)
+        stages = [
+            stage._replace(fixed_s=factor * stage.fixed_s, s_per_byte=factor * stage.s_per_byte)
+            for stage in self.stages
+        ]
         return dataclasses.replace(self, stages=tuple(stages))
 
     def to_plain(self) -> dict[str, Any]:
@@ -71,7 +81,7 @@ class CompressorCost:
 def measure_costs(
     compressors: Iterable[Compressor | None], gradients: Sequence[Gradient], device: torch.device, num_ranks: int
 ) -> dict[Compressor | None, CompressorCost]:
-    """Measures compressors one after another, in some ten milliseconds each. No rank needs another one for it.
+    """Measures compressors one after another, in some ten milliseconds each. Needs no communication.
 
     On CPU with one thread in processor time, which other programs do not disturb. The larger scratch buckets have the
     shapes of the model's gradients as far as they fit. None stands for DDP's own average.
@@ -125,10 +135,10 @@ def _measure(
 ) -> CompressorCost:
     if compressor is None:
         return own_average()
-    compressor.wire_bytes(layouts[0], num_ranks)  # which predictions will ask for
+    compressor.wire_bytes(layouts[0], num_ranks)  # fails here rather than in a prediction, which will ask for it
     buckets = [_ScratchBucket(compressor, layout, device, num_ranks) for _ in range(_NUM_BUCKETS) for layout in layouts]
     with torch.no_grad():
-        for _ in range(2):  # at first memory is allocated, and kernels are compiled
+        for _ in range(2):  # the first time does not count, as memory is allocated, and kernels are compiled
             times = time_rounds([bucket.rounds() for bucket in buckets], clock)
     small, large = ([median(stage) for stage in zip(*same, strict=True)] for same in (times[::2], times[1::2]))
     issued = buckets[1].channel.issued

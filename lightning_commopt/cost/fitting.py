@@ -15,9 +15,16 @@ from lightning_commopt.cost.workload import Link, Workload
 from lightning_commopt.plan import CommPlan
 
 _MIN_FACTOR, _MAX_FACTOR = 1 / 4, 8.0
+"""A factor beyond these is not believed: the rest stays unexplained, or is added to the part that no plan changes. A
+judgement: threads that share a core with others take a few times as long, and nothing takes a quarter of its time
+alone."""
+
 _NUM_HALVINGS = 16
+"""The range of factors is halved so often, on a logarithmic scale, which finds the factor to better than 0.01 %."""
+
 _EXPOSED_SHARE = 0.02
-"""Share of a step below which its gradient sync counts as hidden, so that the step does not show how long it took."""
+"""Gradient sync counts as hidden if it exposes less than this share of a step, so that the step does not show how long
+it took. A judgement: below it the noise of a median step is as large."""
 
 
 class FittedParts(NamedTuple):

@@ -11,12 +11,15 @@ from typing import NamedTuple
 
 from lightning_commopt.cost.compressor_cost import CompressorCost
 from lightning_commopt.cost.link_probe import ProbedSize, link_of_probe
-from lightning_commopt.cost.workload import GLOO_CPU_S, TYPICAL_HOP_S, Gradient, Link, Shape, Workload, num_wakes
+from lightning_commopt.cost.shared_core import message_cpu_s, num_wakes, undisturbed_share
+from lightning_commopt.cost.workload import TYPICAL_HOP_S, Gradient, Link, Shape, Workload
 from lightning_commopt.measure.link.fit import Point, Segment, fit_segments
 from lightning_commopt.measure.link.from_steps import MIN_TIMES
 from lightning_commopt.measure.record import BucketSpan, StepRecord, covered_s
 
-_BLOCK = 10  # messages whose median counts: few enough for several of them in a run
+_BLOCK = 10
+"""The median of so many messages counts, as a prediction is of the median of many steps, not of one of them. They are
+few enough for several such medians in a run."""
 
 
 def workload_of_steps(
@@ -48,7 +51,8 @@ def workload_of_steps(
         factor = min(1.0, median(part.backward_s for part in every) / backward_s)
         gradients = [gradient._replace(ready_s=factor * gradient.ready_s) for gradient in gradients]
         backward_s *= factor
-    # Backward is longer for gradient sync that shares its core, and forward for buffers that are broadcast.
+    # Gradient sync that shares its core makes backward longer, and buffers that are broadcast make forward longer.
+    # Both would look like differences between ranks, so the smaller of two estimates counts.
     scale = (forward_s + backward_s) / max(forward_s, 1e-9)
     seen = [[[part.forward_s + part.backward_s for part in of_rank] for of_rank in parts]]
     seen += [[[scale * part.forward_s for part in of_rank] for of_rank in parts]] if shares_core else []
@@ -87,16 +91,16 @@ def link_of_steps(
         ranks: the steps of each rank.
         num_ranks: ranks in the run.
         comm_cpu_s: processor time of threads other than backward's, in a step.
-        cost: of the compressor of these steps, whose arithmetic is the part of ``comm_cpu_s`` that is not the link's.
+        cost: arithmetic of the compressor of these steps: the part of ``comm_cpu_s`` that is not the link's.
         has_trees: see `Link`.
-        probe: of the idle link; the link of a compressed run is the probe's, and the latency of every run.
+        probe: what the idle link takes. It gives the link of a compressed run, and the latency of every run.
 
     Raises:
         ValueError: fewer than three buckets of one size were on the wire.
     """
     compressor = None if cost is None else cost.compressor
     has_own_hook = compressor is not None
-    num_rounds, times_of = _wire_times(ranks, _messages if has_trees or has_own_hook else _all_together)
+    num_rounds, times_of = _wire_times(ranks, _messages if has_trees or has_own_hook else _step_as_one_message)
     if not times_of:
         raise ValueError(f"no bucket of its steps was on the wire {MIN_TIMES} times on all ranks")
     idle = link_of_probe(probe, num_ranks, has_trees=has_trees) if probe else None
@@ -125,7 +129,7 @@ def link_of_steps(
 
 
 def _block_medians(values: Sequence[float]) -> list[float]:
-    """Returns medians of ten values each: a prediction is of the median of many steps, not of one of them."""
+    """Returns medians of `_BLOCK` values each."""
     return [median(values[start : start + _BLOCK]) for start in range(0, len(values), _BLOCK)]
 
 
@@ -136,8 +140,8 @@ def _wire_times(
     times: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for records in zip(*ranks, strict=False):
         for same in zip(*map(of_messages, records), strict=False):
-            if len({(one.num_rounds, one.wire_bytes) for one in same}) == 1:
-                times[same[0].num_rounds, same[0].wire_bytes].append(min(one.time_s for one in same))
+            if len({(message.num_rounds, message.wire_bytes) for message in same}) == 1:
+                times[same[0].num_rounds, same[0].wire_bytes].append(min(message.time_s for message in same))
     known = {key: values for key, values in times.items() if len(values) >= MIN_TIMES and min(values) > 0}
     num_rounds = max((rounds for rounds, _ in known), default=1)
     return num_rounds, {size: values for (rounds, size), values in known.items() if rounds == num_rounds}
@@ -153,7 +157,7 @@ def _link_cpu_s(
     computed_s = 0.0 if cost is None else sum(cost.compute_s(bucket.gradient_bytes) for bucket in buckets)
     left_s = max(0.0, comm_cpu_s - computed_s)
     num_messages = wakes * max(1, sum(len(bucket.wire) for bucket in buckets))
-    message_s = min(GLOO_CPU_S, left_s / num_messages)
+    message_s = message_cpu_s(left_s, num_messages)
     left_s -= num_messages * message_s
     return left_s / max(1, sum(bucket.wire_bytes for bucket in buckets)), message_s
 
@@ -171,14 +175,10 @@ def _line(points: Sequence[Point], num_hops: int) -> Segment:
 def without_interrupts(
     gradients: Sequence[Gradient], steps: Sequence[StepRecord], interrupts_s: float
 ) -> tuple[Gradient, ...]:
-    """Returns when gradients would be ready if nothing had interrupted backward.
-
-    ``interrupts_s`` of a step are spread over the time of its gradient sync, of which backward hides a part. They take
-    half of backward at most.
-    """
+    """Returns when gradients would be ready if nothing had interrupted backward, see `undisturbed_share`."""
     hidden = median(record.totals.overlapped_share or 0.0 for record in steps)
-    factor = 1 - min(0.5, hidden * interrupts_s / max(gradients[-1].ready_s, 1e-9)) if gradients else 1.0
-    return tuple(one._replace(ready_s=factor * one.ready_s) for one in gradients)
+    factor = undisturbed_share(interrupts_s, hidden, gradients[-1].ready_s) if gradients else 1.0
+    return tuple(gradient._replace(ready_s=factor * gradient.ready_s) for gradient in gradients)
 
 
 class _Parts(NamedTuple):
@@ -214,15 +214,15 @@ def _num_batches(record: StepRecord) -> int:
 
 def _messages(record: StepRecord) -> list[_Message]:
     """Returns what the buckets of a step had on the wire, by backward and bucket."""
-    found, free_s = {}, -math.inf
+    messages, free_s = {}, -math.inf
     for bucket in sorted(record.buckets, key=attrgetter("end_s")):
         time_s = sum(end_s - max(start_s, min(free_s, end_s)) for start_s, end_s in bucket.wire)
-        found[bucket.backward, bucket.index] = _Message(len(bucket.wire), bucket.wire_bytes, time_s)
+        messages[bucket.backward, bucket.index] = _Message(len(bucket.wire), bucket.wire_bytes, time_s)
         free_s = max(free_s, *(end_s for _, end_s in bucket.wire)) if bucket.wire else free_s
-    return [found[key] for key in sorted(found)]
+    return [messages[key] for key in sorted(messages)]
 
 
-def _all_together(record: StepRecord) -> list[_Message]:
+def _step_as_one_message(record: StepRecord) -> list[_Message]:
     """Returns the buckets of a step as one message: two share the link at a time, so none shows how fast it is."""
     if not record.buckets:
         return []
@@ -234,7 +234,7 @@ def even_gradients(steps: Sequence[StepRecord], shapes: Mapping[str, Shape] | No
     """Returns gradients where only buckets are known: each ready evenly since the bucket before.
 
     Args:
-        steps: of one rank; the last one has the layout of buckets.
+        steps: the steps of one rank; the last one has the layout of buckets.
         shapes: by name of a parameter. One that is missing counts as a float32 vector, of an equal share of what the
             others leave of its bucket.
     """

@@ -7,35 +7,18 @@ import time
 from collections.abc import Collection, Iterable
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
-from typing import Any, NamedTuple
+from statistics import median
+from typing import Any
 
 import torch
 from torch.nn import Parameter
 
+from lightning_commopt.cost.shared_core import NO_INTERRUPTS, Interrupts, interrupts_in
 from lightning_commopt.cost.workload import Gradient
 from lightning_commopt.measure.clock import Clock, HostClock, clock_for
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 _STAT = Path("/proc/stat")
-_IRQ, _SOFTIRQ = 6, 7  # columns of it
-
-_PER_SAMPLE = 2.0
-"""Time that interrupts take, over what a kernel finds that looks which code runs at each tick of its timer.
-
-A tick waits while interrupts are off. Chosen on arithmetic beside transfers in the network lab at 0.3 to 2.5 Gbit/s,
-which took longer by 1.5 to 2.5 times what ticks had found (``benchmarks/interrupts.py``, ``docs/predict.md``).
-"""
-
-
-class Interrupts(NamedTuple):
-    """Time in interrupts, of one core."""
-
-    seconds: float
-    in_threads: bool  # counted as processor time of the threads that were interrupted, too
-
-
-NO_INTERRUPTS = Interrupts(0.0, False)
 
 
 class _ThreadClock(HostClock):
@@ -123,7 +106,7 @@ class GradientTimes:
 
     @property
     def interrupts(self) -> Interrupts:
-        """What a step has of them, where gradient sync has no core of its own: the packets of the link cause them."""
+        """The interrupts in a step where gradient sync has no core of its own; the packets of the link cause them."""
         if len(self._interrupts) < 2:
             return NO_INTERRUPTS
         (first_s, _), (last_s, in_threads) = self._interrupts[0], self._interrupts[-1]
@@ -154,12 +137,12 @@ class GradientTimes:
         self._clock.wait_for(list(kept[-1].values())[-1])
         order = [name for name in kept[-1] if name]
         order += [name for name in self._parameters if name not in kept[-1]]
-        last_s, found = 0.0, []
+        last_s, gradients = 0.0, []
         for name in order:
             last_s = max(last_s, self.slowdown * self._ready_s(name, kept))
             parameter = self._parameters[name]
-            found.append(Gradient(name, tuple(parameter.shape), parameter.element_size(), last_s))
-        return tuple(found)
+            gradients.append(Gradient(name, tuple(parameter.shape), parameter.element_size(), last_s))
+        return tuple(gradients)
 
     def _ready_s(self, name: str, backwards: list[dict[str, Any]]) -> float:
         seconds = self._clock.seconds
@@ -168,19 +151,11 @@ class GradientTimes:
 
 
 def interrupts() -> Interrupts:
-    """Returns what the cores of this process have spent in interrupts so far; 0 where the system does not count that.
-
-    Kernels without ``CONFIG_IRQ_TIME_ACCOUNTING`` sample it, and count it as time of the thread that was interrupted.
-    """
+    """Returns what the cores of this process have spent in interrupts so far; 0 where the system counts none."""
     try:
-        rows = [row.split() for row in _STAT.read_text().splitlines() if row.startswith("cpu")]
-        names = {"cpu", *(f"cpu{core}" for core in _cores())}
-        whole, *own = [(int(row[_IRQ]), int(row[_SOFTIRQ])) for row in rows if row[0] in names]
-        seconds = fmean(map(sum, own)) / os.sysconf("SC_CLK_TCK")
+        return interrupts_in(_STAT.read_text(), _cores(), os.sysconf("SC_CLK_TCK"))
     except (OSError, IndexError, ValueError):
         return NO_INTERRUPTS
-    is_sampled = whole[0] == 0  # a tick interrupts no other interrupt
-    return Interrupts(seconds * (_PER_SAMPLE if is_sampled else 1.0), is_sampled)
 
 
 def _cores() -> Collection[int]:

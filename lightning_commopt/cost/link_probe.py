@@ -13,15 +13,26 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_commopt.cost.workload import GLOO_CPU_S, Link, num_wakes
+from lightning_commopt.cost.shared_core import message_cpu_s, num_wakes
+from lightning_commopt.cost.workload import Link
 from lightning_commopt.measure.clock import clock_for
 
 _FIRST_BYTES = 2**12
-_GROWTH = 16  # four sizes up to 16 MiB: enough for a line, in a fraction of a second
-_NUM_SMALL, _NUM_LARGE = 7, 3  # repetitions of sizes below and from 1 MiB on
+"""The first message is so small that it shows the latency alone: 4 KiB take 33 µs at 1 Gbit/s."""
+
+_GROWTH = 16
+"""Each size is so many times the one before. Four sizes up to 16 MiB suffice for a line, in a fraction of a second."""
+
+_NUM_SMALL, _NUM_LARGE = 7, 3
+"""Sizes below `_LARGE_BYTES`, and from it on, are repeated so often. The least time counts, so more repetitions find a
+moment without other work; small messages are the more disturbed ones, and the cheaper ones."""
+
 _LARGE_BYTES = 2**20
+"""A message is large from here on: 1 MiB takes 8 ms at 1 Gbit/s, beside which a delay of the scheduler is small."""
+
 _MAX_SIZE_S = 1.0
-"""Time for all repetitions of a size: a larger size is left out if it is expected to take longer."""
+"""All repetitions of a size may take so long; a larger one is left out if it is expected to take longer. A judgement:
+nobody should wait for the probe at the end of a fit, but slow links need a large message."""
 
 
 class ProbedSize(NamedTuple):
@@ -36,8 +47,8 @@ def probe_link(group: dist.ProcessGroup, device: torch.device, max_bytes: int) -
     """Times all-reduces of growing size; all ranks of ``group`` must call it, while nothing else is under way.
 
     Args:
-        group: whose ranks take part, all with the same ``max_bytes``.
-        device: of the messages, the one that gradients are on.
+        group: all its ranks take part, with the same ``max_bytes``.
+        device: the device of the messages, which gradients are on.
         max_bytes: the largest message, usually the largest bucket.
 
     Returns:
@@ -48,14 +59,14 @@ def probe_link(group: dist.ProcessGroup, device: torch.device, max_bytes: int) -
     num_bytes = min(_FIRST_BYTES, max_bytes)
     _time_all_reduces(group, device, num_bytes)  # connections and buffers are made with the first one
     while True:
-        found = _time_all_reduces(group, device, num_bytes)
-        probed.append(found)
+        last = _time_all_reduces(group, device, num_bytes)
+        probed.append(last)
         if num_bytes >= max_bytes:
             return probed
         num_bytes = min(_GROWTH * num_bytes, max_bytes)
-        slowest_s = torch.tensor(found.time_s, device=device)
+        slowest_s = torch.tensor(last.time_s, device=device)
         dist.all_reduce(slowest_s, dist.ReduceOp.MAX, group=group)
-        if _num_repetitions(num_bytes) * slowest_s.item() * num_bytes / found.num_bytes > _MAX_SIZE_S:
+        if _num_repetitions(num_bytes) * slowest_s.item() * num_bytes / last.num_bytes > _MAX_SIZE_S:
             return probed
 
 
@@ -96,7 +107,7 @@ def link_of_probe(sizes: Sequence[ProbedSize], num_ranks: int, *, has_trees: boo
         hop_s=latency_s / num_hops,
         s_per_byte=slope * num_ranks / num_hops,
         cpu_s_per_byte=max(0.0, large.cpu_s - message_s) / num_bytes,
-        cpu_s_per_message=min(GLOO_CPU_S, message_s / num_wakes("all_reduce", num_ranks)),
+        cpu_s_per_message=message_cpu_s(message_s, num_wakes("all_reduce", num_ranks)),
         has_trees=has_trees,
         source=text,
     )

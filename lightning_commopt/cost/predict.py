@@ -1,4 +1,4 @@
-"""Predicts the time of a step under a plan, with an interval and what it leans on."""
+"""Predicts the time of a step under a plan, with an interval and its assumptions."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ from lightning_commopt.plan import CommPlan
 from lightning_commopt.text.validation import check_integer
 
 MODEL_ERROR = 0.05
-"""Standard deviation of the model's error over a step, where it does not extrapolate."""
+"""The model's error over a step has this standard deviation where it does not extrapolate. It is about the mean
+absolute error of predictions in the network lab, see ``docs/predict.md``."""
 
 COST_RATIO = 1.5
-"""Ratio within which the arithmetic of a compressor in training lies around that on scratch buckets.
-
-Chosen on the MLP of ``benchmarks/prediction_matrix.py``, such that 95 % intervals held 92 to 98 % of its steps.
-"""
+"""The arithmetic of a compressor in training lies within this ratio of that on scratch buckets. Chosen on the MLP of
+``benchmarks/prediction_matrix.py``, such that 95 % intervals held 92 to 98 % of its steps."""
 
 _LEAST = 0.05
-"""Share of the expected step that no interval goes below: noise must not make a step take no time."""
+"""No interval goes below this share of the expected step, as noise must not make a step take no time."""
 
 MIB = 2**20
+"""DDP counts its caps in this unit."""
+
 _DEFAULT_CAPS_MIB = (1, 25)
+"""DDP's own caps: 1 MiB for the first bucket, so that gradient sync begins early, and 25 MiB for all others."""
+
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 Costs = Mapping[Compressor | None, CompressorCost]
@@ -46,10 +49,10 @@ class Prediction:
     """A step under a plan."""
 
     step_s: float  # expected
-    low_s: float  # of the 95 % interval
-    high_s: float  # of it
-    exposed_s: float  # that backward has nothing left to compute and waits for gradient sync
-    reasons: tuple[str, ...] = ()  # what it leans on, in words
+    low_s: float  # lower end of the 95 % interval
+    high_s: float  # upper end
+    exposed_s: float  # time in which backward has nothing left to compute and waits for gradient sync
+    reasons: tuple[str, ...] = ()  # assumptions behind it, in words
 
 
 class Errors(NamedTuple):
@@ -70,16 +73,16 @@ def predict(
     num_ranks: int | None = None,
     fitted: tuple[CommPlan, Errors] | None = None,
 ) -> Prediction:
-    """Predicts the median step; of the plan its buckets and its compressor count.
+    """Predicts the median step. Only the buckets and the compressor of the plan count.
 
     Args:
         plan: the plan to predict.
         workload: what a step computes.
         link: between the ranks.
-        costs: arithmetic of compressors; of one that is missing it is taken to cost nothing.
-        num_ranks: None for as many as the workload was measured with.
-        fitted: the plan that all this was fitted to, whose step is known, and its errors: those of the link count only
-            as far as they change the difference to that plan, as do those of arithmetic with the same compressor.
+        costs: arithmetic of compressors; a compressor that is missing is taken to compute nothing.
+        num_ranks: number of ranks; None for that of the workload's own run.
+        fitted: the plan that all this was fitted to, whose step is known, and its errors. An error of the link counts
+            only as far as it changes the difference to that plan; so does one of arithmetic with the same compressor.
 
     Raises:
         ValueError: ``num_ranks`` is below 1.
@@ -181,7 +184,8 @@ def jobs_of(
         is_cut = device == "cpu" and plan.comm_hook is not None
         num_pieces = max(1, math.ceil(numel / PIECE_NUMEL)) if is_cut else 1
         hook = plan.comm_hook
-        sent = gradient_bytes if hook is None else hook.wire_bytes(layout_of(bucket), num_ranks)  # as of an all-reduce
+        # Bytes are those of an all-reduce that would send as much.
+        sent = gradient_bytes if hook is None else hook.wire_bytes(layout_of(bucket), num_ranks)
         phases = _phases(cost, gradient_bytes / num_pieces, sent / num_pieces, link, num_ranks)
         jobs += [Job(index, ready_s, phases)] * num_pieces
     return jobs

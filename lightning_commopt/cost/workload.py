@@ -8,18 +8,19 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+from lightning_commopt.cost.shared_core import num_wakes
 from lightning_commopt.text.validation import check_integer, check_positive
 
 PAYLOAD_SHARE = 1448 / 1514
 """Payload over bytes on an Ethernet link with TCP and timestamps, in full frames of 1500 bytes."""
 
 TYPICAL_HOP_S = 1e-4
-"""Of TCP between hosts of a rack, where steps do not show it."""
+"""A message without content takes so long where steps do not show it. A judgement: it is usual for TCP between hosts of
+a rack."""
 
 _MAX_EXTRAPOLATION = 2.0
-
-GLOO_CPU_S = 0.9e-3
-"""Processor time of a collective of two ranks over gloo, whatever its size, for its threads to be woken and to wait."""
+"""A link is used as it is for steps that send up to so many times the bytes that were seen. A judgement: half of a
+message of the size seen may be latency, and twice the bytes then take 1.5 times as long instead of twice."""
 
 
 class Shape(NamedTuple):
@@ -36,10 +37,10 @@ class Shape(NamedTuple):
 class Gradient(NamedTuple):
     """The gradient of one parameter."""
 
-    name: str  # of the parameter
-    shape: tuple[int, ...]  # of it
+    name: str  # name of the parameter
+    shape: tuple[int, ...]  # shape of both
     itemsize: int  # bytes of an element
-    ready_s: float  # from the start of backward until it is computed, if nothing else used the processor
+    ready_s: float  # time from the start of backward until it is computed, if nothing else used the processor
 
     @property
     def num_bytes(self) -> int:
@@ -50,17 +51,17 @@ class Gradient(NamedTuple):
 class Workload:
     """One optimizer step of one rank without communication. Times are medians over steps and ranks."""
 
-    gradients: tuple[Gradient, ...]  # in the order in which they become ready, which is that of DDP's buckets
-    forward_s: float  # of the model, in all accumulated batches
-    backward_s: float  # that the synchronized backward computes
+    gradients: tuple[Gradient, ...]  # those that are ready first come first, as in DDP's buckets
+    forward_s: float  # forward of the model, in all accumulated batches
+    backward_s: float  # computation of the backward that is synchronized
     rest_s: float  # everything else in a step: optimizer, hooks, backwards that are not synchronized
     data_s: float = 0.0  # waiting for all accumulated batches
-    num_batches: int = 1  # that are accumulated for a step; gradients travel with the last one
+    num_batches: int = 1  # batches that are accumulated for a step; gradients travel with the last one
     spread_s: float = 0.0  # standard deviation of a rank's computation from step to step
-    num_ranks: int = 1  # that the steps were measured on
-    straggler_s: float = 0.0  # that a step waits for whichever rank is last, with `num_ranks`
+    num_ranks: int = 1  # ranks that the steps were measured on
+    straggler_s: float = 0.0  # how long a step waits for whichever rank is last, with `num_ranks`
     shares_core: bool = False  # gradient sync has no processor of its own, so that its arithmetic slows backward down
-    num_others: float = 0.0  # of other programs that want this rank's processor, in the mean
+    num_others: float = 0.0  # threads of other programs that want this rank's processor, on average
     device: str = "cpu"  # "cpu" or "cuda"
     is_per_gradient: bool = True  # `Gradient.ready_s` was measured for each; else interpolated between buckets
 
@@ -69,7 +70,7 @@ class Workload:
         return sum(gradient.num_bytes for gradient in self.gradients)
 
     def accumulating(self, num_batches: int) -> Workload:
-        """Returns the same with another number of batches to a step; what is not of each batch stays.
+        """Returns the same with another number of batches in a step; what is not done for each batch stays.
 
         Raises:
             ValueError: ``num_batches`` is below 1.
@@ -89,12 +90,12 @@ class Workload:
 class Link:
     """What lies between ranks, in terms of one message between two of them."""
 
-    hop_s: float  # of a message without content
-    s_per_byte: float  # of payload, in one direction
+    hop_s: float  # time of a message without content
+    s_per_byte: float  # time of a byte of payload, in one direction
     cpu_s_per_byte: float = 0.0  # processor time that a rank spends on a byte of an all-reduce's payload
-    cpu_s_per_message: float = 0.0  # that it spends besides on a collective of two ranks, more with `num_wakes`
-    low_ratio: float = 0.9  # of the times of 95 % of all messages over the expected ones, the least
-    high_ratio: float = 1.1  # the most
+    cpu_s_per_message: float = 0.0  # what it spends besides on a collective of two ranks; times `num_wakes` on more
+    low_ratio: float = 0.9  # 2.5th percentile of measured over expected times of messages
+    high_ratio: float = 1.1  # 97.5th percentile
     seen_bytes: float | None = None  # payload of a step that the rate was learned from; None where it was probed
     has_trees: bool = False  # collectives may use trees, as NCCL's do; else rings only
     source: str = ""  # what it was measured on, in words
@@ -111,7 +112,7 @@ class Link:
         return dataclasses.replace(self, s_per_byte=s_per_byte, seen_bytes=None, source=source)
 
     def for_bytes(self, num_bytes: float) -> Link:
-        """Returns the same for steps that send ``num_bytes``.
+        """Returns the link for steps that send ``num_bytes``.
 
         Far more bytes than were seen may take time in proportion, or hardly more time than those did, if that was
         latency. The rate is the geometric mean of the two then, and its interval holds both.
@@ -152,13 +153,3 @@ class Link:
         if not self.has_trees:
             return ring_s
         return min(ring_s, 2 * math.ceil(math.log2(num_ranks)) * self.hop_s + 2 * num_bytes * self.s_per_byte)
-
-
-def num_wakes(operation: str, num_ranks: int) -> float:
-    """Returns how often a collective over gloo wakes the threads of a rank, over that with two ranks.
-
-    A ring's hops come one after another; the messages of a direct exchange come together, and several are taken at
-    once. Chosen on steps of four and eight ranks, see ``docs/predict.md``; nothing is known beyond.
-    """
-    doublings = math.log2(max(2, num_ranks))
-    return 2 * doublings - 1 if operation == "all_reduce" else doublings

@@ -20,14 +20,15 @@ from lightning_commopt.tune.options import TuneOptions
 from lightning_commopt.tune.tuner import Tuner
 from lightning_commopt.tune.verdict import summary
 
-_KEY = "plan='auto'"  # beside the names of modules
+_KEY = "plan='auto'"
+"""A checkpoint has the chosen plan under this key, beside the names of modules, none of which can be spelled so."""
 
 
 class AutoPlan(ABC):
     """Tunes the fits of a strategy; without options it does nothing. See `FitPlan`, and `LoopPlan` for Fabric.
 
     Args:
-        strategy: that trains.
+        strategy: the one that trains.
         options: what may be chosen; None if ``plan`` is not "auto".
         max_regret: share of a fit's time, over all its steps, that searching may cost.
     """
@@ -55,12 +56,12 @@ class AutoPlan(ABC):
         if not self._is_due:
             info("plan='auto': one rank has no gradients to synchronize, so there is nothing to choose.")
             return
-        if strategy.root_device.type == "cpu" and any(one.claims.has_c_kernels for one in self._options.lossy):
+        if strategy.root_device.type == "cpu" and any(hook.claims.has_c_kernels for hook in self._options.lossy):
             c_library.load()  # compiles once per machine, which no step should wait for
         if self._base is None:
             self._base = strategy.plan
-        elif strategy.plan != self._base:  # that an earlier fit has chosen
-            self._resumed = strategy.plan
+        elif strategy.plan != self._base:
+            self._resumed = strategy.plan  # an earlier fit has chosen it
 
     @property
     def is_wanted(self) -> bool:
@@ -94,7 +95,7 @@ class AutoPlan(ABC):
         """Returns the training that the strategy is in."""
 
     def describe(self) -> dict[str, Any]:
-        """Returns what was found in this fit, or in the last one, in types that JSON has; empty but on rank 0."""
+        """Returns what was found in this fit, or in the last one; JSON-serializable, and empty except on rank 0."""
         tuner = self._tuner
         if tuner is None or tuner.director is None:
             return self._found
@@ -104,7 +105,7 @@ class AutoPlan(ABC):
         """Ends a fit; reports what was found on rank 0.
 
         Args:
-            keep: gets the plan that was chosen. Without it the strategy does, if it has one that is only tried.
+            keep: called with the chosen plan; by default the strategy applies it, if it has another one.
         """
         tuner, self._is_due = self._tuner, False
         if tuner is None:
@@ -131,7 +132,7 @@ class AutoPlan(ABC):
             return saved
 
     def resume_choice(self, saved: Any) -> None:
-        """Goes on with the plan that a checkpoint holds, if this fit may choose it."""
+        """Continues with the plan that a checkpoint holds, if this fit may choose it."""
         text = saved.get(_KEY) if isinstance(saved, dict) else None
         if text is None or self._options is None or self._base is None or self._tuner is not None:
             return

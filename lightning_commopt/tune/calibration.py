@@ -1,4 +1,4 @@
-"""Calibration: measures in a few steps with the user's plan what predictions lean on; and which plans these promise."""
+"""Calibration: measures the inputs of predictions in a few steps, and returns the plans that are worth trying."""
 
 from __future__ import annotations
 
@@ -23,22 +23,41 @@ from lightning_commopt.tune.host import Host
 from lightning_commopt.tune.options import TuneOptions
 
 NUM_STEPS = 6
+"""A calibration observes so many steps: `_NUM_SETTLING_STEPS`, and three whose median counts."""
+
 MEASURING_S = 0.2
-"""Seconds that it takes to measure a compressor on a processor that does nothing else."""
+"""Measuring a compressor takes so many seconds on a processor that does nothing else, see ``docs/tune.md``."""
+
 MAX_CANDIDATES = 6
-_MIN_GAIN = 0.01  # that a prediction must promise; the search wants more
-_NEAR = 2 / 3  # of the largest predicted gain: what a compressor must promise to be tried before other layouts
-_MIN_BYTES = 2**18  # of gradients: the steps of smaller models do not separate the link's rate from its latency
-_MIN_RATIO = 2  # of the numbers of buckets
-_NUM_SETTLING_STEPS = 3  # DDP lays out its buckets after the first, or, with a static graph, the second
+"""A shortlist has so many plans at most: a first search tries half of them, and one that follows the rest."""
+
+_MIN_GAIN = 0.01
+"""A prediction must promise to save this share of a step. It is half of what a search asks for, as predictions are off
+by some percent to either side."""
+
+_NEAR = 2 / 3
+"""A compressor must promise this share of the largest predicted gain to be tried before other layouts. A judgement: one
+that is further behind rarely overtakes, and a layout may be mispredicted by as much."""
+
+_MIN_BYTES = 2**18
+"""A model needs so many bytes of gradients for a remark on compressors that were not allowed: the steps of smaller ones
+do not separate the link's rate from its latency."""
+
+_MIN_RATIO = 2
+"""Another layout is only tried if it has so many times more buckets, or fewer, than those before: closer ones differ by
+less than the noise of a search."""
+
+_NUM_SETTLING_STEPS = 3
+"""The first steps do not count: DDP lays out its buckets after the first, or with a static graph after the second, and
+memory is allocated in the next."""
 
 
 class Calibration:
     """Records the steps of this rank while it exists: phases, buckets, and when each gradient is ready.
 
     Args:
-        host: where a step begins; without a comm hook of its own its model must be wrapped
-            again while the calibration observes it, see `attach`.
+        host: the training, where a step begins. If its plan has no comm hook, the model must be wrapped again while
+            the calibration observes it, see `attach`.
         options: the compressors to measure.
         limit_s: seconds in which to measure those that are not in use.
     """
@@ -99,8 +118,8 @@ class Calibration:
 
         Args:
             ranks: the steps of each rank.
-            costs: of the compressors, on this rank.
-            step_s: a step that is not observed.
+            costs: costs of the compressors, measured on this rank.
+            step_s: time of a step that is not observed.
 
         Raises:
             ValueError: nothing can be predicted from these steps.
@@ -143,19 +162,19 @@ class Shortlist(NamedTuple):
 def shortlist(basis: Basis, options: TuneOptions) -> Shortlist:
     """Returns the plans that are worth trying, from what steps with the user's plan have shown.
 
-    They are at most `MAX_CANDIDATES`, none of them slower than the best beyond the 95 % intervals of both. The first
-    are the best with each compressor that promises nearly as much as the best of all, the fastest first. Then other
-    layouts take turns with the compressors that are left: the layout whose number of buckets differs most from those
-    before, at least by a factor of 2, as what a bucket costs besides its bytes is what predictions miss most.
+    There are `MAX_CANDIDATES` at most, none of them slower than the best beyond the 95 % intervals of both. First come
+    the best with each compressor that promises nearly as much as the best of all, the fastest first. Then other layouts
+    take turns with the compressors that are left. The next layout is the one whose number of buckets differs most from
+    those before, at least by a factor of 2: predictions miss most what a bucket costs besides its bytes.
     """
     base = basis.plan
     own = basis.predict(base)
-    found = candidates(basis, (base.comm_hook, *options.lossy))
-    found = [one for one in found if one.plan != base and options.fits(one.plan, base)]
-    promising = [one for one in found if one.prediction.step_s < (1 - _MIN_GAIN) * own.step_s]
-    slowest_s = min([one.prediction.high_s for one in promising], default=0.0)
-    promising = [one for one in promising if one.prediction.low_s < slowest_s]
-    best_s = min([own.step_s, *(one.prediction.step_s for one in found)])
+    predicted = candidates(basis, (base.comm_hook, *options.lossy))
+    allowed = [other for other in predicted if other.plan != base and options.fits(other.plan, base)]
+    promising = [other for other in allowed if other.prediction.step_s < (1 - _MIN_GAIN) * own.step_s]
+    slowest_s = min([other.prediction.high_s for other in promising], default=0.0)
+    promising = [other for other in promising if other.prediction.low_s < slowest_s]
+    best_s = min([own.step_s, *(other.prediction.step_s for other in allowed)])
     chosen = _diverse(promising, own.step_s, basis)
     return Shortlist(Candidate(base, own), tuple(chosen), _not_allowed(basis, options, best_s))
 
@@ -163,16 +182,17 @@ def shortlist(basis: Basis, options: TuneOptions) -> Shortlist:
 def _diverse(promising: Sequence[Candidate], own_s: float, basis: Basis) -> list[Candidate]:
     """Returns candidates in the order in which to try them; ``promising`` begins with the fastest."""
     best: dict[Compressor | None, Candidate] = {}
-    for one in promising:
-        best.setdefault(one.plan.comm_hook, one)
-    gains = {hook: own_s - one.prediction.step_s for hook, one in best.items()}
-    chosen = [one for hook, one in best.items() if gains[hook] >= _NEAR * max(gains.values())]
-    rest = [one for one in best.values() if one not in chosen]
-    num_buckets = {one.plan: len(buckets_of(one.plan, basis.workload.gradients)) for one in promising}
+    for candidate in promising:
+        best.setdefault(candidate.plan.comm_hook, candidate)
+    gains = {hook: own_s - candidate.prediction.step_s for hook, candidate in best.items()}
+    chosen = [candidate for hook, candidate in best.items() if gains[hook] >= _NEAR * max(gains.values())]
+    rest = [candidate for candidate in best.values() if candidate not in chosen]
+    num_buckets = {candidate.plan: len(buckets_of(candidate.plan, basis.workload.gradients)) for candidate in promising}
 
-    def ratio(one: Candidate) -> float:
-        own = num_buckets[one.plan]
-        same = [num_buckets[other.plan] for other in chosen if other.plan.comm_hook == one.plan.comm_hook]
+    def ratio(candidate: Candidate) -> float:
+        """Returns how many times more or fewer buckets it has than the nearest chosen one with its compressor."""
+        own, hook = num_buckets[candidate.plan], candidate.plan.comm_hook
+        same = [num_buckets[other.plan] for other in chosen if other.plan.comm_hook == hook]
         return min((max(own, number) / min(own, number) for number in same), default=1.0)
 
     while promising and len(chosen) < MAX_CANDIDATES:

@@ -11,30 +11,18 @@ import statistics
 from collections.abc import Generator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from lightning_commopt.tune import limits
 from lightning_commopt.tune.calibration import NUM_STEPS, Shortlist
 from lightning_commopt.tune.gains import TimedVisit
 from lightning_commopt.tune.look import Look
-from lightning_commopt.tune.search import Found, Report, Search, Visit
+from lightning_commopt.tune.search import Report, Search, SearchResult, Visit
 
 CALIBRATE = -1
 """The arm of a visit with the user's plan that is observed."""
 
 WATCH_STEPS = 100
-"""Steps between two looks at the step time."""
-
-_NUM_START_STEPS, _NUM_FIRST_STEPS = 3, 2
-_MIN_CHANGE_STEPS = 2.0  # what a change of the plan costs, before one was made
-_MIN_CHANGES = 2  # to observe the user's plan and back
-_LOSSY_HANDICAP = 0.02  # of a step, that a lossy plan must save beyond a lossless one
-
-_PROBATION_STEPS = 20  # with the plan that was chosen, before the first look at it
-_NUM_ON_PROBATION = 3  # looks at which a plan that is no faster than the user's is rolled back
-_DRIFT = 0.15  # change of the step time, beyond its noise, after which another plan may be the fastest
-_NUM_NOISES = 5.0
-_FIRST_SHARE, _ALL_SHARE = 0.6, 0.7  # of the budget, for the first search and for all: the rest is for bad luck
-_MEASURING_SHARE = 0.35  # share of the budget for measuring compressors: a first search needs the rest of its share
-_CREDIT = 0.5  # of what a plan has saved, for further searches
-_CHECK_SHARE = 0.005  # of the time, for looking whether the plan is still the best
+"""So many steps lie between two looks at the step time, each of which is a message of a kilobyte between all ranks. It
+bounds how late a change is noticed."""
 
 Status = Literal["measuring", "too short", "unpredictable", "nothing promising", "searching", "resumed"]
 _Visits = Generator[Visit, Report, None]
@@ -51,8 +39,8 @@ class Director:
     """Decides which steps run next, on rank 0.
 
     Args:
-        num_steps: that the fit will still take; infinite if unknown: then searches are paid for by what was trained so
-            far.
+        num_steps: steps that the fit will still take; infinite if unknown. Then what was trained so far pays for
+            searches.
         arm: the plan to begin with: 1 for one that a checkpoint holds, which is then only watched.
         has_known: plan 1 was chosen by an earlier fit, and is tried before any prediction.
         max_regret: share of the fit's time, over all its steps, that searching may cost.
@@ -68,9 +56,9 @@ class Director:
         searches: what was found so far among the present candidates.
         events: since their first search, by step of the fit.
         aside_s: seconds that calibration has taken between steps; the caller sets it.
-        base_s: a step with the user's plan, the median of those before candidates are tried.
-        lost_steps: to calibrations, searches and changes of the plan, in steps with the user's plan; negative if
-            candidates have saved more.
+        base_s: time of a step with the user's plan, the median of those before candidates are tried.
+        lost_steps: what calibrations, searches and changes of the plan have cost, in steps with the user's plan;
+            negative if candidates have saved more.
         calibration_lost_steps: the part of them that calibrations have cost.
         not_measured: names of compressors that may be chosen, and were too expensive to measure.
     """
@@ -121,13 +109,15 @@ class Director:
         """
         self._expected: Sequence[float | None] = expected
         self._handicaps = handicaps
-        self._lost_steps = lost_steps  # to searching, less half of what was saved since, in steps with the user's plan
-        self._base_steps = 0.0  # as many of the present length took as long as what was trained since
-        self._undecided: list[Sequence[TimedVisit]] = []  # visits of searches that chose nothing, since the last drift
-        self._min_pause = 2 * WATCH_STEPS  # from one search to the next
+        # What searching has cost, less half of what was saved since, in steps with the user's plan
+        self._lost_steps = lost_steps
+        self._base_steps = 0.0  # time trained since the last drift, in steps with the user's plan of today's length
+        # The visits of each search that has chosen nothing since the last drift
+        self._undecided: list[Sequence[TimedVisit]] = []
+        self._min_pause = 2 * WATCH_STEPS  # steps from one search to the next, doubled with each
         self._search_from = self._num_done + self._min_pause
         self.chosen = arm
-        self.searches: list[Found] = []
+        self.searches: list[SearchResult] = []
         self.events: list[Event] = []
 
     def advance(self, report: Report) -> Visit:
@@ -138,7 +128,7 @@ class Director:
         return self.visit
 
     def forbid(self, arms: Sequence[int]) -> None:
-        """Leaves plans for good when the present visit ends; the user's takes the place of one that was chosen."""
+        """Rules plans out. If one is in use, training returns to the user's plan after the present visit."""
         self._expected = [math.inf if arm in arms else expected for arm, expected in enumerate(self._expected)]
         self.chosen = 0 if self.chosen in arms else self.chosen
 
@@ -153,10 +143,10 @@ class Director:
         yield from self._watch_and_search()
 
     def _start(self) -> _Visits:
-        yield Visit(0, _NUM_START_STEPS)
+        yield Visit(0, limits.NUM_START_STEPS)
         known: list[float] = []
         while not known or not self._can_calibrate():
-            report = yield Visit(0, _NUM_FIRST_STEPS if not known else WATCH_STEPS)
+            report = yield Visit(0, limits.NUM_FIRST_STEPS if not known else WATCH_STEPS)
             known += [s for s in report.seconds if not math.isnan(s)]
             self.base_s = statistics.median(known) if known else math.nan
             if not self._can_calibrate() and not math.isinf(self._num_steps):
@@ -181,10 +171,11 @@ class Director:
                 yield from self._end()
             lost_steps += yield from self._calibrate([])
         base_s = self.shortlist.base.prediction.step_s
-        expected = [1.0, *(one.prediction.high_s / base_s for one in self.shortlist.candidates)]
-        hooks = [one.plan.comm_hook for one in (self.shortlist.base, *self.shortlist.candidates)]
+        tried = self.shortlist.candidates
+        expected = [1.0, *(candidate.prediction.high_s / base_s for candidate in tried)]
+        hooks = [candidate.plan.comm_hook for candidate in (self.shortlist.base, *tried)]
         is_lossy = [hook is not None and hook.claims.is_lossy for hook in hooks]
-        handicaps = {arm: _LOSSY_HANDICAP for arm, lossy in enumerate(is_lossy) if lossy and not is_lossy[0]}
+        handicaps = {arm: limits.LOSSY_HANDICAP for arm, lossy in enumerate(is_lossy) if lossy and not is_lossy[0]}
         self.status = "searching"
         self._begin(expected, lost_steps=lost_steps, handicaps=handicaps)
         yield from self._search()
@@ -208,7 +199,7 @@ class Director:
     @property
     def measuring_limit_s(self) -> float:
         """Seconds that a calibration may take to measure compressors, on every rank."""
-        return _MEASURING_SHARE * self._max_regret * self._known_steps * self.base_s
+        return limits.MEASURING_SHARE * self._max_regret * self._known_steps * self.base_s
 
     @property
     def _known_steps(self) -> float:
@@ -219,8 +210,9 @@ class Director:
             yield Visit(0, 0)
 
     def _can_calibrate(self) -> bool:
-        num_changes = _MIN_CHANGES * (2 + self._num_calibrations)  # as many for a search, at least
-        if self._max_regret * self._known_steps < num_changes * _MIN_CHANGE_STEPS:
+        # One calibration more is to come, and a search, which needs as many changes at least.
+        num_changes = limits.MIN_CHANGES * (2 + self._num_calibrations)
+        if self._max_regret * self._known_steps < num_changes * limits.MIN_CHANGE_STEPS:
             return False
         # A fit of known length measures what it can pay for. In one of unknown length the budget still grows.
         return not math.isinf(self._num_steps) or self.measuring_limit_s >= self._measuring_s
@@ -237,19 +229,19 @@ class Director:
         known = self._base_steps + (0 if math.isinf(self._num_steps) else self._num_steps - self._num_done)
         search = Search(
             self._expected,
-            self._max_regret * known * (_FIRST_SHARE if is_first else _ALL_SHARE) - self._lost_steps,
+            self._max_regret * known * (limits.FIRST_SHARE if is_first else limits.ALL_SHARE) - self._lost_steps,
             arm=self.visit.arm,
             is_start=not self._num_done,
             num_settling_steps=self._num_settling_steps,
             handicaps=self._handicaps,
             earlier=self._undecided,
-            tried={arm for found in self.searches for arm in found.gains},
+            tried={arm for result in self.searches for arm in result.gains},
         )
-        found = yield from search.run()
-        self._undecided = [] if found.arm else [*self._undecided, *([search.visits] if search.visits else [])]
-        self.searches.append(found)
-        self._lose(found.lost_s, found.base_s)
-        self.chosen, self.is_searching = found.arm, False
+        result = yield from search.run()
+        self._undecided = [] if result.arm else [*self._undecided, *([search.visits] if search.visits else [])]
+        self.searches.append(result)
+        self._lose(result.lost_s, result.base_s)
+        self.chosen, self.is_searching = result.arm, False
         self._min_pause *= 2
         self._search_from = self._num_done + self._min_pause
 
@@ -261,43 +253,43 @@ class Director:
 
     def _watch(self) -> _Visits:
         """Returns when another search is due."""
-        found, searched_at = self.searches[-1] if self.searches else None, self._num_done
-        is_measured = found is not None and found.arm > 0
-        is_open = found is not None and (
-            found.why == "not sure"
-            or (found.why == "none faster" and found.has_more)
-            or (found.why == "too short" and math.isinf(self._num_steps))
+        result, searched_at = self.searches[-1] if self.searches else None, self._num_done
+        is_measured = result is not None and result.arm > 0
+        is_open = result is not None and (
+            result.why == "not sure"
+            or (result.why == "none faster" and result.has_more)
+            or (result.why == "too short" and math.isinf(self._num_steps))
         )
-        num_steps, num_looks, num_shifted = _PROBATION_STEPS if is_measured else WATCH_STEPS, 0, 0
+        num_steps, num_looks, num_shifted = limits.PROBATION_STEPS if is_measured else WATCH_STEPS, 0, 0
         reference: float | None = None
         while True:
             arm, before = self.chosen, self.visit.arm
             report = yield Visit(arm, num_steps)
             if arm != before:
-                self._lose(report.change_s, self.base_s if found is None else found.base_s)
+                self._lose(report.change_s, self.base_s if result is None else result.base_s)
             if self.chosen != arm:
                 self.events.append(Event(self._num_done, "forbidden"))
             look, num_steps = Look.of(report.seconds), WATCH_STEPS
             if look is None:
                 continue
             num_looks += 1
-            if is_measured and found is not None and self.chosen:
-                if num_looks <= _NUM_ON_PROBATION and look.step_s > found.base_s:
+            if is_measured and result is not None and self.chosen:
+                if num_looks <= limits.NUM_ON_PROBATION and look.step_s > result.base_s:
                     self.events.append(Event(self._num_done, "rolled back"))
                     self.chosen, reference, is_open = 0, None, True
                     self._undecided = []
                     continue
-                self._lost_steps -= _CREDIT * (1 - look.step_s / found.base_s) * len(report.seconds)
+                self._lost_steps -= limits.CREDIT * (1 - look.step_s / result.base_s) * len(report.seconds)
                 # What such a search costs, over steps with the plan that it has chosen.
-                cost_steps = found.lost_s / found.base_s + found.num_steps * found.gains[found.arm].gain
-                if self._num_done >= searched_at + cost_steps / _CHECK_SHARE:
+                cost_steps = result.lost_s / result.base_s + result.num_steps * result.gains[result.arm].gain
+                if self._num_done >= searched_at + cost_steps / limits.CHECK_SHARE:
                     self.events.append(Event(self._num_done, "check"))
                     return
             if is_open and self._num_done >= self._search_from:  # the noise may have ceased, or the budget suffice
                 return
             if reference is None:
                 reference = look.step_s
-            has_shifted = abs(math.log(look.step_s / reference)) > max(_DRIFT, _NUM_NOISES * look.noise)
+            has_shifted = abs(math.log(look.step_s / reference)) > max(limits.DRIFT, limits.NUM_NOISES * look.noise)
             num_shifted = num_shifted + 1 if has_shifted else 0
             if num_shifted > 1 and self._num_done >= self._search_from:
                 self.events.append(Event(self._num_done, "drift"))

@@ -11,14 +11,32 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-_SURE = 3.5
-"""Standard errors between an estimate and the end of its interval: visits are few, and their noise is not normal."""
-_SIGMA_OF_MEDIAN = 1.2533  # of a median of normally distributed values, over that of their mean
-_SIGMA_OF_SPREAD = {2: 1.7725, 3: 1.3820, 4: 1.4826}  # standard deviation over the median distance from the median
-_PRIOR_VISITS = 4.0  # weight of the noise within visits in an estimate of the noise between them
+_NUM_STANDARD_ERRORS = 3.5
+"""An interval ends so many standard errors from its estimate. Normal noise would need 3.1 for a chance of one in a
+thousand on either side; visits are few, and their noise is not normal."""
+
+_SIGMA_OF_MEDIAN = 1.2533
+"""The median of many normally distributed values varies by so many times the standard error of their mean: the square
+root of pi / 2."""
+
+_SIGMA_OF_SPREAD = {2: 1.7725, 3: 1.3820, 4: 1.4826}
+"""Normally distributed values have a standard deviation of so many times the median distance from their median, by how
+many a visit has; 1.4826 holds for many."""
+
+_PRIOR_VISITS = 4.0
+"""The noise within visits weighs as much as so many visits in the estimate of the noise between them. A judgement: the
+few visits of a search differ too little or too much by chance to be believed alone."""
+
 _MIN_SIGMA = 0.002
-_UNSEEN_SIGMA, _UNSEEN_WEIGHT = 0.03, 0.5  # noise from visit to visit, before it was seen
-_MOST = 100.0  # logarithm of a time over another
+"""No noise within visits is believed to be smaller, as four steps may be equal by chance."""
+
+_UNSEEN_SIGMA, _UNSEEN_WEIGHT = 0.03, 0.5
+"""Before noise from visit to visit was seen it is taken for 3 %, with the weight of half a visit: enough that two
+visits of a quiet moment do not decide, and little beside four."""
+
+_MAX_LOG_RATIO = 100.0
+"""The logarithm of a time over another is cut to this, so that its exponential is finite where an interval is very
+wide."""
 
 
 class TimedVisit(NamedTuple):
@@ -27,7 +45,7 @@ class TimedVisit(NamedTuple):
     Attributes:
         arm: index of the plan; 0 is the user's.
         at_step: the middle of them, in steps since the search began.
-        seconds: of the steps that count; not empty.
+        seconds: times of the steps that count; not empty.
     """
 
     arm: int
@@ -43,7 +61,8 @@ class Gain(NamedTuple):
     """How much shorter steps are than with the user's plan: 0.2 for steps that take 80 % of the time.
 
     Attributes:
-        low: of an interval that a chance of about one in a thousand exceeds on either side.
+        low: lower end of the 99.8 % interval.
+        high: upper end.
     """
 
     gain: float
@@ -71,15 +90,15 @@ def gains(searches: Sequence[Sequence[TimedVisit]]) -> dict[int, Gain]:
     for visits in searches:
         for arm, (log_gain, variance) in _log_gains(visits).items():
             weighted.setdefault(arm, []).append((log_gain, 1 / variance))
-    found = {}
+    known = {}
     for arm, rows in weighted.items():
         total = sum(weight for _, weight in rows)
         log_gain = sum(log_gain * weight for log_gain, weight in rows) / total
-        error = _SURE / math.sqrt(total)
-        found[arm] = Gain(
-            *(1 - math.exp(min(-value, _MOST)) for value in (log_gain, log_gain - error, log_gain + error))
+        error = _NUM_STANDARD_ERRORS / math.sqrt(total)
+        known[arm] = Gain(
+            *(1 - math.exp(min(-value, _MAX_LOG_RATIO)) for value in (log_gain, log_gain - error, log_gain + error))
         )
-    return found
+    return known
 
 
 def _log_gains(visits: Sequence[TimedVisit]) -> dict[int, tuple[float, float]]:
@@ -94,17 +113,17 @@ def _log_gains(visits: Sequence[TimedVisit]) -> dict[int, tuple[float, float]]:
     weights: dict[int, list[NDArray[np.float64]]] = {}
     for visit in visits:
         if visit.arm:
-            # Of each visit of the user's plan, in the interpolation between them.
+            # The weight that each visit of the user's plan has in the interpolation between them.
             weight = np.array([np.interp(visit.at_step, places, row) for row in np.eye(len(base))])
-            at_base = float(weight @ [one.log_s for one in base])
+            at_base = float(weight @ [base_visit.log_s for base_visit in base])
             differences.setdefault(visit.arm, []).append(at_base - visit.log_s)
             weights.setdefault(visit.arm, []).append(weight)
     variance = _visit_variance(visits, differences)
-    found = {}
+    known = {}
     for arm, values in differences.items():
         shares = np.mean(weights[arm], axis=0)
-        found[arm] = statistics.fmean(values), variance * (1 / len(values) + float(shares @ shares))
-    return found
+        known[arm] = statistics.fmean(values), variance * (1 / len(values) + float(shares @ shares))
+    return known
 
 
 def _visit_variance(visits: Sequence[TimedVisit], differences: dict[int, list[float]]) -> float:
@@ -116,13 +135,14 @@ def _visit_variance(visits: Sequence[TimedVisit], differences: dict[int, list[fl
     num_typical = statistics.median([len(visit.seconds) for visit in visits])
     spread = statistics.median(distances) * _SIGMA_OF_SPREAD.get(int(num_typical), 1.4826) if distances else 0.0
     within = (_SIGMA_OF_MEDIAN * max(spread, _MIN_SIGMA)) ** 2 / num_typical
-    # What the user's plan differs from one visit to the next counts in full: noise that lasts for some visits, but not
-    # for all, would otherwise look like a difference between plans.
+    # The difference of the user's plan from one visit to the next counts in full: noise that lasts for some visits, but
+    # not for all, would otherwise look like a difference between plans.
     base = [visit.log_s for visit in visits if visit.arm == 0]
     squares, freedom = sum((after - before) ** 2 / 2 for before, after in pairwise(base)), len(base) - 1
     for values in differences.values():
         mean = statistics.fmean(values)
-        squares += sum((value - mean) ** 2 for value in values) / 1.5  # one visit, and the base's interpolation
+        # A difference varies with its visit, and by about half as much with the two that the base is interpolated from.
+        squares += sum((value - mean) ** 2 for value in values) / 1.5
         freedom += len(values) - 1
     unseen = (_UNSEEN_WEIGHT * _UNSEEN_SIGMA**2 + squares) / (_UNSEEN_WEIGHT + freedom)
     return max(within, (_PRIOR_VISITS * within + squares) / (_PRIOR_VISITS + freedom), unseen)

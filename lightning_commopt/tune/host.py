@@ -25,8 +25,13 @@ from lightning_commopt.text.validation import warn_once
 from lightning_commopt.tune.options import TuneOptions
 
 _FORMAT = 1
-_MAX_CHOICES = 200  # of about 1 kB each: more kinds of training than a user has at a time
-_MAX_AGE_S = 365 * 86400.0  # the description of a fit includes the version of torch, so older ones rarely match
+"""Version of the description of a fit, raised when a key changes its meaning: older choices then count no more."""
+
+_MAX_CHOICES = 200
+"""So many choices are kept, of about 1 kB each. A judgement: more kinds of training than a user has at a time."""
+
+_MAX_AGE_S = 365 * 86400.0
+"""Choices are kept for a year. The description of a fit includes the version of torch, so older ones rarely match."""
 
 Method = tuple[Any, str]
 """An object, and the name of a method that is called through it; see `wrap_method`."""
@@ -34,14 +39,14 @@ Method = tuple[Any, str]
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What a tuner needs of the training that it tunes.
+    """What a tuner may see and call of the training that it tunes.
 
     Attributes:
         strategy: has the plan, the observers of gradient sync, the ranks and their device.
-        model: returns the wrapper that is tuned.
+        model: returns DDP's wrapper of the model.
         apply_plan: changes its plan at once; only called where a step begins.
         step: returns the number of optimizer steps so far.
-        num_steps_left: returns how many are to come; infinity if unknown.
+        num_steps_left: returns how many steps are to come; infinity if unknown.
         accumulated: batches in a step; None if unknown. Plans that were chosen before hold for the same number only.
         begin_backward: called before every backward, or before each that is synchronized.
         end_backward: called after the same backwards, when gradients are averaged.
@@ -68,8 +73,8 @@ class Host:
         None for a plan whose compressor has no name. The link is not among it: a plan that was found before is tried
         before it is chosen again.
         """
-        named = self.model().module.named_parameters()
-        shapes = [(name, list(x.shape), str(x.dtype)) for name, x in named if x.requires_grad]
+        parameters = [*self.model().module.named_parameters()]
+        shapes = [(name, list(value.shape), str(value.dtype)) for name, value in parameters if value.requires_grad]
         device = self.strategy.root_device
         try:
             plan = base.to_dict()

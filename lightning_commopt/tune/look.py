@@ -1,4 +1,4 @@
-"""Look: a typical step time of a plan that training goes on with."""
+"""Look: a typical step time of a plan that training continues with."""
 
 from __future__ import annotations
 
@@ -8,10 +8,15 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _NUM_BLOCKS = 5
+"""A look is divided into so many blocks: 20 steps each during a watch, beside which the few steps that a host's clock
+may be ahead are little, and enough blocks for a median that ignores a disturbed one."""
+
+_SIGMA_OF_SPREAD = 1.4826
+"""Normally distributed values have a standard deviation of so many times the median distance from their median."""
 
 
 class Look(NamedTuple):
-    """The time of a step over many, and its noise.
+    """The typical time of a step over many, and its noise.
 
     Blocks of steps are compared, as a host's clock may be ahead of a device by some steps.
     """
@@ -27,5 +32,5 @@ class Look(NamedTuple):
             return None
         means = [math.log(statistics.fmean(known[i * size : (i + 1) * size])) for i in range(_NUM_BLOCKS)]
         center = statistics.median(means)
-        noise = 1.4826 * statistics.median([abs(mean - center) for mean in means]) / math.sqrt(_NUM_BLOCKS)
+        noise = _SIGMA_OF_SPREAD * statistics.median([abs(mean - center) for mean in means]) / math.sqrt(_NUM_BLOCKS)
         return cls(math.exp(center), noise)

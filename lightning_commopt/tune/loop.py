@@ -27,8 +27,8 @@ class LoopPlan(AutoPlan):
     """Tunes the module that a loop trains.
 
     A step ends with an optimizer step after a synchronized backward. Several optimizers make one step: it ends where
-    the first of them steps again. Where a forward still waits for its backward no step ends, as the plan may change
-    then.
+    the first of them steps again. A step does not end between a forward and its backward, as the plan may change at the
+    end of a step.
 
     Which modules are trained shows in their backwards, in which all ranks take part: a rank may keep a module alive
     that others have dropped.
@@ -36,7 +36,7 @@ class LoopPlan(AutoPlan):
     Args:
         strategy: for Fabric.
         options: what may be chosen; None if ``plan`` is not "auto".
-        syncs: of the modules that are set up.
+        syncs: the gradient sync of each module that is set up.
         apply_plan: changes the plan of the modules with these syncs, and of later ones; all ranks call it.
     """
 
@@ -48,9 +48,9 @@ class LoopPlan(AutoPlan):
         self._apply_plan = apply_plan
         self._base = strategy.plan
         self._has_started = False
-        self._trained: list[SyncedModule] = []  # since the last step
+        self._trained: list[SyncedModule] = []  # modules that had a backward since the last step
         self._tuned: SyncedModule | None = None
-        self._stepped: list[ref[Any]] = []  # optimizers: an id may be used again, on some ranks
+        self._stepped: list[ref[Any]] = []  # optimizers that have stepped; an id may be used again, on some ranks
         self._num_steps = 0
         self._seen: object = None
 
@@ -65,7 +65,7 @@ class LoopPlan(AutoPlan):
         """Must be called after every optimizer step, on all ranks."""
         if not self._trained or any(module.is_awaited for module in self._trained):
             return
-        if all(one() is not optimizer for one in self._stepped):
+        if all(stepped() is not optimizer for stepped in self._stepped):
             self._stepped.append(ref(optimizer))
             return
         self._stepped = [ref(optimizer)]

@@ -128,12 +128,12 @@ def _lossy(lossy: Any) -> tuple[Compressor, ...]:
             f"lossy must be 'never' or a list of compressors that plan='auto' may choose, such as ['bf16', 'int8'],"
             f" got {lossy!r}"
         )
-    found = []
+    compressors = []
     for config in lossy:
         try:
             compressor = compressor_from_config(config)
         except (ValueError, TypeError) as error:
             raise OptionError(f"lossy: {error}") from error
-        if compressor is not None and compressor not in found:
-            found.append(compressor)
-    return tuple(found)
+        if compressor is not None and compressor not in compressors:
+            compressors.append(compressor)
+    return tuple(compressors)

@@ -13,17 +13,8 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lightning_commopt.tune import limits
 from lightning_commopt.tune.gains import Gain, TimedVisit, gains, typical_s
-
-_MAX_STEPS = 49  # in all, of every plan; with those before it a fit searches for 60
-_MAX_ARMS = 3  # candidates, so that each can be visited twice
-_MIN_GAIN = 0.02  # share of a step that a plan must save to be chosen
-_NUM_TIMED_STEPS = 4  # of a visit
-_NUM_START_STEPS = 3  # of a fit: memory is allocated, kernels are loaded
-_NUM_TRIES = 3  # of a visit in which no step counts, as every one had a validation or another batch size
-_UNKNOWN_SLOWDOWN = 1.5  # of a candidate without a prediction
-_UNKNOWN_CHANGE = 1.0  # steps that a change takes, and that the first step after it takes longer
-_MAX_SLOWDOWN = 1.5  # in a single step that is not the first: the visit ends
 
 
 class Visit(NamedTuple):
@@ -37,8 +28,8 @@ class Report(NamedTuple):
     """How a visit went.
 
     Attributes:
-        seconds: of each of its steps, the slowest rank's; NaN where a step does not count.
-        change_s: from the end of the step before to the start of its first one: changing the plan.
+        seconds: time of each step, the slowest rank's; NaN where a step does not count.
+        change_s: time to change the plan, from the end of the step before to the start of the first one.
     """
 
     seconds: tuple[float, ...]
@@ -46,15 +37,15 @@ class Report(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class SearchResult:
     """What a search has found.
 
     Attributes:
         arm: the plan to train with.
-        gains: of all candidates that were timed, by arm.
-        base_s: a step with the user's plan; NaN if none counted.
-        num_steps: that the search took.
-        lost_s: what it cost, over as many steps with the user's plan; negative if it saved time.
+        gains: the gain of each candidate that was timed, by arm.
+        base_s: time of a step with the user's plan; NaN if none counted.
+        num_steps: steps that the search took.
+        lost_s: its time less that of the same number of steps with the user's plan; negative if it saved time.
         why: "faster", "none faster", "not sure", "too short" (the run, for its cost) or "unmeasurable".
         has_more: there are candidates that no search has tried.
     """
@@ -68,7 +59,7 @@ class Found:
     has_more: bool = False
 
 
-Searching = Generator[Visit, Report, Found]
+Searching = Generator[Visit, Report, SearchResult]
 
 
 class Search:
@@ -82,12 +73,12 @@ class Search:
             it is found to save less than 2 % of a step.
         is_start: the fit has just begun.
         num_settling_steps: after a change of plan, not timed: DDP lays out its buckets after the first of them.
-        handicaps: by arm, share of a step that it must save beyond what others save, as it has other costs.
+        handicaps: by arm, extra saving that is required of it, as a share of a step.
         earlier: visits of searches before this one that still count.
         tried: arms that searches have timed whose visits count no longer. Without ``earlier`` others go before them.
 
     Attributes:
-        visits: of this search so far.
+        visits: the visits of this search so far.
     """
 
     def __init__(
@@ -104,18 +95,18 @@ class Search:
     ) -> None:
         self._expected = expected
         candidates = (arm for arm in range(1, len(expected)) if expected[arm] != math.inf)
-        self._candidates = sorted(candidates, key=lambda one: (one != arm, not earlier and one in tried))
+        self._candidates = sorted(candidates, key=lambda number: (number != arm, not earlier and number in tried))
         self._tried = tried
         self._budget_steps = budget_steps
         self._num_settling_steps = num_settling_steps
         self._arm = self._present = arm
         self._handicaps = handicaps or {}
-        self._num_first = _NUM_START_STEPS if is_start else 0
+        self._num_first = limits.NUM_START_STEPS if is_start else 0
         self.visits: list[TimedVisit] = []
         self._all_visits = [*earlier, self.visits]
         self._num_steps = 0
-        self._num_steps_of: Counter[int] = Counter()  # by plan
-        self._elapsed_s = 0.0  # in steps that count, and in changes of plan
+        self._num_steps_of: Counter[int] = Counter()  # number of steps with each plan
+        self._elapsed_s = 0.0  # time in steps that count, and in changes of plan
         self._change_s: list[float] = []
         self._settling: list[tuple[int, float]] = []  # plan and seconds of the first step after each change
         self._is_too_dear = False
@@ -124,34 +115,34 @@ class Search:
         if self._num_first:
             yield from self._steps(self._arm, self._num_first)
         if not (yield from self._visit(0)):
-            return Found(arm=0, num_steps=self._num_steps, why="unmeasurable")
+            return SearchResult(arm=0, num_steps=self._num_steps, why="unmeasurable")
         open_arms = self._promising(self._candidates)
         active = open_arms[: self._num_affordable()]
         if open_arms and not active:
-            return self._found([], "too short")
+            return self._result([], "too short")
         while active:
             for arm in self._in_order(active):
                 if arm not in active:
                     continue
                 if not self._can_afford(arm):
-                    return self._found(active)
+                    return self._result(active)
                 yield from self._visit(arm)
                 active = self._promising(active)
             if active:
                 if not self._can_afford(0):
-                    return self._found(active)
+                    return self._result(active)
                 yield from self._visit(0)
                 active = self._promising(active)
                 if self._is_decided(active):
                     break
-        return self._found(active)
+        return self._result(active)
 
     def _num_affordable(self) -> int:
         """Returns how many candidates the budget probably suffices for."""
-        change_steps = max(self._change_s, default=_UNKNOWN_CHANGE * self._base_s) / self._base_s
+        change_steps = max(self._change_s, default=limits.UNKNOWN_CHANGE * self._base_s) / self._base_s
         num_changes = int(self._budget_steps / max(change_steps, 1e-9))
-        # Each of n candidates and the user's plan are visited twice, and changed to each time.
-        return max(0, min(_MAX_ARMS, (num_changes - 3) // 2))
+        # Each of n candidates is visited twice, and so is the user's plan after them; each visit begins with a change.
+        return max(0, min(limits.MAX_ARMS, (num_changes - 3) // 2))
 
     def _in_order(self, active: Sequence[int]) -> list[int]:
         """Returns candidates as given; once all were visited the fastest first, as steps may not suffice for all."""
@@ -165,15 +156,15 @@ class Search:
             self._settling += [(arm, seconds) for seconds in first]
             if self._num_settling_steps > 1:
                 others = yield from self._steps(arm, self._num_settling_steps - 1)
-                if arm and others and min(others) > _MAX_SLOWDOWN * self._base_s:
+                if arm and others and min(others) > limits.MAX_SLOWDOWN * self._base_s:
                     others += yield from self._steps(arm, 1)  # a single step may be slow by chance
-                    if min(others) > _MAX_SLOWDOWN * self._base_s:
+                    if min(others) > limits.MAX_SLOWDOWN * self._base_s:
                         self.visits.append(TimedVisit(arm, self._num_steps, tuple(others)))
                         return True
         began, seconds = self._num_steps, list[float]()
-        for _ in range(_NUM_TRIES):
-            seconds += yield from self._steps(arm, _NUM_TIMED_STEPS)
-            if len(seconds) > _NUM_TIMED_STEPS // 2:
+        for _ in range(limits.NUM_TRIES):
+            seconds += yield from self._steps(arm, limits.NUM_TIMED_STEPS)
+            if len(seconds) > limits.NUM_TIMED_STEPS // 2:
                 break
         if seconds:
             self.visits.append(TimedVisit(arm, (began + self._num_steps) / 2, tuple(seconds)))
@@ -198,7 +189,7 @@ class Search:
 
     @property
     def lost_s(self) -> float:
-        """What was lost so far beside as many steps with the user's plan; never more than the search took.
+        """The time so far less that of the same number of steps with the user's plan; never more than the search took.
 
         Steps count with the typical time of their plan, as the same steps may have been slow with the user's plan too:
         those with the user's plan lose nothing. What a first step after a change takes longer counts with its median.
@@ -215,60 +206,62 @@ class Search:
         """Returns whether a visit and the way back stay within the budget, and within the number of steps."""
         base_s, num_settling = self._base_s, self._num_settling_steps
         is_change = arm != self._arm
-        if self._num_steps + _NUM_TIMED_STEPS + num_settling * (1 + (arm != 0)) > _MAX_STEPS:
+        if self._num_steps + limits.NUM_TIMED_STEPS + num_settling * (1 + (arm != 0)) > limits.MAX_STEPS:
             return False
-        change_steps = max(self._change_s, default=base_s * _UNKNOWN_CHANGE) / base_s
-        slowest_s = max([seconds for _, seconds in self._settling], default=base_s * (1 + _UNKNOWN_CHANGE))
+        change_steps = max(self._change_s, default=base_s * limits.UNKNOWN_CHANGE) / base_s
+        slowest_s = max([seconds for _, seconds in self._settling], default=base_s * (1 + limits.UNKNOWN_CHANGE))
         settling_steps = max(0.0, slowest_s / base_s - 1)
         expected = 1.0
         if arm:
             seen = [visit for visit in self.visits if visit.arm == arm]
             guess = self._expected[arm]
-            expected = typical_s(seen, arm) / base_s if seen else _UNKNOWN_SLOWDOWN if guess is None else guess
-        num_slow = num_settling - 1 + _NUM_TIMED_STEPS
+            expected = typical_s(seen, arm) / base_s if seen else limits.UNKNOWN_SLOWDOWN if guess is None else guess
+        num_slow = num_settling - 1 + limits.NUM_TIMED_STEPS
         cost = (is_change + (arm != 0)) * (change_steps + settling_steps) + num_slow * max(0.0, expected - 1)
         self._is_too_dear = self.lost_s / base_s + cost > self._budget_steps
         return not self._is_too_dear
 
     def _promising(self, active: list[int]) -> list[int]:
         """Returns the candidates that may still be worth choosing."""
-        found = gains(self._all_visits)
-        least = max([_MIN_GAIN, *(net.low for net in self._net(found).values())])
-        return [arm for arm in active if arm not in found or found[arm].high >= least]
+        known = gains(self._all_visits)
+        least = max([limits.MIN_GAIN, *(net.low for net in self._net(known).values())])
+        return [arm for arm in active if arm not in known or known[arm].high >= least]
 
-    def _net(self, found: Mapping[int, Gain]) -> dict[int, Gain]:
+    def _net(self, known: Mapping[int, Gain]) -> dict[int, Gain]:
         """Returns gains less the handicaps."""
-        return {arm: Gain(*(share - self._handicaps.get(arm, 0.0) for share in gain)) for arm, gain in found.items()}
+        return {arm: Gain(*(share - self._handicaps.get(arm, 0.0) for share in gain)) for arm, gain in known.items()}
 
     def _winner(self, active: list[int]) -> int:
         """Returns the fastest plan that is faster than the user's beyond the noise, seen twice; 0 if none is."""
-        found, seen = gains(self._all_visits), [visit.arm for visits in self._all_visits for visit in visits]
-        net = self._net(found)
+        known, seen = gains(self._all_visits), [visit.arm for visits in self._all_visits for visit in visits]
+        net = self._net(known)
         sure = [
             arm
             for arm in active
-            if arm in found and found[arm].low > 0 and net[arm].gain >= _MIN_GAIN and seen.count(arm) > 1
+            if arm in known and known[arm].low > 0 and net[arm].gain >= limits.MIN_GAIN and seen.count(arm) > 1
         ]
         return max(sure, key=lambda arm: net[arm].gain, default=0)
 
     def _is_decided(self, active: list[int]) -> bool:
-        """Returns whether no other plan can be better than the winner by more than hardly anything."""
+        """Returns whether no other candidate can be better than the winner by more than 2 %."""
         winner = self._winner(active)
         if not winner:
             return not active
         net = self._net(gains(self._all_visits))
-        return all(arm in net and net[arm].high <= net[winner].gain + _MIN_GAIN for arm in active if arm != winner)
+        most = net[winner].gain + limits.MIN_GAIN
+        return all(arm in net and net[arm].high <= most for arm in active if arm != winner)
 
-    def _found(self, active: list[int], why: str | None = None) -> Found:
+    def _result(self, active: list[int], why: str | None = None) -> SearchResult:
         winner, known, base_s = self._winner(active), gains(self._all_visits), self._base_s
         if why is None and winner:
             why = "faster"
         elif why is None:
             why = ("too short" if self._is_too_dear else "not sure") if active else "none faster"
         net = self._net(known)
-        if not winner and self._present in active and self._present in net and net[self._present].gain >= _MIN_GAIN:
+        present = net.get(self._present) if self._present in active else None
+        if not winner and present is not None and present.gain >= limits.MIN_GAIN:
             winner = self._present
-        return Found(
+        return SearchResult(
             arm=winner,
             gains=known,
             base_s=base_s,

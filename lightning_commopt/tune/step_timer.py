@@ -15,11 +15,11 @@ from lightning_commopt.measure.clock import HostClock, clock_for
 class StepTimer:
     """Times steps from the start of one to the start of the next, with waiting for data and callbacks.
 
-    A step does not count if `exclude` was called in it, or if its batches have other shapes than most steps had, as
-    the last one of an epoch. Where no shapes make up most steps, as of texts, all count.
+    A step does not count if `exclude` was called in it, or if its batches have other shapes than most steps had, like
+    the last one of an epoch. If no shape accounts for most steps (texts of varying length), every step counts.
 
     Args:
-        device: that this rank trains on.
+        device: the one that this rank trains on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class StepTimer:
         """Begins with a step that starts now.
 
         Args:
-            is_exact: on the clock of the device; else on the host's, which costs nothing and may be ahead of it.
+            is_exact: use the clock of the device; else the host's, which costs nothing and may be ahead of it.
         """
         self._clock = clock_for(self._device) if is_exact else HostClock()
         self._spans.clear()

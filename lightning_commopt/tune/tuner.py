@@ -27,7 +27,8 @@ from lightning_commopt.tune.step_timer import StepTimer
 from lightning_commopt.tune.verdict import History
 
 _ROW = 128
-"""Numbers that a rank sends: the steps of a visit, at most `WATCH_STEPS`, and the change before it."""
+"""A rank sends so many numbers: the times of a visit's steps, `WATCH_STEPS` at most, then the guard's error and the
+time of the change before it. A message of fixed size needs no other one before it."""
 
 
 class Tuner:
@@ -37,7 +38,7 @@ class Tuner:
     kilobyte at the end of every visit: after some steps during a search, and after a hundred once a plan is chosen.
 
     Args:
-        group: of all ranks, over gloo, for this tuner alone.
+        group: all ranks, over gloo, for this tuner alone.
         host: training on several ranks, where a step begins.
         options: what may be chosen.
         base: the user's plan.
@@ -46,8 +47,8 @@ class Tuner:
 
     Attributes:
         plans: the user's plan, and the candidates; the same on all ranks.
-        director: on rank 0; None on the others.
-        history: of the steps, on rank 0.
+        director: what decides, on rank 0; None on the others.
+        history: times of the steps, on rank 0.
         has_decided: no search is under way.
     """
 
@@ -95,7 +96,7 @@ class Tuner:
 
     @property
     def kept_plan(self) -> CommPlan:
-        """The plan that training goes on with if the search ends here: not one that is only tried."""
+        """The plan that training continues with if the search ends here: not one that is only tried."""
         return self._strategy.plan if self.has_decided else self.plans[self._chosen]
 
     @property
@@ -246,7 +247,7 @@ class Tuner:
                 basis = calibration.basis(ranks, costs, self.director.base_s)
                 self.director.shortlist = shortlist(basis, self._options)
                 self.director.not_measured = tuple(map(compressor_name, calibration.not_measured))
-                plans = [one.plan for one in self.director.shortlist.candidates]
+                plans = [candidate.plan for candidate in self.director.shortlist.candidates]
             except Exception as error:  # a prediction must not end a fit, and the other ranks wait
                 warn(f"plan='auto': step times cannot be predicted ({type(error).__name__}: {error}).")
         self._share_plans(plans)

@@ -27,7 +27,9 @@ _NOTHING_TRIED = {
     "unpredictable": "Its steps do not show what gradient sync costs",
 }
 
-_MAX_NUMBERS = 1000  # kept of the steps in all: of long fits the first searches
+_MAX_NUMBERS = 1000
+"""A record keeps so many step times at most, some ten kilobytes: in a long fit these are the first searches, which have
+chosen its plan, and not the watch that follows."""
 
 _LEFT = {
     "rolled back": "a faster plan did not stay faster",
@@ -58,11 +60,11 @@ def summary(director: Director, plans: list[CommPlan], history: Sequence[Stretch
     searches, shortlist = director.searches, director.shortlist
     predicted = [] if shortlist is None else [*map(_interval, (shortlist.base, *shortlist.candidates))]
     gains = searches[-1].gains if searches else {}
-    found = Tuning(
+    tuning = Tuning(
         status=director.status if not searches else searches[-1].why,
         base_step_s=_finite(searches[-1].base_s if searches else director.base_s),
         chosen=plans[director.chosen].name,
-        num_search_steps=sum(found.num_steps for found in searches),
+        num_search_steps=sum(result.num_steps for result in searches),
         lost_steps=director.lost_steps,
         calibration_lost_steps=director.calibration_lost_steps,
         candidates=[
@@ -78,7 +80,7 @@ def summary(director: Director, plans: list[CommPlan], history: Sequence[Stretch
         verdict=verdict(director, plans),
         history=history,
     )
-    return dataclasses.asdict(found)
+    return dataclasses.asdict(tuning)
 
 
 def _choice(director: Director, plans: list[CommPlan]) -> str:
@@ -92,16 +94,16 @@ def _choice(director: Director, plans: list[CommPlan]) -> str:
         if director.status == "resumed":
             return f"The plan of the checkpoint stays: {plans[director.chosen].name}."
         return f"{own}. The fit ended within the search."
-    found, arm = director.searches[-1], director.chosen
+    result, arm = director.searches[-1], director.chosen
     if not arm:
         left = [_LEFT[event.what] for event in director.events if event.what in _LEFT]
-        why = left[-1] if found.arm and left else _WHY.get(found.why, found.why)
-        return f"{own}, after {found.num_steps} steps of search: {why}."
-    gain, base_s = found.gains[arm], found.base_s
+        why = left[-1] if result.arm and left else _WHY.get(result.why, result.why)
+        return f"{own}, after {result.num_steps} steps of search: {why}."
+    gain, base_s = result.gains[arm], result.base_s
     after = f"{MILLISECONDS.text(base_s * (1 - gain.gain))} a step instead of {MILLISECONDS.text(base_s)}"
     between = f"{short_percent(gain.gain)} less, {short_percent(gain.low)} to {short_percent(gain.high)}"
     measured = f"{after} ({between}){_predicted(director, arm)}"
-    return f"Chosen after {found.num_steps} steps of search: {plans[arm].name}, {measured}."
+    return f"Chosen after {result.num_steps} steps of search: {plans[arm].name}, {measured}."
 
 
 def _predicted(director: Director, arm: int) -> str:
@@ -135,8 +137,8 @@ class History:
         """Adds a visit.
 
         Args:
-            plan: name of it.
-            seconds: of its steps; NaN where one does not count.
+            plan: its name.
+            seconds: times of its steps; NaN where a step does not count.
             is_timed: keep them all; else their mean, as the host's clock is ahead of a device by any number of steps.
         """
         first_step, num_steps = self._num_steps, len(seconds)

@@ -16,13 +16,10 @@ from typing import Any
 
 from lightning_commopt.launch.environment import launching_rank
 from lightning_commopt.sync.strategies import RunningStrategy
+from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs.process import find_exit, is_alive, process_fields
 
-_LOOK_S = 2.0
-ABSENT_S = 6.0
-"""How long no process of a rank may be seen: longer than torchrun takes to end the others of a rank that has failed."""
-
-# By Lightning's name for what started the ranks: its own name, and its variable for the number of a rank on its host.
+# By the class that Lightning has for it, each launcher has a name, and a variable for the number of a rank on its host.
 _LAUNCHERS = {"TorchElasticEnvironment": ("torchrun", "LOCAL_RANK"), "SLURMEnvironment": ("srun", "SLURM_LOCALID")}
 
 
@@ -30,8 +27,8 @@ class EndedRanks:
     """What this rank can see of the others on its host.
 
     Args:
-        strategy: of a Trainer or Fabric, about to make its process group.
-        ranks_here: of this host.
+        strategy: a strategy of a Trainer or Fabric that is about to make its process group.
+        ranks_here: the ranks of this host.
     """
 
     def __init__(self, strategy: RunningStrategy, ranks_here: range) -> None:
@@ -44,7 +41,7 @@ class EndedRanks:
         self._launcher, self._variable = next(filter(None, names), ("", ""))
         if self._variable not in os.environ:
             self._launcher = ""
-        self._look_at = time.monotonic() + _LOOK_S
+        self._look_at = time.monotonic() + times.PROCESSES_LOOK_S
         self._absent_since: dict[int, float] = {}
 
     def find(self) -> str | None:
@@ -65,12 +62,12 @@ class EndedRanks:
 
     def _find_absent(self) -> str | None:
         now = time.monotonic()
-        self._look_at = now + _LOOK_S
+        self._look_at = now + times.PROCESSES_LOOK_S
         launcher = _launcher_pid(self._variable)
         present = None if launcher is None else _values_below(launcher, self._variable)
         absent = set() if present is None else {*range(len(self._ranks_here))} - present
         self._absent_since = {rank: self._absent_since.get(rank, now) for rank in absent}
-        if launcher is None or not absent or now - min(self._absent_since.values()) < ABSENT_S:
+        if launcher is None or not absent or now - min(self._absent_since.values()) < times.ABSENT_S:
             return None
         rank = self._ranks_here.start + min(absent, key=lambda local_rank: (self._absent_since[local_rank], local_rank))
         process = f"{self._launcher} has no process of it any more"
@@ -92,7 +89,7 @@ def _status_text(status: int) -> str:
 
 
 def _launcher_pid(variable: str) -> int | None:
-    """Returns the nearest ancestor that is no part of this rank; None if that cannot be seen.
+    """Returns the nearest ancestor that is not a part of this rank; None if that cannot be seen.
 
     A rank may be a tree of processes, such as a script of a shell that runs Python: all have its variables.
     """
@@ -118,13 +115,13 @@ def _values_below(pid: int, variable: str) -> set[int] | None:
     children = _children_by_process()
     values: set[int] = set()
     below = [*children[pid]]
-    for descendant in below:  # grows
+    for descendant in below:  # the list grows meanwhile
         below += children[descendant]
         try:
             value = _variables(descendant).get(variable, "")
         except PermissionError:
             return None
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
         if value.isdecimal():
             values.add(int(value))

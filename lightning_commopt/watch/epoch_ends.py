@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from lightning_commopt.sync.store import poll
 from lightning_commopt.text.formatting import ranks_text
+from lightning_commopt.watch import times
 from lightning_commopt.watch.uneven_batches import UnevenBatchesError, different_ends_message, goes_on_message
-
-_SEEN_S = 10.0  # that rank 0 waits for others to read that all have come; one that has died is found by what follows
 
 
 @dataclass(kw_only=True)
@@ -20,7 +19,7 @@ class _Epoch:
     """One pass through the training batches on this rank."""
 
     run: int = 0  # its number in this fit, from 1; the same on all ranks
-    number: int = 0  # Lightning's, for messages
+    number: int = 0  # Lightning's number of it, for messages
     num_ended: int = -1  # batches that this rank has completed; -1 before the first one
     has_left: bool = True  # whether this rank has ended the epoch
     was_stopped: bool = False  # whether ``trainer.should_stop`` was set then
@@ -63,7 +62,7 @@ class EpochEnds:
         """Ends the epoch on this rank; returns once it is known to have ended on all.
 
         Args:
-            num_batches: that this rank has begun in it.
+            num_batches: number of batches that this rank has begun in it.
             agreed: number of batches of every rank; None if unknown.
             was_stopped: whether ``trainer.should_stop`` is set.
 
@@ -82,7 +81,7 @@ class EpochEnds:
         """Finds a rank that has left an epoch which this rank is still in, and notifies it.
 
         Args:
-            num_begun: batches of this epoch that this rank has begun.
+            num_begun: number of batches of this epoch that this rank has begun.
             is_in_collective: whether this rank is in a collective now.
 
         Returns:
@@ -116,8 +115,9 @@ class EpochEnds:
             )
         numbers = json.loads(store.get(f"{run}/all"))
         store.add(f"{run}/seen", 1)
-        if self._rank == 0:  # its process may end with the fit, and the store with it: nobody could read more
-            poll(lambda: store.add(f"{run}/seen", 0) >= self._world_size, _SEEN_S)
+        # The process of rank 0 may end with the fit, and the store with it, after which nobody could read it.
+        if self._rank == 0:
+            poll(lambda: store.add(f"{run}/seen", 0) >= self._world_size, times.SEEN_S)
         if len(set(numbers)) > 1:
             raise UnevenBatchesError(different_ends_message(numbers, epoch.number))
         if self._rank == 0 and run > 1:  # nobody reads the keys of the previous epoch

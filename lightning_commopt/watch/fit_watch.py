@@ -13,6 +13,7 @@ from lightning_commopt.compat.loops import LoopEvents, num_begun
 from lightning_commopt.launch.environment import launcher_pid
 from lightning_commopt.sync.store import key_space
 from lightning_commopt.sync.strategies import WatchedStrategy
+from lightning_commopt.watch import times
 from lightning_commopt.watch.epoch_ends import EpochEnds
 from lightning_commopt.watch.own_errors import log_own_errors
 from lightning_commopt.watch.peers import Failure, Lifelines, Peers
@@ -25,11 +26,8 @@ from lightning_commopt.watch.waiting import (
     waits_for_others,
 )
 
-WAKE_S = 1.0
-STALLED_S = 2.0
-GRACE_S = 5.0
-
-_of_failed_fits: list[Lifelines] = []  # open until this process ends, or its next fit has failed, too
+_of_failed_fits: list[Lifelines] = []
+"""Connections that stay open until this process ends, or until its next fit has failed, too."""
 
 
 class FitWatch:
@@ -42,7 +40,7 @@ class FitWatch:
     All ranks must make it, once for each fit.
 
     Args:
-        strategy: of a Trainer that is about to fit, with its process group.
+        strategy: the strategy of a Trainer that is about to fit, with its process group.
     """
 
     def __init__(self, strategy: WatchedStrategy) -> None:
@@ -50,7 +48,7 @@ class FitWatch:
         self._policy = strategy.uneven_batches
         self._device = strategy.root_device
         self._launcher = launcher_pid(strategy.start_method)
-        self._grace_s = getattr(strategy.launcher, "grace_s", None) or GRACE_S
+        self._grace_s = getattr(strategy.launcher, "grace_s", None) or times.FIT_GRACE_S
         self._rank, world_size = dist.get_rank(), dist.get_world_size()
         ranks_per_node, timeout = strategy.num_processes, strategy.timeout
         store = key_space("fit")
@@ -97,7 +95,8 @@ class FitWatch:
             self._find_early_rank()
             self._peers.finish()
             self._lifelines.close()
-        else:  # the program may catch the exception on all ranks: the end of a connection would be taken for its death
+        else:
+            # The program may catch the exception on all ranks, which would take the end of a connection for a death.
             while _of_failed_fits:
                 _of_failed_fits.pop().close()
             _of_failed_fits.append(self._lifelines)
@@ -106,7 +105,7 @@ class FitWatch:
     def _stop_watching(self) -> None:
         self._stop.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=STALLED_S)
+            self._thread.join(timeout=times.STALLED_S)
 
     def _make_even(self) -> None:
         self._agreed = make_even(self._trainer, self._policy, self._device)
@@ -135,13 +134,13 @@ class FitWatch:
     def _watch(self) -> None:
         position, moved_at = self._position, time.monotonic()
         in_vain_since: float | None = None
-        while not self._stop.wait(WAKE_S):
+        while not self._stop.wait(times.FIT_LOOK_S):
             now, before, position = time.monotonic(), position, self._position
             if position != before:
                 moved_at = now
             self._peers.learn()
             self._lifelines.update()
-            has_stalled = now - moved_at >= STALLED_S
+            has_stalled = now - moved_at >= times.STALLED_S
             reason = self._reason_to_end() if has_stalled else None
             if not has_stalled:
                 self._peers.set_waiting(False)

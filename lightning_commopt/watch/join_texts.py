@@ -14,6 +14,7 @@ from lightning_commopt.text.formatting import list_some, ranks_text
 from lightning_commopt.watch.hangs.process import descendants, process_state
 
 _MAX_SHOWN = 8
+"""A message lists so many ranks, hosts or processes at most, so that it stays readable on a terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class Arrival:
     host: str  # name of its host
     network: str  # name of its network namespace, which no other has
     listening: Listening  # where it listens for the other ranks
-    interfaces: dict[str, str]  # of its host, with their addresses
+    interfaces: dict[str, str]  # names of its host's interfaces, with their addresses
 
     def text(self) -> str:
         """Returns rank, host, and where it listens, in words."""
@@ -144,13 +145,13 @@ def activity_text(starting: Mapping[int, int]) -> str:
 
 def find_starting(missing: Collection[int], ranks_here: range, port: int) -> dict[int, int]:
     """Returns the processes of missing ranks on this host, if their environment shows rank and port of the store."""
-    found: dict[int, int] = {}
+    processes: dict[int, int] = {}
     # torchrun and srun have started this process and the others; Lightning's launcher starts them from this one.
     for pid in descendants(os.getppid()) if missing else ():
         rank = _rank_of(pid, ranks_here, port)
         if rank in missing and pid != os.getpid():
-            found.setdefault(rank, pid)
-    return found
+            processes.setdefault(rank, pid)
+    return processes
 
 
 def _rank_of(pid: int, ranks_here: range, port: int) -> int:

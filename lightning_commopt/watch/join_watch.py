@@ -19,6 +19,7 @@ from lightning_commopt.launch.interfaces import find_listening, list_interfaces,
 from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.sync.store import Agreement, poll
 from lightning_commopt.sync.strategies import RunningStrategy
+from lightning_commopt.watch import times
 from lightning_commopt.watch.ended_ranks import EndedRanks
 from lightning_commopt.watch.join_texts import (
     Arrival,
@@ -31,14 +32,6 @@ from lightning_commopt.watch.join_texts import (
 from lightning_commopt.watch.own_errors import log_own_errors
 from lightning_commopt.watch.peers import namespace_name
 from lightning_commopt.watch.waiting import end_waiting_rank, print_now
-
-_REPORT_AFTER_S = 20.0
-LOOK_S = 1.0
-_ANSWER_S = 0.25
-_TRY_S = 3.0
-_CLOSE_S = 3.0
-"""For a part of what the thread does at its end; all of it takes one and a half times as long at most."""
-GRACE_S = 5.0
 
 
 class JoinWatch:
@@ -100,7 +93,7 @@ class JoinWatch:
             first_line = str(error).partition("\n")[0]
             self._error = f"{type(error).__name__}: {first_line}"
         self._stop.set()
-        self._thread.join(2 * _CLOSE_S)
+        self._thread.join(2 * times.JOIN_CLOSE_S)
 
     def _run(self) -> None:
         with log_own_errors("The watch of the start"):
@@ -112,16 +105,16 @@ class JoinWatch:
     def _watch(self) -> None:
         before: str | None = None
         in_vain_since: float | None = None
-        while not self._stop.wait(LOOK_S if self._agreement is None or not self._agreement.missing else _ANSWER_S):
+        while not self._stop.wait(self._pause_s):
             now, sentence = time.monotonic(), None
-            is_late = now - self._begin >= _REPORT_AFTER_S
+            is_late = now - self._begin >= times.JOIN_REPORT_AFTER_S
             try:
                 sentence = self._look(is_late)
             except RuntimeError:
                 self._agreement, self._store, self._is_store_lost = None, None, True
             is_seen_here = self._failure is None and self._find_ended()
             if self._failure is None:
-                # Only if it is found twice: a rank may be about to arrive.
+                # It is only reported if it is found twice, as a rank may be about to arrive.
                 if is_late and sentence == before:
                     self._report(sentence)
                 before = sentence
@@ -129,8 +122,13 @@ class JoinWatch:
             if self._rank == 0 or is_seen_here or self._failure.startswith("rank 0 "):
                 self._report(self._failure)
             in_vain_since = in_vain_since or now
-            if now - in_vain_since >= GRACE_S and not self._stop.is_set():
-                end_waiting_rank(self._rank, f"{self._failure}.", GRACE_S)
+            if now - in_vain_since >= times.JOIN_GRACE_S and not self._stop.is_set():
+                end_waiting_rank(self._rank, f"{self._failure}.", times.JOIN_GRACE_S)
+
+    @property
+    def _pause_s(self) -> float:
+        is_agreeing = self._agreement is not None and bool(self._agreement.missing)
+        return times.JOIN_ANSWER_S if is_agreeing else times.JOIN_LOOK_S
 
     def _report(self, sentence: str | None) -> None:
         if sentence is not None and sentence != self._reported and not (self._stop.is_set() and self._error is None):
@@ -148,7 +146,7 @@ class JoinWatch:
         Raises:
             RuntimeError: the store has ended.
         """
-        why = self._connect(_TRY_S) if self._agreement is None else None
+        why = self._connect(times.JOIN_TRY_S) if self._agreement is None else None
         self._agree()
         if self._store is not None and self._failure is None and self._store.check(["failed"]):
             self._failure = self._store.get("failed").decode()
@@ -203,7 +201,7 @@ class JoinWatch:
 
     def _open_store(self) -> None:
         with suppress(RuntimeError):
-            limit = timedelta(seconds=_TRY_S)
+            limit = timedelta(seconds=times.JOIN_TRY_S)
             store = dist.TCPStore(self._host, self._port, None, False, timeout=limit, wait_for_workers=False)
             self._agreement = Agreement(dist.PrefixStore("commopt/join", store), self._rank, self._world_size)
 
@@ -229,7 +227,7 @@ class JoinWatch:
             return missing_text(self._address, arrivals, missing, self._starting)
         self._starting = {}
         self._complete_at = self._complete_at or time.monotonic()
-        if time.monotonic() - self._complete_at < _REPORT_AFTER_S / 2:
+        if time.monotonic() - self._complete_at < times.JOIN_REPORT_AFTER_S / 2:
             return None
         joined = [rank for rank in range(self._world_size) if store.check([f"joined/{rank}"])]
         return unconnected_text(self._address, arrivals, joined, resolve(self._host))
@@ -250,16 +248,16 @@ class JoinWatch:
         """Reports this rank's error to the others, and its reason as far as known."""
         if self._failure is not None:
             return
-        why = self._connect(_CLOSE_S / 4) if self._agreement is None else None
+        why = self._connect(times.JOIN_CLOSE_S / 4) if self._agreement is None else None
         if self._agreement is None:
             self._report(why if self._rank > 0 and self._reported is None else None)
             return
-        poll(self._agree, _CLOSE_S / 2)
+        poll(self._agree, times.JOIN_CLOSE_S / 2)
         store = self._store
         if store is None:
             return
         store.compare_set("failed", "", f"rank {self._rank} on {socket.gethostname()} has failed: {self._error}")
-        poll(lambda: self._agree() and len(self._read_arrivals(store)) == self._world_size, _CLOSE_S / 2)
+        poll(lambda: self._agree() and len(self._read_arrivals(store)) == self._world_size, times.JOIN_CLOSE_S / 2)
         arrivals = self._read_arrivals(store)
         master = resolve(self._host)
         if len(arrivals) == self._world_size and find_misplaced(arrivals, master)[0]:

@@ -18,21 +18,31 @@ import torch.distributed as dist
 
 from lightning_commopt.sync.store import poll
 from lightning_commopt.text.formatting import escape_controls
+from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs.process import process_fields
 
 _KEY = "lifeline"
-_CONNECT_S = 2.0
+
 _MAX_TRIES = 3
+"""The first rank of a node tries so often to connect to rank 0: again after a lost packet, but a firewall that drops
+all of them delays no more looks than these."""
+
 _MAX_HELLO_BYTES = 256
-_MAX_STRANGERS = 64  # connections that are accepted in one update, and whose token is read in the next
-_BACKLOG = 1024  # connections that wait to be accepted, so that strangers do not keep ranks out
+"""So much is read of a connection that has not identified itself: a number and a token of 32 digits are far shorter."""
+
+_MAX_STRANGERS = 64
+"""So many connections are accepted in one update, and their tokens are read in the next. A judgement: nodes connect
+within a second or two, and strangers never hold more descriptors than these."""
+
+_BACKLOG = 1024
+"""So many connections may wait to be accepted, so that strangers do not keep ranks out."""
+
 _T = TypeVar("_T")
 
 _ORDERLY = ("SIGTERMException", "_TunerExitException")
 """Lightning's exceptions that end a fit on all ranks as intended."""
 
 _NUM_IDLE = "num_idle"
-_DEATH_S = 0.5
 
 
 class Lifelines:
@@ -74,7 +84,7 @@ class Lifelines:
                 received = connection.recv(1)
             except BlockingIOError:
                 continue
-            except OSError:  # it was reset
+            except OSError:  # the connection was reset
                 pass
             if received:
                 self._is_confirmed = True
@@ -90,7 +100,7 @@ class Lifelines:
                 connection.close()
 
     def _listen(self, address: str) -> None:
-        with suppress(OSError):  # the address is not this host's: there are no connections
+        with suppress(OSError):  # if the address is not this host's there are no connections
             self._server = socket.create_server((socket.gethostbyname(address), 0), backlog=_BACKLOG)
             self._server.setblocking(False)
             token = secrets.token_hex(16)
@@ -98,10 +108,11 @@ class Lifelines:
             self._store.set(_KEY, json.dumps([*self._server.getsockname(), token]))
 
     def _accept(self, server: socket.socket) -> None:
-        for connection in self._unidentified:  # accepted in the last update: their tokens have arrived
+        # The tokens of those that were accepted in the last update have arrived.
+        for connection in self._unidentified:
             self._identify(connection)
         self._unidentified.clear()
-        with suppress(OSError):  # no more of them wait
+        with suppress(OSError):  # no more connections wait
             for _ in range(_MAX_STRANGERS if len(self.connections) < len(self._expected) else 0):
                 connection, _ = server.accept()
                 connection.setblocking(False)
@@ -127,7 +138,7 @@ class Lifelines:
         self._num_tries += 1
         self._is_confirmed = False
         with suppress(OSError):
-            connection = socket.create_connection((ip, port), timeout=_CONNECT_S)
+            connection = socket.create_connection((ip, port), timeout=times.LIFELINE_CONNECT_S)
             connection.sendall(f"{self._rank} {token}".encode())
             connection.setblocking(False)
             self.connections[0] = connection
@@ -136,7 +147,7 @@ class Lifelines:
 class Failure(NamedTuple):
     """A rank that takes part in no further collective."""
 
-    rank: int  # the first one to fail, as far as known
+    rank: int  # the first rank to fail, as far as known
     has_died: bool  # whether its process has ended; otherwise it has raised, which it may still catch
     text: str  # explains it in one or more lines
 
@@ -173,7 +184,7 @@ class Peers:
         if not self._is_store_lost:
             try:
                 return fn()
-            except RuntimeError:  # once: torch logs a page each time
+            except RuntimeError:  # asked no more from now on, as torch logs a page each time
                 self._is_store_lost = True
         return default
 
@@ -231,7 +242,7 @@ class Peers:
 
     def failure_soon(self) -> Failure | None:
         """Waits a moment for a `failure`: connections are closed before the process has ended."""
-        poll(lambda: self.failure() is not None, _DEATH_S)
+        poll(lambda: self.failure() is not None, times.CAUSE_S)
         return self.failure()
 
     def _reported(self) -> Failure | None:

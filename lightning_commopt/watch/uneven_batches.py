@@ -34,9 +34,9 @@ def make_even(trainer: Any, policy: str, device: torch.device) -> int | None:
     """Compares the ranks' numbers of batches, and applies the policy. All ranks must call it.
 
     Args:
-        trainer: whose training dataloaders have just been set up.
+        trainer: its training dataloaders have just been set up.
         policy: one of `POLICIES`.
-        device: whose tensors the default group can gather.
+        device: the default group can gather its tensors.
 
     Returns:
         The number of batches in an epoch, the same on all ranks; None if it is unknown on a rank, if ``max_steps`` ends

@@ -9,8 +9,8 @@ import pytest
 
 from lightning_commopt.cost.basis import Basis, basis_of_run
 from lightning_commopt.cost.from_steps import even_gradients, link_of_steps, without_interrupts, workload_of_steps
-from lightning_commopt.cost.gradient_times import Interrupts
-from lightning_commopt.cost.workload import GLOO_CPU_S, Gradient, Shape
+from lightning_commopt.cost.shared_core import GLOO_CPU_S, Interrupts
+from lightning_commopt.cost.workload import Gradient, Shape
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord

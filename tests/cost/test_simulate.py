@@ -2,7 +2,8 @@
 
 import pytest
 
-from lightning_commopt.cost.simulate import WAKE_S, Job, Phase, simulate
+from lightning_commopt.cost.shared_core import WAKE_S
+from lightning_commopt.cost.simulate import Job, Phase, simulate
 
 
 def computes(seconds: float) -> Phase:

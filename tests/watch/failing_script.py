@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.watch import fit_watch
+from lightning_commopt.watch import times
 from support.strategy_models import Tiny, loader, trainer
 
-fit_watch.WAKE_S, fit_watch.STALLED_S, fit_watch.GRACE_S = 0.2, 1.0, 2.0
+times.FIT_LOOK_S, times.STALLED_S, times.FIT_GRACE_S = 0.2, 1.0, 2.0
 
 
 class Failing(Tiny):

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import HangMonitor
-from lightning_commopt.watch import fit_watch
+from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs import watcher
 from support.lightnings import Callback, Logger, ModelCheckpoint, TorchCheckpointIO, Trainer
 from support.strategy_models import FEATURES, Params, Tiny, numbers, trainer
@@ -268,7 +268,7 @@ class _QuickPopen(subprocess.Popen[Any]):
 def run_on_rank(schedule: Schedule, after_s: float, folder: Path, start_method: str = "popen") -> None:
     """Trains without and with watching, and writes ``FOLDER/resultN.json``."""
     faulthandler.dump_traceback_later(LIMIT_S - 5, exit=False)
-    fit_watch.WAKE_S, fit_watch.STALLED_S, fit_watch.GRACE_S = 0.05, after_s / 4, 2 * after_s
+    times.FIT_LOOK_S, times.STALLED_S, times.FIT_GRACE_S = 0.05, after_s / 4, 2 * after_s
     subprocess.Popen = _QuickPopen  # type: ignore[assignment,misc]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))

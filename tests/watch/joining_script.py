@@ -13,7 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.watch import join_watch
+from lightning_commopt.watch import times
 from support.strategy_models import Tiny, loader, trainer
 
 
@@ -23,8 +23,8 @@ def main() -> None:
     while len(os.listdir(folder)) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.02)
     subprocess.run(["sh", "-c", before])
-    join_watch._REPORT_AFTER_S = float(report_after_s)
-    join_watch.LOOK_S, join_watch._TRY_S = 0.1, 1.0
+    times.JOIN_REPORT_AFTER_S = float(report_after_s)
+    times.JOIN_LOOK_S, times.JOIN_TRY_S = 0.1, 1.0
     if interface and os.environ["RANK"] == "1":
         os.environ["GLOO_SOCKET_IFNAME"] = interface[0]
     strategy = CommOptDDP(timeout=timedelta(seconds=float(timeout_s)))

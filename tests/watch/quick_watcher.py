@@ -1,13 +1,14 @@
 """A HangMonitor's watcher that looks more often than it would; `healthy_fits` has it started in place of the other."""
 
+from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs import watcher
 
 
 def main() -> None:
     """Is the watcher of a rank."""
-    for name, seconds in {"_WAKE_S": 0.05, "_SOON_S": 0.1, "_ASK_AGAIN_S": 0.2}.items():
-        assert hasattr(watcher, name)
-        setattr(watcher, name, seconds)
+    for name, seconds in {"HANG_LOOK_S": 0.05, "CONFIRM_S": 0.1, "ASK_AGAIN_S": 0.2}.items():
+        assert hasattr(times, name)
+        setattr(times, name, seconds)
     watcher.main()
 
 

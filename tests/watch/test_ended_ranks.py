@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_commopt.launch import environment
-from lightning_commopt.watch import ended_ranks
+from lightning_commopt.watch import times
 from lightning_commopt.watch.ended_ranks import EndedRanks
 from support.cross_section import sampled
 from support.marked_processes import Program
@@ -25,8 +25,8 @@ _LIMIT_S = 500
 _PROBE = """
 import sys, time
 from types import SimpleNamespace
-from lightning_commopt.watch import ended_ranks
-ended_ranks._LOOK_S, ended_ranks.ABSENT_S = 0.02, 0.2
+from lightning_commopt.watch import ended_ranks, times
+times.PROCESSES_LOOK_S, times.ABSENT_S = 0.02, 0.2
 names = {"LOCAL_RANK": "TorchElasticEnvironment", "SLURM_LOCALID": "SLURMEnvironment"}
 environment = type(names[sys.argv[1]], (), {"local_rank": lambda self: 0, "main_port": 1})()
 strategy = SimpleNamespace(launcher=None, cluster_environment=environment)
@@ -170,7 +170,7 @@ def test_the_others_end(launcher: str, num_ranks: int, rank: int, fault: str, tm
 @pytest.mark.parametrize(("launcher", "rank"), [("popen", 0), ("torchrun", 1)])
 def test_a_slow_rank_is_waited_for(launcher: str, rank: int, tmp_path: Path, port: int) -> None:
     """If it fails, a rank that prepares data for long before it joins makes the others end."""
-    num_s = 2 * (ended_ranks.ABSENT_S + 10)
+    num_s = 2 * (times.ABSENT_S + 10)
     program = Program([*_command(launcher, 2, port), _SCRIPT, "2", str(rank), f"sleep {num_s}"], tmp_path)
     began = time.monotonic()
     try:

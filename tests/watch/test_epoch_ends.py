@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.watch import epoch_ends
+from lightning_commopt.watch import epoch_ends, times
 from lightning_commopt.watch.epoch_ends import EpochEnds
 from support.ranks import run_ranks
 from support.strategy_models import SelfFed, trainer
@@ -53,7 +53,7 @@ def test_a_rank_that_is_slow_to_ask_ends_well() -> None:
 
 def test_all_go_on_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a rank that has read everything is waited for until the limit."""
-    monkeypatch.setattr(epoch_ends, "_SEEN_S", 3600)
+    monkeypatch.setattr(times, "SEEN_S", 3600)
     store = dist.HashStore()
     ends = [_ends(store, rank) for rank in range(2)]
     for number in range(3):
@@ -68,7 +68,7 @@ def test_all_go_on_together(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_rank_that_has_died_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(epoch_ends, "_SEEN_S", 0.1)
+    monkeypatch.setattr(times, "SEEN_S", 0.1)
     store = dist.HashStore()
     store.set("1/rank/1", "3")
     store.add("1/come", 1)

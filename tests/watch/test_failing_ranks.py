@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.plan import OptionError
-from lightning_commopt.watch import fit_watch
+from lightning_commopt.watch import times
 from support.lightnings import Callback
 from support.marked_processes import Program
 from support.ranks import run_ranks, run_ranks_or_raise
@@ -39,7 +39,7 @@ class Vanishing(SelfFed):
 def _vanish(folder: Path) -> None:
     own = os.open(folder / os.environ["LOCAL_RANK"], os.O_WRONLY | os.O_CREAT)
     os.dup2(own, 2)  # else it is that of the server which forks
-    fit_watch.WAKE_S, fit_watch.STALLED_S, fit_watch.GRACE_S = 0.05, 0.1, 0.2
+    times.FIT_LOOK_S, times.STALLED_S, times.FIT_GRACE_S = 0.05, 0.1, 0.2
     trainer(CommOptDDP()).fit(Vanishing())
 
 
@@ -123,12 +123,12 @@ class Writer(Callback):
             while not peers.has_died() and time.monotonic() < deadline:
                 time.sleep(0.02)
             assert peers.has_died()
-            time.sleep(20 * fit_watch.GRACE_S)  # as a write would take
+            time.sleep(20 * times.FIT_GRACE_S)  # as a write would take
             (self.folder / "written").touch()
 
 
 def _write(folder: Path) -> None:
-    fit_watch.WAKE_S, fit_watch.STALLED_S, fit_watch.GRACE_S = 0.02, 0.05, 0.05
+    times.FIT_LOOK_S, times.STALLED_S, times.FIT_GRACE_S = 0.02, 0.05, 0.05
     trainer(CommOptDDP(), callbacks=[Writer(folder)]).fit(SelfFed())
 
 

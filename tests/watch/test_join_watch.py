@@ -17,7 +17,7 @@ import torch.distributed as dist
 from lightning_commopt import CommOptDDP
 from lightning_commopt.launch.interfaces import Interface, Listening, find_listening, list_interfaces
 from lightning_commopt.launch.lab import NetLab, RankError
-from lightning_commopt.watch import join_watch
+from lightning_commopt.watch import times
 from lightning_commopt.watch.join_texts import (
     Arrival,
     activity_text,
@@ -123,7 +123,7 @@ def _come_late(folder: Path, port: int) -> int:
     rank = int(os.environ["LOCAL_RANK"])
     os.environ["MASTER_PORT"] = str(port)
     os.dup2(os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT), 2)
-    join_watch._REPORT_AFTER_S, join_watch.LOOK_S = 0.2, 0.05
+    times.JOIN_REPORT_AFTER_S, times.JOIN_LOOK_S = 0.2, 0.05
     for waiting, told, late in ((1, "refuses connections", 0), (0, "for rank 2; ranks 0, 1 are here", 2)):
         while rank == late and told not in (folder / str(waiting)).read_text():
             time.sleep(0.02)
@@ -151,7 +151,7 @@ def test_late_ranks_are_named_and_then_train(tmp_path: Path, port: int) -> None:
 def _fail_on_rank_0(folder: Path, port: int) -> None:
     rank = int(os.environ["LOCAL_RANK"])
     os.dup2(os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT), 2)
-    join_watch.LOOK_S, join_watch.GRACE_S = 0.05, 0.2
+    times.JOIN_LOOK_S, times.JOIN_GRACE_S = 0.05, 0.2
     if rank == 0:
         server = dist.TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False)
     with JoinWatch("127.0.0.1", port, rank=rank, world_size=2, ranks_here=range(2), backend="gloo"):
@@ -173,9 +173,9 @@ def test_ranks_end_when_another_has_failed(tmp_path: Path, port: int) -> None:
 
 def test_a_port_of_another_program(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, ranks wait in silence for a program that is no store."""
-    monkeypatch.setattr(join_watch, "_REPORT_AFTER_S", 0.0)
-    monkeypatch.setattr(join_watch, "LOOK_S", 0.01)
-    monkeypatch.setattr(join_watch, "_TRY_S", 0.05)
+    monkeypatch.setattr(times, "JOIN_REPORT_AFTER_S", 0.0)
+    monkeypatch.setattr(times, "JOIN_LOOK_S", 0.01)
+    monkeypatch.setattr(times, "JOIN_TRY_S", 0.05)
     said = ""
     with (
         socket.create_server(("127.0.0.1", 0)) as other,

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.watch import fit_watch, join_watch, own_errors
+from lightning_commopt.watch import fit_watch, own_errors, times
 from lightning_commopt.watch.fit_watch import FitWatch
 from lightning_commopt.watch.join_watch import JoinWatch
 from support.ranks import run_ranks
@@ -33,7 +33,7 @@ def _raise(*_: object) -> None:
 
 def _fit() -> tuple[list[str], int]:
     records = Records()
-    fit_watch.WAKE_S = join_watch.LOOK_S = 0.01
+    times.FIT_LOOK_S = times.JOIN_LOOK_S = 0.01
     ended = []
     run = FitWatch._run
 

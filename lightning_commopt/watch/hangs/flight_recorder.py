@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 from lightning_commopt.text.formatting import grouped
 
 _MAX_CONTEXT = 12
+"""The order of so many collectives is compared with earlier ones at most. A judgement: enough to tell the places of a
+step apart in which the same collective occurs, and more would only cost time."""
 
 
 class Signature(NamedTuple):
@@ -28,7 +30,7 @@ class Collective(NamedTuple):
     """A collective that this rank has called."""
 
     signature: Signature  # what was called
-    number: int  # in its group, from 1; equal on all ranks that are in step
+    number: int  # its number in its group, from 1; equal on all ranks that are in step
     is_done: bool  # whether it has ended on this rank
     called_unix_s: float = 0.0  # time of the call, in seconds since 1970
 
@@ -44,8 +46,8 @@ class Departure(NamedTuple):
 class Difference:
     """Ranks that are not in the same collective of a group."""
 
-    ranks: tuple[int, ...]  # at fault; all sides if it is unknown which
-    number: int  # of the collective in its group
+    ranks: tuple[int, ...]  # the ranks at fault; all sides if it is unknown which
+    number: int  # the number of the collective in its group
     # What each rank has called under that number; None if it has not called it yet
     called: Mapping[int, Signature | None]
     is_certain: bool  # whether the side at fault is known, as it departs from the earlier order
@@ -54,7 +56,7 @@ class Difference:
 def parse_collectives(dump: Any) -> list[Collective]:
     """Returns the collectives in the Flight Recorder's JSON, the oldest first, without point-to-point messages."""
     entries = dump.get("entries", []) if isinstance(dump, dict) else []
-    found = []
+    collected = []
     for entry in entries:
         if entry.get("is_p2p") or not entry.get("collective_seq_id"):
             continue
@@ -66,8 +68,8 @@ def parse_collectives(dump: Any) -> list[Collective]:
         )
         is_done = bool(entry.get("retired")) or entry.get("state") == "completed"
         called_unix_s = entry.get("time_created_ns", 0) / 1e9
-        found.append(Collective(signature, int(entry["collective_seq_id"]), is_done, called_unix_s))
-    return found
+        collected.append(Collective(signature, int(entry["collective_seq_id"]), is_done, called_unix_s))
+    return collected
 
 
 def find_difference(by_rank: Mapping[int, Sequence[Collective]]) -> Difference | None:
@@ -89,15 +91,15 @@ def find_difference(by_rank: Mapping[int, Sequence[Collective]]) -> Difference |
 def _find_unequal(by_rank: Mapping[int, Sequence[Collective]]) -> Difference | None:
     numbered: dict[tuple[str, int], dict[int, Signature]] = defaultdict(dict)
     for rank, collectives in by_rank.items():
-        for each in collectives:
-            numbered[each.signature.group, each.number][rank] = each.signature
+        for collective in collectives:
+            numbered[collective.signature.group, collective.number][rank] = collective.signature
     for (group, number), called in sorted(numbered.items(), key=lambda item: item[0][1]):
         if len({_comparable(signature) for signature in called.values()}) < 2:
             continue
         history = [
-            each.signature
-            for each in next(iter(by_rank[rank] for rank in called))
-            if each.signature.group == group and each.number < number
+            collective.signature
+            for collective in next(iter(by_rank[rank] for rank in called))
+            if collective.signature.group == group and collective.number < number
         ]
         ranks, is_certain = _at_fault(called, _expected_after(history))
         return Difference(ranks, number, called, is_certain)
@@ -107,15 +109,15 @@ def _find_unequal(by_rank: Mapping[int, Sequence[Collective]]) -> Difference | N
 def _find_absent(by_rank: Mapping[int, Sequence[Collective]]) -> Difference | None:
     reached: dict[tuple[str, int], int] = {}
     for rank, collectives in by_rank.items():
-        for each in collectives:
-            key = each.signature.group, rank
-            reached[key] = max(reached.get(key, 0), each.number)
+        for collective in collectives:
+            key = collective.signature.group, rank
+            reached[key] = max(reached.get(key, 0), collective.number)
     absent = {}
     for rank, collectives in by_rank.items():
-        for each in [each for each in collectives if not each.is_done][:1]:
-            group = each.signature.group
-            if others := [other for other in by_rank if 0 < reached.get((group, other), 0) < each.number]:
-                absent[rank] = each, others
+        for collective in [collective for collective in collectives if not collective.is_done][:1]:
+            group = collective.signature.group
+            if others := [other for other in by_rank if 0 < reached.get((group, other), 0) < collective.number]:
+                absent[rank] = collective, others
     if not absent:
         return None
     departed = tuple(sorted(rank for rank in absent if find_departure(by_rank[rank])))
@@ -123,23 +125,24 @@ def _find_absent(by_rank: Mapping[int, Sequence[Collective]]) -> Difference | No
     missing = sorted({other for _, others in absent.values() for other in others})
     ranks = departed if is_certain else tuple(missing)
     victim = next((rank for rank in absent if rank not in ranks), next(iter(absent)))
-    each, _ = absent[victim]
+    collective, _ = absent[victim]
     called = {
-        rank: each.signature if reached.get((each.signature.group, rank), 0) >= each.number else None
+        rank: collective.signature if reached.get((collective.signature.group, rank), 0) >= collective.number else None
         for rank in by_rank
     }
-    return Difference(ranks, each.number, called, is_certain or set(missing) != set(absent))
+    return Difference(ranks, collective.number, called, is_certain or set(missing) != set(absent))
 
 
 def find_departure(collectives: Sequence[Collective], *, min_context: int = 1) -> Departure | None:
     """Returns how the current collective differs from what followed the same ones before; None if it does not.
 
     Args:
-        collectives: of the rank, the oldest first. If all are done, the last one counts as current.
+        collectives: what the rank has called, the oldest first. If all are done, the last one counts as current.
         min_context: number of preceding collectives that must have occurred before in the same order.
     """
-    place = next((place for place, each in enumerate(collectives) if not each.is_done), len(collectives) - 1)
-    expected = _expected_after([each.signature for each in collectives[: max(place, 0)]], min_context)
+    not_done = [place for place, collective in enumerate(collectives) if not collective.is_done]
+    place = next(iter(not_done), len(collectives) - 1)
+    expected = _expected_after([collective.signature for collective in collectives[: max(place, 0)]], min_context)
     if expected is None or _comparable(expected) == _comparable(collectives[place].signature):
         return None
     return Departure(collectives[place].signature, expected)

@@ -16,25 +16,32 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lightning_commopt.watch import times
+
 _MARK = struct.Struct("<dQHHxxxxq")
+
 _NUM_MARKS = 2048
+"""So many marks are kept, 64 KiB. They are far more than a rank writes between two looks of its watcher, and show some
+steps before a hang: each phase and batch has one, each bucket four."""
+
 NUM_BYTES = _MARK.size * _NUM_MARKS
 
 PHASE, BUCKET_READY, BUCKET_START, COLLECTIVE_START, COLLECTIVE_END, BUCKET_END, BATCH = range(1, 8)
 """Kinds of marks, from BUCKET_START on in the order of a `BucketSync`'s events. A phase has its index in `PHASES`."""
 
-SLOW_FACTOR = 10
-"""How many times ``after_s`` a phase may last that is slow by nature."""
 
 _SHOWN_FACTOR = 3
+"""A phase may last so many times its longest time so far. A judgement: durations of one phase rarely differ more."""
+
 _NUM_SHOWN = 50
+"""The longest of so many last times counts, so that a limit falls again some steps after something slow."""
 
 
 @dataclass(frozen=True)
 class Phase:
     """A part of training that a rank can be in."""
 
-    name: str  # in reports
+    name: str  # its name in reports
     where: str  # completes "is still" in sentences
     # Whether it is always allowed ``10 * after_s``, as anything may run in it: a checkpoint, a first batch
     is_slow: bool = False
@@ -93,7 +100,7 @@ class PhaseTimes:
         slow by nature, or has not ended before: a first forward compiles.
         """
         shown = self._shown[phase]
-        base = self._after_s * (SLOW_FACTOR if PHASES[phase].is_slow or not shown else 1)
+        base = self._after_s * (times.SLOW_FACTOR if PHASES[phase].is_slow or not shown else 1)
         # The first time does not count if there are others: it includes one-time setup.
         later = [*shown][1:] if len(shown) < _NUM_SHOWN else shown
         return max(base, _SHOWN_FACTOR * max(later or shown, default=0.0))
@@ -103,9 +110,9 @@ class Mark(NamedTuple):
     """An event on a rank."""
 
     at_s: float  # time on the monotonic clock of its host
-    number: int  # from 1, in the order of writing
+    number: int  # counts from 1, in the order of writing
     kind: int  # one of this module's kinds
-    code: int  # index of a phase; for buckets 1 for the last one of a backward
+    code: int  # index of a phase; of a bucket, 1 if it is the last one of a backward
     value: int  # step of a phase, or index of a bucket or batch
 
 
@@ -116,7 +123,7 @@ class MarkWriter:
         self.fd = anonymous_file("commopt-marks")
         os.ftruncate(self.fd, NUM_BYTES)
         self._memory = mmap.mmap(self.fd, NUM_BYTES)
-        self._numbers = itertools.count(1)  # next() is atomic
+        self._numbers = itertools.count(1)  # next() of it is atomic
 
     def write(self, kind: int, code: int = 0, value: int = 0) -> None:
         """Writes one mark, over the oldest."""

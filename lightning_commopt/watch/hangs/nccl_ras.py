@@ -16,14 +16,24 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs.transport import receive_line
 
 _HOST, _PORT = "localhost", 28028
+"""NCCL listens here unless ``NCCL_RAS_ADDR`` is set."""
+
 _PROTOCOL = 2
+"""The version of NCCL's protocol that this module speaks."""
+
 _MAX_BYTES = 16 * 2**20
-_EXTRA_S = 6.0
+"""An answer may be so long. A judgement: far more than a table of some thousand ranks, and little memory if another
+program listens at the port."""
+
 _MIN_S = 0.001
+"""A socket waits so long at least, as one with a timeout of 0 would not wait at all."""
+
 _PART_BYTES = 2**16
+"""A socket is read in parts of this size, which is what it usually holds at most."""
 
 
 class RasError(RuntimeError):
@@ -49,7 +59,7 @@ def ask_ras(address: tuple[str, int], limit_s: float) -> dict[str, Any] | str:
     """Returns the status of the job that listens at an address.
 
     Args:
-        address: from `ras_address`.
+        address: where NCCL listens, see `ras_address`.
         limit_s: seconds in all. NCCL may take five more than the timeout for its other processes, so with fewer than
             eight there may be no answer if one of them is stuck.
 
@@ -71,7 +81,7 @@ def ask_ras(address: tuple[str, int], limit_s: float) -> dict[str, Any] | str:
 
             if not ask(f"CLIENT PROTOCOL {_PROTOCOL}").upper().startswith("SERVER PROTOCOL "):
                 raise RasError(f"what listens at {where} is not NCCL")
-            ask(f"TIMEOUT {max(1, math.floor(limit_s - _EXTRA_S))}")
+            ask(f"TIMEOUT {max(1, math.floor(limit_s - times.RAS_EXTRA_S))}")
             is_json = ask("SET FORMAT json") == "OK"
             connection.sendall(b"VERBOSE STATUS\n")
             text = _receive_rest(connection, deadline).decode("utf-8", "replace")
@@ -83,10 +93,10 @@ def ask_ras(address: tuple[str, int], limit_s: float) -> dict[str, Any] | str:
         reason = f" within {limit_s:g} s" if isinstance(error, TimeoutError) else f": {error}"
         raise RasError(f"no answer from {where}{reason}") from error
     try:
-        found = json.loads(text) if is_json else text
+        status = json.loads(text) if is_json else text
     except (ValueError, RecursionError):
-        found = text
-    return found if isinstance(found, dict) and found else text
+        status = text
+    return status if isinstance(status, dict) and status else text
 
 
 def _receive_rest(connection: socket.socket, deadline: float) -> bytes:

@@ -9,18 +9,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_commopt.compat.hooks import activity_of
+from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs import process as processes
+from lightning_commopt.watch.hangs.flight_recorder import Collective
 from lightning_commopt.watch.hangs.marks import NUM_BYTES, PHASES, Mark, PhaseTimes, read_marks
 from lightning_commopt.watch.hangs.process import ComputingProbe, Frame
 from lightning_commopt.watch.hangs.snapshot import SIGTERM_BROADCAST, RankSnapshot, place_in_training
 from lightning_commopt.watch.hangs.transport import RankLink
 
-_STACK_S = 1.0
-_ANSWER_S = 3.0
-_HOLDS_GIL_S = 0.5
-_LAST_MESSAGE_S = 0.5
 _MAX_WORKERS = 4
+"""The stacks of so many workers of a dataloader are read, as each may take `times.STACK_S` and more, which
+`times.STATE_S` allows for. Workers that hang mostly wait for the same."""
+
 _DATALOADER = {
     kinds.DATA,
     kinds.DATA_START,
@@ -36,10 +37,10 @@ class WatcherSettings:
     host: str
     pid: int
     fit_thread: tuple[int, int]  # ident of the training thread, and its number in the kernel
-    after_s: float  # that a phase may last at least without progress
+    after_s: float  # seconds that every phase may last without progress
     action: str = "report"  # or "abort"
-    folder: str = ""  # for records
-    key: str = ""  # shared by all watchers
+    folder: str = ""  # where the files of watchers are written
+    key: str = ""  # secret that all watchers share
     world_size: int = 1
     has_gpu: bool = False
 
@@ -115,7 +116,8 @@ class Observation:
         if self.ended is None and state == "dead":
             self.note_exit()
             self.ended_unix_s = self.ended_unix_s or time.time()
-            if time.time() - self.ended_unix_s > _LAST_MESSAGE_S:  # its last message may still be on its way
+            # Its last message may still be on its way.
+            if time.time() - self.ended_unix_s > times.LAST_MESSAGE_S:
                 self.ended = "died"
         elif self._probe is not None:
             self._probe.sample(self.idle_s, with_children=self._phase in _DATALOADER)
@@ -126,23 +128,23 @@ class Observation:
 
     def note_exit(self) -> None:
         """Reads how the rank's process has ended: its parent may reap it at any time."""
-        for _ in range(200):
+        for _ in range(round(times.EXIT_S / times.EXIT_POLL_S)):
             if self.ended is not None or self.detail:
                 return
             self.detail = processes.find_exit(self._pid) or ""
             if not processes.is_alive(self._pid):
                 return
-            time.sleep(0.001)
+            time.sleep(times.EXIT_POLL_S)
 
     def snapshot(self, *, is_whole: bool = True) -> RankSnapshot:
         """Returns the state of the rank, whole with stacks and collectives, which need the process.
 
-        It takes some seconds, and as many again if the rank has moved or ended meanwhile.
+        It takes some seconds, and twice as long if the rank has moved or ended meanwhile.
         """
         with self._lock:
             before = self._progress
-            found = self._take_snapshot(is_whole)
-            return found if self._progress == before else self._take_snapshot(is_whole)
+            snapshot = self._take_snapshot(is_whole)
+            return snapshot if self._progress == before else self._take_snapshot(is_whole)
 
     @property
     def _progress(self) -> tuple[str | None, int]:
@@ -151,7 +153,7 @@ class Observation:
     def _take_snapshot(self, is_whole: bool) -> RankSnapshot:
         process = processes.process_state(self._pid)
         state = self.ended or ("stopped" if process.state.startswith("stopped") else "running")
-        found = RankSnapshot(
+        snapshot = RankSnapshot(
             rank=self._settings.rank,
             host=self._settings.host,
             pid=self._pid,
@@ -166,17 +168,17 @@ class Observation:
             **place_in_training(self.marks, self._names),
         )
         if is_whole and state == "running":
-            if self._add_stacks(found):
-                self._add_dump(found)
+            if self._add_stacks(snapshot):
+                self._add_dump(snapshot)
         elif self._raised:
-            self._add_thread(found, self._raised)
-            self._apply_dump(found, self._last_dump)
+            self._add_thread(snapshot, self._raised)
+            self._apply_dump(snapshot, self._last_dump)
         elif is_whole:
-            found.missing.append(f"stacks and collectives: the process is {state}")
-        found.limit_s = self._times.limit_s(found.phase)
-        return found
+            snapshot.missing.append(f"stacks and collectives: the process is {state}")
+        snapshot.limit_s = self._times.limit_s(snapshot.phase)
+        return snapshot
 
-    def _add_stacks(self, found: RankSnapshot) -> bool:
+    def _add_stacks(self, snapshot: RankSnapshot) -> bool:
         """Adds the stacks that the process reports, or if it does not answer that of the training thread.
 
         Returns:
@@ -184,99 +186,105 @@ class Observation:
         """
         ident, thread = self._fit_thread
         cpu_s = processes.thread_cpu_s(self._pid, thread)
-        answer = self._link.request(_ANSWER_S, stacks=True)
+        answer = self._link.request(times.ANSWER_S, stacks=True)
         if answer is not None:
             stacks = {
                 int(key): [Frame(*fields) for fields in frames] for key, frames in answer.get("stacks", {}).items()
             }
         # No other thread gets the GIL: the training thread waits for it too, or is in a C function that holds it.
-        elif processes.is_asleep(self._pid, thread) or processes.thread_cpu_s(self._pid, thread) - cpu_s > _HOLDS_GIL_S:
-            stacks = {ident: processes.dump_stack(self._pid, thread, self._stacks_fd, _STACK_S)}
+        elif (
+            processes.is_asleep(self._pid, thread)
+            or processes.thread_cpu_s(self._pid, thread) - cpu_s > times.HOLDS_GIL_S
+        ):
+            stacks = {ident: processes.dump_stack(self._pid, thread, self._stacks_fd, times.STACK_S)}
         else:
             stacks = {}
         frames = stacks.get(ident, [])
         if not frames:
-            found.missing.append(f"stacks: the process has not answered within {_ANSWER_S:g} s")
-        found.stacks[f"process {self._pid}"] = {hex(key): list(map(str, each)) for key, each in stacks.items()}
-        self._add_thread(found, frames)
-        found.is_compiling = processes.is_compiling(frames)
-        if found.phase in _DATALOADER:
-            self._add_workers(found)
+            snapshot.missing.append(f"stacks: the process has not answered within {times.ANSWER_S:g} s")
+        snapshot.stacks[f"process {self._pid}"] = {hex(key): list(map(str, stack)) for key, stack in stacks.items()}
+        self._add_thread(snapshot, frames)
+        snapshot.is_compiling = processes.is_compiling(frames)
+        if snapshot.phase in _DATALOADER:
+            self._add_workers(snapshot)
         return answer is not None
 
-    def _add_thread(self, found: RankSnapshot, frames: list[Frame]) -> None:
+    def _add_thread(self, snapshot: RankSnapshot, frames: list[Frame]) -> None:
         """Adds what a thread does: other callbacks have no marks, and may run after ours has set the next phase."""
-        found.place = _text_of(processes.user_place(frames))
-        found.innermost = _text_of(next(iter(frames), None))
-        found.called = processes.collective_in(frames)
+        snapshot.place = _text_of(processes.user_place(frames))
+        snapshot.innermost = _text_of(next(iter(frames), None))
+        snapshot.called = processes.collective_in(frames)
         activity = activity_of([(frame.file, frame.function) for frame in frames])
         if activity is None:
             return
         if activity.kind == "SIGTERM":
-            found.stop_reason = activity.kind
+            snapshot.stop_reason = activity.kind
             return
         if activity.kind == "SIGTERM broadcast":
-            found.hook = SIGTERM_BROADCAST
+            snapshot.hook = SIGTERM_BROADCAST
         elif activity.kind == "hook":
-            found.hook = f"a {activity.owner}'s {activity.hook}"
-        if found.called is None and found.phase not in (kinds.SETUP, kinds.END):
+            snapshot.hook = f"a {activity.owner}'s {activity.hook}"
+        if snapshot.called is None and snapshot.phase not in (kinds.SETUP, kinds.END):
             if activity.kind == "hook":
-                found.phase = kinds.CALLBACKS
+                snapshot.phase = kinds.CALLBACKS
             elif activity.kind == "checkpoint":
-                found.phase = kinds.CHECKPOINT
-            elif found.phase in (kinds.CALLBACKS, kinds.CHECKPOINT):
-                found.phase = kinds.DATA
+                snapshot.phase = kinds.CHECKPOINT
+            elif snapshot.phase in (kinds.CALLBACKS, kinds.CHECKPOINT):
+                snapshot.phase = kinds.DATA
 
-    def _add_workers(self, found: RankSnapshot) -> None:
+    def _add_workers(self, snapshot: RankSnapshot) -> None:
         for pid in processes.descendants(self._pid)[:_MAX_WORKERS]:
             if not processes.is_asleep(pid, pid):
-                found.missing.append(f"stack of process {pid}: it is running, and the signal could crash it")
+                snapshot.missing.append(f"stack of process {pid}: it is running, and the signal could crash it")
                 continue
-            frames = processes.dump_stack(pid, pid, self._stacks_fd, _STACK_S)
-            found.stacks[f"process {pid}"] = {"main": list(map(str, frames))}
+            frames = processes.dump_stack(pid, pid, self._stacks_fd, times.STACK_S)
+            snapshot.stacks[f"process {pid}"] = {"main": list(map(str, frames))}
             if (place := processes.user_place(frames)) is not None:
-                found.worker_places.append(str(place))
+                snapshot.worker_places.append(str(place))
 
-    def _add_dump(self, found: RankSnapshot) -> None:
-        dump = self._link.request(_ANSWER_S, dump=True)
+    def _add_dump(self, snapshot: RankSnapshot) -> None:
+        dump = self._link.request(times.ANSWER_S, dump=True)
         if dump is None:
-            found.missing.append(f"collectives: the process has not answered within {_ANSWER_S:g} s")
+            snapshot.missing.append(f"collectives: the process has not answered within {times.ANSWER_S:g} s")
             return
-        self._apply_dump(found, dump)
+        self._apply_dump(snapshot, dump)
 
-    def _apply_dump(self, found: RankSnapshot, dump: dict[str, Any]) -> None:
-        if dump.get("owner") and found.hook is not None:  # the name of its class
-            found.hook = f"{dump['owner']}.{found.hook.rpartition(' ')[2]}"
-        found.collectives = dump.get("collectives")
+    def _apply_dump(self, snapshot: RankSnapshot, dump: dict[str, Any]) -> None:
+        if dump.get("owner") and snapshot.hook is not None:  # the class that has the hook is known
+            snapshot.hook = f"{dump['owner']}.{snapshot.hook.rpartition(' ')[2]}"
+        snapshot.collectives = dump.get("collectives")
         if dump.get("missing"):
-            found.missing.append(dump["missing"])
-        if self._settings.has_gpu and found.called is None and (current := found.current_collective()) is not None:
-            # The host runs ahead, and waits wherever it needs a result: the collective of the device counts.
-            found.called = current.signature.operation
-        if dump.get("device_bucket") is not None and found.bucket is None:
-            found.bucket, found.all_ready = dump["device_bucket"], True
-        elif found.phase == kinds.BACKWARD and self._num_unmarked:
-            self._find_unmarked(found)
-        elif found.phase == kinds.BACKWARD and found.bucket is None and found.called is None:
-            # Another hook than ours, or DDP before it has built its buckets: only the collective is known.
-            current = found.current_collective()
-            found.called = None if current is None else current.signature.operation
-        if found.bucket is not None:
-            found.bucket_names = list(self._names.get(found.bucket, []))
+            snapshot.missing.append(dump["missing"])
+        if self._settings.has_gpu and snapshot.called is None:
+            # The host runs ahead, and waits wherever it needs a result, so the collective of the device counts.
+            snapshot.called = _operation_of(snapshot.current_collective())
+        if dump.get("device_bucket") is not None and snapshot.bucket is None:
+            snapshot.bucket, snapshot.all_ready = dump["device_bucket"], True
+        elif snapshot.phase == kinds.BACKWARD and self._num_unmarked:
+            self._find_unmarked(snapshot)
+        elif snapshot.phase == kinds.BACKWARD and snapshot.bucket is None and snapshot.called is None:
+            # With another hook than ours, or before DDP has built its buckets, only the collective is known.
+            snapshot.called = _operation_of(snapshot.current_collective())
+        if snapshot.bucket is not None:
+            snapshot.bucket_names = list(self._names.get(snapshot.bucket, []))
 
-    def _find_unmarked(self, found: RankSnapshot) -> None:
+    def _find_unmarked(self, snapshot: RankSnapshot) -> None:
         """Finds the buckets of a DDP without a hook among the collectives that were called in this backward."""
         entered_s = next(mark.at_s for mark in reversed(self.marks) if mark.kind == kinds.PHASE)
         since_unix_s = entered_s + time.time() - time.monotonic()
         called = [
-            each
-            for each in found.parsed_collectives()
-            if each.called_unix_s >= since_unix_s and each.signature.operation == "all_reduce"
+            collective
+            for collective in snapshot.parsed_collectives()
+            if collective.called_unix_s >= since_unix_s and collective.signature.operation == "all_reduce"
         ]
-        found.ready = len(called)
-        found.all_ready = len(called) >= self._num_unmarked
-        current = found.current_collective()
-        found.bucket = called.index(current) if current in called else None
+        snapshot.ready = len(called)
+        snapshot.all_ready = len(called) >= self._num_unmarked
+        current = snapshot.current_collective()
+        snapshot.bucket = called.index(current) if current in called else None
+
+
+def _operation_of(collective: Collective | None) -> str | None:
+    return None if collective is None else collective.signature.operation
 
 
 def _text_of(frame: Frame | None) -> str | None:

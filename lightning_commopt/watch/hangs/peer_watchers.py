@@ -8,16 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 from lightning_commopt.watch.hangs.transport import Address, GoneError, UnreachableError, ask
 
 _T = TypeVar("_T")
 
-_HELLO_S = 5.0
-_GREET_S = 15.0
-_GREET_AGAIN_S = 1.0
-_STATE_S = 30.0  # two snapshots of a rank with four workers of a dataloader take up to 21 s
 _MAX_AT_ONCE = 32
+"""So many watchers are asked at a time, each by a thread. A lost host takes seconds to be found, which many ranks would
+otherwise wait for one after another; more threads would only compete for one core."""
 
 
 class PeerWatchers:
@@ -43,12 +42,12 @@ class PeerWatchers:
         Later that would look like a lost host.
         """
         self._addresses = {rank: address for rank, address in enumerate(addresses) if rank != self._rank}
-        unanswered, deadline = list(self._addresses), time.monotonic() + _GREET_S
+        unanswered, deadline = list(self._addresses), time.monotonic() + times.GREET_S
         while self._rank == 0 and unanswered and time.monotonic() < deadline:
             answers = self._in_parallel(self._hello, unanswered)
             unanswered = [rank for rank, answer in zip(unanswered, answers, strict=True) if answer is None]
             unanswered = [rank for rank in unanswered if rank not in self.notices]
-            time.sleep(_GREET_AGAIN_S)
+            time.sleep(times.GREET_AGAIN_S)
         if self._rank != 0 or not unanswered:
             return None
         self._silent = set(unanswered)
@@ -76,14 +75,14 @@ class PeerWatchers:
 
         def send(rank: int) -> None:
             with suppress(OSError):
-                ask(self._addresses[rank], self._key, message, _HELLO_S)
+                ask(self._addresses[rank], self._key, message, times.HELLO_ANSWER_S)
 
         self._in_parallel(send, list(self._addresses))
 
     def _ask_state(self, rank: int) -> RankSnapshot:
         address = self._addresses[rank]
         try:
-            return RankSnapshot.from_plain(ask(address, self._key, {"state": True}, _STATE_S))
+            return RankSnapshot.from_plain(ask(address, self._key, {"state": True}, times.STATE_S))
         except (GoneError, UnreachableError, ValueError, TypeError) as error:
             if rank in self.notices:
                 return RankSnapshot.from_plain(self.notices[rank])
@@ -93,7 +92,7 @@ class PeerWatchers:
 
     def _hello(self, rank: int) -> dict[str, Any] | None:
         try:
-            return ask(self._addresses[rank], self._key, {"hello": True}, _HELLO_S)
+            return ask(self._addresses[rank], self._key, {"hello": True}, times.HELLO_ANSWER_S)
         except OSError:
             return None
 

@@ -25,13 +25,17 @@ from functools import cache
 from pathlib import Path
 
 from lightning_commopt.compat.hooks import waited_in
+from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs.marks import anonymous_file
 from lightning_commopt.watch.hangs.transport import RankLink
 
 MAX_FRAMES = 200
+"""So many of the innermost frames of a thread are sent. The stack of a fit has some tens; an endless recursion would
+fill the report."""
+
 SIGNAL = getattr(signal, "SIGRTMIN", 34) + 7
-_POLL_S = 0.01
-_QUIET_S = 0.1
+"""The signal in which a thread writes its stack. Real-time signals have no meaning of their own, and other programs
+take the first of them first."""
 
 _PROC = Path("/proc")
 _WATCHER_MODULE = "lightning_commopt.watch.hangs.watcher"
@@ -44,24 +48,27 @@ _STATES = {
     "Z": "dead",
     "X": "dead",
 }
-_EXIT_CODE = 49  # number 52 of proc(5), after the two that `process_fields` leaves out
+_EXIT_CODE = 49
+"""Index of the exit code among the fields of a process: number 52 of proc(5), which counts from 1, after the two that
+`process_fields` leaves out."""
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
 _COMPILERS = tuple(f"/torch/{name}/" for name in ("_dynamo", "_inductor", "_functorch"))
 _TRAINERS = ("/pytorch_lightning/trainer/", "/lightning/pytorch/trainer/")
 _LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "<frozen", "/lightning_commopt/")
-_MAX_WINDOW_S = 4.0
 _COMPUTING_SHARE = 0.1
+"""A thread computes if it uses so much of a core. One that waits uses none; one that computes may wait for most of the
+time for data, or for a core that it shares with others."""
 
 
 @dataclass(frozen=True)
 class ProcessState:
     """The state of a process in the kernel."""
 
-    state: str  # in words, as in proc(5); "dead" also if there is no such process
+    state: str  # the words of proc(5); "dead" also if there is no such process
     cpu_s: float = 0.0  # seconds of CPU time so far
     num_threads: int = 0  # number of its threads
-    kernel_function: str = ""  # that its main thread sleeps in; "" if unknown
+    kernel_function: str = ""  # the function that its main thread sleeps in; "" if unknown
     resident_bytes: int = 0  # resident memory
 
     def __str__(self) -> str:
@@ -124,17 +131,17 @@ def catches(pid: int, signal_number: int) -> bool:
 def descendants(pid: int) -> list[int]:
     """Returns the living descendants of a process, parents first.
 
-    Without watchers, and without other ranks, which have one: Lightning's launcher starts them from rank 0.
+    Watchers are left out, and so are other ranks, which Lightning's launcher starts from rank 0. A watcher shows them.
     """
     children: dict[int, list[int]] = defaultdict(list)
     for entry in _PROC.iterdir() if _PROC.is_dir() else ():
         if entry.name.isdecimal() and (fields := process_fields(entry.name)) is not None and fields[0] not in "ZX":
             children[int(fields[1])].append(int(entry.name))
-    found = [pid]
-    for parent in found:  # grows
-        started = [each for each in children[parent] if not _is_watcher(each)]
-        found += [each for each in started if not any(_is_watcher(child) for child in children[each])]
-    return found[1:]
+    family = [pid]
+    for parent in family:  # the list grows meanwhile
+        started = [child for child in children[parent] if not _is_watcher(child)]
+        family += [child for child in started if not any(map(_is_watcher, children[child]))]
+    return family[1:]
 
 
 def _is_watcher(pid: int) -> bool:
@@ -147,10 +154,10 @@ def end_rank(pid: int, link: RankLink, orderly_s: float) -> None:
     link.send(abort=True)
     deadline = time.monotonic() + orderly_s
     while is_alive(pid) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    for each in (pid, *children):
+        time.sleep(times.PROCESS_POLL_S)
+    for process in (pid, *children):
         try:
-            os.kill(each, signal.SIGKILL)
+            os.kill(process, signal.SIGKILL)
         except OSError:
             continue
 
@@ -187,7 +194,8 @@ class Frame:
 def make_dumpable() -> int:
     """Makes each thread of this process write its stack to a file at `SIGNAL`; returns the file's descriptor."""
     fd = _stacks_fd()
-    faulthandler.unregister(SIGNAL)  # the Trainer removes unknown handlers at the end of a run
+    # The Trainer removes handlers that it does not know at the end of a run, and faulthandler does not notice that.
+    faulthandler.unregister(SIGNAL)
     faulthandler.register(SIGNAL, file=fd, all_threads=False, chain=False)
     return fd
 
@@ -200,18 +208,19 @@ def _stacks_fd() -> int:
 def own_stacks() -> dict[int, list[tuple[str, int, str]]]:
     """Returns file, line and name of the innermost functions of each thread but the caller's, by its ident."""
     stacks = {}
-    time.sleep(0)  # starts a turn with the GIL: no other thread runs, and returns from a frame, before it is over
+    # Sleeping starts a turn with the GIL, and before it is over no other thread runs, and returns from a frame.
+    time.sleep(0)
     for ident, frame in sys._current_frames().items():
         if ident != threading.get_ident():
             walked = itertools.islice(traceback.walk_stack(frame), MAX_FRAMES)
-            stacks[ident] = [(each.f_code.co_filename, line or 0, each.f_code.co_name) for each, line in walked]
+            stacks[ident] = [(caller.f_code.co_filename, line or 0, caller.f_code.co_name) for caller, line in walked]
     return stacks
 
 
 def is_asleep(pid: int, thread: int) -> bool:
     """Returns whether a thread sleeps in the kernel, and continues to."""
     before = _turns(pid, thread)
-    time.sleep(_QUIET_S)
+    time.sleep(times.QUIET_S)
     return before == _turns(pid, thread) and before[0] == "S"
 
 
@@ -232,12 +241,12 @@ def dump_stack(pid: int, thread: int, fd: int, limit_s: float) -> list[Frame]:
     start = end = os.fstat(fd).st_size
     try:
         ctypes.CDLL(None).tgkill(pid, thread, int(SIGNAL))
-    except AttributeError:  # a C library older than glibc 2.30
+    except AttributeError:  # the C library is older than glibc 2.30
         return []
     deadline = time.monotonic() + limit_s
     changed_at = 0.0
-    while (now := time.monotonic()) < deadline and not (changed_at and now - changed_at > _QUIET_S):
-        time.sleep(_POLL_S)
+    while (now := time.monotonic()) < deadline and not (changed_at and now - changed_at > times.QUIET_S):
+        time.sleep(times.PROCESS_POLL_S)
         if (size := os.fstat(fd).st_size) != end:
             end, changed_at = size, now
     matches = _FRAME.finditer(os.pread(fd, end - start, start).decode("utf-8", "replace"))
@@ -260,23 +269,23 @@ def is_compiling(frames: Sequence[Frame]) -> bool:
 def user_place(frames: Sequence[Frame]) -> Frame | None:
     """Returns the innermost frame of the user's own code that the Trainer has called; None if there is none."""
     is_outside = True
-    found = None
+    innermost = None
     for frame in reversed(frames):
         is_outside = is_outside and not any(part in frame.file for part in _TRAINERS)
         if not is_outside and not any(part in frame.file for part in _LIBRARIES):
-            found = frame
-    return found
+            innermost = frame
+    return innermost
 
 
 class ComputingProbe:
     """Samples the CPU time of a thread, which has a number in the kernel, while it makes no other progress.
 
-    ``after_s`` seconds without progress `is_computing` is needed.
+    The samples suffice for `is_computing` once there was no progress for ``after_s`` seconds.
     """
 
     def __init__(self, pid: int, thread: int, after_s: float) -> None:
         self._pid, self._thread = pid, thread
-        self._window_s = min(_MAX_WINDOW_S, after_s / 4)
+        self._window_s = min(times.COMPUTING_WINDOW_S, after_s / 4)
         self._samples: list[tuple[float, float]] = []
 
     def sample(self, idle_s: float, *, with_children: bool) -> None:
@@ -288,7 +297,8 @@ class ComputingProbe:
             used_s = thread_cpu_s(self._pid, self._thread)
             if with_children:
                 used_s += sum(process_state(pid).cpu_s for pid in descendants(self._pid))
-            self._samples = [*(each for each in self._samples if now - each[0] < 2 * self._window_s), (now, used_s)]
+            recent = [sample for sample in self._samples if now - sample[0] < 2 * self._window_s]
+            self._samples = [*recent, (now, used_s)]
 
     def is_computing(self) -> bool:
         """Returns whether at least a tenth of a core was used in the last seconds; a waiting thread uses none."""

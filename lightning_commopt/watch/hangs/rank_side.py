@@ -25,6 +25,7 @@ from lightning_commopt.compat.hooks import hook_owner
 from lightning_commopt.compat.torch import flight_records
 from lightning_commopt.measure.observer import END, BucketInfo, BucketSync, SyncObserver
 from lightning_commopt.sync.store import key_space
+from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.marks import MarkWriter
 from lightning_commopt.watch.hangs.observation import WatcherSettings
@@ -33,16 +34,15 @@ from lightning_commopt.watch.hangs.transport import RankLink, find_own_ip, is_lo
 from lightning_commopt.watch.hangs.watcher import SETTINGS_VARIABLE
 from lightning_commopt.watch.waiting import end_process
 
-_FIRST_POLL_S, _LAST_POLL_S = 0.02, 1.0
-_MEET_S = 60.0
 _NUM_EVENTS = 256
+"""The events of so many buckets on the device are kept: those of some steps, by which the host may be ahead of it."""
 
 
 class WatchedRank:
     """This rank, with a watcher beside it until `close`. All ranks must make it.
 
     Attributes:
-        observer: of the gradient sync.
+        observer: observes the gradient sync.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class WatchedRank:
             world_size=self._world_size,
             has_gpu=device.type == "cuda",
         )
-        root = str(Path(__file__).resolve().parents[3])  # from where this package was imported
+        root = str(Path(__file__).resolve().parents[3])  # the folder that this package was imported from
         python_path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         own, others = socket.socketpair()
         with others:
@@ -92,7 +92,7 @@ class WatchedRank:
 
     def meet(self) -> bool:
         """Waits up to a minute from the start until the watchers of all ranks have met; returns whether they have."""
-        return self._has_met.wait(max(0.0, self._began_s + _MEET_S - time.monotonic()))
+        return self._has_met.wait(max(0.0, self._began_s + times.MEET_S - time.monotonic()))
 
     def enter(self, phase: int, step: int) -> None:
         """Marks the begin of a phase, an index into `lightning_commopt.watch.hangs.marks.PHASES`."""
@@ -108,7 +108,7 @@ class WatchedRank:
             names: by the index of a bucket.
             are_all: whether these are all buckets of a model, each of which is one all-reduce without marks.
         """
-        self._link.send(buckets=[[index, list(each)] for index, each in names.items()], are_all=are_all)
+        self._link.send(buckets=[[index, list(parameters)] for index, parameters in names.items()], are_all=are_all)
 
     def note_device(self, index: int) -> None:
         """Records an event after all work of a bucket on the device, without waiting."""
@@ -128,7 +128,7 @@ class WatchedRank:
         self._is_closed.set()
         if exception is None:
             self._link.send(ended="finished")
-        else:  # the watcher cannot ask for it later
+        else:  # all is sent now, as the watcher cannot ask for it later
             frames = [*traceback.walk_tb(exception.__traceback__)][-MAX_FRAMES:][::-1]
             raised = [(frame.f_code.co_filename, line or 0, frame.f_code.co_name) for frame, line in frames]
             ended, detail = _ending_of(exception)
@@ -137,12 +137,12 @@ class WatchedRank:
         threading.Thread(target=self._reap_watcher, daemon=True).start()
 
     def _reap_watcher(self) -> None:
-        self._process.wait()  # else it stays as a zombie
+        self._process.wait()  # otherwise it would stay as a zombie
         self._link.close()
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         if self._is_closed.is_set():
-            return {}  # what is to be known of this rank has been sent
+            return {}  # all that is to be known of this rank has been sent
         if "stacks" in question:
             return {"stacks": own_stacks()}
         if "dump" in question:
@@ -162,11 +162,12 @@ class WatchedRank:
         """Returns the values of all ranks; waits until all have written theirs, or the watch ends."""
         keys = [f"{name}/{rank}" for rank in range(self._world_size)]
         self._store.set(keys[self._rank], json.dumps(own))
-        pause_s = _FIRST_POLL_S
+        pause_s = times.MEET_FIRST_POLL_S
         while not self._store.check(keys):  # a wait would block the store's other users
             if self._is_closed.wait(pause_s):
                 raise EOFError
-            pause_s = _FIRST_POLL_S if time.monotonic() < self._began_s + _MEET_S else _LAST_POLL_S
+            is_awaited = time.monotonic() < self._began_s + times.MEET_S
+            pause_s = times.MEET_FIRST_POLL_S if is_awaited else times.MEET_LAST_POLL_S
         return [json.loads(self._store.get(key)) for key in keys]
 
 
@@ -192,17 +193,17 @@ def exchange_addresses(
 
 def describe_work(frame: FrameType | None, events: Iterable[tuple[int, torch.cuda.Event]] | None) -> dict[str, Any]:
     """Returns what a rank has called: the hook that a frame is in, the collectives, and the bucket on the device."""
-    found: dict[str, Any] = {"owner": hook_owner(frame)}
+    work: dict[str, Any] = {"owner": hook_owner(frame)}
     try:
-        found["collectives"] = flight_records()
+        work["collectives"] = flight_records()
     except (RuntimeError, ValueError) as error:
-        found["missing"] = f"collectives: {error}"
+        work["missing"] = f"collectives: {error}"
     if events is not None:
         try:
-            found["device_bucket"] = next((index for index, event in [*events] if not event.query()), None)
+            work["device_bucket"] = next((index for index, event in [*events] if not event.query()), None)
         except RuntimeError as error:  # after an error of CUDA every call raises it again
-            found["missing"] = f"buckets on the device: {_first_line(error)}"
-    return found
+            work["missing"] = f"buckets on the device: {_first_line(error)}"
+    return work
 
 
 class MarkedSync(SyncObserver):

@@ -36,12 +36,12 @@ class Records:
 
     def begin(self, world_size: int) -> None:
         """Removes the files of an earlier run; its report is kept as ``previous_report.json``."""
-        with suppress(OSError):  # there is none, or another rank was faster
+        with suppress(OSError):  # there is no report, or another rank was faster
             (self._folder / _REPORT).replace(self._folder / _PREVIOUS_REPORT)
         with suppress(OSError):
             for path in self._folder.iterdir():
-                found = _RANK_FILE.fullmatch(path.name)
-                if found and (int(found[1]) == self._rank or int(found[1]) >= world_size):
+                match = _RANK_FILE.fullmatch(path.name)
+                if match and (int(match[1]) == self._rank or int(match[1]) >= world_size):
                     path.unlink(missing_ok=True)
 
     def keep(self, snapshot: RankSnapshot, marks: Sequence[Mark]) -> None:
@@ -65,7 +65,7 @@ class Records:
             "time_unix_s": time.time(),
             "idle_s": idle_s,
             "nccl_ras": ras,
-            "snapshots": [each.to_plain() for each in sorted(snapshots, key=attrgetter("rank"))],
+            "snapshots": [snapshot.to_plain() for snapshot in sorted(snapshots, key=attrgetter("rank"))],
         }
         self._write(_REPORT, plain)
         return self._folder
@@ -92,11 +92,11 @@ class TimedMark(NamedTuple):
 class HangReport:
     """The files of a run, for ``commopt doctor DIR``."""
 
-    diagnosis: Diagnosis  # the reported one; from the last states of the ranks if that is not there or not whole
+    diagnosis: Diagnosis  # the reported one; if that is missing or not whole, one of the last states of the ranks
     was_reported: bool  # whether watchers have reported a hang
     at_unix_s: float  # when it was reported, or when the last rank was seen
-    snapshots: list[RankSnapshot]  # of the ranks that have written one
-    marks: dict[int, list[TimedMark]]  # of these, by rank, the oldest first
+    snapshots: list[RankSnapshot]  # the states of the ranks that have written one
+    marks: dict[int, list[TimedMark]]  # the marks of these ranks, by rank, the oldest first
     problems: tuple[str, ...] = ()  # a line for each file that cannot be read, and so is left out
 
 
@@ -127,7 +127,7 @@ def read_hang_report(folder: Path) -> HangReport:
         raise FileNotFoundError(f"{folder} is no directory")
     folder = folder / "hangs" if (folder / "hangs").is_dir() else folder
     problems: list[str] = []
-    ranks = [found for path in sorted(folder.glob("rank_*.json")) if (found := _read(path, _rank_file, problems))]
+    ranks = [file for path in sorted(folder.glob("rank_*.json")) if (file := _read(path, _rank_file, problems))]
     was_reported = (folder / _REPORT).exists()
     report = _read(folder / _REPORT, _report, problems) if was_reported else None
     if report is None and not ranks:
@@ -150,7 +150,7 @@ _Content = TypeVar("_Content", _Report, _RankFile)
 
 
 def _report(plain: dict[str, Any]) -> _Report:
-    snapshots = [RankSnapshot.from_plain(each) for each in plain["snapshots"]]
+    snapshots = [RankSnapshot.from_plain(snapshot) for snapshot in plain["snapshots"]]
     return _Report(from_plain(Diagnosis, plain), plain["time_unix_s"], snapshots)
 
 
@@ -166,9 +166,9 @@ def _read(path: Path, read: Callable[[dict[str, Any]], _Content], problems: list
     try:
         plain = read_object(path, "file of HangMonitor", allow_nan=False)
         with errors_naming(path):
-            found = read(plain)
-            check_numbers(found.at_unix_s, "at_unix_s")
+            content = read(plain)
+            check_numbers(content.at_unix_s, "at_unix_s")
     except (OSError, ValueError) as error:
         problems.append(str(error))
         return None
-    return found
+    return content

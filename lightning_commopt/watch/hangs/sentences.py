@@ -15,10 +15,15 @@ from lightning_commopt.watch.hangs.operations import called_alone
 from lightning_commopt.watch.hangs.snapshot import SIGTERM_BROADCAST, RankSnapshot
 
 _NAMES_IN_SENTENCE = 2
+"""A sentence has so many names of parameters at most; the names of a larger bucket are shortened to what they share."""
+
 _OF_ONE_SIDE = ("mismatch", "alone")
 """Kinds of hangs in which ranks wait in different operations."""
+
 _DETAIL_WIDTH = 240
-# Read when this module is imported: once a rank hangs, the file system may as well.
+"""An exception is cut to so many characters, about two lines: what an error says comes first in it."""
+
+# The file is read when this module is imported: once a rank hangs, the file system may hang as well.
 _HINTS = {name: tuple(hints.values()) for name, hints in read_texts(Path(__file__).with_name("hints.txt")).items()}
 
 
@@ -27,136 +32,139 @@ def hints_for(kind: str, culprits: Sequence[RankSnapshot], waiting: Sequence[Ran
     first = culprits[0]
     alone = called_alone((*culprits, *waiting)) if kind in _OF_ONE_SIDE else {}
     if alone:
-        found = _HINTS[f"alone {next(iter(alone))}"]
+        hints = _HINTS[f"alone {next(iter(alone))}"]
     elif kind == "late":
-        found = _HINTS.get(f"late {PHASES[first.phase].name}", _HINTS["late"])
+        hints = _HINTS.get(f"late {PHASES[first.phase].name}", _HINTS["late"])
     elif kind == "ended" and first.phase in range(first_of_stage("validation"), first_of_stage("test")):
-        found = (*_HINTS["ended"], *_HINTS["ended validation"])
+        hints = (*_HINTS["ended"], *_HINTS["ended validation"])
     elif kind == "skipped":
-        found = (*_HINTS["skipped"], _HINTS["mismatch"][0])
+        hints = (*_HINTS["skipped"], _HINTS["mismatch"][0])
     elif kind == "died":
         reason = first.detail.rpartition(" ")[2] if first.detail.startswith("was killed by ") else ""
         name = "status" if first.detail.startswith("exited") else "signal" if reason else "SIGKILL"
-        found = _HINTS.get(f"died {reason}", _HINTS[f"died {name}"]) + _HINTS["launcher"]
+        hints = _HINTS.get(f"died {reason}", _HINTS[f"died {name}"]) + _HINTS["launcher"]
     elif kind == "failed" and first.detail.startswith("SystemExit"):
-        found = _HINTS["failed SystemExit"]
+        hints = _HINTS["failed SystemExit"]
     elif kind == "ended" and first.stop_reason:
-        found = _HINTS["ended should_stop"]
+        hints = _HINTS["ended should_stop"]
     else:
-        found = _HINTS[{"departed": "mismatch", "outlier": "mismatch"}.get(kind, kind)]
-    if found and any(each.missing for each in (*culprits, *waiting)):
-        found += _HINTS["missing"]
-    return found
+        hints = _HINTS[{"departed": "mismatch", "outlier": "mismatch"}.get(kind, kind)]
+    if hints and any(rank.missing for rank in (*culprits, *waiting)):
+        hints += _HINTS["missing"]
+    return hints
 
 
-def what(kind: str, each: RankSnapshot) -> str:
+def describe_culprit(kind: str, rank: RankSnapshot) -> str:
     """Describes a rank at fault."""
-    where = f"{f'in {each.hook}' if each.hook else PHASES[each.phase].where} of {_position(each)}"
-    place = each.place if each.is_waiting or each.is_consequence else each.place or each.innermost
+    where = f"{f'in {rank.hook}' if rank.hook else PHASES[rank.phase].where} of {_position(rank)}"
+    place = rank.place if rank.is_waiting or rank.is_consequence else rank.place or rank.innermost
     place = f" ({place})" if place else ""
-    if each.worker_places:
-        place = f" (worker: {each.worker_places[0]})"
+    if rank.worker_places:
+        place = f" (worker: {rank.worker_places[0]})"
     match kind:
         case "died":
-            return f"{{has}} died {where}: process {each.pid} on {each.host} {each.detail or 'is gone'}"
+            return f"{{has}} died {where}: process {rank.pid} on {rank.host} {rank.detail or 'is gone'}"
         case "unreachable":
-            return f"cannot be {'reached' if each.state == 'unreachable' else 'asked'}: {each.detail}"
+            return f"cannot be {'reached' if rank.state == 'unreachable' else 'asked'}: {rank.detail}"
         case "stopped":
-            return f"{{is}} stopped (process {each.pid} on {each.host}, by a signal or a debugger) {where}{place}"
+            return f"{{is}} stopped (process {rank.pid} on {rank.host}, by a signal or a debugger) {where}{place}"
         case "interrupted":
             return f"{{has}} been interrupted (Ctrl-C or SIGINT) {where}{place}"
-        case "terminated" if each.state == "running":
+        case "terminated" if rank.state == "running":
             return f"{{has}} received SIGTERM {where}, and {{wait}} for the others in Lightning's handler"
         case "terminated":
             return f"{{has}} been ended by SIGTERM {where}{place}"
-        case "failed" if each.detail.startswith("SystemExit"):
-            status = each.detail.partition(": ")[2]
+        case "failed" if rank.detail.startswith("SystemExit"):
+            status = rank.detail.partition(": ")[2]
             return f"{{has}} called sys.exit({status}) {where}{place}"
         case "failed":
-            return f"{{has}} failed {where}: {shorten(each.detail, _DETAIL_WIDTH, placeholder=' ...')}{place}"
+            return f"{{has}} failed {where}: {shorten(rank.detail, _DETAIL_WIDTH, placeholder=' ...')}{place}"
         case "departed":
-            departure = find_departure(each.parsed_collectives())
+            departure = find_departure(rank.parsed_collectives())
             assert departure is not None
             return f"{{has}} called {departure.called} {where}{place}, after what {departure.expected} followed before"
-        case "ended" if each.state == "finished":
-            return f"{{has}} ended the fit after {_position(each)}{_reason_text(each)}"
+        case "ended" if rank.state == "finished":
+            return f"{{has}} ended the fit after {_position(rank)}{_reason_text(rank)}"
         case "ended":
             return (
-                f"{{has}} left training's batches after {_position(each)}{_reason_text(each)}, and {{is}}"
-                f" {PHASES[each.phase].where}{place}"
+                f"{{has}} left training's batches after {_position(rank)}{_reason_text(rank)}, and {{is}}"
+                f" {PHASES[rank.phase].where}{place}"
             )
         case "waiting":
-            return f"{{wait}} in {operation_text(each)} of {_position(each)}"
-    if each.is_waiting and kind in ("outlier", "alone"):
-        return f"{{wait}} in {operation_text(each)} of {_position(each)}{place}, unlike the others"
-    if each.is_waiting:
-        return f"{{is}} behind: {{wait}} in {operation_text(each)} of {_position(each)}{place}"
+            return f"{{wait}} in {operation_text(rank)} of {_position(rank)}"
+    if rank.is_waiting and kind in ("outlier", "alone"):
+        return f"{{wait}} in {operation_text(rank)} of {_position(rank)}{place}, unlike the others"
+    if rank.is_waiting:
+        return f"{{is}} behind: {{wait}} in {operation_text(rank)} of {_position(rank)}{place}"
     return f"{{is}} still {where}{place}"
 
 
-def _reason_text(each: RankSnapshot) -> str:
-    return f", as {each.stop_reason} was set there" if each.stop_reason else ""
+def _reason_text(rank: RankSnapshot) -> str:
+    return f", as {rank.stop_reason} was set there" if rank.stop_reason else ""
 
 
-def what_skipped(left: RankSnapshot, each: RankSnapshot) -> str:
+def describe_skipping(left: RankSnapshot, rank: RankSnapshot) -> str:
     """Describes a rank that has skipped the gradient sync that ``left`` is in."""
-    place = f" ({each.place})" if each.place else ""
+    place = f" ({rank.place})" if rank.place else ""
     return (
-        f"{{has}} gone on to {_position(each)} without {operation_text(left)} of {_position(left)}, and {{wait}} in"
-        f" {operation_text(each)}{place}"
+        f"{{has}} gone on to {_position(rank)} without {operation_text(left)} of {_position(left)}, and {{wait}} in"
+        f" {operation_text(rank)}{place}"
     )
 
 
-def what_waits(each: RankSnapshot) -> str:
+def describe_waiting(rank: RankSnapshot) -> str:
     """Describes a rank that is not at fault."""
-    if each.is_waiting:
-        place = f" ({each.place})" if each.place and not each.is_syncing else ""
-        return f"{{wait}} in {operation_text(each)} of {_position(each)}{place}"
-    if each.is_consequence:
-        return f"{{has}} {'timed out' if each.has_timed_out else 'lost the connection'}" + (
-            f" in {operation_text(each)} of {_position(each)}" if was_waiting(each) else ""
+    if rank.is_waiting:
+        place = f" ({rank.place})" if rank.place and not rank.is_syncing else ""
+        return f"{{wait}} in {operation_text(rank)} of {_position(rank)}{place}"
+    if rank.is_consequence:
+        return f"{{has}} {'timed out' if rank.has_timed_out else 'lost the connection'}" + (
+            f" in {operation_text(rank)} of {_position(rank)}" if was_waiting(rank) else ""
         )
-    state = {"running": "late", "finished": "ended"}.get(each.state, each.state)
-    return what("unreachable" if each.is_unknown else state, each)
+    state = {"running": "late", "finished": "ended"}.get(rank.state, rank.state)
+    return describe_culprit("unreachable" if rank.is_unknown else state, rank)
 
 
-def _position(each: RankSnapshot) -> str:
-    return f"batch {each.batch}" if each.batch >= 0 else f"step {each.step}"
+def _position(rank: RankSnapshot) -> str:
+    return f"batch {rank.batch}" if rank.batch >= 0 else f"step {rank.step}"
 
 
-def operation_text(each: RankSnapshot) -> str:
+def operation_text(rank: RankSnapshot) -> str:
     """Returns the operation that a rank waits in, or waited in when it lost its connection."""
-    if each.is_syncing or (each.bucket is not None and each.called is None):
-        return f"the gradient sync of bucket {each.bucket}{_names_text(each.bucket_names)}"
-    if each.hook == SIGTERM_BROADCAST:
-        return each.hook
-    current = each.current_collective()
+    if rank.is_syncing or (rank.bucket is not None and rank.called is None):
+        return f"the gradient sync of bucket {rank.bucket}{_names_text(rank.bucket_names)}"
+    if rank.hook == SIGTERM_BROADCAST:
+        return rank.hook
+    current = rank.current_collective()
     if current is not None:
         return f"{current.signature} (number {current.number} of group {_group_name(current.signature)})"
-    return each.called or "a collective"
+    return rank.called or "a collective"
 
 
 def _group_name(signature: Signature) -> str:
     return signature.group if signature.group != "0" else "default"
 
 
-def was_waiting(each: RankSnapshot) -> bool:
+def was_waiting(rank: RankSnapshot) -> bool:
     """Returns whether a rank waited in a known operation when it lost its connection."""
-    return each.is_consequence and (each.bucket is not None or each.current_collective() is not None)
+    return rank.is_consequence and (rank.bucket is not None or rank.current_collective() is not None)
 
 
 def operation_of(difference: Difference, waiting: Sequence[RankSnapshot]) -> str | None:
     """Returns the operation that the ranks that are not at fault have called."""
-    for each in waiting:
-        called = difference.called.get(each.rank)
+    for rank in waiting:
+        called = difference.called.get(rank.rank)
         if called is not None:
-            is_sync = each.is_syncing and _is_still_in(each, called, difference.number)
-            return operation_text(each) if is_sync else str(called)
+            is_sync = rank.is_syncing and _is_still_in(rank, called, difference.number)
+            return operation_text(rank) if is_sync else str(called)
     return operation_text(waiting[0])
 
 
-def _is_still_in(each: RankSnapshot, called: Signature, number: int) -> bool:
-    return any((one.signature, one.number, one.is_done) == (called, number, False) for one in each.parsed_collectives())
+def _is_still_in(rank: RankSnapshot, called: Signature, number: int) -> bool:
+    return any(
+        (collective.signature, collective.number, collective.is_done) == (called, number, False)
+        for collective in rank.parsed_collectives()
+    )
 
 
 def _names_text(names: Sequence[str]) -> str:
@@ -174,19 +182,19 @@ def difference_text(difference: Difference, everybody: Sequence[RankSnapshot]) -
     sides = grouped((called, rank) for rank, called in difference.called.items())
     known = next(called for called in sides if called is not None)
     at_fault = set(difference.ranks)
-    by_rank = {each.rank: each for each in everybody}
+    by_rank = {rank.rank: rank for rank in everybody}
 
     def side(called: Signature | None, ranks: list[int]) -> str:
-        each = by_rank[ranks[0]]
-        place = f" ({each.place})" if each.place else ""
+        rank = by_rank[ranks[0]]
+        place = f" ({rank.place})" if rank.place else ""
         verb = "has" if len(ranks) == 1 else "have"
         if called is not None:
-            is_sync = each.is_syncing and _is_still_in(each, called, difference.number)
-            sync = f", in {operation_text(each)}" if is_sync else ""
+            is_sync = rank.is_syncing and _is_still_in(rank, called, difference.number)
+            sync = f", in {operation_text(rank)}" if is_sync else ""
             return f"{ranks_text(ranks)} {verb} called {called}{sync}{place}"
         now = (
-            f", and {'waits' if len(ranks) == 1 else 'wait'} in {operation_text(each)}{place}"
-            if each.is_waiting
+            f", and {'waits' if len(ranks) == 1 else 'wait'} in {operation_text(rank)}{place}"
+            if rank.is_waiting
             else ""
         )
         return f"{ranks_text(ranks)} {verb} not called it{now}"
@@ -200,7 +208,7 @@ def difference_text(difference: Difference, everybody: Sequence[RankSnapshot]) -
 def group_text(snapshots: Iterable[RankSnapshot], describe: Callable[[RankSnapshot], str]) -> str:
     """Returns descriptions of all ranks, those with equal ones together."""
     parts = []
-    for text, ranks in grouped((describe(each), each.rank) for each in snapshots).items():
+    for text, ranks in grouped((describe(rank), rank.rank) for rank in snapshots).items():
         for word, singular, plural in (("has", "has", "have"), ("is", "is", "are"), ("wait", "waits", "wait")):
             text = text.replace(f"{{{word}}}", singular if len(ranks) == 1 else plural)
         parts.append(f"{ranks_text(ranks)} {text}")

@@ -33,12 +33,12 @@ class RankSnapshot:
 
     rank: int
     host: str  # its host's name
-    pid: int = 0  # of its process
+    pid: int = 0  # number of its process
     # "running", "stopped", "died", "failed" (has raised), "interrupted" (Ctrl-C or SIGINT), "terminated" (SIGTERM),
     # "finished" (has ended its fit), "unreachable" (its host does not answer), "unwatched" (its watcher has ended) or
     # "silent" (its watcher could never be reached)
     state: str = "running"
-    detail: str = ""  # of the state: the exception, or why it is unreachable
+    detail: str = ""  # the reason for its state: the exception, or why it is unreachable
     stop_reason: str = ""  # what has ended its training before the last batch; "" if nothing has
     ended_unix_s: float | None = None  # when it has ended, in seconds since 1970; None if it has not
     phase: int = SETUP  # index into `lightning_commopt.watch.hangs.marks.PHASES`
@@ -58,7 +58,7 @@ class RankSnapshot:
     hook: str | None = None
     # The user's own code that the fit's thread is in, or has raised in, as "file:line in function"
     place: str | None = None
-    innermost: str | None = None  # the same for any code
+    innermost: str | None = None  # the innermost code of any kind that the fit's thread is in
     worker_places: list[str] = field(default_factory=list)  # the user's own code that the dataloader's workers are in
     is_compiling: bool = False  # whether the fit's thread is in a compiler
     # Whether the fit's thread, or in a dataloader its workers, use CPU time; unknown with a GPU, where a waiting
@@ -66,8 +66,8 @@ class RankSnapshot:
     is_computing: bool = False
     fit_thread: str = ""  # key of that thread in ``stacks``
     process: str = ""  # its state in the kernel, in words
-    collectives: Any = None  # that it has called, from the Flight Recorder's JSON; the oldest first
-    stacks: dict[str, dict[str, list[str]]] = field(default_factory=dict)  # by process and thread
+    collectives: Any = None  # the collectives that it has called, as the Flight Recorder's JSON; the oldest first
+    stacks: dict[str, dict[str, list[str]]] = field(default_factory=dict)  # its stacks, by process and thread
     missing: list[str] = field(default_factory=list)  # what could not be read, and why
 
     @property
@@ -92,8 +92,8 @@ class RankSnapshot:
     @property
     def frames(self) -> list[str]:
         """Stack of the fit's thread, innermost first, without line numbers; empty if unknown."""
-        found = self.stacks.get(f"process {self.pid}", {}).get(self.fit_thread, [])
-        return [re.sub(r":\d+ in ", " ", frame) for frame in found]
+        frames = self.stacks.get(f"process {self.pid}", {}).get(self.fit_thread, [])
+        return [re.sub(r":\d+ in ", " ", frame) for frame in frames]
 
     @property
     def is_syncing(self) -> bool:
@@ -106,10 +106,10 @@ class RankSnapshot:
     def current_collective(self) -> Collective | None:
         """Returns the collective that the rank waits in, or did when it lost its connection; None if there is none."""
         collectives = self.parsed_collectives()
-        outstanding = next((each for each in collectives if not each.is_done), None)
+        outstanding = next((collective for collective in collectives if not collective.is_done), None)
         was_in_one = self.is_consequence and (self.called is not None or self.phase == BACKWARD)
         if outstanding is None and was_in_one and collectives:
-            return collectives[-1]  # gloo marks failed ones as ended
+            return collectives[-1]  # gloo marks collectives that have failed as ended
         return outstanding
 
     def to_plain(self) -> dict[str, Any]:
@@ -118,10 +118,10 @@ class RankSnapshot:
     @classmethod
     def from_plain(cls, plain: Any) -> RankSnapshot:
         """Reverts `to_plain`; raises a ValueError or a TypeError if it is not from there."""
-        found = from_plain(cls, plain)
-        if found.phase not in range(len(PHASES)):
-            raise ValueError(f"a rank is in phase {found.phase}")
-        return found
+        snapshot = from_plain(cls, plain)
+        if snapshot.phase not in range(len(PHASES)):
+            raise ValueError(f"a rank is in phase {snapshot.phase}")
+        return snapshot
 
 
 def place_in_training(marks: Sequence[Mark], names: Mapping[int, list[str]]) -> dict[str, Any]:

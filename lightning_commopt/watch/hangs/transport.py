@@ -1,8 +1,8 @@
 """Messages of watchers: lines of JSON, to their rank over a socket pair, to each other over TCP.
 
 The watchers of a run share a secret key, which is never sent. A server begins each connection with a nonce; from a
-client that cannot sign it, it reads at most `_HELLO_BYTES` within `_HELLO_S`. There are `_MAX_STRANGERS` such clients
-at a time: a new one takes the place of the oldest, so that clients that send nothing do not keep watchers out.
+client that cannot sign it, it reads at most `_HELLO_BYTES` within `times.HELLO_S`. There are `_MAX_STRANGERS` such
+clients at a time: a new one takes the place of the oldest, so that clients that send nothing do not keep watchers out.
 Questions and answers are signed too, with nonces of both sides, so that they cannot be replayed. Nothing is encrypted.
 """
 
@@ -20,18 +20,25 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from lightning_commopt.watch import times
 from lightning_commopt.watch.own_errors import log_own_errors
 
-_CONNECT_S = 2.0
-_SEND_S = 5
-_HELLO_S = 5.0
-_QUESTION_S = 10.0
 _MAX_STRANGERS = 64
-_AGAIN_S = 0.1
+"""So many clients may be connected that have not identified themselves. A judgement: more than watchers that greet at
+the same moment (`PeerWatchers` asks 32 at a time), and few enough threads for a host that is scanned."""
+
 _MAX_BYTES = 64 * 2**20
+"""A message may be so long. A judgement: several times a snapshot with thousands of collectives and all stacks, and a
+bound to the memory that a damaged message can take."""
+
 _PART_BYTES = 2**16
+"""A socket is read in parts of this size, which is what it usually holds at most."""
+
 _NONCE_BYTES = 32
+"""A nonce is as long as a signature by SHA-256, so that neither is easier to guess."""
+
 _HELLO_BYTES = 64
+"""A client's first line is a signature in hexadecimal digits."""
 
 _Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -56,7 +63,7 @@ def ask(address: Address, key: str, question: dict[str, Any], limit_s: float) ->
     """Returns a watcher's answer.
 
     Args:
-        address: of the watcher.
+        address: where the watcher listens.
         key: shared by all watchers of a run.
         question: any JSON object.
         limit_s: seconds to wait for the answer, once connected.
@@ -66,7 +73,7 @@ def ask(address: Address, key: str, question: dict[str, Any], limit_s: float) ->
         UnreachableError: there is no answer with a valid signature within the limit, or no route to the host.
     """
     try:
-        with socket.create_connection((address.ip, address.port), timeout=_CONNECT_S) as connection:
+        with socket.create_connection((address.ip, address.port), timeout=times.CONNECT_S) as connection:
             nonces = receive_line(connection, 2 * _NONCE_BYTES, limit_s) + secrets.token_hex(_NONCE_BYTES).encode()
             body = json.dumps(question).encode()
             own_nonce = nonces[2 * _NONCE_BYTES :]
@@ -94,7 +101,7 @@ class Server:
     def __init__(self, ip: str, key: str, answer: _Answer) -> None:
         self._key, self._answer = key, answer
         self._places = threading.BoundedSemaphore(_MAX_STRANGERS)
-        self._strangers: dict[socket.socket, None] = {}  # the oldest first
+        self._strangers: dict[socket.socket, None] = {}  # clients that have not identified themselves, the oldest first
         self._lock = threading.Lock()
         family = socket.AF_INET6 if ":" in ip else socket.AF_INET
         self._listening = socket.create_server((ip, 0), family=family, backlog=1024)
@@ -105,8 +112,8 @@ class Server:
         while True:
             try:
                 connection, _ = self._listening.accept()
-            except OSError:  # there are too many descriptors
-                time.sleep(_AGAIN_S)
+            except OSError:  # this process has too many descriptors
+                time.sleep(times.ACCEPT_AGAIN_S)
                 continue
             if not self._places.acquire(blocking=False):
                 self._drop_oldest()
@@ -115,10 +122,10 @@ class Server:
                 self._strangers[connection] = None
             try:
                 threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-            except RuntimeError:  # there are too many threads
+            except RuntimeError:  # this process has too many threads
                 self._forget(connection)
                 connection.close()
-                time.sleep(_AGAIN_S)
+                time.sleep(times.ACCEPT_AGAIN_S)
 
     def _drop_oldest(self) -> None:
         with self._lock, suppress(OSError, StopIteration):
@@ -134,18 +141,18 @@ class Server:
         with log_own_errors("HangMonitor's answer to another rank"), suppress(OSError, EOFError), connection:
             nonce = secrets.token_hex(_NONCE_BYTES).encode()
             try:
-                connection.settimeout(_HELLO_S)
+                connection.settimeout(times.HELLO_S)
                 connection.sendall(nonce + b"\n")
-                hello = receive_line(connection, _HELLO_BYTES, _HELLO_S)
+                hello = receive_line(connection, _HELLO_BYTES, times.HELLO_S)
             finally:
                 self._forget(connection)
             if not hmac.compare_digest(hello, _sign(self._key, b"hello", nonce)):
                 return
-            line = receive_line(connection, _MAX_BYTES, _QUESTION_S)
+            line = receive_line(connection, _MAX_BYTES, times.QUESTION_S)
             nonces, signature, body = nonce + line[:64], line[64:128], line[128:]
             if hmac.compare_digest(signature, _sign(self._key, b"ask", nonces + body)):
                 answered = json.dumps(self._answer(json.loads(body))).encode()
-                connection.settimeout(_QUESTION_S)
+                connection.settimeout(times.QUESTION_S)
                 connection.sendall(_sign(self._key, b"answer", nonces + answered) + answered + b"\n")
 
 
@@ -154,7 +161,7 @@ class RankLink:
 
     def __init__(self, connection: socket.socket) -> None:
         # A sender must not hang because the other end is stopped.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", times.SEND_S, 0))
         self._connection = connection
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -223,8 +230,8 @@ def receive_line(connection: socket.socket, max_bytes: int, limit_s: float) -> b
     """Returns what comes up to the end of a line, without that end.
 
     Args:
-        connection: to a program that sends one line, and then waits for an answer.
-        max_bytes: of the line.
+        connection: its other end sends one line, and then waits for an answer.
+        max_bytes: the longest line that is accepted.
         limit_s: seconds for all of it, not for each part.
 
     Raises:

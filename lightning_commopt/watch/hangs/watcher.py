@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_commopt.text.formatting import escape_controls
+from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs.diagnosis import (
     Diagnosis,
     diagnose,
@@ -38,17 +39,6 @@ from lightning_commopt.watch.hangs.transport import Address, RankLink, Server
 
 SETTINGS_VARIABLE = "COMMOPT_HANG_WATCHER"
 """Environment variable with a watcher's settings, as JSON. Other users can read arguments, but not this."""
-
-_WAKE_S = 0.25
-_ASK_AGAIN_S = 5.0
-_SOON_S = 1.0
-_RAS_S = 8.0
-_DEATH_S = 2.0
-_ORDERLY_S = 2.0
-_FAILED_S = 8.0
-_KEEP_S = 30.0
-_MOVED_S = 1.0
-_PAUSE_S = 5.0
 
 
 class Watcher:
@@ -79,26 +69,27 @@ class Watcher:
         asked_at = kept_at = time.monotonic()
         while self._own.ended is None and not self._must_abort.is_set():
             slept_at = time.monotonic()
-            time.sleep(_WAKE_S)
-            if time.monotonic() - slept_at > _PAUSE_S:  # this process was suspended, and so was the job
+            time.sleep(times.HANG_LOOK_S)
+            # If this process was suspended, so was the job.
+            if time.monotonic() - slept_at > times.PAUSE_S:
                 self._own.resume()
             self._own.update()
             now, idle_s = time.monotonic(), self._own.idle_s
             if idle_s < self._after_s:
-                if idle_s < _MOVED_S:
+                if idle_s < times.MOVED_S:
                     self._note_progress()
-                asked_at = now - _ASK_AGAIN_S + _SOON_S
-            elif now - asked_at >= _ASK_AGAIN_S and (self._aborts or not self._is_reported):
+                asked_at = now - times.ASK_AGAIN_S + times.CONFIRM_S
+            elif now - asked_at >= times.ASK_AGAIN_S and (self._aborts or not self._is_reported):
                 self._inquire()
                 asked_at = time.monotonic()
-            if now - kept_at > _KEEP_S:
+            if now - kept_at > times.KEEP_S:
                 self._records.keep(self._own.snapshot(is_whole=False), self._own.marks)
                 kept_at = now
         if self._own.ended is not None:
             self._end()
         if self._must_abort.is_set() and self._own.ended in (None, "failed"):
-            # One that has failed may be writing a checkpoint.
-            end_rank(self._settings.pid, self._link, _FAILED_S if self._own.ended == "failed" else _ORDERLY_S)
+            # A rank that has failed may be writing a checkpoint.
+            end_rank(self._settings.pid, self._link, times.FAILED_S if self._own.ended == "failed" else times.ORDERLY_S)
 
     def _end(self) -> None:
         """Reports that the rank has died, failed or was interrupted, if that is the cause and others wait for it."""
@@ -109,7 +100,8 @@ class Watcher:
             self._records.discard()
             return
         self._records.keep(snapshot, self._own.marks)
-        time.sleep(_DEATH_S)  # others may end for the same reason, or be ended together: that is no hang
+        # Other ranks may end for the same reason, or all may be ended together, which is not a hang.
+        time.sleep(times.DEATH_S)
         snapshots: list[RankSnapshot] | None = None
         while True:
             # Do not report failures that our own abort caused.
@@ -120,8 +112,8 @@ class Watcher:
             before, snapshots = snapshots, self._look()
             if not (is_alive(self._settings.pid) and may_be_caught(snapshot, before, snapshots, self._after_s)):
                 break
-            time.sleep(_SOON_S)
-        is_shared = all((each.state, each.detail) == (snapshot.state, snapshot.detail) for each in snapshots)
+            time.sleep(times.CONFIRM_S)
+        is_shared = all((rank.state, rank.detail) == (snapshot.state, snapshot.detail) for rank in snapshots)
         if not is_shared and is_waited_for(snapshot, snapshots):
             self._report(diagnose(snapshots), snapshots)
 
@@ -132,7 +124,7 @@ class Watcher:
         first = self._look()
         if not is_hang(first, self._after_s):
             return
-        time.sleep(_SOON_S)
+        time.sleep(times.CONFIRM_S)
         self._own.update()
         snapshots = self._look()
         if is_hang(snapshots, self._after_s) and not has_moved(first, snapshots) and self._own.ended is None:
@@ -143,7 +135,7 @@ class Watcher:
 
     def _report(self, diagnosis: Diagnosis, snapshots: list[RankSnapshot]) -> None:
         """Prints and writes a report, once for each hang; with ``action="abort"`` ends all ranks if some wait."""
-        idle_s = max(each.idle_s for each in [each for each in snapshots if each.state == "running"] or snapshots)
+        idle_s = max(rank.idle_s for rank in [rank for rank in snapshots if rank.state == "running"] or snapshots)
         aborts = self._aborts and may_end_ranks(snapshots, diagnosis.kind)
         if self._is_reported and not aborts:
             return
@@ -152,13 +144,14 @@ class Watcher:
         self._records.keep(snapshots[0], self._own.marks)
         path = self._records.report(diagnosis, snapshots, idle_s)
         lines = [f"HangMonitor: {diagnosis.sentence}"]
-        if diagnosis.kind != "interrupted":  # by the user, who needs no hints
+        if diagnosis.kind != "interrupted":  # the user has interrupted it, and needs no hints
             verdict = f": {diagnosis.verdict}" if diagnosis.verdict else ""
             lines.append(f"  No progress for {idle_s:.0f} s{verdict}.")
             lines += [f"  Try: {hint}" for hint in diagnosis.hints]
             lines.append(f"  Stacks and collectives of all ranks: {path} (commopt doctor {path} draws them)")
         _print(*(lines if is_first else lines[:1]))
-        if self._settings.has_gpu and is_first:  # takes seconds, and ends with the ranks
+        # NCCL's answer takes seconds, and cannot be had once the ranks have ended.
+        if self._settings.has_gpu and is_first:
             self._peers.send_all(reported=True)
             self._records.report(diagnosis, snapshots, idle_s, self._ask_ras(snapshots[0]))
             aborts = aborts and (self._own.ended is not None or not has_moved(snapshots, self._look()))
@@ -171,7 +164,7 @@ class Watcher:
         """Corrects a report once its rank makes progress."""
         if self._is_reported and self._own_report is not None:
             diagnosis, snapshots = self._own_report
-            idle_s = max(each.idle_s for each in snapshots)
+            idle_s = max(rank.idle_s for rank in snapshots)
             what = ", so it was slow and no hang" if diagnosis.verdict is not None else ""
             _print(f"HangMonitor: rank {self._settings.rank} goes on after {idle_s:.0f} s or more{what}.")
             if diagnosis.verdict is not None:
@@ -182,7 +175,7 @@ class Watcher:
     def _ask_ras(self, own: RankSnapshot) -> Any:
         """Returns the answer of NCCL's RAS; records why if there is none."""
         try:
-            return ask_ras(ras_address(os.environ), _RAS_S)
+            return ask_ras(ras_address(os.environ), times.RAS_S)
         except RasError as error:
             own.missing.append(f"NCCL RAS: {error}")
             return None
@@ -220,7 +213,8 @@ def _is_cause(notice: dict[str, Any], own: RankSnapshot) -> bool:
 def main() -> None:
     """Watches the rank that has started this process; the arguments are descriptors from it."""
     link_fd, marks_fd, stacks_fd = map(int, sys.argv[1:4])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # meant for the rank
+    # These signals are meant for the rank.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     settings = WatcherSettings(**json.loads(os.environ[SETTINGS_VARIABLE]))
     link = RankLink(socket.socket(fileno=link_fd))

@@ -51,6 +51,12 @@ def waiting(number: int, phase: int = BACKWARD, idle_s: float = 61.0, **fields: 
         pytest.param([rank(0, state="finished"), rank(1, FORWARD, 9999)], False, False, id="alone"),
         pytest.param([rank(0, FORWARD, 590, is_computing=True), waiting(1)], False, True, id="computing"),
         pytest.param([rank(0, FORWARD, 590, is_compiling=True), waiting(1)], False, True, id="compiling"),
+        pytest.param(
+            [rank(0, CALLBACKS, 3600, is_computing=True), waiting(1, idle_s=3600)],
+            False,
+            True,
+            id="a long evaluation on rank 0, in a group with a long timeout",
+        ),
         pytest.param([rank(0, FORWARD, 590, innermost=None), waiting(1)], False, True, id="no stack"),
         pytest.param([waiting(0)], False, True, id="no other monitor"),
         pytest.param([rank(0, state="silent"), waiting(1, idle_s=590)], False, False, id="silent"),

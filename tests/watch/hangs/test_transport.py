@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs import transport
 from lightning_commopt.watch.hangs.transport import (
     Address,
@@ -137,7 +138,7 @@ def test_a_stranger_is_not_answered(sent: bytes, server: Server, asked: list[dic
 
 def test_strangers_cannot_keep_watchers_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, connections that send nothing take a thread each, for ever, or shut watchers out."""
-    monkeypatch.setattr(transport, "_HELLO_S", 0.2)
+    monkeypatch.setattr(times, "HELLO_S", 0.2)
     before = threading.active_count()
     idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3 * transport._MAX_STRANGERS)]
     time.sleep(0.1)

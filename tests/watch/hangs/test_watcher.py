@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs import watcher as watching
 from lightning_commopt.watch.hangs.flight_recorder import Signature
@@ -80,8 +81,8 @@ def test_what_follows_from_an_abort_is_no_report(is_aborted: bool, tmp_path: Pat
     Or the report lacks the reason why NCCL's RAS has not answered.
     """
     monkeypatch.setenv("NCCL_RAS_ADDR", "127.0.0.1:1")
-    monkeypatch.setattr(watching, "_DEATH_S", 0.0)
-    monkeypatch.setattr(watching, "_WAKE_S", 0.01)
+    monkeypatch.setattr(times, "DEATH_S", 0.0)
+    monkeypatch.setattr(times, "HANG_LOOK_S", 0.01)
     other = Server("127.0.0.1", "key", lambda question: RankSnapshot(rank=1, host="a").to_plain())
     rank = EndingRank()
     watcher, port = make_watcher(tmp_path, rank, other.port, action="report", has_nccl=True)
@@ -100,8 +101,8 @@ def test_what_follows_from_an_abort_is_no_report(is_aborted: bool, tmp_path: Pat
 
 def test_a_rank_that_raises_the_same_after_a_long_hook_is_left_alone(tmp_path: Path, monkeypatch: Any) -> None:
     """If it fails, ranks that all raise and catch the same are ended, as one was met in a collective on its way."""
-    for name in ("_WAKE_S", "_SOON_S", "_DEATH_S"):
-        monkeypatch.setattr(watching, name, 0.01)
+    for name in ("HANG_LOOK_S", "CONFIRM_S", "DEATH_S"):
+        monkeypatch.setattr(times, name, 0.01)
     monkeypatch.setattr(watching, "end_rank", lambda *_: None)  # it would be the process of this test
     heard: list[dict[str, Any]] = []
     passing = RankSnapshot(rank=1, host="a", phase=DATA, idle_s=100.0, limit_s=60.0, called="broadcast")
@@ -137,8 +138,8 @@ def stuck(rank: int, **fields: Any) -> RankSnapshot:
 
 def test_ranks_are_ended_once_one_waits(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
     """If it fails, ``action="abort"`` ends ranks that hold up nobody, or, once they do, never does."""
-    for name in ("_WAKE_S", "_ASK_AGAIN_S", "_SOON_S"):
-        monkeypatch.setattr(watching, name, 0.01)
+    for name in ("HANG_LOOK_S", "ASK_AGAIN_S", "CONFIRM_S"):
+        monkeypatch.setattr(times, name, 0.01)
     heard: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     called: list[str | None] = [None]
 

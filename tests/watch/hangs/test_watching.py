@@ -390,14 +390,15 @@ def test_a_rank_that_was_stopped_is_not_late_when_it_goes_on() -> None:
 @pytest.mark.parametrize(("share", "computes"), [(1.0, True), (0.3, True), (0.0, False)])
 def test_whether_a_thread_computes(share: float, computes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a rank that computes for long on the CPU is ended as one that hangs, or one that sleeps is not."""
-    monkeypatch.setattr(
-        "lightning_commopt.watch.hangs.process.thread_cpu_s", lambda pid, thread: share * time.monotonic()
-    )
+    now_s = 1000.0  # a clock of its own, as the samples of a busy machine may be any time apart
+    module = "lightning_commopt.watch.hangs.process"
+    monkeypatch.setattr(f"{module}.thread_cpu_s", lambda pid, thread: share * now_s)
+    monkeypatch.setattr(f"{module}.time", SimpleNamespace(monotonic=lambda: now_s))
     probe = ComputingProbe(1, 1, after_s=0.04)
     for idle_s in (0.0, 1.0, 1.0):
         assert not probe.is_computing()
         probe.sample(idle_s, with_children=False)
-        time.sleep(0.003)
+        now_s += 0.003
     assert probe.is_computing() == computes
     probe.sample(0.0, with_children=False)
     assert not probe.is_computing()

@@ -1,0 +1,84 @@
+"""The limits of searching: how long plans are tried, what that may cost, and when one is chosen or left.
+
+``tests/tune/test_director.py`` and ``tests/tune/test_random_fits.py`` hold simulated fits to what these promise. Where
+no measurement is named a number is a judgement, and its text says what it weighs against what.
+"""
+
+# A search, see `Search`: the candidates and the user's plan take turns.
+
+MAX_STEPS = 49
+"""A search has so many steps at most, of all plans together: with the 11 before it, a fit searches for 60, which is
+what users are told. More would find smaller gains, and keep a slow plan for longer."""
+
+MAX_ARMS = 3
+"""So many candidates take part at most. Each must be visited twice, in six steps or more, with the user's plan in
+between, within `MAX_STEPS`."""
+
+MIN_GAIN = 0.02
+"""A plan must save this share of a step to be chosen. Less is rarely beyond the noise of so few steps, and is not worth
+another plan."""
+
+NUM_TIMED_STEPS = 4
+"""A visit times so many steps: their median ignores one that is disturbed, and visits stay short enough for several."""
+
+NUM_TRIES = 3
+"""A visit in which no step counts, as each had a validation or another batch size, is repeated so often."""
+
+UNKNOWN_SLOWDOWN = 1.5
+"""A candidate without a prediction is taken to be so much slower when its visit is weighed against the budget; it is as
+far as one may be slower at all (`MAX_SLOWDOWN`)."""
+
+UNKNOWN_CHANGE = 1.0
+"""A change of plan is taken to cost so many steps, and the first step after it as many more, until one was seen."""
+
+MAX_SLOWDOWN = 1.5
+"""A visit ends at once if its steps are so much slower. A candidate like that cannot win, and every step of it costs
+half a step of the budget."""
+
+# The fit around it, see `Director`: what is observed before, and the watch after a choice.
+
+NUM_START_STEPS, NUM_FIRST_STEPS = 3, 2
+"""The first steps of a fit do not count, as memory is allocated and kernels are loaded in them; the next ones show how
+long a step is, and so whether the fit is long enough for a search."""
+
+MIN_CHANGE_STEPS = 2.0
+"""A change of the plan is taken to cost so many steps before one was made: a step to wrap the model again, and one that
+the first step after it may take longer."""
+
+MIN_CHANGES = 2
+"""Observing the user's plan takes so many changes, to it and back; a search takes two for each candidate at least."""
+
+LOSSY_HANDICAP = 0.02
+"""A lossy plan must save this share of a step beyond a lossless one. A judgement: the price of gradients that are not
+exact, which no step time shows."""
+
+PROBATION_STEPS = 20
+"""So many steps are run with the plan that was chosen before the first look at it: enough for blocks of four steps, and
+few if the choice was wrong."""
+
+NUM_ON_PROBATION = 3
+"""A plan that is not faster than the user's is rolled back at one of its first looks, so many, which are over after 220
+steps. Later the machine may have become slower for every plan."""
+
+DRIFT = 0.15
+"""The step time must change by so much before another plan may be the fastest. A judgement: a smaller change rarely
+alters the order of plans by the 2 % that a search asks for, and step times of shared machines wander by some
+percent."""
+
+NUM_NOISES = 5.0
+"""It must also change by so many standard errors of a look, twice in a row: a fit has thousands of looks."""
+
+FIRST_SHARE, ALL_SHARE = 0.6, 0.7
+"""A first search may cost this share of the budget, and all searches together this one. The rest is for bad luck, as
+the cost of a visit is only known when it is over."""
+
+MEASURING_SHARE = 0.35
+"""Measuring compressors may take this share of the budget. It is a part of `FIRST_SHARE`, of which it leaves 0.25 to
+the first search itself."""
+
+CREDIT = 0.5
+"""This part of what a plan has saved pays for further searches; the user keeps the rest."""
+
+CHECK_SHARE = 0.005
+"""Looking whether the chosen plan is still the best may cost this share of the time. A judgement: half of `max_regret`,
+as such a search usually changes nothing."""
