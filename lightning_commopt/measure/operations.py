@@ -18,9 +18,9 @@ _UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
 class Operation(NamedTuple):
-    """All collectives of one kind, in the mean of steps on one rank."""
+    """All collectives of one kind on one rank: their mean number, bytes and times per step."""
 
-    operation: str  # see `Collective`, as for the next two
+    operation: str  # as in `Collective`, like the next two
     phase: str
     source: str
     num_calls: float  # collectives in a step

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_commopt.text.formatting import escape_controls
 
-# Ends of the names of numbers that cannot be below 0: seconds and bytes, and rates of them
+# Numbers whose names end like this cannot be below 0: they are seconds, bytes or rates of them.
 _AMOUNTS = ("_s", "_bytes", "_per_byte", "_per_message", "seconds")
 
 _FORMULA_STARTS = ("=", "+", "-", "@", "＝", "＋", "－", "＠")  # noqa: RUF001
@@ -131,7 +131,7 @@ def errors_naming(path: Path) -> Generator[None, None, None]:
 
 
 def check_numbers(found: Any, name: str = "") -> None:
-    """Checks a number, or all in dataclasses, named tuples and sequences; ``name`` is that of a field.
+    """Checks a number, or all in dataclasses, named tuples and sequences; ``name`` is the field that holds it.
 
     They must be finite, and times and sizes not negative. Numbers that a mapping holds, as metrics, may be anything.
 

@@ -87,7 +87,7 @@ class PrivateFolder:
         """Lets one process in at a time; without a lock where files have none, or one is held for longer.
 
         Raises:
-            UntrustedError: as for `open`.
+            UntrustedError: the lock file is a symbolic link, another user's file, or one that others can write to.
         """
         deadline = time.monotonic() + limit_s
         fd = self._open(name, os.O_RDWR | os.O_CREAT)
@@ -119,7 +119,7 @@ class PrivateFolder:
     def _open(self, name: str, flags: int) -> int:
         path = self.path / name
         try:
-            # Without O_NONBLOCK a named pipe would be waited for.
+            # O_NONBLOCK, as opening a named pipe would otherwise wait for a process at its other end.
             fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=self._fd)
         except OSError as error:
             if error.errno != errno.ELOOP:

@@ -14,7 +14,7 @@ from lightning_commopt.measure.clock import Clock, HostClock
 from lightning_commopt.measure.observer import END, BucketInfo, BucketSync, SyncObserver
 from lightning_commopt.measure.record import BucketSpan, Collective, Phase, StepRecord
 
-# Steps that `StepRecorder.end_step` makes records of, at most: one more than there are new ones, to catch up
+# Most steps that `StepRecorder.end_step` turns into records. Each call adds one step, so 2 lets it catch up.
 _RESOLVED_AT_ONCE = 2
 _source: ContextVar[str] = ContextVar("source", default="")
 _is_part: ContextVar[bool] = ContextVar("is_part", default=False)
@@ -50,7 +50,7 @@ class StepRecorder(SyncObserver):
         self._syncs: list[_RecordedSync] = []
         self._collectives: list[_IssuedCollective] = []
         self._waits: list[_Wait] = []
-        # A device works on collectives in a stream that need not be the caller's: then no mark there shows their time.
+        # A device may run collectives in another stream than the caller's, where a mark would not show their time.
         self._collective_mark = clock.mark if isinstance(clock, HostClock) else lambda: None
         self._has_passed = None if isinstance(clock, HostClock) else clock.has_passed
         self._backward = 0
@@ -58,7 +58,7 @@ class StepRecorder(SyncObserver):
         self._pending: deque[_Marks] = deque()
 
     def enter(self, phase: str | None) -> None:
-        """Ends the current phase and begins another; None for what is not part of a step."""
+        """Ends the current phase and begins another, or a pause (None), which belongs to no step."""
         self._phases.append((phase, self._mark()))
 
     def ready(self, bucket: BucketInfo) -> BucketSync:
@@ -94,7 +94,7 @@ class StepRecorder(SyncObserver):
         return bool(self._phases) and self._phases[-1][0] is not None
 
     def call(self, operation: str, num_bytes: int) -> _BlockingCall:
-        """Records until when a call blocks that issues an operation, for collectives that do not report their end."""
+        """Records when a blocking call returns, as the end of its collectives where these report none."""
         return _BlockingCall(operation, self._collectives)
 
     def end_step(self, step: int, num_samples: int) -> None:
@@ -142,7 +142,8 @@ class StepRecorder(SyncObserver):
     def _resolve(self, marks: _Marks) -> StepRecord:
         seconds = self.clock.seconds
         for unfinished in [one for one in marks.collectives if one.ended is not None]:
-            if not self.clock.has_passed(unfinished.ended):  # nothing has waited for it, in no stream
+            # The device may have ended the step before a stream that nothing waited for reaches its mark.
+            if not self.clock.has_passed(unfinished.ended):
                 unfinished.started = unfinished.ended = None
         began = [(name, seconds(mark)) for name, mark in marks.phases]
         phases = [Phase(name, at_s, end_s) for (name, at_s), (_, end_s) in pairwise(began) if name is not None]
@@ -162,7 +163,7 @@ class StepRecorder(SyncObserver):
 
 
 class _Marks(NamedTuple):
-    """The marks of a step: the start of each phase, or of a pause (None), and those of its buckets."""
+    """The marks of a step: the start of each phase or pause (None), and the marks of buckets, collectives and waits."""
 
     step: int
     num_samples: int

@@ -111,7 +111,7 @@ class _Slice(NamedTuple):
     args: Mapping[str, Any]
 
 
-_Rows = dict[str, list[_Slice]]  # by name, from the top
+_Rows = dict[str, list[_Slice]]  # names of rows to their slices, the topmost row first
 
 
 def _rows(steps: Sequence[StepRecord], shift_s: float) -> _Rows:

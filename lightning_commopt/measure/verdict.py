@@ -24,8 +24,8 @@ from lightning_commopt.measure.operations import Operation
 from lightning_commopt.measure.statistics import ratio
 from lightning_commopt.text.formatting import byte_unit, short_percent
 
-_SMALL_BYTES = 2**16  # of metrics
-_DATA_DOMINATES = 0.2
+_SMALL_BYTES = 2**16  # collectives of fewer bytes a step are taken for metrics, not for gradients or weights
+_DATA_DOMINATES = 0.2  # share of a step above which waiting for data is worth a recommendation
 
 
 class Costs(NamedTuple):
@@ -36,7 +36,7 @@ class Costs(NamedTuple):
     comm_s: float
     exposed_s: float
     exposed_wait_s: float
-    straggler_rank: float  # that the others wait for; -1 if there is none
+    straggler_rank: float  # the rank that the others wait for; -1 if there is none
     straggler_slowdown: float
 
     def is_worth(self, saved_s: float) -> bool:
@@ -58,7 +58,7 @@ class Verdict:
 
     headline: str
     recommendations: tuple[str, ...]
-    note: str = ""  # which statistic is predicted, if something is
+    note: str = ""  # which statistic the predicted speed-ups refer to; empty without predictions
 
 
 def verdict(
@@ -73,12 +73,13 @@ def verdict(
     """Returns what communication costs, and what to do about it.
 
     Args:
-        metrics: from `Steps.statistics`, of a whole fit or of a window.
+        metrics: statistics of a whole fit or of a window, from `Steps.statistics`.
         world_size: number of ranks.
         comm_hook: the name of what averages the gradients, "none" for DDP's own all-reduce.
-        is_lossy: whether that changes them.
+        is_lossy: whether the comm hook changes gradients.
         operations: the collectives of a step; empty where none were observed.
-        forecasts: of other settings, the more exact ones first; without them none is recommended.
+        forecasts: predictions of other settings, the more exact settings first. No other setting is recommended
+            without one.
     """
     costs = Costs(**{name: metrics[name] for name in Costs._fields})
     median_step_s = metrics.get("step_s_p50", costs.step_s)
@@ -113,15 +114,16 @@ def verdict(
 
 
 def _without_sync(world_size: int, costs: Costs, operations: Sequence[Operation]) -> tuple[str, bool]:
-    """Returns the headline for a strategy whose gradient sync cannot be observed as such, as FSDP2's.
+    """Returns the headline for a strategy whose gradient sync cannot be observed as such, like FSDP2's.
 
-    Also whether it is known that no step waits long enough for collectives to do something about it.
+    The second result is whether steps are known to wait so little for collectives that nothing needs to be done.
     """
     sharded = [one for one in operations if one.phase in ("forward", "backward") and one.num_bytes >= _SMALL_BYTES]
     if not sharded:
         return f"No gradient sync was observed on {world_size} ranks, so its cost is unknown.", False
     num_calls = sum(one.num_calls for one in sharded)
-    num_bytes = sum(one.num_bytes for one in sharded if one.operation != "recv")  # of which each is another's send
+    # Each receive is the other end of a send, which counts already.
+    num_bytes = sum(one.num_bytes for one in sharded if one.operation != "recv")
     issued = f"Forward and backward issue {num_calls:.3g} collectives a step, of {byte_unit(num_bytes).text(num_bytes)}"
     if all(one.exposed_s is None for one in sharded):
         return f"{issued} in all. How long the step waits for them is not measured.", False
@@ -181,7 +183,7 @@ def _for_operations(costs: Costs, operations: Sequence[Operation]) -> list[str]:
             and costs.is_worth(seconds)
         ):
             remedy = "log less often, or without sync_dist, if it is metrics"
-            if one.operation == "broadcast":  # of DDP, before each forward
+            if one.operation == "broadcast":  # DDP broadcasts its buffers before each forward
                 remedy = "broadcast_buffers=False, if these are DDP's buffers and ranks may keep their own"
             found.append(
                 f"{costs.share(seconds)} of the step is {one.label} in {one.phase}, {one.num_calls:.3g} a step of"

@@ -39,7 +39,7 @@ class Point(NamedTuple):
 
     @property
     def weight(self) -> float:
-        """Of the squared relative error."""
+        """The weight of this point's squared relative error in a fit."""
         return 1 / (self.noise**2 + _FLOOR**2)
 
 
@@ -107,7 +107,7 @@ def _fits(points: Sequence[Point]) -> dict[tuple[int, int], _Fitted]:
 def _best_split(
     fits: dict[tuple[int, int], _Fitted], num_points: int, num_segments: int
 ) -> tuple[float, tuple[Segment, ...]]:
-    """Returns the segments with the least sum of squares, after it; dynamic programming over where they begin."""
+    """Returns the least sum of squares and its segments, by dynamic programming over where the segments begin."""
     best: dict[int, tuple[float, tuple[Segment, ...]]] = {0: (0.0, ())}
     for _ in range(num_segments):
         longer: dict[int, tuple[float, tuple[Segment, ...]]] = {}

@@ -44,7 +44,7 @@ def devices() -> list[dict[str, Any]]:
 
     The memory is a GPU's own, or the machine's; cores are those that this process may use, or multiprocessors.
     """
-    # Linux only; knows of taskset and of a scheduler's limits
+    # Linux counts the cores that taskset or a job scheduler allow; elsewhere the function does not exist.
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cpu = {"kind": "cpu", "name": _cpu_name(), "memory_bytes": memory_bytes, "num_cores": num_cores}

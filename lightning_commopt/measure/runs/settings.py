@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-_OWN_GROUPS = ("commopt", "commopt_record")  # at whatever package a project puts them
+# A project may put these config groups into any package, so their names are recorded without it.
+_OWN_GROUPS = ("commopt", "commopt_record")
 
 
 def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
