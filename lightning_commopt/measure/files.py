@@ -130,17 +130,17 @@ def read_run(run_dir: str | Path) -> list[RankRecords]:
     if not paths:
         what = "has no records of steps" if Path(run_dir).is_dir() else "does not exist"
         raise FileNotFoundError(f"{run_dir} {what}: expected {rank_file(run_dir, 0)}, as CommTimeMonitor writes it")
-    found, unreadable = [], ""
+    ranks, unreadable = [], ""
     for path in paths:
         try:
-            found.append(_read_last_fit(path))
+            ranks.append(_read_last_fit(path))
         except _NoFitError as error:
             unreadable = unreadable or str(error)
-    if not found:
+    if not ranks:
         raise ValueError(f"{folder}: no file of a rank can be read, of {len(paths)}. {unreadable}")
-    newest = max(found, key=lambda records: records.origin_unix_s or 0.0)
-    found = [records for records in found if records.world_size == newest.world_size]
-    return sorted(found, key=lambda records: records.rank)
+    newest = max(ranks, key=lambda records: records.origin_unix_s or 0.0)
+    ranks = [records for records in ranks if records.world_size == newest.world_size]
+    return sorted(ranks, key=lambda records: records.rank)
 
 
 def notices(ranks: Sequence[RankRecords]) -> list[str]:

@@ -65,11 +65,11 @@ def read_forecasts(run_dir: Path) -> Sequence[Forecast]:
     plain = read_object(path, "result of commopt prediction")
     with errors_naming(path):
         check_numbers(plain["forecasts"], "forecasts")
-        found = [from_plain(Forecast, forecast) for forecast in plain["forecasts"]]
-        for forecast in found:
+        forecasts = [from_plain(Forecast, forecast) for forecast in plain["forecasts"]]
+        for forecast in forecasts:
             if not 0 < forecast.low_s <= forecast.step_s <= forecast.high_s:
                 raise ValueError(f"a forecast has no step time: {forecast.low_s}, {forecast.step_s}, {forecast.high_s}")
-    return found
+    return forecasts
 
 
 class Present(NamedTuple):
@@ -94,22 +94,26 @@ def shorter_steps(present: Present, forecasts: Sequence[Forecast]) -> list[str]:
     """Recommends settings that shorten the step, the exact ones first; a less exact one only if it saves more."""
     if present.comm_hook in _PARAMETERWISE:
         return ["strategy=CommOptDDP(), lossless: gradients travel in buckets, not one by one."]
-    found, best = [], 1.0
+    recommendations, best = [], 1.0
     for forecast in filter(present.is_faster, forecasts):
         expected = present.speedups(forecast)[0]
         if forecast.note:
-            found.append(_recommendation(present, forecast))
+            recommendations.append(_recommendation(present, forecast))
         elif 1 - best / expected >= WORTH_IT:
             best = expected
-            found.append(_recommendation(present, forecast))
-    if forecasts and not found and present.exposed_s >= WORTH_IT * present.step_s:
-        found = ["No comm_hook= or bucket_cap_mb= is clearly faster: their predictions do not exceed 1 beyond doubt."]
-    return [*_if_compression_costs_more(present, forecasts), *found]
+            recommendations.append(_recommendation(present, forecast))
+    if forecasts and not recommendations and present.exposed_s >= WORTH_IT * present.step_s:
+        recommendations = [
+            "No comm_hook= or bucket_cap_mb= is clearly faster: their predictions do not exceed 1 beyond doubt."
+        ]
+    return [*_if_compression_costs_more(present, forecasts), *recommendations]
 
 
 def _if_compression_costs_more(present: Present, forecasts: Sequence[Forecast]) -> list[str]:
     """Returns a sentence if the present compressor takes more time than it saves; nothing otherwise."""
-    if not present.is_lossy or not any(_is_uncompressed(one) and present.is_faster(one) for one in forecasts):
+    if not present.is_lossy or not any(
+        _is_uncompressed(forecast) and present.is_faster(forecast) for forecast in forecasts
+    ):
         return []
     return [f'comm_hook="{present.comm_hook}" takes more time than it saves on this link.']
 

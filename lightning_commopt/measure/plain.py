@@ -89,9 +89,9 @@ def load_json(path: Path, kind: str, newest_format: int, read: Callable[[dict[st
     if not isinstance(plain.get("format"), int) or plain["format"] > newest_format:
         raise ValueError(f"{path} has format {plain.get('format')!r}; this version reads up to {newest_format}")
     with errors_naming(path):
-        found = read(plain)
-        check_numbers(found)
-    return found
+        result = read(plain)
+        check_numbers(result)
+    return result
 
 
 def read_object(path: Path, what: str, *, allow_nan: bool = True) -> dict[str, Any]:

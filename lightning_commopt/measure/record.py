@@ -182,7 +182,7 @@ class StepRecord:
                     for b in self.buckets
                 ]
             ),
-            ",".join([_COLLECTIVE_JSON % (*one[:4], *map(_seconds_json, one[4:])) for one in self.collectives]),
+            ",".join([_COLLECTIVE_JSON % (*c[:4], *map(_seconds_json, c[4:])) for c in self.collectives]),
             ",".join([_WIRE_JSON % interval for interval in self.waits]),
             _seconds_json(self.host_bound_s),
         )

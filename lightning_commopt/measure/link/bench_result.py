@@ -125,8 +125,8 @@ class BenchResult:
 
     def by_series(self) -> dict[tuple[Any, ...], list[Row]]:
         """Returns the rows that have times, by `Case.series`, each in the order of sizes."""
-        found = grouped((row.case.series, row) for row in self.measured)
-        return {series: sorted(rows, key=lambda row: row.case.size_bytes) for series, rows in found.items()}
+        by_series = grouped((row.case.series, row) for row in self.measured)
+        return {series: sorted(rows, key=lambda row: row.case.size_bytes) for series, rows in by_series.items()}
 
     def to_plain(self) -> dict[str, Any]:
         """Returns everything in JSON types; bandwidths in bytes per second."""
@@ -147,11 +147,11 @@ class BenchResult:
         """Reads a file of `save`; for errors see `load_json`."""
 
         def read(plain: dict[str, Any]) -> BenchResult:
-            found = from_plain(cls, {**plain, "rows": [{**row, "case": row} for row in plain["rows"]]})
-            for row in found.measured:
+            result = from_plain(cls, {**plain, "rows": [{**row, "case": row} for row in plain["rows"]]})
+            for row in result.measured:
                 if not row.times_s or not all(0 < time_s < float("inf") for time_s in row.times_s):
                     raise ValueError(f"times must be above 0, got {list(row.times_s)}")
-            return found
+            return result
 
         return load_json(path, _KIND, FORMAT, read)
 

@@ -43,8 +43,8 @@ def parse_size(name: str, text: str) -> int:
     >>> parse_size("-b", "8"), parse_size("-e", "1.5k")
     (8, 1536)
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper(), re.ASCII)
-    size = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper(), re.ASCII)
+    size = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if not 1 <= size <= _MAX_BYTES or size != int(size):
         raise ValueError(f"{name} must be a number of bytes, or of K, M or G (powers of 1024), got {text!r}")
     return int(size)

@@ -66,8 +66,8 @@ def nccl_version() -> str | None:
 def _cpu_name() -> str:
     listing = Path("/proc/cpuinfo")
     text = listing.read_text(encoding="utf-8") if listing.is_file() else ""
-    found = re.search(r"^model name\s*:(.*)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:(.*)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 class PeakMemory:
@@ -93,6 +93,6 @@ class PeakMemory:
             return torch.cuda.max_memory_allocated(self._device)
         if self._is_reset:
             status = Path("/proc/self/status").read_text(encoding="ascii")
-            if found := re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE):
-                return int(found[1]) * _KIBIBYTE
+            if match := re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE):
+                return int(match[1]) * _KIBIBYTE
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT_OF_GETRUSAGE

@@ -117,8 +117,8 @@ def find_metric(names: Iterable[str], field: str) -> str | None:
     True
     """
     endings = [(validation, ending) for validation in _VALIDATION for ending in ENDINGS[field]]
-    found = [name for name in names if tuple(re.split(r"[/_.\-\s]+", name.lower())[-2:]) in endings]
-    return min(found, key=lambda name: (len(name), name), default=None)
+    matching = [name for name in names if tuple(re.split(r"[/_.\-\s]+", name.lower())[-2:]) in endings]
+    return min(matching, key=lambda name: (len(name), name), default=None)
 
 
 def how_to_name_loss(metrics: Iterable[str], callbacks_choice: str | None) -> str:
@@ -155,8 +155,8 @@ def finish_record(folder: Path, metrics: Mapping[str, float], *, seconds: float)
     record = RunRecord.load(folder)
     names = dict(record.metric_names)
     for name in ENDINGS:
-        if name not in names and (found := find_metric(metrics, name)) is not None:
-            names[name] = found
+        if name not in names and (metric := find_metric(metrics, name)) is not None:
+            names[name] = metric
     metrics = {**record.metrics, **metrics}
     return record.save(folder, status="finished", seconds=seconds, metrics=metrics, metric_names=names)
 
