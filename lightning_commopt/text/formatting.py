@@ -12,8 +12,9 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-# What a terminal obeys instead of showing it: C0 (but for tab and line feed), DEL and C1, which hold the begin of every
-# escape sequence; what reorders text, or ends a line in some programs; and surrogates, which no encoding has.
+# Characters that a terminal obeys instead of showing them: C0 (except tab and line feed), DEL and C1, with which every
+# escape sequence begins; those that reorder text, or end a line in some programs; and surrogates, which cannot be
+# encoded.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
