@@ -211,7 +211,7 @@ def model_lines(model: LinkModel, sizes_bytes: Sequence[int]) -> list[str]:
 def payoffs(result: BenchResult) -> list[str]:
     """Returns a sentence on each comm hook: from which measured size on it is faster than an all-reduce beyond noise.
 
-    It is compared with that of the same dtype, load and sizes, where both were measured.
+    It is compared with the all-reduce of the same dtype, load and sizes, where both were measured.
     """
     series = result.by_series()
     found = []

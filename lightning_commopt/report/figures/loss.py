@@ -16,17 +16,17 @@ from lightning_commopt.report.names import in_quotes, join_names
 from lightning_commopt.text.formatting import number
 
 MAX_CURVES = 8
-_SAME_LOSS = 0.005
+_SAME_LOSS = 0.005  # relative difference up to which final losses count as the same
 _MAX_POINTS = 160
-_SMOOTHED_SHARE = 0.02
-_LOG_RATIO = 3.0
+_SMOOTHED_SHARE = 0.02  # reach of the moving average to either side, as a share of the points
+_LOG_RATIO = 3.0  # ratio of the largest to the smallest loss above which the axis is logarithmic
 
 _Axis = Literal["step", "seconds"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Curve:
-    """The points of a setting before its first loss that is not finite, and the step of that."""
+    """The points of a setting before its first loss that is not finite, and the step of this loss."""
 
     setting: Setting
     train: tuple[LossPoint, ...]

@@ -29,7 +29,7 @@ _PARTS = (
     Key("exposed", "exposed: waiting for gradients"),
 )
 _MEASURED = {"step_s", "comm_s", "exposed_s"}
-_MIN_SHARE = 1e-6  # of a step; less is what rounding left
+_MIN_SHARE = 1e-6  # a smaller share of a step is a rounding error
 
 
 def throughput(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
@@ -81,7 +81,7 @@ def bucket_sizes(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
 
 
 def _by_bucket_size(settings: Sequence[Setting]) -> dict[str, dict[float, Setting]]:
-    """Returns, by a unique name, settings with a throughput that differ only in the size of their buckets, by size."""
+    """Returns settings that differ only in the size of their buckets: for each unique name, the settings by size."""
     found: dict[tuple[object, ...], dict[float, Setting]] = {}
     for setting in settings:
         key = setting.sync_method, setting.world_size, *sorted(_without_bucket_size(setting).items())

@@ -26,6 +26,7 @@ KEYS = (
     Key("stalled", "exposed: backward has nothing left to compute"),
 )
 
+# Heights in pixels: a phase's bar, all buckets of a rank, the most for one bucket, the gap between ranks, and the axis.
 _PHASE, _BUCKETS, _MAX_BUCKET, _GAP, _AXIS = 20, 110, 12, 16, 50
 _MAX_BUCKETS_SHOWN = 240
 _CLEAR = "rgba(0,0,0,0)"
@@ -37,9 +38,9 @@ class TypicalStep(NamedTuple):
     setting: Setting
     ranks: Sequence[StepRecord]
     rank_numbers: Sequence[int]
-    starts_s: Sequence[float]  # when the step begins on the first rank to begin it, on the clock of each rank
-    choice: str
-    collectives: Sequence[tuple[str, ...]]  # `operation_rows` of the first rank, in the mean of the steps chosen among
+    starts_s: Sequence[float]  # when the first rank begins the step, on the clock of each rank
+    choice: str  # how the step was chosen, in words
+    collectives: Sequence[tuple[str, ...]]  # `operation_rows` of the first rank, means over the steps chosen from
 
 
 def typical_steps(group: Group) -> list[TypicalStep]:
@@ -51,7 +52,7 @@ def typical_steps(group: Group) -> list[TypicalStep]:
 
 
 def _by_urgency(group: Group) -> list[Setting]:
-    """Returns the setting on most ranks for each plan and bucket size: of each plan fastest, slowest, others."""
+    """Returns the setting on most ranks for each plan and bucket size: each plan's fastest, slowest, then others."""
     several = [setting for setting in group.settings if setting.world_size > 1]
     kept: dict[tuple[object, ...], Setting] = {}
     for setting in several or group.settings:
@@ -159,7 +160,7 @@ def _chart(step: TypicalStep, longest_s: float) -> Chart:
 
 
 def _collectives(step: TypicalStep) -> Rows | None:
-    """Returns what the collectives of a step cost by phase; None where there are none but DDP's own gradient sync."""
+    """Returns what the collectives of a step cost by phase; None if they are only DDP's own gradient sync."""
     if all(cells[:2] == ("backward", "all_reduce") for cells in step.collectives):
         return None
     return Rows(

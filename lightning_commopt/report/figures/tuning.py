@@ -22,8 +22,8 @@ from lightning_commopt.report.figures.style import (
 from lightning_commopt.report.model import Cell, Group
 from lightning_commopt.text.formatting import Unit, number, short_percent, time_unit
 
-_SHOWN_AFTER = 1.25  # the steps drawn, over those up to the last one that was timed alone
-_TOP = 1.7  # the upper edge, over the median step of the slowest plan
+_SHOWN_AFTER = 1.25  # steps drawn, as a multiple of the steps up to the last one with a time of its own
+_TOP = 1.7  # upper edge of the plot, as a multiple of the median step of the slowest plan
 
 
 def tuning_charts(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]:
@@ -97,7 +97,7 @@ def _figure(tuning: Tuning, looks: Mapping[str, PlanStyle], unit: Unit) -> go.Fi
 
 
 def _points(tuning: Tuning, plan: str, right: float) -> list[tuple[float, float, int]]:
-    """Returns a plan's times: the step, or the middle of those that a mean is of; the time; the number of steps."""
+    """Returns a plan's points: the step, or the middle of several; their mean time; and their number."""
     points = [
         (one.first_step + (index + 0.5) * one.steps_per_number - 0.5, seconds, one.steps_per_number)
         for one in tuning.history
