@@ -151,9 +151,9 @@ def _choose_possible(ranked: Sequence[Setting], baseline: Setting, where: str, n
     # The median of these is above the winner's, but their own difference from the baseline is within noise.
     if higher:
         names, rate = join_names([setting.name for setting in higher]), _rate_text(higher[0])
-        one = f"{names} has a higher median, up to {rate}, but the difference is uncertain."
-        several = f"{names} have higher medians, up to {rate}, but the differences are uncertain."
-        sentences.append(one if len(higher) == 1 else several)
+        singular = f"{names} has a higher median, up to {rate}, but the difference is uncertain."
+        plural = f"{names} have higher medians, up to {rate}, but the differences are uncertain."
+        sentences.append(singular if len(higher) == 1 else plural)
     sentences += [compare_losses(fastest, baseline).sentence, *more, *_compare_most_ranks(ranked, baseline)]
     return Answer(tuple(filter(None, sentences)), recommended)
 

@@ -108,7 +108,7 @@ def _bootstrap_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[fl
 
     result = scipy.stats.bootstrap(
         (numpy.array(ours), numpy.array(theirs)),
-        lambda one, other, axis: numpy.median(one, axis=axis) / numpy.median(other, axis=axis),
+        lambda drawn, base, axis: numpy.median(drawn, axis=axis) / numpy.median(base, axis=axis),
         vectorized=True,
         n_resamples=_NUM_RESAMPLES,
         confidence_level=CONFIDENCE,

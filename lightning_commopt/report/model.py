@@ -157,11 +157,11 @@ class Column:
 
 def columns_of(group: Group) -> list[tuple[Column, list[Cell]]]:
     """Returns the columns for which a group has numbers, with a cell for each setting."""
-    found = [
+    columns = [
         (column, [column.show(getattr(setting, column.key), setting, group) for setting in group.settings])
         for column in COLUMNS
     ]
-    return [(column, cells) for column, cells in found if any(cell.text for cell in cells)]
+    return [(column, cells) for column, cells in columns if any(cell.text for cell in cells)]
 
 
 def difference_in_words(setting: Setting) -> str:

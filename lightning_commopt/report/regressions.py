@@ -132,10 +132,10 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _entries(report: Mapping[str, Any]) -> list[_Entry]:
     errors = grouped(((run["group"], run["setting"]), str(run["error"])) for run in report["failed"])
-    found = [(group["name"], setting) for group in report["groups"] for setting in group["settings"]]
-    found += [(run["group"], {**run, "name": run["setting"], "runs": []}) for run in report["failed"]]
+    settings = [(group["name"], setting) for group in report["groups"] for setting in group["settings"]]
+    settings += [(run["group"], {**run, "name": run["setting"], "runs": []}) for run in report["failed"]]
     entries: dict[tuple[str, str], _Entry] = {}
-    for group, setting in found:
+    for group, setting in settings:
         key = group, setting["name"]
         median = setting["samples_per_s"]["median"] if setting["runs"] and setting["samples_per_s"] else None
         check_numbers([run.get("samples_per_s") for run in setting["runs"]], f"{setting['name']}: samples_per_s")
@@ -146,16 +146,16 @@ def _entries(report: Mapping[str, Any]) -> list[_Entry]:
 
 def _pairs(ours: list[_Entry], theirs: list[_Entry]) -> list[tuple[_Entry | None, _Entry | None]]:
     """Returns the settings of both reports in pairs, in the order of the first report; then settings it lacks."""
-    found: dict[_Entry, _Entry] = {}
+    partners: dict[_Entry, _Entry] = {}
     for is_same in (_has_same_choices, _has_same_name, _has_same_plan):
         for setting in ours:
-            same = [other for other in theirs if other not in found.values() and is_same(other, setting)]
-            if same and setting not in found:
+            same = [other for other in theirs if other not in partners.values() and is_same(other, setting)]
+            if same and setting not in partners:
                 # A part of a sweep may have other names for equal choices. Runs that Hydra did not start have the same
                 # choices under several names; then the name decides.
-                found[setting] = next((other for other in same if _has_same_name(other, setting)), same[0])
-    missing = [other for other in theirs if other not in found.values()]
-    return [*((setting, found.get(setting)) for setting in ours), *((None, other) for other in missing)]
+                partners[setting] = next((other for other in same if _has_same_name(other, setting)), same[0])
+    missing = [other for other in theirs if other not in partners.values()]
+    return [*((setting, partners.get(setting)) for setting in ours), *((None, other) for other in missing)]
 
 
 def _has_same_choices(setting: _Entry, other: _Entry) -> bool:

@@ -23,12 +23,12 @@ _MAX_STEPS_BYTES = 200_000_000
 
 def read_runs(folders: Sequence[Path]) -> FoundRuns:
     """Reads all runs in some directories, at any depth down to six; a ValueError if none has finished or failed."""
-    found = FoundRuns(_short_names(folders))
-    if not found.finished and not found.failed:
+    found_runs = FoundRuns(_short_names(folders))
+    if not found_runs.finished and not found_runs.failed:
         # Pages are shared with others, so they have no whole paths. Errors are not, and have them.
         with_paths = FoundRuns({folder: str(folder) for folder in folders})
         raise ValueError(f"no run could be read: {'; '.join(with_paths.problems) or 'no directory was given'}")
-    return found
+    return found_runs
 
 
 class FoundRuns:

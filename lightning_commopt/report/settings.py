@@ -53,13 +53,13 @@ class GroupRuns:
     failed: tuple[Run, ...]
 
 
-def group_runs(found: FoundRuns) -> list[GroupRuns]:
+def group_runs(found_runs: FoundRuns) -> list[GroupRuns]:
     """Sorts runs into settings and groups, in the order in which they were found.
 
     A setting is defined by the resolved values of everything that some run chose and that can change the training; for
     equal values of different runs (another launcher, no Hydra), by plan and number of ranks as well.
     """
-    runs = [*found.finished, *found.failed]
+    runs = [*found_runs.finished, *found_runs.failed]
     names = dict.fromkeys(name for run in runs for name in run.record.chosen if changes_training(name))
     values = _add_plans(runs, _varied([_chosen_values(run, names) for run in runs]))
     groups = _split(runs, values, _splits_groups)

@@ -124,12 +124,12 @@ def _smooth(points: Sequence[LossPoint]) -> tuple[LossPoint, ...]:
     """Returns moving averages of the loss, at as many points as a screen can show."""
     reach = round(len(points) * _SMOOTHED_SHARE)
     stride = max(1, math.ceil(len(points) / _MAX_POINTS))
-    found = []
+    smoothed = []
     for at in sorted({*range(0, len(points), stride), len(points) - 1} if points else ()):
         near = min(reach, at, len(points) - 1 - at)
         around = points[at - near : at + near + 1]
-        found.append(replace(points[at], loss=sum(point.loss for point in around) / len(around)))
-    return tuple(found)
+        smoothed.append(replace(points[at], loss=sum(point.loss for point in around) / len(around)))
+    return tuple(smoothed)
 
 
 def _figure(curves: Sequence[_Curve], looks: Sequence[PlanStyle], axis: _Axis, is_log: bool) -> go.Figure:

@@ -86,9 +86,9 @@ def line_trace(
         error_y={
             "type": "data",
             "symmetric": False,
-            "array": [0.0 if one.high is None else one.high - one.median for one in intervals],
-            "arrayminus": [0.0 if one.low is None else one.median - one.low for one in intervals],
-            "visible": any(one.low is not None for one in intervals),
+            "array": [0.0 if interval.high is None else interval.high - interval.median for interval in intervals],
+            "arrayminus": [0.0 if interval.low is None else interval.median - interval.low for interval in intervals],
+            "visible": any(interval.low is not None for interval in intervals),
             "thickness": 1.4,
             "width": 4,
             "color": style.color,

@@ -46,9 +46,9 @@ class TypicalStep(NamedTuple):
 def typical_steps(group: Group) -> list[TypicalStep]:
     """Returns a step for each plan and bucket size that has records, in the order of the sweep."""
     steps = (_typical_step(setting) for setting in _by_urgency(group))
-    found = list(islice((step for step in steps if step is not None), MAX_SETTINGS))
+    typical = list(islice((step for step in steps if step is not None), MAX_SETTINGS))
     order = [id(setting) for setting in group.settings]
-    return sorted(found, key=lambda step: order.index(id(step.setting)))
+    return sorted(typical, key=lambda step: order.index(id(step.setting)))
 
 
 def _by_urgency(group: Group) -> list[Setting]:
@@ -118,11 +118,11 @@ class _Span(NamedTuple):
 
 def timelines(group: Group) -> list[Chart]:
     """Returns a chart for each plan and bucket size, all with the same time axis; none without records."""
-    found = typical_steps(group)
+    steps = typical_steps(group)
     ends_s = [
-        record.end_s - start_s for step in found for record, start_s in zip(step.ranks, step.starts_s, strict=True)
+        record.end_s - start_s for step in steps for record, start_s in zip(step.ranks, step.starts_s, strict=True)
     ]
-    return [_chart(step, max(ends_s)) for step in found]
+    return [_chart(step, max(ends_s)) for step in steps]
 
 
 def _chart(step: TypicalStep, longest_s: float) -> Chart:
