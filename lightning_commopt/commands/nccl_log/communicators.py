@@ -1,4 +1,4 @@
-"""Once all lines are read: which ranks belong to one communicator, and whose the lines are that name none."""
+"""Finds out, once all lines are read, which ranks make up each communicator, and whose lines name none."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ from lightning_commopt.text.formatting import grouped, ranks_text
 class Communicator:
     """The ranks of a communicator."""
 
-    number: int  # in the order of the log, from 1; 0 for processes that name no communicator
-    members: dict[int, Member] = field(default_factory=dict)  # by rank
-    unknown: list[Member] = field(default_factory=list)  # their rank or communicator is unknown
-    count: int = 1  # communicators of one size that the log does not tell apart; more than 1 before NCCL 2.16
+    number: int  # counted from 1 in the order of the log; 0 for processes that name no communicator
+    members: dict[int, Member] = field(default_factory=dict)  # the members whose rank is known, by rank
+    unknown: list[Member] = field(default_factory=list)  # members whose rank or communicator is unknown
+    # The number of communicators of the same size that the log does not distinguish, and that this object stands for.
+    # Only before NCCL 2.16 it may be above 1.
+    count: int = 1
 
     @property
     def all_members(self) -> list[Member]:
@@ -43,14 +45,14 @@ class Communicator:
 
     @property
     def min_ranks(self) -> int:
-        """Ranks that it has at least."""
+        """The number of ranks that it has at least."""
         return max(
             [self.num_ranks or 1, *(each.min_ranks for each in self.all_members), *(r + 1 for r in self.members)]
         )
 
     @cached_property
     def num_nodes(self) -> int | None:
-        """Nodes that NCCL sees; None if no line has it and not all ranks are there."""
+        """The number of nodes that NCCL sees; None if no line has it and not all ranks are known."""
         named = next((each.num_nodes for each in self.all_members if each.num_nodes is not None), None)
         are_known = named is None and self.is_complete and all(machine.host for machine in self.machines)
         return len(self.machines) if are_known else named
@@ -93,22 +95,22 @@ class NcclLog:
     """Everything that was read from the files."""
 
     files: list[str] = field(default_factory=list)
-    num_lines: int = 0  # of NCCL
-    silent_files: list[str] = field(default_factory=list)  # without a line of NCCL
-    damaged_files: dict[str, str] = field(default_factory=dict)  # compressed, and cut or changed: why reading has ended
-    versions: dict[str, Fact] = field(default_factory=dict)  # that lines without a process name
-    packages: dict[str, Fact] = field(default_factory=dict)  # of Python; the job may load another NCCL
-    listed: dict[int, tuple[str, int, int, str]] = field(default_factory=dict)  # by nccl-tests: host, pid, device, bus
+    num_lines: int = 0  # number of lines from NCCL
+    silent_files: list[str] = field(default_factory=list)  # files without a line from NCCL
+    damaged_files: dict[str, str] = field(default_factory=dict)  # damaged compressed files, with the error
+    versions: dict[str, Fact] = field(default_factory=dict)  # versions in lines that no process wrote
+    packages: dict[str, Fact] = field(default_factory=dict)  # NCCL's Python packages; the job may load another NCCL
+    listed: dict[int, tuple[str, int, int, str]] = field(default_factory=dict)  # nccl-tests' host, pid, device, bus id
     processes: list[Process] = field(default_factory=list)
     communicators: list[Communicator] = field(default_factory=list)
     warnings: list[LoggedWarning] = field(default_factory=list)
-    timeouts: dict[tuple[object, ...], Timeout] = field(default_factory=dict)  # each once: PyTorch repeats them
-    progress: dict[tuple[int, str], Progress] = field(default_factory=dict)  # the last of each rank and group
+    timeouts: dict[tuple[object, ...], Timeout] = field(default_factory=dict)  # each once, as PyTorch repeats them
+    progress: dict[tuple[int, str], Progress] = field(default_factory=dict)  # the last line of each rank and group
     ras: list[RasReport] = field(default_factory=list)
     choices: Counter[Choice] = field(default_factory=Counter)
-    choice_lines: dict[Choice, Line] = field(default_factory=dict)  # the first
+    choice_lines: dict[Choice, Line] = field(default_factory=dict)  # the first line with each choice
     inspected: Inspected = field(default_factory=Inspected)
-    matched: list[Matched] = field(default_factory=list)  # with the steps of a run
+    matched: list[Matched] = field(default_factory=list)  # the Inspector's records that match a run's steps
 
     def rest(self) -> Communicator:
         """Processes that name no communicator."""
@@ -126,10 +128,10 @@ def ranks_of(members: Iterable[Member]) -> str:
 def group_members(members: Sequence[Member]) -> list[Communicator]:
     """Groups members of all processes into communicators.
 
-    NCCL names a communicator since 2.16: by its id, or by the parent that it was split from. Older and cut logs give
-    the number of ranks alone. Where processes have each the same rank in all communicators of this size, these are
-    told apart by their order. Where not, it is unknown which ranks belong together. Those of which nothing is known but
-    that a line exists are left out.
+    Since 2.16 NCCL identifies a communicator by an id, or by the parent that it was split from. Older and cut logs give
+    only the number of ranks. If every process has the same rank in all communicators of a size, their order
+    distinguishes them. Otherwise it is unknown which ranks belong together. A member is left out if nothing is known of
+    it but that a line exists.
     """
     addresses = {(each.process, each.address): each for each in members if each.address}
     keys = {each: _key(each, addresses) for each in members}
@@ -183,7 +185,7 @@ def add_unnamed(log: NcclLog) -> None:
 
 
 def _key(member: Member, addresses: Mapping[tuple[Process, str], Member]) -> Hashable:
-    """Returns what NCCL names a communicator by; None if unknown."""
+    """Returns what identifies a member's communicator in the log; None if unknown."""
     if member.comm_id is not None:
         return member.comm_id, member.num_ranks
     if not member.split:
@@ -194,10 +196,11 @@ def _key(member: Member, addresses: Mapping[tuple[Process, str], Member]) -> Has
 
 
 def _absorb(of_process: Mapping[Process, Sequence[Member]], keys: Mapping[Member, Hashable], lines: Member) -> bool:
-    """Gives lines of a thread that named no communicator to the one they can be of, if there is only one.
+    """Gives lines of a thread that named no communicator to the only member that they fit, if there is just one.
 
-    Since NCCL 2.22 ranks connect when they first communicate, by another thread, and that soon follows the start of a
-    communicator: there it is the last that fits. Before, several that fit are too many.
+    Since NCCL 2.22 another thread connects the ranks when they first communicate, soon after a communicator has
+    started. So if several members fit, the lines go to the last one that has started before them. In older logs they go
+    to none.
     """
     if lines.address:
         return False
@@ -253,9 +256,9 @@ def _join_open(found: Sequence[Communicator], group: Sequence[Member]) -> list[M
 
 
 def _by_size(size: int | None, members: Sequence[Member]) -> list[Communicator]:
-    """Returns communicators of one size without ids, or one object for all that cannot be told apart."""
+    """Returns communicators of one size without ids, or one object for all that cannot be distinguished."""
     rounds = [[member] for member in members] if size == 1 else _rounds(members)
-    # Without a size, unless every rank has a line of each, their order says nothing.
+    # If the size is unknown, their order identifies communicators only if every rank has a line of each.
     if rounds is not None and (size is not None or len(set(map(len, rounds))) < 2):
         return [_communicator(each) for each in rounds]
     by_file = grouped((each.file, each) for each in members)
@@ -273,7 +276,7 @@ def _by_size(size: int | None, members: Sequence[Member]) -> list[Communicator]:
 
 
 def _rounds(members: Sequence[Member]) -> list[list[Member]] | None:
-    """Returns members by communicator, where each rank is always the same GPU of the same process; else None."""
+    """Returns members by communicator if each rank is always the same GPU of the same process; else None."""
     owners: dict[int, object] = {}
     ranks: dict[object, int | None] = {}
     times: Counter[object] = Counter()

@@ -1,4 +1,4 @@
-"""All findings about a log, the worst first; among them ranks that are missing, hang or are unlike the others."""
+"""All findings about a log, the worst first; among them ranks that are missing, hang or differ from others."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ STAGES = (
     "all rings, which are connected",
     "all trees, which are connected",
 )
-"""How far initialization is, after the kinds of lines that a rank wrote."""
+"""How far initialization is, judged by the kinds of lines that a rank wrote."""
 
 
 def find_all(log: NcclLog) -> list[Finding]:
-    """Finds what is wrong, slow or unequal, and what could not be judged; once where communicators have it alike."""
+    """Finds what is wrong, slow or unequal, and what could not be judged; once if communicators share it."""
     found = [*find_warnings(log), *find_timeouts(log), *find_ras(log.ras), *_find_differences(log)]
     for communicator in log.communicators:
         for find in (_find_missing, _find_unfinished, *SLOW_PATHS):
@@ -170,19 +170,21 @@ def _find_missing(communicator: Communicator) -> Iterator[Finding]:
 
 
 def _find_unfinished(communicator: Communicator) -> Iterator[Finding]:
-    """Finds ranks without ``Init COMPLETE``; a log that begins behind the start of a rank proves nothing about it.
+    """Finds ranks that have begun, but have no ``Init COMPLETE``.
 
-    That is an error only where all ranks are in the log, or where others are ready: else the log may just be cut.
+    It is an error only if all ranks are in the log and some are further ahead: otherwise the log may just be cut.
     """
     members = communicator.members
     open_ones = {rank: m for rank, m in members.items() if m.started and not (m.finished or m.ended)}
-    if not open_ones or communicator.count > 1:  # of several that look alike it is not known whose lines these are
+    # If several communicators look alike, it is unknown whose lines these are.
+    if not open_ones or communicator.count > 1:
         return
     finished = [rank for rank, member in members.items() if member.finished]
     first = min(member.stage for member in open_ones.values())
     behind = [rank for rank, member in open_ones.items() if member.stage == first]
     ahead = bool(finished) or max(member.stage for member in open_ones.values()) - first > 1
-    ahead = ahead and first < len(STAGES) - 2  # all rings are connected: the end is a matter of milliseconds
+    # Once all rings are connected, initialization ends within milliseconds, so nobody is far ahead.
+    ahead = ahead and first < len(STAGES) - 2
     who = f"{ranks_text(behind)} {'is' if len(behind) == 1 else 'are'}"
     shown = [open_ones[rank].last for rank in [*behind, *(rank for rank in open_ones if rank not in behind)][:2]]
     yield finding(

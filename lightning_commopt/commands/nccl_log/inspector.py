@@ -1,6 +1,6 @@
-"""NCCL's Inspector: how long collectives took, from its JSON lines of the formats v4.0 to v4.4.
+"""Reads from the JSON lines of NCCL's Inspector, formats v4.0 to v4.4, how long collectives took.
 
-And which collective of a step each record is: both have their order and their bytes.
+Also finds which collective of a training step each record is, by their order and their sizes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning_commopt.measure.files import RankRecords
     from lightning_commopt.measure.record import StepRecord
 
-_MAX_ORDER = 1024  # of each communicator, kind and rank; as many as the Inspector itself keeps by default
+_MAX_ORDER = 1024  # calls kept per communicator, kind and rank: as many as the Inspector itself keeps by default
 _OPERATIONS = {
     "all_reduce": "AllReduce",
     "barrier": "AllReduce",
@@ -29,33 +29,33 @@ _OPERATIONS = {
     "all_gather": "AllGather",
     "reduce_scatter": "ReduceScatter",
 }
-_OF_ONE_RANK = ("AllGather", "ReduceScatter")  # NCCL counts the bytes of one rank, our records those of all
+_OF_ONE_RANK = ("AllGather", "ReduceScatter")  # NCCL counts one rank's bytes of these, our records all ranks'
 _UNTRACKED_BYTES = 8192  # NCCL numbers smaller collectives too, but the Inspector does not write them by default
 _MAX_NUMBER = 1 << 63  # a larger one is damage to the line, and may be too large for a float
-_MAX_CALLS = 2048  # of the end of a run; their square bounds the comparisons
+_MAX_CALLS = 2048  # the last calls of a run that are matched, with at most their square of comparisons
 
 
 class Measured(NamedTuple):
     """A kind of collective that the Inspector measured."""
 
-    comm_id: str  # as NCCL's log prints it
+    comm_id: str  # the communicator's id, as NCCL's log prints it
     operation: str  # such as AllReduce
     num_bytes: int
     algorithm: str  # such as RING; "" before format v4.2
-    protocol: str  # such as SIMPLE, likewise
+    protocol: str  # such as SIMPLE; "" before format v4.2
 
 
 class Matched(NamedTuple):
     """How the Inspector measured one kind of collective, or one collective of a step."""
 
-    name: str  # its communicator; or such as "bucket 2", "forward 0" for the first of its kind in this phase
+    name: str  # its communicator; or a collective of a step: "bucket 2", or "forward 0" for the first in forward
     kind: Measured
-    times: int
+    times: int  # how often it was measured
     gb_per_s: float  # the median bus bandwidth
 
 
 Order = dict[int, tuple[Measured, float]]
-"""By NCCL's number, collectives of one operation in one communicator on one rank, and their bus bandwidth in GB/s."""
+"""Collectives of one operation in one communicator on one rank, by NCCL's number, with their bus bandwidth in GB/s."""
 
 
 @dataclass(kw_only=True)
@@ -67,14 +67,14 @@ class Inspected:
 
     keeps_order: bool = False
     bus_gb_per_s: dict[Measured, array[float]] = field(default_factory=dict)
-    in_order: dict[tuple[str, int, int, str], Order] = field(default_factory=dict)  # operation, rank, ranks, comm_id
+    in_order: dict[tuple[str, int, int, str], Order] = field(default_factory=dict)  # operation, rank, num_ranks, id
     num_dropped: int = 0  # collectives that did not fit the Inspector's memory
     num_records: int = 0
-    _header: dict[str, Any] = field(default_factory=dict)  # of the last marker, and the records left below it
-    _left: int = 0
+    _header: dict[str, Any] = field(default_factory=dict)  # the header of the last marker
+    _left: int = 0  # records that still follow this marker
 
     def rows(self) -> list[Matched]:
-        """Returns each kind under the name of its communicator, those of most bytes in all first."""
+        """Returns each kind under the name of its communicator, ordered by its total bytes, the most first."""
         found = [Matched(kind.comm_id, kind, len(each), median(each)) for kind, each in self.bus_gb_per_s.items()]
         return sorted(found, key=lambda row: -row.kind.num_bytes * row.times)
 
@@ -83,7 +83,7 @@ class Inspected:
         if not text.startswith('{"') or not any(f'"{name}"' in text for name in ("coll_perf", "dump_stats")):
             return False
         try:
-            record = dict(json.loads(text))  # it begins as an object
+            record = dict(json.loads(text))  # the line begins with a brace, so it is an object
         except (ValueError, RecursionError):
             return False
         header, stats = record.get("header"), record.get("dump_stats")
@@ -121,7 +121,7 @@ def _integer(value: object) -> int:
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and abs(value) < _MAX_NUMBER else None  # NaN is not less
+    return float(value) if isinstance(value, (int, float)) and abs(value) < _MAX_NUMBER else None  # also None for NaN
 
 
 class _Call(NamedTuple):
@@ -184,7 +184,7 @@ def _calls(steps: Iterable[StepRecord], operation: str, num_ranks: int) -> list[
 
 
 def _align(calls: Sequence[_Call], order: Order) -> dict[int, set[str]]:
-    """Returns for each number the names that calls give it, of all places that fit."""
+    """Returns for each of NCCL's numbers the names that calls give it at all places that fit."""
     sizes = {number: kind.num_bytes for number, (kind, _) in order.items()}
     first, last = min(sizes), max(sizes)
     steps = grouped((call.step, i) for i, call in enumerate(calls))
@@ -203,7 +203,7 @@ def _align(calls: Sequence[_Call], order: Order) -> dict[int, set[str]]:
 
 
 def _starts(numbers: Iterable[int], num_calls: int) -> Iterator[int]:
-    """Yields where calls may begin for at least one to meet a number, of which a damaged one may be far away."""
+    """Yields where calls may begin so that at least one has a known number. A damaged number may be far away."""
     begin = 0
     for number in sorted(numbers):
         yield from range(max(begin, number - num_calls + 1), number + 1)

@@ -17,10 +17,13 @@ _PROCESS_NOTES, _RANK_NOTES = (
     re.compile("|".join(f"(?P<{name}>{text})" for name, text in _TABLE[of].items()))
     for of in ("process_notes", "rank_notes")
 )
-_STAGES = {"rings": 4, "trees": 5, "nvls": 5, "collnet": 5}  # that notes prove; others that it is new, which is 1
-_METHODS = ("CUMEM", "direct pointer", "IPC", "MNNVL")  # of P2P
-_MAX_RING = 20  # ranks that NCCL prints of a ring
-_MAX_RANKS = 1 << 20  # a larger number is damage to the line; likewise
+# The stage of initialization that a note of this name proves. All other notes prove stage 1: the communicator is new.
+_STAGES = {"rings": 4, "trees": 5, "nvls": 5, "collnet": 5}
+_METHODS = ("CUMEM", "direct pointer", "IPC", "MNNVL")  # methods of P2P
+_MAX_RING = 20  # NCCL prints at most this many ranks of a ring
+
+# Larger numbers than these are damage to the line.
+_MAX_RANKS = 1 << 20
 _MAX_CHANNELS = 1 << 10
 
 
@@ -52,12 +55,12 @@ def read_process_line(process: Process, message: Message) -> bool:
         return True
     is_known = message.is_whole and _read_value(process, message)
     if is_known and process.failed_tid == message.tid:
-        process.failed_at = None  # NCCL went on, with something else
+        process.failed_at = None  # NCCL has continued with something else, so this was no failure
     return is_known
 
 
 def _read_value(process: Process, message: Message) -> bool:
-    """Adds a value; one that is cut off would be another value."""
+    """Adds a value; the message must be whole, as a value that is cut off would be another value."""
     text, line = message.text, message.line
     if text.startswith("NCCL_") and (found := _PROCESS["setting"].match(text)):
         process.settings.setdefault(found[1], Fact(found[2], line))
@@ -82,10 +85,10 @@ def _read_value(process: Process, message: Message) -> bool:
 
 
 def read_rank_line(process: Process, message: Message) -> None:
-    """Adds what a message reports of a rank to the members of its process; an unknown one is only the last line."""
+    """Adds what a message reports of a rank to a member of its process; of an unknown message only its place."""
     text = message.text
     if " opCount " in text:
-        return  # a call of a collective
+        return  # NCCL logs each call of a collective, which is not used here
     member = None
     if " comm 0x" in f" {text}" and " rank " in text and (found := _RANK["identity"].search(text)):
         member = _read_identity(process, message, found)
@@ -220,7 +223,7 @@ def _read_ring(process: Process, message: Message, found: re.Match[str]) -> Memb
         return None
     member = process.member(message, begins=True, rank=0)
     is_all = len(ring) < _MAX_RING and not found[4] and max(ring) == len(ring) - 1
-    # A second channel has to agree: a single line may be cut, also in front of a line end.
+    # A single line may be cut, even if it has a line end. So a second channel has to agree.
     if is_all and member.num_ranks is None and (found[2] == "1" or len(ring) in map(len, member.rings.values())):
         member.num_ranks = len(ring)
     if member.num_ranks is not None and len(ring) != min(member.num_ranks, _MAX_RING) and not found[4]:
@@ -232,7 +235,7 @@ def _read_ring(process: Process, message: Message, found: re.Match[str]) -> Memb
 
 
 def _read_topology(process: Process, message: Message) -> Member | None:
-    """Reads NVLinks of the topology, which ``NCCL_DEBUG_SUBSYS=GRAPH`` prints, each below its GPU."""
+    """Reads NVLinks of the topology, which ``NCCL_DEBUG_SUBSYS=GRAPH`` prints below their GPUs."""
     gpu, nvlink = _RANK["gpu_line"].match(message.text), _RANK["nvlink_line"].match(message.text)
     if gpu is None and nvlink is None:
         return None

@@ -1,6 +1,6 @@
-"""Findings about the ways that ranks talk: which are slow, and which setting or hardware is behind it.
+"""Findings about the ways in which ranks communicate: which are slow, and because of which setting or hardware.
 
-In a host, and between hosts: TCP instead of RDMA, no GPUDirect, interfaces that others cannot reach.
+They are about paths within a host, and between hosts: TCP instead of RDMA, no GPUDirect, unreachable interfaces.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from lightning_commopt.text.formatting import list_some
 _TEXTS = FindingTexts(Path(__file__).with_name("findings.txt"))
 finding, reason = _TEXTS.finding, _TEXTS.reason
 _FAR = ("PHB", "NODE", "SYS")
-_RING_PATTERN = 4
+_RING_PATTERN = 4  # NCCL's number for rings in its search for a topology
 _VIRTUAL = re.compile(
     r"docker|virbr|br-|veth|cni|flannel|cali|tun|tap|wl|wg|tailscale|zt|cloudflare|vmnet|lxc|kube|nodelocal",
     re.IGNORECASE,
 )
 _LINK_LOCAL = ("fe80", "169.254.")
-_OFF = ("0", "no", "false", "")  # values of a switch
+_OFF = ("0", "no", "false", "")  # values with which a switch is off
 
 
 def is_in_host(communicator: Communicator, connection: Connection) -> bool | None:
@@ -56,7 +56,7 @@ def _setting(processes: Sequence[Process], name: str) -> Fact | None:
 
 
 def _switched_on(processes: Sequence[Process], name: str, *, on: bool = True) -> Fact | None:
-    """Returns a variable such as ``NCCL_P2P_DISABLE``, where a process has it and it is not 0, or with not on, is 0."""
+    """Returns a switch such as ``NCCL_P2P_DISABLE`` from a process that sets it on, or with ``on=False`` off."""
     found = (process.settings[name] for process in processes if name in process.settings)
     return next((fact for fact in found if (fact.value.lower() not in _OFF) == on), None)
 
@@ -66,7 +66,7 @@ def _first_of(processes: Sequence[Process], note: str) -> Line | None:
 
 
 def _ends_of(communicator: Communicator, found: Sequence[Connection]) -> list[Process]:
-    """Returns the processes of the ranks that some connections join; of communicators without an id, all."""
+    """Returns the processes of the ranks that some connections join; all processes if ranks are unknown."""
     if not communicator.members:
         return communicator.processes
     ranks = {rank for each in found for rank in each.pair}
@@ -160,7 +160,7 @@ def _find_far_links(communicator: Communicator) -> Iterator[Finding]:
 
 
 def _find_one_way(communicator: Communicator) -> Iterator[Finding]:
-    """Finds NVLinks that NCCL's topology has in one direction only."""
+    """Finds NVLinks that NCCL's topology has in only one direction."""
     links = {pair: line for member in communicator.all_members for pair, line in member.nvlinks.items()}
     listed = {first for first, _ in links}
     one_way = [pair for pair in links if pair[::-1] not in links and pair[1] in listed]
@@ -177,7 +177,7 @@ def _find_sockets(communicator: Communicator) -> Iterator[Finding]:
     chosen = next((each for each in networks if each.value != "Socket"), networks[0] if networks else None)
     several = communicator.spans_hosts
     if chosen is None and several and (no_ib := _switched_on(processes, "NCCL_IB_DISABLE")):
-        chosen = Fact("Socket", no_ib.line)  # only a plugin would change that
+        chosen = Fact("Socket", no_ib.line)  # without InfiniBand only a plugin could be something else
     is_tcp = chosen is not None and chosen.value == "Socket"
     if not found and not (is_tcp and several is not False and not communicator.connections):
         return
@@ -293,4 +293,4 @@ SLOW_PATHS = (
     *(_find_network_in_host, _find_shared_memory, _find_indirect, _find_far_links, _find_one_way),
     *(_find_sockets, _find_virtual_interface, _find_no_gdr),
 )
-"""Each finds what is slower than it could be, in a host or between hosts, and why, as far as the log tells."""
+"""Functions that find what is slower than it could be, in a host or between hosts, and why if the log shows it."""

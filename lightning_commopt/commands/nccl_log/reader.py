@@ -1,6 +1,6 @@
-"""Reads logs of ``NCCL_DEBUG=INFO``, of all ranks in any order, into facts; what it does not know it leaves out.
+"""Reads logs of ``NCCL_DEBUG=INFO``, from all ranks in any order, into facts; unknown lines are skipped.
 
-Also what PyTorch's watchdog, NCCL's RAS and nccl-tests write into such logs.
+Also reads what PyTorch's watchdog, NCCL's RAS and nccl-tests write into such logs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LogReader:
         self.log = NcclLog(inspected=Inspected(keeps_order=keeps_order))
         self._processes: dict[tuple[object, ...], Process] = {}
         self._last_in_file: dict[tuple[str, int | None], Process] = {}
-        self._last_error: int | None = None  # the rank whose "Last error:" goes on in the next line; -1 where unknown
+        self._last_error: int | None = None  # the rank whose "Last error:" continues in the next line; -1 if unknown
         self._wrapped: Message | None = None  # a line of the watchdog that a terminal broke
 
     @property
@@ -87,7 +87,7 @@ class LogReader:
     def finish(self) -> NcclLog:
         """Groups what was read; processes that wrote nothing about themselves or a rank are left out.
 
-        In a log that was cut, a process has the address of its host, where that has only one.
+        A process without an address, as in a cut log, gets the address of its host if that has only one.
         """
         known: dict[str, set[str]] = {}
         for p in self._processes.values():
@@ -104,7 +104,7 @@ class LogReader:
         return self.log
 
     def _process_of(self, message: Message) -> Process:
-        """Returns the process of a line; without a head, that which has its communicator, else the last that wrote."""
+        """Returns the process of a line; if the head is missing, the owner of its communicator or the last writer."""
         place = (message.file, message.device)
         key: tuple[object, ...] = (message.host, message.pid)
         host = message.host or ""
@@ -112,7 +112,8 @@ class LogReader:
             named = _ADDRESS.search(message.text) if "comm 0x" in message.text else None
             owners = [each for each in self._processes.values() if named[1] in each.by_address] if named else []
             last = owners[0] if len(owners) == 1 else self._last_in_file.get(place)
-            begins = message.text.startswith("Bootstrap")  # as the first line of another process does
+            # The first line of another process begins like this.
+            begins = message.text.startswith("Bootstrap")
             if last and not (begins and not last.host and any(each.finished for each in last.members)):
                 return last
             key = (*place, len(self._processes))
@@ -125,7 +126,7 @@ class LogReader:
         return self._processes[key]
 
     def _known_host(self, host: str, pid: int | None) -> str:
-        """Returns a known host where another rank's broken line stands in front of its name, such as ``12node-a``."""
+        """Returns the host without the rest of another rank's line in front of it, as in ``12node-a``."""
         for other in self._processes.values():
             if host.endswith(other.host) and other.host and not other.host[0].isdecimal():
                 before = host.removesuffix(other.host)
@@ -154,7 +155,7 @@ class LogReader:
         self.log.warnings.append(LoggedWarning(text=text, place=place, host=host, rank=rank, line=line))
 
     def _read_other(self, message: Message) -> None:
-        """Reads a line that has no head of NCCL's: a version, PyTorch's errors and watchdog, nccl-tests' list."""
+        """Reads a line without NCCL's head: a version, PyTorch's errors and watchdog, or nccl-tests' list."""
         readers = (self._read_ras, self._read_error, self._read_watchdog, self._read_version, self._read_listed)
         found = [read(message) for read in readers]  # a line may be several of them
         self.log.num_lines += any(found)
@@ -171,7 +172,7 @@ class LogReader:
         return False
 
     def _read_error(self, message: Message) -> bool:
-        """Reads an error that PyTorch raised; what stands behind "Last error:", also in the next line, says most."""
+        """Reads an error that PyTorch raised. What follows "Last error:", perhaps in the next line, explains most."""
         text, rank = message.text, self._last_error
         if rank is not None and text:
             self._last_error = None

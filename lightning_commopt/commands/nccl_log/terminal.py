@@ -26,16 +26,16 @@ _MAX_COMMUNICATORS = 4
 
 
 class Path(NamedTuple):
-    """A way that pairs of ranks talk."""
+    """A way in which pairs of ranks communicate."""
 
     name: str  # such as P2P/CUMEM/read
-    place: str  # in a host, between hosts, or "" if unknown
-    pairs: list[tuple[int, int]]  # sender and receiver
-    num_channels: int  # the most of a pair
+    place: str  # "in a host", "between hosts", or "" if unknown
+    pairs: list[tuple[int, int]]  # senders and receivers
+    num_channels: int  # the largest number of channels of a pair
 
 
 def versions_of(log: NcclLog) -> list[str]:
-    """Returns the versions of NCCL, those with the most detail; of Python's packages only where there is no other."""
+    """Returns the versions of NCCL in most detail; the versions of its Python packages only if there are no others."""
     named = [process.version.value for process in log.processes if process.version is not None]
     found = dict.fromkeys([*named, *log.versions]) or dict.fromkeys(log.packages)
     return [each for each in found if not any(other != each and other.startswith(f"{each}+") for other in found)]
@@ -52,7 +52,7 @@ def paths_of(communicator: Communicator) -> list[Path]:
 
 
 def rings_of(communicator: Communicator) -> dict[tuple[int, ...], list[int]]:
-    """Returns the channels of each order of ranks; none where the number of ranks is unknown: the line may be cut."""
+    """Returns the channels of each order of ranks; none if the number of ranks is unknown, as lines may be cut."""
     if communicator.num_ranks is None:
         return {}
     rings = {channel: ring for each in communicator.all_members for channel, ring in sorted(each.rings.items())}
@@ -83,7 +83,7 @@ def extras_of(communicator: Communicator) -> dict[str, str]:
 
 
 def _channels_of(communicator: Communicator) -> int:
-    """Returns the channels of collectives; where they are not printed, those that have been seen; 0 for none."""
+    """Returns the number of channels of collectives, or the number seen if it is not printed; 0 for none."""
     seen = (max((channel + 1 for channel, *_ in each.connections), default=0) for each in communicator.all_members)
     named = (each.channels.get("coll") for each in communicator.all_members)
     return max((one or other for one, other in zip(named, seen, strict=True)), default=0)
@@ -234,7 +234,7 @@ def _hosts_text(communicator: Communicator) -> str:
 
 
 def _print_rest(log: NcclLog, console: Console) -> None:
-    """Prints where the processes are that name no communicator, and the ranks that only nccl-tests lists."""
+    """Prints the hosts of processes that name no communicator, and of ranks that only nccl-tests lists."""
     rest = log.rest()
     if processes := rest.processes:
         hosts = Counter(process.host or "an unknown host" for process in processes)

@@ -15,21 +15,24 @@ from lightning_commopt.commands.nccl_log.paths import finding, reason
 from lightning_commopt.text.findings import Finding, Reason, Severity, read_texts
 from lightning_commopt.text.formatting import grouped, list_some, ranks_text
 
-_RESULTS = (  # of NCCL's functions, by their number
+# The results of NCCL's functions, each at the index of its number.
+_RESULTS = (
     *("success", "an error of CUDA", "an error of the system", "an internal error", "an invalid argument"),
     *("an invalid usage", "a remote error"),
 )
-_LATE = 1.5  # times the limit: the watchdog looks every few seconds, so more is no waiting of a collective
+# The watchdog looks every few seconds. If it noticed a timeout later than this multiple of the limit, and a minute, it
+# did not run itself.
+_LATE = 1.5
 
 
 class WarnText(NamedTuple):
     """A kind of warning."""
 
     code: str
-    place: re.Pattern[str]  # of NCCL's file and line
-    pattern: re.Pattern[str]  # of the text
+    place: re.Pattern[str]  # pattern for the file and line in NCCL's source
+    pattern: re.Pattern[str]  # pattern for the text
     reason: Reason
-    severity: Severity | Literal["follows"]  # "follows": only the consequence of another warning, where there is one
+    severity: Severity | Literal["follows"]  # "follows": if there is another warning, only a consequence of it
 
 
 @cache
@@ -56,9 +59,10 @@ def explain(text: str, place: str) -> WarnText | None:
 def find_warnings(log: NcclLog) -> Iterator[Finding]:
     """Finds warnings of NCCL, each kind once, with what it means; unknown ones are repeated as they are.
 
-    What only follows from another warning is a note, where there is that other one.
+    What only follows from another warning becomes a note if there is another one.
     """
-    unknown = re.compile(r"[0-9a-fx]{3,}|[0-9]+")  # which differs among warnings of a kind that the table lacks
+    # Numbers and addresses, which differ between warnings that are otherwise the same.
+    unknown = re.compile(r"[0-9a-fx]{3,}|[0-9]+")
     groups = grouped((explain(w.text, w.place) or unknown.sub("#", w.text)[:80], w) for w in log.warnings)
     has_cause = any(isinstance(kind, str) or kind.severity == "error" for kind in groups)
     for kind, warnings in groups.items():
@@ -83,7 +87,7 @@ def _who(warnings: list[LoggedWarning]) -> str:
 
 
 def _find_silent_errors(log: NcclLog) -> Iterator[Finding]:
-    """Finds errors that NCCL hands on where no warning says why."""
+    """Finds errors that NCCL passes on without any warning that explains them."""
     failed = {process: process.failed_at for process in log.processes if process.failed_at is not None}
     if failed and not log.warnings:
         members = [member for communicator in log.communicators for member in communicator.all_members]
@@ -96,7 +100,7 @@ def _find_silent_errors(log: NcclLog) -> Iterator[Finding]:
 
 
 def find_timeouts(log: NcclLog) -> Iterator[Finding]:
-    """Finds collectives that timed out, the rank that is behind, and calls that do not match."""
+    """Finds collectives that timed out, with the rank that is behind, or calls that do not match."""
     for group, timeouts in grouped((each.group, each) for each in _with_groups(log)).items():
         yield _timeout(group, timeouts, log)
 
@@ -125,7 +129,7 @@ def _timeout(group: str, timeouts: list[Timeout], log: NcclLog) -> Finding:
 
 
 def _asleep(timeouts: list[Timeout]) -> Reason | None:
-    """Returns the reason, where the watchdog itself did not run for long."""
+    """Returns the reason if the watchdog itself has not run for long."""
     for each in timeouts:
         if each.waited_s and each.limit_s and each.waited_s > _LATE * each.limit_s + 60:
             is_unnamed = len({other.sequence for other in timeouts}) > 1 and not each.group
@@ -135,7 +139,7 @@ def _asleep(timeouts: list[Timeout]) -> Reason | None:
 
 
 def _behind(group: str, log: NcclLog) -> Reason | None:
-    """Returns the reason, where ranks started fewer collectives of this group than others, by their own lines."""
+    """Returns the reason if ranks have started fewer collectives of this group than others, by their own lines."""
     groups: dict[str, dict[int, Progress]] = {}
     for each in log.progress.values():
         if each.group == group or not (group and each.group):
@@ -160,14 +164,15 @@ def _reason(group: str, timeouts: list[Timeout], num_calls: int, log: NcclLog) -
 
 
 def _silent_reason(group: str, ranks: set[int], log: NcclLog) -> Reason:
-    """Returns the reason, where all that timed out wait in one collective; the log may not have all ranks."""
+    """Returns the reason if all ranks that timed out wait in one collective; the log may not have all ranks."""
     world_size = max((each.num_ranks or 0 for each in log.communicators), default=0)
     seen = {rank for each in log.communicators for rank in each.members} | {each.rank for each in log.progress.values()}
     silent = sorted(set(range(world_size or max(ranks) + 1)) - ranks)
     if len(silent) >= len(ranks) and log.warnings:
         return reason("warned")
     unknown = "" if world_size else "; whether there are other ranks, the log does not say"
-    if silent and (len(silent) < len(ranks) or (world_size and seen.issuperset(silent))):  # few lines prove little
+    # If most ranks are silent, the log may just lack them, unless it has other lines of all these ranks.
+    if silent and (len(silent) < len(ranks) or (world_size and seen.issuperset(silent))):
         outside = "are not in this group, " if group and not re.match(r"PG (?:ID )?0\b|.*default", group) else ""
         return reason("silent_ranks", ranks=ranks_text(silent), outside=outside, unknown=unknown)
     if world_size and not silent:
@@ -177,7 +182,7 @@ def _silent_reason(group: str, ranks: set[int], log: NcclLog) -> Reason:
 
 
 def find_ras(reports: list[RasReport]) -> Iterator[Finding]:
-    """Finds what RAS reports; what differs may differ only for the moment."""
+    """Finds what RAS reports. Ranks that differ may do so only for the moment, so that is a warning."""
     for report in reports:
         whose = f"communicator 0x{report.comm_id}" if report.comm_id else "the job"
         if report.details:
