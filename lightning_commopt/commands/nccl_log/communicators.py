@@ -41,19 +41,19 @@ class Communicator:
 
     @property
     def num_ranks(self) -> int | None:
-        return next((each.num_ranks for each in self.all_members if each.num_ranks is not None), None)
+        return next((member.num_ranks for member in self.all_members if member.num_ranks is not None), None)
 
     @property
     def min_ranks(self) -> int:
         """The number of ranks that it has at least."""
         return max(
-            [self.num_ranks or 1, *(each.min_ranks for each in self.all_members), *(r + 1 for r in self.members)]
+            [self.num_ranks or 1, *(member.min_ranks for member in self.all_members), *(r + 1 for r in self.members)]
         )
 
     @cached_property
     def num_nodes(self) -> int | None:
         """The number of nodes that NCCL sees; None if no line has it and not all ranks are known."""
-        named = next((each.num_nodes for each in self.all_members if each.num_nodes is not None), None)
+        named = next((member.num_nodes for member in self.all_members if member.num_nodes is not None), None)
         are_known = named is None and self.is_complete and all(machine.host for machine in self.machines)
         return len(self.machines) if are_known else named
 
@@ -76,14 +76,14 @@ class Communicator:
         """Whether there are several hosts; None if unknown."""
         if self.num_nodes is not None:
             return self.num_nodes > 1
-        hosts = {each.process.host for each in self.all_members if each.process.host}
-        if len(hosts) > 1 or any(each.is_between_hosts for each in self.connections):
+        hosts = {member.process.host for member in self.all_members if member.process.host}
+        if len(hosts) > 1 or any(connection.is_between_hosts for connection in self.connections):
             return True
         return False if self.num_ranks == 1 else None
 
     @cached_property
     def connections(self) -> list[Connection]:
-        return [each for member in self.all_members for each in member.connections.values()]
+        return [connection for member in self.all_members for connection in member.connections.values()]
 
     @property
     def processes(self) -> list[Process]:
@@ -114,7 +114,7 @@ class NcclLog:
 
     def rest(self) -> Communicator:
         """Processes that name no communicator."""
-        known = {member.process for each in self.communicators for member in each.all_members}
+        known = {member.process for communicator in self.communicators for member in communicator.all_members}
         processes = [process for process in self.processes if process not in known]
         return Communicator(number=0, unknown=[Member(process=process) for process in processes])
 
@@ -133,9 +133,9 @@ def group_members(members: Sequence[Member]) -> list[Communicator]:
     distinguishes them. Otherwise it is unknown which ranks belong together. A member is left out if nothing is known of
     it but that a line exists.
     """
-    addresses = {(each.process, each.address): each for each in members if each.address}
-    keys = {each: _key(each, addresses) for each in members}
-    of_process = grouped((each.process, each) for each in members)
+    addresses = {(member.process, member.address): member for member in members if member.address}
+    keys = {member: _key(member, addresses) for member in members}
+    of_process = grouped((member.process, member) for member in members)
     named: dict[Hashable, list[Member]] = {}
     sized: dict[int, list[Member]] = {}
     for member in members:
@@ -146,15 +146,15 @@ def group_members(members: Sequence[Member]) -> list[Communicator]:
     unsized = [m for m in members if keys[m] is None and m.num_ranks is None]
     unsized = [m for m in unsized if m.rank is not None or m.connections or m.channels or m.searches or m.nvlinks]
     lost = [member for member in unsized if not _absorb(of_process, keys, member)]
-    found = [_communicator(group) for group in named.values()]
+    communicators = [_communicator(group) for group in named.values()]
     for size, group in sized.items():
-        found += _by_size(size, _join_open(found, group))
-    found += _by_size(None, _join_open(found, lost))
+        communicators += _by_size(size, _join_open(communicators, group))
+    communicators += _by_size(None, _join_open(communicators, lost))
     order = {member: index for index, member in enumerate(members)}
-    found.sort(key=lambda each: min(order[member] for member in each.all_members))
-    for number, communicator in enumerate(found, start=1):
+    communicators.sort(key=lambda communicator: min(order[member] for member in communicator.all_members))
+    for number, communicator in enumerate(communicators, start=1):
         communicator.number = number
-    return found
+    return communicators
 
 
 def add_listed(log: NcclLog) -> None:
@@ -179,7 +179,7 @@ def add_unnamed(log: NcclLog) -> None:
     """Adds processes that name no rank to the only communicator there is, if it lacks as many."""
     if len(log.communicators) == 1 and log.communicators[0].count == 1:
         (only,) = log.communicators
-        left = [each for each in log.rest().processes if each.host and each.network is not None]
+        left = [process for process in log.rest().processes if process.host and process.network is not None]
         if len(left) <= len(only.missing) - len(only.unknown):
             only.unknown += [Member(process=process) for process in left]
 
@@ -205,9 +205,9 @@ def _absorb(of_process: Mapping[Process, Sequence[Member]], keys: Mapping[Member
     if lines.address:
         return False
     fitting = [m for m in of_process[lines.process] if m is not lines and m.address and _fits(m, lines)]
-    if len(fitting) > 1 and all(keys[each] is not None for each in fitting):
-        first = min((each.line.number for each in lines.connections.values()), default=None)
-        begun = [each for each in fitting if first and each.finished and each.finished.number < first]
+    if len(fitting) > 1 and all(keys[member] is not None for member in fitting):
+        first = min((connection.line.number for connection in lines.connections.values()), default=None)
+        begun = [member for member in fitting if first and member.finished and member.finished.number < first]
         fitting = begun[-1:] or fitting
     if len(fitting) != 1:
         return False
@@ -223,28 +223,32 @@ def _fits(member: Member, lines: Member) -> bool:
         and lines.rank in (None, member.rank)
         and lines.num_ranks in (None, member.num_ranks)
         and lines.min_ranks <= (member.num_ranks or lines.min_ranks)
-        and all(member.is_gpu(each.labels[each.direction == "receive"]) for each in lines.connections.values())
+        and all(member.is_gpu(c.labels[c.direction == "receive"]) for c in lines.connections.values())
     )
 
 
 def _communicator(members: Sequence[Member]) -> Communicator:
     known: dict[int, Member] = {}
-    unknown = [each for each in members if each.rank is None or known.setdefault(each.rank, each) is not each]
+    unknown = [m for m in members if m.rank is None or known.setdefault(m.rank, m) is not m]
     return Communicator(number=0, members=dict(sorted(known.items())), unknown=unknown)
 
 
-def _join_open(found: Sequence[Communicator], group: Sequence[Member]) -> list[Member]:
+def _join_open(communicators: Sequence[Communicator], group: Sequence[Member]) -> list[Member]:
     """Adds members to the one communicator that lacks them, and returns the others."""
     left = []
-    incomplete = [each for each in found if each.count == 1 and each.missing] if group else []
+    incomplete = [c for c in communicators if c.count == 1 and c.missing] if group else []
     for member in group:
         open_ones = [
-            each
-            for each in incomplete
-            if member.num_ranks in (None, each.num_ranks)
-            and member.min_ranks <= (each.num_ranks or 0)
-            and (member.rank in each.missing if member.rank is not None else len(each.missing) > len(each.unknown))
-            and member.owner not in [other.owner for other in each.all_members]
+            communicator
+            for communicator in incomplete
+            if member.num_ranks in (None, communicator.num_ranks)
+            and member.min_ranks <= (communicator.num_ranks or 0)
+            and (
+                member.rank in communicator.missing
+                if member.rank is not None
+                else len(communicator.missing) > len(communicator.unknown)
+            )
+            and member.owner not in [other.owner for other in communicator.all_members]
         ]
         if len(open_ones) != 1 or (member.rank is None and member.num_ranks is not None):
             left.append(member)
@@ -260,19 +264,19 @@ def _by_size(size: int | None, members: Sequence[Member]) -> list[Communicator]:
     rounds = [[member] for member in members] if size == 1 else _rounds(members)
     # If the size is unknown, their order identifies communicators only if every rank has a line of each.
     if rounds is not None and (size is not None or len(set(map(len, rounds))) < 2):
-        return [_communicator(each) for each in rounds]
-    by_file = grouped((each.file, each) for each in members)
-    found, rest = [], []
-    for group in by_file.values():
-        rounds = _rounds(group) if len(by_file) > 1 else None
-        if rounds is not None and all(len(each) == size for each in rounds):
-            found += [_communicator(each) for each in rounds]
+        return [_communicator(group) for group in rounds]
+    by_file = grouped((member.file, member) for member in members)
+    communicators, rest = [], []
+    for of_file in by_file.values():
+        rounds = _rounds(of_file) if len(by_file) > 1 else None
+        if rounds is not None and all(len(group) == size for group in rounds):
+            communicators += [_communicator(group) for group in rounds]
         else:
-            rest += group
-    if found and rest:
-        return [*found, *_by_size(size, rest)]
+            rest += of_file
+    if communicators and rest:
+        return [*communicators, *_by_size(size, rest)]
     times = Counter(member.rank for member in rest if member.rank is not None)
-    return found or [Communicator(number=0, unknown=rest, count=max([2, *times.values()]))]
+    return communicators or [Communicator(number=0, unknown=rest, count=max([2, *times.values()]))]
 
 
 def _rounds(members: Sequence[Member]) -> list[list[Member]] | None:

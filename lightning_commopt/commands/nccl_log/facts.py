@@ -147,23 +147,23 @@ class Process:
 
     def find_member(self, message: Message) -> Member | None:
         """Returns the member that a line's thread named last; None if it has named none."""
-        found = self.by_thread.get(message.thread)
-        return None if found is not None and found.ended is not None else found
+        member = self.by_thread.get(message.thread)
+        return None if member is not None and member.ended is not None else member
 
     def member(self, message: Message, *, begins: bool = False, rank: int | None = None) -> Member:
         """Returns the member that a line belongs to: a new one if its thread has none, or a communicator begins."""
-        found = self.find_member(message)
-        if found is not None and begins and found.finished is not None:
-            found = None
-        if found is not None and rank is not None and found.rank not in (None, rank):
+        member = self.find_member(message)
+        if member is not None and begins and member.finished is not None:
+            member = None
+        if member is not None and rank is not None and member.rank not in (None, rank):
             # The thread may be setting up another communicator at the same time, or the log may not name threads.
-            fitting = (each for each in reversed(self.members) if each.rank == rank and each.device == message.device)
-            found = next((each for each in fitting if each.finished is None and each.ended is None), None)
-        if found is None:
-            found = self._new_member(message)
+            fitting = (own for own in reversed(self.members) if own.rank == rank and own.device == message.device)
+            member = next((own for own in fitting if own.finished is None and own.ended is None), None)
+        if member is None:
+            member = self._new_member(message)
         if rank is not None:
-            found.rank = rank
-        return found
+            member.rank = rank
+        return member
 
     def named_member(self, message: Message, address: str, rank: int, num_ranks: int, comm_id: str | None) -> Member:
         """Returns the member with this address: known, or the one whose first lines did not name it, or a new one.

@@ -75,8 +75,8 @@ class Inspected:
 
     def rows(self) -> list[Matched]:
         """Returns each kind under the name of its communicator, ordered by its total bytes, the most first."""
-        found = [Matched(kind.comm_id, kind, len(each), median(each)) for kind, each in self.bus_gb_per_s.items()]
-        return sorted(found, key=lambda row: -row.kind.num_bytes * row.times)
+        rows = [Matched(kind.comm_id, kind, len(rates), median(rates)) for kind, rates in self.bus_gb_per_s.items()]
+        return sorted(rows, key=lambda row: -row.kind.num_bytes * row.times)
 
     def read(self, text: str) -> bool:
         """Reads a line; returns whether it is the Inspector's, and not damaged."""
@@ -139,7 +139,7 @@ def match_run(inspected: Inspected, ranks: Sequence[RankRecords]) -> tuple[list[
     """
     if not any(record.collectives for rank in ranks for record in rank.steps):
         return [], ["the run has no records of collectives, which torch has hooks for since 2.14"]
-    found: dict[tuple[str, Measured], list[float]] = defaultdict(list)
+    rates_of: dict[tuple[str, Measured], list[float]] = defaultdict(list)
     problems: Counter[str] = Counter()
     place_in_step: dict[str, int] = {}
     for rank in ranks:
@@ -151,15 +151,17 @@ def match_run(inspected: Inspected, ranks: Sequence[RankRecords]) -> tuple[list[
                 continue
             place_in_step |= {call.name: i for i, call in enumerate(calls) if call.name not in place_in_step}
             fits = [(order, names) for order in orders if (names := _align(calls, order))]
-            if len(fits) != 1 or any(len(each) > 1 for each in fits[0][1].values()):
+            if len(fits) != 1 or any(len(names) > 1 for names in fits[0][1].values()):
                 problems[f"{operation}: {'several places fit' if fits else 'no place fits'}"] += 1
                 continue
             ((order, names),) = fits
             for number, (name,) in names.items():
                 kind, gb_per_s = order[number]
-                found[name, kind].append(gb_per_s)
+                rates_of[name, kind].append(gb_per_s)
     failed = {problem.partition(":")[0] for problem in problems}
-    rows = [Matched(*key, len(each), median(each)) for key, each in found.items() if key[1].operation not in failed]
+    rows = [
+        Matched(*key, len(rates), median(rates)) for key, rates in rates_of.items() if key[1].operation not in failed
+    ]
     return sorted(rows, key=lambda row: place_in_step[row.name]), sorted(problems)
 
 
@@ -168,17 +170,17 @@ def _calls(steps: Iterable[StepRecord], operation: str, num_ranks: int) -> list[
     divisor = num_ranks if operation in _OF_ONE_RANK else 1
     calls = []
     for record in steps:
-        issued = [each for each in record.collectives if _OPERATIONS.get(each.operation) == operation]
+        issued = [collective for collective in record.collectives if _OPERATIONS.get(collective.operation) == operation]
         buckets = sorted(record.buckets, key=attrgetter("backward", "index"))
-        in_backward = [each.num_bytes for each in issued if each.phase == "backward"]
+        in_backward = [collective.num_bytes for collective in issued if collective.phase == "backward"]
         are_buckets = in_backward == [bucket.wire_bytes for bucket in buckets]
         numbers: Counter[str] = Counter()
-        for each in issued:
-            number = numbers[each.phase]
-            numbers[each.phase] += 1
-            is_bucket = are_buckets and each.phase == "backward"
-            name = f"bucket {buckets[number].index}" if is_bucket else f"{each.phase} {number}"
-            calls.append(_Call(name, each.num_bytes // divisor, record.step))
+        for collective in issued:
+            number = numbers[collective.phase]
+            numbers[collective.phase] += 1
+            is_bucket = are_buckets and collective.phase == "backward"
+            name = f"bucket {buckets[number].index}" if is_bucket else f"{collective.phase} {number}"
+            calls.append(_Call(name, collective.num_bytes // divisor, record.step))
     cut = len(calls) - _MAX_CALLS
     return [call for call in calls if cut <= 0 or call.step > calls[cut - 1].step]
 
@@ -188,7 +190,11 @@ def _align(calls: Sequence[_Call], order: Order) -> dict[int, set[str]]:
     sizes = {number: kind.num_bytes for number, (kind, _) in order.items()}
     first, last = min(sizes), max(sizes)
     steps = grouped((call.step, i) for i, call in enumerate(calls))
-    spans = [(one[0], one[-1]) for one in steps.values() if any(calls[i].num_bytes >= _UNTRACKED_BYTES for i in one)]
+    spans = [
+        (indices[0], indices[-1])
+        for indices in steps.values()
+        if any(calls[i].num_bytes >= _UNTRACKED_BYTES for i in indices)
+    ]
     absent = [call.num_bytes if call.num_bytes < _UNTRACKED_BYTES else -1 for call in calls]
     names: dict[int, set[str]] = defaultdict(set)
     for start in _starts(sizes, len(calls)):

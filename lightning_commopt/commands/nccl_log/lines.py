@@ -141,18 +141,18 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
         yield message
         return
     text = _ESCAPES.sub("", text)
-    found = []
+    starts = []
     for mark in _MARK.finditer(text):
         head = _HEAD.search(text[: mark.start()], max(0, mark.start() - 300))
         assert head is not None  # every part of the pattern is optional, so it always matches
         host, numbers = _writer(head)
         if mark[1] or host or (head["device"] and head["place"]):
-            found.append((mark, head, host, numbers))
-    if not found:
+            starts.append((mark, head, host, numbers))
+    if not starts:
         rest = text.strip() if text.startswith('{"') else text.strip()[:_MAX_CHARACTERS]  # JSON has its own limits
         yield Message(file=file, number=number, whole_line=text, text=rest, is_whole=is_whole)
         return
-    for (mark, head, host, numbers), following in zip(found, [*found[1:], None], strict=True):
+    for (mark, head, host, numbers), following in zip(starts, [*starts[1:], None], strict=True):
         end = len(text) if following is None else max(mark.end(), following[1].start())
         rest = text[mark.end() : end].strip(_FRAME)[:_MAX_CHARACTERS]
         message = Message(file=file, number=number, whole_line=text, level=mark[1] or mark[2], text=rest)
