@@ -38,7 +38,8 @@ def selftest(
     def keep(news: run.SelfTest) -> None:
         nonlocal found
         found = news
-        if output is not None:  # before anything is printed, which may fail
+        # The outcome is written before it is printed, as printing may fail.
+        if output is not None:
             write_json(output, asdict(news))
         if news.outcomes:
             run.print_outcome(news.outcomes[-1], console)
@@ -136,8 +137,8 @@ def nccl_log(
 ) -> None:
     """Reports how the ranks of a job talk, what is slow, wrong or unequal, and which setting or hardware is behind it.
 
-    Files may be cut, mixed, compressed, and of NCCL 2.2 to 2.30, and those of NCCL's Inspector may be among them. Exit
-    status 2 if there is no line of NCCL in them.
+    Files may be cut, mixed or compressed, and from NCCL 2.2 to 2.30. Files of NCCL's Inspector may be among them. Exit
+    status 2 if no line is NCCL's.
     """
     from lightning_commopt.commands.nccl_log.findings import find_all
     from lightning_commopt.commands.nccl_log.reader import read_log
@@ -185,7 +186,7 @@ def topo(
         machine = read_machine(source) if file is None else read_file(file)
         findings = find_all(machine)
         if file is None and local_rank():
-            # The host's first rank prints the rest
+            # The host's first rank prints all other findings.
             print_findings([finding for finding in findings if finding.code == "wrong_numa_node"], TextConsole())
             return
         if output is not None:
@@ -243,7 +244,7 @@ def tune(
     """Runs COMMAND with plan="auto" in place of DDP, prints the plan that it finds, and writes it to a file.
 
     The script stays as it is: a Trainer of it that would use DDP, or CommOptDDP, gets CommOptDDP(plan="auto"). Exit
-    status 1 if no fit has looked for a plan; that of COMMAND if it fails.
+    status 1 if no fit has looked for a plan; the status of COMMAND if it fails.
     """
     from lightning_commopt.commands.tune.inject import run_tuned
 

@@ -88,7 +88,7 @@ def _cases_of_size(settings: BenchSettings, size_bytes: int, num_ranks: Mapping[
 def messages_of(plan: CommPlan, run_dir: Path | None = None) -> tuple[list[int], list[Any]]:
     """Returns the sizes of a plan's buckets, each once, and its comm hook as in configurations, if it has one.
 
-    Buckets have the size of the plan's caps, or those of a run with it.
+    The sizes are the plan's caps; with ``run_dir`` they are the sizes of the buckets in that run.
 
     Raises:
         FileNotFoundError: the run has no records of steps.
@@ -108,7 +108,8 @@ def messages_of(plan: CommPlan, run_dir: Path | None = None) -> tuple[list[int],
     if plan.comm_hook is None:
         return sizes_bytes, []
     config = compressor_to_config(plan.comm_hook)
-    with suppress(ValueError, TypeError):  # the name alone needs options
+    # If the compressor has the default options, its name suffices. Some cannot be made without options.
+    with suppress(ValueError, TypeError):
         if compressor_from_config(config["name"]) == plan.comm_hook:
             return sizes_bytes, [config["name"]]
     return sizes_bytes, [config]

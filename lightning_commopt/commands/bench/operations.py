@@ -28,13 +28,13 @@ _REDOPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.Reduc
 _PERIOD = 1021
 _NUM_VALUES = 3
 _CHUNK = 4096 * _PERIOD
-_STEP = 1_000_000  # after every start_step: compressed from the first call on
+_STEP = 1_000_000  # after any ``start_step``, so that a compressor compresses from the first call on
 _TILE_NUMEL = 65_521  # a prime: no two blocks of a compressor are equal
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a case: their group, their global ranks, and the index of this rank among them."""
+    """The ranks of a case: their group, their global ranks, and this rank's index in the group."""
 
     group: dist.ProcessGroup
     members: tuple[int, ...]
@@ -77,7 +77,7 @@ class Call(NamedTuple):
     """A case that can be run."""
 
     # Makes one call, which is done when the current stream is. A plain collective is torch's function with positional
-    # arguments: Python's overhead is visible in small messages, a keyword is 1 % of 8 bytes over gloo
+    # arguments, as Python's overhead shows in small messages: a keyword takes 1 % of the time of 8 bytes over gloo.
     run: Callable[[], object]
     fill: Callable[[], None]  # prepares the memory for a call whose result is checked
     num_wrong: Callable[[], int]  # returns the number of wrong elements on this rank after such a call

@@ -1,4 +1,4 @@
-"""What this machine and this installation have: versions, devices, backends, DDP options, comm hooks."""
+"""Collects and prints what this machine and installation have: versions, devices, backends, options, comm hooks."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _YES_OR_NO = {True: "yes", False: "no"}
 def collect() -> dict[str, Any]:
     """Returns what ``--json`` prints; starts no process group and allocates nothing on a GPU."""
     return {
-        "versions": versions(),  # of Python, of this package and of those that it stands on
-        "platform": platform.platform(),  # operating system and architecture
-        "devices": devices(),  # the CPU first, then the GPUs in the order of indices
-        # torch's communication backends, and whether this torch was built with each
+        "versions": versions(),
+        "platform": platform.platform(),
+        "devices": devices(),  # the CPU, then the GPUs by index
+        # torch's communication backends, and whether this torch was built with each.
         "backends": {name: getattr(dist, f"is_{name}_available")() for name in ("gloo", "nccl", "mpi")},
-        "nccl_version": nccl_version(),  # of the NCCL in this torch; None where there is none
-        # The newer options of DistributedDataParallel, oldest first, with the first torch release that has each
+        "nccl_version": nccl_version(),  # the version of this torch's NCCL; None without NCCL
+        # The newer options of DistributedDataParallel, oldest first, with the first torch release that has each.
         "ddp_options": [
             {"name": name, "since": since, "available": name in ddp_options()}
             for name, since in DDP_OPTION_SINCE.items()
         ],
         "comm_hooks": compressor_names(),
-        # By kind of device, what the arithmetic of compressors is in: "c" on CPU, where there is a compiler (this
-        # compiles them, if that was not done yet), "triton" on CUDA, where that is installed, else "torch"
+        # What compressors calculate with on each kind of device: "c" on a CPU with a compiler, "triton" on CUDA if that
+        # is installed, otherwise "torch". This compiles the C kernels if that has not been done yet.
         "kernels": {"cpu": "torch" if c_library.load() is None else "c", "cuda": "triton" if has_triton() else "torch"},
     }
 

@@ -22,7 +22,7 @@ _MAX_LABELS = 512
 
 
 class Row(NamedTuple):
-    """A line of the matrix: the label in front, cells as far as there are columns, and what stands behind them."""
+    """A line of the matrix: its label, a cell for each column, and the words behind them."""
 
     label: str
     cells: list[str]
@@ -33,26 +33,26 @@ class Row(NamedTuple):
 class Table:
     """A matrix."""
 
-    labels: list[str] = field(default_factory=list)  # of the columns; empty where the head is missing
-    headings: list[str] = field(default_factory=list)  # what else the head names, in lower case
-    rows: dict[str, Row] = field(default_factory=dict)  # by label
-    line: int = 0  # index of the line that it begins with
+    labels: list[str] = field(default_factory=list)  # labels of the columns; empty if the head is missing
+    headings: list[str] = field(default_factory=list)  # the other words of the head, in lower case
+    rows: dict[str, Row] = field(default_factory=dict)  # rows by their labels
+    line: int = 0  # index of its first line
 
     @property
     def cells(self) -> list[str]:
-        """All cells but those of a device with itself."""
+        """All cells that are between two devices."""
         return [cell for row in self.rows.values() for cell in row.cells if cell != "X"]
 
     @property
     def is_topology(self) -> bool:
-        """Whether its cells are links; those of ``topo -p2p`` are not."""
+        """Whether its cells are links, unlike the cells of ``topo -p2p``."""
         if not self.cells:
             return len(self.rows) == 1 and len(self.labels) == 1
         return sum(parse_link(cell) is not None for cell in self.cells) > len(self.cells) / 2
 
 
 def find_tables(lines: Sequence[str]) -> list[Table]:
-    """Returns all matrices with at least one row, also those that are none of links."""
+    """Returns all matrices with at least one row, whatever their cells mean."""
     tables: list[Table] = []
     prefix = ""
     for index, line in _unwrap([_GLUED_CELLS.sub(r"\1 ", _GLUED_LABELS.sub(" ", line)) for line in lines]):
@@ -79,7 +79,7 @@ def split_rows(text: str) -> list[str]:
 
 
 def _unwrap(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Gives lines and their index; below a head that goes on in the next line, lines of its length are joined to it."""
+    """Yields lines with their index. If a head continues in the next line, so does each line of its length below."""
     width = index = 0
     while index < len(lines):
         begin, line = index, lines[index]

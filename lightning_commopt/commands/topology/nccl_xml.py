@@ -21,7 +21,7 @@ _MAX_LINKS = 999
 
 
 class _Device(NamedTuple):
-    """An element, and the CPU and PCI devices above it, from the outside."""
+    """An element, and the CPU and PCI devices that contain it, the outermost first."""
 
     element: Element
     above: tuple[Element, ...]
@@ -83,7 +83,7 @@ def _read_devices(text: str, source: str) -> tuple[list[_Device], list[str]]:
 
 
 def _walk(cpu: Element) -> Iterator[_Device]:
-    """Gives everything below a CPU; not by recursion, as damaged files may nest without end."""
+    """Yields everything below a CPU, without recursion, as damaged files may be nested without end."""
     stack = [_Device(child, (cpu,)) for child in reversed(cpu)]
     while stack:
         element, above = stack.pop()
@@ -102,7 +102,7 @@ def _find_gpus(devices: list[_Device]) -> dict[str, _Device]:
 
 
 def _find_nets(devices: list[_Device], notices: list[str]) -> dict[str, _Device]:
-    """Returns each ``<net>`` once, without interfaces of containers, and adapters that are merged of others in it."""
+    """Returns each ``<net>`` once, without interfaces of containers, and without adapters that merge others."""
     nets: dict[tuple[str, ...], _Device] = {}
     for device in devices:
         if device.element.tag == "net":
@@ -172,7 +172,7 @@ def _links_of(
 
 
 def _targets(device: _Device) -> Iterator[tuple[str, str]]:
-    """Gives kind and bus id for each link of a GPU; the bus id of switches is empty."""
+    """Yields the kind and the target's bus id of each link of a GPU; the bus id of a switch is empty."""
     for tag, kind in (("nvlink", "NV"), ("xgmi", "XGMI")):
         for link in device.element.iter(tag):
             target = "" if link.get("tclass", "").startswith(_SWITCH_CLASS) else link.get("target", "-")

@@ -109,7 +109,7 @@ class _Reader:
                     yield gpu.label, process.pid, cpus
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """Calls a function; returns None where this version, driver or device has none."""
+        """Calls a function; returns None if this version, driver or device does not have it."""
         try:
             return getattr(self._nvml, function)(*arguments)
         except (AttributeError, self._nvml.NVMLError):
@@ -122,7 +122,7 @@ def _text(value: str | bytes) -> str:
 
 
 def pci_path(root: Path, bus_id: str) -> tuple[str, ...]:
-    """Returns the bridges above a PCI device and itself, from the outside; empty if it is not there."""
+    """Returns the bridges above a PCI device and the device itself, the outermost first; empty if it is missing."""
     # NVML writes 00000000:07:00.0, Linux 0000:07:00.0.
     domain, _, rest = bus_id.strip().lower().partition(":")
     return _path_of(root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}")
@@ -149,7 +149,7 @@ def pcie_link(one: tuple[str, ...], other: tuple[str, ...], *, has_one_node: boo
         return Link("NODE" if has_one_node else "SYS")
     if shared == 1:
         return Link("PHB")
-    # Behind the switch that they share: a port of it, and the device.
+    # Two parts may follow the switch that they share: its port, and the device.
     return Link("PIX" if max(len(one), len(other)) - shared <= 2 else "PXB")
 
 
@@ -172,9 +172,9 @@ def rdma_adapters(root: Path) -> dict[Nic, tuple[str, ...]]:
 
 
 def cpus_of_process(root: Path, pid: int) -> frozenset[int]:
-    """Returns the cores that a process on a GPU may use; empty if we cannot see it.
+    """Returns the cores that a process on a GPU may use; empty if it is not visible here.
 
-    In a container a number of the driver's may be of another process here: one that has not loaded CUDA.
+    In a container the driver's process id may belong to another process, so one that has not loaded CUDA is ignored.
     """
     if "libcuda" not in read_text(root / f"proc/{pid}/maps"):
         return frozenset()
