@@ -33,11 +33,11 @@ def selftest(
     from lightning_commopt.launch.process import InterruptedRun, raise_signals
     from lightning_commopt.measure.plain import write_json
 
-    console, found = TextConsole(), None
+    console, latest = TextConsole(), None
 
     def keep(news: run.SelfTest) -> None:
-        nonlocal found
-        found = news
+        nonlocal latest
+        latest = news
         # The outcome is written before it is printed, as printing may fail.
         if output is not None:
             write_json(output, asdict(news))
@@ -51,13 +51,13 @@ def selftest(
         on_start("starting two ranks")
         with suppress(InterruptedRun):
             run.run_selftest(device, on_start, keep, is_full=full)
-    if found is None:
+    if latest is None:
         raise typer.Exit(2)
-    run.print_sum(found, console)
+    run.print_sum(latest, console)
     if output is not None:
         console.print(f"written to {output}")
-    has_failed = any(outcome.status == "failed" for outcome in found.outcomes)
-    raise typer.Exit(1 if has_failed else 0 if found.is_whole else 2)
+    has_failed = any(outcome.status == "failed" for outcome in latest.outcomes)
+    raise typer.Exit(1 if has_failed else 0 if latest.is_whole else 2)
 
 
 def doctor(
@@ -102,14 +102,14 @@ def doctor(
     facts = collect_facts(identity=identity)
     with errors_in_a_line(MeetingError):
         met = Meeting([facts], []) if identity is None else meet(facts, identity, limit_s=limit_s)
-    found = find(*met)
+    findings = find(*met)
     if facts.rank == 0 and json:
         ranks = [asdict(rank_facts) for rank_facts in met.everybody]
-        plain = {"ranks": ranks, "findings": [finding.to_plain() for finding in found]}
+        plain = {"ranks": ranks, "findings": [finding.to_plain() for finding in findings]}
         print_json(plain)
     elif facts.rank == 0:
-        print_findings(found, met.everybody, TextConsole())
-    raise typer.Exit(any(finding.severity == "error" for finding in found))
+        print_findings(findings, met.everybody, TextConsole())
+    raise typer.Exit(any(finding.severity == "error" for finding in findings))
 
 
 def _explain_hang(run_dir: Path, *, json: bool) -> None:
@@ -117,13 +117,17 @@ def _explain_hang(run_dir: Path, *, json: bool) -> None:
     from lightning_commopt.watch.hangs.records import read_hang_report
 
     with errors_in_a_line():
-        found = read_hang_report(run_dir)
+        report = read_hang_report(run_dir)
     if json:
-        plain = {"was_reported": found.was_reported, "time_unix_s": found.at_unix_s, "problems": list(found.problems)}
-        snapshots = [snapshot.to_plain() for snapshot in found.snapshots]
-        print_json(plain | asdict(found.diagnosis) | {"snapshots": snapshots})
+        plain = {
+            "was_reported": report.was_reported,
+            "time_unix_s": report.at_unix_s,
+            "problems": list(report.problems),
+        }
+        snapshots = [snapshot.to_plain() for snapshot in report.snapshots]
+        print_json(plain | asdict(report.diagnosis) | {"snapshots": snapshots})
     else:
-        print_hang_report(found, TextConsole())
+        print_hang_report(report, TextConsole())
 
 
 def nccl_log(

@@ -52,11 +52,11 @@ def has_nodes(world_size: int, ranks_per_node: int) -> bool:
 
 def cases_of(settings: BenchSettings, num_ranks: Mapping[str, int]) -> list[Case]:
     """Returns the cases, each once, small messages first; ``num_ranks`` is by scope."""
-    found: dict[tuple[object, ...], Case] = {}
+    cases: dict[tuple[object, ...], Case] = {}
     for size_bytes in settings.sizes_bytes:
         for case in _cases_of_size(settings, size_bytes, num_ranks):
-            found.setdefault((*case.series, case.size_bytes), case)
-    return list(found.values())
+            cases.setdefault((*case.series, case.size_bytes), case)
+    return list(cases.values())
 
 
 def _cases_of_size(settings: BenchSettings, size_bytes: int, num_ranks: Mapping[str, int]) -> Iterator[Case]:

@@ -99,11 +99,13 @@ def check_size(settings: BenchSettings, num_ranks: int, ranks_per_node: int, dev
     largest = max(settings.sizes_bytes)
     needed = num_ranks * largest * (4 if settings.comm_hooks else 2)
     listing = Path("/proc/meminfo")
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", listing.read_text(), re.MULTILINE) if listing.is_file() else None
-    if device_type == "cpu" and found is not None and needed > int(found[1]) * 1024:
+    available = (
+        re.search(r"^MemAvailable:\s+(\d+) kB", listing.read_text(), re.MULTILINE) if listing.is_file() else None
+    )
+    if device_type == "cpu" and available is not None and needed > int(available[1]) * 1024:
         raise ValueError(
             f"messages of {size_text(largest)} on {num_ranks} ranks take {needed / 1e9:.1f} GB of memory,"
-            f" and {int(found[1]) * 1024 / 1e9:.1f} GB are available: choose a smaller -e"
+            f" and {int(available[1]) * 1024 / 1e9:.1f} GB are available: choose a smaller -e"
         )
 
 

@@ -95,7 +95,7 @@ def find_unreachable(
 
     tried = [(host, port) for host, theirs in ports.items() if host != own_host for port in theirs]
     with ThreadPoolExecutor(max_workers=_MAX_THREADS) as pool:
-        return [found for found in pool.map(attempt, tried) if found is not None]
+        return [failure for failure in pool.map(attempt, tried) if failure is not None]
 
 
 class MeetingError(RuntimeError):
@@ -166,9 +166,11 @@ class _FactExchange:
         identity = self._identity
         try:
             plain = self._exchange("facts", {**asdict(facts), "ports_to_try": list(ports)})
-            ports_of_ranks = [[from_plain(ListeningPort, port) for port in each["ports_to_try"]] for each in plain]
+            ports_of_ranks = [
+                [from_plain(ListeningPort, port) for port in of_rank["ports_to_try"]] for of_rank in plain
+            ]
             listeners = [rank for rank, theirs in enumerate(ports_of_ranks) if theirs]
-            everybody = disambiguate_hosts([from_plain(Facts, each) for each in plain], listeners)
+            everybody = disambiguate_hosts([from_plain(Facts, of_rank) for of_rank in plain], listeners)
             by_host = {everybody[rank].host: ports_of_ranks[rank] for rank in listeners}
             unreachable: list[UnreachablePort] = []
             # One rank per host suffices, as all ranks of a host are on the same network.
@@ -177,10 +179,10 @@ class _FactExchange:
             # Ranks that connect may take this long, so the others wait as long for them.
             self._deadline = max(self._deadline, time.monotonic() + _CONNECT_S + _GRACE_S)
             of_ranks = self._exchange("unreachable", unreachable)
-            all_unreachable = [from_plain(UnreachablePort, each) for of_rank in of_ranks for each in of_rank]
+            all_unreachable = [from_plain(UnreachablePort, port) for of_rank in of_ranks for port in of_rank]
             # gloo must listen where other hosts can reach it; otherwise the all-reduce would only time out.
-            is_listening = all(each.gloo_interface and each.gloo_interface.name != "lo" for each in everybody)
-            is_open = not all_unreachable and (is_listening or len({each.host for each in everybody}) == 1)
+            is_listening = all(rank.gloo_interface and rank.gloo_interface.name != "lo" for rank in everybody)
+            is_open = not all_unreachable and (is_listening or len({rank.host for rank in everybody}) == 1)
             gloo_error = self._try_all_reduce() if is_open else None
         finally:
             self._leave()
@@ -245,12 +247,12 @@ def disambiguate_hosts(everybody: Sequence[Facts], listeners: Sequence[int]) -> 
     """Appends the first rank of a host to its name if several hosts have the same name."""
     times = Counter(everybody[rank].host for rank in listeners)
     names: dict[str, str] = {}
-    found = []
+    named = []
     for rank, facts in enumerate(everybody):
         if rank in listeners:
             names[facts.host] = f"{facts.host} (rank {rank})" if times[facts.host] > 1 else facts.host
-        found.append(replace(facts, host=names.get(facts.host, facts.host)))
-    return found
+        named.append(replace(facts, host=names.get(facts.host, facts.host)))
+    return named
 
 
 def check_port(host: str, port: int, *, limit_s: float) -> None:

@@ -40,24 +40,24 @@ def collect() -> dict[str, Any]:
     }
 
 
-def print_info(found: dict[str, Any], console: Console) -> None:
+def print_info(facts: dict[str, Any], console: Console) -> None:
     """Prints tables of versions, devices, backends and DDP options, comm hooks and kernels."""
     versions = TextTable("versions", "")
-    for name, version in (found["versions"] | {"platform": found["platform"]}).items():
+    for name, version in (facts["versions"] | {"platform": facts["platform"]}).items():
         versions.add_row(name, version)
     devices = TextTable("devices", "name", "memory", "cores")
-    for device in found["devices"]:
+    for device in facts["devices"]:
         memory = f"{device['memory_bytes'] / 2**30:.1f} GiB"
         devices.add_row(device["kind"], device["name"], memory, str(device["num_cores"]))
     backends = TextTable("backends", "in this torch")
-    for name, available in found["backends"].items():
+    for name, available in facts["backends"].items():
         is_nccl = name == "nccl" and available
-        backends.add_row(name, f"yes, {found['nccl_version']}" if is_nccl else _YES_OR_NO[available])
+        backends.add_row(name, f"yes, {facts['nccl_version']}" if is_nccl else _YES_OR_NO[available])
     options = TextTable("DDP options", "in this torch", "since torch")
-    for option in found["ddp_options"]:
+    for option in facts["ddp_options"]:
         options.add_row(option["name"], _YES_OR_NO[option["available"]], option["since"])
     for table in (versions, devices, backends, options):
         console.print(table)
-    console.print(f"comm_hook: {', '.join(found['comm_hooks'])}", highlight=False)
-    shown = ", ".join(f"{_KERNELS[name]} on {kind.upper()}" for kind, name in found["kernels"].items())
+    console.print(f"comm_hook: {', '.join(facts['comm_hooks'])}", highlight=False)
+    shown = ", ".join(f"{_KERNELS[name]} on {kind.upper()}" for kind, name in facts["kernels"].items())
     console.print(f"kernels of compressors: {shown}", highlight=False)

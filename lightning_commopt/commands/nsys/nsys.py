@@ -78,10 +78,10 @@ def make_ready(output_dir: str | Path, nsys_args: str = "") -> None:
     """
     if shutil.which("nsys") is None:
         raise FileNotFoundError(_MISSING)
-    found = reports(output_dir)
-    if found and "--force-overwrite" not in _option_names(shlex.split(nsys_args)):
+    existing = reports(output_dir)
+    if existing and "--force-overwrite" not in _option_names(shlex.split(nsys_args)):
         raise FileExistsError(
-            f"{found[0]} exists, and nsys would not replace it: choose another --output-dir, or give"
+            f"{existing[0]} exists, and nsys would not replace it: choose another --output-dir, or give"
             " --nsys-args=--force-overwrite=true"
         )
     Path(output_dir).mkdir(parents=True, exist_ok=True)

@@ -37,13 +37,15 @@ class Outlook:
         table = TextTable("plan", *columns, numbers=columns[:-1], title=self.title)
         candidates, now_s = (self.present, *self.others), self.present.prediction.step_s
         for candidate in candidates:
-            found, hook = candidate.prediction, candidate.plan.comm_hook
-            speedup = f"{now_s / found.step_s:.2f} ({now_s / found.high_s:.2f} to {now_s / found.low_s:.2f})"
+            prediction, hook = candidate.prediction, candidate.plan.comm_hook
+            speedup = (
+                f"{now_s / prediction.step_s:.2f} ({now_s / prediction.high_s:.2f} to {now_s / prediction.low_s:.2f})"
+            )
             table.add_row(
                 plan_text(candidate) + (" (as it ran)" if candidate is self.present else ""),
-                number(found.step_s),
-                f"{number(found.low_s)} to {number(found.high_s)}",
-                number(found.exposed_s),
+                number(prediction.step_s),
+                f"{number(prediction.low_s)} to {number(prediction.high_s)}",
+                number(prediction.exposed_s),
                 "1" if candidate is self.present else speedup,
                 "yes" if hook is not None and hook.claims.is_lossy else "no",
             )

@@ -125,16 +125,16 @@ def find_ring(machine: Machine, *, is_optimistic: bool = False) -> Ring | None:
     unknown = dict.fromkeys(map(frozenset, machine.gpu_pairs()), Link(KINDS[0])) if is_optimistic else {}
     links = {**unknown, **machine.links}
 
-    def near(one: str, limit: int) -> list[str]:
-        others = {other: links[pair].distance for other in labels if (pair := frozenset((one, other))) in links}
+    def near(label: str, limit: int) -> list[str]:
+        others = {other: links[pair].distance for other in labels if (pair := frozenset((label, other))) in links}
         # With peers over faster links first, the search stays among them as long as it can.
         return sorted((other for other in others if others[other] <= limit), key=lambda other: others[other] == limit)
 
     for distance, kind in enumerate(KINDS) if 1 < len(labels) <= _MAX_GPUS else ():
-        found = _search((labels[0],), {one: near(one, distance) for one in labels}, itertools.count())
-        if found is not None:
-            pairs = set(map(frozenset, zip(found, (*found[1:], found[0]), strict=True)))
-            return Ring(found, kind, sum(links[pair].kind == kind for pair in pairs))
+        order = _search((labels[0],), {label: near(label, distance) for label in labels}, itertools.count())
+        if order is not None:
+            pairs = set(map(frozenset, zip(order, (*order[1:], order[0]), strict=True)))
+            return Ring(order, kind, sum(links[pair].kind == kind for pair in pairs))
     return None
 
 
@@ -143,6 +143,6 @@ def _search(way: tuple[str, ...], peers: dict[str, list[str]], steps: Iterator[i
     if len(way) == len(peers):
         return way if len(way) == 2 or way[0] in peers[way[-1]] else None
     for peer in peers[way[-1]]:
-        if peer not in way and next(steps) < _MAX_STEPS and (found := _search((*way, peer), peers, steps)):
-            return found
+        if peer not in way and next(steps) < _MAX_STEPS and (whole := _search((*way, peer), peers, steps)):
+            return whole
     return None

@@ -108,9 +108,9 @@ def parse_link(word: str) -> Link | None:
     >>> parse_link("NV12"), parse_link("SOC"), parse_link("N/A")
     (Link(kind='NV', num_nvlinks=12), Link(kind='SYS', num_nvlinks=0), None)
     """
-    if (found := _WORD.fullmatch(word)) is None:
+    if (match := _WORD.fullmatch(word)) is None:
         return None
-    return Link("NV", int(found["num_nvlinks"])) if found["num_nvlinks"] else Link(_FORMER.get(word, word))
+    return Link("NV", int(match["num_nvlinks"])) if match["num_nvlinks"] else Link(_FORMER.get(word, word))
 
 
 def parse_cpus(text: str) -> frozenset[int]:

@@ -63,8 +63,8 @@ def find_tables(lines: Sequence[str]) -> list[Table]:
             tables.append(header)
             continue
         row = _parse_row(_without(prefix, line), tables[-1] if tables else Table())
-        if row is None and tables and _HEADING.match(prefix) and (found := _parse_row(behind, tables[-1])):
-            row = found._replace(tail=line[: len(line) - len(behind)].split())  # columns in front of the matrix
+        if row is None and tables and _HEADING.match(prefix) and (at_end := _parse_row(behind, tables[-1])):
+            row = at_end._replace(tail=line[: len(line) - len(behind)].split())  # columns in front of the matrix
         if row is None:
             continue
         if not tables or row.label in tables[-1].rows:
@@ -95,8 +95,8 @@ def _unwrap(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
 
 def _behind_prefix(line: str) -> str:
     """Returns a line without what a launcher has put before its first GPU."""
-    found = re.search(r"(?<![\w/])GPU\d", line)
-    return line[found.start() :] if found and len(line[: found.start()].split()) <= 4 else line
+    match = re.search(r"(?<![\w/])GPU\d", line)
+    return line[match.start() :] if match and len(line[: match.start()].split()) <= 4 else line
 
 
 def _without(prefix: str, line: str) -> str:
@@ -117,7 +117,7 @@ def _parse_header(text: str, index: int) -> Table | None:
     is_cut = len(labels) > 1 and len(rest) == 1 and rest[0].isalpha() and len(rest[0]) < 5 and not _is_cell(rest[0])
     if rest and rest[0].lower() not in _HEADING_WORDS and rest[:2] != ["Node", "Affinity"] and not is_cut:
         return None
-    headings = [" ".join(found.lower().split()) for found in _HEADING.findall(text)]
+    headings = [" ".join(heading.lower().split()) for heading in _HEADING.findall(text)]
     return Table(labels=labels, headings=headings, line=index)
 
 

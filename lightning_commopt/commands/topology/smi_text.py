@@ -43,7 +43,7 @@ def read_smi_text(text: str, source: str) -> Machine:
     _drop_cut_word(table, text.rsplit(None, 1)[-1])
     labels = table.labels or _labels_of_rows(list(table.rows.values()))
     links, conflicts = _links_of(table, labels)
-    names = {found[1]: found[2] for line in lines if (found := _NIC_NAME.search(line))}
+    names = {match[1]: match[2] for line in lines if (match := _NIC_NAME.search(line))}
     gpus = tuple(_gpus_of(table, labels, lines))
     if not gpus:
         raise TopologyError(f"{source}: a matrix without a GPU")
@@ -81,8 +81,8 @@ def _is_without_nvlink(lines: Sequence[str], begin: int) -> bool:
 
 def _command_above(lines: Sequence[str], begin: int) -> str | None:
     """Returns the last option of ``nvidia-smi topo`` above a matrix; None if there is none."""
-    found = [command[1] for line in lines[:begin] for command in _COMMAND.finditer(line)]
-    return found[-1] if found else None
+    options = [command[1] for line in lines[:begin] for command in _COMMAND.finditer(line)]
+    return options[-1] if options else None
 
 
 def _read_p2p(tables: Sequence[Table], lines: Sequence[str]) -> dict[frozenset[str], str]:
@@ -136,7 +136,7 @@ def _links_of(table: Table, labels: Sequence[str]) -> tuple[dict[frozenset[str],
             known = links.setdefault(pair, link)
             if known != link:
                 conflicts.append(f"{label} and {row.label}")
-                links[pair] = max(link, known, key=lambda each: (each.distance, -each.num_nvlinks))
+                links[pair] = max(link, known, key=lambda choice: (choice.distance, -choice.num_nvlinks))
     return links, conflicts
 
 
@@ -156,10 +156,10 @@ def _aligned(row: Row, own: int, num_columns: int) -> list[str]:
 
 
 def _gpus_of(table: Table, labels: Sequence[str], lines: Sequence[str]) -> Iterator[Gpu]:
-    names = {int(found[1]): found[2].strip() for line in lines if (found := _GPU_ROW.search(line))}
+    names = {int(match[1]): match[2].strip() for line in lines if (match := _GPU_ROW.search(line))}
     for line in lines:
-        if found := _GPU_NAME.search(line):
-            names |= dict.fromkeys(parse_cpus(re.sub(r"\s", "", found[1])), found[2].strip())
+        if match := _GPU_NAME.search(line):
+            names |= dict.fromkeys(parse_cpus(re.sub(r"\s", "", match[1])), match[2].strip())
     for label in filter(GPU.fullmatch, labels):
         cpus, node, own_node = _affinity(table, table.rows.get(label), len(labels))
         name = names.get(int(label[3:]))

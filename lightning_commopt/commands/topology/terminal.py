@@ -42,13 +42,13 @@ def gpu_pairs(machine: Machine) -> list[Pair]:
     """Returns all pairs of GPUs whose link is known."""
     gpus = {gpu.label: gpu for gpu in machine.gpus}
     switched = is_switched(machine)
-    found = []
-    for one, other in machine.gpu_pairs():
-        if link := machine.link(one, other):
-            expected = expect_between_gpus(link, gpus[one], machine.p2p.get(frozenset((one, other))))
+    pairs = []
+    for label, other in machine.gpu_pairs():
+        if link := machine.link(label, other):
+            expected = expect_between_gpus(link, gpus[label], machine.p2p.get(frozenset((label, other))))
             text = meaning(link, is_switched=switched)
-            found.append(Pair(one, other, link, text, None if machine.without_nvlink else expected))
-    return found
+            pairs.append(Pair(label, other, link, text, None if machine.without_nvlink else expected))
+    return pairs
 
 
 def nic_pairs(machine: Machine) -> list[Pair]:
@@ -69,10 +69,10 @@ def by_link(pairs: list[Pair]) -> list[list[Pair]]:
 
 def by_place(machine: Machine) -> list[tuple[str, str, list[Gpu]]]:
     """Returns GPUs by their NUMA node, or by their cores where the source has no nodes: both as text, and the GPUs."""
-    found = grouped((gpu.cpus if gpu.numa_node is None else gpu.numa_node, gpu) for gpu in machine.gpus)
-    names = [UNKNOWN if gpus[0].numa_node is None else str(gpus[0].numa_node) for gpus in found.values()]
-    cores = [cpus_text(cpu for gpu in gpus for cpu in gpu.cpus) for gpus in found.values()]
-    return [(f"NUMA node {name}", text, gpus) for name, text, gpus in zip(names, cores, found.values(), strict=True)]
+    places = grouped((gpu.cpus if gpu.numa_node is None else gpu.numa_node, gpu) for gpu in machine.gpus)
+    names = [UNKNOWN if gpus[0].numa_node is None else str(gpus[0].numa_node) for gpus in places.values()]
+    cores = [cpus_text(cpu for gpu in gpus for cpu in gpu.cpus) for gpus in places.values()]
+    return [(f"NUMA node {name}", text, gpus) for name, text, gpus in zip(names, cores, places.values(), strict=True)]
 
 
 def to_plain(machine: Machine, findings: list[Finding]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Tuning(FitPlan):
 
     def end_fit(self, keep: Callable[[CommPlan], None] | None = None) -> None:
         super().end_fit(keep)
-        found = self.describe()
-        if found:
+        description = self.describe()
+        if description:
             self._strategy.plan.save(self._asked["output"])
-            Path(self._asked["verdict"]).write_text(found["verdict"], encoding="utf-8")
+            Path(self._asked["verdict"]).write_text(description["verdict"], encoding="utf-8")
