@@ -16,7 +16,7 @@ def quote(value: object, *, is_literal: bool = True) -> object:
     r"""Returns a value as an override that Hydra reads back unchanged; only text needs quotes.
 
     Args:
-        value: of the override.
+        value: the value to quote.
         is_literal: whether ``${...}`` in it is text, and not an interpolation.
 
     >>> print(quote('a, "b" and ${c}'))
@@ -24,7 +24,7 @@ def quote(value: object, *, is_literal: bool = True) -> object:
     """
     if not isinstance(value, str):
         return value
-    # In both grammars backslashes count only before what they escape.
+    # In Hydra's and OmegaConf's grammar a backslash escapes only these characters, and is itself otherwise.
     text = re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + "\\${", value) if is_literal else value
     escaped = re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + ('\\"' if found[2] else ""), text)
     return f'"{escaped}"'

@@ -1,4 +1,4 @@
-"""Linux namespaces that live as long as a process of ours, and what a machine needs for them."""
+"""Linux namespaces that live as long as a process of this package, and what a machine needs for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PACKAGES = {
     "util-linux": ("mount", "nsenter", "setpriv", "taskset", "unshare"),
     "coreutils": ("cat", "true"),
 }
-# Root needs no user namespace; others are root in one of their own, where the kernel lets them.
+# Root needs no user namespace. Other users become root in a new one, if the kernel allows it.
 _UNSHARE_OPTIONS: tuple[tuple[str, ...], ...] = ((), ("--user", "--map-root-user"))
 _NETWORK = ("--mount", "--net")
 _PROCESSES = ("--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -33,7 +33,7 @@ class LabError(RuntimeError):
 
 
 def why_not() -> str | None:
-    """Returns why the network lab does not work on this machine, None where it does."""
+    """Returns why the network lab does not work on this machine; None if it works."""
     try:
         find_unshare_options()
     except LabError as error:
@@ -97,12 +97,12 @@ def run_program(*command: str) -> None:
 class Keeper:
     """Keeps new namespaces alive until it is closed, or until the thread that made it ends, even by SIGKILL.
 
-    It is a process of ``cat``: it answers when the namespaces exist, its input ends when we do, and the kernel kills it
-    at the end of the thread, should a fork of ours still hold that input. The namespaces have no name outside and end
-    with their last process.
+    It is a process of ``cat``. It answers when the namespaces exist, and ends with its input when this process ends. If
+    a fork of this process still holds the input, the kernel kills it at the end of the thread. The namespaces have no
+    name outside and end with their last process.
 
     Args:
-        unshare_options: from `find_unshare_options`.
+        unshare_options: options for ``unshare``, from `find_unshare_options`.
         within: the keeper of the namespaces around the new ones, if any.
 
     Attributes:
@@ -123,7 +123,7 @@ class Keeper:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # no Ctrl-C: we end it after the ranks
+            start_new_session=True,  # Ctrl-C must not reach it, as it has to end after the ranks
         )
         self.pid = self._process.pid
         try:
@@ -137,7 +137,7 @@ class Keeper:
 
         Args:
             host: name of a network namespace; None for the one in which hosts were made.
-            folder: where it runs; None for the root folder.
+            folder: folder in which it runs; None for the root folder.
         """
         root = f"/proc/{self.pid}/root"
         network = "--net" if host is None else f"--net={root}/run/netns/{host}"
