@@ -129,7 +129,7 @@ class _GroupHooks:
             sent = 0 if name == "all_gather" else _nbytes(args.input_tensors)
             received = 0 if name in _INPUTS_ARE_MORE else _nbytes(args.output_tensors)
             num_bytes = sent if sent > received else received
-            issued = [one for listener in listeners if (one := listener(name, num_bytes)) is not None]
+            issued = [watched for listener in listeners if (watched := listener(name, num_bytes)) is not None]
         except Exception as error:
             # An exception that leaves a hook would make the user's collective fail.
             self.remove_all()
@@ -146,8 +146,8 @@ class _GroupHooks:
             return
 
         def end(_: Any) -> None:
-            for one in issued:
-                one.end()
+            for watched in issued:
+                watched.end()
 
         try:
             work.get_future().add_done_callback(end)

@@ -198,16 +198,16 @@ def expand_node_list(text: str) -> list[str]:
 
 
 def _expand(part: str) -> Iterator[str]:
-    found = re.search(r"\[([^\[\]]*)\]", part)
-    if found is None:
+    brackets = re.search(r"\[([^\[\]]*)\]", part)
+    if brackets is None:
         yield part
         return
-    for bounds in found[1].split(","):
+    for bounds in brackets[1].split(","):
         ends = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", bounds)
         if ends is None:
             raise ValueError(f"SLURM_STEP_NODELIST has the range {bounds!r}, which must be such as 01-03")
         for number in range(int(ends[1]), int(ends[2] or ends[1]) + 1):
-            yield from _expand(f"{part[: found.start()]}{number:0{len(ends[1])}d}{part[found.end() :]}")
+            yield from _expand(f"{part[: brackets.start()]}{number:0{len(ends[1])}d}{part[brackets.end() :]}")
 
 
 def _from_list(text: str, port: int) -> RankIdentity:

@@ -51,7 +51,7 @@ class Listening:
 
 def list_interfaces() -> list[Interface]:
     """Returns the interfaces that are up and have an IPv4 address, in the kernel's order."""
-    found = []
+    interfaces = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack(f"{_REQUEST_BYTES}s", name.encode()[:15])
@@ -65,8 +65,8 @@ def list_interfaces() -> list[Interface]:
                 continue
             if flags & _IFF_UP:
                 prefix_length = ipaddress.IPv4Network(f"0.0.0.0/{mask}").prefixlen
-                found.append(Interface(name, address, prefix_length))
-    return found
+                interfaces.append(Interface(name, address, prefix_length))
+    return interfaces
 
 
 def find_listening(
@@ -133,7 +133,8 @@ def choose_for_nccl(interfaces: Sequence[Interface], environment: Mapping[str, s
         ]
         return next((interface for interface, match in zip(interfaces, matches, strict=True) if match != is_out), None)
     order = {"ib": 0, "docker": 2, "lo": 3, "virbr": 4}  # all other names have 1
-    places = [next((order[start] for start in order if each.name.startswith(start)), 1) for each in interfaces]
+    names = [interface.name for interface in interfaces]
+    places = [next((order[start] for start in order if name.startswith(start)), 1) for name in names]
     return interfaces[places.index(min(places))] if places else None
 
 

@@ -158,22 +158,22 @@ def _suggest(name: str, value: str) -> str | None:
     ('NCCL_NVLS_ENABLE=0', 'NCCL_IB_DISABLE', None)
     """
     names = [name for name, variable in nccl_variables().items() if variable.removed_in is None]
-    by_words = {frozenset(each.split("_")): each for each in names}
+    by_words = {frozenset(known.split("_")): known for known in names}
     words = [re.sub(r"ABLED$", "ABLE", word) for word in name.split("_")]
     if frozenset(words) in by_words:
         return by_words[frozenset(words)]
     opposite = by_words.get(frozenset(_OPPOSITES.get(word, word) for word in words))
     if opposite is not None:
         return f"{opposite}={int(value == '0')}"
-    longer = [each for each in names if re.match(rf"{each}[A-Z]", name)]
-    near = [each for each in get_close_matches(name, names, cutoff=_NEAR) if _is_alike(name, each)]
-    return next(iter([*longer, *near]), None)
+    beginnings = [known for known in names if re.match(rf"{known}[A-Z]", name)]
+    near = [known for known in get_close_matches(name, names, cutoff=_NEAR) if _is_alike(name, known)]
+    return next(iter([*beginnings, *near]), None)
 
 
 def _is_alike(name: str, other: str) -> bool:
     """Returns whether each word of a name may be a misspelt word of another name, unlike NET and NVTX."""
     words, others = name.split("_"), other.split("_")
-    pairs = [(one, another) for one, another in zip(words, others, strict=False) if one != another]
+    pairs = [(word, known) for word, known in zip(words, others, strict=False) if word != known]
     return len(words) != len(others) or all(SequenceMatcher(None, *pair).ratio() > _ALIKE for pair in pairs)
 
 
@@ -260,7 +260,7 @@ def _checked(name: str, value: Any) -> tuple[str, str]:
     full = name.upper() if name.upper().startswith(PREFIX) else PREFIX + name.upper()
     variables = nccl_variables()
     if full not in variables:
-        short = [each.removeprefix(PREFIX).lower() for each in variables]
+        short = [known.removeprefix(PREFIX).lower() for known in variables]
         raise OptionError(f"nccl: NCCL has no setting {name!r}{did_you_mean(full.removeprefix(PREFIX).lower(), short)}")
     variable = variables[full]
     if variable.removed_in is not None:

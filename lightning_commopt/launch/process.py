@@ -89,8 +89,8 @@ def run_ranks(
             status = None if stopped is None else stopped.process.returncode
         finally:
             # Ranks are killed before their last output is read: what they print when others end is not the cause.
-            for each in ranks:
-                each.kill()
+            for program in ranks:
+                program.kill()
     texts = [output.decode(errors="replace") for output in outputs]
     if stopped is not None:
         raise RankError(ranks.index(stopped), status, timeout_s, texts)

@@ -90,8 +90,8 @@ class FindingTexts:
     ) -> Finding:
         """Returns a finding, with the texts of its code where none are given, and each line of evidence once."""
         what, why = what or self._texts[code]["what"].format(**values), why or self.reason(code, **values)
-        found = [each for each in (*evidence, *why.evidence) if each is not None]
-        lines = tuple(dict.fromkeys(each if isinstance(each, Line) else each.line for each in found))
+        facts = [fact for fact in (*evidence, *why.evidence) if fact is not None]
+        lines = tuple(dict.fromkeys(fact if isinstance(fact, Line) else fact.line for fact in facts))
         return Finding(
             severity=severity, what=what, advice=why.advice, why=why.why, code=code, where=where, evidence=lines
         )

@@ -47,8 +47,8 @@ def parse_rate(rate: str | None, name: str = "rate") -> int | None:
     """
     if rate is None or rate == "unlimited":
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate) if isinstance(rate, str) else None
-    bits = round(float(found[1]) * _UNITS[found[2]]) if found else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate) if isinstance(rate, str) else None
+    bits = round(float(match[1]) * _UNITS[match[2]]) if match else 0
     if not _MIN_RATE <= bits <= _MAX_RATE:
         raise ValueError(
             f"{name} must be a number with kbit, mbit or gbit, from 100kbit to 100gbit, "

@@ -78,9 +78,9 @@ def program(name: str) -> str | None:
 
 def path_of(name: str) -> str:
     """Returns the path of a program that `find_unshare_options` has found."""
-    found = program(name)
-    assert found is not None, f"{name} was there when the lab was opened"
-    return found
+    path = program(name)
+    assert path is not None, f"{name} was there when the lab was opened"
+    return path
 
 
 def run_program(*command: str) -> None:

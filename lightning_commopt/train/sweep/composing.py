@@ -116,10 +116,10 @@ def check_folders(jobs: Iterable[Job]) -> None:
 
 
 def _repeat(configs: Sequence[DictConfig]) -> int:
-    found = {num_repetitions(config) for config in configs}
-    if len(found) > 1:
-        raise ConfigError(f"repeat is for the whole sweep: it must be the same in all jobs, got {sorted(found)}")
-    repeat = max(found, default=1)
+    counts = {num_repetitions(config) for config in configs}
+    if len(counts) > 1:
+        raise ConfigError(f"repeat is for the whole sweep: it must be the same in all jobs, got {sorted(counts)}")
+    repeat = max(counts, default=1)
     set_by_user = [config.repetition for config in configs if config.repetition != 0]
     if repeat > 1 and set_by_user:
         raise ConfigError(f"repeat={repeat} sets repetition: leave out one of them, got repetition={set_by_user[0]}")

@@ -106,10 +106,10 @@ def _check_devices(config: DictConfig) -> None:
 
 def _shards_itself(model: str) -> bool:
     try:
-        found = get_object(model)
+        factory = get_object(model)
     except (ValueError, ImportError):
         return True  # instantiating the model will raise the error
-    configure_model = getattr(found, "configure_model", None)
+    configure_model = getattr(factory, "configure_model", None)
     return configure_model is None or not configure_model.__module__.startswith(PACKAGES)
 
 

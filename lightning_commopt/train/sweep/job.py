@@ -214,8 +214,8 @@ def cause_in_another_rank(error: str, lines: Sequence[str]) -> str | None:
     """
     if not _CONSEQUENCE.search(error):
         return None
-    for found in filter(None, map(_EXCEPTION_LINE.match, lines)):
-        exception = found["exception"]
+    for match in filter(None, map(_EXCEPTION_LINE.match, lines)):
+        exception = match["exception"]
         if exception not in error and not _CONSEQUENCE.search(exception):
-            return f"{'another rank' if found['rank'] is None else 'rank ' + found['rank']}: {exception}"
+            return f"{'another rank' if match['rank'] is None else 'rank ' + match['rank']}: {exception}"
     return None
