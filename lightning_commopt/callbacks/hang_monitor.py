@@ -98,7 +98,7 @@ class HangMonitor(PhaseCallback):
         self._num_looks = _NUM_LOOKS if stage == "fit" else 0
         plan = plan_of(trainer.strategy)
         if stage == "fit" and plan is not None and plan.comm_hook is not None:
-            # Without a hook of ours, observing would cost a pass over the gradients.
+            # With DDP's own all-reduce, observing would cost a pass over the gradients.
             strategy: Any = trainer.strategy
             strategy.sync_observers.add(self._watched.observer)
             self._closing.callback(strategy.sync_observers.remove, self._watched.observer)

@@ -59,7 +59,7 @@ class NVTXRanges(PhaseCallback):
         colors: colours of some ranges, by the names in `RANGES`: a name in `COLORS`, or an ARGB integer.
 
     Raises:
-        ValueError: ``domain`` is no string, or a range or a colour is unknown.
+        ValueError: ``domain`` is not a string, or a range or a colour is unknown.
     """
 
     def __init__(self, *, domain: str = "lightning_commopt", colors: Mapping[str, str | int] | None = None) -> None:

@@ -127,7 +127,7 @@ class FitSummary:
 def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> tuple[FitSummary, list[str]]:
     """Summarizes the last fit of a run from ``comm_time/*.jsonl``, also while it trains.
 
-    Only steps that all ranks have recorded count, without the first ``num_warmup_steps``; None for as many as
+    Only steps that all ranks have recorded count, without the first ``num_warmup_steps``; None for the number that
     `CommTimeMonitor` left out. The second result has a line for each thing that the files lack.
 
     Raises:

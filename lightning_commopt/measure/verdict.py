@@ -1,6 +1,6 @@
 """Interprets the numbers of a fit in words: how much communication costs, and what is worth trying.
 
-"At most ... times as fast" is the speed-up if the named time vanished and nothing else grew; it is no promise. What
+"At most ... times as fast" is the speed-up if the named time vanished and nothing else grew. It is not a promise. What
 cannot save a twentieth of a step is not recommended. See `forecasts` for other plans.
 """
 

@@ -189,7 +189,7 @@ def _table(rank: int, offset: int) -> Tensor:
 
 
 def compressor_of(comm_hook: Any) -> Compressor:
-    """Returns the compressor; ValueError if it is unknown, has a wrong option, or is "none", which is no hook."""
+    """Returns the compressor; ValueError if it is unknown, has a wrong option, or is "none", which is not a hook."""
     try:
         compressor = compressor_from_config(comm_hook)
     except (ValueError, TypeError) as error:

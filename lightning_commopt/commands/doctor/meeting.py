@@ -218,7 +218,7 @@ class _FactExchange:
         return [rank for rank, key in keys.items() if not self._store.check([key])]
 
     def _wait(self, key: str, grace_s: float = 0.0) -> bool:
-        """Waits for a key, and returns whether it was written in time; ``Store.wait`` prints warnings of its own."""
+        """Waits for a key, and returns whether it was written in time; ``Store.wait`` would print warnings."""
         return poll(lambda: self._store.check([key]), self._deadline + grace_s - time.monotonic())
 
     def _try_all_reduce(self) -> str | None:

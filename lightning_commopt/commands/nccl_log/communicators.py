@@ -176,7 +176,7 @@ def add_listed(log: NcclLog) -> None:
 
 
 def add_unnamed(log: NcclLog) -> None:
-    """Adds processes that name no rank to the only communicator there is, if it lacks as many."""
+    """Adds processes that name no rank to the only communicator there is, if enough of its ranks are missing."""
     if len(log.communicators) == 1 and log.communicators[0].count == 1:
         (only,) = log.communicators
         left = [process for process in log.rest().processes if process.host and process.network is not None]

@@ -118,7 +118,7 @@ def _find_nics(machine: Machine) -> Iterator[Finding]:
     far: dict[str, list[str]] = {}
     for gpu in machine.gpus:
         link, nearest = machine.nearest_nics(gpu.label)
-        # With Grace, RDMA goes through the CPU's memory at full rate; RCCL has limits of its own.
+        # With Grace, RDMA goes through the CPU's memory at full rate. RCCL has other limits than NCCL.
         is_judged = not gpu.is_coherent and not (gpu.name or "").startswith("AMD")
         has_gdr = gpu.can_gdr is not False and any(nic.can_gdr is not False for nic in nearest)
         if link is not None and link.distance > KINDS.index("PXB") and is_judged and has_gdr:

@@ -28,7 +28,7 @@ def read_smi_text(text: str, source: str) -> Machine:
     """Reads the first matrix of ``nvidia-smi topo -m`` or ``-mp`` in a text, and the first of ``topo -p2p``.
 
     Raises:
-        TopologyError: there is none in it.
+        TopologyError: there is no topology in the text.
     """
     lines = [_ESCAPES.sub("", line[:_MAX_CHARACTERS]) for line in re.split(r"\r\n|\r|\n", text)]
     plain = [line.translate(_MARKDOWN) for line in lines]

@@ -93,7 +93,7 @@ def tuned_strategy(strategy: Any, ours: Any) -> Any:
     """Returns what takes the place of a Trainer's strategy.
 
     Raises:
-        ValueError: it is none of DDP's, or has a comm hook.
+        ValueError: the strategy is not DDP, or has a comm hook.
     """
     from lightning_commopt.commands.tune.tuning import Tuning
     from lightning_commopt.compat.lightning import arguments_of_ddp, comm_hook_of, is_lightnings_ddp

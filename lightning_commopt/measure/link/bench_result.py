@@ -162,7 +162,7 @@ class BenchResult:
 
 
 def kind_of(path: Path) -> object:
-    """Returns the kind of a JSON file of ours; None of any other file."""
+    """Returns the kind of a JSON file that this package wrote; None for any other file."""
     try:
         plain = parse_json(path.read_bytes())
     except ValueError:

@@ -32,7 +32,7 @@ class MLP(Classifier):
     the layers of the first three; of ``xlarge`` it gives only the count, which these widths match. Weights are
     initialized as by He et al. (2015), so that deep ones train as fast as shallow ones.
 
-    Logs ``train_loss``, ``val_loss`` and ``val_accuracy``; the latter two are over all ranks.
+    Logs ``train_loss``, and over all ranks ``val_loss`` and ``val_accuracy``.
 
     Args:
         size: "small", "medium", "large" or "xlarge", or the widths of the hidden layers.

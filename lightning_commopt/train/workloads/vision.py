@@ -17,7 +17,7 @@ class VisionModel(Classifier):
 
     Maps ``(B, 3, height, width)`` images to ``(B, classes)`` logits.
 
-    Logs ``train_loss`` and ``val_loss``; the latter is averaged over ranks. Accuracy of random labels is meaningless.
+    Logs ``train_loss``, and ``val_loss`` averaged over ranks. The accuracy of random labels would be meaningless.
 
     Args:
         name: name of the model for ``torchvision.models.get_model``, for example ``vit_l_32``.
