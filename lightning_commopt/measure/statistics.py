@@ -30,8 +30,8 @@ TIMES = (
     *("comm_s", "queue_s", "compression_s", "wire_s", "wait_s", "exposed_s", "exposed_wait_s"),
 )
 
-MAX_SAMPLED_VALUES = 2**20
-_MIN_SAMPLED_STEPS = 64
+MAX_SAMPLED_VALUES = 2**20  # 8 MiB
+_MIN_SAMPLED_STEPS = 64  # steps that are kept however many ranks they have
 # Thresholds of `find_straggler`; its docstring says why both a share of steps and a slowdown are needed.
 MIN_STEPS = 8
 _LATE = 0.05

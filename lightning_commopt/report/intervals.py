@@ -15,7 +15,7 @@ from lightning_commopt.measure.median import CONFIDENCE, median_of
 from lightning_commopt.text.formatting import number
 
 _NUM_RESAMPLES = 9999
-_ROUNDING = 1e-12
+_ROUNDING = 1e-12  # logarithms that differ by less differ only by rounding
 _TIMES_FROM = 2.0  # from this ratio on, "2.3 times as fast" instead of "65 % faster"
 
 TIMES = "\N{MULTIPLICATION SIGN}"

@@ -25,9 +25,10 @@ from lightning_commopt.measure.link.bench_result import Case
 from lightning_commopt.sync.groups import borrow_groups
 
 _REDOPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+# The numbers in a checked message: see `fill`, which has the reasons for a prime period and small values.
 _PERIOD = 1021
 _NUM_VALUES = 3
-_CHUNK = 4096 * _PERIOD
+_CHUNK = 4096 * _PERIOD  # elements that are filled or compared at once, which bounds the extra memory
 _STEP = 1_000_000  # after any ``start_step``, so that a compressor compresses from the first call on
 _TILE_NUMEL = 65_521  # a prime: no two blocks of a compressor are equal
 

@@ -39,7 +39,7 @@ _ERROR_COUNTERS = (
 _SHARP_FOLDERS = (
     *("opt/mellanox/sharp/lib", "opt/hpcx/nccl_rdma_sharp_plugin/lib", "usr/lib", "usr/lib/x86_64-linux-gnu"),
 )
-_DMA_BUF_KERNEL = (5, 12)
+_DMA_BUF_KERNEL = (5, 12)  # the first Linux in which GPUDirect RDMA can use DMA-BUF
 _VARIABLES = re.compile(r"(NCCL|TORCH_NCCL|GLOO|OMP|MKL)_")
 
 

@@ -74,8 +74,8 @@ _LETTERS = {
 }
 _DETAIL_WIDTH = 60
 _ENDED = "x"
-_SHARE_BEFORE = 0.3
-_MIN_S = 1.0
+_SHARE_BEFORE = 0.3  # share of the timeline for the time before the hang
+_MIN_S = 1.0  # the timeline shows at least this much of the hang
 
 
 def print_hang_report(report: HangReport, console: Console) -> None:

@@ -18,8 +18,8 @@ from lightning_commopt.text.findings import Line
 _MAX_BYTES = 1 << 16  # longer lines are not NCCL's, whose own buffer has 1024 bytes
 _MAX_CHARACTERS = 4000  # Python's int() refuses numbers of more than 4300 digits
 _SHOWN_CHARACTERS = 400
-_LARGE_BYTES = 16 << 20
-_MAX_RAS_LINES = 600
+_LARGE_BYTES = 16 << 20  # a file of this size shows its progress
+_MAX_RAS_LINES = 600  # lines that are read after the head of a RAS report
 _OF_INTEREST = re.compile(
     rb"atchdog|enqueued|Last error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|Test CUDA"
     rb"|[nr]ccl.?version|nvidia-nccl-cu|using nccl|nccl\w+ failed:",

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_commopt.commands.topology.machine import Gpu, Link, Machine, Nic, TopologyError, parse_cpus
 
 _LEVELS = {"INTERNAL": "PIX", "SINGLE": "PIX", "MULTIPLE": "PXB", "HOSTBRIDGE": "PHB", "NODE": "NODE", "SYSTEM": "SYS"}
-_MAX_CPUS = 4096
+_MAX_CPUS = 4096  # cores in the mask that the driver is asked for
 _ROOT = re.compile(r"pci[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}$")
 
 

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-_LIMIT_S = 30
-_CLOSE_S = 10
+_LIMIT_S = 30  # time limit of each command that sets up the lab
+_CLOSE_S = 10  # namespaces that have not ended by then are killed
 _PACKAGES = {
     "iproute2": ("ip", "tc"),
     "util-linux": ("mount", "nsenter", "setpriv", "taskset", "unshare"),

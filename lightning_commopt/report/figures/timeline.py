@@ -18,7 +18,7 @@ from lightning_commopt.report.model import Cell, Group, Setting
 from lightning_commopt.text.formatting import Unit, byte_unit, grouped, number, time_unit
 
 MAX_SETTINGS = 8
-_WARM_UP_SHARE = 0.2
+_WARM_UP_SHARE = 0.2  # share of the steps that is left out if a run's record has no number of timed steps
 KEYS = (
     Key("waiting", "a bucket is ready and waits in the queue"),
     Key("compressing", "it is being compressed or decompressed"),
@@ -28,7 +28,7 @@ KEYS = (
 
 # Heights in pixels: a phase's bar, all buckets of a rank, the most for one bucket, the gap between ranks, and the axis.
 _PHASE, _BUCKETS, _MAX_BUCKET, _GAP, _AXIS = 20, 110, 12, 16, 50
-_MAX_BUCKETS_SHOWN = 240
+_MAX_BUCKETS_SHOWN = 240  # buckets drawn in one chart; the ranks beyond are left out
 _CLEAR = "rgba(0,0,0,0)"
 
 
