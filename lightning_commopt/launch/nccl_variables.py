@@ -130,14 +130,14 @@ def _message(name: str, value: str, version: tuple[int, ...] | None) -> str | No
         return _misuse(variables[name], value, version)
     names = read_texts(_NAMES)
     if name in names["meant"]:
-        return f"{name} is no variable of NCCL: {names['meant'][name]}"
+        return f"{name} is not a variable of NCCL: {names['meant'][name]}"
     for variable in variables.values():
         if name == variable.former_name:
             return f"{name} was renamed: it is {variable.name} now"
     if name in other_variables() or any(re.match(pattern, name) for pattern in names["third_party"].values()):
         return None
     meant = _suggest(name, value) if name.startswith(PREFIX) else _with_right_prefix(name)
-    return None if meant is None else f"{name} is no variable of NCCL; did you mean {meant}?"
+    return None if meant is None else f"{name} is not a variable of NCCL; did you mean {meant}?"
 
 
 def _misuse(variable: Variable, value: str, version: tuple[int, ...] | None) -> str | None:
@@ -250,7 +250,7 @@ def profiles() -> dict[str, Path]:
 def _load_profile(name: Any) -> dict[str, Any]:
     known = profiles()
     if not isinstance(name, str) or name not in known:
-        raise OptionError(f"nccl={name!r} is no profile; known: {', '.join(known)}{did_you_mean(name, known)}")
+        raise OptionError(f"nccl={name!r} is not a profile; known: {', '.join(known)}{did_you_mean(name, known)}")
     settings: dict[str, Any] = yaml.safe_load(known[name].read_text(encoding="utf-8"))
     return settings
 

@@ -215,7 +215,7 @@ def _parse(line: bytes) -> dict[str, Any]:
         return {"type": "blank"}
     values = parse_json(line, allow_nan=False)
     if not isinstance(values, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     return values
 
 

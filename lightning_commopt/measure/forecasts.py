@@ -148,4 +148,4 @@ def statistic_text(present: Present, forecasts: Sequence[Forecast]) -> str:
     if not forecasts:
         return ""
     step_s = present.median_step_s if math.isnan(forecasts[0].present_s) else forecasts[0].present_s
-    return f"Speed-ups are those of the median step, now {number(1e3 * step_s)} ms, with 95 % intervals."
+    return f"Speed-ups are for the median step, now {number(1e3 * step_s)} ms, with 95 % intervals."

@@ -85,7 +85,7 @@ def load_json(path: Path, kind: str, newest_format: int, read: Callable[[dict[st
     """
     plain = read_object(path, f"result of {kind}")
     if plain.get("kind") != kind:
-        raise ValueError(f"{path} is no result of {kind}: its kind is {plain.get('kind')!r}")
+        raise ValueError(f"{path} is not a result of {kind}: its kind is {plain.get('kind')!r}")
     if not isinstance(plain.get("format"), int) or plain["format"] > newest_format:
         raise ValueError(f"{path} has format {plain.get('format')!r}; this version reads up to {newest_format}")
     with errors_naming(path):
@@ -99,9 +99,9 @@ def read_object(path: Path, what: str, *, allow_nan: bool = True) -> dict[str, A
     try:
         plain = parse_json(path.read_bytes(), allow_nan=allow_nan)
     except ValueError as error:
-        raise ValueError(f"{path} is no {what}, or was cut: {error}") from None
+        raise ValueError(f"{path} is not a {what}, or was cut: {error}") from None
     if not isinstance(plain, dict):
-        raise ValueError(f"{path} is no {what}: it holds a JSON {type(plain).__name__}, not an object")
+        raise ValueError(f"{path} is not a {what}: it holds a JSON {type(plain).__name__}, not an object")
     return plain
 
 

@@ -58,10 +58,10 @@ def compare_losses(setting: Setting, baseline: Setting) -> LossComparison:
         return LossComparison("fine", f"{lead} final loss is the same, {number(ours, _DIGITS)}.")
     by = short_percent((ours - theirs) / abs(theirs)) if theirs else number(abs(ours - theirs))
     both = f"{number(ours, _DIGITS)} against {number(theirs, _DIGITS)}"
-    text = f"{lead} final loss is {both}, {by} {'above' if ours > theirs else 'below'}"
+    text = f"{lead} final loss is {both}, {by} {'higher' if ours > theirs else 'lower'}"
     own, others = _losses(setting), _losses(baseline)
     if min(len(own), len(others)) == 1:
-        text += ", of single runs, whose spread is unknown."
+        text += " (single runs, so the spread is unknown)."
         return LossComparison(without_spread if ours > theirs else "fine", text)
     beyond = max(min(own), min(others)) > min(max(own), max(others))
     spread = f"{'beyond' if beyond else 'within'} the spread over repetitions"
@@ -126,7 +126,7 @@ def _choose(ranked: Sequence[Setting], baseline: Setting, where: str) -> Answer:
     if impossible and len(possible) < 2:
         return Answer(tuple(impossible), None)
     is_certain = not impossible and not baseline.num_diverged
-    sentences, recommended = _choose_possible(possible, baseline, where, ": leave the rest off" if is_certain else "")
+    sentences, recommended = _choose_possible(possible, baseline, where, ": stay with it" if is_certain else "")
     return Answer((*sentences, *impossible), None if impossible and recommended is baseline else recommended)
 
 
@@ -202,7 +202,7 @@ def _too_few_runs(uncertain: Sequence[Setting]) -> list[str]:
     else:
         repeat = f"running each setting with {needed} seeds"
     if num_runs == 1:
-        return [f"With single runs the noise is unknown: {repeat} shows which differences last."]
+        return [f"A single run does not show noise: {repeat} shows which differences hold up."]
     return [f"{num_runs} repetitions are too few to tell that from noise: {repeat} would show it."]
 
 

@@ -238,7 +238,7 @@ def _parse_hook(text: str) -> Any:
     try:
         return json_text.loads(text)
     except json_text.JSONDecodeError as error:
-        raise ValueError(f"--comm-hook is no JSON: {error.msg} in {text!r}") from None
+        raise ValueError(f"--comm-hook is not JSON: {error.msg} in {text!r}") from None
 
 
 @contextmanager

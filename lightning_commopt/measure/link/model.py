@@ -109,7 +109,7 @@ class Curve:
             until = "" if segment is self.segments[-1] else f" up to {size_text(segment.last_bytes)}"
             parts.append(f"{number(1e3 * segment.latency_s)} ms{rate}{until}")
         ranks = count(self.case.num_ranks, "rank")
-        error = "of too few sizes to know its error"
+        error = "too few sizes to estimate the error"
         if self.median_error is not None:
             error = f"sizes left out are off by {short_percent(self.median_error)} (median)"
         return f"{self.case.label} ({ranks}): {', then '.join(parts)}; {error}"

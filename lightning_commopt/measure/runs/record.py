@@ -95,7 +95,7 @@ class RunRecord:
         values = read_object(path, "record of a run")
         for key in ("status", "sync_method"):
             if key not in values:
-                raise ValueError(f"{path} is no record of a run: it has no {key!r}")
+                raise ValueError(f"{path} is not a record of a run: it has no {key!r}")
         with errors_naming(path):
             if isinstance(plan := values.get("plan"), dict):  # older records keep the plan outside of the settings
                 options = flat(plan, "plan.")

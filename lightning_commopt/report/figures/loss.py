@@ -55,7 +55,7 @@ def loss_curves(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]:
     looks = line_styles([curve.setting.sync_method for curve in curves], styles)
     note = "Lines: training, smoothed. Markers: validation."
     if len(distinct) < len(all_curves):
-        note += f" {len(distinct)} of {len(all_curves)} settings: one of those of a plan with the same final loss."
+        note += f" {len(distinct)} of {len(all_curves)} settings: of each plan, one for each final loss."
     if len(curves) < len(distinct):
         note += f" {len(distinct) - len(curves)} more are left out: the slower ones."
     if any(len(curve.setting.runs) > 1 for curve in curves):

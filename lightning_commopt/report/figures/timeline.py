@@ -164,7 +164,7 @@ def _collectives(step: TypicalStep) -> Rows | None:
     if all(cells[:2] == ("backward", "all_reduce") for cells in step.collectives):
         return None
     return Rows(
-        caption="Collectives of a step on the first rank, in the mean of the steps after warm-up. Times may overlap.",
+        caption="Collectives of a step on the first rank, averaged over the steps after warm-up. Times may overlap.",
         columns=operation_columns(step.collectives)[1:],
         rows=[(Cell(operation, phase), *map(Cell, numbers)) for phase, operation, *numbers in step.collectives],
     )
