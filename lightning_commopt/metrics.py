@@ -26,7 +26,7 @@ class StepStatistics(Metric):
     """All statistics of the steps it was updated with, over steps and ranks.
 
     Means, sums and maxima are exact. Percentiles and the straggler are exact up to ``max_sampled_values`` numbers, 16
-    for each step and rank; beyond, they are those of a uniform random sample of steps, always with all ranks of a step.
+    for each step and rank; beyond, they come from a uniform random sample of steps, always with all ranks of a step.
     The draw depends on the number of steps alone, so ranks that see the same values compute the same.
 
     >>> metric = StepStatistics()
@@ -68,7 +68,8 @@ class StepStatistics(Metric):
             "maxima", torch.full((len(statistics.COLUMNS),), -torch.inf, dtype=torch.float64, device="cpu"), "max"
         )
         self.sample, self.counts = [], []
-        if max_sampled_values:  # a MetricCollection would merge metrics that both have empty lists
+        # Without a sample there is no such state: a MetricCollection would merge two metrics that have empty lists.
+        if max_sampled_values:
             self.add_state("sample", [], "cat")
             self.add_state("counts", [], "cat")
 
@@ -94,7 +95,8 @@ class StepStatistics(Metric):
             self.sample.append(torch.from_numpy(steps.values).to(device))
             self.counts.append(torch.full((1,), num_steps, device=device))
             max_steps = statistics.max_sampled_steps(num_ranks, self.max_sampled_values)
-            if len(self.sample[0]) + len(self.sample) * num_steps > max_steps * 65 / 64:  # not with every update
+            # A 64th above the maximum, so that not every update has to draw a new sample.
+            if len(self.sample[0]) + len(self.sample) * num_steps > max_steps * 65 / 64:
                 self.sample[:] = [torch.from_numpy(self._draw()).to(device)]
                 self.counts[:] = [torch.cat(self.counts).sum(0, keepdim=True)]
 
@@ -132,8 +134,8 @@ class StepMetric(StepStatistics):
     tensor(1.5000e+09, dtype=torch.float64)
 
     Args:
-        name: of the statistic, which is in seconds, bytes or a share of 1.
-        options: of `StepStatistics`.
+        name: name of the statistic, which is in seconds, bytes or a share of 1.
+        options: options of `StepStatistics`.
     """
 
     def __init__(self, name: str, **options: Any) -> None:

@@ -33,16 +33,16 @@ from lightning_commopt.text.validation import check_choice, check_integer, check
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-_LAST_WINDOW_LIMIT_S = 10.0
-_INTERRUPTED_LIMIT_S = 1.0
+_LAST_WINDOW_LIMIT_S = 10.0  # wait at the end of a fit for the last steps of all ranks
+_INTERRUPTED_LIMIT_S = 1.0  # the same wait after an exception, when other ranks may have ended
 
 
 class CommTimeMonitor(PhaseCallback):
     """Times every step and every bucket, and reports the cost of communication.
 
     Works with `CommOptDDP` and any of its plans, with Lightning's ``DDPStrategy`` and its hooks, and with one rank.
-    With other strategies phases are timed, and collectives counted by phase: all of them from torch 2.14 on, those of
-    FSDP2 from 2.9 on. Training is not affected, and does not wait for the device: on CUDA times are those of events.
+    With other strategies phases are timed, and collectives counted by phase: from torch 2.14 on all collectives, from
+    2.9 on only FSDP2's. Training is not affected, and does not wait for the device: on CUDA, events take the times.
 
     Every ``every_n_steps`` steps the ranks gather their measurements in one small message. Its statistics over steps
     and ranks are published a window later: to all loggers of the Trainer under ``comm_time/``, with the number of the
@@ -54,17 +54,17 @@ class CommTimeMonitor(PhaseCallback):
         every_n_steps: optimizer steps in a window.
         num_warmup_steps: optimizer steps that the summary leaves out. Loggers get them.
         log: "default" for the twelve numbers in `LOGGED_BY_DEFAULT`, "all" for every one.
-        dirpath: for its files; None for the logger's directory, else the Trainer's ``default_root_dir``.
+        dirpath: directory for its files; None for the logger's directory, else the Trainer's ``default_root_dir``.
         save_records: write ``comm_time/rank_0.jsonl``, ..., ``link_model.json`` and ``prediction.json``.
         fit_link_model: fit a `LinkModel` to the buckets of the last 200 steps with every window.
         print_summary: print a table and a verdict at the end of a fit, also of an interrupted one.
 
     Attributes:
-        metrics: of the last window, all of them, without the prefix.
-        summary: the same over the whole fit, without its warm-up; empty until it has ended.
-        verdict: on the whole fit; None until it has ended. On rank 0 with predictions of other plans, if the summary is
-            printed or records are saved: after the fit all ranks then probe the link, for about a second a size, and
-            rank 0 measures compressors.
+        metrics: every number of the last window, without the prefix.
+        summary: the same numbers over the whole fit, without its warm-up; empty until the fit has ended.
+        verdict: what the whole fit shows, in words; None until it has ended. On rank 0 it includes predictions of other
+            plans if the summary is printed or records are saved. For these, all ranks probe the link after the fit, for
+            about a second per size, and rank 0 measures compressors.
         new_steps: windows of all ranks' steps that arrived since the last batch ended, usually none; for
             ``on_train_batch_end`` of a LightningModule, to update `lightning_commopt.metrics`.
 
@@ -97,7 +97,7 @@ class CommTimeMonitor(PhaseCallback):
         self._fit_link_model = fit_link_model
         self._print_summary = print_summary
         self._recorder: StepRecorder | None = None
-        self._closing = contextlib.ExitStack()  # takes off what hangs in the strategy, its groups and its model
+        self._closing = contextlib.ExitStack()  # removes the observers from the strategy, its groups and its model
         self._reset(world_size=1)
 
     def _reset(self, world_size: int) -> None:
@@ -105,8 +105,8 @@ class CommTimeMonitor(PhaseCallback):
         self.summary: dict[str, float] = {}
         self.verdict: Verdict | None = None
         self.new_steps: tuple[Steps, ...] = ()
-        self._windows: list[Steps] = []  # that arrived since the last batch ended
-        self._own_rows: list[list[float]] = []  # that were sent, and have not arrived from all ranks
+        self._windows: list[Steps] = []  # windows that arrived since the last batch ended
+        self._own_rows: list[list[float]] = []  # this rank's rows in the gathering that is under way
         self._num_samples = self._num_gathered = self._last_step = 0
         self._world_size = world_size
         self._fit_statistics = StepStatistics(world_size=world_size)
@@ -121,7 +121,8 @@ class CommTimeMonitor(PhaseCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._closing.close()  # what a fit has left in which another callback's `on_exception` raised before ours
+            # An earlier fit has left its observers if another callback's `on_exception` raised before this one's.
+            self._closing.close()
             self._reset(trainer.world_size)
             self._recorder = StepRecorder(clock_for(trainer.strategy.root_device))
             self._closing.callback(stop_observing, trainer.strategy, self._recorder)
@@ -191,7 +192,8 @@ class CommTimeMonitor(PhaseCallback):
                 self._receive(trainer, _INTERRUPTED_LIMIT_S)
                 while self._recorder is not None and self._recorder.has(1):
                     self._own_rows += self._take(trainer, 1)
-            if self._fit_statistics.steps.num_ranks <= 1 and self._own_rows:  # else those of all ranks are better
+            # This rank's steps count only if the steps of all ranks have not been gathered, which say more.
+            if self._fit_statistics.steps.num_ranks <= 1 and self._own_rows:
                 values = np.array([self._own_rows])[:, :, : len(QUANTITIES)]
                 self._add(values, Steps.of(values))
             if self.verdict is None:
@@ -285,7 +287,7 @@ class CommTimeMonitor(PhaseCallback):
         self._publisher.log(trainer, self.metrics, step=self._last_step)
 
     def _add(self, values: NDArray[np.float64], steps: Steps) -> None:
-        """Adds steps to those of the fit, without its warm-up."""
+        """Adds steps to the statistics of the fit, without its warm-up."""
         num_warmup = max(0, self._num_warmup_steps - self._num_gathered)
         self._num_gathered += values.shape[1]
         self._fit_statistics.update(values[:, num_warmup:] if num_warmup else steps)
@@ -293,7 +295,8 @@ class CommTimeMonitor(PhaseCallback):
     def _conclude(self, trainer: Trainer, *, is_complete: bool = False) -> None:
         about = describe_hook(trainer.strategy) | {"operations": self._operations.operations()}
         about["host_bound_share"] = self._operations.host_bound_share
-        if is_complete and self._prediction is not None:  # before any return, as all ranks take part
+        # All ranks take part in the prediction, so it must come before any return.
+        if is_complete and self._prediction is not None:
             about["forecasts"] = self._prediction.conclude(about["comm_hook"], self._files)
         if not (steps := self._fit_statistics.steps).num_steps:
             return

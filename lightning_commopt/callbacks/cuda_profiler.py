@@ -53,8 +53,8 @@ class CUDAProfilerWindow(Callback):
 
     Args:
         start_step: first optimizer step of the window, counted from 0 as loggers do, or of several windows.
-        num_steps: optimizer steps in each.
-        ranks: that profile; None for all.
+        num_steps: optimizer steps in each window.
+        ranks: ranks that profile; None for all.
 
     Attributes:
         results: the windows of the last fit, in the order of time.
@@ -92,7 +92,8 @@ class CUDAProfilerWindow(Callback):
             warn_once("CUDAProfilerWindow does nothing: there is no CUDA device in this training.")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.fit_loop.epoch_loop.restarting:  # else Lightning still corrects its count of steps
+        # While an epoch is resumed, Lightning has not yet corrected its count of steps.
+        if not trainer.fit_loop.epoch_loop.restarting:
             self._check_starts(trainer)
             self._start(trainer, batches_that_stepped(trainer))
 
@@ -128,8 +129,9 @@ class CUDAProfilerWindow(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if self._open is not None:
+            # Unlike `_stop`, this must not wait for the device, which may have failed.
             self._open = None
-            self._stop_profiler()  # without waiting for the device, which may have failed
+            self._stop_profiler()
 
     def _check_starts(self, trainer: Trainer) -> None:
         if self._has_checked:

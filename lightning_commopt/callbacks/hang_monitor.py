@@ -21,7 +21,9 @@ from lightning_commopt.watch.hangs.rank_side import WatchedRank
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-_NUM_LOOKS = 10  # DDP rebuilds its buckets after the first or the second step, or never
+# Steps after which the names of buckets are looked up, at most. DDP rebuilds its buckets after the first or the second
+# step, or never.
+_NUM_LOOKS = 10
 _PHASES = {
     "data": kinds.DATA,
     "forward": kinds.FORWARD,
@@ -75,7 +77,8 @@ class HangMonitor(PhaseCallback):
         if sys.platform != "linux":
             warn_once("HangMonitor does nothing here: it needs Linux.")
             return
-        let_gloo_finish_at_exit()  # with Lightning's own strategies, too: a rank that aborts ends the job
+        # Lightning's own strategies need it too: a rank that aborts while Python ends would end the job.
+        let_gloo_finish_at_exit()
         # All ranks must access log_dir, which is broadcast.
         folder = Path((trainer.log_dir or trainer.default_root_dir) if self._dirpath is None else self._dirpath)
         environment: Any = getattr(trainer.strategy, "cluster_environment", None)
@@ -95,7 +98,7 @@ class HangMonitor(PhaseCallback):
         self._num_looks = _NUM_LOOKS if stage == "fit" else 0
         plan = plan_of(trainer.strategy)
         if stage == "fit" and plan is not None and plan.comm_hook is not None:
-            # Without a hook of ours, observing would cost a pass over the gradients.
+            # With DDP's own all-reduce, observing would cost a pass over the gradients.
             strategy: Any = trainer.strategy
             strategy.sync_observers.add(self._watched.observer)
             self._closing.callback(strategy.sync_observers.remove, self._watched.observer)

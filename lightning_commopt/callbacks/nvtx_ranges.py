@@ -59,7 +59,7 @@ class NVTXRanges(PhaseCallback):
         colors: colours of some ranges, by the names in `RANGES`: a name in `COLORS`, or an ARGB integer.
 
     Raises:
-        ValueError: ``domain`` is no string, or a range or a colour is unknown.
+        ValueError: ``domain`` is not a string, or a range or a colour is unknown.
     """
 
     def __init__(self, *, domain: str = "lightning_commopt", colors: Mapping[str, str | int] | None = None) -> None:
@@ -67,13 +67,13 @@ class NVTXRanges(PhaseCallback):
             raise ValueError(f"domain must be a non-empty string, got {domain!r}")
         self._domain_name = domain
         self._colors = {**{name: COLORS[color] for name, color in RANGES.items()}, **_check_colors(colors)}
-        self._domain: Any = None  # while a profiler watches a fit
+        self._domain: Any = None  # set while a profiler watches a fit
         self._attributes: dict[str, Any] = {}
-        self._depth = 0  # ranges that are open, one within the other, all on one thread
+        self._depth = 0  # number of open ranges, each within the one before, all on one thread
         self._bucket_ranges: SyncRanges | None = None
         self._opener: _BatchOpener | None = None
         self._unwrap_save: Callable[[], None] | None = None
-        self._index = 0  # among the Trainer's callbacks
+        self._index = 0  # the place of this callback among the Trainer's, which `_close` restores
         self._batch_depth = 0
         self._is_in_batch = False
         self._is_saving = False
@@ -88,7 +88,8 @@ class NVTXRanges(PhaseCallback):
         }
         self._bucket_ranges = SyncRanges(self._domain, self._colors["bucket"])
         observe(trainer.strategy, self._bucket_ranges)
-        # Other callbacks run outside of a batch's range; so one that starts or stops a profiler cuts no range in two.
+        # A callback that starts or stops a profiler must not cut a range in two. So all others run outside of a batch's
+        # range: this one becomes the first, and the one that opens the next batch's range the last.
         self._opener = _BatchOpener(self._open_batch)
         others = [callback for callback in _callbacks(trainer) if callback is not self]
         self._index = _callbacks(trainer).index(self)
@@ -258,7 +259,7 @@ def _profiled_domain(name: str) -> Any:
     if not nvtx.enabled():
         return None
     domain = nvtx.get_domain(name)
-    # For this case nvtx has a domain that does nothing and gives no attributes. Its class is not public.
+    # Without a profiler nvtx returns a domain that does nothing. Its class is not public, but it gives no attributes.
     return domain if domain.get_event_attributes(name) is not None else None
 
 

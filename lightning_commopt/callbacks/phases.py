@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class PhaseCallback(Callback):
-    """A callback whose subclasses are notified of the phases of a step, those of `measure.record.PHASES`.
+    """A callback whose subclasses are notified of the phases of a step; see `measure.record.PHASES`.
 
     A subclass that overrides one of Lightning's hooks here must call it.
     """
@@ -37,7 +37,8 @@ class PhaseCallback(Callback):
         observe_wrapped(trainer.strategy)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._remove_hooks()  # a fit leaves them if another callback's `on_exception` raised before this one's
+        # An earlier fit has left its hooks if another callback's `on_exception` raised before this one's.
+        self._remove_hooks()
         # Under manual optimization another forward may follow backward; otherwise hooks and schedulers do.
         self._between = "other" if pl_module.automatic_optimization else "forward"
         self._global_step = trainer.global_step

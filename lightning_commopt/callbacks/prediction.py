@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 _NUM_BACKWARDS = 10
 _NUM_STEPS = 100
 _MAX_PROBE_BYTES = 2**26  # larger messages take as long per byte
-_PATIENCE_S = 5.0  # for ranks that end the fit later than rank 0, as after a slow callback; without them no probe
+
+# Ranks may end the fit later than rank 0, for example after a slow callback. After this time the link is not probed.
+_PATIENCE_S = 5.0
 
 
 class PredictionRecorder:
@@ -50,7 +52,7 @@ class PredictionRecorder:
         self._times: GradientTimes | None = None
         self._steps: deque[StepRecord] = deque(maxlen=_NUM_STEPS)
         self._is_ddp = isinstance(trainer.strategy.model, DistributedDataParallel) and not is_baseline(trainer.strategy)
-        # No further gradients are timed then, so `enter` need not be called.
+        # Once this is true no further gradients are timed, and `enter` need not be called.
         self.is_over = not (trainer.is_global_zero and self._is_ddp)
         if self._is_ddp:
             prepare_key_spaces()
@@ -73,7 +75,7 @@ class PredictionRecorder:
             self._times.begin_backward()
 
     def add(self, steps: Sequence[StepRecord]) -> None:
-        """Adds steps as they are taken from the recorder; those of an earlier plan, and the first of another, go."""
+        """Adds steps from the recorder, or drops these and all earlier ones if the plan has changed."""
         plan = plan_of(self._strategy)
         if plan == self._plan:
             self._steps.extend(steps)
@@ -139,7 +141,7 @@ class PredictionRecorder:
 
 
 def _plan(strategy: Strategy, comm_hook: str) -> CommPlan | None:
-    """Returns the plan of a strategy, of Lightning's own as well; None if its hook is none of ours."""
+    """Returns the plan of a strategy, or what Lightning's own does as a plan; None for a hook from elsewhere."""
     plan = plan_of(strategy)
     assert plan is None or isinstance(plan, CommPlan)  # as the model is in DDP
     if plan is not None and plan.comm_hook is not None:

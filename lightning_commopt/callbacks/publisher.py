@@ -58,7 +58,7 @@ class AllRanks:
         return not self._gathered
 
     def send(self, rows: Tensor) -> None:
-        """Starts to gather ``rows`` ``(n, num_quantities)``, missing ones as NaN; all ranks must, at any time."""
+        """Starts to gather ``rows`` ``(n, num_quantities)``, missing ones as NaN; all ranks must do so, at any time."""
         assert self.is_free
         matrix = torch.full(self._shape, torch.nan, dtype=torch.float64, device="cpu")
         matrix[: len(rows)] = rows.reshape(-1, self._shape[1])
@@ -89,9 +89,9 @@ class AllRanks:
 
 
 class CollectiveWatch:
-    """Observes the collectives of a fit until `close`, before torch 2.14 those of FSDP2. Needs the process group.
+    """Observes the collectives of a fit until `close`; before torch 2.14 only FSDP2's. Needs the process group.
 
-    On CUDA those of FSDP2 have times, and the waits of computation for them are observed.
+    On CUDA only FSDP2's collectives have times. The waits of computation for them are observed too.
     """
 
     def __init__(self, trainer: Trainer, recorder: StepRecorder) -> None:
@@ -149,7 +149,8 @@ def gathering_group() -> BorrowedGroups | None:
 class MetricPublisher:
     """Publishes metrics under ``comm_time/``.
 
-    With ``publishes_all`` every metric, else those in `LOGGED_BY_DEFAULT`. Callbacks get those that all ranks share.
+    With ``publishes_all`` these are all metrics, else `LOGGED_BY_DEFAULT`. Callbacks get them only if ``is_shared``: if
+    all ranks have the same numbers.
     """
 
     def __init__(self, *, publishes_all: bool, is_shared: bool) -> None:
@@ -203,7 +204,7 @@ class StepFiles:
             self._save("link model", partial(model.save, self._folder / LINK_MODEL_FILE))
 
     def save_basis(self, basis: Basis, forecasts: Sequence[Forecast]) -> None:
-        """Writes what predictions of other plans need, and what they gave."""
+        """Writes the fitted inputs for predictions of other plans, and these predictions."""
         self._save("prediction", partial(basis.save, self._folder, forecasts))
 
     def _save(self, what: str, save: Callable[[], None]) -> None:

@@ -20,8 +20,8 @@ class StepClock:
 
     Attributes:
         num_steps: optimizer steps. Several optimizers that step in one batch make one step.
-        num_samples: of all ranks, assuming as many on each; None if the size of batches is unknown.
-        seconds: of running, with waiting for data.
+        num_samples: samples of all ranks, assuming the same number on each; None if the size of batches is unknown.
+        seconds: how long the clock has run, including waits for data.
     """
 
     def __init__(self) -> None:
@@ -125,7 +125,8 @@ class SpeedMonitor(StepClock, Callback):
         if self._wire_bytes_at_start is not None and self._wire_bytes is not None:
             self._wire_bytes += trainer.strategy.wire_bytes - self._wire_bytes_at_start  # type: ignore[attr-defined]
 
-    # Not named after one of them: `HangMonitor` reports the name of the function that a rank is in.
+    # The method is not named after one of these hooks because `HangMonitor` reports the name of the function in which a
+    # rank waits.
     on_validation_start = on_train_epoch_end = on_train_end = _stop
 
 

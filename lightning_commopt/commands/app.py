@@ -28,11 +28,11 @@ def info(json: Json = False) -> None:
     """Prints versions, devices, backends, comm hooks, and which DDP options this torch has."""
     from lightning_commopt.commands.info.info import collect, print_info
 
-    found = collect()
+    facts = collect()
     if json:
-        print_json(found)
+        print_json(facts)
     else:
-        print_info(found, TextConsole())
+        print_info(facts, TextConsole())
 
 
 app.command()(selftest)

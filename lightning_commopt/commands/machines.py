@@ -33,12 +33,13 @@ def selftest(
     from lightning_commopt.launch.process import InterruptedRun, raise_signals
     from lightning_commopt.measure.plain import write_json
 
-    console, found = TextConsole(), None
+    console, latest = TextConsole(), None
 
     def keep(news: run.SelfTest) -> None:
-        nonlocal found
-        found = news
-        if output is not None:  # before anything is printed, which may fail
+        nonlocal latest
+        latest = news
+        # The outcome is written before it is printed, as printing may fail.
+        if output is not None:
             write_json(output, asdict(news))
         if news.outcomes:
             run.print_outcome(news.outcomes[-1], console)
@@ -50,13 +51,13 @@ def selftest(
         on_start("starting two ranks")
         with suppress(InterruptedRun):
             run.run_selftest(device, on_start, keep, is_full=full)
-    if found is None:
+    if latest is None:
         raise typer.Exit(2)
-    run.print_sum(found, console)
+    run.print_sum(latest, console)
     if output is not None:
         console.print(f"written to {output}")
-    has_failed = any(outcome.status == "failed" for outcome in found.outcomes)
-    raise typer.Exit(1 if has_failed else 0 if found.is_whole else 2)
+    has_failed = any(outcome.status == "failed" for outcome in latest.outcomes)
+    raise typer.Exit(1 if has_failed else 0 if latest.is_whole else 2)
 
 
 def doctor(
@@ -101,14 +102,14 @@ def doctor(
     facts = collect_facts(identity=identity)
     with errors_in_a_line(MeetingError):
         met = Meeting([facts], []) if identity is None else meet(facts, identity, limit_s=limit_s)
-    found = find(*met)
+    findings = find(*met)
     if facts.rank == 0 and json:
         ranks = [asdict(rank_facts) for rank_facts in met.everybody]
-        plain = {"ranks": ranks, "findings": [finding.to_plain() for finding in found]}
+        plain = {"ranks": ranks, "findings": [finding.to_plain() for finding in findings]}
         print_json(plain)
     elif facts.rank == 0:
-        print_findings(found, met.everybody, TextConsole())
-    raise typer.Exit(any(finding.severity == "error" for finding in found))
+        print_findings(findings, met.everybody, TextConsole())
+    raise typer.Exit(any(finding.severity == "error" for finding in findings))
 
 
 def _explain_hang(run_dir: Path, *, json: bool) -> None:
@@ -116,13 +117,17 @@ def _explain_hang(run_dir: Path, *, json: bool) -> None:
     from lightning_commopt.watch.hangs.records import read_hang_report
 
     with errors_in_a_line():
-        found = read_hang_report(run_dir)
+        report = read_hang_report(run_dir)
     if json:
-        plain = {"was_reported": found.was_reported, "time_unix_s": found.at_unix_s, "problems": list(found.problems)}
-        snapshots = [snapshot.to_plain() for snapshot in found.snapshots]
-        print_json(plain | asdict(found.diagnosis) | {"snapshots": snapshots})
+        plain = {
+            "was_reported": report.was_reported,
+            "time_unix_s": report.at_unix_s,
+            "problems": list(report.problems),
+        }
+        snapshots = [snapshot.to_plain() for snapshot in report.snapshots]
+        print_json(plain | asdict(report.diagnosis) | {"snapshots": snapshots})
     else:
-        print_hang_report(found, TextConsole())
+        print_hang_report(report, TextConsole())
 
 
 def nccl_log(
@@ -136,8 +141,8 @@ def nccl_log(
 ) -> None:
     """Reports how the ranks of a job talk, what is slow, wrong or unequal, and which setting or hardware is behind it.
 
-    Files may be cut, mixed, compressed, and of NCCL 2.2 to 2.30, and those of NCCL's Inspector may be among them. Exit
-    status 2 if there is no line of NCCL in them.
+    Files may be cut, mixed or compressed, and from NCCL 2.2 to 2.30. Files of NCCL's Inspector may be among them. Exit
+    status 2 if no line is NCCL's.
     """
     from lightning_commopt.commands.nccl_log.findings import find_all
     from lightning_commopt.commands.nccl_log.reader import read_log
@@ -185,7 +190,7 @@ def topo(
         machine = read_machine(source) if file is None else read_file(file)
         findings = find_all(machine)
         if file is None and local_rank():
-            # The host's first rank prints the rest
+            # The host's first rank prints all other findings.
             print_findings([finding for finding in findings if finding.code == "wrong_numa_node"], TextConsole())
             return
         if output is not None:
@@ -243,7 +248,7 @@ def tune(
     """Runs COMMAND with plan="auto" in place of DDP, prints the plan that it finds, and writes it to a file.
 
     The script stays as it is: a Trainer of it that would use DDP, or CommOptDDP, gets CommOptDDP(plan="auto"). Exit
-    status 1 if no fit has looked for a plan; that of COMMAND if it fails.
+    status 1 if no fit has looked for a plan; the status of COMMAND if it fails.
     """
     from lightning_commopt.commands.tune.inject import run_tuned
 

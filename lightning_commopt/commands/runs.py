@@ -42,10 +42,10 @@ def summary(
     from lightning_commopt.measure.summary import summarize_run
 
     with errors_in_a_line():
-        found, notices = summarize_run(run_dir, num_warmup_steps)
+        fit, notices = summarize_run(run_dir, num_warmup_steps)
     for notice in notices:
         echo(f"commopt: {notice}", err=True)
-    TextConsole().print(found.table())
+    TextConsole().print(fit.table())
 
 
 def report(
@@ -80,23 +80,23 @@ def report(
     from lightning_commopt.report.terminal import print_regressions, print_report
 
     with errors_in_a_line():
-        found = build_report(dirs, baseline=baseline)
-        plain = to_plain(found)
+        built = build_report(dirs, baseline=baseline)
+        plain = to_plain(built)
         regressions = None if earlier is None else find_regressions(plain, earlier, tolerance=tolerance)
         if json:
             whole = plain if regressions is None else {**plain, "regressions": finite(regressions.to_plain())}
             print_json(whole, allow_nan=False)
         else:
             console = TextConsole()
-            print_report(found, console)
+            print_report(built, console)
             if regressions is not None:
                 print_regressions(regressions, console)
         if output is not None or not json:
             beside = next(folder for folder in dirs if folder.is_dir())
-            page, table = write_files(found, output or beside, csv)
+            page, table = write_files(built, output or beside, csv)
             echo(f"report: {page} and {table}", err=json)
         elif csv is not None:
-            write_csv(found, csv)
+            write_csv(built, csv)
     raise typer.Exit(1 if regressions is not None and regressions.is_worse else 0)
 
 
@@ -122,9 +122,9 @@ def predict(
     from lightning_commopt.commands.predict.outlook import outlook
 
     with errors_in_a_line():
-        found = outlook(run_dir, num_ranks=ranks, link=link, num_batches=accumulate, comm_hooks=comm_hook)
+        predicted = outlook(run_dir, num_ranks=ranks, link=link, num_batches=accumulate, comm_hooks=comm_hook)
         echo_notices(run_dir)
     if json:
-        print_json(found.to_plain())
+        print_json(predicted.to_plain())
     else:
-        TextConsole().print(found.table())
+        TextConsole().print(predicted.table())

@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 from lightning_commopt.compat.torch import sparse_values
 from lightning_commopt.text.validation import warn_once
 
-_HOOK_ID = 0x434F4D4D
+_HOOK_ID = 0x434F4D4D  # "COMM" in ASCII, which other users of these hooks are unlikely to choose
 _EXIT_S = 0.05
 """For threads that wait for Python's lock in a hook, or to release the tensors of gloo's last collective."""
 _OPERATIONS = {
@@ -36,7 +36,7 @@ _OPERATIONS = {
     "ALLTOALL": "all_to_all",
 }
 _INPUTS_ARE_MORE = ("all_reduce", "broadcast", "reduce_scatter", "barrier")
-_IGNORED = ("SPLIT", "NEW_WINDOW")  # they make groups and windows
+_IGNORED = ("SPLIT", "NEW_WINDOW")  # these make groups and windows, and transfer no tensors
 
 
 class Issued(Protocol):
@@ -47,8 +47,8 @@ class Issued(Protocol):
 
 
 Listener = Callable[[str, int], "Issued | None"]
-"""Called on the issuing thread before each collective, with the name of the operation and its bytes: those of its
-inputs or of its outputs, whichever are more. Returns what observes its completion, if wanted."""
+"""Called on the issuing thread before each collective, with the name of the operation and the size in bytes of its
+inputs or of its outputs, whichever is larger. Returns what observes its completion, if wanted."""
 
 
 def has_collective_hooks() -> bool:
@@ -125,12 +125,13 @@ class _GroupHooks:
         if not listeners or (name := self._names.get(args.name)) is None:
             return
         try:
-            # Each access makes a list of tensors.
+            # torch makes a new list of tensors at each access, so this reads only the lists that count.
             sent = 0 if name == "all_gather" else _nbytes(args.input_tensors)
             received = 0 if name in _INPUTS_ARE_MORE else _nbytes(args.output_tensors)
             num_bytes = sent if sent > received else received
-            issued = [one for listener in listeners if (one := listener(name, num_bytes)) is not None]
-        except Exception as error:  # else the collective would fail
+            issued = [watched for listener in listeners if (watched := listener(name, num_bytes)) is not None]
+        except Exception as error:
+            # An exception that leaves a hook would make the user's collective fail.
             self.remove_all()
             warn_once(f"collectives are not observed any more: {type(error).__name__}: {error}")
             return
@@ -145,12 +146,13 @@ class _GroupHooks:
             return
 
         def end(_: Any) -> None:
-            for one in issued:
-                one.end()
+            for watched in issued:
+                watched.end()
 
         try:
             work.get_future().add_done_callback(end)
-        except Exception:  # as with gloo's reduce_scatter; an exception each time would take 40 us
+        except Exception:
+            # gloo's reduce_scatter, for example, has no future. Asking again each time would cost an exception, 40 us.
             self._without_future.add(args.name)
 
 

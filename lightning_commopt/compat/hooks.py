@@ -30,7 +30,7 @@ _PACKAGES = ("/lightning/pytorch/", "/pytorch_lightning/")
 _DISTRIBUTED = "/torch/distributed/"
 _WAITING = ("distributed_c10d.py", "_functional_collectives.py", "nn/functional.py")
 _OTHERS = ("elastic/", "launcher/", "run.py", "checkpoint/", "c10d_logger.py")
-"""They start ranks, write files or wrap functions: their frames are around everything that a rank does."""
+"""Files that start ranks, write files or wrap functions: their frames are around everything that a rank does."""
 
 _OWN_WAITS = ("/lightning_commopt/watch/epoch_ends.py", "/lightning_commopt/sync/gather.py")
 
@@ -38,11 +38,11 @@ _OWN_WAITS = ("/lightning_commopt/watch/epoch_ends.py", "/lightning_commopt/sync
 class Activity(NamedTuple):
     """What the training thread does within Lightning."""
 
-    # "hook", "data", "checkpoint"; "SIGTERM" for the handler of that signal, in which Lightning 2.6 waits for the other
-    # ranks; "SIGTERM broadcast" for what it does before every batch
+    # "hook", "data" or "checkpoint"; "SIGTERM" for the handler of that signal, in which Lightning 2.6 waits for other
+    # ranks; "SIGTERM broadcast" for the broadcast before every batch.
     kind: str
-    owner: str = ""  # of a hook: "callback", "module", "datamodule" or "logger"
-    hook: str = ""  # its name
+    owner: str = ""  # whose hook it is: "callback", "module", "datamodule" or "logger"
+    hook: str = ""  # the hook's name
 
 
 def activity_of(frames: Sequence[tuple[str, str]]) -> Activity | None:
@@ -94,10 +94,10 @@ def hook_owner(frame: FrameType | None) -> str | None:
 
 
 def waited_in(file: str, function: str, *, is_innermost: bool) -> str | None:
-    """Returns what a function in a file on a thread's stack waits for other ranks in; None if it does not.
+    """Returns the operation in which a function on a thread's stack waits for other ranks; None if it does not wait.
 
-    ``is_innermost``: it has called no other Python function. Then waiting for a handle, as in FSDP, counts too, while
-    further out the same file may be around a whole forward.
+    With ``is_innermost`` the function has called no other Python function. Then waiting for a handle, as in FSDP, also
+    counts. Further out the same file may be around a whole forward.
     """
     if file.endswith(_OWN_WAITS):
         return "a meeting of all ranks"

@@ -23,7 +23,7 @@ __all__ = [
     "store_config",
 ]
 
-_HAS_WHITELIST = hasattr(hydra.utils, "execution_whitelist")  # since 1.4
+_HAS_WHITELIST = hasattr(hydra.utils, "execution_whitelist")  # true for Hydra 1.4 and later
 
 VERSION_BASE: Mapping[str, str] = {} if _HAS_WHITELIST else {"version_base": "1.3"}
 """A keyword of ``hydra.main`` and ``initialize``: 1.3 warns without it, 1.4 with it."""

@@ -32,7 +32,7 @@ def call_after_import(module: str, function: AfterImport) -> None:
     if function not in functions:  # this package may be reloaded
         functions.append(function)
     if module in sys.modules:
-        # Not from sys.modules: another thread may be importing it, and this waits for that.
+        # The module in sys.modules may be incomplete: import_module waits if another thread is importing it.
         _call(function, importlib.import_module(module))
 
 
@@ -78,7 +78,7 @@ class _CallingLoader(Loader):
             _call(function, module)
 
     def __getattr__(self, name: str) -> Any:
-        # For code that finds the module without importing it, such as pkgutil.
+        # Code such as pkgutil, which finds the module without importing it, uses the loader's other methods.
         if name.startswith("__") or name == "_loader":
             raise AttributeError(name)
         return getattr(self._loader, name)
@@ -88,7 +88,7 @@ def _call(function: AfterImport, module: ModuleType) -> None:
     try:
         function(module)
     except Exception:
-        # Not a warning, which may be an error: the importing code may not know this package.
+        # This is logged, not warned of: the importing code may turn warnings into errors, and know nothing of us.
         logging.getLogger(__name__).warning("lightning_commopt: failed after import of %s", module, exc_info=True)
 
 

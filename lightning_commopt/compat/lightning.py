@@ -1,7 +1,7 @@
 """The packages ``lightning`` and ``pytorch_lightning``, and their private names; see `lightning_commopt.compat`.
 
-They have the same code and different classes: a Trainer accepts strategies and callbacks of its own package only.
-Importing this module imports neither: its classes get their bases when the program imports a package.
+They have the same code but different classes: a Trainer accepts only strategies and callbacks of its own package.
+Importing this module imports neither of them. Its classes get their bases when the program imports a package.
 
 Of ``DDPStrategy`` our strategies override ``_configure_launcher``, ``_register_ddp_hooks`` and ``_setup_distributed``
 (Fabric), and read or set ``_accelerator``, ``_ddp_kwargs``, ``_timeout``, ``_start_method``, ``_launcher``,
@@ -36,7 +36,7 @@ _FABRICS = ("lightning.fabric", "lightning_fabric")
 if not TYPE_CHECKING:
 
     class _NoCallback:
-        """First base: Python only replaces bases that are defined in Python."""
+        """The first base of `Callback`, because Python replaces only bases that are defined in Python."""
 
     class _NoException(Exception):  # noqa: N818
         pass
@@ -74,7 +74,7 @@ def package_of(instance: object) -> str:
 
 
 def package_of_class(cls: type) -> str:
-    """Returns the same for the class of such an object."""
+    """Returns which of `PACKAGES` defines a class, or a base of it; the first one if none does."""
     for base in cls.__mro__:
         for package in PACKAGES:
             if base.__module__.startswith(f"{package}."):
@@ -83,7 +83,7 @@ def package_of_class(cls: type) -> str:
 
 
 def package_in_use() -> str:
-    """Returns which of `PACKAGES` this program has imported; the first installed one if that is both or neither."""
+    """Returns which of `PACKAGES` this program has imported; if both or neither, the first that is installed."""
     imported = [package for package in PACKAGES if package in sys.modules]
     if len(imported) == 1:
         return imported[0]
@@ -99,13 +99,14 @@ def package_in_use() -> str:
 
 
 def count_samples(trainer: Trainer, batch: Any) -> int | None:
-    """Returns how many samples Lightning finds in a batch, 0 in None, which it skips; None if it finds no tensor."""
+    """Returns how many samples Lightning finds in a batch; 0 for None, which it skips; None if it finds no tensor."""
     if batch is None:
         return 0
     extract_batch_size, misconfiguration = _batch_size_functions(package_of(trainer))
     try:
         return extract_batch_size(batch)
-    except (misconfiguration, RecursionError):  # the latter for a batch that contains itself
+    except (misconfiguration, RecursionError):
+        # A batch that contains itself is a RecursionError.
         return None
 
 

@@ -19,7 +19,7 @@ class LoopEvents:
     """Calls back where Lightning has no hook for strategies, until `close`.
 
     Args:
-        trainer: about to fit.
+        trainer: a Trainer that is about to fit.
         on_data: called on all ranks whenever the training dataloaders have been set up.
         on_epoch_start: called before the first batch of an epoch.
         on_next_batch: called before the next batch is fetched.
@@ -144,7 +144,8 @@ def batch_is_open(trainer: Any) -> bool:
 def limit_batches(trainer: Any, number: int) -> None:
     """Ends the epochs of this rank after ``number`` batches, which is not above `num_batches`."""
     limits = trainer.fit_loop._combined_loader.limits
-    limits[:] = [min(limit, number) for limit in limits]  # in place: the iterator has the same list
+    # The list is changed in place because the iterator of this epoch holds it too.
+    limits[:] = [min(limit, number) for limit in limits]
     _set_length(trainer, number)
 
 
@@ -153,7 +154,9 @@ def repeat_batches(trainer: Any, number: int) -> None:
     loop = trainer.fit_loop
     loader = loop._combined_loader
     own = [min(len(part), limit) for part, limit in zip(loader.flattened, loader.limits, strict=True)]
-    needs_all = loader._mode == "min_size"  # otherwise the longest decides, and the others are repeated or exhausted
+    # Only in this mode the shortest loader ends the epoch. In all others the longest does, and Lightning repeats the
+    # shorter ones or continues without them.
+    needs_all = loader._mode == "min_size"
     loader.flattened = [
         RepeatedLoader(part, num_own, number) if num_own < number and (needs_all or num_own == max(own)) else part
         for part, num_own in zip(loader.flattened, own, strict=True)
@@ -196,7 +199,8 @@ class RepeatedLoader:
         return getattr(self._loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "_iterator":  # Lightning ends the workers of a loader's iterator, then removes it
+        # Lightning ends the workers of a loader's iterator and then removes it by setting this attribute.
+        if name == "_iterator":
             setattr(self._loader, name, value)
         else:
             super().__setattr__(name, value)

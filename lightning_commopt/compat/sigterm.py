@@ -1,9 +1,9 @@
-"""Lightning's broadcast of SIGTERM before every batch; see `lightning_commopt.compat`.
+"""Lightning's broadcast of SIGTERM before every batch, and a cheaper check; see `lightning_commopt.compat`.
 
 Lightning 2.5.2 and later broadcast a flag from rank 0 before every batch and wait for it on the host; the signal's
-handler broadcasts too, wherever training is. Replaced are ``_broadcast_sigterm_tensor`` and ``run`` of the epoch loop
-and ``_sigterm_notifier_fn`` of the signal connector, whose ``received_sigterm`` is set. The names are the same in
-``lightning`` and ``pytorch_lightning``, of which nothing is imported here.
+handler broadcasts too, wherever training is. This module replaces ``_broadcast_sigterm_tensor`` and ``run`` of the
+epoch loop and ``_sigterm_notifier_fn`` of the signal connector, and sets the connector's ``received_sigterm``. These
+names are the same in ``lightning`` and ``pytorch_lightning``; this module imports neither.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def broadcasts_sigterm(trainer: Any) -> bool:
 
 
 def around_broadcasts(trainer: Any, around: Callable[[Callable[[], None]], None]) -> Callable[[], None]:
-    """Calls ``around(broadcast)`` instead of that broadcast, if there is one; returns a function that ends this."""
+    """Calls ``around(broadcast)`` instead of Lightning's broadcast, if it has one; returns a function to undo it."""
     if not broadcasts_sigterm(trainer):
         return lambda: None
     return wrap_method(trainer.fit_loop.epoch_loop, SIGTERM_BROADCAST, around)
 
 
 def report_lost_broadcasts(trainer: Any, report: Callable[[Exception], None]) -> Callable[[], None]:
-    """Reports exceptions of that broadcast, such as a timeout, which Lightning ignores; returns what ends this."""
+    """Reports exceptions of the broadcast, such as timeouts, which Lightning ignores; returns a function to undo it."""
 
     def around(inner: Callable[[], None]) -> None:
         broadcast = dist.broadcast
@@ -79,7 +79,8 @@ class SigtermCheck:
     def _receive(self, inner: Callable[..., None], number: int, frame: Any) -> None:
         launcher = self._trainer.strategy.launcher
         if launcher is not None and not self._has_received:
-            launcher.kill(number)  # to the ranks that this one has started, as Lightning does
+            # As Lightning does, this passes the signal on to the ranks that this one has started.
+            launcher.kill(number)
         self._has_received = True
 
     def _before_batch(self, inner: Callable[[], None]) -> None:

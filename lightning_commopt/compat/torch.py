@@ -13,8 +13,11 @@ from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-default_store = distributed_c10d._get_default_store  # for messages that no missing rank breaks
-foreach_copy_, foreach_mul_ = torch._foreach_copy_, torch._foreach_mul_  # what optimizers use for many small tensors
+# Unlike a collective, the store passes messages even when some ranks are missing.
+default_store = distributed_c10d._get_default_store
+
+# One call for many small tensors, as torch's optimizers make it.
+foreach_copy_, foreach_mul_ = torch._foreach_copy_, torch._foreach_mul_
 
 
 def registered_hooks(model: DistributedDataParallel) -> list[object]:
@@ -35,7 +38,7 @@ def refresh_bucket_parameters(model: DistributedDataParallel) -> None:
 
 
 def has_bucket_limits(model: DistributedDataParallel) -> bool:
-    """Returns whether this torch has what `first_bucket_parameters` asks."""
+    """Returns whether this torch has the private attribute that `first_bucket_parameters` reads."""
     return hasattr(model, "_bucket_config")
 
 
@@ -49,7 +52,7 @@ def first_bucket_parameters(model: DistributedDataParallel, parameters: list[Ten
 
 
 def stop_reducing(model: DistributedDataParallel) -> None:
-    """Removes DDP's hooks from the parameters for another wrapper: the destructor may run later."""
+    """Removes DDP's hooks from the parameters before another wrapper adds its own; the destructor may run too late."""
     model.reducer._remove_autograd_hooks()
 
 
@@ -82,7 +85,7 @@ def flight_records() -> dict[str, Any]:
     dumps = []
     if (dump := getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)) is not None:
         dumps = [partial(dump, backend=name) for name in ("gloo", "nccl", "nccl2", "nccl-lazy")]
-        if "backend" not in (dump.__doc__ or ""):  # it has one recorder for all
+        if "backend" not in (dump.__doc__ or ""):  # this torch has one recorder for all backends
             dumps = [dump]
     if (dump := getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)) is not None:
         dumps.append(dump)

@@ -20,12 +20,12 @@ LAB_RANK_VARIABLE = "COMMOPT_LAB_RANK"
 """Set for a rank that `lightning_commopt.train.sweep.lab_run` has started."""
 
 DEFAULT_PORT = 29511
-"""Of a list of hosts, which has no launcher to choose one."""
+"""Where a list of hosts meets by default, as there is no launcher to choose a port."""
 
 _LAUNCHER_VARIABLE = "COMMOPT_LAUNCHER"
-"""Process of the rank that has started this one as its child, and the port where these ranks meet."""
+"""Holds the process of the rank that has started this one as its child, and the port where these ranks meet."""
 
-_SLURM_PORTS = range(20_000, 30_000)  # below the ports that Linux gives to clients
+_SLURM_PORTS = range(20_000, 30_000)  # these are below the ports that Linux gives to clients
 _MAX_HOSTS = 100_000
 
 
@@ -36,15 +36,15 @@ def is_lab_rank() -> bool:
 
 def is_first_rank() -> bool:
     """Returns whether this process is rank 0, or the only one; works before there is a process group."""
-    # In every launcher, global rank 0 has 0 or nothing in all of them.
+    # With every launcher, only global rank 0 has all of these variables unset or 0.
     return all(os.environ.get(name, "0") == "0" for name in (*_NUMBERS, "SLURM_PROCID"))
 
 
 def num_started_ranks() -> int:
     """Returns how many processes torchrun or srun has started to run this; 1 without them.
 
-    ``SLURM_NTASKS`` is how many a job could have. Without ``RANK``, ``WORLD_SIZE`` may be left of an earlier job that
-    Lightning ran in this process.
+    ``SLURM_NTASKS`` does not count here, as it is how many tasks a job could have. Without ``RANK``, ``WORLD_SIZE`` may
+    be left from an earlier job that Lightning ran in this process.
     """
     return max(
         _number(os.environ, "WORLD_SIZE", 1) if "RANK" in os.environ else 1,
@@ -69,7 +69,7 @@ def launcher_pid(start_method: str) -> int | None:
 
 @contextmanager
 def name_launcher(port: int) -> Generator[None, None, None]:
-    """Makes ranks that are started as children of this process within know it: see `launching_rank`."""
+    """Lets ranks that this process starts inside the context know their launcher: see `launching_rank`."""
     os.environ[_LAUNCHER_VARIABLE] = f"{os.getpid()} {port}"
     try:
         yield
@@ -80,7 +80,7 @@ def name_launcher(port: int) -> Generator[None, None, None]:
 def launching_rank(port: int) -> int | None:
     """Returns the process of the rank that has started this one to meet at a port; None if that is not known."""
     pid, _, known_port = os.environ.get(_LAUNCHER_VARIABLE, "").partition(" ")
-    # Programs that a rank starts inherit the variable.
+    # Programs that a rank starts inherit the variable too, so it counts only for the port that it names.
     return int(pid) if known_port == str(port) and "TORCHELASTIC_RUN_ID" not in os.environ else None
 
 
@@ -93,11 +93,11 @@ class RankIdentity:
     local_rank: int = 0  # rank on its host
     ranks_per_node: int = 1  # number of ranks on its host
     host: str  # name of its host
-    address: str  # name or address where ranks meet
-    port: int  # where ranks meet
-    hosts_store: bool  # this process opens that port
-    rank_hosts: tuple[str, ...] = ()  # host of each rank; empty if that is unknown before they meet
-    is_of_launcher: bool = True  # torchrun or srun started it; False for a list of hosts
+    address: str  # name or address of the host where ranks meet
+    port: int  # port where ranks meet
+    hosts_store: bool  # whether this process opens the port
+    rank_hosts: tuple[str, ...] = ()  # host of each rank; empty if it is unknown before they meet
+    is_of_launcher: bool = True  # whether torchrun or srun started it; False for a list of hosts
 
     def label(self, rank: int) -> str:
         """Returns how messages name a rank that has not been heard from."""
@@ -113,7 +113,7 @@ def find_rank_identity(
 
     Args:
         hosts: comma-separated hosts, one rank each, which meet on the first; None to ask the launcher.
-        port: where to meet; None for the launcher's, or `DEFAULT_PORT` with ``hosts``.
+        port: port where ranks meet; None for the launcher's, or `DEFAULT_PORT` with ``hosts``.
         environment: variables of this process.
 
     Returns:
@@ -198,16 +198,16 @@ def expand_node_list(text: str) -> list[str]:
 
 
 def _expand(part: str) -> Iterator[str]:
-    found = re.search(r"\[([^\[\]]*)\]", part)
-    if found is None:
+    brackets = re.search(r"\[([^\[\]]*)\]", part)
+    if brackets is None:
         yield part
         return
-    for bounds in found[1].split(","):
+    for bounds in brackets[1].split(","):
         ends = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", bounds)
         if ends is None:
             raise ValueError(f"SLURM_STEP_NODELIST has the range {bounds!r}, which must be such as 01-03")
         for number in range(int(ends[1]), int(ends[2] or ends[1]) + 1):
-            yield from _expand(f"{part[: found.start()]}{number:0{len(ends[1])}d}{part[found.end() :]}")
+            yield from _expand(f"{part[: brackets.start()]}{number:0{len(ends[1])}d}{part[brackets.end() :]}")
 
 
 def _from_list(text: str, port: int) -> RankIdentity:

@@ -16,7 +16,7 @@ def quote(value: object, *, is_literal: bool = True) -> object:
     r"""Returns a value as an override that Hydra reads back unchanged; only text needs quotes.
 
     Args:
-        value: of the override.
+        value: the value to quote.
         is_literal: whether ``${...}`` in it is text, and not an interpolation.
 
     >>> print(quote('a, "b" and ${c}'))
@@ -24,9 +24,9 @@ def quote(value: object, *, is_literal: bool = True) -> object:
     """
     if not isinstance(value, str):
         return value
-    # In both grammars backslashes count only before what they escape.
-    text = re.sub(r"(\\*)\$\{", lambda found: 2 * found[1] + "\\${", value) if is_literal else value
-    escaped = re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + ('\\"' if found[2] else ""), text)
+    # In Hydra's and OmegaConf's grammar a backslash escapes only these characters, and is itself otherwise.
+    text = re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + "\\${", value) if is_literal else value
+    escaped = re.sub(r'(\\*)("|\Z)', lambda match: 2 * match[1] + ('\\"' if match[2] else ""), text)
     return f'"{escaped}"'
 
 
@@ -34,8 +34,8 @@ def config_flags() -> list[str]:
     """Returns the flags of this process that select Hydra's configuration."""
     arguments, _ = get_args_parser().parse_known_args()
     flags = {"--config-path": "config_path", "--config-name": "config_name", "--config-dir": "config_dir"}
-    found = [(flag, getattr(arguments, name)) for flag, name in flags.items()]
-    return [word for flag, value in found if value for word in (flag, value)]
+    values = [(flag, getattr(arguments, name)) for flag, name in flags.items()]
+    return [word for flag, value in values if value for word in (flag, value)]
 
 
 def single_run_command(rank: int | str) -> tuple[list[str], str]:

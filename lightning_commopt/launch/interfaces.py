@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B  # linux/sockios.h
 _IFF_UP = 1
-_REQUEST_BYTES = 256
-_ADDRESS = slice(20, 24)  # of struct ifreq with a sockaddr_in
+_REQUEST_BYTES = 256  # at least the size of struct ifreq
+_ADDRESS = slice(20, 24)  # where struct ifreq with a sockaddr_in has the address
 _REASONS = {
     errno.ECONNREFUSED: "refused, though the port is open there: a firewall rejects it",
     errno.EHOSTUNREACH: "no route to that host",
@@ -30,8 +30,8 @@ class Interface(NamedTuple):
     """A network interface that is up."""
 
     name: str  # such as "eth0"
-    address: str  # IPv4
-    prefix_length: int = 32  # bits of the address that name its network
+    address: str  # IPv4 address
+    prefix_length: int = 32  # number of the address's bits that identify its network
 
     @property
     def with_prefix(self) -> str:
@@ -43,15 +43,15 @@ class Interface(NamedTuple):
 class Listening:
     """Where a rank listens for the others."""
 
-    variable: str  # that selects the interface
-    value: str | None  # of the variable; None if it is not set
+    variable: str  # name of the variable that selects the interface
+    value: str | None  # the variable's value; None if it is not set
     interface: str | None  # name of the interface; None if none matches
     address: str | None  # IPv4 address with the length of its prefix, such as "10.0.0.1/24"; None if there is none
 
 
 def list_interfaces() -> list[Interface]:
     """Returns the interfaces that are up and have an IPv4 address, in the kernel's order."""
-    found = []
+    interfaces = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack(f"{_REQUEST_BYTES}s", name.encode()[:15])
@@ -61,12 +61,12 @@ def list_interfaces() -> list[Interface]:
                     socket.inet_ntoa(fcntl.ioctl(probe, code, request)[_ADDRESS])
                     for code in (_SIOCGIFADDR, _SIOCGIFNETMASK)
                 )
-            except OSError:  # it has no IPv4 address
+            except OSError:  # the interface has no IPv4 address
                 continue
             if flags & _IFF_UP:
                 prefix_length = ipaddress.IPv4Network(f"0.0.0.0/{mask}").prefixlen
-                found.append(Interface(name, address, prefix_length))
-    return found
+                interfaces.append(Interface(name, address, prefix_length))
+    return interfaces
 
 
 def find_listening(
@@ -79,7 +79,8 @@ def find_listening(
     is_nccl = "nccl" in backend
     variable = "NCCL_SOCKET_IFNAME" if is_nccl else "GLOO_SOCKET_IFNAME"
     value = environment.get(variable) or None
-    own = None if is_nccl or value else own_address() or "127.0.0.1"  # as gloo does
+    # Without the variable gloo listens on the address of the host's name, or else on the loopback device.
+    own = None if is_nccl or value else own_address() or "127.0.0.1"
     chosen = choose_for_nccl(interfaces, environment) if is_nccl else choose_for_gloo(interfaces, environment, own)
     address = chosen.with_prefix if chosen else own and f"{own}/32"
     return Listening(variable=variable, value=value, interface=chosen and chosen.name, address=address)
@@ -94,7 +95,8 @@ def resolve(host: str) -> str | None:
     """Returns the IPv4 address of a host; None if its name resolves to nothing."""
     try:
         return socket.gethostbyname(host)
-    except (OSError, UnicodeError):  # the latter for a name with an empty part, or one that is too long
+    except (OSError, UnicodeError):
+        # A name with an empty part, or one that is too long, is a UnicodeError.
         return None
 
 
@@ -130,8 +132,9 @@ def choose_for_nccl(interfaces: Sequence[Interface], environment: Mapping[str, s
             for interface in interfaces
         ]
         return next((interface for interface, match in zip(interfaces, matches, strict=True) if match != is_out), None)
-    order = {"ib": 0, "docker": 2, "lo": 3, "virbr": 4}  # 1 for all others
-    places = [next((order[start] for start in order if each.name.startswith(start)), 1) for each in interfaces]
+    order = {"ib": 0, "docker": 2, "lo": 3, "virbr": 4}  # all other names have 1
+    names = [interface.name for interface in interfaces]
+    places = [next((order[start] for start in order if name.startswith(start)), 1) for name in names]
     return interfaces[places.index(min(places))] if places else None
 
 
@@ -139,7 +142,7 @@ class PortFailure(NamedTuple):
     """Why a connection to a port failed."""
 
     message: str  # a clause that names host, port and the probable obstacle
-    is_refused: bool = False  # nothing listens there, as yet
+    is_refused: bool = False  # whether nothing listens there yet
 
 
 def try_port(host: str, port: int, *, limit_s: float) -> PortFailure | None:

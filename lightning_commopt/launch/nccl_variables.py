@@ -1,6 +1,6 @@
-"""The environment variables of NCCL: what they accept, since when; mistakes in a user's environment; `NcclOptions`.
+"""NCCL's environment variables: what they accept since which version, mistakes in a user's environment, `NcclOptions`.
 
-The table is from NCCL's sources.
+The table is made from NCCL's sources.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ _TABLE = Path(__file__).with_suffix(".json")  # docs/nccl_variables.py writes it
 _NAMES = Path(__file__).with_name("nccl_names.txt")
 _MISSPELT_PREFIX = re.compile(r"(?:N+C*L*C*|CNCL)_?(?=[A-Z])")
 _OPPOSITES = {"DISABLE": "ENABLE", "ENABLE": "DISABLE"}
-_NEAR = 0.88  # NCCL_DEBUG_FLAG stands for no NCCL_DEBUG_FILE
-_ALIKE = 0.65  # of words
-_OLDEST = (2, 21)  # which comes with the oldest torch that we support
+# Similarities from 0 to 1 from which on a name, or a word of it, counts as misspelt. The first is high enough that
+# NCCL_DEBUG_FLAG is not taken for NCCL_DEBUG_FILE.
+_NEAR = 0.88
+_ALIKE = 0.65
+_OLDEST = (2, 21)  # the version that comes with the oldest supported torch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variable:
     """How NCCL's sources read a variable."""
 
-    name: str  # with its prefix
-    # How NCCL reads it. "switch" and "integer": as a number; "choice": one of ``choices`` in any case, "exact" as
-    # written; "level": "exact", or a number; "list": several of ``choices``; "algorithms": also for each collective;
-    # "names": of interfaces or adapters, "file": a path, "text": anything
+    name: str  # the name, with its prefix
+    # How NCCL reads the value: "switch" and "integer" as a number, "choice" as one of ``choices`` in any case, "exact"
+    # only as written, "level" as "exact" or a number, "list" as several of ``choices``, "algorithms" as such a list or
+    # one for each collective, "names" as names of interfaces or adapters, "file" as a path, and "text" as it is.
     kind: Literal["switch", "integer", "choice", "exact", "level", "list", "algorithms", "names", "file", "text"]
     choices: tuple[str, ...] = ()  # the words that it accepts
     low: int | None = None  # the smallest integer; None for no limit
-    high: int | None = None  # the largest one; likewise
+    high: int | None = None  # the largest integer; None for no limit
     since: str | None = None  # the first NCCL that has it; None if all have
     removed_in: str | None = None  # the first NCCL that does not have it any more
-    former_name: str | None = None  # by which NCCL knew it earlier
+    former_name: str | None = None  # the name that it had in earlier versions of NCCL
 
     @property
     def allowed(self) -> str:
@@ -54,11 +56,11 @@ class Variable:
         return self._grammar()[1]
 
     def accepts(self, value: str, version: tuple[int, ...] | None = None) -> bool:
-        """Returns whether a version of NCCL, None if unknown, takes a value as it is meant; empty counts as unset."""
+        """Returns whether a version of NCCL, None if unknown, accepts a value; an empty value counts as unset."""
         if self.kind == "list" and version is not None and version >= (2, 30):
-            value = value.replace(" ", "")  # NCCL strips the words since then
+            value = value.replace(" ", "")  # since 2.30 NCCL removes spaces around the words
         if value == "" or (self.kind == "algorithms" and "MSCCL" in value.upper()):
-            return True  # MSCCL is a fork, with algorithms of its own
+            return True  # MSCCL is a fork of NCCL, whose algorithms are not in the table
         if re.fullmatch(self._grammar()[0], value) is None:
             return False
         return self.high is None or (self.low or 0) <= int(value, 16 if "x" in value.lower() else 10) <= self.high
@@ -112,8 +114,8 @@ def parse_version(text: str) -> tuple[int, ...]:
 def find_mistakes(environment: Mapping[str, str], *, version: tuple[int, ...] | None = None) -> list[Finding]:
     """Looks for misspelt, obsolete and never-existing variables of NCCL, and for values that it does not take.
 
-    A name that is like none of NCCL's may be read by another program, and is left alone. The version is that of the
-    NCCL that will read them; None for any that torch comes with.
+    A name that is unlike all of NCCL's may be for another program, and is no mistake. ``version`` is the version of the
+    NCCL that will read them; None for any that a supported torch comes with.
     """
     return [
         Finding(severity="error", what=message, advice=f"correct or unset {name}")
@@ -128,14 +130,14 @@ def _message(name: str, value: str, version: tuple[int, ...] | None) -> str | No
         return _misuse(variables[name], value, version)
     names = read_texts(_NAMES)
     if name in names["meant"]:
-        return f"{name} is no variable of NCCL: {names['meant'][name]}"
+        return f"{name} is not a variable of NCCL: {names['meant'][name]}"
     for variable in variables.values():
         if name == variable.former_name:
             return f"{name} was renamed: it is {variable.name} now"
     if name in other_variables() or any(re.match(pattern, name) for pattern in names["third_party"].values()):
         return None
     meant = _suggest(name, value) if name.startswith(PREFIX) else _with_right_prefix(name)
-    return None if meant is None else f"{name} is no variable of NCCL; did you mean {meant}?"
+    return None if meant is None else f"{name} is not a variable of NCCL; did you mean {meant}?"
 
 
 def _misuse(variable: Variable, value: str, version: tuple[int, ...] | None) -> str | None:
@@ -156,29 +158,29 @@ def _suggest(name: str, value: str) -> str | None:
     ('NCCL_NVLS_ENABLE=0', 'NCCL_IB_DISABLE', None)
     """
     names = [name for name, variable in nccl_variables().items() if variable.removed_in is None]
-    by_words = {frozenset(each.split("_")): each for each in names}
+    by_words = {frozenset(known.split("_")): known for known in names}
     words = [re.sub(r"ABLED$", "ABLE", word) for word in name.split("_")]
     if frozenset(words) in by_words:
         return by_words[frozenset(words)]
     opposite = by_words.get(frozenset(_OPPOSITES.get(word, word) for word in words))
     if opposite is not None:
         return f"{opposite}={int(value == '0')}"
-    longer = [each for each in names if re.match(rf"{each}[A-Z]", name)]
-    near = [each for each in get_close_matches(name, names, cutoff=_NEAR) if _is_alike(name, each)]
-    return next(iter([*longer, *near]), None)
+    beginnings = [known for known in names if re.match(rf"{known}[A-Z]", name)]
+    near = [known for known in get_close_matches(name, names, cutoff=_NEAR) if _is_alike(name, known)]
+    return next(iter([*beginnings, *near]), None)
 
 
 def _is_alike(name: str, other: str) -> bool:
-    """Returns whether each word of a name may be a word of another one, misspelt; NET is no NVTX."""
+    """Returns whether each word of a name may be a misspelt word of another name, unlike NET and NVTX."""
     words, others = name.split("_"), other.split("_")
-    pairs = [(one, another) for one, another in zip(words, others, strict=False) if one != another]
+    pairs = [(word, known) for word, known in zip(words, others, strict=False) if word != known]
     return len(words) != len(others) or all(SequenceMatcher(None, *pair).ratio() > _ALIKE for pair in pairs)
 
 
 def _with_right_prefix(name: str) -> str | None:
     """Returns the variable whose prefix is wrong, such as NCLL_DEBUG, nccl_debug or NCCLDEBUG.
 
-    Names of other libraries, such as RCCL and HCCL, are none.
+    Prefixes of other libraries, such as RCCL and HCCL, are not wrong.
     """
     meant = PREFIX + _MISSPELT_PREFIX.sub("", name.upper(), count=1)
     return meant if meant in nccl_variables() and _MISSPELT_PREFIX.match(name.upper()) else None
@@ -189,8 +191,8 @@ class NcclOptions:
     """Settings of NCCL.
 
     Attributes:
-        settings: by name: ``"NCCL_ALGO"``, or ``"algo"`` for short. True and False stand for 1 and 0.
-        override: replace what the user's environment has; otherwise that counts.
+        settings: values by name, ``"NCCL_ALGO"`` or ``"algo"`` for short. True and False stand for 1 and 0.
+        override: whether to replace values in the user's environment, which are kept otherwise.
 
     Raises:
         OptionError: NCCL has no such variable, or it does not take the value.
@@ -208,7 +210,7 @@ class NcclOptions:
     def from_config(cls, config: Any) -> NcclOptions | None:
         """Makes options from what a strategy was given.
 
-        That is options; the name of a profile; a mapping of settings, also with ``override`` and ``profile``; or None.
+        It is options; the name of a profile; a mapping of settings, also with ``override`` and ``profile``; or None.
 
         Raises:
             OptionError: there is no such profile or setting.
@@ -228,7 +230,7 @@ class NcclOptions:
     def apply(self, environment: MutableMapping[str, str] = os.environ) -> dict[str, str]:
         """Sets the variables before a process group is made; returns what was set.
 
-        Where the environment has another value, that stays, unless ``override`` is set.
+        A different value in the environment is kept unless ``override`` is set.
         """
         chosen = {}
         for name, value in self.settings.items():
@@ -241,14 +243,14 @@ class NcclOptions:
 
 
 def profiles() -> dict[str, Path]:
-    """Returns the file of each profile: the configs of the group ``nccl``."""
+    """Returns the profiles, which are the configs of the group ``nccl``, with their files."""
     return {path.stem: path for path in sorted((conf_dir() / "nccl").glob("*.yaml"))}
 
 
 def _load_profile(name: Any) -> dict[str, Any]:
     known = profiles()
     if not isinstance(name, str) or name not in known:
-        raise OptionError(f"nccl={name!r} is no profile; known: {', '.join(known)}{did_you_mean(name, known)}")
+        raise OptionError(f"nccl={name!r} is not a profile; known: {', '.join(known)}{did_you_mean(name, known)}")
     settings: dict[str, Any] = yaml.safe_load(known[name].read_text(encoding="utf-8"))
     return settings
 
@@ -258,7 +260,7 @@ def _checked(name: str, value: Any) -> tuple[str, str]:
     full = name.upper() if name.upper().startswith(PREFIX) else PREFIX + name.upper()
     variables = nccl_variables()
     if full not in variables:
-        short = [each.removeprefix(PREFIX).lower() for each in variables]
+        short = [known.removeprefix(PREFIX).lower() for known in variables]
         raise OptionError(f"nccl: NCCL has no setting {name!r}{did_you_mean(full.removeprefix(PREFIX).lower(), short)}")
     variable = variables[full]
     if variable.removed_in is not None:

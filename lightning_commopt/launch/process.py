@@ -1,4 +1,4 @@
-"""Runs commands so that no process of them is left afterwards, whatever happens."""
+"""Runs commands, and leaves none of their processes behind, whatever happens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 _POLL_S = 0.1
-_PIPE_BYTES = 2**20  # Linux's pipes hold no more, so that one read empties them
+_PIPE_BYTES = 2**20  # one read of this size empties any pipe of Linux
 _LINES_IN_MESSAGE = 40
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -32,9 +32,9 @@ class RankError(RuntimeError):
     """A rank failed, or exceeded the time limit; the message has the rank's last output.
 
     Attributes:
-        rank: the first that failed, or the lowest that still ran.
+        rank: the first rank that failed, or the lowest that still ran.
         status: its exit status, negative for the signal that ended it; None if it still ran.
-        outputs: of all ranks, by rank.
+        outputs: the output of each rank, by rank.
     """
 
     def __init__(self, rank: int, status: int | None, timeout_s: float | None, outputs: list[str]) -> None:
@@ -77,7 +77,8 @@ def run_ranks(
 
     with ExitStack() as closing:
         try:
-            with collect_signals() as received:  # an exception could lose a process that was just started
+            # Signals are collected here, as an exception could lose a process that was just started.
+            with collect_signals() as received:
                 for rank, (command, env) in enumerate(programs):
                     outputs.append(bytearray())
                     ranks.append(_Program(command, env, partial(collect, rank)))
@@ -87,8 +88,9 @@ def run_ranks(
             stopped = _follow(ranks, timeout_s=timeout_s)
             status = None if stopped is None else stopped.process.returncode
         finally:
-            for each in ranks:  # before any output is read: what ranks print as others end is no reason
-                each.kill()
+            # Ranks are killed before their last output is read: what they print when others end is not the cause.
+            for program in ranks:
+                program.kill()
     texts = [output.decode(errors="replace") for output in outputs]
     if stopped is not None:
         raise RankError(ranks.index(stopped), status, timeout_s, texts)
@@ -115,7 +117,7 @@ class _Program:
         """Returns whether its first process runs; once it has ended, the rest of its group is killed."""
         if self.process.returncode is not None:
             return False
-        # The process stays to be reaped: until then nobody else can get the number of its group.
+        # WNOWAIT leaves the process to be reaped later. Until then no other group can have its number.
         if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return True
         self.kill()
@@ -224,7 +226,7 @@ def raise_signals() -> Iterator[None]:
 
 @contextmanager
 def collect_signals() -> Iterator[list[signal.Signals]]:
-    """Collects the signals that ask us to stop, where an exception could lose a process that was just started."""
+    """Collects the signals that ask us to stop, for code in which an exception could lose a process just started."""
     received: list[signal.Signals] = []
     with _handle_signals(lambda number, _: received.append(signal.Signals(number))):
         yield received

@@ -23,7 +23,8 @@ class HostClock:
         self._origin = time.perf_counter()
         self.origin_unix_s = time.time()
 
-    mark: Any = staticmethod(time.perf_counter)  # itself, as it is called some twenty times a step
+    # The function itself, without a method around it, as it is called some twenty times a step.
+    mark: Any = staticmethod(time.perf_counter)
 
     def has_passed(self, mark: Any) -> bool:
         """Returns whether a mark lies in the past. Never waits."""
@@ -43,7 +44,8 @@ class HostClock:
 class CudaClock:
     """Events in the current stream of a CUDA device, reused; synchronizes once, when it is made."""
 
-    # An event's distance comes in float32 milliseconds: 8 ms after an hour, hence a base that follows.
+    # CUDA returns the time between two events as float32 milliseconds, whose resolution gets worse the further they are
+    # apart. So the event that times are measured from is replaced at this age.
     _BASE_LIFE_S = 10.0
 
     num_lag_steps = 20  # a host that runs further ahead of its device gains nothing

@@ -66,16 +66,17 @@ class StepWriter:
 class RankRecords:
     """One rank's steps in one fit."""
 
-    path: Path  # of the file
-    header: Mapping[str, Any]  # its first line
-    rank: int  # that wrote the file
+    path: Path
+    header: Mapping[str, Any]  # the content of the fit's line of type "run"
+    rank: int  # the rank that wrote the file
     world_size: int  # number of ranks that trained
     origin_unix_s: float | None  # second 0 of the records' times, in seconds since 1970; None if unknown
-    # in the order in which they were made; the bucket with the highest index counts as `BucketInfo.is_last`
+    # Steps are in the order in which they were written. The file does not say which bucket is the last of a backward,
+    # so the one with the highest index counts as such.
     steps: list[StepRecord] = field(default_factory=list)
-    # By the number of a line that is left out, counted from 1 in the file: why it could not be read
+    # The number of each line that is left out, counted from 1 in the file, and why it could not be read.
     broken_lines: dict[int, str] = field(default_factory=dict)
-    is_cut: bool = False  # the file ends within a line, which is left out, as after a killed process
+    is_cut: bool = False  # the file ends within a line, as after a killed process; that line is left out
 
     @classmethod
     def of_header(cls, path: Path, values: Mapping[str, Any]) -> RankRecords:
@@ -129,17 +130,17 @@ def read_run(run_dir: str | Path) -> list[RankRecords]:
     if not paths:
         what = "has no records of steps" if Path(run_dir).is_dir() else "does not exist"
         raise FileNotFoundError(f"{run_dir} {what}: expected {rank_file(run_dir, 0)}, as CommTimeMonitor writes it")
-    found, unreadable = [], ""
+    ranks, unreadable = [], ""
     for path in paths:
         try:
-            found.append(_read_last_fit(path))
+            ranks.append(_read_last_fit(path))
         except _NoFitError as error:
             unreadable = unreadable or str(error)
-    if not found:
+    if not ranks:
         raise ValueError(f"{folder}: no file of a rank can be read, of {len(paths)}. {unreadable}")
-    newest = max(found, key=lambda records: records.origin_unix_s or 0.0)
-    found = [records for records in found if records.world_size == newest.world_size]
-    return sorted(found, key=lambda records: records.rank)
+    newest = max(ranks, key=lambda records: records.origin_unix_s or 0.0)
+    ranks = [records for records in ranks if records.world_size == newest.world_size]
+    return sorted(ranks, key=lambda records: records.rank)
 
 
 def notices(ranks: Sequence[RankRecords]) -> list[str]:
@@ -160,7 +161,7 @@ def notices(ranks: Sequence[RankRecords]) -> list[str]:
         except _NoFitError as error:
             lines.append(f"rank {rank} is left out: {error}")
             missing.remove(rank)
-        except (OSError, ValueError):  # there is none, or it is of another fit
+        except (OSError, ValueError):  # the file does not exist, or belongs to another fit
             pass
     if missing:
         lines.append(f"ranks without records: {', '.join(map(str, missing))} (of {world_size} ranks)")
@@ -179,7 +180,7 @@ class _NoFitError(ValueError):
 
 def _read_last_fit(path: Path) -> RankRecords:
     last: RankRecords | None = None
-    fit: RankRecords | None = None  # without a readable header it is none
+    fit: RankRecords | None = None  # the fit that the present lines belong to; None if its header cannot be read
     layout: Mapping[int, BucketInfo] = {}
     first_reason = "it is empty"
     with path.open("rb") as file:
@@ -214,7 +215,7 @@ def _parse(line: bytes) -> dict[str, Any]:
         return {"type": "blank"}
     values = parse_json(line, allow_nan=False)
     if not isinstance(values, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     return values
 
 
@@ -225,7 +226,7 @@ def _append(path: Path, data: bytes) -> None:
         size = file.seek(0, os.SEEK_END)
         if size:
             file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":  # a process that was killed left a part of a line
+            if file.read(1) != b"\n":  # a killed process has left a part of a line
                 data = b"\n" + data
         left = memoryview(data)
         try:

@@ -1,7 +1,7 @@
 """Predicted speed-ups in words: which settings are worth trying, and which compressor is not.
 
 A plan is recommended for its speed if it is expected to save at least a twentieth of a step, and its whole interval is
-above 1. No speed-up exceeds that of a step whose communication is hidden.
+above 1. No predicted speed-up exceeds what hiding all communication would give.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Forecast(NamedTuple):
 
     setting: str  # what a user would write, such as ``comm_hook="int8"``
     is_lossy: bool  # whether the setting brings a compressor that changes gradients
-    error_bound: float  # of one average, see `Claims`
-    step_s: float  # predicted, for as many samples as a step has now
+    error_bound: float  # error bound of one averaged gradient, see `Claims`
+    step_s: float  # predicted time for as many samples as a step has now
     low_s: float  # lower end of the 95 % interval
     high_s: float  # upper end of the 95 % interval
-    note: str = ""  # what else changes; empty if nothing does
+    note: str = ""  # what the setting changes besides the speed; empty if nothing
     present_s: float = math.nan  # median step with the present settings; NaN in files that lack it
 
     def speedups(self, present_s: float, bound: float) -> tuple[float, float, float]:
@@ -58,28 +58,28 @@ class Forecast(NamedTuple):
 
 
 def read_forecasts(run_dir: Path) -> Sequence[Forecast]:
-    """Returns those of a run, none if its fit has not ended; a ValueError if the file holds something else."""
+    """Returns the forecasts of a run, none if its fit has not ended; a ValueError if the file holds something else."""
     path = run_dir / PREDICTION_FILE
     if not path.exists():
         return ()
     plain = read_object(path, "result of commopt prediction")
     with errors_naming(path):
         check_numbers(plain["forecasts"], "forecasts")
-        found = [from_plain(Forecast, forecast) for forecast in plain["forecasts"]]
-        for forecast in found:
+        forecasts = [from_plain(Forecast, forecast) for forecast in plain["forecasts"]]
+        for forecast in forecasts:
             if not 0 < forecast.low_s <= forecast.step_s <= forecast.high_s:
                 raise ValueError(f"a forecast has no step time: {forecast.low_s}, {forecast.step_s}, {forecast.high_s}")
-    return found
+    return forecasts
 
 
 class Present(NamedTuple):
     """The run as it is."""
 
-    step_s: float  # on average
-    exposed_s: float  # on average
+    step_s: float  # mean over steps, as `exposed_s`
+    exposed_s: float
     median_step_s: float
     comm_hook: str  # name of what averages the gradients
-    is_lossy: bool  # whether that changes them
+    is_lossy: bool  # whether the comm hook changes gradients
 
     def speedups(self, forecast: Forecast) -> tuple[float, float, float]:
         return forecast.speedups(self.median_step_s, speedup(self.step_s, self.exposed_s))
@@ -91,31 +91,35 @@ class Present(NamedTuple):
 
 
 def shorter_steps(present: Present, forecasts: Sequence[Forecast]) -> list[str]:
-    """Returns what shortens the step, lossless first; what is less exact only if it saves more."""
+    """Recommends settings that shorten the step, the exact ones first; a less exact one only if it saves more."""
     if present.comm_hook in _PARAMETERWISE:
         return ["strategy=CommOptDDP(), lossless: gradients travel in buckets, not one by one."]
-    found, best = [], 1.0
+    recommendations, best = [], 1.0
     for forecast in filter(present.is_faster, forecasts):
         expected = present.speedups(forecast)[0]
         if forecast.note:
-            found.append(_recommendation(present, forecast))
+            recommendations.append(_recommendation(present, forecast))
         elif 1 - best / expected >= WORTH_IT:
             best = expected
-            found.append(_recommendation(present, forecast))
-    if forecasts and not found and present.exposed_s >= WORTH_IT * present.step_s:
-        found = ["No comm_hook= or bucket_cap_mb= is clearly faster: their predictions do not exceed 1 beyond doubt."]
-    return [*_if_compression_costs_more(present, forecasts), *found]
+            recommendations.append(_recommendation(present, forecast))
+    if forecasts and not recommendations and present.exposed_s >= WORTH_IT * present.step_s:
+        recommendations = [
+            "No comm_hook= or bucket_cap_mb= is clearly faster: their predictions do not exceed 1 beyond doubt."
+        ]
+    return [*_if_compression_costs_more(present, forecasts), *recommendations]
 
 
 def _if_compression_costs_more(present: Present, forecasts: Sequence[Forecast]) -> list[str]:
-    """Says so if the present compressor takes more time than it saves."""
-    if not present.is_lossy or not any(_is_uncompressed(one) and present.is_faster(one) for one in forecasts):
+    """Returns a sentence if the present compressor takes more time than it saves; nothing otherwise."""
+    if not present.is_lossy or not any(
+        _is_uncompressed(forecast) and present.is_faster(forecast) for forecast in forecasts
+    ):
         return []
     return [f'comm_hook="{present.comm_hook}" takes more time than it saves on this link.']
 
 
 def exact_alternative(present: Present, forecasts: Sequence[Forecast]) -> list[str]:
-    """Recommends what is exact where communication is hidden, so that a lossy compressor saves nothing."""
+    """Recommends an exact setting in place of a lossy one that saves nothing, as communication is hidden."""
     for forecast in filter(_is_uncompressed, forecasts):
         expected, low, _ = forecast.speedups(present.median_step_s, math.nan)
         if present.is_lossy and expected > 1 - _AS_FAST:
@@ -144,4 +148,4 @@ def statistic_text(present: Present, forecasts: Sequence[Forecast]) -> str:
     if not forecasts:
         return ""
     step_s = present.median_step_s if math.isnan(forecasts[0].present_s) else forecasts[0].present_s
-    return f"Speed-ups are those of the median step, now {number(1e3 * step_s)} ms, with 95 % intervals."
+    return f"Speed-ups are for the median step, now {number(1e3 * step_s)} ms, with 95 % intervals."

@@ -18,9 +18,9 @@ _UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 
 
 class Operation(NamedTuple):
-    """All collectives of one kind, in the mean of steps on one rank."""
+    """All collectives of one kind on one rank: their mean number, bytes and times per step."""
 
-    operation: str  # see `Collective`, as for the next two
+    operation: str  # as in `Collective`, like the next two
     phase: str
     source: str
     num_calls: float  # collectives in a step
@@ -60,11 +60,12 @@ class OperationTotals:
                 self._backward_s += record.totals.backward_s - record.totals.exposed_s
                 self._host_bound_s += record.host_bound_s
             self._has_waits |= bool(record.waits)
-            for one, waited_s in zip(record.collectives, exposed_s(record), strict=True):
-                sums = self._sums[one.phase, one.operation, one.source]
+            for collective, waited_s in zip(record.collectives, exposed_s(record), strict=True):
+                sums = self._sums[collective.phase, collective.operation, collective.source]
                 sums[0] += 1
-                sums[1] += one.num_bytes
-                sums[2] += 0.0 if one.start_s is None or one.end_s is None else one.end_s - one.start_s
+                sums[1] += collective.num_bytes
+                start_s, end_s = collective.start_s, collective.end_s
+                sums[2] += 0.0 if start_s is None or end_s is None else end_s - start_s
                 sums[3] += waited_s or 0.0
 
     def operations(self) -> tuple[Operation, ...]:
@@ -78,7 +79,7 @@ class OperationTotals:
                 Operation(operation, phase, source, num_calls, num_bytes, times_s[0], num_phases, exposed_s=times_s[1])
             )
         places = {phase: place for place, phase in enumerate((*PHASES, "pause"))}
-        means.sort(key=lambda one: (places.get(one.phase, len(places)), -(one.seconds or 0.0), one.operation))
+        means.sort(key=lambda mean: (places.get(mean.phase, len(places)), -(mean.seconds or 0.0), mean.operation))
         return tuple(means)
 
     @property
@@ -100,16 +101,20 @@ def operation_rows(operations: Sequence[Operation], step_s: float) -> list[tuple
 
     An unknown time is a dash.
     """
-    has_exposed = any(one.exposed_s is not None for one in operations)
+    has_exposed = any(operation.exposed_s is not None for operation in operations)
     rows: list[tuple[str, ...]] = []
-    for one in operations:
-        seconds, exposed_s = (math.nan if time_s is None else time_s for time_s in (one.seconds, one.exposed_s))
+    for operation in operations:
+        seconds, exposed_s = (
+            math.nan if time_s is None else time_s for time_s in (operation.seconds, operation.exposed_s)
+        )
         times = (
             number(1e3 * seconds, max_decimals=MAX_DECIMALS),
             percent(ratio(seconds, step_s)),
             *([number(1e3 * exposed_s, max_decimals=MAX_DECIMALS)] if has_exposed else []),
         )
-        rows.append((one.phase, one.label, f"{one.num_calls:.3g}", size_text(one.num_bytes), *times))
+        rows.append(
+            (operation.phase, operation.label, f"{operation.num_calls:.3g}", size_text(operation.num_bytes), *times)
+        )
     return rows
 
 
@@ -132,25 +137,25 @@ def exposed_s(record: StepRecord) -> tuple[float | None, ...]:
     (1.0, 1.0, None)
     """
     timed = [
-        (one.start_s, one.end_s, place)
-        for place, one in enumerate(record.collectives)
-        if one.start_s is not None and one.end_s is not None
+        (collective.start_s, collective.end_s, place)
+        for place, collective in enumerate(record.collectives)
+        if collective.start_s is not None and collective.end_s is not None
     ]
     timed.sort(reverse=True)
-    found: list[float | None] = [None] * len(record.collectives)
+    waited_s: list[float | None] = [None] * len(record.collectives)
     for *_, place in timed if record.waits else ():
-        found[place] = 0.0
+        waited_s[place] = 0.0
     under_way: list[tuple[float, float, int]] = []
     for reached_s, until_s in record.waits:
         while timed and timed[-1][0] < until_s:
             under_way.append(timed.pop())
-        under_way = sorted([one for one in under_way if one[1] > reached_s], key=itemgetter(1))
+        under_way = sorted([piece for piece in under_way if piece[1] > reached_s], key=itemgetter(1))
         for start_s, end_s, place in under_way:
             part_s = min(end_s, until_s) - max(start_s, reached_s)
             if part_s > 0:
-                found[place] = (found[place] or 0.0) + part_s
+                waited_s[place] = (waited_s[place] or 0.0) + part_s
                 reached_s = min(end_s, until_s)
-    return tuple(found)
+    return tuple(waited_s)
 
 
 def size_text(num_bytes: float) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_commopt.text.formatting import escape_controls
 
-# Ends of the names of numbers that cannot be below 0: seconds and bytes, and rates of them
+# Numbers whose names end like this cannot be below 0: they are seconds, bytes or rates of them.
 _AMOUNTS = ("_s", "_bytes", "_per_byte", "_per_message", "seconds")
 
 _FORMULA_STARTS = ("=", "+", "-", "@", "＝", "＋", "－", "＠")  # noqa: RUF001
@@ -85,28 +85,28 @@ def load_json(path: Path, kind: str, newest_format: int, read: Callable[[dict[st
     """
     plain = read_object(path, f"result of {kind}")
     if plain.get("kind") != kind:
-        raise ValueError(f"{path} is no result of {kind}: its kind is {plain.get('kind')!r}")
+        raise ValueError(f"{path} is not a result of {kind}: its kind is {plain.get('kind')!r}")
     if not isinstance(plain.get("format"), int) or plain["format"] > newest_format:
         raise ValueError(f"{path} has format {plain.get('format')!r}; this version reads up to {newest_format}")
     with errors_naming(path):
-        found = read(plain)
-        check_numbers(found)
-    return found
+        result = read(plain)
+        check_numbers(result)
+    return result
 
 
 def read_object(path: Path, what: str, *, allow_nan: bool = True) -> dict[str, Any]:
-    """Reads a JSON object from a file; a ValueError says that it is no ``what``, and why, with the line."""
+    """Reads a JSON object from a file; a ValueError names the file, ``what`` it should be, and the reason."""
     try:
         plain = parse_json(path.read_bytes(), allow_nan=allow_nan)
     except ValueError as error:
-        raise ValueError(f"{path} is no {what}, or was cut: {error}") from None
+        raise ValueError(f"{path} is not a {what}, or was cut: {error}") from None
     if not isinstance(plain, dict):
-        raise ValueError(f"{path} is no {what}: it holds a JSON {type(plain).__name__}, not an object")
+        raise ValueError(f"{path} is not a {what}: it holds a JSON {type(plain).__name__}, not an object")
     return plain
 
 
 def parse_json(data: bytes, *, allow_nan: bool = True) -> Any:
-    """Returns what JSON says; a ValueError says in a few words why it is none. ``allow_nan`` includes infinities."""
+    """Parses JSON; a ValueError has the reason in a few words. ``allow_nan`` also allows infinities."""
     try:
         text = data.decode("utf-8")
         return json.loads(text) if allow_nan else _FINITE.decode(text)
@@ -131,12 +131,12 @@ def errors_naming(path: Path) -> Generator[None, None, None]:
 
 
 def check_numbers(found: Any, name: str = "") -> None:
-    """Checks a number, or all in dataclasses, named tuples and sequences; ``name`` is that of a field.
+    """Checks a number, or all in dataclasses, named tuples and sequences; ``name`` is the field that holds it.
 
     They must be finite, and times and sizes not negative. Numbers that a mapping holds, as metrics, may be anything.
 
     Raises:
-        ValueError: one is not; the message has its place and its value.
+        ValueError: a number is not; the message has its place and its value.
     """
     if isinstance(found, Mapping):
         for key, value in found.items():
@@ -158,7 +158,7 @@ def check_numbers(found: Any, name: str = "") -> None:
 def from_plain(cls: type[_T], plain: Any) -> _T:
     """Returns a dataclass or named tuple, which may contain others, from a JSON object; a named tuple from a list, too.
 
-    An int is accepted for a float, a bool for no number. Keys of later versions are ignored.
+    An int is accepted for a float, but a bool is not a number. Keys of later versions are ignored.
 
     Raises:
         TypeError: a field without a default is missing.
@@ -173,7 +173,7 @@ def from_plain(cls: type[_T], plain: Any) -> _T:
 
 
 def _read(hint: Any, value: Any, name: str) -> Any:
-    """Returns the value of a field as its annotation has it: sequences as tuples, objects as mappings or classes."""
+    """Returns a field's value in the type of its annotation: sequences as tuples, objects as mappings or classes."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any or (value is None and NoneType in inner) or (origin is Literal and value in inner):
         return value

@@ -87,7 +87,7 @@ class PrivateFolder:
         """Lets one process in at a time; without a lock where files have none, or one is held for longer.
 
         Raises:
-            UntrustedError: as for `open`.
+            UntrustedError: the lock file is a symbolic link, another user's file, or one that others can write to.
         """
         deadline = time.monotonic() + limit_s
         fd = self._open(name, os.O_RDWR | os.O_CREAT)
@@ -119,33 +119,33 @@ class PrivateFolder:
     def _open(self, name: str, flags: int) -> int:
         path = self.path / name
         try:
-            # Without O_NONBLOCK a named pipe would be waited for.
+            # O_NONBLOCK, as opening a named pipe would otherwise wait for a process at its other end.
             fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=self._fd)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
             raise UntrustedError(f"{path} is a symbolic link: remove it") from None
         try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
                 raise UntrustedError(f"{path} is not a regular file: remove it")
-            _check(found, path)
+            _check(status, path)
         except UntrustedError:
             os.close(fd)
             raise
         return fd
 
 
-def _check(found: os.stat_result, path: Path) -> None:
+def _check(status: os.stat_result, path: Path) -> None:
     """Raises an UntrustedError if a folder or file is another user's, or others can write to it."""
-    if found.st_uid != os.geteuid():
+    if status.st_uid != os.geteuid():
         raise UntrustedError(
-            f"{path} belongs to user {found.st_uid}, not to you ({os.geteuid()}): remove it, or set XDG_CACHE_HOME to a"
-            " folder of your own"
+            f"{path} belongs to user {status.st_uid}, not to you ({os.geteuid()}): remove it, or set XDG_CACHE_HOME to"
+            " a folder of your own"
         )
-    is_shared = bool(found.st_mode & stat.S_IWGRP) and not _is_private_group(found.st_gid)
-    if is_shared or found.st_mode & stat.S_IWOTH:
-        who = "everybody" if found.st_mode & stat.S_IWOTH else f"group {found.st_gid}"
+    is_shared = bool(status.st_mode & stat.S_IWGRP) and not _is_private_group(status.st_gid)
+    if is_shared or status.st_mode & stat.S_IWOTH:
+        who = "everybody" if status.st_mode & stat.S_IWOTH else f"group {status.st_gid}"
         raise UntrustedError(f"{who} can write to {path}: remove it if you do not trust them, else chmod go-w {path}")
 
 

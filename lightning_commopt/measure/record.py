@@ -45,7 +45,7 @@ class Phase(NamedTuple):
 class BucketSpan:
     """One bucket from being ready to holding the average."""
 
-    index: int  # of the bucket
+    index: int  # the bucket's number in DDP's layout, see `BucketInfo`
     backward: int  # number of the synchronized backward in the step, from 0
     gradient_bytes: int  # size of the gradients
     wire_bytes: int  # payload that this rank handed to collectives for it, in terms of an all-reduce
@@ -56,23 +56,23 @@ class BucketSpan:
 
 
 class Collective(NamedTuple):
-    """One collective of a step, as it was handed to its process group; those of gradient sync are among them."""
+    """One collective of a step, as it was handed to its process group. Collectives of gradient sync are included."""
 
     operation: str  # its name in ``torch.distributed``: "all_reduce", "broadcast", ...
-    phase: str  # the phase that it was issued in; "pause" if that belongs to no step, as a validation does
-    # "lightning" for Lightning's own check for SIGTERM before a batch; what it belongs to if this package has issued it
-    # for itself or as a part of a larger operation, as "int8 reduce-scatter"; "" for all others
+    phase: str  # the phase in which it was issued; "pause" between two steps, for example in a validation
+    # Who issued it: "lightning" for Lightning's check for SIGTERM before each batch; for this package, what it belongs
+    # to, such as "CommTimeMonitor" or "int8 reduce-scatter"; "" for everybody else.
     source: str
-    num_bytes: int  # of its inputs or of its outputs on this rank, whichever are more
-    start_s: float | None  # it was issued, or its stream got to it; None on CUDA where the device's time is not known
-    end_s: float | None  # it had completed, or the thread had gone on; None on CUDA as above
+    num_bytes: int  # size of its inputs or of its outputs on this rank, whichever is larger
+    start_s: float | None  # when it was issued, or when its stream reached it; None if that is unknown on CUDA
+    end_s: float | None  # when it had completed, or its caller continued; None if that is unknown on CUDA
 
 
 class Totals(NamedTuple):
-    """A step in single numbers. Parts are sums of different terms than the whole, and may round apart."""
+    """A step in single numbers. The parts add up to the whole up to rounding, as each is summed on its own."""
 
     step_s: float  # sum of all phases, without validation between two batches
-    data_s: float  # in the phase of this name, as the next four
+    data_s: float  # time in the phase "data"; the next four are the other phases
     forward_s: float
     backward_s: float
     optimizer_s: float
@@ -81,10 +81,10 @@ class Totals(NamedTuple):
     queue_s: float  # buckets were ready, and none was being processed
     compression_s: float  # buckets were being processed, and no collective was under way
     wire_s: float  # at least one collective was under way, which includes waiting for other ranks
-    # from a backward's last bucket being ready to all its buckets being averaged, summed over backwards. Backward has
-    # nothing left to compute then, so the step waits. A part of `comm_s`.
+    # The time from a backward's last bucket being ready to all its buckets being averaged, summed over backwards. The
+    # step waits in this time, as backward has nothing left to compute. It is a part of `comm_s`.
     exposed_s: float
-    gradient_bytes: int  # of all gradients that were synchronized
+    gradient_bytes: int  # size of all gradients that were synchronized
     wire_bytes: int  # payload that this rank handed to collectives, in terms of an all-reduce
 
     @property
@@ -93,7 +93,7 @@ class Totals(NamedTuple):
         return 1 - self.exposed_s / self.comm_s if self.comm_s > 0 else None
 
 
-# Formatting by % takes half as long as f-strings do for floats.
+# These are templates for the % operator because it formats floats twice as fast as f-strings do.
 _STEP_JSON = (
     '{"step":%d,"num_samples":%d,'
     + "".join([f'"{name}":%.7f,' for name in Totals._fields[:-2]])
@@ -114,14 +114,15 @@ class StepRecord:
     """One optimizer step on one rank, with all batches that were accumulated for it."""
 
     step: int  # optimizer steps before this one, as Lightning counts them for loggers
-    num_samples: int  # of this rank
-    phases: tuple[Phase, ...]  # in the order of time
-    buckets: tuple[BucketSpan, ...]  # in the order in which they were ready; empty where none are observed
-    collectives: tuple[Collective, ...] = ()  # in the order in which they were issued; empty where none are observed
-    # start and end of each wait of the device's computation for another stream, in the order of time; with FSDP2 only
+    num_samples: int  # samples that this rank trained on
+    phases: tuple[Phase, ...]  # ordered by time
+    buckets: tuple[BucketSpan, ...]  # ordered by when they were ready; empty if the strategy is not observed
+    collectives: tuple[Collective, ...] = ()  # ordered by when they were issued; empty if none are observed
+    # Start and end of each wait of the device's computation for another stream, ordered by time. Only FSDP2 has them.
     waits: tuple[tuple[float, float], ...] = ()
-    # the part of backward's arithmetic in which the device waits for the host, to the accuracy of the time between two
-    # buckets: that before a bucket which was computed before the host went on; None on CPU
+    # Time in which the device had nothing to do in backward because the host had not yet launched its work; None on
+    # CPU. It is known only per bucket: if the device had computed a bucket before the host continued with backward, all
+    # the time since the bucket before counts.
     host_bound_s: float | None = None
     layout: Mapping[int, BucketInfo] = field(default_factory=dict, compare=False)  # the buckets by index; not in JSON
 
@@ -181,7 +182,7 @@ class StepRecord:
                     for b in self.buckets
                 ]
             ),
-            ",".join([_COLLECTIVE_JSON % (*one[:4], *map(_seconds_json, one[4:])) for one in self.collectives]),
+            ",".join([_COLLECTIVE_JSON % (*c[:4], *map(_seconds_json, c[4:])) for c in self.collectives]),
             ",".join([_WIRE_JSON % interval for interval in self.waits]),
             _seconds_json(self.host_bound_s),
         )
@@ -242,7 +243,7 @@ def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def clock_shift_s(steps: Sequence[StepRecord], first: Sequence[StepRecord]) -> float | None:
-    """Returns the offset from the clock of a rank to that of the first rank, from the same steps on both.
+    """Returns the offset from a rank's clock to the first rank's clock, from the same steps on both.
 
     A bucket's last collective ends at nearly the same moment on all ranks, more nearly than hosts' clocks agree. The
     offset is the median difference between these ends; None where the two synchronized no bucket together.

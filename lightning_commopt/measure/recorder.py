@@ -14,7 +14,7 @@ from lightning_commopt.measure.clock import Clock, HostClock
 from lightning_commopt.measure.observer import END, BucketInfo, BucketSync, SyncObserver
 from lightning_commopt.measure.record import BucketSpan, Collective, Phase, StepRecord
 
-# Steps that `StepRecorder.end_step` makes records of, at most: one more than there are new ones, to catch up
+# Most steps that `StepRecorder.end_step` turns into records. Each call adds one step, so 2 lets it catch up.
 _RESOLVED_AT_ONCE = 2
 _source: ContextVar[str] = ContextVar("source", default="")
 _is_part: ContextVar[bool] = ContextVar("is_part", default=False)
@@ -50,7 +50,7 @@ class StepRecorder(SyncObserver):
         self._syncs: list[_RecordedSync] = []
         self._collectives: list[_IssuedCollective] = []
         self._waits: list[_Wait] = []
-        # A device works on collectives in a stream that need not be the caller's: then no mark there shows their time.
+        # A device may run collectives in another stream than the caller's, where a mark would not show their time.
         self._collective_mark = clock.mark if isinstance(clock, HostClock) else lambda: None
         self._has_passed = None if isinstance(clock, HostClock) else clock.has_passed
         self._backward = 0
@@ -58,7 +58,7 @@ class StepRecorder(SyncObserver):
         self._pending: deque[_Marks] = deque()
 
     def enter(self, phase: str | None) -> None:
-        """Ends the current phase and begins another; None for what is not part of a step."""
+        """Ends the current phase and begins another, or a pause (None), which belongs to no step."""
         self._phases.append((phase, self._mark()))
 
     def ready(self, bucket: BucketInfo) -> BucketSync:
@@ -94,7 +94,7 @@ class StepRecorder(SyncObserver):
         return bool(self._phases) and self._phases[-1][0] is not None
 
     def call(self, operation: str, num_bytes: int) -> _BlockingCall:
-        """Records until when a call blocks that issues an operation, for collectives that do not report their end."""
+        """Records when a blocking call returns, as the end of its collectives where these report none."""
         return _BlockingCall(operation, self._collectives)
 
     def end_step(self, step: int, num_samples: int) -> None:
@@ -141,14 +141,15 @@ class StepRecorder(SyncObserver):
 
     def _resolve(self, marks: _Marks) -> StepRecord:
         seconds = self.clock.seconds
-        for unfinished in [one for one in marks.collectives if one.ended is not None]:
-            if not self.clock.has_passed(unfinished.ended):  # nothing has waited for it, in no stream
-                unfinished.started = unfinished.ended = None
+        for collective in [issued for issued in marks.collectives if issued.ended is not None]:
+            # The device may have ended the step before a stream that nothing waited for reaches its mark.
+            if not self.clock.has_passed(collective.ended):
+                collective.started = collective.ended = None
         began = [(name, seconds(mark)) for name, mark in marks.phases]
         phases = [Phase(name, at_s, end_s) for (name, at_s), (_, end_s) in pairwise(began) if name is not None]
         ended = [sync for sync in marks.syncs if sync.has_ended]
         buckets = [sync.span(seconds) for sync in ended]
-        ready = zip([one.ready_s for one in buckets], [sync.is_device_idle for sync in ended], strict=True)
+        ready = zip([bucket.ready_s for bucket in buckets], [sync.is_device_idle for sync in ended], strict=True)
         return StepRecord(
             step=marks.step,
             num_samples=marks.num_samples,
@@ -162,7 +163,7 @@ class StepRecorder(SyncObserver):
 
 
 class _Marks(NamedTuple):
-    """The marks of a step: the start of each phase, or of a pause (None), and those of its buckets."""
+    """The marks of a step: the start of each phase or pause (None), and the marks of buckets, collectives and waits."""
 
     step: int
     num_samples: int
@@ -180,8 +181,8 @@ class _Marks(NamedTuple):
         yield from (mark for _, mark in self.phases)
         for sync in self.syncs:
             yield from sync.marks
-        for one in self.collectives:
-            yield from (mark for mark in (one.started, one.ended) if mark is not None)
+        for collective in self.collectives:
+            yield from (mark for mark in (collective.started, collective.ended) if mark is not None)
         for wait in self.waits:
             yield from (mark for mark in (wait.began, wait.ended) if mark is not None)
 
@@ -269,9 +270,9 @@ class _BlockingCall:
         self._operation, self._collectives, self._num_before = operation, collectives, len(collectives)
 
     def end(self) -> None:
-        for one in self._collectives[self._num_before :]:
-            if one.ended is None and one.about[0] == self._operation:
-                one.end()
+        for collective in self._collectives[self._num_before :]:
+            if collective.ended is None and collective.about[0] == self._operation:
+                collective.end()
 
 
 def _host_bound_s(phases: list[Phase], ready: list[tuple[float, bool]]) -> float:
@@ -289,15 +290,15 @@ def _spans(
     issued: list[_IssuedCollective], boundaries_s: list[float], seconds: Callable[[Any], float]
 ) -> tuple[Collective, ...]:
     """Returns collectives in seconds. One without an end has blocked its thread until the next event."""
-    starts_s = [None if one.started is None else seconds(one.started) for one in issued]
+    starts_s = [None if collective.started is None else seconds(collective.started) for collective in issued]
     events_s: list[float] = []
-    if any(one.ended is None for one in issued):
+    if any(collective.ended is None for collective in issued):
         events_s = sorted([*boundaries_s, *(at_s for at_s in starts_s if at_s is not None)])
-    collectives = []
-    for one, start_s in zip(issued, starts_s, strict=True):
-        end_s = None if one.ended is None else seconds(one.ended)
+    spans = []
+    for collective, start_s in zip(issued, starts_s, strict=True):
+        end_s = None if collective.ended is None else seconds(collective.ended)
         if start_s is not None and end_s is None:
             after = bisect_right(events_s, start_s)
             end_s = events_s[after] if after < len(events_s) else start_s
-        collectives.append(Collective(*one.about, start_s, end_s))
-    return tuple(collectives)
+        spans.append(Collective(*collective.about, start_s, end_s))
+    return tuple(spans)

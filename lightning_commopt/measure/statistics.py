@@ -24,25 +24,26 @@ from lightning_commopt.measure.record import StepRecord, Totals
 Array = NDArray[np.float64]
 QUANTITIES = (*Totals._fields, "num_samples")  # the numbers of one step on one rank, in the order of `row`
 
-# Reported as a mean under their own names, and with the suffixes ``_p50``, ``_p95`` and ``_max``
+# Each of these is reported as a mean under its own name, and with the suffixes ``_p50``, ``_p95`` and ``_max``.
 TIMES = (
     *("step_s", "data_s", "forward_s", "backward_s", "optimizer_s"),
     *("comm_s", "queue_s", "compression_s", "wire_s", "wait_s", "exposed_s", "exposed_wait_s"),
 )
 
-MAX_SAMPLED_VALUES = 2**20
-_MIN_SAMPLED_STEPS = 64
-MIN_STEPS = 8  # with fewer steps no straggler is named
+MAX_SAMPLED_VALUES = 2**20  # 8 MiB
+_MIN_SAMPLED_STEPS = 64  # steps that are kept however many ranks they have
+# Thresholds of `find_straggler`; its docstring says why both a share of steps and a slowdown are needed.
+MIN_STEPS = 8
 _LATE = 0.05
 _LATE_STEPS = 0.75
 _SLOWDOWN = 0.12
 _SUFFIXES = ("", "_p50", "_p95", "_max")
 _WAITS = ("wait_s", "exposed_wait_s")
 
-# `QUANTITIES`, and the excess of ``wire_s`` and ``exposed_s`` over the rank with the least in the same step
+# The waits are the excess of ``wire_s`` and ``exposed_s`` over the rank with the least in the same step.
 COLUMNS = (*QUANTITIES, *_WAITS)
 
-# Sums over steps and ranks; over steps, of the least ``wire_s`` of all ranks; and the counts of both
+# `COLUMNS` are summed over steps and ranks, ``least_wire_s`` is each step's minimum over ranks, summed over steps.
 SUMS = (*COLUMNS, "least_wire_s", "num_values", "num_steps")
 
 _AT = {name: index for index, name in enumerate(COLUMNS)}
@@ -94,8 +95,8 @@ def row(record: StepRecord) -> list[float]:
 class Steps(NamedTuple):
     """Sums and maxima of steps, and the steps or a sample of them."""
 
-    sums: Array  # ``(19,)``, of `SUMS`
-    maxima: Array  # ``(16,)``, of `COLUMNS`; ``-inf`` without steps
+    sums: Array  # ``(19,)``, one for each of `SUMS`
+    maxima: Array  # ``(16,)``, one for each of `COLUMNS`; ``-inf`` without steps
     values: Array  # ``(num_steps, num_ranks, 16)``, `COLUMNS` of each step or of a sample of them
 
     @classmethod
@@ -190,8 +191,8 @@ def sample(blocks: Sequence[Array], counts: Sequence[int], max_steps: int) -> Ar
 
     Args:
         blocks: each ``(n, num_ranks, 16)``, in the order of time.
-        counts: of how many steps each block is a sample; ``n`` if it has all of them.
-        max_steps: to keep.
+        counts: number of steps that each block was drawn from; ``n`` if it has all of them.
+        max_steps: number of steps to keep at most.
 
     Returns:
         ``(min(sum(n), max_steps), num_ranks, 16)``; all steps, in their order, if they are no more than that.
@@ -229,9 +230,9 @@ def _percentiles(values: Array) -> Array:
 class Straggler:
     """The rank that the others wait for."""
 
-    rank: int  # its number
+    rank: int
     slowdown: float  # how much longer it computes than the others, as a share of their time; median over steps
-    share: float  # of the steps, in which the others waited for it
+    share: float  # share of the steps in which the others waited for it
 
 
 def find_straggler(*, wire_s: Array, step_s: Array, exposed_s: Array) -> Straggler | None:
@@ -253,8 +254,8 @@ def find_straggler(*, wire_s: Array, step_s: Array, exposed_s: Array) -> Straggl
 
     Args:
         wire_s: ``(world_size, num_steps)``, seconds in which a rank had a collective under way.
-        step_s: ``(world_size, num_steps)``, of whole steps.
-        exposed_s: ``(world_size, num_steps)``, from the last gradient to the last bucket.
+        step_s: ``(world_size, num_steps)``, durations of whole steps.
+        exposed_s: ``(world_size, num_steps)``, times from the last gradient to the last bucket.
 
     Returns:
         The rank; None with one rank, with fewer steps than `MIN_STEPS`, or if none stands out.

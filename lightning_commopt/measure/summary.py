@@ -45,7 +45,7 @@ _COMMUNICATION = (
     ("  waiting for others", "exposed_wait_s"),
 )
 _COLUMNS = {"mean": "", "p50": "_p50", "p95": "_p95", "max": "_max"}
-_WORTH_SAYING = 0.1  # A smaller share of backward that waits for the host is not shown.
+_WORTH_SAYING = 0.1  # a smaller share of backward that waits for the host is not shown
 _INDENT = (0, 0, 0, 1)
 _INDENT_BELOW = (1, 0, 0, 1)
 
@@ -54,11 +54,11 @@ _INDENT_BELOW = (1, 0, 0, 1)
 class FitSummary:
     """What a fit cost."""
 
-    metrics: Mapping[str, float]  # from `Steps.statistics`
-    verdict: Verdict  # on the metrics
-    scope: str = "steps and ranks"  # their numbers, in words
-    operations: Sequence[Operation] = ()  # what the first rank's collectives cost; empty where none were observed
-    host_bound_share: float = math.nan  # see `OperationTotals.host_bound_share`; that of the first rank
+    metrics: Mapping[str, float]  # the result of `Steps.statistics`
+    verdict: Verdict
+    scope: str = "steps and ranks"  # how many steps and ranks were measured, in words
+    operations: Sequence[Operation] = ()  # what the first rank's collectives cost; empty if none were observed
+    host_bound_share: float = math.nan  # `OperationTotals.host_bound_share` of the first rank
 
     @classmethod
     def of(
@@ -127,7 +127,7 @@ class FitSummary:
 def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> tuple[FitSummary, list[str]]:
     """Summarizes the last fit of a run from ``comm_time/*.jsonl``, also while it trains.
 
-    Only steps that all ranks have recorded count, without the first ``num_warmup_steps``; None for as many as
+    Only steps that all ranks have recorded count, without the first ``num_warmup_steps``; None for the number that
     `CommTimeMonitor` left out. The second result has a line for each thing that the files lack.
 
     Raises:

@@ -111,7 +111,7 @@ class _Slice(NamedTuple):
     args: Mapping[str, Any]
 
 
-_Rows = dict[str, list[_Slice]]  # by name, from the top
+_Rows = dict[str, list[_Slice]]  # names of rows to their slices, the topmost row first
 
 
 def _rows(steps: Sequence[StepRecord], shift_s: float) -> _Rows:
@@ -134,10 +134,15 @@ def _rows(steps: Sequence[StepRecord], shift_s: float) -> _Rows:
             for number, span in enumerate(bucket.wire):
                 args = {"step": record.step, "bucket": bucket.index, "collective": number}
                 wire.append([piece(f"{name} on the wire", *span, **args)])
-        for one in record.collectives:
-            if one.start_s is not None and one.end_s is not None:
-                args = {"step": record.step, "phase": one.phase, "source": one.source, "bytes": one.num_bytes}
-                collectives.append([piece(one.operation, one.start_s, one.end_s, **args)])
+        for collective in record.collectives:
+            if collective.start_s is not None and collective.end_s is not None:
+                args = {
+                    "step": record.step,
+                    "phase": collective.phase,
+                    "source": collective.source,
+                    "bytes": collective.num_bytes,
+                }
+                collectives.append([piece(collective.operation, collective.start_s, collective.end_s, **args)])
     lanes = _lanes("buckets", buckets) | _lanes("wire", wire) | _lanes("collectives", collectives)
     return {"steps": whole, "phases": phases, **({"computation": waits} if waits else {}), **lanes}
 

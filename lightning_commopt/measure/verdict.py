@@ -1,6 +1,6 @@
 """Interprets the numbers of a fit in words: how much communication costs, and what is worth trying.
 
-"At most ... times as fast" is the speed-up if the named time vanished and nothing else grew; it is no promise. What
+"At most ... times as fast" is the speed-up if the named time vanished and nothing else grew. It is not a promise. What
 cannot save a twentieth of a step is not recommended. See `forecasts` for other plans.
 """
 
@@ -24,8 +24,8 @@ from lightning_commopt.measure.operations import Operation
 from lightning_commopt.measure.statistics import ratio
 from lightning_commopt.text.formatting import byte_unit, short_percent
 
-_SMALL_BYTES = 2**16  # of metrics
-_DATA_DOMINATES = 0.2
+_SMALL_BYTES = 2**16  # collectives of fewer bytes a step are taken for metrics, not for gradients or weights
+_DATA_DOMINATES = 0.2  # share of a step above which waiting for data is worth a recommendation
 
 
 class Costs(NamedTuple):
@@ -36,7 +36,7 @@ class Costs(NamedTuple):
     comm_s: float
     exposed_s: float
     exposed_wait_s: float
-    straggler_rank: float  # that the others wait for; -1 if there is none
+    straggler_rank: float  # the rank that the others wait for; -1 if there is none
     straggler_slowdown: float
 
     def is_worth(self, saved_s: float) -> bool:
@@ -58,7 +58,7 @@ class Verdict:
 
     headline: str
     recommendations: tuple[str, ...]
-    note: str = ""  # which statistic is predicted, if something is
+    note: str = ""  # which statistic the predicted speed-ups refer to; empty without predictions
 
 
 def verdict(
@@ -73,12 +73,13 @@ def verdict(
     """Returns what communication costs, and what to do about it.
 
     Args:
-        metrics: from `Steps.statistics`, of a whole fit or of a window.
+        metrics: statistics of a whole fit or of a window, from `Steps.statistics`.
         world_size: number of ranks.
         comm_hook: the name of what averages the gradients, "none" for DDP's own all-reduce.
-        is_lossy: whether that changes them.
+        is_lossy: whether the comm hook changes gradients.
         operations: the collectives of a step; empty where none were observed.
-        forecasts: of other settings, the more exact ones first; without them none is recommended.
+        forecasts: predictions of other settings, the more exact settings first. No other setting is recommended
+            without one.
     """
     costs = Costs(**{name: metrics[name] for name in Costs._fields})
     median_step_s = metrics.get("step_s_p50", costs.step_s)
@@ -113,19 +114,24 @@ def verdict(
 
 
 def _without_sync(world_size: int, costs: Costs, operations: Sequence[Operation]) -> tuple[str, bool]:
-    """Returns the headline for a strategy whose gradient sync cannot be observed as such, as FSDP2's.
+    """Returns the headline for a strategy whose gradient sync cannot be observed as such, like FSDP2's.
 
-    Also whether it is known that no step waits long enough for collectives to do something about it.
+    The second result is whether steps are known to wait so little for collectives that nothing needs to be done.
     """
-    sharded = [one for one in operations if one.phase in ("forward", "backward") and one.num_bytes >= _SMALL_BYTES]
+    sharded = [
+        operation
+        for operation in operations
+        if operation.phase in ("forward", "backward") and operation.num_bytes >= _SMALL_BYTES
+    ]
     if not sharded:
         return f"No gradient sync was observed on {world_size} ranks, so its cost is unknown.", False
-    num_calls = sum(one.num_calls for one in sharded)
-    num_bytes = sum(one.num_bytes for one in sharded if one.operation != "recv")  # of which each is another's send
+    num_calls = sum(operation.num_calls for operation in sharded)
+    # Each receive is the other end of a send, which counts already.
+    num_bytes = sum(operation.num_bytes for operation in sharded if operation.operation != "recv")
     issued = f"Forward and backward issue {num_calls:.3g} collectives a step, of {byte_unit(num_bytes).text(num_bytes)}"
-    if all(one.exposed_s is None for one in sharded):
+    if all(operation.exposed_s is None for operation in sharded):
         return f"{issued} in all. How long the step waits for them is not measured.", False
-    exposed_s = sum(one.exposed_s or 0.0 for one in sharded)
+    exposed_s = sum(operation.exposed_s or 0.0 for operation in sharded)
     waits = f"{costs.share(exposed_s)} of the step waits for them"
     if not costs.is_worth(exposed_s):
         return f"{issued} in all, and they are hidden: {waits}. Without any: {costs.bound_text(exposed_s)}.", True
@@ -134,28 +140,30 @@ def _without_sync(world_size: int, costs: Costs, operations: Sequence[Operation]
 
 def _for_sharded(comm_hook: str, operations: Sequence[Operation]) -> list[str]:
     """Recommends what to do where gradient sync as such cannot be observed, or does not happen."""
-    if comm_hook == "none" and not any(one.num_bytes >= _SMALL_BYTES for one in operations):
+    if comm_hook == "none" and not any(operation.num_bytes >= _SMALL_BYTES for operation in operations):
         return [
             "self.manual_backward(loss) instead of loss.backward(), if this is manual optimization with DDP, which does"
             " not synchronize the gradients of the latter: each rank trains weights of its own."
         ]
-    scattered = [one for one in operations if one.operation == "reduce_scatter" and not one.source]
-    num_bytes = sum(one.num_bytes for one in scattered)
+    scattered = [
+        operation for operation in operations if operation.operation == "reduce_scatter" and not operation.source
+    ]
+    num_bytes = sum(operation.num_bytes for operation in scattered)
     if num_bytes >= _SMALL_BYTES:
-        found = [
+        recommendations = [
             'CommOptModelParallel(comm_hook="int8"), lossy, if this is FSDP2:'
             f" {byte_unit(num_bytes).text(num_bytes)} in reduce-scatters become about a byte for each gradient."
         ]
-        num_backwards = max(one.num_phases for one in scattered)
+        num_backwards = max(operation.num_phases for operation in scattered)
         if comm_hook == "ModelParallelStrategy" and num_backwards > 1:
-            num_calls = sum(one.num_calls for one in scattered)
-            found.append(
+            num_calls = sum(operation.num_calls for operation in scattered)
+            recommendations.append(
                 'CommOptModelParallel(accumulate_grads="unsharded"), exact but for the order of sums:'
                 f" {num_calls:.3g} reduce-scatters a step, of every accumulated batch, become"
                 f" {num_calls / num_backwards:.3g}; each rank then holds gradients as large as the model."
             )
-        return found
-    if any(one.num_bytes >= _SMALL_BYTES for one in operations):
+        return recommendations
+    if any(operation.num_bytes >= _SMALL_BYTES for operation in operations):
         return []
     return [
         'Trainer(strategy="commopt_ddp"), or Lightning\'s "ddp": their gradient sync can be observed. With other'
@@ -165,29 +173,29 @@ def _for_sharded(comm_hook: str, operations: Sequence[Operation]) -> list[str]:
 
 def _for_operations(costs: Costs, operations: Sequence[Operation]) -> list[str]:
     """Recommends what to do about collectives that are not gradient sync."""
-    found = []
-    for one in operations:
-        seconds = one.seconds or 0.0
-        if one.source == "lightning" and one.operation == "broadcast" and one.num_calls > 1:
-            found.append(
-                f"{one.num_calls:.3g} broadcasts a step are Lightning's own check for SIGTERM before every batch"
+    recommendations = []
+    for operation in operations:
+        seconds = operation.seconds or 0.0
+        if operation.source == "lightning" and operation.operation == "broadcast" and operation.num_calls > 1:
+            recommendations.append(
+                f"{operation.num_calls:.3g} broadcasts a step are Lightning's own check for SIGTERM before every batch"
                 f" ({costs.share(seconds)} of the step): sigterm_every_n_steps=10, of CommOptDDP and"
                 " CommOptModelParallel, checks every tenth step."
             )
         elif (
-            not one.source
-            and one.phase in ("forward", "other")
-            and one.num_bytes < _SMALL_BYTES
+            not operation.source
+            and operation.phase in ("forward", "other")
+            and operation.num_bytes < _SMALL_BYTES
             and costs.is_worth(seconds)
         ):
             remedy = "log less often, or without sync_dist, if it is metrics"
-            if one.operation == "broadcast":  # of DDP, before each forward
+            if operation.operation == "broadcast":  # DDP broadcasts its buffers before each forward
                 remedy = "broadcast_buffers=False, if these are DDP's buffers and ranks may keep their own"
-            found.append(
-                f"{costs.share(seconds)} of the step is {one.label} in {one.phase}, {one.num_calls:.3g} a step of"
-                f" {one.num_bytes / one.num_calls:.0f} bytes: {remedy}."
+            recommendations.append(
+                f"{costs.share(seconds)} of the step is {operation.label} in {operation.phase},"
+                f" {operation.num_calls:.3g} a step of {operation.num_bytes / operation.num_calls:.0f} bytes: {remedy}."
             )
-    return found
+    return recommendations
 
 
 def _for_straggler(costs: Costs) -> str:

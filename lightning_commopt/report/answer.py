@@ -14,28 +14,28 @@ from lightning_commopt.report.names import in_quotes, join_names
 from lightning_commopt.report.settings import is_seed, link_of
 from lightning_commopt.text.formatting import number, short_percent
 
-_SAME = 0.001
+_SAME = 0.001  # relative difference up to which two losses count as the same
 _DIGITS = 4
 
 
 def is_lossless(setting: Setting, baseline: Setting) -> bool:
     """Returns whether a setting certainly trains as the baseline does, but for rounding.
 
-    So it does with a `CommPlan` whose compressor changes no gradients, if it differs from the baseline only in the plan
-    and the number of ranks. Of precision, batch size and others' hooks nothing is known.
+    It does with a `CommPlan` whose compressor changes no gradients, if it differs from the baseline only in the plan
+    and the number of ranks. Precision, batch size and hooks from elsewhere may change anything.
     """
     has_plan = all(run.record.plan is not None for run in setting.runs)
     return has_plan and not setting.is_lossy and differ_in_plan(setting, baseline)
 
 
 class LossComparison(NamedTuple):
-    """A setting's final losses beside those of the baseline.
+    """A comparison of a setting's final losses with the baseline's.
 
     Attributes:
         verdict: "worse" if a run diverged, or the median is above by more than 0.1 % and all losses are above all of
             the baseline's; "unknown" without losses of both, or if the loss of a single run is above, unless the
             setting is lossless; else "fine".
-        sentence: for the answer; empty if a lossless plan has no loss.
+        sentence: the comparison in words; empty if a lossless plan has no loss.
     """
 
     verdict: Literal["worse", "fine", "unknown"]
@@ -43,7 +43,7 @@ class LossComparison(NamedTuple):
 
 
 def compare_losses(setting: Setting, baseline: Setting) -> LossComparison:
-    """Compares the final losses of a setting with those of the baseline."""
+    """Compares the final losses of a setting with the baseline's."""
     if setting.num_diverged:
         diverged = f"In {setting.num_diverged} of its {len(setting.runs)} runs the loss became NaN; do not use it."
         return LossComparison("worse", diverged)
@@ -58,10 +58,10 @@ def compare_losses(setting: Setting, baseline: Setting) -> LossComparison:
         return LossComparison("fine", f"{lead} final loss is the same, {number(ours, _DIGITS)}.")
     by = short_percent((ours - theirs) / abs(theirs)) if theirs else number(abs(ours - theirs))
     both = f"{number(ours, _DIGITS)} against {number(theirs, _DIGITS)}"
-    text = f"{lead} final loss is {both}, {by} {'above' if ours > theirs else 'below'}"
+    text = f"{lead} final loss is {both}, {by} {'higher' if ours > theirs else 'lower'}"
     own, others = _losses(setting), _losses(baseline)
     if min(len(own), len(others)) == 1:
-        text += ", of single runs, whose spread is unknown."
+        text += " (single runs, so the spread is unknown)."
         return LossComparison(without_spread if ours > theirs else "fine", text)
     beyond = max(min(own), min(others)) > min(max(own), max(others))
     spread = f"{'beyond' if beyond else 'within'} the spread over repetitions"
@@ -91,7 +91,7 @@ class Answer(NamedTuple):
 
 
 def answer_for(settings: Sequence[Setting], baseline: Setting) -> Answer:
-    """Returns the answer for all settings of a group, which have their speed-ups over the baseline, one of them."""
+    """Returns the answer for all settings of a group. The baseline is one of them, and speed-ups are over it."""
     ranked = sorted((setting for setting in settings if setting.samples_per_s is not None), key=_rate, reverse=True)
     if not ranked:
         return Answer(("No run has a throughput: without the callback SpeedMonitor nothing can be compared.",), None)
@@ -126,7 +126,7 @@ def _choose(ranked: Sequence[Setting], baseline: Setting, where: str) -> Answer:
     if impossible and len(possible) < 2:
         return Answer(tuple(impossible), None)
     is_certain = not impossible and not baseline.num_diverged
-    sentences, recommended = _choose_possible(possible, baseline, where, ": leave the rest off" if is_certain else "")
+    sentences, recommended = _choose_possible(possible, baseline, where, ": stay with it" if is_certain else "")
     return Answer((*sentences, *impossible), None if impossible and recommended is baseline else recommended)
 
 
@@ -148,11 +148,12 @@ def _choose_possible(ranked: Sequence[Setting], baseline: Setting, where: str, n
     higher = ranked[: ranked.index(fastest)]
     what = ("is the fastest beyond noise" if higher else "is the fastest") + where
     sentences = [_lead(fastest, baseline, what)]
-    if higher:  # in the median, but not beyond noise
+    # The median of these is above the winner's, but their own difference from the baseline is within noise.
+    if higher:
         names, rate = join_names([setting.name for setting in higher]), _rate_text(higher[0])
-        one = f"{names} has a higher median, up to {rate}, but the difference is uncertain."
-        several = f"{names} have higher medians, up to {rate}, but the differences are uncertain."
-        sentences.append(one if len(higher) == 1 else several)
+        singular = f"{names} has a higher median, up to {rate}, but the difference is uncertain."
+        plural = f"{names} have higher medians, up to {rate}, but the differences are uncertain."
+        sentences.append(singular if len(higher) == 1 else plural)
     sentences += [compare_losses(fastest, baseline).sentence, *more, *_compare_most_ranks(ranked, baseline)]
     return Answer(tuple(filter(None, sentences)), recommended)
 
@@ -201,7 +202,7 @@ def _too_few_runs(uncertain: Sequence[Setting]) -> list[str]:
     else:
         repeat = f"running each setting with {needed} seeds"
     if num_runs == 1:
-        return [f"With single runs the noise is unknown: {repeat} shows which differences last."]
+        return [f"A single run does not show noise: {repeat} shows which differences hold up."]
     return [f"{num_runs} repetitions are too few to tell that from noise: {repeat} would show it."]
 
 

@@ -20,8 +20,9 @@ _NEUTRAL = {"strategy": ("ddp", "commopt"), "trainer.accumulate_grad_batches": (
 def choose_baseline(settings: Sequence[Setting], name: str | None = None) -> Setting:
     """Returns the setting of the given name, if a group has it, or the natural baseline.
 
-    That is one process, if ways to use several are compared, or only their number. Else DDP without compression on the
-    most ranks, with the fewest options and the bucket size nearest to DDP's default. Else the first.
+    The natural baseline is one process if the settings are ways to use several processes, or differ only in their
+    number. Otherwise it is DDP without compression on the most ranks, with the fewest options and the bucket size
+    nearest to DDP's default. If there is none, it is the first setting.
     """
     named = [setting for setting in settings if name is not None and setting.name.lower() == name.lower()]
     if named:
@@ -37,9 +38,10 @@ def choose_baseline(settings: Sequence[Setting], name: str | None = None) -> Set
 
 
 def compare_settings(setting: Setting, other: Setting) -> Comparison | None:
-    """Returns the ratio of two settings' throughputs, in pairs of runs of the same repetition; None if one has none.
+    """Returns the ratio of two settings' throughputs; None if one has no throughput.
 
-    Without pairs if there are less than two, unless they are all runs of one of the settings.
+    Runs of the same repetition are compared in pairs. If there are less than two pairs, and these are not all runs of
+    one of the settings, the runs are compared without pairs.
     """
     samples = [
         [(repetition_key(run), rate) for run in compared.runs if (rate := run.throughput) is not None]
@@ -149,8 +151,8 @@ def amdahl_serial_share(num_ranks: Sequence[int], speedups: Sequence[float]) -> 
 def one_process_for(setting: Setting, settings: Sequence[Setting]) -> Setting | None:
     """Returns the setting on one rank that a setting's efficiency refers to.
 
-    That is the one of the same plan, else the first that differs only in how gradients travel. None if all others
-    differ in more, such as the batch size.
+    It has the same plan, or else is the first that differs only in how gradients travel. None if all others differ in
+    more, such as the batch size.
     """
     on_one = [other for other in settings if other.world_size == 1 and other.samples_per_s is not None]
     alike = [other for other in on_one if _without_plan(other) == _without_plan(setting)]
@@ -168,9 +170,9 @@ def _without_plan(setting: Setting) -> dict[str, str]:
 
 
 def _series(settings: Sequence[Setting]) -> list[list[Setting]]:
-    """Returns the settings that differ only in the number of ranks, in its order, for each plan with several numbers.
+    """Returns, for each plan that ran on several numbers of ranks, its settings in the order of these numbers.
 
-    Of several layouts of as many ranks it is that on the fewest nodes.
+    If a number of ranks was spread over nodes in several ways, the setting on the fewest nodes counts.
     """
     alike: dict[str, dict[int, Setting]] = {}
     for setting in settings:
@@ -179,7 +181,7 @@ def _series(settings: Sequence[Setting]) -> list[list[Setting]]:
         if setting.samples_per_s is not None:
             key = json.dumps(without_ranks(setting.values), sort_keys=True)
             alike[key].setdefault(setting.world_size, setting)
-    # Methods are compared with one process, also on a single other number of ranks.
+    # A method that ran on one number of ranks makes a curve too, as its curve begins at one process.
     return [
         series
         for series in (list(by_ranks.values()) for by_ranks in alike.values())

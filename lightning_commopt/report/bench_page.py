@@ -86,20 +86,20 @@ def bench_charts(result: BenchResult, model: LinkModel | None) -> list[Chart]:
         (dataclasses.replace(rows[0].case, load="idle").series, rows[0].case.load): rows
         for rows in result.by_series().values()
     }
-    found = [_bandwidth("Bus bandwidth", single, result)] if single else []
+    charts = [_bandwidth("Bus bandwidth", single, result)] if single else []
     if single and model is not None:
-        found.append(_times("Time, and the link model", single, model))
+        charts.append(_times("Time, and the link model", single, model))
     if len(ways) > 1:
-        found.append(_bandwidth("Three equal ways to reduce", ways, result))
+        charts.append(_bandwidth("Three equal ways to reduce", ways, result))
     if hooks:
-        found.append(_bandwidth("Comm hooks: effective bandwidth", [*exact, *hooks], result))
+        charts.append(_bandwidth("Comm hooks: effective bandwidth", [*exact, *hooks], result))
     for (key, load), rows in by_load.items():
         if load == "idle" and (key, "compute") in by_load:
             title = f"{rows[0].case.label}: alone, and while the device computes"
-            found.append(_bandwidth(title, [rows, by_load[key, "compute"]], result))
+            charts.append(_bandwidth(title, [rows, by_load[key, "compute"]], result))
     if len(scopes) > len(idle):
-        found.append(_bandwidth("Within and across nodes", scopes, result))
-    return found
+        charts.append(_bandwidth("Within and across nodes", scopes, result))
+    return charts
 
 
 def _is_plain(rows: Series, scope: str | None = "all") -> bool:

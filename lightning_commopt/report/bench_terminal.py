@@ -201,20 +201,20 @@ def model_lines(model: LinkModel, sizes_bytes: Sequence[int]) -> list[str]:
     for curve in model.curves:
         lines.append(f"#   {curve.text}")
         for size in sizes_bytes:
-            found = curve.predict(size)
-            beyond = "; extrapolated" if found.is_extrapolated else ""
-            ends = f"{number(1e3 * found.low_s)} to {number(1e3 * found.high_s)}"
-            lines.append(f"#     {size_text(size)}: {number(1e3 * found.time_s)} ms ({ends}){beyond}")
+            prediction = curve.predict(size)
+            beyond = "; extrapolated" if prediction.is_extrapolated else ""
+            ends = f"{number(1e3 * prediction.low_s)} to {number(1e3 * prediction.high_s)}"
+            lines.append(f"#     {size_text(size)}: {number(1e3 * prediction.time_s)} ms ({ends}){beyond}")
     return lines
 
 
 def payoffs(result: BenchResult) -> list[str]:
     """Returns a sentence on each comm hook: from which measured size on it is faster than an all-reduce beyond noise.
 
-    It is compared with that of the same dtype, load and sizes, where both were measured.
+    It is compared with the all-reduce of the same dtype, load and sizes, where both were measured.
     """
     series = result.by_series()
-    found = []
+    sentences = []
     for rows in series.values():
         case = rows[0].case
         if case.operation != "comm_hook":
@@ -223,8 +223,8 @@ def payoffs(result: BenchResult) -> list[str]:
         by_size = {row.case.size_bytes: row for row in exact}
         pairs = [(row, by_size[row.case.size_bytes]) for row in rows if row.case.size_bytes in by_size]
         if pairs:
-            found.append(_payoff(case.label.replace(", under compute", " under compute"), pairs))
-    return found
+            sentences.append(_payoff(case.label.replace(", under compute", " under compute"), pairs))
+    return sentences
 
 
 def _is_reference(rows: list[Row], hook: Case) -> bool:

@@ -40,8 +40,8 @@ def build_report(folders: Sequence[Path], *, baseline: str | None = None) -> Rep
     Raises:
         ValueError: there is nothing to report, or no group has a setting of that name.
     """
-    found = read_runs(folders)
-    all_groups = group_runs(found)
+    found_runs = read_runs(folders)
+    all_groups = group_runs(found_runs)
     with_results = [group for group in all_groups if group.settings]
     names = [setting.name for group in with_results for setting in group.settings]
     if baseline is not None and baseline.lower() not in [name.lower() for name in names]:
@@ -49,16 +49,16 @@ def build_report(folders: Sequence[Path], *, baseline: str | None = None) -> Rep
         raise ValueError(f"no setting is called {baseline!r}; there are: {allowed}")
     groups = tuple(_group(group, baseline) for group in with_results)
     return Report(
-        title=_title(found, folders),
+        title=_title(found_runs, folders),
         groups=groups,
         failed=tuple(run for group in all_groups for run in group.failed),
-        problems=(*found.problems, *_mixed_conditions(groups)),
-        conditions=_conditions(found),
+        problems=(*found_runs.problems, *_mixed_conditions(groups)),
+        conditions=_conditions(found_runs),
     )
 
 
-def _group(found: GroupRuns, baseline_name: str | None) -> Group:
-    measured = found.settings
+def _group(group: GroupRuns, baseline_name: str | None) -> Group:
+    measured = group.settings
     timed = [setting for setting in measured if setting.samples_per_s is not None]
     baseline = choose_baseline(measured if baseline_name or not timed else timed, baseline_name)
     settings = tuple(_compare_setting(setting, baseline, measured) for setting in measured)
@@ -71,7 +71,7 @@ def _group(found: GroupRuns, baseline_name: str | None) -> Group:
     _, fastest = max(rates, key=itemgetter(0), default=(0.0, baseline))
     answer = answer_for(settings, baseline)
     return Group(
-        name=found.name,
+        name=group.name,
         settings=settings,
         baseline=baseline,
         fastest=fastest,
@@ -128,20 +128,22 @@ def _published() -> dict[str, dict[str, Any]]:
     return yaml.safe_load((files("lightning_commopt.report") / "published.yaml").read_text(encoding="utf-8"))
 
 
-def _title(found: FoundRuns, folders: Sequence[Path]) -> str:
+def _title(found_runs: FoundRuns, folders: Sequence[Path]) -> str:
     """Returns the names of the experiments, or else of the directories."""
-    names = dict.fromkeys(run.settings.get("experiment") for run in (*found.finished, *found.failed))
+    names = dict.fromkeys(run.settings.get("experiment") for run in (*found_runs.finished, *found_runs.failed))
     named = [display_name(name) for name in names if isinstance(name, str)]
     return ", ".join(named or dict.fromkeys(folder.resolve().name for folder in folders))
 
 
-def _conditions(found: FoundRuns) -> dict[str, str]:
+def _conditions(found_runs: FoundRuns) -> dict[str, str]:
     """Returns what a reader must know to judge the numbers, name to value."""
-    runs = [*found.finished, *found.failed]
+    runs = [*found_runs.finished, *found_runs.failed]
     records = [run.record for run in runs]
     days = sorted({record.started_at[:10] for record in records if record.started_at})
     conditions = {
-        "runs": [f"{len(found.finished)} finished" + (f", {len(found.failed)} failed" if found.failed else "")],
+        "runs": [
+            f"{len(found_runs.finished)} finished" + (f", {len(found_runs.failed)} failed" if found_runs.failed else "")
+        ],
         "hardware": _distinct(map(_hardware, records)),
         "trained on": _distinct(record.device for record in records),
         "ranks": _distinct(str(record.world_size or "") for record in records),
@@ -166,14 +168,16 @@ def _mixed_conditions(groups: Sequence[Group]) -> list[str]:
 def _find_mixed(runs: Sequence[Run]) -> list[str]:
     records = [run.record for run in runs]
     packages = dict.fromkeys(name for record in records for name in record.versions)
-    found: dict[str, list[str | None]] = {
+    conditions: dict[str, list[str | None]] = {
         **{f"versions of {name}": [record.versions.get(name) for record in records] for name in packages},
         "hardware": list(map(_hardware, records)),
         "devices": [record.device for record in records],
         "git commits": list(map(_commit, records)),
         "numbers of parameters": list(map(_num_parameters, records)),
     }
-    mixed = {what: " and ".join(distinct) for what, values in found.items() if len(distinct := _distinct(values)) > 1}
+    mixed = {
+        what: " and ".join(distinct) for what, values in conditions.items() if len(distinct := _distinct(values)) > 1
+    }
     return [f"runs with different {what} are compared: {values}" for what, values in mixed.items()]
 
 

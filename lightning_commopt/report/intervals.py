@@ -1,6 +1,6 @@
-"""Medians of a few repetitions with their intervals: compared, and in words with as many digits as noise leaves.
+"""Medians of a few repetitions with their intervals, compared and in words, with no more digits than noise allows.
 
-numpy and scipy are imported when needed.
+numpy and scipy are imported only when needed, as importing them takes time.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from lightning_commopt.measure.median import CONFIDENCE, median_of
 from lightning_commopt.text.formatting import number
 
 _NUM_RESAMPLES = 9999
-_ROUNDING = 1e-12
-_TIMES_FROM = 2.0
+_ROUNDING = 1e-12  # logarithms that differ by less differ only by rounding
+_TIMES_FROM = 2.0  # from this ratio on, "2.3 times as fast" instead of "65 % faster"
 
 TIMES = "\N{MULTIPLICATION SIGN}"
-MIN_VALUES_OF_AN_INTERVAL = 6  # with fewer values the interval of a median is their range, and covers less than 95 %
+MIN_VALUES_OF_AN_INTERVAL = 6  # the range of fewer values covers the median with less than 95 % probability
 
-
-# From the baseline's throughput; unknown with a single run, or too few to separate it from noise
+# How a throughput differs from the baseline's; unknown with a single run, or with too few to separate it from noise.
 Difference = Literal["faster", "slower", "no difference", "unknown"]
 
 
@@ -72,7 +71,8 @@ def compare(values: Sequence[float], baseline: Sequence[float], *, is_paired: bo
     differ in a quarter of all cases. There, a t-test of the logarithms at 5 % must agree that there is a difference,
     else it is unknown.
 
-    Values are of a repetition each; pairs at the same index are of the same one, and so share the state of the machine.
+    Each value is from one repetition. Pairs at the same index are from the same repetition, and so share the state of
+    the machine.
 
     Returns:
         The ratio of ``values`` over ``baseline``, and whether it differs from 1; "no difference" if 1 is in the
@@ -108,7 +108,7 @@ def _bootstrap_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[fl
 
     result = scipy.stats.bootstrap(
         (numpy.array(ours), numpy.array(theirs)),
-        lambda one, other, axis: numpy.median(one, axis=axis) / numpy.median(other, axis=axis),
+        lambda drawn, base, axis: numpy.median(drawn, axis=axis) / numpy.median(base, axis=axis),
         vectorized=True,
         n_resamples=_NUM_RESAMPLES,
         confidence_level=CONFIDENCE,
@@ -119,7 +119,7 @@ def _bootstrap_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[fl
 
 
 def _t_test_sees_a_difference(ours: Sequence[float], theirs: Sequence[float], is_paired: bool) -> bool:
-    """Student's test for pairs, Welch's for two samples, of the logarithms."""
+    """Applies Student's t-test to pairs, or Welch's to two samples, of the logarithms."""
     import scipy.stats
 
     samples = [[math.log(value) for value in sample] for sample in (ours, theirs)]

@@ -23,12 +23,12 @@ class Run:
     folder: Path
     record: RunRecord
     repetition: int = 0  # counted from 0 among the runs of a setting
-    losses: tuple[LossPoint, ...] = ()  # the curve; may be empty
-    name: str = ""  # of the directory, relative to the one that the user named
+    losses: tuple[LossPoint, ...] = ()  # the loss curve; may be empty
+    name: str = ""  # the run's directory, relative to the directory that the user named
     group: str = ""
     setting: str = ""  # name of its setting; a failed run may be the only one of its name
-    has_steps: bool = True  # its steps are recorded, and few enough to be read in seconds
-    tuning: Tuning | None = None  # what ``plan="auto"`` has found; None without it
+    has_steps: bool = True  # whether its steps are recorded, and few enough to be read in seconds
+    tuning: Tuning | None = None  # the results of ``plan="auto"``; None without it
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -44,11 +44,11 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A figure of others to compare with, such as "8.91 steps/s on 8x L40S (PCIe)", and its publication."""
+    """A published figure to compare with, such as "8.91 steps/s on 8x L40S (PCIe)", and its publication."""
 
     label: str
     source: str
-    speedup: float | None = None  # over the same baseline as ours; None for other figures
+    speedup: float | None = None  # the published speed-up over the same baseline as ours; None for other figures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,41 +56,43 @@ class Setting:
     """Runs that differ only in repetition and seed."""
 
     name: str  # short, and unique in its group: "bf16, 100 MiB buckets, 4 ranks"
-    values: Mapping[str, str]  # that the sweep varied, by name
+    values: Mapping[str, str]  # the options that the sweep varied, with this setting's values
     sync_method: str  # see `RunRecord`
     world_size: int
     bucket_cap_mb: float | None  # MiB in a bucket; None for DDP's default or several sizes
-    config_lines: tuple[str, ...]  # YAML to paste, which makes `commopt-train`, or ``CommOptDDP``, do the same
-    runs: tuple[Run, ...]  # the finished ones, by repetition
-    samples_per_s: Interval | None  # over all ranks; settings are compared by it
+    config_lines: tuple[str, ...]  # YAML with which `commopt-train` or ``CommOptDDP`` does the same
+    runs: tuple[Run, ...]  # the finished runs, by repetition
+    samples_per_s: Interval | None  # throughput over all ranks, by which settings are compared
     steps_per_s: Interval | None
-    speedup: Interval | None = None  # of samples_per_s over the baseline, in pairs; None for the baseline itself
-    difference: Difference | None = None  # of `speedup` from 1, beyond noise; None for the baseline itself
-    # the speed-up if all communication of the baseline were hidden; None if not measured, or the setting differs in
-    # more than the plan
+    speedup: Interval | None = None  # ratio of `samples_per_s` to the baseline's; None for the baseline itself
+    difference: Difference | None = None  # whether `speedup` differs from 1 beyond noise; None for the baseline itself
+    # The speed-up if all communication of the baseline were hidden; None if it was not measured, or if the setting
+    # differs from the baseline in more than the plan.
     speedup_limit: float | None = None
-    efficiency: float | None = None  # speed-up over one rank, divided by the ranks; None without one rank
-    step_s: Interval | None  # duration of a step, as all of the following from `CommTimeMonitor`; None without it
-    comm_s: Interval | None  # communication in a step; None as the next two if the gradient sync was not observed
+    efficiency: float | None = None  # speed-up over one rank, divided by the number of ranks; None if unknown
+    # `CommTimeMonitor` measures these four; they are None without it. The last three are also None if the gradient sync
+    # was not observed.
+    step_s: Interval | None  # duration of a step
+    comm_s: Interval | None  # communication in a step
     exposed_s: Interval | None  # exposed communication in a step
-    exposed_share: Interval | None  # of the step, 0 to 1
-    wire_bytes: float | None  # payload of a step and rank
-    peak_memory_bytes: float | None  # of the rank that needed most
-    val_loss: Interval | None  # at the end, of the runs that have a finite one
-    val_accuracy: Interval | None  # at the end, 0 to 1
-    published: tuple[Published, ...] = ()  # figures of others for the same setting
-    is_lossy: bool = False  # the compressor changes gradients
+    exposed_share: Interval | None  # exposed communication as a share of the step, 0 to 1
+    wire_bytes: float | None  # payload that a rank sends in a step
+    peak_memory_bytes: float | None  # peak memory of the rank that needed most
+    val_loss: Interval | None  # final validation loss, of the runs in which it is finite
+    val_accuracy: Interval | None  # final validation accuracy, 0 to 1
+    published: tuple[Published, ...] = ()  # figures that others have published for the same setting
+    is_lossy: bool = False  # whether the compressor changes gradients
     num_diverged: int = 0  # runs whose loss became NaN or infinite
 
     @property
     def plan_options(self) -> frozenset[str]:
-        """Options of a `CommPlan` that the runs have set."""
+        """The options of a `CommPlan` that the runs have set."""
         names = (name.split(".") for name in self.runs[0].settings)
         return frozenset(parts[1] for parts in names if parts[0] == "plan" and len(parts) > 1)
 
     @property
     def is_beyond_limit(self) -> bool:
-        """Whether the speed-up is more than communication explains; a tenth may be noise, or work saved elsewhere."""
+        """Whether the speed-up is over a tenth more than communication explains; less may be noise."""
         if self.speedup is None or self.speedup_limit is None:
             return False
         return self.speedup.median > (1 + _LIMIT_TOLERANCE) * self.speedup_limit
@@ -100,25 +102,25 @@ class Setting:
 class Scaling:
     """Throughput of one plan against ranks."""
 
-    sync_method: str  # of the settings, or other values that they share
-    num_ranks: tuple[int, ...]  # in rising order, each once
-    speedups: tuple[Interval, ...]  # over the first of them, which is one rank if there are such runs
-    # f of Amdahl's law, 1 / speed-up = f + (1 - f) / ranks, by least squares; None without one rank, or with less than
-    # two points beyond
+    sync_method: str  # the settings' sync method, or a name of other values that they share
+    num_ranks: tuple[int, ...]  # rising, without duplicates
+    speedups: tuple[Interval, ...]  # speed-ups over the first of `num_ranks`, which is 1 if there are such runs
+    # The least-squares fit of f in Amdahl's law, 1 / speed-up = f + (1 - f) / ranks; None if the curve does not begin
+    # at one rank, or has less than two points beyond.
     serial_share: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Comparable settings, in the order of the sweep: of the same model, data and link."""
+    """Settings with the same model, data and link, which can be compared, in the order of the sweep."""
 
     name: str  # distinguishes it from other groups; empty if it is the only one
     settings: tuple[Setting, ...]
     baseline: Setting  # the setting that speed-ups are over
-    fastest: Setting  # by median throughput
+    fastest: Setting  # the setting with the highest median throughput
     scalings: tuple[Scaling, ...]  # one for each plan that ran on several numbers of ranks
     answer: tuple[str, ...]  # sentences: the fastest plan, its speed-up and loss; or that there is no difference
-    recommended: Setting | None = None
+    recommended: Setting | None = None  # the setting that the answer says to use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,9 +137,9 @@ class Report:
 class Cell(NamedTuple):
     """The content of a cell."""
 
-    text: str = ""  # the number with its significant digits; empty without one
-    small: str = ""  # below the text: the interval, or a word
-    value: float | str | None = None  # to sort by; None sorts last
+    text: str = ""  # the number with its significant digits; empty if there is no number
+    small: str = ""  # a line below the text: the interval, or a word
+    value: float | str | None = None  # the page sorts by this value; None comes last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,21 +147,21 @@ class Column:
     """A column, without its cells."""
 
     key: str  # the attribute of a `Setting`, and the name in CSV and JSON
-    title: str = ""  # on the page, with the unit; empty for columns of CSV and JSON only
-    heading: str = ""  # on the terminal; empty if not shown there
-    first: Literal["ascending", "descending"] = "ascending"  # order of the page's first click: the best first
-    # makes the cell from the attribute, the setting and its group
+    title: str = ""  # the heading on the page, with the unit; empty for columns of CSV and JSON only
+    heading: str = ""  # the heading on the terminal; empty if not shown there
+    first: Literal["ascending", "descending"] = "ascending"  # how the page's first click sorts: the best comes first
+    # Makes the cell from the attribute, the setting and its group.
     show: Callable[[Any, Setting, Group], Cell] = lambda value, setting, group: Cell()
-    is_theirs: bool = False  # the column has figures of others
+    is_theirs: bool = False  # whether the column has figures that others have published
 
 
 def columns_of(group: Group) -> list[tuple[Column, list[Cell]]]:
     """Returns the columns for which a group has numbers, with a cell for each setting."""
-    found = [
+    columns = [
         (column, [column.show(getattr(setting, column.key), setting, group) for setting in group.settings])
         for column in COLUMNS
     ]
-    return [(column, cells) for column, cells in found if any(cell.text for cell in cells)]
+    return [(column, cells) for column, cells in columns if any(cell.text for cell in cells)]
 
 
 def difference_in_words(setting: Setting) -> str:

@@ -73,7 +73,7 @@ def setting_name(values: Mapping[str, str], *, shows_off: bool = False) -> str:
 
 
 def distinct_name(values: Mapping[str, str], others: Sequence[Mapping[str, str]], sync_method: str) -> str:
-    """Returns a name from the values that differ from another setting's; that of the sync method if none does."""
+    """Returns a name from the values that differ from another setting's, or else from the sync method."""
     shown = {name: value for name, value in values.items() if any(other.get(name) != value for other in others)}
     return (setting_name(shown) if shown else "") or display_name(sync_method)
 
@@ -132,7 +132,8 @@ def _link(value: str) -> str:
 
 
 _CHOICE = _Option(display_name, "none", off=("null", ""))
-_OPTIONS = {  # in the order of a name's parts; unknown options precede the link
+# A name lists its options in this order. Options that are unknown here come before the link.
+_OPTIONS = {
     **dict.fromkeys(("experiment", "model", "model.size", "data", "variant", "method", "strategy"), _CHOICE),
     "comm_hook": _Option(lambda value: display_name("none" if value in OFF else value), off=()),
     "matrix_rank": _Option("matrix rank {}".format, off=()),

@@ -55,7 +55,8 @@ def write_files(report: Report, output: Path, table: Path | None = None) -> tupl
     ``output`` is a folder, which is made, or, with the suffix ``.html``, the page. Without a path the table is
     ``report.csv`` beside the page, or has the page's name with ``.csv``.
     """
-    from lightning_commopt.report.page import write_page  # with plotly and jinja2
+    # Not at the top of the module, as a report on the terminal should not wait for plotly and jinja2.
+    from lightning_commopt.report.page import write_page
 
     if output.suffix == ".html":
         page, beside = output, output.with_suffix(".csv")
@@ -72,7 +73,7 @@ def write_files(report: Report, output: Path, table: Path | None = None) -> tupl
 def write_csv(report: Report, path: Path) -> None:
     """Writes a row for each setting: names as in the JSON, with ``_low`` and ``_high`` for the ends of intervals.
 
-    Of the searches of ``plan="auto"`` it has ``chosen`` and ``lost_steps`` of all repetitions, with "; " between them.
+    Searches of ``plan="auto"`` have ``chosen`` and ``lost_steps`` of all repetitions, with "; " between them.
     """
     rows = [_row(group, setting) for group in report.groups for setting in group.settings]
     results = dict.fromkeys(name for numbers, _ in rows for name in numbers)

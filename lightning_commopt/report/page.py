@@ -72,7 +72,7 @@ def sections(group: Group, styles: Mapping[str, PlanStyle]) -> list[Section]:
         "Loss": [*loss_curves(group, styles)],
         "Memory": [peak_memory(group, styles)],
     }
-    found = [Section(title, [chart for chart in own if chart is not None]) for title, own in charts.items()]
+    narrow = [Section(title, [chart for chart in own if chart is not None]) for title, own in charts.items()]
     steps = timelines(group)
     title = "One step of each plan" if len(steps) > 1 else "One step"
     note = "One time axis for all. Below the phases of each rank is a row for each of its buckets."
@@ -80,7 +80,7 @@ def sections(group: Group, styles: Mapping[str, PlanStyle]) -> list[Section]:
         Section('The search of plan="auto"', tuning_charts(group, styles), is_wide=True),
         Section(title, steps, note, KEYS, is_wide=True),
     ]
-    return [section for section in (*found, *wide) if section.charts]
+    return [section for section in (*narrow, *wide) if section.charts]
 
 
 def chart_json(chart: Chart) -> Markup:

@@ -14,10 +14,11 @@ from lightning_commopt.report.intervals import Interval, compare
 from lightning_commopt.report.outputs import FORMAT, to_plain
 from lightning_commopt.text.formatting import grouped
 
-# Of a setting: "failed" if runs failed and none did before, or all do and some had worked; "unknown" with too few runs
+# What became of a setting. It is "failed" if runs failed now but none did before, or if all failed now but not before;
+# "unknown" if there are too few runs.
 Outcome = Literal["slower", "failed", "unknown", "missing", "faster", "new", "no difference"]
 
-# Share of the throughput by which a machine varies between days, whatever the runs of one sweep show
+# A machine's throughput varies by about this share between days, which the runs of a single sweep cannot show.
 DEFAULT_TOLERANCE = 0.05
 
 _CONDITIONS = ("hardware", "trained on", "ranks", "link", "parameters", "samples a rank and batch", "versions")
@@ -25,7 +26,7 @@ _CONDITIONS = ("hardware", "trained on", "ranks", "link", "parameters", "samples
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """How a setting changed: samples per second, and the ratio of those now; None where one is missing."""
+    """How a setting changed: samples per second before and now, and their ratio; None if one is missing."""
 
     group: str
     setting: str
@@ -33,7 +34,7 @@ class Change:
     ratio: Interval | None = None
     before: float | None = None
     now: float | None = None
-    error: str | None = None  # of the first failed run
+    error: str | None = None  # the error of the first failed run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +132,10 @@ def _load(path: Path) -> dict[str, Any]:
 
 def _entries(report: Mapping[str, Any]) -> list[_Entry]:
     errors = grouped(((run["group"], run["setting"]), str(run["error"])) for run in report["failed"])
-    found = [(group["name"], setting) for group in report["groups"] for setting in group["settings"]]
-    found += [(run["group"], {**run, "name": run["setting"], "runs": []}) for run in report["failed"]]
+    settings = [(group["name"], setting) for group in report["groups"] for setting in group["settings"]]
+    settings += [(run["group"], {**run, "name": run["setting"], "runs": []}) for run in report["failed"]]
     entries: dict[tuple[str, str], _Entry] = {}
-    for group, setting in found:
+    for group, setting in settings:
         key = group, setting["name"]
         median = setting["samples_per_s"]["median"] if setting["runs"] and setting["samples_per_s"] else None
         check_numbers([run.get("samples_per_s") for run in setting["runs"]], f"{setting['name']}: samples_per_s")
@@ -144,16 +145,17 @@ def _entries(report: Mapping[str, Any]) -> list[_Entry]:
 
 
 def _pairs(ours: list[_Entry], theirs: list[_Entry]) -> list[tuple[_Entry | None, _Entry | None]]:
-    """Returns the settings of both reports in pairs, those of the first report first."""
-    found: dict[_Entry, _Entry] = {}
+    """Returns the settings of both reports in pairs, in the order of the first report; then settings it lacks."""
+    partners: dict[_Entry, _Entry] = {}
     for is_same in (_has_same_choices, _has_same_name, _has_same_plan):
         for setting in ours:
-            same = [other for other in theirs if other not in found.values() and is_same(other, setting)]
-            if same and setting not in found:
-                # Equal choices under another name: part of a sweep. Under several names: not made by Hydra.
-                found[setting] = next((other for other in same if _has_same_name(other, setting)), same[0])
-    missing = [other for other in theirs if other not in found.values()]
-    return [*((setting, found.get(setting)) for setting in ours), *((None, other) for other in missing)]
+            same = [other for other in theirs if other not in partners.values() and is_same(other, setting)]
+            if same and setting not in partners:
+                # A part of a sweep may have other names for equal choices. Runs that Hydra did not start have the same
+                # choices under several names; then the name decides.
+                partners[setting] = next((other for other in same if _has_same_name(other, setting)), same[0])
+    missing = [other for other in theirs if other not in partners.values()]
+    return [*((setting, partners.get(setting)) for setting in ours), *((None, other) for other in missing)]
 
 
 def _has_same_choices(setting: _Entry, other: _Entry) -> bool:

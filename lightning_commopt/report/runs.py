@@ -17,17 +17,18 @@ from lightning_commopt.report.model import Run
 from lightning_commopt.text.formatting import list_some
 
 _MAX_DEPTH = 6
-_MAX_STEPS_BYTES = 200_000_000  # parsing takes seconds and 5x the memory; per run and in total
+# Limit for the files of one run, and of all. Parsing as much takes seconds, and five times the memory.
+_MAX_STEPS_BYTES = 200_000_000
 
 
 def read_runs(folders: Sequence[Path]) -> FoundRuns:
     """Reads all runs in some directories, at any depth down to six; a ValueError if none has finished or failed."""
-    found = FoundRuns(_short_names(folders))
-    if not found.finished and not found.failed:
-        # Unlike a page, an error is not shared with others: it has the whole paths.
+    found_runs = FoundRuns(_short_names(folders))
+    if not found_runs.finished and not found_runs.failed:
+        # Pages are shared with others, so they have no whole paths. Errors are not, and have them.
         with_paths = FoundRuns({folder: str(folder) for folder in folders})
         raise ValueError(f"no run could be read: {'; '.join(with_paths.problems) or 'no directory was given'}")
-    return found
+    return found_runs
 
 
 class FoundRuns:
@@ -170,7 +171,7 @@ def _in_a_line(error: Exception, folder: Path) -> str:
 
 
 def _relative(text: str, folder: Path) -> str:
-    """Returns text without the path of a run's directory, which precedes it."""
+    """Returns text without the path of a run's directory, as the line begins with the run's name."""
     return text.replace(f"{folder}{os.sep}", "")
 
 

@@ -1,6 +1,6 @@
 """Sorts runs into settings, whose runs differ in repetition and seed alone, and groups of comparable settings.
 
-And the lines of configuration that reproduce a setting.
+Also writes the lines of configuration that reproduce a setting.
 """
 
 from __future__ import annotations
@@ -24,12 +24,16 @@ from lightning_commopt.report.names import OFF, canonical, is_ranks, setting_nam
 from lightning_commopt.report.runs import FoundRuns
 from lightning_commopt.text.formatting import grouped
 
+# Overrides that cannot change what is trained, themselves or below them.
 _WITHOUT_EFFECT = (
     *("repetition", "repeat", "num_warmup_steps", "hydra", "logger", "callbacks.progress_bar"),
     *("trainer.logger", "trainer.enable_progress_bar", "trainer.enable_model_summary", "trainer.log_every_n_steps"),
     *("trainer.default_root_dir", "callbacks.comm_time.print_summary"),
 )
-_OPTIONAL_CHOICES = ("experiment", "variant", "method", "link", "hosts")  # off is the same as not chosen
+_OPTIONAL_CHOICES = ("experiment", "variant", "method", "link", "hosts")  # disabling these is not choosing them
+
+# Runs that differ in one of these cannot be compared, so they make separate groups. The exceptions are what a user
+# varies to make the same training faster.
 _SPLITTING = ("model", "data", "datamodule", "link", "hosts", "experiment")
 _NOT_SPLITTING = ("data.batch_size", "model.activation_checkpointing")
 _ON_ONE_PROCESS = ("one_process", "ddp_one_process")
@@ -42,25 +46,25 @@ _Values = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class GroupRuns:
-    """Settings that can be compared, by their own numbers, and their failed runs; the only group has no name."""
+    """Settings that can be compared, without comparisons yet, and their failed runs. A single group has no name."""
 
     name: str
     settings: tuple[Setting, ...]
     failed: tuple[Run, ...]
 
 
-def group_runs(found: FoundRuns) -> list[GroupRuns]:
+def group_runs(found_runs: FoundRuns) -> list[GroupRuns]:
     """Sorts runs into settings and groups, in the order in which they were found.
 
     A setting is defined by the resolved values of everything that some run chose and that can change the training; for
     equal values of different runs (another launcher, no Hydra), by plan and number of ranks as well.
     """
-    runs = [*found.finished, *found.failed]
+    runs = [*found_runs.finished, *found_runs.failed]
     names = dict.fromkeys(name for run in runs for name in run.record.chosen if changes_training(name))
     values = _add_plans(runs, _varied([_chosen_values(run, names) for run in runs]))
     groups = _split(runs, values, _splits_groups)
     if all(len(settings) == 1 and not any(settings) for settings in groups.values()):
-        # A user's experiments that each choose a plan are what is to be compared.
+        # If every experiment chose just one plan, the experiments themselves are what the user wants to compare.
         groups = _split(runs, values, lambda name: _splits_groups(name) and name != "experiment")
     group_names = _unique_names([dict(split) for split in groups])
     return [
@@ -69,14 +73,14 @@ def group_runs(found: FoundRuns) -> list[GroupRuns]:
 
 
 def repetition_key(run: Run) -> tuple[str, str, str]:
-    """Returns what runs of different settings share if they ran in the same repetition of a sweep."""
+    """Returns a key that is equal for runs of different settings in the same repetition of a sweep."""
     chosen = {name: text_of(run.settings.get(name)) for name in run.record.chosen}
     seeds = " ".join(f"{name}={value}" for name, value in sorted(chosen.items()) if is_seed(name))
     return str(run.folder.parent), seeds, chosen.get("repetition", f"number {run.repetition}")
 
 
 def changes_training(name: str) -> bool:
-    """Returns whether an override can change what is trained, other than as a repetition."""
+    """Returns whether an override can change what is trained, apart from repeating it with another seed."""
     return not is_seed(name) and not any(
         name == other or name.startswith((f"{other}.", f"{other}/")) for other in _WITHOUT_EFFECT
     )
@@ -104,7 +108,7 @@ def _chosen_values(run: Run, names: Iterable[str]) -> dict[str, str]:
 
 
 def _varied(options: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Returns of each mapping the entries that differ from another one's."""
+    """Returns each mapping with only the names whose values differ between the mappings."""
     names = dict.fromkeys(name for values in options for name in values)
     varying = [name for name in names if len({values.get(name) for values in options}) > 1]
     return [{name: values[name] for name in varying if name in values} for values in options]
@@ -117,12 +121,13 @@ def _add_plans(runs: Sequence[Run], values: Sequence[dict[str, str]]) -> list[di
     for indices in alike.values():
         finished = [index for index in indices if runs[index].record.status == "finished"]
         more = dict(zip(finished, _varied([_plan_and_ranks(runs[index]) for index in finished]), strict=True))
-        if not values[indices[0]]:  # else the values identify the setting of a failed run
+        # Without values of its own the setting of a failed run is known by its plan alone.
+        if not values[indices[0]]:
             plans = _varied([{"plan": runs[index].record.sync_method} for index in indices])
             more = {index: {**plan, **more.get(index, {})} for index, plan in zip(indices, plans, strict=True)}
         for index in indices:
             completed[index] = {**values[index], **more.get(index, {})}
-        # The record of a failed run may have nothing but its plan: it joins the first setting with that plan.
+        # The record of a failed run may hold only its plan, so the run joins the first setting with that plan.
         by_plan = {runs[index].record.sync_method: completed[index] for index in reversed(finished)}
         first = completed[finished[0]] if finished and values[indices[0]] else None
         for index in set(indices).difference(finished):
@@ -146,7 +151,7 @@ def _splits_groups(name: str) -> bool:
 def _split(
     runs: Sequence[Run], values: Sequence[Mapping[str, str]], splits: Callable[[str], bool]
 ) -> dict[_Values, dict[_Values, list[Run]]]:
-    """Returns the runs of each setting of each group, by the values of names that split and of the others."""
+    """Returns the runs by group and setting. Values of names that ``splits`` make a group, all others a setting."""
     groups: dict[_Values, dict[_Values, list[Run]]] = {}
     for run, own in zip(runs, values, strict=True):
         split = tuple(sorted((name, value) for name, value in own.items() if splits(name)))
@@ -246,7 +251,8 @@ def config_lines(run: Run, varied: Mapping[str, str]) -> tuple[str, ...]:
     """
     known = {name: value for name, value in run.settings.items() if value is not None}
     strategy = next(filter(None, (nested(known, prefix) for prefix in _STRATEGIES)), {})
-    has_unnamed_compressor = "plan.comm_hook" in run.settings  # recorded by its repr
+    # A compressor without a registered name was recorded by its repr, which YAML cannot make again.
+    has_unnamed_compressor = "plan.comm_hook" in run.settings
     plan = None
     if run.record.plan is not None:
         plan = nested({name: run.settings[name] for name in run.record.plan}, "plan.")

@@ -64,17 +64,17 @@ def report_sweep(folder: Path, console: Console) -> None:
         console.print(Text(f"report: {page}"), soft_wrap=True)
 
 
-def print_regressions(found: Regressions, console: Console) -> None:
+def print_regressions(regressions: Regressions, console: Console) -> None:
     """Prints the changes, the worst first."""
-    print_text(f"compared with {found.other}, with a tolerance of {100 * found.tolerance:g} %:", console)
+    print_text(f"compared with {regressions.other}, with a tolerance of {100 * regressions.tolerance:g} %:", console)
     for outcome, heading in _HEADINGS.items():
-        changes = [change for change in found.changes if change.outcome == outcome]
+        changes = [change for change in regressions.changes if change.outcome == outcome]
         if changes:
             style = "red" if outcome in ("slower", "failed") else ""
             print_text(f"{heading} ({len(changes)})", console, style=style)
         for change in changes:
             print_text(f"  {_change_text(change)}", console)
-    for condition in found.conditions:
+    for condition in regressions.conditions:
         print_text(f"warning: different conditions: {condition}", console, style="yellow")
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 if TYPE_CHECKING:
     from rich.console import Console
 
-# The worst first: ``error``: training fails, hangs or is wrong; ``warning``: it may; ``slow``; ``differs``: ranks
-# differ; ``note``
+# Ordered from the worst. With an "error" training fails, hangs or is wrong; with a "warning" it may. The others are a
+# loss of speed, a difference between ranks, and a note.
 Severity = Literal["error", "warning", "slow", "differs", "note"]
 
 _STYLES = {"error": "bold red", "warning": "yellow", "slow": "yellow", "differs": "magenta", "note": "cyan"}
@@ -33,9 +33,9 @@ class Line:
 class Finding:
     """A problem, a difference between ranks, or a note."""
 
-    severity: Severity  # see `Severity`
+    severity: Severity
     what: str  # the fact, with devices or ranks
-    advice: str  # what to do
+    advice: str  # what the user can do about it
     why: str = ""  # the setting or hardware that causes it, or its cost; may be empty
     code: str = ""  # identifies the kind of finding for scripts; may be empty
     where: str = ""  # host, ranks or communicator; empty if there is only one
@@ -52,7 +52,7 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
 
 @cache
 def read_texts(path: Path) -> dict[str, dict[str, str]]:
-    """Reads a table of texts: by the word in brackets, its values by their names."""
+    """Reads a table of texts: for each word in brackets, its values by their names."""
     text = re.sub(r"^#.*\n", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     blocks = [block.partition("]\n") for block in re.split(r"^\[", text, flags=re.MULTILINE)[1:]]
     return {code: dict(line.split(": ", 1) for line in rest.splitlines() if line) for code, _, rest in blocks}
@@ -90,8 +90,8 @@ class FindingTexts:
     ) -> Finding:
         """Returns a finding, with the texts of its code where none are given, and each line of evidence once."""
         what, why = what or self._texts[code]["what"].format(**values), why or self.reason(code, **values)
-        found = [each for each in (*evidence, *why.evidence) if each is not None]
-        lines = tuple(dict.fromkeys(each if isinstance(each, Line) else each.line for each in found))
+        facts = [fact for fact in (*evidence, *why.evidence) if fact is not None]
+        lines = tuple(dict.fromkeys(fact if isinstance(fact, Line) else fact.line for fact in facts))
         return Finding(
             severity=severity, what=what, advice=why.advice, why=why.why, code=code, where=where, evidence=lines
         )

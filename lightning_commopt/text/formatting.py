@@ -12,8 +12,9 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-# What a terminal obeys instead of showing it: C0 (but for tab and line feed), DEL and C1, which hold the begin of every
-# escape sequence; what reorders text, or ends a line in some programs; and surrogates, which no encoding has.
+# Characters that a terminal obeys instead of showing them: C0 (except tab and line feed), DEL and C1, with which every
+# escape sequence begins; those that reorder text, or end a line in some programs; and surrogates, which cannot be
+# encoded.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -98,12 +99,12 @@ def escape_controls(text: str) -> str:
     >>> print(escape_controls(chr(27) + "[2J" + chr(0x9B) + chr(0x202E)))
     \x1b[2J\x9b\u202e
     """
-    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
 
 
 def control_places(text: str) -> list[int]:
     """Returns where control characters begin and end, as `escape_controls` finds them."""
-    return [place for found in _CONTROLS.finditer(text) for place in found.span()]
+    return [place for match in _CONTROLS.finditer(text) for place in match.span()]
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
@@ -112,10 +113,10 @@ def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     >>> grouped([("a", 1), ("b", 2), ("a", 3)])
     {'a': [1, 3], 'b': [2]}
     """
-    found: dict[K, list[V]] = {}
+    groups: dict[K, list[V]] = {}
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def runs_of(numbers: Iterable[int]) -> list[list[int]]:

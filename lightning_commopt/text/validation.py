@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_commopt.text.formatting import escape_controls
 
-# Packages whose frames a warning skips, to point at the user's line
+# A warning skips the frames of these packages, to point at the user's line.
 _SKIPPED_PACKAGES = frozenset(
     {
         *("lightning_commopt", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities"),
@@ -35,13 +35,13 @@ def check_positive(name: str, value: Any) -> None:
 
 
 def check_switch(name: str, value: Any) -> None:
-    """Raises a ValueError unless a value is a bool; the string "false" is none."""
+    """Raises a ValueError unless a value is a bool; the string "false" is not one."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")
 
 
 def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
-    """Raises a ValueError with a hint unless a value is one of those allowed."""
+    """Raises a ValueError with a hint unless a value is one of ``allowed``."""
     if value not in allowed:
         hint = did_you_mean(value, [choice for choice in allowed if isinstance(choice, str)])
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
@@ -68,7 +68,8 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
         return ""
     normalized, by_normalized = normalize_name(name), {normalize_name(choice): choice for choice in known}
     near = difflib.get_close_matches(normalized, by_normalized, n=1)
-    if not near:  # too different in length to be similar: one of the two may contain the other
+    # difflib takes names of very different lengths for dissimilar, even if one contains the other.
+    if not near:
         long = [other for other in by_normalized if min(len(other), len(normalized)) >= 4]
         near = [other for other in long if normalized in other or other in normalized]
     return f"; did you mean {by_normalized[near[0]]!r}?" if len(near) == 1 else ""
@@ -104,9 +105,10 @@ def info(message: str) -> None:
 
 
 def _is_rank_0() -> bool:
-    from lightning_utilities.core.rank_zero import rank_zero_only  # here: light commands import this module
+    # Not at the top of the module, which commands import that should start fast.
+    from lightning_utilities.core.rank_zero import rank_zero_only
 
-    return getattr(rank_zero_only, "rank", 0) == 0  # Lightning sets it, when imported
+    return getattr(rank_zero_only, "rank", 0) == 0  # Lightning sets the attribute when it is imported
 
 
 def _users_stacklevel() -> int:
@@ -119,4 +121,5 @@ def _users_stacklevel() -> int:
         if frame.f_globals.get("__name__", "").partition(".")[0] not in _SKIPPED_PACKAGES:
             return level
         level, frame = level + 1, frame.f_back  # type: ignore[assignment]
-    return 2  # in a thread of ours, which has no line of the user: the line that warns
+    # A thread of this package has no frame of the user, so the warning points at the line that warns.
+    return 2

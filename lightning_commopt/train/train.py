@@ -32,12 +32,13 @@ from lightning_commopt.train.sweep.display import SweepDisplay, hint
 from lightning_commopt.train.sweep.lab_run import train_in_lab
 from lightning_commopt.train.sweep.launcher import register_with_hydra
 
+# Warnings that say nothing to a user of ``commopt-train``.
 _NOISE = (
     # The workloads make a batch faster than another process could send it.
     ".*does not have many workers.*",
-    # Raised by Lightning's own calls of torch.
+    # Lightning's own calls of torch cause it.
     ".*LeafSpec.* is deprecated.*",
-    # At most one sample a rank counts twice.
+    # It warns of samples that count twice in a validation: here at most one per rank.
     ".*Using `DistributedSampler` with the dataloaders.*",
 )
 
@@ -58,11 +59,12 @@ def main() -> None:
             status, was_interrupted = 128 + interrupted.signal, True
         except SystemExit as stop:
             status = stop.code
-            # Hydra prints an error and exits while handling it.
+            # Hydra prints an error and exits while it handles it, so the error is the context of the exit.
             if question := hint(stop.__context__, conf_dir()):
                 print(escape_controls(question), file=sys.stderr)
     if display.results and display.sweep_dir is not None:
-        from lightning_commopt.report.terminal import report_sweep  # with plotly, which no rank needs
+        # Not at the top of the module, as ranks should not wait for plotly.
+        from lightning_commopt.report.terminal import report_sweep
 
         report_sweep(display.sweep_dir, console)
         num_failed = sum(result.record.status != "finished" for result in display.results)
@@ -74,7 +76,7 @@ def main() -> None:
 
 
 def _train_or_explain(config: DictConfig) -> float | None:
-    """Trains; prints only the reason if a single run cannot begin, where Hydra 1.4 would print a traceback."""
+    """Trains. If a single run cannot begin, prints only the reason, as Hydra 1.4 would print a traceback."""
     try:
         return train(config)
     except ConfigError as error:
@@ -116,7 +118,7 @@ def train(config: DictConfig) -> float | None:
     if not is_first:
         return metrics.get("val_loss")
     record = finish_record(folder, metrics, seconds=time.perf_counter() - started)
-    if not is_in_sweep:  # a sweep has one table of all jobs
+    if not is_in_sweep:  # a sweep prints one table of all jobs instead
         TextConsole().print(run_table(record))
     return record.val_loss
 
@@ -160,7 +162,7 @@ def _fit(config: DictConfig, folder: Path) -> dict[str, float]:
 
 
 def run_table(record: RunRecord) -> TextTable:
-    """Returns one row; a dash for what was not measured."""
+    """Returns a table of one row, with a dash for what was not measured."""
 
     def known(value: float | None) -> float:
         return math.nan if value is None else value

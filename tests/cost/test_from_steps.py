@@ -78,7 +78,7 @@ def test_a_basis_survives_its_file(tmp_path: Path) -> None:
     basis.save(tmp_path)
     assert basis_of_run(tmp_path) == basis
     (tmp_path / "prediction.json").write_text("{}")
-    with pytest.raises(ValueError, match="is no result of"):
+    with pytest.raises(ValueError, match="is not a result of"):
         basis_of_run(tmp_path)
 
 

@@ -238,7 +238,7 @@ def test_what_saves_little_is_left_out() -> None:
 
 def test_the_statistic_that_is_predicted_is_named() -> None:
     """If it fails, readers compare a predicted median with a measured mean."""
-    assert judged().note == "Speed-ups are those of the median step, now 700 ms, with 95 % intervals."
+    assert judged().note == "Speed-ups are for the median step, now 700 ms, with 95 % intervals."
     assert judged(forecasts=()).note == ""
 
 

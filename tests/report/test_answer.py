@@ -28,7 +28,7 @@ def test_a_lossy_plan_whose_loss_is_within_the_spread(tmp_path):
     assert group.answer == (
         '"bf16" is the fastest: 50.5 % faster than "uncompressed" (50.0 to 50.5 % in 3 repetitions),'
         " 150 against 100 samples/s.",
-        "It is lossy; the final loss is 2.010 against 2.000, 0.50 % above and within the spread over repetitions.",
+        "It is lossy; the final loss is 2.010 against 2.000, 0.50 % higher and within the spread over repetitions.",
     )
     assert group.recommended is group.fastest
 
@@ -38,7 +38,7 @@ def test_a_loss_beyond_the_spread_names_a_lossless_plan_as_well(tmp_path):
     group = _group(tmp_path, rates, {"none": LOW, "powersgd": HIGH, "all_reduce": LOW})
     assert group.fastest.name == "PowerSGD"
     assert group.answer[1:] == (
-        "It is lossy; the final loss is 2.200 against 2.000, 10 % above and beyond the spread over repetitions.",
+        "It is lossy; the final loss is 2.200 against 2.000, 10 % higher and beyond the spread over repetitions.",
         'Use "all reduce": 50.5 % faster than "uncompressed" (50.0 to 50.5 % in 3 repetitions).',
         "It is lossless; the final loss is the same, 2.000.",
     )
@@ -84,7 +84,7 @@ def test_the_loss_of_the_recommended_is_reported(tmp_path):
     losses = {"none": [2.0, 2.5, 1.9], "powersgd": [3.0, 3.1, 3.2], "bf16": [2.38, 2.39, 2.4]}
     group = _group(tmp_path, {"none": SLOW, "powersgd": FASTER, "bf16": FAST}, losses)
     assert group.answer[-1] == (
-        "It is lossy; the final loss is 2.390 against 2.000, 20 % above and within the spread over repetitions."
+        "It is lossy; the final loss is 2.390 against 2.000, 20 % higher and within the spread over repetitions."
     )
 
 
@@ -95,7 +95,7 @@ def test_a_baseline_that_diverged_is_not_recommended(tmp_path, rates, recommende
     assert group.answer[0] == (
         'In 1 of the 3 runs of "uncompressed", the baseline, the loss became NaN; do not use it.'
     )
-    assert not any("leave the rest off" in sentence for sentence in group.answer)
+    assert not any("stay with it" in sentence for sentence in group.answer)
     assert (group.recommended and group.recommended.name) == recommended
 
 
@@ -103,7 +103,7 @@ def test_nothing_but_the_plan_with_the_worse_loss_is_faster(tmp_path):
     group = _group(
         tmp_path, {"none": SLOW, "powersgd": FASTER, "bf16": SLOW}, {"none": LOW, "powersgd": HIGH, "bf16": LOW}
     )
-    assert group.answer[-1] == 'Nothing else is faster than "uncompressed" beyond noise: leave the rest off.'
+    assert group.answer[-1] == 'Nothing else is faster than "uncompressed" beyond noise: stay with it.'
     assert group.recommended is group.baseline
 
 
@@ -121,7 +121,7 @@ def test_the_same_loss_is_called_so(tmp_path):
 
 def test_a_lower_loss_is_no_worse(tmp_path):
     group = _group(tmp_path, {"none": SLOW, "bf16": FAST}, {"none": HIGH, "bf16": LOW})
-    assert group.answer[1].endswith("2.000 against 2.200, 9.1 % below and beyond the spread over repetitions.")
+    assert group.answer[1].endswith("2.000 against 2.200, 9.1 % lower and beyond the spread over repetitions.")
     assert group.recommended is group.fastest
 
 
@@ -161,7 +161,7 @@ def test_others_that_are_as_fast_are_named(tmp_path):
 def test_nothing_beyond_noise_is_left_off(tmp_path):
     group = _group(tmp_path, {"none": SLOW, "bf16": [101, 100.5, 100.2], "int8": [90, 91, 89]})
     assert group.answer == (
-        'Nothing is faster than "uncompressed" beyond noise: leave the rest off.',
+        'Nothing is faster than "uncompressed" beyond noise: stay with it.',
         '"bf16", the nearest, is 1.0 % faster than "uncompressed" (-0.5 to 1.2 % in 3 repetitions),'
         " which is within noise.",
     )
@@ -171,7 +171,7 @@ def test_nothing_beyond_noise_is_left_off(tmp_path):
 def test_the_baseline_may_be_the_fastest(tmp_path):
     group = _group(tmp_path, {"none": FAST, "bf16": SLOW})
     assert group.answer == (
-        '"uncompressed" is the fastest, at 150 samples/s: leave the rest off.',
+        '"uncompressed" is the fastest, at 150 samples/s: stay with it.',
         '"bf16", the nearest, is 33.6 % slower than "uncompressed" (33.3 to 33.6 % in 3 repetitions).',
     )
 
@@ -180,8 +180,8 @@ def test_single_runs_say_that_the_noise_is_unknown(tmp_path):
     group = _group(tmp_path, {"none": [100], "bf16": [150]}, {"none": [2.0], "bf16": [2.01]})
     assert group.answer == (
         '"bf16" has the highest throughput: 50 % faster than "uncompressed", 150 against 100 samples/s.',
-        "It is lossy; the final loss is 2.010 against 2.000, 0.50 % above, of single runs, whose spread is unknown.",
-        "With single runs the noise is unknown: repeat=3 shows which differences last.",
+        "It is lossy; the final loss is 2.010 against 2.000, 0.50 % higher (single runs, so the spread is unknown).",
+        "A single run does not show noise: repeat=3 shows which differences hold up.",
     )
     assert group.recommended is None
 
@@ -218,9 +218,9 @@ def test_two_repetitions_that_disagree_are_too_few(tmp_path):
 def test_single_runs_of_slower_plans_say_so_too(tmp_path):
     group = _group(tmp_path, {"none": [100], "bf16": [90]})
     assert group.answer == (
-        '"uncompressed" has the highest throughput, at 100 samples/s: leave the rest off.',
+        '"uncompressed" has the highest throughput, at 100 samples/s: stay with it.',
         '"bf16", the nearest, is 10 % slower than "uncompressed".',
-        "With single runs the noise is unknown: repeat=3 shows which differences last.",
+        "A single run does not show noise: repeat=3 shows which differences hold up.",
     )
 
 

@@ -52,11 +52,11 @@ def has_nodes(world_size: int, ranks_per_node: int) -> bool:
 
 def cases_of(settings: BenchSettings, num_ranks: Mapping[str, int]) -> list[Case]:
     """Returns the cases, each once, small messages first; ``num_ranks`` is by scope."""
-    found: dict[tuple[object, ...], Case] = {}
+    cases: dict[tuple[object, ...], Case] = {}
     for size_bytes in settings.sizes_bytes:
         for case in _cases_of_size(settings, size_bytes, num_ranks):
-            found.setdefault((*case.series, case.size_bytes), case)
-    return list(found.values())
+            cases.setdefault((*case.series, case.size_bytes), case)
+    return list(cases.values())
 
 
 def _cases_of_size(settings: BenchSettings, size_bytes: int, num_ranks: Mapping[str, int]) -> Iterator[Case]:
@@ -88,7 +88,7 @@ def _cases_of_size(settings: BenchSettings, size_bytes: int, num_ranks: Mapping[
 def messages_of(plan: CommPlan, run_dir: Path | None = None) -> tuple[list[int], list[Any]]:
     """Returns the sizes of a plan's buckets, each once, and its comm hook as in configurations, if it has one.
 
-    Buckets have the size of the plan's caps, or those of a run with it.
+    The sizes are the plan's caps; with ``run_dir`` they are the sizes of the buckets in that run.
 
     Raises:
         FileNotFoundError: the run has no records of steps.
@@ -108,7 +108,8 @@ def messages_of(plan: CommPlan, run_dir: Path | None = None) -> tuple[list[int],
     if plan.comm_hook is None:
         return sizes_bytes, []
     config = compressor_to_config(plan.comm_hook)
-    with suppress(ValueError, TypeError):  # the name alone needs options
+    # If the compressor has the default options, its name suffices. Some cannot be made without options.
+    with suppress(ValueError, TypeError):
         if compressor_from_config(config["name"]) == plan.comm_hook:
             return sizes_bytes, [config["name"]]
     return sizes_bytes, [config]

@@ -181,7 +181,8 @@ def _write(result: "BenchResult", output: Path | None, csv: Path | None, page: P
     if model is not None:
         LinkModel.fit(result).save(model)
     if page is not None:
-        from lightning_commopt.report.bench_page import write_bench_page  # with plotly and jinja2
+        # Imports plotly and jinja2, which takes time.
+        from lightning_commopt.report.bench_page import write_bench_page
 
         write_bench_page(result, page)
     written = [str(path) for path in (output, csv, page, model) if path is not None]
@@ -237,7 +238,7 @@ def _parse_hook(text: str) -> Any:
     try:
         return json_text.loads(text)
     except json_text.JSONDecodeError as error:
-        raise ValueError(f"--comm-hook is no JSON: {error.msg} in {text!r}") from None
+        raise ValueError(f"--comm-hook is not JSON: {error.msg} in {text!r}") from None
 
 
 @contextmanager

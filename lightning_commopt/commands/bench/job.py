@@ -45,8 +45,8 @@ def run_job(
 ) -> BenchResult:
     """Measures as one of the ranks; all of them must call it, in a process without a process group.
 
-    On "cpu" over gloo, on "cuda" over NCCL. ``notes`` are further entries of `BenchResult.where`, such as the link's
-    rate; ``init_method`` is that of ``init_process_group``.
+    Ranks on "cpu" communicate over gloo, on "cuda" over NCCL. ``notes`` are further entries of `BenchResult.where`,
+    such as the link's rate; ``init_method`` is passed to ``init_process_group``.
 
     Returns:
         The result, on every rank.
@@ -69,7 +69,7 @@ def run_job(
     )
     try:
         load_at_start, started_at = os.getloadavg()[0], datetime.now().astimezone()
-        ranks_per_node = int(reduce_value(identity.ranks_per_node, dist.ReduceOp.MIN))  # the same on all ranks
+        ranks_per_node = int(reduce_value(identity.ranks_per_node, dist.ReduceOp.MIN))  # ranks must agree on it
         rows = measure(settings, device, ranks_per_node, on_progress)
         peers = copy_between_gpus(max(settings.sizes_bytes)) if is_cuda and identity.rank == 0 else []
         where = {
@@ -104,9 +104,9 @@ def _describe_machine(device: torch.device, ranks_per_node: int) -> dict[str, An
 
 
 def copy_between_gpus(num_bytes: int) -> list[list[float | None]]:
-    """Returns bytes a second from each GPU (row) to each other one (column), the median of 10 copies of ``num_bytes``.
+    """Returns bytes per second from each GPU (row) to each other GPU (column), in the median of 10 copies.
 
-    The diagonal is None. With fewer than two GPUs the list is empty.
+    A copy has ``num_bytes``. The diagonal is None. With fewer than two GPUs the list is empty.
     """
     num_gpus = torch.cuda.device_count()
     if num_gpus < 2:

@@ -20,9 +20,11 @@ from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.measure.link.bench_result import Case, Row
 from lightning_commopt.measure.link.bench_settings import BenchSettings
 
-_BURST_SHARE_BYTES = 2**26
+_BURST_SHARE_BYTES = 2**26  # a message of this size is much larger than the burst that a rate limiter allows
 _MAX_ITERS = 100_000
-_CPU_SIDE = 256  # of the matrices that are multiplied meanwhile
+
+# Sides of the square matrices that are multiplied under the load "compute", and products that the host runs ahead.
+_CPU_SIDE = 256
 _CUDA_SIDE = 4096
 _QUEUED = 4
 
@@ -43,8 +45,8 @@ def measure(settings: BenchSettings, device: torch.device, ranks_per_node: int, 
     """Returns a row for each case, the same on every rank. All ranks of the default group, with gloo, must call it.
 
     A repetition of a case is a block of calls. One untimed call uses up the burst that a rate limiter allows and warms
-    the memory; then the ranks synchronize, and the clock starts. The time of a block is that of the slowest rank, by
-    events of the device on CUDA. Cases are measured round-robin: a drift of the machine affects all of them.
+    the memory; then the ranks synchronize, and the clock starts. The time of a block is the slowest rank's, by events
+    of the device on CUDA. Cases are measured round-robin, so that a drift of the machine affects all of them.
 
     Raises:
         ValueError: a setting does not fit these ranks.
@@ -52,7 +54,8 @@ def measure(settings: BenchSettings, device: torch.device, ranks_per_node: int, 
     cases = cases_of(settings, num_ranks_of_scopes(settings, dist.get_world_size(), ranks_per_node))
     scopes, channel = ranks_by_scope(ranks_per_node)
     num_bytes = max(case.size_bytes for case in cases)
-    memory = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]  # each aligned for all dtypes
+    # Two buffers, as slices of one might not be aligned for all dtypes.
+    memory = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     bench = _Bench(settings, device, ranks_per_node, scopes, channel, memory)
     total = len(cases) * (1 + settings.num_repetitions)
     gc.disable()
@@ -89,9 +92,11 @@ class _Bench:
         for attempt in (self._prepare, self._run_first):
             try:
                 attempt(entry)
-            except (RuntimeError, ValueError) as error:  # what this backend cannot do, which others may
+            except (RuntimeError, ValueError) as error:
+                # This backend may not support the case. The other cases are measured all the same.
                 entry.error = str(error).strip().partition("\n")[0] or type(error).__name__
-            if reduce_value(entry.error is not None, dist.ReduceOp.MAX):  # on any rank
+            # All ranks leave out a case that failed on any of them.
+            if reduce_value(entry.error is not None, dist.ReduceOp.MAX):
                 entry.error = entry.error or "failed on another rank"
                 return entry
         assert entry.call is not None
@@ -104,13 +109,13 @@ class _Bench:
         return entry
 
     def block(self, entry: _Entry) -> float:
-        """Returns the seconds of a call on this rank, the mean over a block; 0 where the case failed."""
+        """Returns the seconds of a call on this rank, the mean over a block; 0 if the case failed."""
         if entry.call is None or entry.error is not None:
             return 0.0
         if entry.case.operation == "comm_hook":
-            entry.call.fill()  # sums of other cases may have overflowed there
+            entry.call.fill()  # sums of other cases, which use the same memory, may have overflowed
         with compute_load(self.device) if entry.case.load == "compute" else contextlib.nullcontext():
-            # A call that is much larger than a burst need not be made twice.
+            # The untimed call is left out if it takes long and its message is much larger than a burst.
             if entry.case.size_bytes < _BURST_SHARE_BYTES or entry.call_s < self.settings.block_s:
                 entry.call.run()
                 self._synchronize()
@@ -179,7 +184,7 @@ def reduce_value(value: float, redop: dist.ReduceOp.RedOpType) -> float:
 def compute_load(device: torch.device) -> Iterator[None]:
     """Multiplies matrices inside a ``with`` statement, as a training step does while gradients travel.
 
-    On CPU in one thread, on CUDA on its own stream.
+    On CPU they are multiplied by one thread, on CUDA in a stream of their own.
     """
     is_cuda = device.type == "cuda"
     side, dtype = (_CUDA_SIDE, torch.bfloat16) if is_cuda else (_CPU_SIDE, torch.float32)
@@ -188,7 +193,7 @@ def compute_load(device: torch.device) -> Iterator[None]:
     has_begun, is_over = threading.Event(), threading.Event()
 
     def multiply() -> None:
-        torch.set_num_threads(1)  # of this thread
+        torch.set_num_threads(1)  # torch keeps this number for each thread
         while not is_over.is_set():
             torch.mm(left, left, out=product)
             has_begun.set()

@@ -25,16 +25,17 @@ from lightning_commopt.measure.link.bench_result import Case
 from lightning_commopt.sync.groups import borrow_groups
 
 _REDOPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+# The numbers in a checked message: see `fill`, which has the reasons for a prime period and small values.
 _PERIOD = 1021
 _NUM_VALUES = 3
-_CHUNK = 4096 * _PERIOD
-_STEP = 1_000_000  # after every start_step: compressed from the first call on
+_CHUNK = 4096 * _PERIOD  # elements that are filled or compared at once, which bounds the extra memory
+_STEP = 1_000_000  # after any ``start_step``, so that a compressor compresses from the first call on
 _TILE_NUMEL = 65_521  # a prime: no two blocks of a compressor are equal
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a case: their group, their global ranks, and the index of this rank among them."""
+    """The ranks of a case: their group, their global ranks, and this rank's index in the group."""
 
     group: dist.ProcessGroup
     members: tuple[int, ...]
@@ -77,7 +78,7 @@ class Call(NamedTuple):
     """A case that can be run."""
 
     # Makes one call, which is done when the current stream is. A plain collective is torch's function with positional
-    # arguments: Python's overhead is visible in small messages, a keyword is 1 % of 8 bytes over gloo
+    # arguments, as Python's overhead shows in small messages: a keyword takes 1 % of the time of 8 bytes over gloo.
     run: Callable[[], object]
     fill: Callable[[], None]  # prepares the memory for a call whose result is checked
     num_wrong: Callable[[], int]  # returns the number of wrong elements on this rank after such a call
@@ -189,7 +190,7 @@ def _table(rank: int, offset: int) -> Tensor:
 
 
 def compressor_of(comm_hook: Any) -> Compressor:
-    """Returns the compressor; ValueError if it is unknown, has a wrong option, or is "none", which is no hook."""
+    """Returns the compressor; ValueError if it is unknown, has a wrong option, or is "none", which is not a hook."""
     try:
         compressor = compressor_from_config(comm_hook)
     except (ValueError, TypeError) as error:

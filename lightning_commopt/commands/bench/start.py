@@ -36,10 +36,10 @@ def start_bench(
     """Measures on ranks of this machine, or with a link on hosts of the network lab, each rank on one core.
 
     Args:
-        settings: what to measure.
+        settings: the cases to measure, and how often.
         link: rate between the hosts, as for `parse_rate`; None for the ranks of one host: this machine.
-        num_hosts: of the lab.
-        ranks_per_host: at least two in all.
+        num_hosts: number of hosts in the lab.
+        ranks_per_host: number of ranks on each host; there must be at least two ranks in all.
         device_type: "cpu" for gloo, over the loopback device without a link; "cuda" for NCCL, a rank for each GPU.
         on_progress: called before each block.
 
@@ -99,18 +99,21 @@ def check_size(settings: BenchSettings, num_ranks: int, ranks_per_node: int, dev
     largest = max(settings.sizes_bytes)
     needed = num_ranks * largest * (4 if settings.comm_hooks else 2)
     listing = Path("/proc/meminfo")
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", listing.read_text(), re.MULTILINE) if listing.is_file() else None
-    if device_type == "cpu" and found is not None and needed > int(found[1]) * 1024:
+    available = (
+        re.search(r"^MemAvailable:\s+(\d+) kB", listing.read_text(), re.MULTILINE) if listing.is_file() else None
+    )
+    if device_type == "cpu" and available is not None and needed > int(available[1]) * 1024:
         raise ValueError(
             f"messages of {size_text(largest)} on {num_ranks} ranks take {needed / 1e9:.1f} GB of memory,"
-            f" and {int(found[1]) * 1024 / 1e9:.1f} GB are available: choose a smaller -e"
+            f" and {int(available[1]) * 1024 / 1e9:.1f} GB are available: choose a smaller -e"
         )
 
 
 def _variables(rank: int, num_ranks: int, device_type: str) -> dict[str, str]:
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     variables = {name: str(number) for name, number in numbers.items()} | {"PYTHONUNBUFFERED": "1"}
-    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # unused: they meet in a file
+    variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # not used, as the ranks meet in a file
     if device_type == "cpu" and "GLOO_SOCKET_IFNAME" not in os.environ:
-        variables["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo asks for the address of this host's name
+        # Otherwise gloo looks up the address of the host's name.
+        variables["GLOO_SOCKET_IFNAME"] = "lo"
     return variables

@@ -39,7 +39,7 @@ _ERROR_COUNTERS = (
 _SHARP_FOLDERS = (
     *("opt/mellanox/sharp/lib", "opt/hpcx/nccl_rdma_sharp_plugin/lib", "usr/lib", "usr/lib/x86_64-linux-gnu"),
 )
-_DMA_BUF_KERNEL = (5, 12)
+_DMA_BUF_KERNEL = (5, 12)  # the first Linux in which GPUDirect RDMA can use DMA-BUF
 _VARIABLES = re.compile(r"(NCCL|TORCH_NCCL|GLOO|OMP|MKL)_")
 
 
@@ -71,7 +71,7 @@ def has_peer_memory(root: Path) -> bool:
 
 
 def can_dma_buf(root: Path, kernel: str = platform.release()) -> bool:
-    """Returns whether GPUDirect RDMA works without that module: a new kernel, and NVIDIA's open kernel modules."""
+    """Returns whether GPUDirect RDMA works without the module, as a new kernel and NVIDIA's open modules allow."""
     version = tuple(map(int, re.findall(r"\d+", kernel)[:2]))
     return version >= _DMA_BUF_KERNEL and "Open Kernel Module" in read_text(root / "proc/driver/nvidia/version")
 
@@ -91,25 +91,25 @@ class Facts:
     host: str
     world_size: int = 1  # number of ranks that this rank expects
     hosts: Sequence[str] = ()  # value of ``--hosts``; empty under a launcher
-    address: str | None  # that the host's name resolves to, which gloo listens on; None if it resolves to nothing
-    versions: dict[str, str]  # of Python, torch, NCCL and the packages
+    address: str | None  # what the host's name resolves to, which gloo listens on; None if it does not resolve
+    versions: dict[str, str]  # versions of Python, torch, NCCL and the packages
     gpus: Sequence[str] = ()  # names of the CUDA devices that torch finds
-    has_gpu_driver: bool = False  # NVIDIA's driver is loaded
-    num_cores: int  # available to this rank
-    num_threads: int  # that torch would use
+    has_gpu_driver: bool = False  # whether NVIDIA's driver is loaded
+    num_cores: int  # cores that this rank may use
+    num_threads: int  # threads that torch would use
     ranks_per_node: int = 1  # ranks on this host
     shared_memory_bytes: int | None = None  # size of /dev/shm; None without one
     max_locked_bytes: int | None = None  # memory that a process may lock; None without a limit
-    ports: Sequence[Port] = ()  # of InfiniBand and RoCE adapters
-    has_peer_memory: bool = False  # the kernel module for GPUDirect RDMA is loaded
-    can_dma_buf: bool = False  # GPUDirect RDMA works without it
-    has_sharp_plugin: bool = False  # NCCL would find a network plugin
+    ports: Sequence[Port] = ()  # ports of InfiniBand and RoCE adapters
+    has_peer_memory: bool = False  # whether the kernel module for GPUDirect RDMA is loaded
+    can_dma_buf: bool = False  # whether GPUDirect RDMA works without this module
+    has_sharp_plugin: bool = False  # whether NCCL would find a network plugin
     interfaces: Sequence[Interface] = ()  # network interfaces that are up
-    gloo_interface: Interface | None = None  # that gloo would use; None if there is none
-    nccl_interface: Interface | None = None  # that NCCL would use for bootstrap; None if there is none
+    gloo_interface: Interface | None = None  # the interface that gloo would use; None if there is none
+    nccl_interface: Interface | None = None  # the interface that NCCL would use for bootstrap; None if there is none
     topology: Sequence[Finding] = ()  # findings of ``commopt topo``
-    no_topology: str | None = None  # why there are none; None where it ran
-    environment: dict[str, str] = field(default_factory=dict)  # variables of NCCL, gloo and OpenMP
+    no_topology: str | None = None  # why the topology was not read; None if it was
+    environment: dict[str, str] = field(default_factory=dict)  # environment variables of NCCL, gloo and OpenMP
 
 
 def collect_facts(

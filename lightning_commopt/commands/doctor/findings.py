@@ -23,18 +23,18 @@ def find(
     everybody: Sequence[Facts], unreachable: Sequence[UnreachablePort] = (), gloo_error: str | None = None
 ) -> list[Finding]:
     """Returns findings, errors first; the arguments are the fields of a `Meeting`."""
-    found: list[Finding] = list(_unreachable_ports(unreachable))
+    findings: list[Finding] = list(_unreachable_ports(unreachable))
     if gloo_error is not None:
-        found.append(_finding("error", "no_all_reduce", where="all hosts", error=gloo_error))
+        findings.append(_finding("error", "no_all_reduce", where="all hosts", error=gloo_error))
     hosts = first_of_hosts(everybody)
     for facts in hosts:
         of_host = [*_of_host(facts), *find_wrong_interfaces(facts, has_others=len(hosts) > 1)]
         of_host += find_in_adapters(facts)
         shown = [finding for finding in facts.topology if finding.severity != "note"]
         of_host += [replace(finding, advice=f"{finding.advice}; commopt topo shows all") for finding in shown]
-        found += [replace(finding, where=facts.host) for finding in of_host]
-    found += _differences(everybody)
-    return worst_first(found)
+        findings += [replace(finding, where=facts.host) for finding in of_host]
+    findings += _differences(everybody)
+    return worst_first(findings)
 
 
 def _unreachable_ports(unreachable: Sequence[UnreachablePort]) -> Iterator[Finding]:

@@ -27,7 +27,7 @@ from lightning_commopt.text.formatting import grouped, list_some
 
 _RETRY_S = 0.2
 _CONNECT_S = 5.0
-_GRACE_S = 5.0  # in which rank 0's message reaches the others
+_GRACE_S = 5.0  # how much longer than rank 0 the others wait, for its message to reach them
 _MAX_NAMES = 8
 _MAX_THREADS = 64
 
@@ -36,9 +36,9 @@ class ListeningPort(NamedTuple):
     """An open port of a host."""
 
     interface: str  # name of the interface that it is on
-    address: str  # of the interface
-    port: int  # drawn by the kernel
-    users: str  # libraries that would use that interface, such as "gloo and NCCL"
+    address: str  # the interface's address
+    port: int  # number of the port, which the kernel chooses
+    users: str  # libraries that would use the interface, such as "gloo and NCCL"
 
 
 class UnreachablePort(NamedTuple):
@@ -95,7 +95,7 @@ def find_unreachable(
 
     tried = [(host, port) for host, theirs in ports.items() if host != own_host for port in theirs]
     with ThreadPoolExecutor(max_workers=_MAX_THREADS) as pool:
-        return [found for found in pool.map(attempt, tried) if found is not None]
+        return [failure for failure in pool.map(attempt, tried) if failure is not None]
 
 
 class MeetingError(RuntimeError):
@@ -107,7 +107,7 @@ class Meeting(NamedTuple):
 
     everybody: list[Facts]  # the facts of all ranks, by rank
     unreachable: list[UnreachablePort]  # connections between hosts that failed
-    # What an all-reduce over gloo failed with; None if it worked, or if connections failed before
+    # The error of an all-reduce over gloo; None if it worked, or was not tried because connections had failed.
     gloo_error: str | None = None
 
 
@@ -125,7 +125,8 @@ def meet(facts: Facts, identity: RankIdentity, *, limit_s: float) -> Meeting:
         users = {"gloo": facts.gloo_interface, "NCCL": facts.nccl_interface} if identity.local_rank == 0 else {}
         with listen_on_ports(users) as ports:
             return _FactExchange(store, identity, deadline, limit_s).meet(facts, ports)
-    except (RuntimeError, ValueError, TypeError, KeyError) as error:  # also facts of another version of this package
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:
+        # Facts from another version of this package may raise any of these.
         if isinstance(error, MeetingError):
             raise
         raise MeetingError(
@@ -146,13 +147,14 @@ def _open_store(identity: RankIdentity, deadline: float) -> dist.Store:
                 " the same on all hosts"
             ) from error
         raise
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's own store keeps the keys of earlier ones
+    # After a restart torchrun's store still has the keys of earlier attempts.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"commopt/doctor/{attempt}", store)
 
 
 @dataclass
 class _FactExchange:
-    """A store that all ranks write to; rank 0 collects and answers."""
+    """Exchanges values of all ranks through a store: each rank writes its own, and rank 0 collects and answers."""
 
     _store: dist.Store
     _identity: RankIdentity
@@ -164,20 +166,23 @@ class _FactExchange:
         identity = self._identity
         try:
             plain = self._exchange("facts", {**asdict(facts), "ports_to_try": list(ports)})
-            ports_of_ranks = [[from_plain(ListeningPort, port) for port in each["ports_to_try"]] for each in plain]
+            ports_of_ranks = [
+                [from_plain(ListeningPort, port) for port in of_rank["ports_to_try"]] for of_rank in plain
+            ]
             listeners = [rank for rank, theirs in enumerate(ports_of_ranks) if theirs]
-            everybody = disambiguate_hosts([from_plain(Facts, each) for each in plain], listeners)
+            everybody = disambiguate_hosts([from_plain(Facts, of_rank) for of_rank in plain], listeners)
             by_host = {everybody[rank].host: ports_of_ranks[rank] for rank in listeners}
             unreachable: list[UnreachablePort] = []
-            if identity.local_rank == 0:  # the others of its host are on the same network
+            # One rank per host suffices, as all ranks of a host are on the same network.
+            if identity.local_rank == 0:
                 unreachable = find_unreachable(everybody[identity.rank].host, by_host, limit_s=_CONNECT_S)
-            # Nobody waits longer for those that try than they may take.
+            # Ranks that connect may take this long, so the others wait as long for them.
             self._deadline = max(self._deadline, time.monotonic() + _CONNECT_S + _GRACE_S)
             of_ranks = self._exchange("unreachable", unreachable)
-            all_unreachable = [from_plain(UnreachablePort, each) for of_rank in of_ranks for each in of_rank]
-            # Whether gloo would listen where other hosts can reach it
-            is_listening = all(each.gloo_interface and each.gloo_interface.name != "lo" for each in everybody)
-            is_open = not all_unreachable and (is_listening or len({each.host for each in everybody}) == 1)
+            all_unreachable = [from_plain(UnreachablePort, port) for of_rank in of_ranks for port in of_rank]
+            # gloo must listen where other hosts can reach it; otherwise the all-reduce would only time out.
+            is_listening = all(rank.gloo_interface and rank.gloo_interface.name != "lo" for rank in everybody)
+            is_open = not all_unreachable and (is_listening or len({rank.host for rank in everybody}) == 1)
             gloo_error = self._try_all_reduce() if is_open else None
         finally:
             self._leave()
@@ -206,18 +211,18 @@ class _FactExchange:
         return list(answer)
 
     def _wait_for_all(self, name: str) -> list[int]:
-        """Waits for the keys of all ranks but those that are absent already; returns the ranks that did not write."""
+        """Waits for the keys of all ranks that are not known as absent; returns the ranks that did not write theirs."""
         keys = {rank: f"{name}/{rank}" for rank in range(self._identity.world_size) if rank not in self._absent}
         if all(self._wait(key) for key in keys.values()):
             return []
         return [rank for rank, key in keys.items() if not self._store.check([key])]
 
     def _wait(self, key: str, grace_s: float = 0.0) -> bool:
-        """Waits for a key, and returns whether it was written in time; ``Store.wait`` prints warnings of its own."""
+        """Waits for a key, and returns whether it was written in time; ``Store.wait`` would print warnings."""
         return poll(lambda: self._store.check([key]), self._deadline + grace_s - time.monotonic())
 
     def _try_all_reduce(self) -> str | None:
-        """Runs one all-reduce over gloo, which training does first; returns what is wrong with it."""
+        """Runs an all-reduce over gloo, as training does first; returns its error, None if it worked."""
         rank, world_size = self._identity.rank, self._identity.world_size
         timeout = timedelta(seconds=_CONNECT_S + _GRACE_S)
         try:
@@ -230,7 +235,7 @@ class _FactExchange:
         return None if ones.item() == world_size else f"the sum of ones over all ranks is {ones.item():g}"
 
     def _leave(self) -> None:
-        """Keeps the store until all have read it, or a little while."""
+        """Keeps the store until all ranks have read it, or for a short time."""
         with suppress(RuntimeError):  # the others may be gone
             self._store.set(f"left/{self._identity.rank}", "1")
             if self._identity.hosts_store:
@@ -239,15 +244,15 @@ class _FactExchange:
 
 
 def disambiguate_hosts(everybody: Sequence[Facts], listeners: Sequence[int]) -> list[Facts]:
-    """Appends the first rank of a host to its name where several hosts have that name."""
+    """Appends the first rank of a host to its name if several hosts have the same name."""
     times = Counter(everybody[rank].host for rank in listeners)
     names: dict[str, str] = {}
-    found = []
+    named = []
     for rank, facts in enumerate(everybody):
         if rank in listeners:
             names[facts.host] = f"{facts.host} (rank {rank})" if times[facts.host] > 1 else facts.host
-        found.append(replace(facts, host=names.get(facts.host, facts.host)))
-    return found
+        named.append(replace(facts, host=names.get(facts.host, facts.host)))
+    return named
 
 
 def check_port(host: str, port: int, *, limit_s: float) -> None:

@@ -47,17 +47,17 @@ def _print_interfaces(hosts: Sequence[Facts], console: Console) -> None:
 def list_unchecked(everybody: Sequence[Facts]) -> list[str]:
     """Returns what was not checked, and why."""
     hosts = first_of_hosts(everybody)
-    found = []
+    unchecked = []
     if len(hosts) == 1:
-        found.append("connections to other hosts: torchrun, srun or --hosts a,b on each host")
+        unchecked.append("connections to other hosts: torchrun, srun or --hosts a,b on each host")
     if without := [facts.host for facts in hosts if facts.no_topology is not None]:
-        found.append(f"links between GPUs: no GPU on {list_some(without)}")
+        unchecked.append(f"links between GPUs: no GPU on {list_some(without)}")
     if without := [facts.host for facts in hosts if not facts.ports]:
         named = list_some(without)
-        found.append(f"InfiniBand, RoCE and GPUDirect RDMA: no adapter in /sys/class/infiniband of {named}")
+        unchecked.append(f"InfiniBand, RoCE and GPUDirect RDMA: no adapter in /sys/class/infiniband of {named}")
     elif not any(facts.environment.get("NCCL_COLLNET_ENABLE") == "1" for facts in everybody):
-        found.append("SHARP: NCCL_COLLNET_ENABLE is not 1")
-    return found
+        unchecked.append("SHARP: NCCL_COLLNET_ENABLE is not 1")
+    return unchecked
 
 
 _LETTERS = {
@@ -74,14 +74,14 @@ _LETTERS = {
 }
 _DETAIL_WIDTH = 60
 _ENDED = "x"
-_SHARE_BEFORE = 0.3
-_MIN_S = 1.0
+_SHARE_BEFORE = 0.3  # share of the timeline for the time before the hang
+_MIN_S = 1.0  # the timeline shows at least this much of the hang
 
 
-def print_hang_report(found: HangReport, console: Console) -> None:
+def print_hang_report(report: HangReport, console: Console) -> None:
     """Prints the diagnosis, hints, a line for each rank, and a timeline of their phases."""
-    diagnosis = found.diagnosis
-    if found.was_reported:
+    diagnosis = report.diagnosis
+    if report.was_reported:
         print_text(diagnosis.sentence, console, "bold")
         for hint in diagnosis.hints:
             print_text(f"Try: {hint}", console)
@@ -91,7 +91,7 @@ def print_hang_report(found: HangReport, console: Console) -> None:
     numbers = "rank", "step", "no progress\nfor"
     headings = "rank", "host", "state", "phase", "step", "no progress\nfor", "waits in", "at"
     table = TextTable(*headings, numbers=numbers, has_rules=False)
-    for rank in sorted(found.snapshots, key=lambda snapshot: snapshot.rank):
+    for rank in sorted(report.snapshots, key=lambda snapshot: snapshot.rank):
         known = rank.state not in ("unreachable", "silent")
         table.add_row(
             str(rank.rank),
@@ -104,24 +104,24 @@ def print_hang_report(found: HangReport, console: Console) -> None:
             next(iter(rank.worker_places), shorten(rank.detail, _DETAIL_WIDTH) or rank.place or ""),
         )
     console.print(table)
-    for problem in found.problems:
+    for problem in report.problems:
         print_text(f"left out: {problem}", console, "dim")
-    if found.marks:
+    if report.marks:
         console.print()
-        _print_timeline(found, console)
+        _print_timeline(report, console)
 
 
-def _print_timeline(found: HangReport, console: Console) -> None:
-    end_s = found.at_unix_s
-    stalled_s = min((marks[-1].at_unix_s for marks in found.marks.values() if marks), default=end_s)
+def _print_timeline(report: HangReport, console: Console) -> None:
+    end_s = report.at_unix_s
+    stalled_s = min((marks[-1].at_unix_s for marks in report.marks.values() if marks), default=end_s)
     hang_s = max(end_s - stalled_s, _MIN_S)
     start_s = end_s - hang_s / (1 - _SHARE_BEFORE)
-    states = {snapshot.rank: snapshot.state for snapshot in found.snapshots}
-    label = max(len(f"rank {rank}") for rank in found.marks)
+    states = {snapshot.rank: snapshot.state for snapshot in report.snapshots}
+    label = max(len(f"rank {rank}") for rank in report.marks)
     num_columns = max(20, console.width - label - 2)
     column_s = (end_s - start_s) / num_columns
     seen: set[str] = set()
-    for rank, marks in sorted(found.marks.items()):
+    for rank, marks in sorted(report.marks.items()):
         line = Text(f"{f'rank {rank}':<{label}}  ")
         ended_s = marks[-1].at_unix_s if marks and states.get(rank) in ("died", "failed", "finished") else None
         for name in _columns(marks, start_s, column_s, num_columns):

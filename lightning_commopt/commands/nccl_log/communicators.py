@@ -1,4 +1,4 @@
-"""Once all lines are read: which ranks belong to one communicator, and whose the lines are that name none."""
+"""Finds out, once all lines are read, which ranks make up each communicator, and whose lines name none."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ from lightning_commopt.text.formatting import grouped, ranks_text
 class Communicator:
     """The ranks of a communicator."""
 
-    number: int  # in the order of the log, from 1; 0 for processes that name no communicator
-    members: dict[int, Member] = field(default_factory=dict)  # by rank
-    unknown: list[Member] = field(default_factory=list)  # their rank or communicator is unknown
-    count: int = 1  # communicators of one size that the log does not tell apart; more than 1 before NCCL 2.16
+    number: int  # counted from 1 in the order of the log; 0 for processes that name no communicator
+    members: dict[int, Member] = field(default_factory=dict)  # the members whose rank is known, by rank
+    unknown: list[Member] = field(default_factory=list)  # members whose rank or communicator is unknown
+    # The number of communicators of the same size that the log does not distinguish, and that this object stands for.
+    # Only before NCCL 2.16 it may be above 1.
+    count: int = 1
 
     @property
     def all_members(self) -> list[Member]:
@@ -39,19 +41,19 @@ class Communicator:
 
     @property
     def num_ranks(self) -> int | None:
-        return next((each.num_ranks for each in self.all_members if each.num_ranks is not None), None)
+        return next((member.num_ranks for member in self.all_members if member.num_ranks is not None), None)
 
     @property
     def min_ranks(self) -> int:
-        """Ranks that it has at least."""
+        """The number of ranks that it has at least."""
         return max(
-            [self.num_ranks or 1, *(each.min_ranks for each in self.all_members), *(r + 1 for r in self.members)]
+            [self.num_ranks or 1, *(member.min_ranks for member in self.all_members), *(r + 1 for r in self.members)]
         )
 
     @cached_property
     def num_nodes(self) -> int | None:
-        """Nodes that NCCL sees; None if no line has it and not all ranks are there."""
-        named = next((each.num_nodes for each in self.all_members if each.num_nodes is not None), None)
+        """The number of nodes that NCCL sees; None if no line has it and not all ranks are known."""
+        named = next((member.num_nodes for member in self.all_members if member.num_nodes is not None), None)
         are_known = named is None and self.is_complete and all(machine.host for machine in self.machines)
         return len(self.machines) if are_known else named
 
@@ -74,14 +76,14 @@ class Communicator:
         """Whether there are several hosts; None if unknown."""
         if self.num_nodes is not None:
             return self.num_nodes > 1
-        hosts = {each.process.host for each in self.all_members if each.process.host}
-        if len(hosts) > 1 or any(each.is_between_hosts for each in self.connections):
+        hosts = {member.process.host for member in self.all_members if member.process.host}
+        if len(hosts) > 1 or any(connection.is_between_hosts for connection in self.connections):
             return True
         return False if self.num_ranks == 1 else None
 
     @cached_property
     def connections(self) -> list[Connection]:
-        return [each for member in self.all_members for each in member.connections.values()]
+        return [connection for member in self.all_members for connection in member.connections.values()]
 
     @property
     def processes(self) -> list[Process]:
@@ -93,26 +95,26 @@ class NcclLog:
     """Everything that was read from the files."""
 
     files: list[str] = field(default_factory=list)
-    num_lines: int = 0  # of NCCL
-    silent_files: list[str] = field(default_factory=list)  # without a line of NCCL
-    damaged_files: dict[str, str] = field(default_factory=dict)  # compressed, and cut or changed: why reading has ended
-    versions: dict[str, Fact] = field(default_factory=dict)  # that lines without a process name
-    packages: dict[str, Fact] = field(default_factory=dict)  # of Python; the job may load another NCCL
-    listed: dict[int, tuple[str, int, int, str]] = field(default_factory=dict)  # by nccl-tests: host, pid, device, bus
+    num_lines: int = 0  # number of lines from NCCL
+    silent_files: list[str] = field(default_factory=list)  # files without a line from NCCL
+    damaged_files: dict[str, str] = field(default_factory=dict)  # damaged compressed files, with the error
+    versions: dict[str, Fact] = field(default_factory=dict)  # versions in lines that no process wrote
+    packages: dict[str, Fact] = field(default_factory=dict)  # NCCL's Python packages; the job may load another NCCL
+    listed: dict[int, tuple[str, int, int, str]] = field(default_factory=dict)  # nccl-tests' host, pid, device, bus id
     processes: list[Process] = field(default_factory=list)
     communicators: list[Communicator] = field(default_factory=list)
     warnings: list[LoggedWarning] = field(default_factory=list)
-    timeouts: dict[tuple[object, ...], Timeout] = field(default_factory=dict)  # each once: PyTorch repeats them
-    progress: dict[tuple[int, str], Progress] = field(default_factory=dict)  # the last of each rank and group
+    timeouts: dict[tuple[object, ...], Timeout] = field(default_factory=dict)  # each once, as PyTorch repeats them
+    progress: dict[tuple[int, str], Progress] = field(default_factory=dict)  # the last line of each rank and group
     ras: list[RasReport] = field(default_factory=list)
     choices: Counter[Choice] = field(default_factory=Counter)
-    choice_lines: dict[Choice, Line] = field(default_factory=dict)  # the first
+    choice_lines: dict[Choice, Line] = field(default_factory=dict)  # the first line with each choice
     inspected: Inspected = field(default_factory=Inspected)
-    matched: list[Matched] = field(default_factory=list)  # with the steps of a run
+    matched: list[Matched] = field(default_factory=list)  # the Inspector's records that match a run's steps
 
     def rest(self) -> Communicator:
         """Processes that name no communicator."""
-        known = {member.process for each in self.communicators for member in each.all_members}
+        known = {member.process for communicator in self.communicators for member in communicator.all_members}
         processes = [process for process in self.processes if process not in known]
         return Communicator(number=0, unknown=[Member(process=process) for process in processes])
 
@@ -126,14 +128,14 @@ def ranks_of(members: Iterable[Member]) -> str:
 def group_members(members: Sequence[Member]) -> list[Communicator]:
     """Groups members of all processes into communicators.
 
-    NCCL names a communicator since 2.16: by its id, or by the parent that it was split from. Older and cut logs give
-    the number of ranks alone. Where processes have each the same rank in all communicators of this size, these are
-    told apart by their order. Where not, it is unknown which ranks belong together. Those of which nothing is known but
-    that a line exists are left out.
+    Since 2.16 NCCL identifies a communicator by an id, or by the parent that it was split from. Older and cut logs give
+    only the number of ranks. If every process has the same rank in all communicators of a size, their order
+    distinguishes them. Otherwise it is unknown which ranks belong together. A member is left out if nothing is known of
+    it but that a line exists.
     """
-    addresses = {(each.process, each.address): each for each in members if each.address}
-    keys = {each: _key(each, addresses) for each in members}
-    of_process = grouped((each.process, each) for each in members)
+    addresses = {(member.process, member.address): member for member in members if member.address}
+    keys = {member: _key(member, addresses) for member in members}
+    of_process = grouped((member.process, member) for member in members)
     named: dict[Hashable, list[Member]] = {}
     sized: dict[int, list[Member]] = {}
     for member in members:
@@ -144,15 +146,15 @@ def group_members(members: Sequence[Member]) -> list[Communicator]:
     unsized = [m for m in members if keys[m] is None and m.num_ranks is None]
     unsized = [m for m in unsized if m.rank is not None or m.connections or m.channels or m.searches or m.nvlinks]
     lost = [member for member in unsized if not _absorb(of_process, keys, member)]
-    found = [_communicator(group) for group in named.values()]
+    communicators = [_communicator(group) for group in named.values()]
     for size, group in sized.items():
-        found += _by_size(size, _join_open(found, group))
-    found += _by_size(None, _join_open(found, lost))
+        communicators += _by_size(size, _join_open(communicators, group))
+    communicators += _by_size(None, _join_open(communicators, lost))
     order = {member: index for index, member in enumerate(members)}
-    found.sort(key=lambda each: min(order[member] for member in each.all_members))
-    for number, communicator in enumerate(found, start=1):
+    communicators.sort(key=lambda communicator: min(order[member] for member in communicator.all_members))
+    for number, communicator in enumerate(communicators, start=1):
         communicator.number = number
-    return found
+    return communicators
 
 
 def add_listed(log: NcclLog) -> None:
@@ -174,16 +176,16 @@ def add_listed(log: NcclLog) -> None:
 
 
 def add_unnamed(log: NcclLog) -> None:
-    """Adds processes that name no rank to the only communicator there is, if it lacks as many."""
+    """Adds processes that name no rank to the only communicator there is, if enough of its ranks are missing."""
     if len(log.communicators) == 1 and log.communicators[0].count == 1:
         (only,) = log.communicators
-        left = [each for each in log.rest().processes if each.host and each.network is not None]
+        left = [process for process in log.rest().processes if process.host and process.network is not None]
         if len(left) <= len(only.missing) - len(only.unknown):
             only.unknown += [Member(process=process) for process in left]
 
 
 def _key(member: Member, addresses: Mapping[tuple[Process, str], Member]) -> Hashable:
-    """Returns what NCCL names a communicator by; None if unknown."""
+    """Returns what identifies a member's communicator in the log; None if unknown."""
     if member.comm_id is not None:
         return member.comm_id, member.num_ranks
     if not member.split:
@@ -194,17 +196,18 @@ def _key(member: Member, addresses: Mapping[tuple[Process, str], Member]) -> Has
 
 
 def _absorb(of_process: Mapping[Process, Sequence[Member]], keys: Mapping[Member, Hashable], lines: Member) -> bool:
-    """Gives lines of a thread that named no communicator to the one they can be of, if there is only one.
+    """Gives lines of a thread that named no communicator to the only member that they fit, if there is just one.
 
-    Since NCCL 2.22 ranks connect when they first communicate, by another thread, and that soon follows the start of a
-    communicator: there it is the last that fits. Before, several that fit are too many.
+    Since NCCL 2.22 another thread connects the ranks when they first communicate, soon after a communicator has
+    started. So if several members fit, the lines go to the last one that has started before them. In older logs they go
+    to none.
     """
     if lines.address:
         return False
     fitting = [m for m in of_process[lines.process] if m is not lines and m.address and _fits(m, lines)]
-    if len(fitting) > 1 and all(keys[each] is not None for each in fitting):
-        first = min((each.line.number for each in lines.connections.values()), default=None)
-        begun = [each for each in fitting if first and each.finished and each.finished.number < first]
+    if len(fitting) > 1 and all(keys[member] is not None for member in fitting):
+        first = min((connection.line.number for connection in lines.connections.values()), default=None)
+        begun = [member for member in fitting if first and member.finished and member.finished.number < first]
         fitting = begun[-1:] or fitting
     if len(fitting) != 1:
         return False
@@ -220,28 +223,32 @@ def _fits(member: Member, lines: Member) -> bool:
         and lines.rank in (None, member.rank)
         and lines.num_ranks in (None, member.num_ranks)
         and lines.min_ranks <= (member.num_ranks or lines.min_ranks)
-        and all(member.is_gpu(each.labels[each.direction == "receive"]) for each in lines.connections.values())
+        and all(member.is_gpu(c.labels[c.direction == "receive"]) for c in lines.connections.values())
     )
 
 
 def _communicator(members: Sequence[Member]) -> Communicator:
     known: dict[int, Member] = {}
-    unknown = [each for each in members if each.rank is None or known.setdefault(each.rank, each) is not each]
+    unknown = [m for m in members if m.rank is None or known.setdefault(m.rank, m) is not m]
     return Communicator(number=0, members=dict(sorted(known.items())), unknown=unknown)
 
 
-def _join_open(found: Sequence[Communicator], group: Sequence[Member]) -> list[Member]:
+def _join_open(communicators: Sequence[Communicator], group: Sequence[Member]) -> list[Member]:
     """Adds members to the one communicator that lacks them, and returns the others."""
     left = []
-    incomplete = [each for each in found if each.count == 1 and each.missing] if group else []
+    incomplete = [c for c in communicators if c.count == 1 and c.missing] if group else []
     for member in group:
         open_ones = [
-            each
-            for each in incomplete
-            if member.num_ranks in (None, each.num_ranks)
-            and member.min_ranks <= (each.num_ranks or 0)
-            and (member.rank in each.missing if member.rank is not None else len(each.missing) > len(each.unknown))
-            and member.owner not in [other.owner for other in each.all_members]
+            communicator
+            for communicator in incomplete
+            if member.num_ranks in (None, communicator.num_ranks)
+            and member.min_ranks <= (communicator.num_ranks or 0)
+            and (
+                member.rank in communicator.missing
+                if member.rank is not None
+                else len(communicator.missing) > len(communicator.unknown)
+            )
+            and member.owner not in [other.owner for other in communicator.all_members]
         ]
         if len(open_ones) != 1 or (member.rank is None and member.num_ranks is not None):
             left.append(member)
@@ -253,27 +260,27 @@ def _join_open(found: Sequence[Communicator], group: Sequence[Member]) -> list[M
 
 
 def _by_size(size: int | None, members: Sequence[Member]) -> list[Communicator]:
-    """Returns communicators of one size without ids, or one object for all that cannot be told apart."""
+    """Returns communicators of one size without ids, or one object for all that cannot be distinguished."""
     rounds = [[member] for member in members] if size == 1 else _rounds(members)
-    # Without a size, unless every rank has a line of each, their order says nothing.
+    # If the size is unknown, their order identifies communicators only if every rank has a line of each.
     if rounds is not None and (size is not None or len(set(map(len, rounds))) < 2):
-        return [_communicator(each) for each in rounds]
-    by_file = grouped((each.file, each) for each in members)
-    found, rest = [], []
-    for group in by_file.values():
-        rounds = _rounds(group) if len(by_file) > 1 else None
-        if rounds is not None and all(len(each) == size for each in rounds):
-            found += [_communicator(each) for each in rounds]
+        return [_communicator(group) for group in rounds]
+    by_file = grouped((member.file, member) for member in members)
+    communicators, rest = [], []
+    for of_file in by_file.values():
+        rounds = _rounds(of_file) if len(by_file) > 1 else None
+        if rounds is not None and all(len(group) == size for group in rounds):
+            communicators += [_communicator(group) for group in rounds]
         else:
-            rest += group
-    if found and rest:
-        return [*found, *_by_size(size, rest)]
+            rest += of_file
+    if communicators and rest:
+        return [*communicators, *_by_size(size, rest)]
     times = Counter(member.rank for member in rest if member.rank is not None)
-    return found or [Communicator(number=0, unknown=rest, count=max([2, *times.values()]))]
+    return communicators or [Communicator(number=0, unknown=rest, count=max([2, *times.values()]))]
 
 
 def _rounds(members: Sequence[Member]) -> list[list[Member]] | None:
-    """Returns members by communicator, where each rank is always the same GPU of the same process; else None."""
+    """Returns members by communicator if each rank is always the same GPU of the same process; else None."""
     owners: dict[int, object] = {}
     ranks: dict[object, int | None] = {}
     times: Counter[object] = Counter()

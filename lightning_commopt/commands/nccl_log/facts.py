@@ -14,7 +14,7 @@ class LoggedWarning:
     """An ``NCCL WARN`` line, or an error of NCCL that PyTorch reports."""
 
     text: str
-    place: str = ""  # file and line of NCCL
+    place: str = ""  # file and line in NCCL's source
     host: str
     rank: int | None
     line: Line
@@ -28,7 +28,7 @@ class Timeout:
     group: str  # "" if unknown
     sequence: int | None  # None before torch 2.0
     operation: str  # such as ALLREDUCE
-    sizes: str  # elements in and out, as the line has them
+    sizes: str  # elements in and out, as in the line
     limit_s: float | None
     waited_s: float | None
     line: Line
@@ -66,7 +66,7 @@ class Choice(NamedTuple):
     num_bytes: int
     algorithm: str  # such as RING, TREE, NVLS
     protocol: str  # LL, LL128 or SIMPLE; "" for kernels that have none
-    channels: str  # as the line has them, such as 0..7; "" if unknown
+    channels: str  # the channels as in the line, such as 0..7; "" if unknown
 
 
 class Fact(NamedTuple):
@@ -77,7 +77,7 @@ class Fact(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """A host, as its ranks name it: containers may share the name, and differ by the bootstrap's address."""
+    """A host, as its ranks name it. Containers may share the name; then the bootstrap's address differs."""
 
     host: str
     address: str  # "" if unknown
@@ -89,13 +89,13 @@ class Connection(NamedTuple):
     channel: int
     sender: int
     receiver: int
-    direction: str  # send or receive, which side wrote the line; "" where both are on one host
+    direction: str  # the side that wrote the line, send or receive; "" if both are on one host
     kind: str  # P2P, SHM or NET
     method: str  # such as CUMEM, IPC, direct pointer, direct/direct, IB, Socket
     nic: int | None
-    proxy_rank: int | None  # whose NIC sends in the place of the sender's (PXN)
+    proxy_rank: int | None  # the rank whose NIC sends in the sender's place (PXN)
     has_gdr: bool  # whether the NIC reads and writes the GPU's memory
-    labels: tuple[str, str]  # of sender and receiver: the device, before NCCL 2.17 the GPU's bus id
+    labels: tuple[str, str]  # sender's and receiver's device; before NCCL 2.17 their GPU's bus id
     line: Line
 
     @property
@@ -117,28 +117,29 @@ class Connection(NamedTuple):
 class Process:
     """What a process reported that holds for all of its ranks, and what its ranks did.
 
-    A thread sets up one communicator after the other. What it writes belongs to the one that it named last. Lines of a
-    thread that has named none are kept apart: `group_members` finds out whose they are, once everything is read.
+    A thread sets up one communicator after the other, and its lines belong to the one that it named last. Lines of a
+    thread that has not named any are kept apart: `group_members` finds out whose they are, once everything is read.
     """
 
-    host: str = ""  # "" where the heads of its lines are missing
+    host: str = ""  # "" if the heads of its lines are missing
     pid: int | None = None
-    address: str = ""  # of the bootstrap; of another process of the host, where a log was cut
-    bootstrap: Fact | None = None  # interface and address
+    address: str = ""  # address of the bootstrap; in a cut log perhaps from another process of the host
+    bootstrap: Fact | None = None  # interface and address of the bootstrap
     version: Fact | None = None
     driver: Fact | None = None
     network: Fact | None = None  # IB, Socket or a plugin's name
-    settings: dict[str, Fact] = field(default_factory=dict)  # variables of the environment that NCCL read
-    nics: dict[str, Line] = field(default_factory=dict)  # such as mlx5_0:1/IB
-    interfaces: dict[str, Fact] = field(default_factory=dict)  # addresses by name
-    gdr: dict[str, Line] = field(default_factory=dict)  # of each NIC, whether it has GPUDirect RDMA
-    failed_at: Fact | None = None  # the first "file:line -> code" with which NCCL hands an error on
+    settings: dict[str, Fact] = field(default_factory=dict)  # environment variables that NCCL has read
+    nics: dict[str, Line] = field(default_factory=dict)  # NICs, such as mlx5_0:1/IB
+    interfaces: dict[str, Fact] = field(default_factory=dict)  # names of network interfaces to their addresses
+    gdr: dict[str, Line] = field(default_factory=dict)  # for each NIC the line on whether it has GPUDirect RDMA
+    failed_at: Fact | None = None  # the first "file:line -> code" with which NCCL passes an error on
     failed_tid: int | None = None
-    uses_p2p: bool = False  # on any connection of any communicator
-    notes: dict[str, Line] = field(default_factory=dict)  # facts that there is one of, by a name of ours
-    members: list[Member] = field(default_factory=list)  # and threads that named none, in the order of first lines
-    by_address: dict[str, Member] = field(default_factory=dict)  # those that are not destroyed
-    by_thread: dict[tuple[int | None, int | None], Member] = field(default_factory=dict)  # that each named last
+    uses_p2p: bool = False  # whether any of its connections uses P2P
+    notes: dict[str, Line] = field(default_factory=dict)  # facts that hold for the whole process, by short names
+    # In the order of their first lines. Threads that have not named a communicator have a member of their own here.
+    members: list[Member] = field(default_factory=list)
+    by_address: dict[str, Member] = field(default_factory=dict)  # members that are not destroyed
+    by_thread: dict[tuple[int | None, int | None], Member] = field(default_factory=dict)  # what each thread named last
 
     @property
     def machine(self) -> Machine:
@@ -146,28 +147,28 @@ class Process:
 
     def find_member(self, message: Message) -> Member | None:
         """Returns the member that a line's thread named last; None if it has named none."""
-        found = self.by_thread.get(message.thread)
-        return None if found is not None and found.ended is not None else found
+        member = self.by_thread.get(message.thread)
+        return None if member is not None and member.ended is not None else member
 
     def member(self, message: Message, *, begins: bool = False, rank: int | None = None) -> Member:
         """Returns the member that a line belongs to: a new one if its thread has none, or a communicator begins."""
-        found = self.find_member(message)
-        if found is not None and begins and found.finished is not None:
-            found = None
-        if found is not None and rank is not None and found.rank not in (None, rank):
-            # One that the same thread sets up beside the last one, or of a log that names no threads
-            fitting = (each for each in reversed(self.members) if each.rank == rank and each.device == message.device)
-            found = next((each for each in fitting if each.finished is None and each.ended is None), None)
-        if found is None:
-            found = self._new_member(message)
+        member = self.find_member(message)
+        if member is not None and begins and member.finished is not None:
+            member = None
+        if member is not None and rank is not None and member.rank not in (None, rank):
+            # The thread may be setting up another communicator at the same time, or the log may not name threads.
+            fitting = (own for own in reversed(self.members) if own.rank == rank and own.device == message.device)
+            member = next((own for own in fitting if own.finished is None and own.ended is None), None)
+        if member is None:
+            member = self._new_member(message)
         if rank is not None:
-            found.rank = rank
-        return found
+            member.rank = rank
+        return member
 
     def named_member(self, message: Message, address: str, rank: int, num_ranks: int, comm_id: str | None) -> Member:
         """Returns the member with this address: known, or the one whose first lines did not name it, or a new one.
 
-        An address is used again once a communicator is destroyed, which a log may not have.
+        Once a communicator is destroyed, another may have its address; the log need not show that.
         """
         member = self.by_address.get(address)
         is_known = member is not None and (member.rank, member.num_ranks) == (rank, num_ranks)
@@ -194,25 +195,28 @@ class SearchResult(NamedTuple):
     num_channels: int
     intra: str  # slowest link within a host, such as NVL, PIX or SYS
     inter: str  # slowest link to a NIC
-    intra_gb_per_s: float  # of a channel
-    inter_gb_per_s: float
+    intra_gb_per_s: float  # bandwidth of a channel within a host
+    inter_gb_per_s: float  # bandwidth of a channel between hosts
     line: Line
 
 
 @dataclass(kw_only=True, eq=False)
 class Member:
-    """What one rank of one communicator reported; or lines of a thread, until it is known whose they are."""
+    """What one rank of one communicator reported; or lines of a thread, until it is known whose they are.
+
+    Everything that is None or empty is unknown.
+    """
 
     process: Process
     device: int | None = None
-    file: str = ""  # of its first line
-    rank: int | None = None  # None if unknown, as all of these
+    file: str = ""  # the file of its first line
+    rank: int | None = None
     num_ranks: int | None = None
     min_ranks: int = 1
     address: str = ""  # the log's name for the communicator in this process
     comm_id: str | None = None  # equal on all ranks; None before NCCL 2.16
     parent: str = ""  # address of the communicator that this one was split from
-    split: str = ""  # how: the count and the colour
+    split: str = ""  # how it was split: the count and the colour
     num_nodes: int | None = None
     bus_id: str = ""
     nvml_device: int | None = None  # number of the GPU outside of CUDA_VISIBLE_DEVICES
@@ -220,14 +224,14 @@ class Member:
     finished: Line | None = None
     ended: Line | None = None  # destroyed or aborted
     last: Message | None = None
-    stage: int = 0  # how far its lines prove that it came, a place in `findings.STAGES`
+    stage: int = 0  # how far its lines prove that it got, as an index of `findings.STAGES`
     connections: dict[tuple[int, int, int, str, str], Connection] = field(default_factory=dict)
-    rings: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by channel; rank 0 prints them
+    rings: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the ring of each channel; only rank 0 prints them
     has_trees: bool = False
-    channels: dict[str, int] = field(default_factory=dict)  # by kind: coll, collnet, nvls, p2p
+    channels: dict[str, int] = field(default_factory=dict)  # number of channels of a kind: coll, collnet, nvls, p2p
     searches: list[SearchResult] = field(default_factory=list)
     listed_gpu: str = ""  # bus id of the GPU whose links the topology lists at the moment
-    nvlinks: dict[tuple[str, str], Line] = field(default_factory=dict)  # from one GPU to another, by bus id
+    nvlinks: dict[tuple[str, str], Line] = field(default_factory=dict)  # NVLinks between the bus ids of two GPUs
     notes: dict[str, Line] = field(default_factory=dict)
 
     @property
@@ -241,7 +245,7 @@ class Member:
         self.min_ranks = max(self.min_ranks, *(rank + 1 for rank in ranks), 1)
 
     def is_gpu(self, label: str) -> bool:
-        """Returns whether what stands in brackets behind a rank can be this rank's GPU."""
+        """Returns whether the label in brackets behind a rank can be this rank's GPU."""
         numbers = str(self.device), str(self.nvml_device)
         return not label or not self.bus_id or label in numbers or label.lstrip("0") == self.bus_id.lstrip("0")
 

@@ -1,4 +1,4 @@
-"""All findings about a log, the worst first; among them ranks that are missing, hang or are unlike the others."""
+"""All findings about a log, the worst first; among them ranks that are missing, hang or differ from others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_commopt.text.formatting import grouped, list_some, ranks_text
 
 _FORCED = re.compile(r"NCCL_(ALGO|PROTO|NTHREADS|BUFFSIZE|M(IN|AX)_(NCHANNELS|CTAS|NRINGS)|LAUNCH_MODE)$")
 _SETTINGS = (("forced_settings", _FORCED), ("topology_file", re.compile(r"NCCL_(TOPO|GRAPH)_FILE$")))
-_LARGE_BYTES = 16 << 20
+_LARGE_BYTES = 16 << 20  # for such messages the protocol LL is slow
 # Every rank reads these while it is initialized, so one that does not print them does not have them. Others, such as
 # NCCL_SHM_DISABLE and NCCL_IB_TIMEOUT, are read only by ranks that come to need them.
 _READ_BY_ALL = (
@@ -34,39 +34,40 @@ STAGES = (
     "all rings, which are connected",
     "all trees, which are connected",
 )
-"""How far initialization is, after the kinds of lines that a rank wrote."""
+"""How far initialization is, judged by the kinds of lines that a rank wrote."""
 
 
 def find_all(log: NcclLog) -> list[Finding]:
-    """Finds what is wrong, slow or unequal, and what could not be judged; once where communicators have it alike."""
-    found = [*find_warnings(log), *find_timeouts(log), *find_ras(log.ras), *_find_differences(log)]
+    """Finds what is wrong, slow or unequal, and what could not be judged; once if communicators share it."""
+    findings = [*find_warnings(log), *find_timeouts(log), *find_ras(log.ras), *_find_differences(log)]
     for communicator in log.communicators:
         for find in (_find_missing, _find_unfinished, *SLOW_PATHS):
             where = f"communicator {communicator.number}" if communicator.count == 1 else "communicators without an id"
-            found += [replace(each, where=where) for each in find(communicator)]
+            findings += [replace(slow, where=where) for slow in find(communicator)]
     rest = log.rest()
-    found += [each for find in SLOW_PATHS for each in find(rest)]
-    found += [*_find_settings(log), *_find_small_protocol(log)]
-    found += _find_unknown(log, found)
+    findings += [slow for find in SLOW_PATHS for slow in find(rest)]
+    findings += [*_find_settings(log), *_find_small_protocol(log)]
+    findings += _find_unknown(log, findings)
     once: dict[tuple[str, str, str], Finding] = {}
-    for each in found:
-        once.setdefault((each.code, each.what, each.why), each)
+    for known in findings:
+        once.setdefault((known.code, known.what, known.why), known)
     return worst_first(once.values())
 
 
 def _find_settings(log: NcclLog) -> Iterator[Finding]:
     """Finds settings that replace NCCL's own choice, or its look at the hardware."""
     for code, pattern in _SETTINGS:
-        found = {name: fact for p in log.processes for name, fact in sorted(p.settings.items()) if pattern.match(name)}
-        if found:
-            settings = ", ".join(f"{name}={fact.value}" for name, fact in found.items())
-            yield finding("note", code, *found.values(), settings=settings)
+        facts = {name: fact for p in log.processes for name, fact in sorted(p.settings.items()) if pattern.match(name)}
+        if facts:
+            settings = ", ".join(f"{name}={fact.value}" for name, fact in facts.items())
+            yield finding("note", code, *facts.values(), settings=settings)
 
 
 def _find_small_protocol(log: NcclLog) -> Iterator[Finding]:
     """Finds large messages that go by the protocol for small ones."""
-    chosen = max((each for each in log.choices if each.protocol == "LL"), key=attrgetter("num_bytes"), default=None)
-    measured = max((each.num_bytes for each in log.inspected.bus_gb_per_s if each.protocol == "LL"), default=0)
+    small = (choice for choice in log.choices if choice.protocol == "LL")
+    chosen = max(small, key=attrgetter("num_bytes"), default=None)
+    measured = max((kind.num_bytes for kind in log.inspected.bus_gb_per_s if kind.protocol == "LL"), default=0)
     largest = measured if chosen is None else max(measured, chosen.num_bytes)
     if largest >= _LARGE_BYTES:
         proto = next((p.settings["NCCL_PROTO"] for p in log.processes if "NCCL_PROTO" in p.settings), None)
@@ -75,16 +76,20 @@ def _find_small_protocol(log: NcclLog) -> Iterator[Finding]:
         yield finding("slow", "small_protocol", proto, line, mib=largest / 2**20, cause=why)
 
 
-def _find_unknown(log: NcclLog, found: list[Finding]) -> Iterator[Finding]:
+def _find_unknown(log: NcclLog, findings: list[Finding]) -> Iterator[Finding]:
     """Reports what could not be judged, because no line of the log is about it."""
-    silent = [each for each in log.communicators if (each.num_ranks or 2) > 1 and not each.connections]
+    silent = [
+        communicator
+        for communicator in log.communicators
+        if (communicator.num_ranks or 2) > 1 and not communicator.connections
+    ]
     if silent or (log.processes and not log.communicators):
-        members = [member for each in silent for member in each.all_members]
+        members = [member for communicator in silent for member in communicator.all_members]
         who = ranks_of(members) if members else "ranks"
         no_network = "" if any(p.network for p in log.processes) else ", and which network they use"
         what = f"unknown: how {who} talk{'' if who.startswith('ranks') else 's'}{no_network}"
         yield finding("note", "unknown", what=what, why=reason("no_connections"))
-    elif not log.communicators and not found and not log.choices and not log.inspected.num_records:
+    elif not log.communicators and not findings and not log.choices and not log.inspected.num_records:
         what = f"unknown: how ranks talk{'; the log has only a version' if log.versions else ''}"
         yield finding("note", "unknown", what=what, why=reason("no_rank"))
 
@@ -121,9 +126,12 @@ def _find_setting_differences(
 
 def _find_versions(log: NcclLog) -> Iterator[Finding]:
     """Finds versions that differ: an error in one communicator, else there may be several jobs."""
-    whole = [each for each in log.communicators if each.count == 1]
+    whole = [communicator for communicator in log.communicators if communicator.count == 1]
     groups: list[tuple[Severity, str, list[Fact | None]]] = [
-        *(("error", "different_version", [process.version for process in each.processes]) for each in whole),
+        *(
+            ("error", "different_version", [process.version for process in communicator.processes])
+            for communicator in whole
+        ),
         ("note", "several_versions", [*(process.version for process in log.processes), *log.versions.values()]),
     ]
     for severity, code, facts in groups:
@@ -138,23 +146,23 @@ def _differing(
 ) -> Iterator[Finding]:
     by_value = grouped((fact.value, process) for process, fact in facts.items())
     if len(by_value) > 1:
-        shown = "; ".join(f"{value} on {_named(each, ranks)}" for value, each in by_value.items())
-        firsts = [facts[each[0]] for each in by_value.values()][:4]
+        shown = "; ".join(f"{value} on {_named(processes, ranks)}" for value, processes in by_value.items())
+        firsts = [facts[processes[0]] for processes in by_value.values()][:4]
         what, why = f"ranks have different {name}: {shown}", reason("different", advice=advice)
         yield finding("differs", f"different_{code}", *firsts, what=what, why=why)
 
 
 def _ranks_by_process(log: NcclLog) -> dict[Process, str]:
     """Returns how to call each process: by the ranks that it has in the largest communicator."""
-    names = {each: f"{each.host}:{each.pid}" if each.host else "a process" for each in log.processes}
-    for communicator in sorted(log.communicators, key=lambda each: len(each.members)):
+    names = {p: f"{p.host}:{p.pid}" if p.host else "a process" for p in log.processes}
+    for communicator in sorted(log.communicators, key=lambda communicator: len(communicator.members)):
         by_process = grouped((member.process, rank) for rank, member in communicator.members.items())
         names.update({process: ranks_text(ranks) for process, ranks in by_process.items()})
     return names
 
 
 def _named(processes: Iterable[Process], ranks: Mapping[Process, str]) -> str:
-    names = list(dict.fromkeys(ranks[each] for each in processes))
+    names = list(dict.fromkeys(ranks[process] for process in processes))
     numbers = [name.split()[1] for name in names if name.startswith("rank ")]
     return ranks_text(map(int, numbers)) if len(numbers) == len(names) else list_some(names)
 
@@ -170,19 +178,21 @@ def _find_missing(communicator: Communicator) -> Iterator[Finding]:
 
 
 def _find_unfinished(communicator: Communicator) -> Iterator[Finding]:
-    """Finds ranks without ``Init COMPLETE``; a log that begins behind the start of a rank proves nothing about it.
+    """Finds ranks that have begun, but have no ``Init COMPLETE``.
 
-    That is an error only where all ranks are in the log, or where others are ready: else the log may just be cut.
+    It is an error only if all ranks are in the log and some are further ahead: otherwise the log may just be cut.
     """
     members = communicator.members
     open_ones = {rank: m for rank, m in members.items() if m.started and not (m.finished or m.ended)}
-    if not open_ones or communicator.count > 1:  # of several that look alike it is not known whose lines these are
+    # If several communicators look alike, it is unknown whose lines these are.
+    if not open_ones or communicator.count > 1:
         return
     finished = [rank for rank, member in members.items() if member.finished]
     first = min(member.stage for member in open_ones.values())
     behind = [rank for rank, member in open_ones.items() if member.stage == first]
     ahead = bool(finished) or max(member.stage for member in open_ones.values()) - first > 1
-    ahead = ahead and first < len(STAGES) - 2  # all rings are connected: the end is a matter of milliseconds
+    # Once all rings are connected, initialization ends within milliseconds, so nobody is far ahead.
+    ahead = ahead and first < len(STAGES) - 2
     who = f"{ranks_text(behind)} {'is' if len(behind) == 1 else 'are'}"
     shown = [open_ones[rank].last for rank in [*behind, *(rank for rank in open_ones if rank not in behind)][:2]]
     yield finding(

@@ -1,6 +1,6 @@
-"""NCCL's Inspector: how long collectives took, from its JSON lines of the formats v4.0 to v4.4.
+"""Reads from the JSON lines of NCCL's Inspector, formats v4.0 to v4.4, how long collectives took.
 
-And which collective of a step each record is: both have their order and their bytes.
+Also finds which collective of a training step each record is, by their order and their sizes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning_commopt.measure.files import RankRecords
     from lightning_commopt.measure.record import StepRecord
 
-_MAX_ORDER = 1024  # of each communicator, kind and rank; as many as the Inspector itself keeps by default
+_MAX_ORDER = 1024  # calls kept per communicator, kind and rank: as many as the Inspector itself keeps by default
 _OPERATIONS = {
     "all_reduce": "AllReduce",
     "barrier": "AllReduce",
@@ -29,33 +29,33 @@ _OPERATIONS = {
     "all_gather": "AllGather",
     "reduce_scatter": "ReduceScatter",
 }
-_OF_ONE_RANK = ("AllGather", "ReduceScatter")  # NCCL counts the bytes of one rank, our records those of all
+_OF_ONE_RANK = ("AllGather", "ReduceScatter")  # NCCL counts one rank's bytes of these, our records all ranks'
 _UNTRACKED_BYTES = 8192  # NCCL numbers smaller collectives too, but the Inspector does not write them by default
 _MAX_NUMBER = 1 << 63  # a larger one is damage to the line, and may be too large for a float
-_MAX_CALLS = 2048  # of the end of a run; their square bounds the comparisons
+_MAX_CALLS = 2048  # the last calls of a run that are matched, with at most their square of comparisons
 
 
 class Measured(NamedTuple):
     """A kind of collective that the Inspector measured."""
 
-    comm_id: str  # as NCCL's log prints it
+    comm_id: str  # the communicator's id, as NCCL's log prints it
     operation: str  # such as AllReduce
     num_bytes: int
     algorithm: str  # such as RING; "" before format v4.2
-    protocol: str  # such as SIMPLE, likewise
+    protocol: str  # such as SIMPLE; "" before format v4.2
 
 
 class Matched(NamedTuple):
     """How the Inspector measured one kind of collective, or one collective of a step."""
 
-    name: str  # its communicator; or such as "bucket 2", "forward 0" for the first of its kind in this phase
+    name: str  # its communicator; or a collective of a step: "bucket 2", or "forward 0" for the first in forward
     kind: Measured
-    times: int
+    times: int  # how often it was measured
     gb_per_s: float  # the median bus bandwidth
 
 
 Order = dict[int, tuple[Measured, float]]
-"""By NCCL's number, collectives of one operation in one communicator on one rank, and their bus bandwidth in GB/s."""
+"""Collectives of one operation in one communicator on one rank, by NCCL's number, with their bus bandwidth in GB/s."""
 
 
 @dataclass(kw_only=True)
@@ -67,23 +67,23 @@ class Inspected:
 
     keeps_order: bool = False
     bus_gb_per_s: dict[Measured, array[float]] = field(default_factory=dict)
-    in_order: dict[tuple[str, int, int, str], Order] = field(default_factory=dict)  # operation, rank, ranks, comm_id
+    in_order: dict[tuple[str, int, int, str], Order] = field(default_factory=dict)  # operation, rank, num_ranks, id
     num_dropped: int = 0  # collectives that did not fit the Inspector's memory
     num_records: int = 0
-    _header: dict[str, Any] = field(default_factory=dict)  # of the last marker, and the records left below it
-    _left: int = 0
+    _header: dict[str, Any] = field(default_factory=dict)  # the header of the last marker
+    _left: int = 0  # records that still follow this marker
 
     def rows(self) -> list[Matched]:
-        """Returns each kind under the name of its communicator, those of most bytes in all first."""
-        found = [Matched(kind.comm_id, kind, len(each), median(each)) for kind, each in self.bus_gb_per_s.items()]
-        return sorted(found, key=lambda row: -row.kind.num_bytes * row.times)
+        """Returns each kind under the name of its communicator, ordered by its total bytes, the most first."""
+        rows = [Matched(kind.comm_id, kind, len(rates), median(rates)) for kind, rates in self.bus_gb_per_s.items()]
+        return sorted(rows, key=lambda row: -row.kind.num_bytes * row.times)
 
     def read(self, text: str) -> bool:
         """Reads a line; returns whether it is the Inspector's, and not damaged."""
         if not text.startswith('{"') or not any(f'"{name}"' in text for name in ("coll_perf", "dump_stats")):
             return False
         try:
-            record = dict(json.loads(text))  # it begins as an object
+            record = dict(json.loads(text))  # the line begins with a brace, so it is an object
         except (ValueError, RecursionError):
             return False
         header, stats = record.get("header"), record.get("dump_stats")
@@ -121,7 +121,7 @@ def _integer(value: object) -> int:
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, (int, float)) and abs(value) < _MAX_NUMBER else None  # NaN is not less
+    return float(value) if isinstance(value, (int, float)) and abs(value) < _MAX_NUMBER else None  # also None for NaN
 
 
 class _Call(NamedTuple):
@@ -139,7 +139,7 @@ def match_run(inspected: Inspected, ranks: Sequence[RankRecords]) -> tuple[list[
     """
     if not any(record.collectives for rank in ranks for record in rank.steps):
         return [], ["the run has no records of collectives, which torch has hooks for since 2.14"]
-    found: dict[tuple[str, Measured], list[float]] = defaultdict(list)
+    rates_of: dict[tuple[str, Measured], list[float]] = defaultdict(list)
     problems: Counter[str] = Counter()
     place_in_step: dict[str, int] = {}
     for rank in ranks:
@@ -151,15 +151,17 @@ def match_run(inspected: Inspected, ranks: Sequence[RankRecords]) -> tuple[list[
                 continue
             place_in_step |= {call.name: i for i, call in enumerate(calls) if call.name not in place_in_step}
             fits = [(order, names) for order in orders if (names := _align(calls, order))]
-            if len(fits) != 1 or any(len(each) > 1 for each in fits[0][1].values()):
+            if len(fits) != 1 or any(len(names) > 1 for names in fits[0][1].values()):
                 problems[f"{operation}: {'several places fit' if fits else 'no place fits'}"] += 1
                 continue
             ((order, names),) = fits
             for number, (name,) in names.items():
                 kind, gb_per_s = order[number]
-                found[name, kind].append(gb_per_s)
+                rates_of[name, kind].append(gb_per_s)
     failed = {problem.partition(":")[0] for problem in problems}
-    rows = [Matched(*key, len(each), median(each)) for key, each in found.items() if key[1].operation not in failed]
+    rows = [
+        Matched(*key, len(rates), median(rates)) for key, rates in rates_of.items() if key[1].operation not in failed
+    ]
     return sorted(rows, key=lambda row: place_in_step[row.name]), sorted(problems)
 
 
@@ -168,27 +170,31 @@ def _calls(steps: Iterable[StepRecord], operation: str, num_ranks: int) -> list[
     divisor = num_ranks if operation in _OF_ONE_RANK else 1
     calls = []
     for record in steps:
-        issued = [each for each in record.collectives if _OPERATIONS.get(each.operation) == operation]
+        issued = [collective for collective in record.collectives if _OPERATIONS.get(collective.operation) == operation]
         buckets = sorted(record.buckets, key=attrgetter("backward", "index"))
-        in_backward = [each.num_bytes for each in issued if each.phase == "backward"]
+        in_backward = [collective.num_bytes for collective in issued if collective.phase == "backward"]
         are_buckets = in_backward == [bucket.wire_bytes for bucket in buckets]
         numbers: Counter[str] = Counter()
-        for each in issued:
-            number = numbers[each.phase]
-            numbers[each.phase] += 1
-            is_bucket = are_buckets and each.phase == "backward"
-            name = f"bucket {buckets[number].index}" if is_bucket else f"{each.phase} {number}"
-            calls.append(_Call(name, each.num_bytes // divisor, record.step))
+        for collective in issued:
+            number = numbers[collective.phase]
+            numbers[collective.phase] += 1
+            is_bucket = are_buckets and collective.phase == "backward"
+            name = f"bucket {buckets[number].index}" if is_bucket else f"{collective.phase} {number}"
+            calls.append(_Call(name, collective.num_bytes // divisor, record.step))
     cut = len(calls) - _MAX_CALLS
     return [call for call in calls if cut <= 0 or call.step > calls[cut - 1].step]
 
 
 def _align(calls: Sequence[_Call], order: Order) -> dict[int, set[str]]:
-    """Returns for each number the names that calls give it, of all places that fit."""
+    """Returns for each of NCCL's numbers the names that calls give it at all places that fit."""
     sizes = {number: kind.num_bytes for number, (kind, _) in order.items()}
     first, last = min(sizes), max(sizes)
     steps = grouped((call.step, i) for i, call in enumerate(calls))
-    spans = [(one[0], one[-1]) for one in steps.values() if any(calls[i].num_bytes >= _UNTRACKED_BYTES for i in one)]
+    spans = [
+        (indices[0], indices[-1])
+        for indices in steps.values()
+        if any(calls[i].num_bytes >= _UNTRACKED_BYTES for i in indices)
+    ]
     absent = [call.num_bytes if call.num_bytes < _UNTRACKED_BYTES else -1 for call in calls]
     names: dict[int, set[str]] = defaultdict(set)
     for start in _starts(sizes, len(calls)):
@@ -203,7 +209,7 @@ def _align(calls: Sequence[_Call], order: Order) -> dict[int, set[str]]:
 
 
 def _starts(numbers: Iterable[int], num_calls: int) -> Iterator[int]:
-    """Yields where calls may begin for at least one to meet a number, of which a damaged one may be far away."""
+    """Yields where calls may begin so that at least one has a known number. A damaged number may be far away."""
     begin = 0
     for number in sorted(numbers):
         yield from range(max(begin, number - num_calls + 1), number + 1)

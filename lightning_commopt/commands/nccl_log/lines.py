@@ -1,4 +1,4 @@
-"""The lines of a log: who wrote each message, and what it is about."""
+"""Splits the lines of a log into messages, and finds who wrote each of them."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import Any, BinaryIO, cast
 
 from lightning_commopt.text.findings import Line
 
-_MAX_BYTES = 1 << 16  # of a line: what is longer is no line of NCCL, whose own buffer has 1024 bytes
-_MAX_CHARACTERS = 4000  # so that no number is too long for int()
+_MAX_BYTES = 1 << 16  # longer lines are not NCCL's, whose own buffer has 1024 bytes
+_MAX_CHARACTERS = 4000  # Python's int() refuses numbers of more than 4300 digits
 _SHOWN_CHARACTERS = 400
-_LARGE_BYTES = 16 << 20
-_MAX_RAS_LINES = 600
+_LARGE_BYTES = 16 << 20  # a file of this size shows its progress
+_MAX_RAS_LINES = 600  # lines that are read after the head of a RAS report
 _OF_INTEREST = re.compile(
     rb"atchdog|enqueued|Last error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|Test CUDA"
     rb"|[nr]ccl.?version|nvidia-nccl-cu|using nccl|nccl\w+ failed:",
     re.IGNORECASE,
 )
 _RAS = re.compile(rb"(?:#\d+-\d+ \(\w+\) )?(?:INCOMPLETE|DEAD|ERROR|MISMATCH|TIMEOUT)\r?\n")
-# Versions before 2.3 write no "NCCL" in front of the level; then the head must have a host, or a device and a place.
+# Before 2.3 NCCL does not write its name before the level. Then the head must have a host, or a device and a place.
 _MARK = re.compile(r"NCCL (INFO|WARN|TRACE)\b ?|(?<=[\d\]] )(INFO|WARN) (?=\S)")
 _HEAD = re.compile(
     r"(?:(?P<host><[\w.-]+>|[^\s:<>()\[\]{}`*'\"]+):(?P<pid>\d{1,10}):(?P<tid>\d{1,10}) +"
@@ -35,25 +35,28 @@ _HEAD = re.compile(
     r"(?P<place>(?:[^\s:]+\.\w+|\w+):\d+ +(?:\([^()]*\) +)?)?$"
 )
 _PLAIN = re.compile(r"([A-Za-z][\w.-]*):(\d{1,10}):(\d{1,10}) \[(\d{1,3})\] NCCL INFO (?!.*NCCL )(.{0,4000})")
-_FRAME = " \t\r│|"  # of a terminal's window
+_FRAME = " \t\r│|"  # what a terminal's window may draw around a line
 _CLOCK = re.compile(r"\d{1,2}$")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[\d{1,2}m(?= )|\x00")
 
 
 @dataclass(slots=True, kw_only=True)
 class Message:
-    """A message in the log."""
+    """A message in the log.
+
+    Parts of a line's head are None if they are missing.
+    """
 
     file: str
     number: int
     whole_line: str
-    host: str | None = None  # None where the head of the line is missing, as all of these
+    host: str | None = None
     pid: int | None = None
     tid: int | None = None
     device: int | None = None
-    place: str = ""  # file and line of NCCL, in front of a warning
+    place: str = ""  # file and line in NCCL's source, which stand in front of a warning
     level: str = ""  # INFO, WARN or TRACE; "" for a line that NCCL did not write in this form
-    text: str  # behind the head
+    text: str  # the line behind its head
     is_whole: bool = True  # False for the end of a file that stops in the middle of a line
 
     @property
@@ -79,7 +82,7 @@ def read_messages(path: Path) -> Iterator[Message]:
         lines = _raw_lines(_open(path, stack), stack)
         wanted = 0
         for number, raw in enumerate(lines, start=1):
-            # "Last error:" and a wrapped line of the watchdog go on in the next lines.
+            # What follows "Last error:" or a wrapped line of the watchdog is in the next lines.
             wanted = 3 if b"Last error:" in raw or b"atchdog caught" in raw else wanted - 1
             if _RAS.match(raw):
                 wanted = _MAX_RAS_LINES
@@ -107,7 +110,7 @@ def _open(path: Path, stack: ExitStack) -> io.BufferedReader[Any] | gzip.GzipFil
             raw = cast(io.RawIOBase, stack.enter_context(shown))
         stream = stack.enter_context(io.BufferedReader(raw, 1 << 20))
     if stream.peek(2)[:2] == b"\x1f\x8b":
-        # Another buffer around it would lose what is in front of the place where the file is cut or damaged.
+        # Another buffer around GzipFile would lose what it has read before the place where the file is damaged.
         return stack.enter_context(gzip.GzipFile(fileobj=stream))
     return stream
 
@@ -138,18 +141,18 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
         yield message
         return
     text = _ESCAPES.sub("", text)
-    found = []
+    starts = []
     for mark in _MARK.finditer(text):
         head = _HEAD.search(text[: mark.start()], max(0, mark.start() - 300))
-        assert head is not None  # all of its parts may be missing
+        assert head is not None  # every part of the pattern is optional, so it always matches
         host, numbers = _writer(head)
         if mark[1] or host or (head["device"] and head["place"]):
-            found.append((mark, head, host, numbers))
-    if not found:
+            starts.append((mark, head, host, numbers))
+    if not starts:
         rest = text.strip() if text.startswith('{"') else text.strip()[:_MAX_CHARACTERS]  # JSON has its own limits
         yield Message(file=file, number=number, whole_line=text, text=rest, is_whole=is_whole)
         return
-    for (mark, head, host, numbers), following in zip(found, [*found[1:], None], strict=True):
+    for (mark, head, host, numbers), following in zip(starts, [*starts[1:], None], strict=True):
         end = len(text) if following is None else max(mark.end(), following[1].start())
         rest = text[mark.end() : end].strip(_FRAME)[:_MAX_CHARACTERS]
         message = Message(file=file, number=number, whole_line=text, level=mark[1] or mark[2], text=rest)
@@ -159,11 +162,11 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
 
 
 def _writer(head: re.Match[str]) -> tuple[str | None, list[int | None]]:
-    """Returns host, and pid, tid and device; a time of day in front of a dropped head is none of them."""
+    """Returns the host, and pid, tid and device. A time of day in front of a missing head has the same form."""
     host = head["host"] or head["host_only"]
     pid, tid, device = head["pid"] or head["pid_only"], head["tid"], head["device"]
     if host is not None and all(part is not None and _CLOCK.match(part) for part in (host, pid, tid)):
         host = pid = tid = None
     if device is not None and abs(int(device)) > 1023:
-        device = None  # of a thread that has no device
+        device = None  # NCCL prints such a number for a thread that has no device
     return host, [None if part is None else int(part) for part in (pid, tid, device)]

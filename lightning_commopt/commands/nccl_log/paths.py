@@ -1,6 +1,6 @@
-"""Findings about the ways that ranks talk: which are slow, and which setting or hardware is behind it.
+"""Findings about the ways in which ranks communicate: which are slow, and because of which setting or hardware.
 
-In a host, and between hosts: TCP instead of RDMA, no GPUDirect, interfaces that others cannot reach.
+They are about paths within a host, and between hosts: TCP instead of RDMA, no GPUDirect, unreachable interfaces.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from lightning_commopt.text.formatting import list_some
 _TEXTS = FindingTexts(Path(__file__).with_name("findings.txt"))
 finding, reason = _TEXTS.finding, _TEXTS.reason
 _FAR = ("PHB", "NODE", "SYS")
-_RING_PATTERN = 4
+_RING_PATTERN = 4  # NCCL's number for rings in its search for a topology
 _VIRTUAL = re.compile(
     r"docker|virbr|br-|veth|cni|flannel|cali|tun|tap|wl|wg|tailscale|zt|cloudflare|vmnet|lxc|kube|nodelocal",
     re.IGNORECASE,
 )
 _LINK_LOCAL = ("fe80", "169.254.")
-_OFF = ("0", "no", "false", "")  # values of a switch
+_OFF = ("0", "no", "false", "")  # values with which a switch is off
 
 
 def is_in_host(communicator: Communicator, connection: Connection) -> bool | None:
@@ -35,18 +35,18 @@ def is_in_host(communicator: Communicator, connection: Connection) -> bool | Non
     num_nodes = communicator.num_nodes
     if num_nodes == 1:
         return True
-    one, other = (communicator.members.get(rank) for rank in connection.pair)
-    if one is None or other is None or not one.process.host or not other.process.host:
+    sender, receiver = (communicator.members.get(rank) for rank in connection.pair)
+    if sender is None or receiver is None or not sender.process.host or not receiver.process.host:
         return None
-    first, second = one.process.machine, other.process.machine
+    first, second = sender.process.machine, receiver.process.machine
     if first.host != second.host or (first.address and second.address):
         return first == second
     return None if num_nodes is not None and num_nodes == communicator.num_ranks else True
 
 
-def _pairs_text(found: Sequence[Connection]) -> str:
+def _pairs_text(connections: Sequence[Connection]) -> str:
     """Returns the pairs of ranks that connections join, whichever of them sends."""
-    pairs = sorted({(min(each.pair), max(each.pair)) for each in found})
+    pairs = sorted({(min(connection.pair), max(connection.pair)) for connection in connections})
     shown = [f"{first} and {second}" for first, second in pairs]
     return f"ranks {shown[0]}" if len(shown) == 1 else f"{len(shown)} pairs of ranks ({list_some(shown)})"
 
@@ -56,32 +56,32 @@ def _setting(processes: Sequence[Process], name: str) -> Fact | None:
 
 
 def _switched_on(processes: Sequence[Process], name: str, *, on: bool = True) -> Fact | None:
-    """Returns a variable such as ``NCCL_P2P_DISABLE``, where a process has it and it is not 0, or with not on, is 0."""
-    found = (process.settings[name] for process in processes if name in process.settings)
-    return next((fact for fact in found if (fact.value.lower() not in _OFF) == on), None)
+    """Returns a switch such as ``NCCL_P2P_DISABLE`` from a process that sets it on, or with ``on=False`` off."""
+    facts = (process.settings[name] for process in processes if name in process.settings)
+    return next((fact for fact in facts if (fact.value.lower() not in _OFF) == on), None)
 
 
 def _first_of(processes: Sequence[Process], note: str) -> Line | None:
     return next((process.notes[note] for process in processes if note in process.notes), None)
 
 
-def _ends_of(communicator: Communicator, found: Sequence[Connection]) -> list[Process]:
-    """Returns the processes of the ranks that some connections join; of communicators without an id, all."""
+def _ends_of(communicator: Communicator, connections: Sequence[Connection]) -> list[Process]:
+    """Returns the processes of the ranks that some connections join; all processes if ranks are unknown."""
     if not communicator.members:
         return communicator.processes
-    ranks = {rank for each in found for rank in each.pair}
+    ranks = {rank for connection in connections for rank in connection.pair}
     return [member.process for rank, member in communicator.members.items() if rank in ranks]
 
 
 def _find_network_in_host(communicator: Communicator) -> Iterator[Finding]:
-    networks = [each for each in communicator.connections if each.kind == "NET"]
-    found = [each for each in networks if is_in_host(communicator, each) is True]
-    if not found:
+    networks = [connection for connection in communicator.connections if connection.kind == "NET"]
+    detours = [connection for connection in networks if is_in_host(communicator, connection) is True]
+    if not detours:
         return
-    ends = _ends_of(communicator, found)
+    ends = _ends_of(communicator, detours)
     why = _network_reason(communicator, ends)
     is_shared = len(networks) < len(communicator.connections)
-    is_by_design = why is None and (is_shared or any(each.has_gdr for each in found))
+    is_by_design = why is None and (is_shared or any(connection.has_gdr for connection in detours))
     if is_by_design:
         why = reason("nic_is_faster")
         unknown = f"unknown: {why.why}; or settings that the log lacks forbid other paths"
@@ -92,8 +92,8 @@ def _find_network_in_host(communicator: Communicator) -> Iterator[Finding]:
         why = reason("no_shared_memory", level, level=excludes)
     hosts = sorted({process.host for process in ends if process.host})
     where = f"on one host ({hosts[0]})" if len(hosts) == 1 else f"each on one host ({list_some(hosts) or 'unnamed'})"
-    what = f"{_pairs_text(found)} are {where} but talk over {found[0].path}"
-    yield finding("note" if is_by_design else "slow", "network_in_host", found[0], what=what, why=why)
+    what = f"{_pairs_text(detours)} are {where} but talk over {detours[0].path}"
+    yield finding("note" if is_by_design else "slow", "network_in_host", detours[0], what=what, why=why)
 
 
 def _network_reason(communicator: Communicator, ends: list[Process]) -> Reason | None:
@@ -112,23 +112,23 @@ def _network_reason(communicator: Communicator, ends: list[Process]) -> Reason |
 
 
 def _find_shared_memory(communicator: Communicator) -> Iterator[Finding]:
-    found = [each for each in communicator.connections if each.kind == "SHM"]
-    why = _shared_memory_reason(communicator, found)
-    if found:
-        what = f"{_pairs_text(found)} copy through host memory ({found[0].path}) instead of P2P"
+    copies = [connection for connection in communicator.connections if connection.kind == "SHM"]
+    why = _shared_memory_reason(communicator, copies)
+    if copies:
+        what = f"{_pairs_text(copies)} copy through host memory ({copies[0].path}) instead of P2P"
     elif why.evidence and why.evidence[0] and not communicator.connections and communicator.num_ranks != 1:
         what = "GPUs of a host talk without P2P: through host memory (SHM), or the network"
     else:
         return
     advice = "nvidia-smi topo -m shows the links; where they stay slow, send fewer bytes: comm_hook=bf16"
     why = why._replace(advice=f"{why.advice}; {advice}")
-    yield finding("slow" if found else "note", "shared_memory", *found[:1], what=what, why=why)
+    yield finding("slow" if copies else "note", "shared_memory", *copies[:1], what=what, why=why)
 
 
-def _shared_memory_reason(communicator: Communicator, found: list[Connection]) -> Reason:
-    ends = _ends_of(communicator, found)
+def _shared_memory_reason(communicator: Communicator, copies: list[Connection]) -> Reason:
+    ends = _ends_of(communicator, copies)
     no_p2p, level = _switched_on(ends, "NCCL_P2P_DISABLE"), _setting(ends, "NCCL_P2P_LEVEL")
-    first = found[0].line if found else None
+    first = copies[0].line if copies else None
     is_late = no_p2p and first and first.file == no_p2p.line.file and first.number < no_p2p.line.number
     if no_p2p and not is_late and not any(end.uses_p2p for end in ends):
         return reason("p2p_disabled_by_user", no_p2p, value=no_p2p.value)
@@ -138,15 +138,16 @@ def _shared_memory_reason(communicator: Communicator, found: list[Connection]) -
         if refused := _first_of(ends, note):
             return reason(note, refused)
     limit = f"NCCL_P2P_LEVEL={level.value} in the environment" if level else "NCCL's limit for P2P"
-    is_mixed = any(each.kind == "P2P" for each in communicator.connections)
+    is_mixed = any(connection.kind == "P2P" for connection in communicator.connections)
     others = "; other pairs of this host use P2P, and a ring is as slow as its slowest link" if is_mixed else ""
-    return reason("no_p2p", level if found else None, limit=limit, others=others)
+    return reason("no_p2p", level if copies else None, limit=limit, others=others)
 
 
 def _find_indirect(communicator: Communicator) -> Iterator[Finding]:
-    found = [each for each in communicator.connections if each.kind == "P2P" and each.method.startswith("indirect")]
-    if found:
-        yield finding("slow", "indirect_p2p", found[0], pairs=_pairs_text(found), path=found[0].path)
+    p2p = [connection for connection in communicator.connections if connection.kind == "P2P"]
+    indirect = [connection for connection in p2p if connection.method.startswith("indirect")]
+    if indirect:
+        yield finding("slow", "indirect_p2p", indirect[0], pairs=_pairs_text(indirect), path=indirect[0].path)
 
 
 def _find_far_links(communicator: Communicator) -> Iterator[Finding]:
@@ -160,38 +161,38 @@ def _find_far_links(communicator: Communicator) -> Iterator[Finding]:
 
 
 def _find_one_way(communicator: Communicator) -> Iterator[Finding]:
-    """Finds NVLinks that NCCL's topology has in one direction only."""
+    """Finds NVLinks that NCCL's topology has in only one direction."""
     links = {pair: line for member in communicator.all_members for pair, line in member.nvlinks.items()}
     listed = {first for first, _ in links}
     one_way = [pair for pair in links if pair[::-1] not in links and pair[1] in listed]
     if one_way:
-        shown = list_some([f"{one} > {other}" for one, other in one_way])
+        shown = list_some([f"{first} > {second}" for first, second in one_way])
         yield finding("slow", "one_way_nvlink", *[links[pair] for pair in one_way[:2]], shown=shown)
 
 
 def _find_sockets(communicator: Communicator) -> Iterator[Finding]:
-    sockets = [each for each in communicator.connections if each.method == "Socket"]
-    found = [each for each in sockets if is_in_host(communicator, each) is not True]
-    processes = _ends_of(communicator, found) if found else communicator.processes
-    networks = [each.network for each in processes if each.network is not None]
-    chosen = next((each for each in networks if each.value != "Socket"), networks[0] if networks else None)
+    sockets = [connection for connection in communicator.connections if connection.method == "Socket"]
+    between_hosts = [connection for connection in sockets if is_in_host(communicator, connection) is not True]
+    processes = _ends_of(communicator, between_hosts) if between_hosts else communicator.processes
+    networks = [process.network for process in processes if process.network is not None]
+    chosen = next((network for network in networks if network.value != "Socket"), networks[0] if networks else None)
     several = communicator.spans_hosts
     if chosen is None and several and (no_ib := _switched_on(processes, "NCCL_IB_DISABLE")):
-        chosen = Fact("Socket", no_ib.line)  # only a plugin would change that
+        chosen = Fact("Socket", no_ib.line)  # without InfiniBand only a plugin could be something else
     is_tcp = chosen is not None and chosen.value == "Socket"
-    if not found and not (is_tcp and several is not False and not communicator.connections):
+    if not between_hosts and not (is_tcp and several is not False and not communicator.connections):
         return
     names = sorted({name for process in processes for name in process.interfaces})
     interfaces = f", {', '.join(names[:4])}" if names else ""
-    if found:
-        what = f"{_pairs_text(found)} talk over TCP ({found[0].path}{interfaces})"
+    if between_hosts:
+        what = f"{_pairs_text(between_hosts)} talk over TCP ({between_hosts[0].path}{interfaces})"
     else:
         when = "hosts talk" if several else "if there are several hosts, they talk"
         what = f"{when} over TCP (network Socket{interfaces})"
     why = _socket_reason(processes)
     why = why._replace(advice=f"{why.advice}; on TCP alone, compress: bf16, int8 and PowerSGD pay most here")
-    severity: Severity = "slow" if found or several else "note"
-    yield finding(severity, "socket_network", found[0] if found else chosen, what=what, why=why)
+    severity: Severity = "slow" if between_hosts or several else "note"
+    yield finding(severity, "socket_network", between_hosts[0] if between_hosts else chosen, what=what, why=why)
 
 
 def _socket_reason(ends: list[Process]) -> Reason:
@@ -244,8 +245,9 @@ def _is_unreachable(name: str, address: str) -> bool:
 
 
 def _find_no_gdr(communicator: Communicator) -> Iterator[Finding]:
-    rdma = [each for each in communicator.connections if each.kind == "NET" and each.method != "Socket"]
-    without = [each for each in rdma if not each.has_gdr]
+    networks = [connection for connection in communicator.connections if connection.kind == "NET"]
+    rdma = [connection for connection in networks if connection.method != "Socket"]
+    without = [connection for connection in rdma if not connection.has_gdr]
     ends = _ends_of(communicator, without) if without else communicator.processes
     disabled = [name for process in ends for name, line in process.gdr.items() if "isabled" in line.text]
     if without:
@@ -263,7 +265,7 @@ def _gdr_reason(rdma: list[Connection], without: list[Connection], ends: list[Pr
     """Returns why NICs do not read and write GPUs' memory, on some connections or on all."""
     level = _setting(ends, "NCCL_NET_GDR_LEVEL") or _setting(ends, "NCCL_IB_GDR_LEVEL")
     no_read, disabled = _switched_on(ends, "NCCL_NET_GDR_READ", on=False), _first_of(ends, "gdr_disabled")
-    sends_only = bool(without) and all(each.direction == "send" for each in without)
+    sends_only = bool(without) and all(connection.direction == "send" for connection in without)
     method = without[0].method if without else "IB"
     if sends_only and no_read:
         return reason("gdr_read_off", no_read)
@@ -293,4 +295,4 @@ SLOW_PATHS = (
     *(_find_network_in_host, _find_shared_memory, _find_indirect, _find_far_links, _find_one_way),
     *(_find_sockets, _find_virtual_interface, _find_no_gdr),
 )
-"""Each finds what is slower than it could be, in a host or between hosts, and why, as far as the log tells."""
+"""Functions that find what is slower than it could be, in a host or between hosts, and why if the log shows it."""

@@ -1,6 +1,6 @@
-"""Reads logs of ``NCCL_DEBUG=INFO``, of all ranks in any order, into facts; what it does not know it leaves out.
+"""Reads logs of ``NCCL_DEBUG=INFO``, from all ranks in any order, into facts; unknown lines are skipped.
 
-Also what PyTorch's watchdog, NCCL's RAS and nccl-tests write into such logs.
+Also reads what PyTorch's watchdog, NCCL's RAS and nccl-tests write into such logs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class LogReader:
         self.log = NcclLog(inspected=Inspected(keeps_order=keeps_order))
         self._processes: dict[tuple[object, ...], Process] = {}
         self._last_in_file: dict[tuple[str, int | None], Process] = {}
-        self._last_error: int | None = None  # the rank whose "Last error:" goes on in the next line; -1 where unknown
+        self._last_error: int | None = None  # the rank whose "Last error:" continues in the next line; -1 if unknown
         self._wrapped: Message | None = None  # a line of the watchdog that a terminal broke
 
     @property
@@ -87,7 +87,7 @@ class LogReader:
     def finish(self) -> NcclLog:
         """Groups what was read; processes that wrote nothing about themselves or a rank are left out.
 
-        In a log that was cut, a process has the address of its host, where that has only one.
+        A process without an address, as in a cut log, gets the address of its host if that has only one.
         """
         known: dict[str, set[str]] = {}
         for p in self._processes.values():
@@ -104,16 +104,17 @@ class LogReader:
         return self.log
 
     def _process_of(self, message: Message) -> Process:
-        """Returns the process of a line; without a head, that which has its communicator, else the last that wrote."""
+        """Returns the process of a line; if the head is missing, the owner of its communicator or the last writer."""
         place = (message.file, message.device)
         key: tuple[object, ...] = (message.host, message.pid)
         host = message.host or ""
         if message.host is None:
             named = _ADDRESS.search(message.text) if "comm 0x" in message.text else None
-            owners = [each for each in self._processes.values() if named[1] in each.by_address] if named else []
+            owners = [p for p in self._processes.values() if named[1] in p.by_address] if named else []
             last = owners[0] if len(owners) == 1 else self._last_in_file.get(place)
-            begins = message.text.startswith("Bootstrap")  # as the first line of another process does
-            if last and not (begins and not last.host and any(each.finished for each in last.members)):
+            # The first line of another process begins like this.
+            begins = message.text.startswith("Bootstrap")
+            if last and not (begins and not last.host and any(member.finished for member in last.members)):
                 return last
             key = (*place, len(self._processes))
         elif key not in self._processes:
@@ -125,7 +126,7 @@ class LogReader:
         return self._processes[key]
 
     def _known_host(self, host: str, pid: int | None) -> str:
-        """Returns a known host where another rank's broken line stands in front of its name, such as ``12node-a``."""
+        """Returns the host without the rest of another rank's line in front of it, as in ``12node-a``."""
         for other in self._processes.values():
             if host.endswith(other.host) and other.host and not other.host[0].isdecimal():
                 before = host.removesuffix(other.host)
@@ -154,15 +155,15 @@ class LogReader:
         self.log.warnings.append(LoggedWarning(text=text, place=place, host=host, rank=rank, line=line))
 
     def _read_other(self, message: Message) -> None:
-        """Reads a line that has no head of NCCL's: a version, PyTorch's errors and watchdog, nccl-tests' list."""
+        """Reads a line without NCCL's head: a version, PyTorch's errors and watchdog, or nccl-tests' list."""
         readers = (self._read_ras, self._read_error, self._read_watchdog, self._read_version, self._read_listed)
-        found = [read(message) for read in readers]  # a line may be several of them
-        self.log.num_lines += any(found)
+        are_known = [read(message) for read in readers]  # a line may be several of them
+        self.log.num_lines += any(are_known)
 
     def _read_ras(self, message: Message) -> bool:
         text, reports = message.text, self.log.ras
-        if found := _PATTERNS["ras_head"].match(text):
-            reports.append(RasReport(found[1] or "", found[2], message.line, []))
+        if match := _PATTERNS["ras_head"].match(text):
+            reports.append(RasReport(match[1] or "", match[2], message.line, []))
             return True
         last = reports[-1] if reports else None
         if last and _PATTERNS["ras_detail"].match(text) and message.number == last.line.number + len(last.details) + 1:
@@ -171,15 +172,15 @@ class LogReader:
         return False
 
     def _read_error(self, message: Message) -> bool:
-        """Reads an error that PyTorch raised; what stands behind "Last error:", also in the next line, says most."""
+        """Reads an error that PyTorch raised. What follows "Last error:", perhaps in the next line, explains most."""
         text, rank = message.text, self._last_error
         if rank is not None and text:
             self._last_error = None
             text = _PATTERNS["rank"].sub("", _PATTERNS["label"].sub("", text, count=1))
         elif marked := _PATTERNS["last_error"].search(text):
             start, text = text[: marked.start()], text[marked.end() :]
-            found = _PATTERNS["rank"].search(start)
-            rank = -1 if found is None else int(found[1] or found[2])
+            match = _PATTERNS["rank"].search(start)
+            rank = -1 if match is None else int(match[1] or match[2])
             if not text.strip():
                 self._last_error = rank
                 return True
@@ -187,8 +188,8 @@ class LogReader:
             who = _group_and_rank(text[: error.start()])
             self._warn(error[1], message.line, rank=None if who is None else who[1])
             return True
-        elif found := _PATTERNS["test_failure"].search(text):
-            self._warn(found[3] or (f"Cuda failure '{found[2]}'" if found[1] == "CUDA" else found[2]), message.line)
+        elif match := _PATTERNS["test_failure"].search(text):
+            self._warn(match[3] or (f"Cuda failure '{match[2]}'" if match[1] == "CUDA" else match[2]), message.line)
             return True
         else:
             return False
@@ -222,33 +223,33 @@ class LogReader:
         return version is not None
 
     def _read_listed(self, message: Message) -> bool:
-        if found := _PATTERNS["listed"].search(message.text):
-            host, pid, device, bus = found[3], int(found[2]), int(found[4]), found[5].lower()
-            self.log.listed[int(found[1])] = (host, pid, device, f"{bus}000")
-        return found is not None
+        if match := _PATTERNS["listed"].search(message.text):
+            host, pid, device, bus = match[3], int(match[2]), int(match[4]), match[5].lower()
+            self.log.listed[int(match[1])] = (host, pid, device, f"{bus}000")
+        return match is not None
 
 
 def _parse_choice(text: str) -> Choice | None:
     """Parses a line of the tuner; algorithms and protocols of old versions are numbers."""
-    if found := _PATTERNS["kernel_choice"].match(text):
-        channels = f"{found[5]} channels" if found[5] else ""
-        return Choice(found[1], int(found[3]), f"{found[2]} {found[4]}", "", channels)
-    if (found := _PATTERNS["choice"].match(text)) is None:
+    if match := _PATTERNS["kernel_choice"].match(text):
+        channels = f"{match[5]} channels" if match[5] else ""
+        return Choice(match[1], int(match[3]), f"{match[2]} {match[4]}", "", channels)
+    if (match := _PATTERNS["choice"].match(text)) is None:
         return None
     algorithm, protocol = (
         names[int(word)] if word.isdecimal() and len(word) < 3 and int(word) < len(names) else word.upper()
-        for word, names in ((found[3], _ALGORITHMS), (found[4], _PROTOCOLS))
+        for word, names in ((match[3], _ALGORITHMS), (match[4], _PROTOCOLS))
     )
-    return Choice(found[1] or "", int(found[2]), algorithm, protocol, f"{found[5]}..{found[6]}" if found[5] else "")
+    return Choice(match[1] or "", int(match[2]), algorithm, protocol, f"{match[5]}..{match[6]}" if match[5] else "")
 
 
 def _parse_timeout(text: str, line: Line) -> Timeout | None:
     """Parses a line of PyTorch's watchdog that gives a collective up."""
-    found = _PATTERNS["timeout"].search(text)
-    who = _group_and_rank(text[: found.start()]) if found else None
-    if found is None or who is None:
+    match = _PATTERNS["timeout"].search(text)
+    who = _group_and_rank(text[: match.start()]) if match else None
+    if match is None or who is None:
         return None
-    named = dict(re.findall(r"(\w+(?:\(ms\))?) ?= ?(\[[^\]]*\]|[^,\s)]+)", found[1]))
+    named = dict(re.findall(r"(\w+(?:\(ms\))?) ?= ?(\[[^\]]*\]|[^,\s)]+)", match[1]))
     sequence = named.get("SeqNum", "")
     return Timeout(
         rank=who[1],
@@ -257,23 +258,24 @@ def _parse_timeout(text: str, line: Line) -> Timeout | None:
         operation=named.get("OpType", "a collective"),
         sizes=", ".join(f"{key}={named[key]}" for key in ("TensorShape", "NumelIn", "NumelOut") if key in named),
         limit_s=int(named["Timeout(ms)"]) / 1000 if named.get("Timeout(ms)", "").isdecimal() else None,
-        waited_s=None if found[2] is None else int(found[2]) / 1000,
+        waited_s=None if match[2] is None else int(match[2]) / 1000,
         line=line,
     )
 
 
 def _parse_progress(text: str, line: Line) -> Progress | None:
     """Parses a line of PyTorch's watchdog about how far a rank is; what cannot be true is left out."""
-    found = _PATTERNS["progress"].search(text)
-    who = _group_and_rank(text[: found.start()]) if found else None
-    if found is None or who is None or int(found[3]) > int(found[2]):
+    match = _PATTERNS["progress"].search(text)
+    who = _group_and_rank(text[: match.start()]) if match else None
+    if match is None or who is None or int(match[3]) > int(match[2]):
         return None
-    work = int(found[1]) if found[1] else None
-    return Progress(rank=who[1], group=who[0], work=work, enqueued=int(found[2]), line=line)
+    work = int(match[1]) if match[1] else None
+    return Progress(rank=who[1], group=who[0], work=work, enqueued=int(match[2]), line=line)
 
 
 def _group_and_rank(text: str) -> tuple[str, int] | None:
     """Returns the rank that stands last in front of a message, and its process group, if it is named."""
-    found = [(each[1] or "", int(each[2] or each[3])) for each in _PATTERNS["group_and_rank"].finditer(text)]
-    groups = [group for group, rank in found if group and rank == found[-1][1]]
-    return ((groups or [""])[0], found[-1][1]) if found else None
+    matches = _PATTERNS["group_and_rank"].finditer(text)
+    named = [(match[1] or "", int(match[2] or match[3])) for match in matches]
+    groups = [group for group, rank in named if group and rank == named[-1][1]]
+    return ((groups or [""])[0], named[-1][1]) if named else None

@@ -26,36 +26,40 @@ _MAX_COMMUNICATORS = 4
 
 
 class Path(NamedTuple):
-    """A way that pairs of ranks talk."""
+    """A way in which pairs of ranks communicate."""
 
     name: str  # such as P2P/CUMEM/read
-    place: str  # in a host, between hosts, or "" if unknown
-    pairs: list[tuple[int, int]]  # sender and receiver
-    num_channels: int  # the most of a pair
+    place: str  # "in a host", "between hosts", or "" if unknown
+    pairs: list[tuple[int, int]]  # senders and receivers
+    num_channels: int  # the largest number of channels of a pair
 
 
 def versions_of(log: NcclLog) -> list[str]:
-    """Returns the versions of NCCL, those with the most detail; of Python's packages only where there is no other."""
+    """Returns the versions of NCCL in most detail; the versions of its Python packages only if there are no others."""
     named = [process.version.value for process in log.processes if process.version is not None]
-    found = dict.fromkeys([*named, *log.versions]) or dict.fromkeys(log.packages)
-    return [each for each in found if not any(other != each and other.startswith(f"{each}+") for other in found)]
+    versions = dict.fromkeys([*named, *log.versions]) or dict.fromkeys(log.packages)
+    return [
+        version
+        for version in versions
+        if not any(other != version and other.startswith(f"{version}+") for other in versions)
+    ]
 
 
 def paths_of(communicator: Communicator) -> list[Path]:
     """Returns how pairs of ranks talk, most pairs first."""
     groups: dict[tuple[str, str], dict[tuple[int, int], set[int]]] = {}
-    for each in communicator.connections:
-        place = {True: "in a host", False: "between hosts", None: ""}[is_in_host(communicator, each)]
-        groups.setdefault((each.path, place), {}).setdefault(each.pair, set()).add(each.channel)
-    found = [Path(name, place, sorted(pairs), max(map(len, pairs.values()))) for (name, place), pairs in groups.items()]
-    return sorted(found, key=lambda path: -len(path.pairs))
+    for connection in communicator.connections:
+        place = {True: "in a host", False: "between hosts", None: ""}[is_in_host(communicator, connection)]
+        groups.setdefault((connection.path, place), {}).setdefault(connection.pair, set()).add(connection.channel)
+    paths = [Path(name, place, sorted(pairs), max(map(len, pairs.values()))) for (name, place), pairs in groups.items()]
+    return sorted(paths, key=lambda path: -len(path.pairs))
 
 
 def rings_of(communicator: Communicator) -> dict[tuple[int, ...], list[int]]:
-    """Returns the channels of each order of ranks; none where the number of ranks is unknown: the line may be cut."""
+    """Returns the channels of each order of ranks; none if the number of ranks is unknown, as lines may be cut."""
     if communicator.num_ranks is None:
         return {}
-    rings = {channel: ring for each in communicator.all_members for channel, ring in sorted(each.rings.items())}
+    rings = {channel: ring for member in communicator.all_members for channel, ring in sorted(member.rings.items())}
     return grouped((ring, channel) for channel, ring in rings.items())
 
 
@@ -64,29 +68,34 @@ def extras_of(communicator: Communicator) -> dict[str, str]:
     members = communicator.all_members
     notes = {name for member in members for name in member.notes}
     num_nvls = max((member.channels.get("nvls", 0) for member in members), default=0)
-    network = [each for each in communicator.connections if each.kind == "NET" and each.method != "Socket"]
-    found: dict[str, str] = {}
+    network = [
+        connection
+        for connection in communicator.connections
+        if connection.kind == "NET" and connection.method != "Socket"
+    ]
+    extras: dict[str, str] = {}
     if network:
-        found["GPUDirect RDMA"] = f"{sum(each.has_gdr for each in network)} of {len(network)} connections"
-        if proxies := {each.proxy_rank for each in network if each.proxy_rank is not None}:
-            found["PXN"] = f"through {len(proxies)} rank(s)"
+        extras["GPUDirect RDMA"] = f"{sum(connection.has_gdr for connection in network)} of {len(network)} connections"
+        if proxies := {connection.proxy_rank for connection in network if connection.proxy_rank is not None}:
+            extras["PXN"] = f"through {len(proxies)} rank(s)"
     if "nvls" in notes or num_nvls:
-        found["NVLS"] = f"{num_nvls or 'some'} channels"
+        extras["NVLS"] = f"{num_nvls or 'some'} channels"
     elif "nvls_available" in notes:
         is_known = any("nvls" in member.channels for member in members)
-        found["NVLS"] = "available, not used" if is_known else "available"
+        extras["NVLS"] = "available, not used" if is_known else "available"
     elif "nvls_unavailable" in notes:
-        found["NVLS"] = "not available"
+        extras["NVLS"] = "not available"
     if "collnet" in notes:
-        found["CollNet"] = "connected"
-    return found
+        extras["CollNet"] = "connected"
+    return extras
 
 
 def _channels_of(communicator: Communicator) -> int:
-    """Returns the channels of collectives; where they are not printed, those that have been seen; 0 for none."""
-    seen = (max((channel + 1 for channel, *_ in each.connections), default=0) for each in communicator.all_members)
-    named = (each.channels.get("coll") for each in communicator.all_members)
-    return max((one or other for one, other in zip(named, seen, strict=True)), default=0)
+    """Returns the number of channels of collectives, or the number seen if it is not printed; 0 for none."""
+    members = communicator.all_members
+    seen = (max((channel + 1 for channel, *_ in member.connections), default=0) for member in members)
+    printed = (member.channels.get("coll") for member in members)
+    return max((num_printed or num_seen for num_printed, num_seen in zip(printed, seen, strict=True)), default=0)
 
 
 def _networks_of(communicator: Communicator) -> list[str]:
@@ -101,14 +110,14 @@ def to_plain(log: NcclLog, findings: list[Finding]) -> dict[str, Any]:
         "damaged_files": log.damaged_files,
         "num_nccl_lines": log.num_lines,
         "versions": versions_of(log),
-        "communicators": [_plain_communicator(each) for each in log.communicators],
-        "processes": [_plain_process(each) for each in log.processes],
+        "communicators": [_plain_communicator(communicator) for communicator in log.communicators],
+        "processes": [_plain_process(process) for process in log.processes],
         "tuner": [{**choice._asdict(), "times": times} for choice, times in log.choices.most_common()],
-        "warnings": [dataclasses.asdict(each) for each in log.warnings],
-        "timeouts": [dataclasses.asdict(each) for each in log.timeouts.values()],
+        "warnings": [dataclasses.asdict(warning) for warning in log.warnings],
+        "timeouts": [dataclasses.asdict(timeout) for timeout in log.timeouts.values()],
         "inspector": [_plain_measured(row) for row in log.inspected.rows()],
         "matched": [{"name": row.name, **_plain_measured(row)} for row in log.matched],
-        "findings": [each.to_plain() for each in findings],
+        "findings": [finding.to_plain() for finding in findings],
     }
 
 
@@ -140,7 +149,9 @@ def _plain_member(rank: int, member: Member) -> dict[str, Any]:
         "pid": member.process.pid,
         **{name: getattr(member, name) for name in ("device", "bus_id", "channels")},
         "finished_init": member.finished is not None,
-        "connections": [{name: getattr(each, name) for name in _OF_CONNECTION} for each in member.connections.values()],
+        "connections": [
+            {name: getattr(connection, name) for name in _OF_CONNECTION} for connection in member.connections.values()
+        ],
     }
 
 
@@ -167,11 +178,11 @@ def print_log(log: NcclLog, findings: list[Finding], console: Console) -> None:
         print_text(f"warning: {file} has no line of NCCL", console, "yellow")
     for file, error in log.damaged_files.items():
         print_text(f"warning: {file} is cut or damaged, and was read up to there: {error}", console, "yellow")
-    largest = sorted(log.communicators, key=lambda each: -len(each.all_members))
-    for communicator in sorted(largest[:_MAX_COMMUNICATORS], key=lambda each: each.number):
+    largest = sorted(log.communicators, key=lambda communicator: -len(communicator.all_members))
+    for communicator in sorted(largest[:_MAX_COMMUNICATORS], key=lambda communicator: communicator.number):
         _print_communicator(communicator, console)
-    if others := [each for each in log.communicators if each in largest[_MAX_COMMUNICATORS:]]:
-        sizes = list_some([each.num_ranks or "?" for each in others], _MAX_ROWS)
+    if others := [communicator for communicator in log.communicators if communicator in largest[_MAX_COMMUNICATORS:]]:
+        sizes = list_some([communicator.num_ranks or "?" for communicator in others], _MAX_ROWS)
         print_text(f"{len(others)} more communicators, of {sizes} ranks: see --json", console)
     _print_rest(log, console)
     choices = sorted(log.choices.most_common(_MAX_ROWS), key=lambda item: item[0].num_bytes)
@@ -203,10 +214,10 @@ def _print_communicator(communicator: Communicator, console: Console) -> None:
     print_text(f"{name}: {', '.join(parts)}", console, "bold")
     for machine, ranks in communicator.machines.items():
         print_text(f"  {' '.join(filter(None, machine)) or 'host unknown'}: {ranks_text(ranks)}", console)
-    rows = [
-        [path.name, path.place, list_some([f"{one} > {other}" for one, other in path.pairs], _MAX_PAIRS), path[-1]]
-        for path in paths_of(communicator)
-    ]
+    rows: list[list[object]] = []
+    for path in paths_of(communicator):
+        pairs = [f"{sender} > {receiver}" for sender, receiver in path.pairs]
+        rows.append([path.name, path.place, list_some(pairs, _MAX_PAIRS), path.num_channels])
     _print_table(("path", "where", "pairs (sender > receiver)", "channels"), rows, console)
     rings = list(rings_of(communicator).items())
     for ring, channels in rings[:_MAX_RINGS]:
@@ -234,7 +245,7 @@ def _hosts_text(communicator: Communicator) -> str:
 
 
 def _print_rest(log: NcclLog, console: Console) -> None:
-    """Prints where the processes are that name no communicator, and the ranks that only nccl-tests lists."""
+    """Prints the hosts of processes that name no communicator, and of ranks that only nccl-tests lists."""
     rest = log.rest()
     if processes := rest.processes:
         hosts = Counter(process.host or "an unknown host" for process in processes)
@@ -250,7 +261,7 @@ def _print_rest(log: NcclLog, console: Console) -> None:
 
 
 def _print_inspected(log: NcclLog, console: Console) -> None:
-    numbers = {m.comm_id: each.number for each in log.communicators for m in each.all_members if m.comm_id}
+    numbers = {m.comm_id: known.number for known in log.communicators for m in known.all_members if m.comm_id}
     rows = [row._replace(name=str(numbers.get(row.name, row.name))) for row in log.inspected.rows()]
     _print_measured("communicator", rows, "measured by NCCL's Inspector (medians)", console)
     if log.inspected.num_dropped:
@@ -261,7 +272,7 @@ def _print_inspected(log: NcclLog, console: Console) -> None:
 def _print_measured(first: str, measured: list[Matched], title: str, console: Console) -> None:
     columns = (first, "operation", "bytes", "algorithm", "protocol", "times", "bus GB/s")
     rows = [
-        [name, *(each or "unknown" for each in kind[1:]), times, number(gb_per_s)]
+        [name, *(value or "unknown" for value in kind[1:]), times, number(gb_per_s)]
         for name, kind, times, gb_per_s in measured[:_MAX_ROWS]
     ]
     _print_table(columns, rows, console, title, len(measured))

@@ -49,8 +49,8 @@ def nsys_command(
     Args:
         command: starts one rank; or begins with ``torchrun`` or ``python -m torch.distributed.run`` and its options.
         nproc_per_node: ranks on this machine, if ``command`` has no launcher; None for the number of CUDA devices.
-        output_dir: for the reports, ``rank_<rank>.nsys-rep``.
-        nsys_args: further options of ``nsys profile``, as in a shell. They replace ours of the same name.
+        output_dir: directory of the reports, ``rank_<rank>.nsys-rep``.
+        nsys_args: further options of ``nsys profile``, as in a shell. They replace default options of the same name.
 
     Raises:
         ValueError: the arguments contradict each other, or the launcher's options have no script after them.
@@ -78,10 +78,10 @@ def make_ready(output_dir: str | Path, nsys_args: str = "") -> None:
     """
     if shutil.which("nsys") is None:
         raise FileNotFoundError(_MISSING)
-    found = reports(output_dir)
-    if found and "--force-overwrite" not in _option_names(shlex.split(nsys_args)):
+    existing = reports(output_dir)
+    if existing and "--force-overwrite" not in _option_names(shlex.split(nsys_args)):
         raise FileExistsError(
-            f"{found[0]} exists, and nsys would not replace it: choose another --output-dir, or give"
+            f"{existing[0]} exists, and nsys would not replace it: choose another --output-dir, or give"
             " --nsys-args=--force-overwrite=true"
         )
     Path(output_dir).mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ def _nsys_options(output_dir: str | Path, nsys_args: str) -> list[str]:
 
 
 def _traces_nccl() -> bool:
-    """Returns whether the nsys on PATH traces NCCL, as since 2026.1: it refuses unknown names; true without nsys."""
+    """Returns whether the nsys on PATH can trace NCCL, as 2026.1 can; older ones refuse it. True without nsys."""
     if shutil.which("nsys") is None:
         return True
     options = subprocess.run(["nsys", "profile", "--help"], capture_output=True, text=True).stdout

@@ -1,4 +1,4 @@
-"""Outlook: the plans of a run and of its alternatives in one world, with a table of them."""
+"""Outlook: predictions of a run's plan and its alternatives, for given ranks and link, with a table of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MAX_BUCKETS_IN_NAME = 4
 class Outlook:
     """Predictions for one world."""
 
-    title: str  # of the table: the run, and the world
+    title: str  # title of the table, with the run, the ranks and the link
     present: Candidate  # the run's own plan
     others: tuple[Candidate, ...]  # the best plan with each compressor, the fastest first
 
@@ -37,13 +37,15 @@ class Outlook:
         table = TextTable("plan", *columns, numbers=columns[:-1], title=self.title)
         candidates, now_s = (self.present, *self.others), self.present.prediction.step_s
         for candidate in candidates:
-            found, hook = candidate.prediction, candidate.plan.comm_hook
-            speedup = f"{now_s / found.step_s:.2f} ({now_s / found.high_s:.2f} to {now_s / found.low_s:.2f})"
+            prediction, hook = candidate.prediction, candidate.plan.comm_hook
+            speedup = (
+                f"{now_s / prediction.step_s:.2f} ({now_s / prediction.high_s:.2f} to {now_s / prediction.low_s:.2f})"
+            )
             table.add_row(
                 plan_text(candidate) + (" (as it ran)" if candidate is self.present else ""),
-                number(found.step_s),
-                f"{number(found.low_s)} to {number(found.high_s)}",
-                number(found.exposed_s),
+                number(prediction.step_s),
+                f"{number(prediction.low_s)} to {number(prediction.high_s)}",
+                number(prediction.exposed_s),
                 "1" if candidate is self.present else speedup,
                 "yes" if hook is not None and hook.claims.is_lossy else "no",
             )
@@ -72,11 +74,11 @@ def outlook(
     """Predicts the plan of a run, and the best plan with each compressor.
 
     Args:
-        run_dir: of the run.
-        num_ranks: None for as many as trained, as for the next two.
+        run_dir: directory of the run.
+        num_ranks: number of ranks; None for the run's own, as for the next two.
         link: rate in the notation of ``tc``.
-        num_batches: to accumulate.
-        comm_hooks: names of compressors; None for those that are recommended.
+        num_batches: batches to accumulate for a step.
+        comm_hooks: names of compressors; None for the recommended ones.
 
     Raises:
         OSError: the run has no records.
@@ -120,9 +122,9 @@ def _compressors(names: Sequence[str] | None) -> list[Compressor | None]:
 
 
 def missing_costs(basis: Basis, wanted: Sequence[Compressor | None]) -> dict[Compressor | None, CompressorCost]:
-    """Measures compressors that the run did not, on this machine, if the run was on CPU.
+    """Measures compressors that the run has not measured, on this machine, if the run was on CPU.
 
-    They take as much longer in training as those that the run has measured.
+    They are assumed to slow down in training by the same factor as the compressors that the run has measured.
     """
     missing = [compressor for compressor in wanted if compressor not in basis.costs]
     if not missing or basis.workload.device != "cpu":

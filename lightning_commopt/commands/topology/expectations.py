@@ -15,12 +15,12 @@ from lightning_commopt.text.formatting import count
 _TEXTS = read_texts(Path(__file__).with_name("expectations.txt"))
 _WITHOUT_P2P = re.compile(r"\bRTX [2-5]0[5-9]0|\bTITAN RTX")
 _NVLINK_BY_CAPABILITY: dict[int | None, float] = {60: 20e9, 86: 14e9, 100: 50e9, 103: 50e9}
-_MAX_STEPS = 10_000  # of the search for a ring
-_MAX_GPUS = 512  # likewise
+_MAX_STEPS = 10_000  # bounds the search for a ring
+_MAX_GPUS = 512  # with more GPUs no ring is searched for
 
 
 class NVLinkModel(NamedTuple):
-    """What a GPU has when all its NVLinks are up: how many, and the rate of one, one way."""
+    """The NVLinks of a GPU when all of them are up: their number, and the rate of one in each direction."""
 
     num_links: int
     bytes_per_s: float
@@ -34,7 +34,7 @@ _NVLINK_MODELS = [
 
 
 class Expectation(NamedTuple):
-    """What others have measured over such a link; never here. The rate is one of the figures, one way, if any."""
+    """What others have published for a kind of link; nothing is measured here. A rate is for one direction."""
 
     text: str
     source: str
@@ -42,12 +42,12 @@ class Expectation(NamedTuple):
 
 
 def nvlink_model(name: str | None) -> NVLinkModel | None:
-    """Returns what a model of GPU has; None for those that have no fixed number."""
+    """Returns the NVLinks of a model of GPU; None if it has no fixed number."""
     return next((model for pattern, model in _NVLINK_MODELS if name and pattern.search(name)), None)
 
 
 def meaning(link: Link, *, is_switched: bool = False) -> str:
-    """Returns what a link is; `is_switched` where the machine's NVLinks end at switches."""
+    """Returns a link in words; ``is_switched`` if the machine's NVLinks end at switches."""
     if link.num_nvlinks == 0:
         return _TEXTS["meanings"][link.kind]
     through = " through NVSwitch" if is_switched and link.kind == "NV" else ""
@@ -60,7 +60,7 @@ def _expect(code: str) -> Expectation:
 
 
 def expect_between_gpus(link: Link, gpu: Gpu | None = None, p2p: str | None = None) -> Expectation | None:
-    """Returns what to expect of a copy or an all-reduce between two GPUs; None where nobody has published it.
+    """Returns what to expect of a copy or an all-reduce between two GPUs; None if nobody has published it.
 
     ``p2p`` is the driver's status of direct copies between them; None if unknown.
     """
@@ -95,7 +95,7 @@ def expect_to_nic(link: Link, nic: Nic | None = None) -> Expectation:
 
 
 def expect_all_reduce(machine: Machine) -> Expectation | None:
-    """Returns what to expect of an all-reduce over all GPUs; None where nobody has published it for such a machine."""
+    """Returns what to expect of an all-reduce over all GPUs; None if nobody has published it for such a machine."""
     links = [machine.link(*pair) for pair in machine.gpu_pairs()]
     is_hopper = all(nvlink_model(gpu.name) in (None, _HOPPER) for gpu in machine.gpus)
     is_published = len(machine.gpus) == 8 and is_hopper and all(link == Link("NV", 18) for link in links)
@@ -109,7 +109,7 @@ def is_switched(machine: Machine) -> bool:
 
 
 class Ring(NamedTuple):
-    """An order of all GPUs, whose last is a neighbour of the first, its slowest kind of link, and how many are so."""
+    """An order of all GPUs in which the last is next to the first, its slowest kind of link, and how many it has."""
 
     labels: tuple[str, ...]
     worst: str
@@ -119,30 +119,30 @@ class Ring(NamedTuple):
 def find_ring(machine: Machine, *, is_optimistic: bool = False) -> Ring | None:
     """Finds a ring whose slowest link is as fast as can be, with as few of the slowest as a simple search finds.
 
-    Unknown links count as the fastest if `is_optimistic`, otherwise as none.
+    With ``is_optimistic`` unknown links count as the fastest, otherwise as missing.
     """
     labels = [gpu.label for gpu in machine.gpus]
     unknown = dict.fromkeys(map(frozenset, machine.gpu_pairs()), Link(KINDS[0])) if is_optimistic else {}
     links = {**unknown, **machine.links}
 
-    def near(one: str, limit: int) -> list[str]:
-        others = {other: links[pair].distance for other in labels if (pair := frozenset((one, other))) in links}
+    def near(label: str, limit: int) -> list[str]:
+        others = {other: links[pair].distance for other in labels if (pair := frozenset((label, other))) in links}
         # With peers over faster links first, the search stays among them as long as it can.
         return sorted((other for other in others if others[other] <= limit), key=lambda other: others[other] == limit)
 
     for distance, kind in enumerate(KINDS) if 1 < len(labels) <= _MAX_GPUS else ():
-        found = _search((labels[0],), {one: near(one, distance) for one in labels}, itertools.count())
-        if found is not None:
-            pairs = set(map(frozenset, zip(found, (*found[1:], found[0]), strict=True)))
-            return Ring(found, kind, sum(links[pair].kind == kind for pair in pairs))
+        order = _search((labels[0],), {label: near(label, distance) for label in labels}, itertools.count())
+        if order is not None:
+            pairs = set(map(frozenset, zip(order, (*order[1:], order[0]), strict=True)))
+            return Ring(order, kind, sum(links[pair].kind == kind for pair in pairs))
     return None
 
 
 def _search(way: tuple[str, ...], peers: dict[str, list[str]], steps: Iterator[int]) -> tuple[str, ...] | None:
-    """Searches for a closed way over all labels that begins so, depth first; gives up after so many steps."""
+    """Searches depth first for a closed way over all labels that begins with ``way``; gives up after `_MAX_STEPS`."""
     if len(way) == len(peers):
         return way if len(way) == 2 or way[0] in peers[way[-1]] else None
     for peer in peers[way[-1]]:
-        if peer not in way and next(steps) < _MAX_STEPS and (found := _search((*way, peer), peers, steps)):
-            return found
+        if peer not in way and next(steps) < _MAX_STEPS and (whole := _search((*way, peer), peers, steps)):
+            return whole
     return None

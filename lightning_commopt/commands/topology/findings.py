@@ -38,7 +38,7 @@ def _find_nvlinks(machine: Machine) -> Iterator[Finding]:
 
 
 def _find_degraded(machine: Machine, num_links: dict[tuple[str, str], int], of_model: int) -> Iterator[Finding]:
-    """Finds GPUs behind NVSwitch, or else pairs of them, with less than the full number."""
+    """Finds GPUs behind NVSwitch, or else pairs of them, with fewer NVLinks than the full number."""
     full = max(of_model, *num_links.values())
     of_gpu = {
         gpu.label: max((number for pair, number in num_links.items() if gpu.label in pair), default=full)
@@ -54,7 +54,7 @@ def _find_degraded(machine: Machine, num_links: dict[tuple[str, str], int], of_m
 
 
 def _find_unequal(machine: Machine, num_links: dict[tuple[str, str], int], of_model: int) -> Iterator[Finding]:
-    """Finds what may be a broken link between GPUs that are connected directly, where numbers differ by design."""
+    """Finds what may be a broken link between directly connected GPUs, which may also differ by design."""
     totals = {gpu.label: sum(n for pair, n in num_links.items() if gpu.label in pair) for gpu in machine.gpus}
     most = max(totals.values())
     if len(set(totals.values())) > 1:
@@ -65,10 +65,10 @@ def _find_unequal(machine: Machine, num_links: dict[tuple[str, str], int], of_mo
 
 
 def _find_ring(machine: Machine) -> Iterator[Finding]:
-    """Finds that no ring avoids the link between sockets, or leaves NVLink only in part."""
+    """Finds that every ring crosses the link between sockets, or leaves NVLink somewhere."""
     ring, at_best = find_ring(machine), find_ring(machine, is_optimistic=True)
     if machine.without_nvlink or ring is None or at_best is None or at_best.worst != ring.worst:
-        return  # an unknown link may be in a better ring
+        return  # there may be a better ring over a link that is unknown
     island = _largest_island(machine)
     numbers = ",".join(sorted((label.removeprefix("GPU") for label in island), key=int))
     texts: dict[str, Any] = {"num_gpus": len(machine.gpus), "worst": ring.worst, "numbers": numbers}
@@ -85,7 +85,7 @@ def _find_ring(machine: Machine) -> Iterator[Finding]:
 
 
 def _largest_island(machine: Machine) -> list[str]:
-    """Returns the most GPUs that links of NVLink connect, or without NVLink such as are no SYS; the first of equals."""
+    """Returns the largest group of GPUs that NVLink connects, or without NVLink any link but SYS."""
     limit = KINDS.index("XGMI" if any(link.num_nvlinks for link in machine.links.values()) else "NODE")
     islands: list[set[str]] = []
     for gpu in machine.gpus:
@@ -118,7 +118,7 @@ def _find_nics(machine: Machine) -> Iterator[Finding]:
     far: dict[str, list[str]] = {}
     for gpu in machine.gpus:
         link, nearest = machine.nearest_nics(gpu.label)
-        # With Grace, RDMA goes through the CPU's memory at full rate; RCCL has limits of its own.
+        # With Grace, RDMA goes through the CPU's memory at full rate. RCCL has other limits than NCCL.
         is_judged = not gpu.is_coherent and not (gpu.name or "").startswith("AMD")
         has_gdr = gpu.can_gdr is not False and any(nic.can_gdr is not False for nic in nearest)
         if link is not None and link.distance > KINDS.index("PXB") and is_judged and has_gdr:

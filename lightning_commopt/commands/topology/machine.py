@@ -1,4 +1,4 @@
-"""The GPUs and NICs of a machine, and what lies between each two of them."""
+"""The GPUs and NICs of a machine, and the links between them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _WORD = re.compile(r"NV(?P<num_nvlinks>[1-9]\d{0,2})|PIX|PXB|PHB|NODE|SYS|PSB|SO
 
 
 class TopologyError(ValueError):
-    """What was given is no topology, or this machine has none to read; one line."""
+    """The input is not a topology, or this machine has none to read; the message is one line."""
 
 
 class Link(NamedTuple):
-    """What lies between two devices: one of `KINDS`, and how many NVLinks or xGMI links side by side, 0 on PCIe."""
+    """What lies between two devices: one of `KINDS`, and the number of parallel NVLinks or xGMI links, 0 on PCIe."""
 
     kind: str
     num_nvlinks: int = 0
@@ -41,45 +41,45 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU."""
+    """A GPU. What is None or empty is unknown."""
 
-    label: str  # ``GPU0``, as in the matrix
-    name: str | None = None  # the maker's; None if unknown
-    bus_id: str | None = None  # such as ``0000:07:00.0``; likewise
-    numa_node: int | None = None  # that it is on; likewise
-    cpus: frozenset[int] = frozenset()  # cores that are near; empty if unknown
-    pcie_width: int | None = None  # lanes in use; None if unknown
-    compute_capability: int | None = None  # such as 90 for Hopper; likewise
-    can_gdr: bool | None = None  # GPUDirect RDMA; likewise
-    is_coherent: bool = False  # NVLink-C2C joins it with its CPU, as on Grace
+    label: str  # its label in the matrix, such as ``GPU0``
+    name: str | None = None  # the vendor's name of the model
+    bus_id: str | None = None  # such as ``0000:07:00.0``
+    numa_node: int | None = None  # the NUMA node that it is on
+    cpus: frozenset[int] = frozenset()  # the cores near it
+    pcie_width: int | None = None  # lanes in use
+    compute_capability: int | None = None  # such as 90 for Hopper
+    can_gdr: bool | None = None  # whether it supports GPUDirect RDMA
+    is_coherent: bool = False  # whether NVLink-C2C joins it with its CPU, as on Grace
 
 
 @dataclass(frozen=True, kw_only=True)
 class Nic:
-    """A network adapter."""
+    """A network adapter. What is None is unknown."""
 
-    label: str  # in the matrix, such as ``NIC0`` or ``mlx5_0``
+    label: str  # its label in the matrix, such as ``NIC0`` or ``mlx5_0``
     name: str  # such as ``mlx5_0``
-    numa_node: int | None = None  # that it is on; None if unknown
-    bytes_per_s: float | None = None  # nominal, one way; likewise
-    can_gdr: bool | None = None  # NCCL found GPUDirect RDMA for it; likewise
+    numa_node: int | None = None  # the NUMA node that it is on
+    bytes_per_s: float | None = None  # nominal rate in one direction
+    can_gdr: bool | None = None  # whether NCCL found GPUDirect RDMA for it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
     """A machine's topology."""
 
-    source: str  # where it is from, for people
-    gpus: tuple[Gpu, ...]  # in their order
-    nics: tuple[Nic, ...] = ()  # likewise
-    # By two labels, in either order. Unknown pairs are missing
+    source: str  # the tool or file that it was read from, in words
+    gpus: tuple[Gpu, ...]
+    nics: tuple[Nic, ...] = ()
+    # The link between two devices, by their labels in either order. Unknown links are missing.
     links: Mapping[frozenset[str], Link] = field(default_factory=dict)
-    # The driver's status of direct copies between two GPUs, ``OK``, ``GNS`` or ``U`` for unknown; likewise
+    # The driver's status of direct copies between two GPUs: ``OK``, a reason such as ``GNS``, or ``U`` for unknown.
     p2p: Mapping[frozenset[str], str] = field(default_factory=dict)
-    without_nvlink: str = ""  # what kind of source it is that leaves NVLinks out; empty where it has them
-    # Cores that each process on a GPU may use: label, process id, cores
+    without_nvlink: str = ""  # the kind of the source if it leaves NVLinks out; empty if it has them
+    # The label of a GPU, the id of a process that uses it, and the cores that the process may use.
     processes: tuple[tuple[str, int, frozenset[int]], ...] = ()
-    notices: tuple[str, ...] = ()  # what was unclear in the source
+    notices: tuple[str, ...] = ()  # notes on what was unclear in the source
 
     def link(self, one: str, other: str) -> Link | None:
         """Returns what lies between two labels; None if unknown."""
@@ -94,7 +94,7 @@ class Machine:
         return list(combinations([gpu.label for gpu in self.gpus], 2))
 
     def nearest_nics(self, gpu: str) -> tuple[Link | None, list[Nic]]:
-        """Returns the adapters that are nearest to a GPU, and how near; nothing where an unknown one may be nearer."""
+        """Returns the link from a GPU to its nearest adapters, and these; nothing if an unknown one may be nearer."""
         links = {nic: self.link(gpu, nic.label) for nic in self.nics}
         nearest = min((link for link in links.values() if link), key=lambda link: link.distance, default=None)
         if nearest is None or (nearest.kind != "PIX" and None in links.values()):
@@ -103,14 +103,14 @@ class Machine:
 
 
 def parse_link(word: str) -> Link | None:
-    """Reads a cell of the matrix; None for what is no link.
+    """Reads a cell of the matrix; None if it is not a link.
 
     >>> parse_link("NV12"), parse_link("SOC"), parse_link("N/A")
     (Link(kind='NV', num_nvlinks=12), Link(kind='SYS', num_nvlinks=0), None)
     """
-    if (found := _WORD.fullmatch(word)) is None:
+    if (match := _WORD.fullmatch(word)) is None:
         return None
-    return Link("NV", int(found["num_nvlinks"])) if found["num_nvlinks"] else Link(_FORMER.get(word, word))
+    return Link("NV", int(match["num_nvlinks"])) if match["num_nvlinks"] else Link(_FORMER.get(word, word))
 
 
 def parse_cpus(text: str) -> frozenset[int]:

@@ -22,7 +22,7 @@ _MAX_LABELS = 512
 
 
 class Row(NamedTuple):
-    """A line of the matrix: the label in front, cells as far as there are columns, and what stands behind them."""
+    """A line of the matrix: its label, a cell for each column, and the words behind them."""
 
     label: str
     cells: list[str]
@@ -33,26 +33,26 @@ class Row(NamedTuple):
 class Table:
     """A matrix."""
 
-    labels: list[str] = field(default_factory=list)  # of the columns; empty where the head is missing
-    headings: list[str] = field(default_factory=list)  # what else the head names, in lower case
-    rows: dict[str, Row] = field(default_factory=dict)  # by label
-    line: int = 0  # index of the line that it begins with
+    labels: list[str] = field(default_factory=list)  # labels of the columns; empty if the head is missing
+    headings: list[str] = field(default_factory=list)  # the other words of the head, in lower case
+    rows: dict[str, Row] = field(default_factory=dict)  # rows by their labels
+    line: int = 0  # index of its first line
 
     @property
     def cells(self) -> list[str]:
-        """All cells but those of a device with itself."""
+        """All cells that are between two devices."""
         return [cell for row in self.rows.values() for cell in row.cells if cell != "X"]
 
     @property
     def is_topology(self) -> bool:
-        """Whether its cells are links; those of ``topo -p2p`` are not."""
+        """Whether its cells are links, unlike the cells of ``topo -p2p``."""
         if not self.cells:
             return len(self.rows) == 1 and len(self.labels) == 1
         return sum(parse_link(cell) is not None for cell in self.cells) > len(self.cells) / 2
 
 
 def find_tables(lines: Sequence[str]) -> list[Table]:
-    """Returns all matrices with at least one row, also those that are none of links."""
+    """Returns all matrices with at least one row, whatever their cells mean."""
     tables: list[Table] = []
     prefix = ""
     for index, line in _unwrap([_GLUED_CELLS.sub(r"\1 ", _GLUED_LABELS.sub(" ", line)) for line in lines]):
@@ -63,8 +63,8 @@ def find_tables(lines: Sequence[str]) -> list[Table]:
             tables.append(header)
             continue
         row = _parse_row(_without(prefix, line), tables[-1] if tables else Table())
-        if row is None and tables and _HEADING.match(prefix) and (found := _parse_row(behind, tables[-1])):
-            row = found._replace(tail=line[: len(line) - len(behind)].split())  # columns in front of the matrix
+        if row is None and tables and _HEADING.match(prefix) and (at_end := _parse_row(behind, tables[-1])):
+            row = at_end._replace(tail=line[: len(line) - len(behind)].split())  # columns in front of the matrix
         if row is None:
             continue
         if not tables or row.label in tables[-1].rows:
@@ -79,7 +79,7 @@ def split_rows(text: str) -> list[str]:
 
 
 def _unwrap(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
-    """Gives lines and their index; below a head that goes on in the next line, lines of its length are joined to it."""
+    """Yields lines with their index. If a head continues in the next line, so does each line of its length below."""
     width = index = 0
     while index < len(lines):
         begin, line = index, lines[index]
@@ -95,8 +95,8 @@ def _unwrap(lines: Sequence[str]) -> Iterator[tuple[int, str]]:
 
 def _behind_prefix(line: str) -> str:
     """Returns a line without what a launcher has put before its first GPU."""
-    found = re.search(r"(?<![\w/])GPU\d", line)
-    return line[found.start() :] if found and len(line[: found.start()].split()) <= 4 else line
+    match = re.search(r"(?<![\w/])GPU\d", line)
+    return line[match.start() :] if match and len(line[: match.start()].split()) <= 4 else line
 
 
 def _without(prefix: str, line: str) -> str:
@@ -117,7 +117,7 @@ def _parse_header(text: str, index: int) -> Table | None:
     is_cut = len(labels) > 1 and len(rest) == 1 and rest[0].isalpha() and len(rest[0]) < 5 and not _is_cell(rest[0])
     if rest and rest[0].lower() not in _HEADING_WORDS and rest[:2] != ["Node", "Affinity"] and not is_cut:
         return None
-    headings = [" ".join(found.lower().split()) for found in _HEADING.findall(text)]
+    headings = [" ".join(heading.lower().split()) for heading in _HEADING.findall(text)]
     return Table(labels=labels, headings=headings, line=index)
 
 

@@ -21,7 +21,7 @@ _MAX_LINKS = 999
 
 
 class _Device(NamedTuple):
-    """An element, and the CPU and PCI devices above it, from the outside."""
+    """An element, and the CPU and PCI devices that contain it, the outermost first."""
 
     element: Element
     above: tuple[Element, ...]
@@ -43,7 +43,8 @@ def read_nccl_xml(text: str, source: str) -> Machine:
         TopologyError: it is cut off, or damaged, or has no GPU.
     """
     devices, notices = _read_devices(text, source)
-    if any(each.element.tag in ("nvlink", "xgmi") and _integer(each.element.get("count")) is None for each in devices):
+    links = [device.element for device in devices if device.element.tag in ("nvlink", "xgmi")]
+    if any(_integer(link.get("count")) is None for link in links):
         raise TopologyError(f"{source}: a link of a GPU has no count: this is not as NCCL writes it")
     gpus = _find_gpus(devices)
     nics = _find_nets(devices, notices)
@@ -53,7 +54,7 @@ def read_nccl_xml(text: str, source: str) -> Machine:
     if not gpus:
         pci = sorted((d for d in devices if d.element.tag == "pci"), key=lambda device: device.pci.get("busid", ""))
         of_class = [(k, [d for d in pci if d.pci.get("class", "").startswith(codes)]) for k, codes in _CLASSES.items()]
-        gpus, nics = ({f"{kind}{index}": device for index, device in enumerate(found)} for kind, found in of_class)
+        gpus, nics = ({f"{kind}{index}": device for index, device in enumerate(own)} for kind, own in of_class)
         without_nvlink = "a file for NCCL_TOPO_FILE"
         notices.append("GPUs are numbered by their bus ids")
     if not gpus:
@@ -83,7 +84,7 @@ def _read_devices(text: str, source: str) -> tuple[list[_Device], list[str]]:
 
 
 def _walk(cpu: Element) -> Iterator[_Device]:
-    """Gives everything below a CPU; not by recursion, as damaged files may nest without end."""
+    """Yields everything below a CPU, without recursion, as damaged files may be nested without end."""
     stack = [_Device(child, (cpu,)) for child in reversed(cpu)]
     while stack:
         element, above = stack.pop()
@@ -102,20 +103,20 @@ def _find_gpus(devices: list[_Device]) -> dict[str, _Device]:
 
 
 def _find_nets(devices: list[_Device], notices: list[str]) -> dict[str, _Device]:
-    """Returns each ``<net>`` once, without interfaces of containers, and adapters that are merged of others in it."""
+    """Returns each ``<net>`` once, without interfaces of containers, and without adapters that merge others."""
     nets: dict[tuple[str, ...], _Device] = {}
     for device in devices:
         if device.element.tag == "net":
             nets.setdefault(tuple(device.element.get(key, "") for key in ("name", "port", "guid")), device)
     names = {name for name, *_ in nets}
-    found: dict[str, _Device] = {}
+    named: dict[str, _Device] = {}
     for (name, *_), device in nets.items():
         is_merged = "+" in name and set(name.split("+")) <= names
         if not _VIRTUAL.match(name) and not is_merged:
-            found[f"{name or 'NIC'}:{len(found)}" if name in ("", *found) else name] = device
+            named[f"{name or 'NIC'}:{len(named)}" if name in ("", *named) else name] = device
     if num_virtual := sum(_VIRTUAL.match(name) is not None for name, *_ in nets):
         notices.append(f"virtual network interfaces are left out: {num_virtual}")
-    return found
+    return named
 
 
 def _gpu(label: str, device: _Device) -> Gpu:
@@ -150,18 +151,18 @@ def _links_of(
     buses = {label: device.pci.get("busid") or label for label, device in devices.items()}
     links: dict[frozenset[str], Link] = {}
     one_way = []
-    for (one, first), (other, second) in combinations(devices.items(), 2):
+    for (label, first), (other, second) in combinations(devices.items(), 2):
         link = _pcie_link(first.above, second.above)
-        if one in targets and other in targets:
-            switched = min(targets[one]["NV", ""], targets[other]["NV", ""])
+        if label in targets and other in targets:
+            switched = min(targets[label]["NV", ""], targets[other]["NV", ""])
             for kind in ("NV", "XGMI"):
-                there, back = targets[one][kind, buses[other]], targets[other][kind, buses[one]]
+                there, back = targets[label][kind, buses[other]], targets[other][kind, buses[label]]
                 if there or back:
                     link = Link(kind, min(there, back) or max(there, back))
                 if (there > 0) != (back > 0):
-                    one_way.append(f"{one} to {other}" if there else f"{other} to {one}")
+                    one_way.append(f"{label} to {other}" if there else f"{other} to {label}")
             link = Link("NV", switched) if switched and not link.num_nvlinks else link
-        links[frozenset((one, other))] = link
+        links[frozenset((label, other))] = link
     coherent = [label for label in targets if devices[label].element.find("c2c") is not None]
     for what, shown in (
         ("links are listed in one direction only", one_way),
@@ -172,20 +173,20 @@ def _links_of(
 
 
 def _targets(device: _Device) -> Iterator[tuple[str, str]]:
-    """Gives kind and bus id for each link of a GPU; the bus id of switches is empty."""
+    """Yields the kind and the target's bus id of each link of a GPU; the bus id of a switch is empty."""
     for tag, kind in (("nvlink", "NV"), ("xgmi", "XGMI")):
         for link in device.element.iter(tag):
             target = "" if link.get("tclass", "").startswith(_SWITCH_CLASS) else link.get("target", "-")
             yield from [(kind, target)] * min(_integer(link.get("count")) or 0, _MAX_LINKS)
 
 
-def _pcie_link(one: tuple[Element, ...], other: tuple[Element, ...]) -> Link:
+def _pcie_link(first_above: tuple[Element, ...], second_above: tuple[Element, ...]) -> Link:
     """Returns what lies between two devices, by the CPU, the switches above them, and themselves."""
-    one, other = (each[:-1] if len(each) > 1 else each for each in (one, other))
-    num_shared = sum(1 for first, second in zip(one, other, strict=False) if first is second)
+    first_above, second_above = (above[:-1] if len(above) > 1 else above for above in (first_above, second_above))
+    num_shared = sum(1 for first, second in zip(first_above, second_above, strict=False) if first is second)
     if num_shared < 2:
         return Link("PHB" if num_shared else "SYS")
-    return Link("PIX" if num_shared == len(one) == len(other) else "PXB")
+    return Link("PIX" if num_shared == len(first_above) == len(second_above) else "PXB")
 
 
 def _cpus_of_mask(text: str) -> frozenset[int]:

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_commopt.commands.topology.machine import Gpu, Link, Machine, Nic, TopologyError, parse_cpus
 
 _LEVELS = {"INTERNAL": "PIX", "SINGLE": "PIX", "MULTIPLE": "PXB", "HOSTBRIDGE": "PHB", "NODE": "NODE", "SYSTEM": "SYS"}
-_MAX_CPUS = 4096
+_MAX_CPUS = 4096  # cores in the mask that the driver is asked for
 _ROOT = re.compile(r"pci[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}$")
 
 
@@ -52,11 +52,11 @@ class _Reader:
         links = dict(self._gpu_links(gpus, handles))
         paths = {gpu: pci_path(self._root, gpu.bus_id or "") for gpu in gpus} | nics
         pairs: list[tuple[Gpu | Nic, Nic]] = [*product(gpus, nics), *combinations(nics, 2)]
-        for one, other in pairs:
-            has_one_node = one.numa_node is not None and one.numa_node == other.numa_node
-            link = pcie_link(paths[one], paths[other], has_one_node=has_one_node)
+        for device, other in pairs:
+            has_one_node = device.numa_node is not None and device.numa_node == other.numa_node
+            link = pcie_link(paths[device], paths[other], has_one_node=has_one_node)
             if link is not None:
-                links[frozenset((one.label, other.label))] = link
+                links[frozenset((device.label, other.label))] = link
         processes = tuple(self._processes(gpus, handles))
         return Machine(source="NVML", gpus=tuple(gpus), nics=tuple(nics), links=links, processes=processes)
 
@@ -77,11 +77,11 @@ class _Reader:
 
     def _gpu_links(self, gpus: list[Gpu], handles: list[Any]) -> Iterator[tuple[frozenset[str], Link]]:
         targets = [self._nvlink_targets(handle) for handle in handles]
-        for one, other in combinations(range(len(gpus)), 2):
-            pair = frozenset((gpus[one].label, gpus[other].label))
-            direct = max(targets[one].get(gpus[other].bus_id, 0), targets[other].get(gpus[one].bus_id, 0))
-            num_nvlinks = direct or min(targets[one].get(None, 0), targets[other].get(None, 0))
-            level = self._ask("nvmlDeviceGetTopologyCommonAncestor", handles[one], handles[other])
+        for first, second in combinations(range(len(gpus)), 2):
+            pair = frozenset((gpus[first].label, gpus[second].label))
+            direct = max(targets[first].get(gpus[second].bus_id, 0), targets[second].get(gpus[first].bus_id, 0))
+            num_nvlinks = direct or min(targets[first].get(None, 0), targets[second].get(None, 0))
+            level = self._ask("nvmlDeviceGetTopologyCommonAncestor", handles[first], handles[second])
             if num_nvlinks:
                 yield pair, Link("NV", num_nvlinks)
             elif level in self._kinds:
@@ -90,7 +90,7 @@ class _Reader:
     def _nvlink_targets(self, handle: Any) -> dict[str | None, int]:
         """Counts the active NVLinks of a GPU by the bus id that they end at; None stands for switches."""
         nvml = self._nvml
-        found: dict[str | None, int] = {}
+        num_links: dict[str | None, int] = {}
         for link in range(nvml.NVML_NVLINK_MAX_LINKS):
             if self._ask("nvmlDeviceGetNvLinkState", handle, link) != nvml.NVML_FEATURE_ENABLED:
                 continue
@@ -98,8 +98,8 @@ class _Reader:
             if self._ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, link) != nvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
                 remote = self._ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, link)
                 target = "" if remote is None else _text(remote.busId)
-            found[target] = found.get(target, 0) + 1
-        return found
+            num_links[target] = num_links.get(target, 0) + 1
+        return num_links
 
     def _processes(self, gpus: list[Gpu], handles: list[Any]) -> Iterator[tuple[str, int, frozenset[int]]]:
         for gpu, handle in zip(gpus, handles, strict=True):
@@ -109,7 +109,7 @@ class _Reader:
                     yield gpu.label, process.pid, cpus
 
     def _ask(self, function: str, *arguments: Any) -> Any:
-        """Calls a function; returns None where this version, driver or device has none."""
+        """Calls a function; returns None if this version, driver or device does not have it."""
         try:
             return getattr(self._nvml, function)(*arguments)
         except (AttributeError, self._nvml.NVMLError):
@@ -122,7 +122,7 @@ def _text(value: str | bytes) -> str:
 
 
 def pci_path(root: Path, bus_id: str) -> tuple[str, ...]:
-    """Returns the bridges above a PCI device and itself, from the outside; empty if it is not there."""
+    """Returns the bridges above a PCI device and the device itself, the outermost first; empty if it is missing."""
     # NVML writes 00000000:07:00.0, Linux 0000:07:00.0.
     domain, _, rest = bus_id.strip().lower().partition(":")
     return _path_of(root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}")
@@ -149,7 +149,7 @@ def pcie_link(one: tuple[str, ...], other: tuple[str, ...], *, has_one_node: boo
         return Link("NODE" if has_one_node else "SYS")
     if shared == 1:
         return Link("PHB")
-    # Behind the switch that they share: a port of it, and the device.
+    # Two parts may follow the switch that they share: its port, and the device.
     return Link("PIX" if max(len(one), len(other)) - shared <= 2 else "PXB")
 
 
@@ -161,26 +161,26 @@ def numa_node(root: Path, path: tuple[str, ...]) -> int | None:
 
 def rdma_adapters(root: Path) -> dict[Nic, tuple[str, ...]]:
     """Returns the RDMA adapters with their PCI paths."""
-    found = {}
+    adapters = {}
     for folder in sorted((root / "sys/class/infiniband").glob("*")):
         rates = [read_text(path) for path in sorted(folder.glob("ports/*/rate"))]
         gbits = [float(rate[1]) for text in rates if (rate := re.match(r"(\d{1,5}(?:\.\d)?) Gb/sec", text))]
         path, bytes_per_s = _path_of(folder / "device"), max(gbits) * 1e9 / 8 if gbits else None
         name, node = folder.name, numa_node(root, path)
-        found[Nic(label=name, name=name, numa_node=node, bytes_per_s=bytes_per_s)] = path
-    return found
+        adapters[Nic(label=name, name=name, numa_node=node, bytes_per_s=bytes_per_s)] = path
+    return adapters
 
 
 def cpus_of_process(root: Path, pid: int) -> frozenset[int]:
-    """Returns the cores that a process on a GPU may use; empty if we cannot see it.
+    """Returns the cores that a process on a GPU may use; empty if it is not visible here.
 
-    In a container a number of the driver's may be of another process here: one that has not loaded CUDA.
+    In a container the driver's process id may belong to another process, so one that has not loaded CUDA is ignored.
     """
     if "libcuda" not in read_text(root / f"proc/{pid}/maps"):
         return frozenset()
     status = read_text(root / f"proc/{pid}/status")
-    found = re.search(r"^Cpus_allowed_list:\s*(\S+)$", status, re.MULTILINE)
-    return parse_cpus(found[1]) if found else frozenset()
+    match = re.search(r"^Cpus_allowed_list:\s*(\S+)$", status, re.MULTILINE)
+    return parse_cpus(match[1]) if match else frozenset()
 
 
 def read_text(path: Path) -> str:

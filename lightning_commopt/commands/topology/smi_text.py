@@ -21,14 +21,14 @@ _NO_NIC = re.compile(r"GPU\d+$|\?")
 _P2P = {"OK", "CNS", "GNS", "TNS", "DR", "NS", "U"}
 _COHERENT = re.compile(r"\b(GH|GB)[123]00\b")
 _MARKDOWN = str.maketrans("|*`", "   ")
-_MAX_CHARACTERS = 4000  # of a line
+_MAX_CHARACTERS = 4000  # the rest of a longer line is ignored
 
 
 def read_smi_text(text: str, source: str) -> Machine:
-    """Reads the first topology in a text, of ``nvidia-smi topo -m`` or ``-mp``, and the first matrix of ``topo -p2p``.
+    """Reads the first matrix of ``nvidia-smi topo -m`` or ``-mp`` in a text, and the first of ``topo -p2p``.
 
     Raises:
-        TopologyError: there is none in it.
+        TopologyError: there is no topology in the text.
     """
     lines = [_ESCAPES.sub("", line[:_MAX_CHARACTERS]) for line in re.split(r"\r\n|\r|\n", text)]
     plain = [line.translate(_MARKDOWN) for line in lines]
@@ -43,7 +43,7 @@ def read_smi_text(text: str, source: str) -> Machine:
     _drop_cut_word(table, text.rsplit(None, 1)[-1])
     labels = table.labels or _labels_of_rows(list(table.rows.values()))
     links, conflicts = _links_of(table, labels)
-    names = {found[1]: found[2] for line in lines if (found := _NIC_NAME.search(line))}
+    names = {match[1]: match[2] for line in lines if (match := _NIC_NAME.search(line))}
     gpus = tuple(_gpus_of(table, labels, lines))
     if not gpus:
         raise TopologyError(f"{source}: a matrix without a GPU")
@@ -60,7 +60,7 @@ def read_smi_text(text: str, source: str) -> Machine:
 
 
 def _drop_cut_word(table: Table, last_word: str) -> None:
-    """Drops the last word of a matrix that the text's end cuts, such as NV1 of NV18: its row is shorter than others."""
+    """Drops the last word if the text ends within the matrix: it may be cut, as NV1 is of NV18."""
     *above, last = table.rows.values()
     words = [*last.cells, *last.tail]
     num_words = len(above[-1].cells + above[-1].tail) if above else len(table.labels + table.headings)
@@ -70,7 +70,7 @@ def _drop_cut_word(table: Table, last_word: str) -> None:
 
 
 def _is_without_nvlink(lines: Sequence[str], begin: int) -> bool:
-    """Returns whether a matrix is of ``topo -mp``: by its command, or as its legend is whole without NVLink."""
+    """Returns whether a matrix is from ``topo -mp``, by its command or by a complete legend without NVLink."""
     if any(_LEGEND_NVLINK.match(line) for line in lines):
         return False
     if (command := _command_above(lines, begin)) is not None:
@@ -81,18 +81,19 @@ def _is_without_nvlink(lines: Sequence[str], begin: int) -> bool:
 
 def _command_above(lines: Sequence[str], begin: int) -> str | None:
     """Returns the last option of ``nvidia-smi topo`` above a matrix; None if there is none."""
-    found = [command[1] for line in lines[:begin] for command in _COMMAND.finditer(line)]
-    return found[-1] if found else None
+    options = [command[1] for line in lines[:begin] for command in _COMMAND.finditer(line)]
+    return options[-1] if options else None
 
 
 def _read_p2p(tables: Sequence[Table], lines: Sequence[str]) -> dict[frozenset[str], str]:
-    """Returns the driver's word on direct copies, from the first matrix about reads or writes of memory."""
+    """Returns the driver's status of direct copies, from the first matrix about reads or writes of memory."""
     for table in tables:
         option = (_command_above(lines, table.line) or "").rpartition(" ")[2]
         if table.is_topology or not _P2P & set(table.cells) or option in ("n", "a", "p"):
-            continue  # links, or a matrix about NVLink, atomics, or what PCIe alone could
+            continue  # it has links, or is about NVLink, atomics, or PCIe alone
         return {
-            frozenset((row.label, label)): "U" if cell == "NS" and not option else cell  # it may be about NVLink
+            # Without the command the matrix may be about NVLink, so NS says nothing about copies.
+            frozenset((row.label, label)): "U" if cell == "NS" and not option else cell
             for row in table.rows.values()
             for label, cell in zip(table.labels, row.cells, strict=False)
             if cell in _P2P and label != row.label
@@ -114,7 +115,7 @@ def _notices(table: Table, labels: Sequence[str], conflicts: Sequence[str], num_
 
 
 def _labels_of_rows(rows: Sequence[Row]) -> list[str]:
-    """Names columns after the rows, which have an X in their own; a column without a row is "?" and its number."""
+    """Names columns after the rows that have their X there; a column without a row is "?" and its number."""
     own = {row.cells.index("X"): row.label for row in rows if "X" in row.cells}
     labels = [own.get(index, f"?{index}") for index in range(max((len(row.cells) for row in rows), default=0))]
     return list(dict.fromkeys(labels))
@@ -135,12 +136,12 @@ def _links_of(table: Table, labels: Sequence[str]) -> tuple[dict[frozenset[str],
             known = links.setdefault(pair, link)
             if known != link:
                 conflicts.append(f"{label} and {row.label}")
-                links[pair] = max(link, known, key=lambda each: (each.distance, -each.num_nvlinks))
+                links[pair] = max(link, known, key=lambda choice: (choice.distance, -choice.num_nvlinks))
     return links, conflicts
 
 
 def _aligned(row: Row, own: int, num_columns: int) -> list[str]:
-    """Returns a cell for each column, "" where cells are missing and nobody knows which: the X is in its own column."""
+    """Returns a cell for each column, "" for unknown ones. If cells are missing, the X shows where others belong."""
     if len(row.cells) == num_columns:
         return row.cells
     cells = [""] * num_columns
@@ -155,22 +156,22 @@ def _aligned(row: Row, own: int, num_columns: int) -> list[str]:
 
 
 def _gpus_of(table: Table, labels: Sequence[str], lines: Sequence[str]) -> Iterator[Gpu]:
-    names = {int(found[1]): found[2].strip() for line in lines if (found := _GPU_ROW.search(line))}
+    names = {int(match[1]): match[2].strip() for line in lines if (match := _GPU_ROW.search(line))}
     for line in lines:
-        if found := _GPU_NAME.search(line):
-            names |= dict.fromkeys(parse_cpus(re.sub(r"\s", "", found[1])), found[2].strip())
+        if match := _GPU_NAME.search(line):
+            names |= dict.fromkeys(parse_cpus(re.sub(r"\s", "", match[1])), match[2].strip())
     for label in filter(GPU.fullmatch, labels):
         cpus, node, own_node = _affinity(table, table.rows.get(label), len(labels))
         name = names.get(int(label[3:]))
         is_coherent = own_node.isdecimal() or _COHERENT.search(name or "") is not None
-        # With Grace, the memory of a GPU has nodes of its own, behind the first, which is its CPU's.
+        # With Grace, a GPU's memory has NUMA nodes too. They follow the first one, which is its CPU's.
         node = node.partition(",")[0] if is_coherent else node
         numa_node = int(node) if node.isdecimal() and len(node) < 5 else None
         yield Gpu(label=label, name=name, cpus=parse_cpus(cpus), numa_node=numa_node, is_coherent=is_coherent)
 
 
 def _affinity(table: Table, row: Row | None, num_columns: int) -> tuple[str, str, str]:
-    """Returns cores, NUMA node and the GPU's own node behind the cells of a row; "" for those that are missing."""
+    """Returns cores, NUMA node and the GPU's own node, which follow the cells of a row; "" if they are missing."""
     if row is None or (len(row.cells) < num_columns and not row.tail):
         return "", "", ""
     has_node = not table.headings or any(heading.startswith("numa") for heading in table.headings)

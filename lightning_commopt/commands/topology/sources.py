@@ -1,4 +1,4 @@
-"""Where a topology comes from: a file that somebody sent, or this machine."""
+"""Reads a topology from a file or from this machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LIMIT_S = 60
 
 
 def read_file(path: Path) -> Machine:
-    """Reads text of ``nvidia-smi topo -m`` or XML of ``NCCL_TOPO_DUMP_FILE``, whatever stands around it.
+    """Reads text of ``nvidia-smi topo -m`` or XML of ``NCCL_TOPO_DUMP_FILE``, with any text around it.
 
     ``-`` is the standard input.
 
@@ -38,7 +38,7 @@ def read_file(path: Path) -> Machine:
 
 
 def read_content(content: bytes, source: str) -> Machine:
-    """Reads such a file's content: UTF-8, or UTF-16 with a byte order mark, as PowerShell writes it; perhaps gzipped.
+    """Reads the content of a file: UTF-8, or UTF-16 with a byte order mark, as PowerShell writes it; perhaps gzipped.
 
     Raises:
         TopologyError: there is no topology in it.
@@ -97,7 +97,7 @@ def read_nvidia_smi() -> Machine:
 
 
 def _with_own_rank(machine: Machine, environment: Mapping[str, str]) -> Machine:
-    """Adds this process as the one on the GPU of its local rank, in a process of a launcher."""
+    """Adds this process to the processes, on the GPU of its local rank, if a launcher has started it."""
     rank = local_rank(environment)
     if rank is None:
         return machine
@@ -105,7 +105,7 @@ def _with_own_rank(machine: Machine, environment: Mapping[str, str]) -> Machine:
     visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if all(number.strip().isdecimal() for number in visible):
         labels = [f"GPU{int(number)}" for number in visible]
-    # A launcher that gives each rank one GPU shows it no other.
+    # If a launcher shows each rank only its own GPU, there are fewer labels than ranks.
     own = (labels[min(rank, len(labels) - 1)], os.getpid(), frozenset(os.sched_getaffinity(0)))
     return dataclasses.replace(machine, processes=(*machine.processes, own))
 

@@ -1,4 +1,4 @@
-"""A topology for people, on the terminal and as a page, and as JSON has it: links, what to expect, and what hurts."""
+"""Prints a topology, or writes it as a page or JSON: links, what to expect of them, and what is slow."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _MAX_PAIRS = 6
 
 
 class Pair(NamedTuple):
-    """Two devices by their labels, what lies between them, and what others have measured over such a link, if any."""
+    """The labels of two devices, the link between them, and what others have published for such a link, if any."""
 
     one: str
     other: str
@@ -39,16 +39,16 @@ class Pair(NamedTuple):
 
 
 def gpu_pairs(machine: Machine) -> list[Pair]:
-    """Returns each two GPUs whose link is known."""
+    """Returns all pairs of GPUs whose link is known."""
     gpus = {gpu.label: gpu for gpu in machine.gpus}
     switched = is_switched(machine)
-    found = []
-    for one, other in machine.gpu_pairs():
-        if link := machine.link(one, other):
-            expected = expect_between_gpus(link, gpus[one], machine.p2p.get(frozenset((one, other))))
+    pairs = []
+    for label, other in machine.gpu_pairs():
+        if link := machine.link(label, other):
+            expected = expect_between_gpus(link, gpus[label], machine.p2p.get(frozenset((label, other))))
             text = meaning(link, is_switched=switched)
-            found.append(Pair(one, other, link, text, None if machine.without_nvlink else expected))
-    return found
+            pairs.append(Pair(label, other, link, text, None if machine.without_nvlink else expected))
+    return pairs
 
 
 def nic_pairs(machine: Machine) -> list[Pair]:
@@ -69,10 +69,10 @@ def by_link(pairs: list[Pair]) -> list[list[Pair]]:
 
 def by_place(machine: Machine) -> list[tuple[str, str, list[Gpu]]]:
     """Returns GPUs by their NUMA node, or by their cores where the source has no nodes: both as text, and the GPUs."""
-    found = grouped((gpu.cpus if gpu.numa_node is None else gpu.numa_node, gpu) for gpu in machine.gpus)
-    names = [UNKNOWN if gpus[0].numa_node is None else str(gpus[0].numa_node) for gpus in found.values()]
-    cores = [cpus_text(cpu for gpu in gpus for cpu in gpu.cpus) for gpus in found.values()]
-    return [(f"NUMA node {name}", text, gpus) for name, text, gpus in zip(names, cores, found.values(), strict=True)]
+    places = grouped((gpu.cpus if gpu.numa_node is None else gpu.numa_node, gpu) for gpu in machine.gpus)
+    names = [UNKNOWN if gpus[0].numa_node is None else str(gpus[0].numa_node) for gpus in places.values()]
+    cores = [cpus_text(cpu for gpu in gpus for cpu in gpu.cpus) for gpus in places.values()]
+    return [(f"NUMA node {name}", text, gpus) for name, text, gpus in zip(names, cores, places.values(), strict=True)]
 
 
 def to_plain(machine: Machine, findings: list[Finding]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def _plain(value: Ring | Expectation | None) -> dict[str, Any] | None:
 
 
 def print_topology(machine: Machine, findings: list[Finding], console: Console) -> None:
-    """Prints all of it."""
+    """Prints devices, links, the ring and findings."""
     devices = [*machine.gpus, *machine.nics]
     names = dict.fromkeys(gpu.name for gpu in machine.gpus if gpu.name is not None)
     kind = f" ({', '.join(names)})" if names else ""
@@ -113,7 +113,8 @@ def print_topology(machine: Machine, findings: list[Finding], console: Console) 
         print_text(f"note: {notice}", console, "yellow")
     console.print()
     _print_matrix(machine, {gpu.label: gpu.label for gpu in machine.gpus}, console)
-    if machine.nics:  # in a matrix of their own, whose heads are numbers: their names are long
+    # NICs get a matrix of their own, with numbers as heads, because their names are long.
+    if machine.nics:
         console.print()
         headings = {f"NIC{index}": nic for index, nic in enumerate(machine.nics)}
         _print_matrix(machine, {heading: nic.label for heading, nic in headings.items()}, console)
@@ -181,7 +182,7 @@ def _print_links(title: str, pairs: list[Pair], console: Console) -> None:
 
 
 def write_page(machine: Machine, findings: list[Finding], path: Path) -> None:
-    """Writes one HTML file; OSError where that fails."""
+    """Writes one HTML file; an OSError if that fails."""
     from lightning_commopt.report.page import render
 
     groups = [("between GPUs", by_link(gpu_pairs(machine))), ("between GPU and NIC", by_link(nic_pairs(machine)))]

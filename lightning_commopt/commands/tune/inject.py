@@ -19,7 +19,8 @@ from lightning_commopt.compat.import_hook import call_after_import
 VARIABLE = "COMMOPT_TUNE"
 """Holds, as JSON, what the program's processes read: ``lossy``, ``output``, ``verdict`` (a file) and ``ends_fit``."""
 
-# Python imports it when it starts. An installation may have one of its own, which comes next on the path.
+# Python imports ``sitecustomize`` when it starts. An installation may have its own, further down the path, which this
+# one runs first.
 _SITECUSTOMIZE = """\
 import importlib.machinery, importlib.util, os, sys
 
@@ -38,7 +39,8 @@ def run_tuned(command: Sequence[str], *, lossy: Sequence[str], output: Path, end
     """Runs a command, which starts Python programs in whatever way, to its end.
 
     Returns:
-        The status of the command; and what was found, None if nothing was. The plan is in ``output``.
+        The status of the command; and the verdict in words, None if no fit has looked for a plan. The plan is in
+        ``output``.
 
     Raises:
         ValueError: a name in ``lossy`` is unknown, or ``output`` cannot be written.
@@ -91,7 +93,7 @@ def tuned_strategy(strategy: Any, ours: Any) -> Any:
     """Returns what takes the place of a Trainer's strategy.
 
     Raises:
-        ValueError: it is none of DDP's, or has a comm hook.
+        ValueError: the strategy is not DDP, or has a comm hook.
     """
     from lightning_commopt.commands.tune.tuning import Tuning
     from lightning_commopt.compat.lightning import arguments_of_ddp, comm_hook_of, is_lightnings_ddp

@@ -11,7 +11,8 @@ from lightning_commopt.sync.strategies import TunedStrategy
 from lightning_commopt.tune.auto_plan import FitPlan
 from lightning_commopt.tune.options import TuneOptions
 
-_UNLIMITED = 1e6  # times the fit's time: it is there to be tuned
+# The search may cost any multiple of the fit's time, as these fits run in order to be tuned.
+_UNLIMITED = 1e6
 
 
 class Tuning(FitPlan):
@@ -30,7 +31,7 @@ class Tuning(FitPlan):
 
     def end_fit(self, keep: Callable[[CommPlan], None] | None = None) -> None:
         super().end_fit(keep)
-        found = self.describe()
-        if found:
+        description = self.describe()
+        if description:
             self._strategy.plan.save(self._asked["output"])
-            Path(self._asked["verdict"]).write_text(found["verdict"], encoding="utf-8")
+            Path(self._asked["verdict"]).write_text(description["verdict"], encoding="utf-8")

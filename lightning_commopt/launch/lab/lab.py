@@ -1,4 +1,4 @@
-"""NetLab: hosts in network namespaces, the links between them, and ranks that run on them."""
+"""NetLab: hosts in network namespaces, the links between them, and ranks that run on the hosts."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ DEVICE = "eth0"
 """The network device of every host."""
 
 MASTER_PORT = 29500
-"""Free in every lab: no other process listens on its hosts."""
+"""Where the ranks meet. It is free in every lab, as no other process listens on its hosts."""
 
 _MAX_HOSTS = 254
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _MIN_RATE, _MAX_RATE = 10**5, 10**11
 _MIN_BURST_BYTES, _MAX_SLOW_BURST_BYTES = 2**14, 2**18
-# A timer of the kernel that is late by less costs no throughput; the second up to 1 Gbit/s.
+# A burst of this duration hides that a timer of the kernel is late. The longer one is for up to 1 Gbit/s.
 _BURST_S, _SLOW_BURST_S = 0.0005, 0.002
-# A packet passes whole and at once; a link would take up to this long for it.
+# The limiter passes a packet whole and at once. So packets are limited to what a link would send in this time.
 _PACKET_S, _MIN_PACKET_BYTES, _MAX_PACKET_BYTES = 0.001, 2 * 1514, 2**16
-_QUEUE_S, _MIN_QUEUE_BYTES = 0.05, 2**18  # what waits for the link; several packets
+# The queue in front of the link holds what it sends in this time, and at least several packets.
+_QUEUE_S, _MIN_QUEUE_BYTES = 0.05, 2**18
 _LIMITER = ("htb", "default", "1")
 _ADD_NAMES = 'cp /etc/hosts /run/hosts && printf %s "$1" >> /run/hosts && mount --bind /run/hosts /etc/hosts || true'
 
@@ -36,18 +37,18 @@ def parse_rate(rate: str | None, name: str = "rate") -> int | None:
 
     Args:
         rate: such as "2.5gbit".
-        name: of the option, for the message.
+        name: name of the option, for the error message.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the rate is not in this notation, or is out of range.
 
     >>> parse_rate("2.5gbit")
     2500000000
     """
     if rate is None or rate == "unlimited":
         return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate) if isinstance(rate, str) else None
-    bits = round(float(found[1]) * _UNITS[found[2]]) if found else 0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate) if isinstance(rate, str) else None
+    bits = round(float(match[1]) * _UNITS[match[2]]) if match else 0
     if not _MIN_RATE <= bits <= _MAX_RATE:
         raise ValueError(
             f"{name} must be a number with kbit, mbit or gbit, from 100kbit to 100gbit, "
@@ -65,12 +66,12 @@ class NetLab:
     SIGKILL.
 
     Args:
-        num_hosts: from 1 to 254.
-        rate: of each link in each direction, see `parse_rate`; None for no limit.
+        num_hosts: number of hosts, from 1 to 254.
+        rate: rate of each link in each direction, see `parse_rate`; None for no limit.
 
     Raises:
         ValueError: an argument is out of range.
-        LabError: on entering: this machine cannot do it, see `lightning_commopt.launch.lab.why_not`.
+        LabError: this machine cannot make the lab, see `lightning_commopt.launch.lab.why_not`; raised on entering.
     """
 
     def __init__(self, num_hosts: int, rate: str | None = None) -> None:
@@ -153,7 +154,7 @@ class NetLab:
         """Changes the rate of each link in each direction; ranks may be running.
 
         Raises:
-            ValueError: it is no rate of `parse_rate`, or no limit.
+            ValueError: it is not a rate for `parse_rate`, or not a limit.
             LabError: the lab is not open.
         """
         bits_per_s = parse_rate(rate)
@@ -167,7 +168,7 @@ class NetLab:
                 self._limit(device=f"port{host}", is_new=is_new)
 
     def enter(self, host: int) -> tuple[str, ...]:
-        """Returns the prefix of a command to run it on a host, in our folder. The caller must end it.
+        """Returns the prefix of a command to run it on a host, in this process's folder. The caller must end it.
 
         Raises:
             LabError: the lab is not open.
@@ -196,7 +197,7 @@ class NetLab:
         }
 
     def _connect(self) -> None:
-        # Names of network namespaces are files here; hidden from the rest of the machine, as the mount is.
+        # ip keeps the names of network namespaces as files in /run. This mount hides them from the rest of the machine.
         self._do("mount", "-t", "tmpfs", "tmpfs", "/run")
         for host in range(self.num_hosts):
             self._do("ip", "netns", "add", f"host{host}")
@@ -215,7 +216,7 @@ class NetLab:
         self._name_addresses()
 
     def _name_addresses(self) -> None:
-        """Names the addresses: torch warns of each peer without a name, also of its IPv6 form."""
+        """Gives each address a name, also in its IPv6 form, because torch warns of each peer without a name."""
         names = "".join(
             f"{prefix}{address} host{host}\n"
             for host, address in enumerate(self.addresses)
@@ -229,11 +230,12 @@ class NetLab:
         for host in range(self.num_hosts):
             port = f"port{host}"
             self._do("ip", "link", "add", port, "type", "veth", "peer", "name", DEVICE, "netns", f"host{host}")
-            self._limit(device=port)  # limits what the host receives; its own device limits what it sends
+            # This limits what the host receives. Its own device limits what it sends.
+            self._limit(device=port)
             self._do("ip", "link", "set", port, "master", "bridge0", "up")
 
     def _limit(self, *options: str, device: str, is_new: bool = True) -> None:
-        """Limits the rate of what a device sends; without ``is_new`` it has a limit, which changes."""
+        """Limits the rate at which a device sends; without ``is_new`` it changes the limit that there is."""
         if self._bits_per_s is None:
             return
         bytes_per_s = self._bits_per_s / 8

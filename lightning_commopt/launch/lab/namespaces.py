@@ -1,4 +1,4 @@
-"""Linux namespaces that live as long as a process of ours, and what a machine needs for them."""
+"""Linux namespaces that live as long as a process of this package, and what a machine needs for them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-_LIMIT_S = 30
-_CLOSE_S = 10
+_LIMIT_S = 30  # time limit of each command that sets up the lab
+_CLOSE_S = 10  # namespaces that have not ended by then are killed
 _PACKAGES = {
     "iproute2": ("ip", "tc"),
     "util-linux": ("mount", "nsenter", "setpriv", "taskset", "unshare"),
     "coreutils": ("cat", "true"),
 }
-# Root needs no user namespace; others are root in one of their own, where the kernel lets them.
+# Root needs no user namespace. Other users become root in a new one, if the kernel allows it.
 _UNSHARE_OPTIONS: tuple[tuple[str, ...], ...] = ((), ("--user", "--map-root-user"))
 _NETWORK = ("--mount", "--net")
 _PROCESSES = ("--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -33,7 +33,7 @@ class LabError(RuntimeError):
 
 
 def why_not() -> str | None:
-    """Returns why the network lab does not work on this machine, None where it does."""
+    """Returns why the network lab does not work on this machine; None if it works."""
     try:
         find_unshare_options()
     except LabError as error:
@@ -78,9 +78,9 @@ def program(name: str) -> str | None:
 
 def path_of(name: str) -> str:
     """Returns the path of a program that `find_unshare_options` has found."""
-    found = program(name)
-    assert found is not None, f"{name} was there when the lab was opened"
-    return found
+    path = program(name)
+    assert path is not None, f"{name} was there when the lab was opened"
+    return path
 
 
 def run_program(*command: str) -> None:
@@ -97,12 +97,12 @@ def run_program(*command: str) -> None:
 class Keeper:
     """Keeps new namespaces alive until it is closed, or until the thread that made it ends, even by SIGKILL.
 
-    It is a process of ``cat``: it answers when the namespaces exist, its input ends when we do, and the kernel kills it
-    at the end of the thread, should a fork of ours still hold that input. The namespaces have no name outside and end
-    with their last process.
+    It is a process of ``cat``. It answers when the namespaces exist, and ends with its input when this process ends. If
+    a fork of this process still holds the input, the kernel kills it at the end of the thread. The namespaces have no
+    name outside and end with their last process.
 
     Args:
-        unshare_options: from `find_unshare_options`.
+        unshare_options: options for ``unshare``, from `find_unshare_options`.
         within: the keeper of the namespaces around the new ones, if any.
 
     Attributes:
@@ -123,7 +123,7 @@ class Keeper:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # no Ctrl-C: we end it after the ranks
+            start_new_session=True,  # Ctrl-C must not reach it, as it has to end after the ranks
         )
         self.pid = self._process.pid
         try:
@@ -137,7 +137,7 @@ class Keeper:
 
         Args:
             host: name of a network namespace; None for the one in which hosts were made.
-            folder: where it runs; None for the root folder.
+            folder: folder in which it runs; None for the root folder.
         """
         root = f"/proc/{self.pid}/root"
         network = "--net" if host is None else f"--net={root}/run/netns/{host}"

@@ -38,15 +38,15 @@ class Case:
     """One operation to measure."""
 
     operation: str  # a collective, or "comm_hook"
-    size_bytes: int  # of the message; a message that is divided counts whole
-    count: int  # elements as nccl-tests counts them: of a message that is divided, those of one rank
-    dtype: str  # of the elements
+    size_bytes: int  # size of the message; if ranks hold parts of it, the size of all parts
+    count: int  # number of elements as nccl-tests counts: if ranks hold parts of a message, one rank's elements
+    dtype: str
     redop: str  # reduction; "none" for other collectives
     place: str  # "in" or "out" of place
     comm_hook: Any = None  # the compressor as in a configuration; None for a collective
     load: str = "idle"  # "idle" or "compute"
     scope: str = "all"  # "all", "node" or "across"
-    num_ranks: int  # in one group
+    num_ranks: int  # number of ranks in one group
 
     @property
     def name(self) -> str:
@@ -78,11 +78,11 @@ class Case:
 class Row:
     """The measurement of one case."""
 
-    case: Case  # that was measured
-    times_s: Sequence[float] = ()  # of one call, for each repetition: the mean of its calls on the slowest rank
+    case: Case
+    times_s: Sequence[float] = ()  # time of one call in each repetition: the mean over its calls on the slowest rank
     num_iters: int = 0  # calls in a repetition
-    num_wrong: int | None = None  # wrong elements on all ranks, or that differ between ranks; None if unchecked
-    error: str | None = None  # why there are no times, in a line
+    num_wrong: int | None = None  # elements on all ranks that are wrong or differ between ranks; None if unchecked
+    error: str | None = None  # why there are no times, in one line
 
     @cached_property
     def time_s(self) -> Median:
@@ -104,10 +104,10 @@ class Row:
 class BenchResult:
     """All measurements, with their conditions."""
 
-    rows: tuple[Row, ...]  # in the order of cases
+    rows: tuple[Row, ...]
     where: Mapping[str, Any]  # "hosts", "devices", "backend", "world_size", "num_nodes", "link" and other conditions
     settings: Mapping[str, Any]  # see `BenchSettings.to_dict`
-    peer_copies: Sequence[Sequence[float | None]] = field(default=())  # bytes/s from each GPU (row) to each other one
+    peer_copies: Sequence[Sequence[float | None]] = field(default=())  # bytes/s from each GPU (row) to each other GPU
 
     @property
     def measured(self) -> list[Row]:
@@ -125,8 +125,8 @@ class BenchResult:
 
     def by_series(self) -> dict[tuple[Any, ...], list[Row]]:
         """Returns the rows that have times, by `Case.series`, each in the order of sizes."""
-        found = grouped((row.case.series, row) for row in self.measured)
-        return {series: sorted(rows, key=lambda row: row.case.size_bytes) for series, rows in found.items()}
+        by_series = grouped((row.case.series, row) for row in self.measured)
+        return {series: sorted(rows, key=lambda row: row.case.size_bytes) for series, rows in by_series.items()}
 
     def to_plain(self) -> dict[str, Any]:
         """Returns everything in JSON types; bandwidths in bytes per second."""
@@ -147,11 +147,11 @@ class BenchResult:
         """Reads a file of `save`; for errors see `load_json`."""
 
         def read(plain: dict[str, Any]) -> BenchResult:
-            found = from_plain(cls, {**plain, "rows": [{**row, "case": row} for row in plain["rows"]]})
-            for row in found.measured:
+            result = from_plain(cls, {**plain, "rows": [{**row, "case": row} for row in plain["rows"]]})
+            for row in result.measured:
                 if not row.times_s or not all(0 < time_s < float("inf") for time_s in row.times_s):
                     raise ValueError(f"times must be above 0, got {list(row.times_s)}")
-            return found
+            return result
 
         return load_json(path, _KIND, FORMAT, read)
 
@@ -162,7 +162,7 @@ class BenchResult:
 
 
 def kind_of(path: Path) -> object:
-    """Returns the kind of a JSON file of ours; None of any other file."""
+    """Returns the kind of a JSON file that this package wrote; None for any other file."""
     try:
         plain = parse_json(path.read_bytes())
     except ValueError:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_commopt.text.validation import check_choice, check_integer, check_switch
 
-# Single collectives; send_recv is a ring, in which each rank sends to the next one
+# In send_recv each rank sends to the next one, in a ring.
 SINGLE = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "reduce", "all_to_all", "send_recv")
 COMPOUND = ("reduce_broadcast", "reduce_scatter_all_gather")  # pairs of collectives that are equivalent to all_reduce
 COLLECTIVES = (*SINGLE, *COMPOUND)
@@ -43,8 +43,8 @@ def parse_size(name: str, text: str) -> int:
     >>> parse_size("-b", "8"), parse_size("-e", "1.5k")
     (8, 1536)
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper(), re.ASCII)
-    size = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)", text.strip().upper(), re.ASCII)
+    size = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if not 1 <= size <= _MAX_BYTES or size != int(size):
         raise ValueError(f"{name} must be a number of bytes, or of K, M or G (powers of 1024), got {text!r}")
     return int(size)
@@ -91,19 +91,19 @@ def size_text(num_bytes: int) -> str:
 class BenchSettings:
     """What to measure, and how often; a ValueError if a value is unknown or out of range."""
 
-    collectives: Sequence[str] = ("all_reduce",)  # among `COLLECTIVES`
-    sizes_bytes: Sequence[int]  # as nccl-tests counts: what all_gather receives and reduce_scatter sends
-    dtypes: Sequence[str] = ("float32",)  # of elements, among `DTYPES`
-    redops: Sequence[str] = ("sum",)  # reductions, among `REDOPS`
+    collectives: Sequence[str] = ("all_reduce",)  # see `COLLECTIVES`
+    sizes_bytes: Sequence[int]  # sizes as nccl-tests counts them: what all_gather receives and reduce_scatter sends
+    dtypes: Sequence[str] = ("float32",)  # see `DTYPES`
+    redops: Sequence[str] = ("sum",)  # see `REDOPS`
     places: Sequence[str] = ("in",)  # "in" and "out" of place, where a collective supports both
     comm_hooks: Sequence[Any] = ()  # compressors to measure too, for `compressor_from_config`
     loads: Sequence[str] = ("idle",)  # "idle", and "compute": matrix products run on the device meanwhile
-    scopes: Sequence[str] = ("all",)  # "all" ranks, those of each "node", or one of each node "across" them
-    root: int = 0  # of broadcast and reduce
-    num_iters: int | None = None  # calls in a repetition; None for as many as last ``block_s``
+    scopes: Sequence[str] = ("all",)  # groups: "all" ranks, the ranks of each "node", or one per node "across" nodes
+    root: int = 0  # root rank for broadcast and reduce
+    num_iters: int | None = None  # calls in a repetition; None: enough of them to last ``block_s``
     num_warmups: int = 2  # calls before the first repetition, after the one that is checked
-    num_repetitions: int = 7  # of every case; repetitions of all cases are interleaved
-    block_s: float = 0.1  # least duration of a repetition in seconds, unless ``num_iters`` is given
+    num_repetitions: int = 7  # repetitions of every case, interleaved with the repetitions of the other cases
+    block_s: float = 0.1  # least duration of a repetition, unless ``num_iters`` is given
     is_checked: bool = True  # verify results
 
     def __post_init__(self) -> None:

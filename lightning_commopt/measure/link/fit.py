@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 _MAX_SEGMENTS = 4
-_MIN_POINTS = 3
+_MIN_POINTS = 3  # a line fits two points exactly, which says nothing about its error
 _FLOOR = 0.01  # expected relative error of a line through real times, however exactly they were measured
 
 
@@ -39,7 +39,7 @@ class Point(NamedTuple):
 
     @property
     def weight(self) -> float:
-        """Of the squared relative error."""
+        """The weight of this point's squared relative error in a fit."""
         return 1 / (self.noise**2 + _FLOOR**2)
 
 
@@ -55,6 +55,7 @@ def fit_segments(points: Sequence[Point]) -> tuple[Segment, ...]:
     best_score = math.inf
     for num_segments in range(1, min(_MAX_SEGMENTS, max(1, len(points) // _MIN_POINTS)) + 1):
         squares, segments = _best_split(fits, len(points), num_segments)
+        # A segment has three parameters: latency, bandwidth, and where it begins.
         score = squares + 3 * num_segments * math.log(len(points))
         if score < best_score:
             best, best_score = segments, score
@@ -107,7 +108,7 @@ def _fits(points: Sequence[Point]) -> dict[tuple[int, int], _Fitted]:
 def _best_split(
     fits: dict[tuple[int, int], _Fitted], num_points: int, num_segments: int
 ) -> tuple[float, tuple[Segment, ...]]:
-    """Returns the segments with the least sum of squares, after it; dynamic programming over where they begin."""
+    """Returns the least sum of squares and its segments, by dynamic programming over where the segments begin."""
     best: dict[int, tuple[float, tuple[Segment, ...]]] = {0: (0.0, ())}
     for _ in range(num_segments):
         longer: dict[int, tuple[float, tuple[Segment, ...]]] = {}
@@ -134,6 +135,7 @@ def _fit_line(first: Point, last: Point, one: float, a1: float, b1: float, aa: f
     ``a`` is the inverse time of a point, ``b`` its rate; the arguments are weighted sums of 1, a, b, aa, ab and bb.
     """
     latency_s, s_per_byte, determinant = 0.0, b1 / bb, aa * bb - ab * ab
+    # Points of one size have no determinant but for rounding: they fix a bandwidth, and no latency.
     if determinant > 1e-12 * aa * bb:
         both = (a1 * bb - b1 * ab) / determinant, (b1 * aa - a1 * ab) / determinant
         if both[1] < 0:

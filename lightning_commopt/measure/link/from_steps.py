@@ -19,15 +19,16 @@ from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.text.formatting import byte_unit, grouped
 
-NUM_LAST_STEPS = 200  # steps that count: enough for medians, few enough to follow changes of the link
-MIN_TIMES = 3  # times that a size needs to count
+NUM_LAST_STEPS = 200  # the model is fitted to these: enough for medians, few enough to follow changes of the link
+MIN_TIMES = 3  # a message size counts once it has this many times
 
-# Buckets of a step that count, at most: enough sizes for a curve, and a fit takes about a millisecond
-# (``benchmarks/link_refresh.py``)
+# Most buckets of a step that count: enough sizes for a curve, and few enough to fit it in about a millisecond
+# (``benchmarks/link_refresh.py``).
 NUM_MESSAGES = 8
 
-# Least ratio of the largest to the smallest message that separates latency from bandwidth: the relative error of the
-# bandwidth is then at most sqrt(1 + 2**2) / (2 - 1) = 2.2 times that of a time, and grows without limit towards 1
+# The largest message must be this many times the smallest to separate latency from bandwidth. With a ratio of 2 the
+# relative error of the bandwidth is at most sqrt(1 + 2**2) / (2 - 1) = 2.2 times the error of a time; it grows without
+# limit as the ratio approaches 1.
 _SIZES_RATIO = 2
 
 
@@ -73,9 +74,9 @@ def spread_sizes(messages: Sequence[BucketTime], num_messages: int) -> list[Buck
 def result_of_steps(steps: Iterable[Iterable[BucketTime]], where: Mapping[str, Any]) -> BenchResult:
     """Returns a row for each size that was measured `MIN_TIMES` times, under the load "compute" of backward.
 
-    The messages of a step come with the shortest of all ranks' times, as the last rank to join a collective waits for
-    no other; those not above 0, or NaN, do not count. Without a comm hook ("none") the times are those of the
-    all-reduce; with one, compression is part of them. For ``where`` see `where_of_run`.
+    Each message has the shortest of all ranks' times, as the last rank to join a collective waits for no other. Times
+    that are not above 0, or NaN, do not count. Without a comm hook ("none") they are times of the all-reduce; with one,
+    compression is part of them. For ``where`` see `where_of_run`.
     """
     comm_hook = where["comm_hook"] or "none"
     has_hook = comm_hook not in ("none", "all_reduce")
@@ -129,7 +130,7 @@ def where_of_run(run_dir: Path, header: Mapping[str, Any], *, last_step: int) ->
 
 
 class LinkTracker:
-    """Keeps ``model``, of the last 200 steps, up to date; None until a size was measured three times.
+    """Keeps ``model``, fitted to the last 200 steps, up to date; None until a size was measured three times.
 
     Each rank calls `rows` with its steps; the caller gathers the numbers from all ranks and passes them to `update`.
     One rank alone cannot separate the link's time from waiting for others, so without their times there is no model.
@@ -146,8 +147,8 @@ class LinkTracker:
     def rows(self, records: Sequence[StepRecord], comm_hook: str) -> list[list[float]]:
         """Returns how long the buckets of some steps took, to be gathered from all ranks.
 
-        The steps replace those of the last call. If ``comm_hook``, the name of what averages the gradients now, has
-        changed, all earlier times are discarded, and these steps, which may mix both.
+        The steps replace the steps of the last call. If ``comm_hook``, the name of what averages the gradients now, has
+        changed, all earlier times are discarded, and these steps too, as some of them may still have used the old one.
 
         Returns:
             `NUM_MESSAGES` seconds for each step, padded with NaN.
@@ -167,7 +168,7 @@ class LinkTracker:
     def update(self, times_s: NDArray[np.float64]) -> LinkModel | None:
         """Refreshes the model and returns it; None if these times are not enough for one.
 
-        They are ``(num_ranks, num_steps, NUM_MESSAGES)``, of all ranks, for the first steps of the last `rows`.
+        They have the shape ``(num_ranks, num_steps, NUM_MESSAGES)`` and belong to the first steps of the last `rows`.
         """
         world_size = self._header["world_size"]
         if len(times_s) < world_size or not times_s.shape[1]:
@@ -186,9 +187,9 @@ class LinkTracker:
     def metrics(self) -> dict[str, float]:
         """The two numbers of the model.
 
-        ``link_latency_s`` is that of the model's first segment, ``link_bandwidth`` the bus bandwidth of its last in
-        bytes per second. With a comm hook bytes are those before compression, and times include it. Both are NaN
-        without a model, and if the sizes of messages differ too little to separate them.
+        ``link_latency_s`` is the latency of the model's first segment, ``link_bandwidth`` the bus bandwidth of its last
+        segment in bytes per second. With a comm hook bytes are counted before compression, and times include it. Both
+        are NaN without a model, and if the sizes of messages differ too little to separate them.
         """
         latency_s = bandwidth = math.nan
         if self.model is not None:

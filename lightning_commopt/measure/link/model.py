@@ -21,7 +21,7 @@ from lightning_commopt.text.formatting import count, number, short_percent
 
 FORMAT = 1  # version of the JSON, raised when a key changes its meaning; new keys keep it
 MODEL_KIND = "commopt link model"  # ``kind`` in the JSON
-_MIN_SIZES = 3
+_MIN_SIZES = 3  # with fewer sizes the cross-validation error says nothing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +46,11 @@ class Spread(NamedTuple):
 class Curve:
     """Time against size for one series of cases."""
 
-    case: Case  # of the series; its size and count mean nothing
-    segments: tuple[Segment, ...]  # in the order of sizes
-    median_error: float | None  # relative, in leave-one-out cross-validation; None with fewer than three sizes
+    case: Case  # what all cases of the series share; its size and count mean nothing
+    segments: tuple[Segment, ...]  # ordered by size
+    median_error: float | None  # relative error in leave-one-out cross-validation; None with fewer than three sizes
     max_error: float | None  # the largest of these errors
-    spreads: tuple[Spread, ...]  # by size
+    spreads: tuple[Spread, ...]  # ordered by size
 
     def __post_init__(self) -> None:
         if not self.segments or not self.spreads:
@@ -60,8 +60,8 @@ class Curve:
     def fit(cls, rows: Sequence[Row]) -> Curve:
         """Fits a curve to the rows of one series, in the order of sizes.
 
-        An interval is that of the repetitions of a size and its two neighbours: their times over the prediction by a
-        fit without their size. A point's noise is half the interval of its median.
+        The interval near a size comes from the repetitions of it and its two neighbours: their times over the
+        prediction by a fit without their size. A point's noise is half the interval of its median.
         """
         points = [
             Point(row.case.size_bytes, time_s, (high - low) / 2 / time_s)
@@ -109,7 +109,7 @@ class Curve:
             until = "" if segment is self.segments[-1] else f" up to {size_text(segment.last_bytes)}"
             parts.append(f"{number(1e3 * segment.latency_s)} ms{rate}{until}")
         ranks = count(self.case.num_ranks, "rank")
-        error = "of too few sizes to know its error"
+        error = "too few sizes to estimate the error"
         if self.median_error is not None:
             error = f"sizes left out are off by {short_percent(self.median_error)} (median)"
         return f"{self.case.label} ({ranks}): {', then '.join(parts)}; {error}"

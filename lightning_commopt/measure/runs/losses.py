@@ -22,8 +22,8 @@ class LossPoint:
 
     kind: Literal["train", "val"]  # "train" for the mean of the batches since the last point, "val" for a validation
     step: int  # optimizer steps so far
-    seconds: float  # of training so far, without validation
-    loss: float  # in the model's unit
+    seconds: float  # training time so far, without validation
+    loss: float
 
 
 def write_losses(folder: Path, points: Sequence[LossPoint]) -> None:
@@ -45,7 +45,7 @@ def read_losses(folder: Path) -> list[LossPoint]:
             continue
         try:
             point = from_plain(LossPoint, parse_json(line))
-            check_numbers(point.seconds, "seconds")  # a loss may be anything
+            check_numbers(point.seconds, "seconds")  # the loss itself may be infinite or NaN
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path}, line {number} is not a point of a loss curve: {error}") from None
         points.append(point)
@@ -65,7 +65,7 @@ class LossCurve:
         self._max_points = max_points
         self._batches_per_point = 1
         self._num_batches = 0
-        # By point: the last batch's step and seconds, the sum of the losses, and their number.
+        # Each point is the last batch's step and seconds, the sum of the losses, and their number.
         self._points: list[tuple[int, float, Tensor | float, int]] = []
 
     def add(self, loss: Tensor | None, step: int, seconds: float) -> None:
@@ -89,11 +89,11 @@ class LossCurve:
         """Returns the mean loss of every point that has a loss.
 
         With ``reduce`` the n-th batches of all ranks make one point, whose loss is the mean over the ranks that have
-        one; its step and seconds are those of the rank that is ahead. Ranks may have different numbers of batches and
-        of losses. All ranks must then call it.
+        one; its step and seconds come from the rank that is ahead. Ranks may have different numbers of batches and of
+        losses. All ranks must then call it.
         ``reduce`` all-reduces a float64 tensor on ``device``, None for the CPU, in place or not.
         """
-        import torch  # which no reader of a curve needs
+        import torch  # not at the top of the module, as reading a curve must not load torch
 
         device = device or torch.device("cpu")
         size = torch.tensor([self._batches_per_point, self._num_batches], dtype=torch.float64, device=device)
@@ -107,7 +107,8 @@ class LossCurve:
             totals[1:, : len(points)] = totals.new_tensor([counts, steps, seconds])
         if reduce is not None and num_points:
             totals = torch.cat([reduce(totals[:2].clone(), "sum"), reduce(totals[2:].clone(), "max")])
-        totals[3] = totals[3].cummax(0).values  # after the rank that was ahead has ended, another's clock may be behind
+        # Once the rank that was ahead has ended, the next point's seconds come from a rank whose clock may be behind.
+        totals[3] = totals[3].cummax(0).values
         return [
             LossPoint(kind="train", step=int(step), seconds=seconds, loss=total / count)
             for total, count, step, seconds in totals.T.tolist()

@@ -44,7 +44,7 @@ def devices() -> list[dict[str, Any]]:
 
     The memory is a GPU's own, or the machine's; cores are those that this process may use, or multiprocessors.
     """
-    # Linux only; knows of taskset and of a scheduler's limits
+    # Linux counts the cores that taskset or a job scheduler allow; elsewhere the function does not exist.
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cpu = {"kind": "cpu", "name": _cpu_name(), "memory_bytes": memory_bytes, "num_cores": num_cores}
@@ -66,8 +66,8 @@ def nccl_version() -> str | None:
 def _cpu_name() -> str:
     listing = Path("/proc/cpuinfo")
     text = listing.read_text(encoding="utf-8") if listing.is_file() else ""
-    found = re.search(r"^model name\s*:(.*)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    match = re.search(r"^model name\s*:(.*)$", text, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
 
 
 class PeakMemory:
@@ -93,6 +93,6 @@ class PeakMemory:
             return torch.cuda.max_memory_allocated(self._device)
         if self._is_reset:
             status = Path("/proc/self/status").read_text(encoding="ascii")
-            if found := re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE):
-                return int(found[1]) * _KIBIBYTE
+            if match := re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE):
+                return int(match[1]) * _KIBIBYTE
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _UNIT_OF_GETRUSAGE

@@ -21,7 +21,7 @@ Status = Literal["running", "finished", "failed"]
 _OPTIONS = {"callbacks": "callbacks.commopt_run.val_loss=NAME", "trainer": "trainer.callbacks.2.val_loss=NAME"}
 _GIT_LIMIT_S = 5
 _VALIDATION = ("val", "valid", "validation")
-# For each field of a `RunRecord`, the words that may follow "val", "valid" or "validation"
+# The words that may follow "val", "valid" or "validation" in the name of the metric for a field of `RunRecord`.
 ENDINGS = {"val_loss": ("loss",), "val_accuracy": ("accuracy", "acc")}
 
 
@@ -30,33 +30,34 @@ class RunRecord:
     """One run. None means unknown."""
 
     status: Status  # "running" until the end; a run that was killed keeps it
-    # name of the compressor, "none" for DDP's own all-reduce, "auto" where the plan chooses itself, or the class of
-    # another strategy
+    # The name of the compressor; "none" for DDP's own all-reduce, "auto" for ``plan="auto"``, or the class of another
+    # strategy.
     sync_method: str
     plan_name: str | None = None  # the plan in few words, with all that differs from the defaults
-    # the resolved configuration: dotted names to values; options of the `CommPlan` begin with ``plan.``
+    # The resolved configuration, dotted names to values. The names of a `CommPlan`'s options begin with ``plan.``.
     settings: dict[str, Any] = field(default_factory=dict)
-    overrides: tuple[str, ...] = ()  # of Hydra's command line, as written
-    chosen: tuple[str, ...] = ()  # for each override, the name in `settings` that it set
+    overrides: tuple[str, ...] = ()  # Hydra's overrides, as written on the command line
+    chosen: tuple[str, ...] = ()  # the name in `settings` that each override set
     strategy: str | None = None  # class of the Lightning strategy
-    device: str | None = None  # of rank 0: the GPU's name, or "cpu"
+    device: str | None = None  # name of rank 0's GPU, or "cpu"
     plan: tuple[str, ...] | None = None  # names in `settings` of the CommPlan's options; None without a plan
-    is_lossy: bool | None = None  # the compressor changes gradients; None without a plan
+    is_lossy: bool | None = None  # whether the compressor changes gradients; None without a plan
     world_size: int | None = None  # number of ranks that trained
     started_at: str | None = None  # local time with its offset, ISO 8601
-    seconds: float | None = None  # of the whole run, with set-up and validation
-    # optimizer steps after the warm-up steps, without validation: of `SpeedMonitor`, or else of `CommTimeMonitor`
+    seconds: float | None = None  # duration of the whole run, with set-up and validation
+    # Optimizer steps per second, without warm-up and validation, as measured by `SpeedMonitor`, or else by
+    # `CommTimeMonitor`.
     steps_per_s: float | None = None
     samples_per_s: float | None = None  # the same in samples, over all ranks
     num_timed_steps: int | None = None  # number of steps behind the two rates
     wire_bytes_per_step: float | None = None  # payload that one rank hands to collectives for its gradients
-    tuning: dict[str, Any] = field(default_factory=dict)  # what ``plan="auto"`` has found; empty without it
-    comm_time: dict[str, float] = field(default_factory=dict)  # the rest of `CommTimeMonitor`'s summary; empty without
-    peak_memory_bytes: float | None = None  # of the neediest rank: allocated on a GPU, else resident
+    tuning: dict[str, Any] = field(default_factory=dict)  # the results of ``plan="auto"``; empty without it
+    comm_time: dict[str, float] = field(default_factory=dict)  # the rest of `CommTimeMonitor`'s summary, if it ran
+    peak_memory_bytes: float | None = None  # largest peak of any rank: allocated on a GPU, else resident
     num_parameters: int | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # last values of all metrics that the model logged
-    metric_names: dict[str, str] = field(default_factory=dict)  # of those that are `val_loss` and `val_accuracy`
-    versions: dict[str, str] = field(default_factory=dict)  # of Python and packages
+    metric_names: dict[str, str] = field(default_factory=dict)  # which metrics are `val_loss` and `val_accuracy`
+    versions: dict[str, str] = field(default_factory=dict)  # versions of Python and packages
     hardware: tuple[dict[str, Any], ...] = ()  # the CPU and the GPUs, with names, memory and cores
     git: dict[str, Any] | None = None  # commit, and whether files differed from it
     error: str | None = None  # why the run failed
@@ -94,7 +95,7 @@ class RunRecord:
         values = read_object(path, "record of a run")
         for key in ("status", "sync_method"):
             if key not in values:
-                raise ValueError(f"{path} is no record of a run: it has no {key!r}")
+                raise ValueError(f"{path} is not a record of a run: it has no {key!r}")
         with errors_naming(path):
             if isinstance(plan := values.get("plan"), dict):  # older records keep the plan outside of the settings
                 options = flat(plan, "plan.")
@@ -116,14 +117,14 @@ def find_metric(names: Iterable[str], field: str) -> str | None:
     True
     """
     endings = [(validation, ending) for validation in _VALIDATION for ending in ENDINGS[field]]
-    found = [name for name in names if tuple(re.split(r"[/_.\-\s]+", name.lower())[-2:]) in endings]
-    return min(found, key=lambda name: (len(name), name), default=None)
+    matching = [name for name in names if tuple(re.split(r"[/_.\-\s]+", name.lower())[-2:]) in endings]
+    return min(matching, key=lambda name: (len(name), name), default=None)
 
 
 def how_to_name_loss(metrics: Iterable[str], callbacks_choice: str | None) -> str:
     """Returns how to name the final loss if none of the logged metrics matched.
 
-    ``callbacks_choice`` is that of the Hydra group ``commopt_record``, None if it was not used.
+    ``callbacks_choice`` is the option chosen from the Hydra group ``commopt_record``, None if it was not used.
     """
     option = _OPTIONS.get(callbacks_choice or "", "RunRecorder(val_loss=NAME)")
     logged = ", ".join(sorted(metrics)) or "nothing"
@@ -135,7 +136,8 @@ def new_record(sync_method: str, started_in: Path, **fields: Any) -> RunRecord:
 
     Its code is in the repository that has the folder ``started_in``, if there is one.
     """
-    from lightning_commopt.measure.runs.machine import devices, versions  # with torch, which no reader needs
+    # Not at the top of the module, as reading a record must not load torch.
+    from lightning_commopt.measure.runs.machine import devices, versions
 
     return RunRecord(
         status="running",
@@ -149,12 +151,12 @@ def new_record(sync_method: str, started_in: Path, **fields: Any) -> RunRecord:
 
 
 def finish_record(folder: Path, metrics: Mapping[str, float], *, seconds: float) -> RunRecord:
-    """Records that a run has finished after some seconds; metrics of its last validation replace those of the fit."""
+    """Records that a run has finished after some seconds; metrics of its last validation replace the fit's."""
     record = RunRecord.load(folder)
     names = dict(record.metric_names)
     for name in ENDINGS:
-        if name not in names and (found := find_metric(metrics, name)) is not None:
-            names[name] = found
+        if name not in names and (metric := find_metric(metrics, name)) is not None:
+            names[name] = metric
     metrics = {**record.metrics, **metrics}
     return record.save(folder, status="finished", seconds=seconds, metrics=metrics, metric_names=names)
 
@@ -207,7 +209,7 @@ class TriedPlan:
     """A plan of a search."""
 
     plan: str
-    predicted_s: tuple[float, float, float] | None  # of a step, and the ends of its interval; None without a prediction
+    predicted_s: tuple[float, float, float] | None  # predicted step time and its interval; None without a prediction
     gain: tuple[float, float, float] | None  # share of a step that it saves, with its interval; None if not timed
 
 
@@ -218,7 +220,7 @@ class Stretch:
     plan: str
     first_step: int
     num_steps: int
-    seconds: Sequence[float | None]  # of each step or means of several, on the slowest rank; None: not counted
+    seconds: Sequence[float | None]  # step times on the slowest rank, or means of several; None: not counted
 
     @property
     def end_step(self) -> int:
@@ -231,16 +233,16 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """What the searches of a fit have found."""
+    """The results of a fit's searches for a plan."""
 
-    status: str  # why the last one ended, or how far it is
-    base_step_s: float | None  # a step with the user's plan, when it was last compared; None before
+    status: str  # why the last search ended, or how far it is
+    base_step_s: float | None  # a step with the user's plan, when plans were last compared; None before
     chosen: str  # name of the plan at the end
-    num_search_steps: int  # of all searches
-    lost_steps: float  # to searching, in steps with the user's plan
-    calibration_lost_steps: float  # the part of them that was lost before the first candidate was tried
+    num_search_steps: int  # number of steps in all searches
+    lost_steps: float  # time lost to searching, in steps with the user's plan
+    calibration_lost_steps: float  # the part of `lost_steps` before the first candidate was tried
     candidates: Sequence[TriedPlan]  # the user's plan, then the others
     not_allowed: Mapping[str, float]  # compressor to the most that it could save, as a share of a step
     events: Sequence[tuple[int, str]]  # step of the fit; "drift" or "check", "rolled back" or "forbidden"
     verdict: str  # one or more sentences
-    history: Sequence[Stretch]  # all steps up to the last decision, or to as many as are kept
+    history: Sequence[Stretch]  # all steps up to the last decision, or up to the limit of steps that are kept

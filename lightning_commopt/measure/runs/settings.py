@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
-_OWN_GROUPS = ("commopt", "commopt_record")  # at whatever package a project puts them
+# A project may put these config groups into any package, so their names are recorded without it.
+_OWN_GROUPS = ("commopt", "commopt_record")
 
 
 def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -28,7 +29,7 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nested(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Reverts `flat` for the names that begin with a prefix, without those below a name with a value of its own.
+    """Reverts `flat` for the names that begin with a prefix. A name below another that has a value is left out.
 
     >>> nested({"plan.comm_hook.name": "int8", "seed": 1})
     {'plan': {'comm_hook': {'name': 'int8'}}, 'seed': 1}
@@ -121,7 +122,7 @@ def _saved_config(output_dir: Path) -> dict[str, Any]:
 
 
 def _relative(value: Any, folder: Path) -> Any:
-    """Returns a value in types that JSON has, with "." for the folder."""
+    """Returns a value in JSON types, with "." for the folder."""
     if isinstance(value, str):
         return value.replace(str(folder.resolve()), ".").replace(str(folder), ".")
     if isinstance(value, (list, tuple)):

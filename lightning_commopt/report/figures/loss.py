@@ -16,17 +16,17 @@ from lightning_commopt.report.names import in_quotes, join_names
 from lightning_commopt.text.formatting import number
 
 MAX_CURVES = 8
-_SAME_LOSS = 0.005
+_SAME_LOSS = 0.005  # relative difference up to which final losses count as the same
 _MAX_POINTS = 160
-_SMOOTHED_SHARE = 0.02
-_LOG_RATIO = 3.0
+_SMOOTHED_SHARE = 0.02  # reach of the moving average to either side, as a share of the points
+_LOG_RATIO = 3.0  # ratio of the largest to the smallest loss above which the axis is logarithmic
 
 _Axis = Literal["step", "seconds"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Curve:
-    """The points of a setting before its first loss that is not finite, and the step of that."""
+    """The points of a setting before its first loss that is not finite, and the step of this loss."""
 
     setting: Setting
     train: tuple[LossPoint, ...]
@@ -55,7 +55,7 @@ def loss_curves(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]:
     looks = line_styles([curve.setting.sync_method for curve in curves], styles)
     note = "Lines: training, smoothed. Markers: validation."
     if len(distinct) < len(all_curves):
-        note += f" {len(distinct)} of {len(all_curves)} settings: one of those of a plan with the same final loss."
+        note += f" {len(distinct)} of {len(all_curves)} settings: of each plan, one for each final loss."
     if len(curves) < len(distinct):
         note += f" {len(distinct) - len(curves)} more are left out: the slower ones."
     if any(len(curve.setting.runs) > 1 for curve in curves):
@@ -124,12 +124,12 @@ def _smooth(points: Sequence[LossPoint]) -> tuple[LossPoint, ...]:
     """Returns moving averages of the loss, at as many points as a screen can show."""
     reach = round(len(points) * _SMOOTHED_SHARE)
     stride = max(1, math.ceil(len(points) / _MAX_POINTS))
-    found = []
+    smoothed = []
     for at in sorted({*range(0, len(points), stride), len(points) - 1} if points else ()):
         near = min(reach, at, len(points) - 1 - at)
         around = points[at - near : at + near + 1]
-        found.append(replace(points[at], loss=sum(point.loss for point in around) / len(around)))
-    return tuple(found)
+        smoothed.append(replace(points[at], loss=sum(point.loss for point in around) / len(around)))
+    return tuple(smoothed)
 
 
 def _figure(curves: Sequence[_Curve], looks: Sequence[PlanStyle], axis: _Axis, is_log: bool) -> go.Figure:

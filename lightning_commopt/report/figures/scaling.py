@@ -32,7 +32,7 @@ def scaling_charts(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]
     They show the scalings over the fewest ranks, which share an axis.
     """
     base = min((scaling.num_ranks[0] for scaling in group.scalings), default=1)
-    scalings = [found for found in group.scalings if found.num_ranks[0] == base and len(found.num_ranks) > 1]
+    scalings = [scaling for scaling in group.scalings if scaling.num_ranks[0] == base and len(scaling.num_ranks) > 1]
     if not scalings:
         return []
     sync_methods = {scaling_name(setting, group.settings): setting.sync_method for setting in group.settings}
@@ -98,7 +98,7 @@ def _draw_amdahl(figure: go.Figure, serial_share: float, max_ranks: int, style: 
 
 
 def _amdahl_in_words(scalings: Sequence[Scaling], base: int) -> str:
-    known = [(found.sync_method, found.serial_share) for found in scalings if found.serial_share is not None]
+    known = [(scaling.sync_method, scaling.serial_share) for scaling in scalings if scaling.serial_share is not None]
     if not known:
         ideal = "N times the throughput" if base == 1 else f"N / {base} times the throughput of {base}"
         return f"The dotted straight line is the ideal: N ranks, {ideal}."

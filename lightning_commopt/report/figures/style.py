@@ -66,7 +66,7 @@ def plan_styles(sync_methods: Iterable[str]) -> dict[str, PlanStyle]:
 
 
 def line_styles(sync_methods: Sequence[str], styles: Mapping[str, PlanStyle]) -> list[PlanStyle]:
-    """Returns the style of each line of a chart: that of its plan, varied between lines of one plan."""
+    """Returns the style of each line of a chart: its plan's style, varied if several lines have the same plan."""
     return [styles[name].variant(sync_methods[:at].count(name)) for at, name in enumerate(sync_methods)]
 
 
@@ -86,9 +86,9 @@ def line_trace(
         error_y={
             "type": "data",
             "symmetric": False,
-            "array": [0.0 if one.high is None else one.high - one.median for one in intervals],
-            "arrayminus": [0.0 if one.low is None else one.median - one.low for one in intervals],
-            "visible": any(one.low is not None for one in intervals),
+            "array": [0.0 if interval.high is None else interval.high - interval.median for interval in intervals],
+            "arrayminus": [0.0 if interval.low is None else interval.median - interval.low for interval in intervals],
+            "visible": any(interval.low is not None for interval in intervals),
             "thickness": 1.4,
             "width": 4,
             "color": style.color,
@@ -149,7 +149,7 @@ class Bar(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A small table, of a chart or of all groups; the first cell of a row is its name."""
+    """A small table below a chart, or about all groups; the first cell of a row is its name."""
 
     caption: str
     columns: Sequence[str]
@@ -164,8 +164,8 @@ class Chart:
     note: str  # how to read it; a sentence or two
     x_title: str  # name and unit of the horizontal axis
     y_title: str = ""  # name and unit of the vertical axis; empty if its rows are named
-    bars: tuple[Bar, ...] = ()  # from the top; their axis begins at 0
-    figure: go.Figure | None = None  # for plotly; None for bars
+    bars: tuple[Bar, ...] = ()  # the bars from top to bottom; their axis begins at 0
+    figure: go.Figure | None = None  # the plot; None for bars
     lines: tuple[Line, ...] = ()
     keys: tuple[Key, ...] = ()
     rows: Rows | None = None  # a table below the plot

@@ -29,24 +29,24 @@ _PARTS = (
     Key("exposed", "exposed: waiting for gradients"),
 )
 _MEASURED = {"step_s", "comm_s", "exposed_s"}
-_MIN_SHARE = 1e-6  # of a step; less is what rounding left
+_MIN_SHARE = 1e-6  # a smaller share of a step is a rounding error
 
 
 def throughput(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
     """Returns a bar for each setting; None with fewer than two."""
-    found = [(setting, rate) for setting in group.settings if (rate := setting.samples_per_s) is not None]
-    if len(found) < 2:
+    rates = [(setting, rate) for setting in group.settings if (rate := setting.samples_per_s) is not None]
+    if len(rates) < 2:
         return None
-    most = max(interval.median if interval.high is None else interval.high for _, interval in found)
+    most = max(interval.median if interval.high is None else interval.high for _, interval in rates)
     bars = []
-    for setting, interval in found:
+    for setting, interval in rates:
         part = Part(0, interval.median / most, _hover(setting, interval), color=styles[setting.sync_method].color)
         ends = None
         if interval.low is not None and interval.high is not None:
             ends = interval.low / most, interval.high / most
         times = f", {number(setting.speedup.median)}{TIMES}" if setting.speedup else ""
         bars.append(Bar(setting.name, f"{number(interval.median)}/s{times}", (part,), ends))
-    kinds = kinds_of_intervals(interval for _, interval in found)
+    kinds = kinds_of_intervals(interval for _, interval in rates)
     note = f"Medians over repetitions; error bars are {kinds}." if kinds else "A single run of each."
     return Chart(
         title="Throughput of all settings",
@@ -81,16 +81,16 @@ def bucket_sizes(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
 
 
 def _by_bucket_size(settings: Sequence[Setting]) -> dict[str, dict[float, Setting]]:
-    """Returns, by a unique name, settings with a throughput that differ only in the size of their buckets, by size."""
-    found: dict[tuple[object, ...], dict[float, Setting]] = {}
+    """Returns settings that differ only in the size of their buckets: for each unique name, the settings by size."""
+    by_values: dict[tuple[object, ...], dict[float, Setting]] = {}
     for setting in settings:
         key = setting.sync_method, setting.world_size, *sorted(_without_bucket_size(setting).items())
-        by_size = found.setdefault(key, {})
+        by_size = by_values.setdefault(key, {})
         if setting.bucket_cap_mb and setting.bucket_cap_mb > 0 and setting.samples_per_s is not None:
             by_size[setting.bucket_cap_mb] = setting
     values = [setting.values for setting in settings]
     names = {}
-    for by_size in found.values():
+    for by_size in by_values.values():
         if len(by_size) > 1:
             first = next(iter(by_size.values()))
             name = distinct_name(_without_bucket_size(first), values, first.sync_method)
@@ -112,13 +112,13 @@ def _hover(setting: Setting, interval: Interval) -> str:
 
 def peak_memory(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
     """Returns a bar for each setting; None with fewer than two."""
-    found = [(setting, peak) for setting in group.settings if (peak := setting.peak_memory_bytes) is not None]
-    if len(found) < 2:
+    peaks = [(setting, peak) for setting in group.settings if (peak := setting.peak_memory_bytes) is not None]
+    if len(peaks) < 2:
         return None
-    most = max(peak_bytes for _, peak_bytes in found)
+    most = max(peak_bytes for _, peak_bytes in peaks)
     unit = byte_unit(most)
     bars = []
-    for setting, peak_bytes in found:
+    for setting, peak_bytes in peaks:
         text = unit.text(peak_bytes)
         part = Part(0, peak_bytes / most, f"{setting.name}: {text}", color=styles[setting.sync_method].color)
         bars.append(Bar(setting.name, text, (part,)))
@@ -210,12 +210,12 @@ def overlap(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
 
 def _steps(group: Group) -> list[_Step]:
     """Returns the steps of the settings whose communication was observed."""
-    found = []
+    steps = []
     for setting in group.settings:
         runs = [run.record.comm_time for run in setting.runs if run.record.comm_time.keys() >= _MEASURED]
         if runs and setting.exposed_share is not None and setting.comm_s is not None:
             computing_s, hidden_s, exposed_s = split_step(runs)
             hidden_s = hidden_s if hidden_s > _MIN_SHARE * computing_s else 0.0
             parts = computing_s, hidden_s, exposed_s
-            found.append(_Step(setting, parts, setting.comm_s.median, setting.exposed_share.median))
-    return found
+            steps.append(_Step(setting, parts, setting.comm_s.median, setting.exposed_share.median))
+    return steps

@@ -18,7 +18,7 @@ from lightning_commopt.report.model import Cell, Group, Setting
 from lightning_commopt.text.formatting import Unit, byte_unit, grouped, number, time_unit
 
 MAX_SETTINGS = 8
-_WARM_UP_SHARE = 0.2
+_WARM_UP_SHARE = 0.2  # share of the steps that is left out if a run's record has no number of timed steps
 KEYS = (
     Key("waiting", "a bucket is ready and waits in the queue"),
     Key("compressing", "it is being compressed or decompressed"),
@@ -26,8 +26,9 @@ KEYS = (
     Key("stalled", "exposed: backward has nothing left to compute"),
 )
 
+# Heights in pixels: a phase's bar, all buckets of a rank, the most for one bucket, the gap between ranks, and the axis.
 _PHASE, _BUCKETS, _MAX_BUCKET, _GAP, _AXIS = 20, 110, 12, 16, 50
-_MAX_BUCKETS_SHOWN = 240
+_MAX_BUCKETS_SHOWN = 240  # buckets drawn in one chart; the ranks beyond are left out
 _CLEAR = "rgba(0,0,0,0)"
 
 
@@ -37,21 +38,21 @@ class TypicalStep(NamedTuple):
     setting: Setting
     ranks: Sequence[StepRecord]
     rank_numbers: Sequence[int]
-    starts_s: Sequence[float]  # when the step begins on the first rank to begin it, on the clock of each rank
-    choice: str
-    collectives: Sequence[tuple[str, ...]]  # `operation_rows` of the first rank, in the mean of the steps chosen among
+    starts_s: Sequence[float]  # when the first rank begins the step, on the clock of each rank
+    choice: str  # how the step was chosen, in words
+    collectives: Sequence[tuple[str, ...]]  # `operation_rows` of the first rank, means over the steps chosen from
 
 
 def typical_steps(group: Group) -> list[TypicalStep]:
     """Returns a step for each plan and bucket size that has records, in the order of the sweep."""
     steps = (_typical_step(setting) for setting in _by_urgency(group))
-    found = list(islice((step for step in steps if step is not None), MAX_SETTINGS))
+    typical = list(islice((step for step in steps if step is not None), MAX_SETTINGS))
     order = [id(setting) for setting in group.settings]
-    return sorted(found, key=lambda step: order.index(id(step.setting)))
+    return sorted(typical, key=lambda step: order.index(id(step.setting)))
 
 
 def _by_urgency(group: Group) -> list[Setting]:
-    """Returns the setting on most ranks for each plan and bucket size: of each plan fastest, slowest, others."""
+    """Returns the setting on most ranks for each plan and bucket size: each plan's fastest, slowest, then others."""
     several = [setting for setting in group.settings if setting.world_size > 1]
     kept: dict[tuple[object, ...], Setting] = {}
     for setting in several or group.settings:
@@ -117,11 +118,11 @@ class _Span(NamedTuple):
 
 def timelines(group: Group) -> list[Chart]:
     """Returns a chart for each plan and bucket size, all with the same time axis; none without records."""
-    found = typical_steps(group)
+    steps = typical_steps(group)
     ends_s = [
-        record.end_s - start_s for step in found for record, start_s in zip(step.ranks, step.starts_s, strict=True)
+        record.end_s - start_s for step in steps for record, start_s in zip(step.ranks, step.starts_s, strict=True)
     ]
-    return [_chart(step, max(ends_s)) for step in found]
+    return [_chart(step, max(ends_s)) for step in steps]
 
 
 def _chart(step: TypicalStep, longest_s: float) -> Chart:
@@ -159,11 +160,11 @@ def _chart(step: TypicalStep, longest_s: float) -> Chart:
 
 
 def _collectives(step: TypicalStep) -> Rows | None:
-    """Returns what the collectives of a step cost by phase; None where there are none but DDP's own gradient sync."""
+    """Returns what the collectives of a step cost by phase; None if they are only DDP's own gradient sync."""
     if all(cells[:2] == ("backward", "all_reduce") for cells in step.collectives):
         return None
     return Rows(
-        caption="Collectives of a step on the first rank, in the mean of the steps after warm-up. Times may overlap.",
+        caption="Collectives of a step on the first rank, averaged over the steps after warm-up. Times may overlap.",
         columns=operation_columns(step.collectives)[1:],
         rows=[(Cell(operation, phase), *map(Cell, numbers)) for phase, operation, *numbers in step.collectives],
     )

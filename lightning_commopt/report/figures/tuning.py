@@ -22,20 +22,21 @@ from lightning_commopt.report.figures.style import (
 from lightning_commopt.report.model import Cell, Group
 from lightning_commopt.text.formatting import Unit, number, short_percent, time_unit
 
-_SHOWN_AFTER = 1.25  # the steps drawn, over those up to the last one that was timed alone
-_TOP = 1.7  # the upper edge, over the median step of the slowest plan
+_SHOWN_AFTER = 1.25  # steps drawn, as a multiple of the steps up to the last one with a time of its own
+_TOP = 1.7  # upper edge of the plot, as a multiple of the median step of the slowest plan
 
 
 def tuning_charts(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]:
     """Returns a chart for each setting that chose its plan itself, of the run of median throughput."""
     runs = [(setting, run) for setting in group.settings if (run := typical_run(setting)) is not None]
-    found = [(setting.name, run.tuning) for setting, run in runs if run.tuning is not None and run.tuning.history]
+    tunings = [(setting.name, run.tuning) for setting, run in runs if run.tuning is not None and run.tuning.history]
     is_alone = len(group.settings) == 1
-    return [_chart("" if is_alone else f"{name}: ", tuning, styles) for name, tuning in found]
+    return [_chart("" if is_alone else f"{name}: ", tuning, styles) for name, tuning in tunings]
 
 
 def _chart(prefix: str, tuning: Tuning, styles: Mapping[str, PlanStyle]) -> Chart:
-    keys = {one.plan: "none" if one.plan == "uncompressed" else one.plan for one in tuning.history}
+    plans = [stretch.plan for stretch in tuning.history]
+    keys = {plan: "none" if plan == "uncompressed" else plan for plan in plans}
     known = plan_styles([*styles, *keys.values()])
     looks = {plan: known[key] for plan, key in keys.items()}
     unit = time_unit(tuning.base_step_s or 0.0)
@@ -50,7 +51,7 @@ def _chart(prefix: str, tuning: Tuning, styles: Mapping[str, PlanStyle]) -> Char
         rows=Rows(
             caption=f"Searching took {tuning.num_search_steps} steps and {cost}. Intervals are below the numbers.",
             columns=("plan", "predicted step", "measured step"),
-            rows=[_row(one, tuning, unit) for one in tuning.candidates],
+            rows=[_row(candidate, tuning, unit) for candidate in tuning.candidates],
         ),
     )
 
@@ -59,7 +60,9 @@ def _headline(tuning: Tuning) -> str:
     first, chosen = tuning.history[0].plan, tuning.chosen
     if first == chosen:
         return f"Started and ended on {first}"
-    gains = [one.gain for one in tuning.candidates if one.plan == chosen and one.gain is not None]
+    gains = [
+        candidate.gain for candidate in tuning.candidates if candidate.plan == chosen and candidate.gain is not None
+    ]
     return f"Started on {first}, ended on {chosen}{f', saved {short_percent(gains[0][0])} of a step' if gains else ''}"
 
 
@@ -67,16 +70,16 @@ def _figure(tuning: Tuning, looks: Mapping[str, PlanStyle], unit: Unit) -> go.Fi
     """Draws the steps up to the end of the last search and some more, in bands of their plans."""
     right = tuning.history[-1].end_step
     if len(looks) > 1:
-        last = max((one.end_step for one in tuning.history if one.steps_per_number == 1), default=right)
+        last = max((stretch.end_step for stretch in tuning.history if stretch.steps_per_number == 1), default=right)
         right = min(right, round(_SHOWN_AFTER * last))
     of_plans = {plan: _points(tuning, plan, right) for plan in looks}
     medians = [median(seconds for _, seconds, _ in points) for points in of_plans.values() if points]
     top = _TOP * max(medians, default=unit.size)
     figure = new_figure(280)
-    for one in tuning.history:
-        if one.first_step < right:
-            ends = {"x0": one.first_step - 0.5, "x1": min(one.end_step, right) - 0.5}
-            figure.add_vrect(**ends, fillcolor=looks[one.plan].color, opacity=0.13, line_width=0, layer="below")
+    for stretch in tuning.history:
+        if stretch.first_step < right:
+            ends = {"x0": stretch.first_step - 0.5, "x1": min(stretch.end_step, right) - 0.5}
+            figure.add_vrect(**ends, fillcolor=looks[stretch.plan].color, opacity=0.13, line_width=0, layer="below")
     for plan, points in of_plans.items():
         figure.add_scatter(
             mode="markers",
@@ -97,31 +100,35 @@ def _figure(tuning: Tuning, looks: Mapping[str, PlanStyle], unit: Unit) -> go.Fi
 
 
 def _points(tuning: Tuning, plan: str, right: float) -> list[tuple[float, float, int]]:
-    """Returns a plan's times: the step, or the middle of those that a mean is of; the time; the number of steps."""
+    """Returns a plan's points: the step, or the middle of several; their mean time; and their number."""
     points = [
-        (one.first_step + (index + 0.5) * one.steps_per_number - 0.5, seconds, one.steps_per_number)
-        for one in tuning.history
-        for index, seconds in enumerate(one.seconds)
-        if one.plan == plan and seconds is not None
+        (stretch.first_step + (index + 0.5) * stretch.steps_per_number - 0.5, seconds, stretch.steps_per_number)
+        for stretch in tuning.history
+        for index, seconds in enumerate(stretch.seconds)
+        if stretch.plan == plan and seconds is not None
     ]
     return [point for point in points if point[0] < right]
 
 
-def _row(one: TriedPlan, tuning: Tuning, unit: Unit) -> tuple[Cell, ...]:
+def _row(candidate: TriedPlan, tuning: Tuning, unit: Unit) -> tuple[Cell, ...]:
     """Returns a plan with the decision below it, what was predicted and what was measured."""
-    gain = [0.0] if one is tuning.candidates[0] else one.gain or []
+    gain = [0.0] if candidate is tuning.candidates[0] else candidate.gain or []
     measured = [] if tuning.base_step_s is None else [tuning.base_step_s * (1 - share) for share in gain]
-    return Cell(one.plan, _decision(one, tuning)), _cell(one.predicted_s or [], unit), _cell(measured, unit)
+    return (
+        Cell(candidate.plan, _decision(candidate, tuning)),
+        _cell(candidate.predicted_s or [], unit),
+        _cell(measured, unit),
+    )
 
 
-def _decision(one: TriedPlan, tuning: Tuning) -> str:
+def _decision(candidate: TriedPlan, tuning: Tuning) -> str:
     ends = (("started on", tuning.history[0].plan), ("ended on", tuning.chosen))
-    words = [word for word, plan in ends if plan == one.plan]
-    if words or one.gain is None:
+    words = [word for word, plan in ends if plan == candidate.plan]
+    if words or candidate.gain is None:
         return " and ".join(words) or "not tried"
-    if min(one.gain) <= 0 <= max(one.gain):
+    if min(candidate.gain) <= 0 <= max(candidate.gain):
         return "tried: not sure"
-    return "tried: faster" if one.gain[0] > 0 else "tried: slower"
+    return "tried: faster" if candidate.gain[0] > 0 else "tried: slower"
 
 
 def _cell(values: Sequence[float], unit: Unit) -> Cell:

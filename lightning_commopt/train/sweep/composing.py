@@ -30,7 +30,7 @@ from lightning_commopt.train.sweep.config import (
 )
 from lightning_commopt.train.sweep.job import Job
 
-# Their effect on training is in trainer.devices and trainer.num_nodes.
+# These affect training only through trainer.devices and trainer.num_nodes.
 _NOT_TRAINED = ("ranks", "hosts")
 
 
@@ -38,12 +38,12 @@ _NOT_TRAINED = ("ranks", "hosts")
 class JobComposer:
     """Makes the jobs of one sweep, with the context and configuration that Hydra passes to the launcher."""
 
-    command: tuple[str, ...]  # starts one run, before its overrides
+    command: tuple[str, ...]  # the command that starts one run, without overrides
     context: HydraContext
     sweep_config: DictConfig
 
     def rounds(self, job_overrides: Sequence[Sequence[str]], first_number: int) -> list[list[Job]]:
-        """Composes and checks the jobs of one call of the sweeper: for each repetition all, in the given order.
+        """Composes and checks the jobs of one call of the sweeper: all of them for each repetition, in the given order.
 
         Raises:
             ConfigError: a job cannot be run, or has another ``repeat`` than the others.
@@ -68,14 +68,15 @@ class JobComposer:
             others = (o for o in overrides if not o.startswith(("repeat=", "repetition=")))
             overrides = [*others, f"repetition={repetition}"]
             config = self._compose(overrides)
-            if config.repeat != 1:  # set by a file
+            if config.repeat != 1:  # a configuration file sets it, not an override
                 config.repeat, further = 1, ["repeat=1"]
         run_config = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         with _as_job(config, number, folder=None) as folder:
             check_config(run_config)
             name, note = sync_method(run_config), link_note(run_config)
             config_yaml = OmegaConf.to_yaml(spread_over_hosts(run_config), resolve=True)
-        with _as_job(config, 0, folder=Path("/")):  # the same for all jobs
+        # Number and folder are made equal for all jobs, as they do not affect training.
+        with _as_job(config, 0, folder=Path("/")):
             content = _content(run_config)
         as_single_run = [
             *(o for o in self.sweep_config.hydra.overrides.hydra if not o.startswith("hydra.mode=")),
@@ -115,10 +116,10 @@ def check_folders(jobs: Iterable[Job]) -> None:
 
 
 def _repeat(configs: Sequence[DictConfig]) -> int:
-    found = {num_repetitions(config) for config in configs}
-    if len(found) > 1:
-        raise ConfigError(f"repeat is for the whole sweep: it must be the same in all jobs, got {sorted(found)}")
-    repeat = max(found, default=1)
+    counts = {num_repetitions(config) for config in configs}
+    if len(counts) > 1:
+        raise ConfigError(f"repeat is for the whole sweep: it must be the same in all jobs, got {sorted(counts)}")
+    repeat = max(counts, default=1)
     set_by_user = [config.repetition for config in configs if config.repetition != 0]
     if repeat > 1 and set_by_user:
         raise ConfigError(f"repeat={repeat} sets repetition: leave out one of them, got repetition={set_by_user[0]}")
@@ -152,7 +153,7 @@ def _as_job(config: DictConfig, number: int, folder: Path | None) -> Iterator[Pa
 
 
 _SWEEP_DIR = "hydra.sweep.dir="
-_PLAIN_PATH = re.compile(r"[\w./-]+", re.ASCII)  # needs no quotes in a shell or in Hydra
+_PLAIN_PATH = re.compile(r"[\w./-]+", re.ASCII)  # such a path needs no quotes in a shell or in Hydra
 
 
 def find_finished_run(job: Job) -> RunRecord | None:

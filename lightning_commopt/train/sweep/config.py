@@ -43,7 +43,7 @@ class LabShape(NamedTuple):
 
 
 def check_config(config: DictConfig) -> None:
-    """Checks that all values of a run, without the ``hydra`` node, resolve; and strategy, link, warm-up and repetition.
+    """Checks that a run's values resolve, except the ``hydra`` node, and checks strategy, link, warm-up and repetition.
 
     Raises:
         ConfigError: it cannot be run.
@@ -108,10 +108,10 @@ def _check_devices(config: DictConfig) -> None:
 
 def _shards_itself(model: str) -> bool:
     try:
-        found = get_object(model)
+        factory = get_object(model)
     except (ValueError, ImportError):
-        return True  # instantiating the model raises the error
-    configure_model = getattr(found, "configure_model", None)
+        return True  # instantiating the model will raise the error
+    configure_model = getattr(factory, "configure_model", None)
     return configure_model is None or not configure_model.__module__.startswith(PACKAGES)
 
 

@@ -23,7 +23,7 @@ class SweepDisplay:
     """Shows the running job's output above a progress bar over all jobs; a context manager.
 
     Attributes:
-        results: of the jobs that have ended, in this order.
+        results: results of the jobs that have ended, in this order.
         sweep_dir: the directory of the sweep, once it is known.
     """
 
@@ -125,8 +125,8 @@ def _overrides_text(job: Job) -> str:
 def hint(error: BaseException | None, folder: Path) -> str | None:
     """Returns a hint at a misspelled name for an error of Hydra; None if no name is similar, or for other errors.
 
-    It is a line such as "experiment=quickstat: did you mean 'quickstart'?". The folders in ``folder``, of the
-    configuration, are the groups.
+    It is a line such as "experiment=quickstat: did you mean 'quickstart'?". ``folder`` is the folder of the
+    configuration, whose subfolders are the groups.
     """
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").rpartition("/")

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 class Job:
     """A job to run."""
 
-    number: int  # of the job in the sweep, from 0; skipped jobs leave gaps
+    number: int  # number in the sweep, counted from 0; skipped jobs leave gaps
     sync_method: str  # see `RunRecord`
     overrides: tuple[str, ...]  # the job's own, from the sweeper, and its repetition
     command: tuple[str, ...]  # program and arguments
-    folder: Path  # of the run
+    folder: Path  # the run's folder
     config_yaml: str  # the run's resolved configuration
     content: str  # the part of the configuration that affects training: jobs with equal content train the same
-    note: str | None = None  # for the user, before the job runs
+    note: str | None = None  # a note to the user, shown before the job runs
 
     @property
     def log(self) -> Path:
@@ -44,7 +44,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class JobResult:
-    """A job that has ended, and the record of its run, which may be an earlier one, kept in the job's folder."""
+    """A job that has ended, and the record of its run. With ``is_kept`` an earlier run in its folder was kept."""
 
     job: Job
     record: RunRecord
@@ -55,7 +55,7 @@ def run_job(job: Job, env: Mapping[str, str], display: SweepDisplay) -> JobResul
     """Runs a job to its end in ``env``, the whole environment; its folder is created.
 
     Returns:
-        The job with the record that the run wrote; if that is missing or unfinished, with one that has the reason.
+        The job with the record that the run wrote. If it is missing or unfinished, the record has the reason.
 
     Raises:
         InterruptedRun: this process received a signal to stop, which is in the job's record and was displayed.
@@ -87,7 +87,7 @@ def run_job(job: Job, env: Mapping[str, str], display: SweepDisplay) -> JobResul
 
 
 def save_summary(folder: Path, results: Sequence[JobResult], left_out: Sequence[tuple[Job, Job]] = ()) -> None:
-    """Writes the outcome of all jobs so far; skipped jobs are at the one that trains the same."""
+    """Writes the outcome of all jobs so far. A skipped job is listed under the job that trains the same."""
     summary = [
         {
             "number": result.job.number,
@@ -114,8 +114,8 @@ def _reason(status: int) -> str | None:
 def _final_record(job: Job, reason: str | None, last_lines: list[str] | None) -> RunRecord:
     """Returns the run's own record, corrected if it is missing, unfinished or lacks the cause.
 
-    ``reason`` is of the failure of its processes, if they failed; ``last_lines`` of their output, None if the reason is
-    complete.
+    ``reason`` is why its processes failed, None if they did not. ``last_lines`` are the last lines of their output,
+    None if the reason is complete without them.
     """
     try:
         record = RunRecord.load(job.folder)
@@ -145,7 +145,7 @@ _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _EXCEPTION_LINE = re.compile(
     r"^(\[rank(?P<rank>\d+)\]: ?)?(?P<exception>[\w.]*(Error|Exception|Interrupt|Exit)\b(: .*)?)$"
 )
-# Errors of a rank that lost a peer, or that was stopped for that reason.
+# Errors of a rank that lost another rank, or that was stopped because another rank failed.
 _CONSEQUENCE = re.compile(
     r"closed by peer|connection (was )?(closed|reset|refused)|broken pipe|gloo|nccl|\bDist\w*Error|SIG(TERM|KILL|ABRT)",
     re.IGNORECASE,
@@ -206,16 +206,16 @@ def last_exception(lines: Sequence[str]) -> str | None:
 def cause_in_another_rank(error: str, lines: Sequence[str]) -> str | None:
     """Returns the exception of another rank, in the mixed output of all, that caused the error of one.
 
-    It is the first that is not itself a consequence, after its rank; None if ``error`` is no lost connection and no
-    signal, or no exception explains it.
+    It is the first exception that is not itself a consequence, with its rank in front. None if ``error`` is neither a
+    lost connection nor a signal, or if no exception explains it.
 
     >>> cause_in_another_rank("RuntimeError: Connection closed by peer", ["[rank1]: ValueError: no such token"])
     'rank 1: ValueError: no such token'
     """
     if not _CONSEQUENCE.search(error):
         return None
-    for found in filter(None, map(_EXCEPTION_LINE.match, lines)):
-        exception = found["exception"]
+    for match in filter(None, map(_EXCEPTION_LINE.match, lines)):
+        exception = match["exception"]
         if exception not in error and not _CONSEQUENCE.search(exception):
-            return f"{'another rank' if found['rank'] is None else 'rank ' + found['rank']}: {exception}"
+            return f"{'another rank' if match['rank'] is None else 'rank ' + match['rank']}: {exception}"
     return None

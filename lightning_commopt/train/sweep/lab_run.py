@@ -30,24 +30,24 @@ class RankFailed(CompactHydraException):
 def train_in_lab(config: DictConfig, folder: Path) -> RunRecord:
     """Runs this Hydra job in the lab: every rank is this program with the job's own overrides; see `run_in_lab`."""
     command, original_folder = single_run_command("${oc.env:RANK}")
-    os.chdir(original_folder)  # the ranks start where we are
+    os.chdir(original_folder)  # the ranks start in this process's folder
     return run_in_lab(command, config.link, lab_shape(config), start_record(config, folder), folder)
 
 
 def run_in_lab(command: Sequence[str], link: str, shape: LabShape, unfinished: RunRecord, folder: Path) -> RunRecord:
     """Runs a command as every rank of a run, each pinned to one core, and forwards rank 0's output.
 
-    A rank finds its number and peers in its environment; rank 0 records the run, whose record is returned. If the run
-    ends before it has one, ``unfinished`` is written, with the reason.
+    A rank finds its number and peers in its environment. Rank 0 records the run, and its record is returned. If the run
+    ends before it has a record, ``unfinished`` is written with the reason.
 
     Raises:
         RankFailed: a rank failed. All processes have ended, and the record has the reason.
-        InterruptedRun: we received a signal to stop. The same holds.
+        InterruptedRun: this process received a signal to stop. All processes have ended, and the record has the reason.
     """
     (folder / RUN_FILE).unlink(missing_ok=True)
     environment = {LAB_RANK_VARIABLE: "1", "PYTHONUNBUFFERED": "1"}
     if sys.stdout.isatty():
-        environment["COLUMNS"] = str(shutil.get_terminal_size().columns)  # ranks see a pipe
+        environment["COLUMNS"] = str(shutil.get_terminal_size().columns)  # ranks write to a pipe, which has no width
     try:
         with raise_signals(), NetLab(shape.num_hosts, link) as lab:
             lab.run(
@@ -76,5 +76,6 @@ def _show_first_rank(rank: int, output: bytes) -> None:
         return
     sys.stdout.flush()
     left = memoryview(output)
-    while left:  # without sys.stdout, as a part may end within a character
+    # The bytes bypass sys.stdout, as a part of the output may end within a character.
+    while left:
         left = left[os.write(sys.stdout.fileno(), left) :]

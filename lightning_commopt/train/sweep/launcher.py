@@ -35,7 +35,8 @@ from lightning_commopt.train.sweep.job import Job, JobResult, run_job, save_summ
 from lightning_commopt.train.sweep.resolvers import register_resolvers
 
 _NAMESPACE = "hydra_plugins._lightning_commopt_sweep"
-# Variables of an allocation, which paths in a configuration may use. The others would make Lightning a SLURM task.
+# Paths in a configuration may use these variables of an allocation. All others are removed, as they would make
+# Lightning take a run for a task of SLURM.
 _SLURM_KEPT = ("SLURM_JOB_ID", "SLURM_TMPDIR")
 
 
@@ -47,7 +48,7 @@ class FreshProcessLauncher(Launcher):
     one runs. A sweeper gets the mean of the final validation losses of a job's repetitions, NaN if one has none.
     """
 
-    # Hydra makes plugins of this namespace only; a module there exports this class.
+    # Hydra accepts only plugins in its own namespace. A module there exports this class.
     __module__ = _NAMESPACE
     # Set by the program before Hydra makes the launcher: the command that starts one run, and the display.
     command: ClassVar[tuple[str, ...]]
@@ -146,7 +147,7 @@ def _environment() -> dict[str, str]:
         for name, value in os.environ.items()
         if name not in (*RANK_VARIABLES, "PL_GLOBAL_SEED") and (name in _SLURM_KEPT or not name.startswith("SLURM_"))
     }
-    # Else a program that writes to a pipe buffers its lines.
+    # Without this a program that writes to a pipe would buffer its lines.
     return {**env, "PYTHONUNBUFFERED": "1"}
 
 

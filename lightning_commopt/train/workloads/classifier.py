@@ -19,7 +19,7 @@ class Classifier(LightningModule):
     Logs ``train_loss``, and in validation ``val_loss`` and ``val_accuracy``, over all ranks.
 
     Args:
-        num_classes: of the labels; None if they are random, and accuracy is meaningless.
+        num_classes: number of classes; None if labels are random, so that accuracy is meaningless.
     """
 
     net: nn.Module
@@ -28,7 +28,8 @@ class Classifier(LightningModule):
         super().__init__()
         self.val_accuracy = None
         if num_classes is not None:
-            self.val_accuracy = MulticlassAccuracy(num_classes, average="micro", validate_args=False)  # never waits
+            # Validating arguments would make every step of a validation wait for the device.
+            self.val_accuracy = MulticlassAccuracy(num_classes, average="micro", validate_args=False)
 
     def configure_model(self) -> None:
         """Shards the model, for strategies that need it (FSDP2): large modules are units."""

@@ -16,12 +16,12 @@ _VALIDATION_SHARE = 0.2
 class DigitsCNN(Classifier):
     """Two convolutions and two linear layers, ``(B, 1, 8, 8)`` images to ``(B, 10)`` logits, trained with Adam.
 
-    Logs ``train_loss``, ``val_loss`` and ``val_accuracy``; the latter two are over all ranks.
+    Logs ``train_loss``, and over all ranks ``val_loss`` and ``val_accuracy``.
 
     Args:
-        num_channels: of the first convolution; the second has twice as many.
-        hidden: width of the linear layer.
-        learning_rate: of Adam.
+        num_channels: channels of the first convolution; the second has twice as many.
+        hidden: width of the hidden linear layer.
+        learning_rate: Adam's learning rate.
     """
 
     def __init__(self, *, num_channels: int = 32, hidden: int = 256, learning_rate: float = 1e-3) -> None:

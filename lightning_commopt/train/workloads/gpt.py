@@ -30,8 +30,8 @@ class Block(nn.Module):
     """Attention and two linear layers, each on a norm of the stream and added to it.
 
     Args:
-        width: of the residual stream.
-        num_heads: divides ``width``.
+        width: width of the residual stream.
+        num_heads: attention heads; must divide ``width``.
     """
 
     def __init__(self, width: int, num_heads: int) -> None:
@@ -60,16 +60,16 @@ class GPT(LightningModule):
     Logs ``train_loss``, and in validation ``val_loss``, both in nats a byte, and ``val_perplexity``, over all ranks.
 
     Args:
-        width: of the residual stream.
+        width: width of the residual stream.
         num_layers: transformer blocks.
-        num_heads: attention heads in a block; divides ``width``.
+        num_heads: attention heads in a block; must divide ``width``.
         context: maximal bytes in a sequence.
         vocabulary: rows of the tied embedding, of which 256 are used. More make it as large as with real tokens.
         activation_checkpointing: keep only the blocks' inputs for backward, and recompute the blocks there.
-        replicated: where the model is sharded, keep the parameters between forward and backward.
-        param_dtype: where the model is sharded, dtype in which parameters travel and are used, such as "bfloat16"; None
-            for float32.
-        learning_rate: at the cycle's peak.
+        replicated: keep the parameters between forward and backward; only if the model is sharded.
+        param_dtype: dtype in which parameters travel and are used, such as "bfloat16"; None for float32. It has an
+            effect only if the model is sharded.
+        learning_rate: learning rate at the cycle's peak.
         warmup_share: share of the steps in which the learning rate rises.
     """
 
@@ -139,7 +139,8 @@ class GPT(LightningModule):
         num_steps = self.trainer.estimated_stepping_batches
         if math.isinf(num_steps):
             raise ValueError("the learning-rate cycle needs an end: set trainer.max_steps or trainer.max_epochs")
-        if math.isclose(share * num_steps, 1):  # OneCycleLR divides by the warm-up steps minus one
+        # OneCycleLR divides by the number of warm-up steps minus one.
+        if math.isclose(share * num_steps, 1):
             share *= 1.1
         optimizer = torch.optim.AdamW(self.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.1)
         scheduler = torch.optim.lr_scheduler.OneCycleLR
@@ -172,7 +173,8 @@ class StdlibSources(LightningDataModule):
     Args:
         context: bytes in a sequence; a batch is ``(batch_size, context + 1)``.
         batch_size: sequences in a batch of one rank.
-        folder: of the ``*.py`` files; None for the running interpreter's standard library, unless it is a zip file.
+        folder: folder of the ``*.py`` files; None for the running interpreter's standard library, unless it is a zip
+            file.
     """
 
     def __init__(self, *, context: int = 64, batch_size: int = 8, folder: str | None = None) -> None:

@@ -32,11 +32,11 @@ class MLP(Classifier):
     the layers of the first three; of ``xlarge`` it gives only the count, which these widths match. Weights are
     initialized as by He et al. (2015), so that deep ones train as fast as shallow ones.
 
-    Logs ``train_loss``, ``val_loss`` and ``val_accuracy``; the latter two are over all ranks.
+    Logs ``train_loss``, and over all ranks ``val_loss`` and ``val_accuracy``.
 
     Args:
         size: "small", "medium", "large" or "xlarge", or the widths of the hidden layers.
-        learning_rate: of SGD.
+        learning_rate: learning rate of SGD.
     """
 
     def __init__(self, *, size: str | Sequence[int] = "small", learning_rate: float = 0.01) -> None:
@@ -58,10 +58,10 @@ class Blobs(LightningDataModule):
     """Normal noise around the centres of 10 classes in 784 dimensions; the same samples on every run.
 
     Args:
-        num_samples: in training.
-        num_validation_samples: in validation.
-        separation: standard deviation of the centres' coordinates; that of the noise is 1. With the default the loss
-            of ``MLP`` falls over several epochs of some 30 steps; from 1 on nearly all of it in the first epoch.
+        num_samples: samples for training.
+        num_validation_samples: samples for validation.
+        separation: standard deviation of the centres' coordinates, where the noise has 1. With the default the loss of
+            ``MLP`` falls over several epochs of some 30 steps; from 1 on nearly all of it in the first epoch.
         batch_size: samples in a batch of one rank.
     """
 

@@ -17,11 +17,11 @@ class VisionModel(Classifier):
 
     Maps ``(B, 3, height, width)`` images to ``(B, classes)`` logits.
 
-    Logs ``train_loss`` and ``val_loss``; the latter is averaged over ranks. Accuracy of random labels is meaningless.
+    Logs ``train_loss``, and ``val_loss`` averaged over ranks. The accuracy of random labels would be meaningless.
 
     Args:
-        name: for ``torchvision.models.get_model``, for example ``vit_l_32``.
-        learning_rate: of SGD.
+        name: name of the model for ``torchvision.models.get_model``, for example ``vit_l_32``.
+        learning_rate: learning rate of SGD.
         options: further keywords for ``torchvision.models.get_model``.
     """
 
@@ -52,10 +52,10 @@ class RandomImages(LightningDataModule):
     """Images of normal noise with labels; the same on every run.
 
     Args:
-        num_images: in training.
-        num_validation_images: in validation.
+        num_images: images for training.
+        num_validation_images: images for validation.
         image_size: height and width in pixels.
-        num_classes: of the labels.
+        num_classes: number of different labels.
         batch_size: images in a batch of one rank.
         num_workers: processes that make the images of one rank.
     """

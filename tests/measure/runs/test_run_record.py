@@ -85,12 +85,12 @@ def test_what_no_run_has_written_is_refused(tmp_path, name, value):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b'{"sync_method": "none"}', "no record of a run: it has no 'status'"),
-        (b'{"status": "finished"}', "no record of a run: it has no 'sync_method'"),
-        (b"[1]", "no record of a run: it holds a JSON list, not an object"),
-        (b'{\n"status": "finished",\n', "no record of a run, or was cut: Expecting .* in line 3"),
-        (b"\xff\xfe", "no record of a run, or was cut: it is binary"),
-        (b"[" * 100_000, "no record of a run, or was cut: it is nested too deeply"),
+        (b'{"sync_method": "none"}', "not a record of a run: it has no 'status'"),
+        (b'{"status": "finished"}', "not a record of a run: it has no 'sync_method'"),
+        (b"[1]", "not a record of a run: it holds a JSON list, not an object"),
+        (b'{\n"status": "finished",\n', "not a record of a run, or was cut: Expecting .* in line 3"),
+        (b"\xff\xfe", "not a record of a run, or was cut: it is binary"),
+        (b"[" * 100_000, "not a record of a run, or was cut: it is nested too deeply"),
         (b'{"status": "finished", "sync_method": "none", "plan": {}, "settings": 3}', "damaged: "),
     ],
 )

@@ -83,7 +83,7 @@ def test_hosts_are_the_nodes_of_the_trainer(overrides, devices, num_nodes):
 
 
 class TestTheQuickstart:
-    """If it fails, the first command ends in "leave the rest off", or in an error where there is no lab."""
+    """If it fails, the first command ends in "stay with it", or in an error where there is no lab."""
 
     QUICKSTART = "experiment=quickstart"
 

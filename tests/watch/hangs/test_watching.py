@@ -271,7 +271,7 @@ def test_files_of_a_job_that_was_killed(tmp_path: Path) -> None:
         (problem,) = found.problems
         assert problem.startswith(f"{path} is ")
     path.with_name("rank_0.json").write_bytes(b"\xff\x00")
-    with pytest.raises(ValueError, match=r"rank_0\.json is no file of HangMonitor, or was cut: it is binary; .*rank_1"):
+    with pytest.raises(ValueError, match=r"rank_0\.json is not a file of HangMonitor, or .*: it is binary; .*rank_1"):
         read_hang_report(tmp_path)
     Records(tmp_path / "hangs", 1).discard()
     Records(tmp_path / "hangs", 0).discard()
@@ -302,8 +302,8 @@ def test_what_is_whole_of_a_report_and_its_ranks_is_read(tmp_path: Path) -> None
     assert (found.diagnosis, found.at_unix_s) == (whole.diagnosis, whole.at_unix_s)
     assert [each.rank for each in found.snapshots] == [0, 1]
     assert [*found.marks] == [0]
-    assert [problem.startswith(f"{rank_file} is no ") for problem in found.problems] == [True]
-    assert "rank_1.json is no file of HangMonitor" in " ".join(commopt("doctor", tmp_path).output.split())
+    assert [problem.startswith(f"{rank_file} is not a ") for problem in found.problems] == [True]
+    assert "rank_1.json is not a file of HangMonitor" in " ".join(commopt("doctor", tmp_path).output.split())
 
 
 def test_a_folder_that_is_used_again(tmp_path: Path) -> None:
