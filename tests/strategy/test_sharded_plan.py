@@ -18,7 +18,7 @@ from lightning_commopt import CommOptDDP, CommOptModelParallel, CommPlan, Option
 from lightning_commopt.callbacks import CommTimeMonitor, RunRecorder
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt8
 from lightning_commopt.sharded_plan import ShardedPlan
-from lightning_commopt.watch import fit_watch
+from lightning_commopt.watch import times
 from support.lightnings import Callback
 from support.ranks import run_ranks, run_ranks_or_raise
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer
@@ -291,7 +291,7 @@ class _Vanishing(_Sharded):
 def _vanish(folder: Path) -> None:
     own = os.open(folder / os.environ["LOCAL_RANK"], os.O_WRONLY | os.O_CREAT)
     os.dup2(own, 2)  # else it is that of the server which forks
-    fit_watch.WAKE_S, fit_watch.STALLED_S, fit_watch.GRACE_S = 0.05, 0.1, 0.2
+    times.WAKE_S, times.STALLED_S, times.GRACE_S = 0.05, 0.1, 0.2
     trainer(CommOptModelParallel()).fit(_Vanishing(), loader(32))
 
 
