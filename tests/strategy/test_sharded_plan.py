@@ -291,7 +291,7 @@ class _Vanishing(_Sharded):
 def _vanish(folder: Path) -> None:
     own = os.open(folder / os.environ["LOCAL_RANK"], os.O_WRONLY | os.O_CREAT)
     os.dup2(own, 2)  # else it is that of the server which forks
-    times.WAKE_S, times.STALLED_S, times.GRACE_S = 0.05, 0.1, 0.2
+    times.FIT_LOOK_S, times.STALLED_S, times.FIT_GRACE_S = 0.05, 0.1, 0.2
     trainer(CommOptModelParallel()).fit(_Vanishing(), loader(32))
 
 
