@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from numbers import Integral, Real
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -64,6 +64,8 @@ class CommPlan(Plan):
     Raises:
         OptionError: a value is out of range, two exclude each other, or the installed torch lacks the option.
     """
+
+    searched: ClassVar = ("bucket_cap_mb", "comm_hook")
 
     static_graph: bool | None = None
     gradient_as_bucket_view: bool | None = None

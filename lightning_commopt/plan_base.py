@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import Self
 
@@ -32,6 +32,8 @@ class Plan:
     """
 
     comm_hook: Any  # the compressor, or None
+    searched: ClassVar[tuple[str, ...]] = ("comm_hook",)
+    """The options that ``plan="auto"`` may choose."""
 
     @classmethod
     def options(cls) -> tuple[str, ...]:
@@ -47,6 +49,10 @@ class Plan:
     def is_lossy(self) -> bool:
         """Whether it changes numbers."""
         raise NotImplementedError
+
+    def replaced(self, **options: Any) -> Self:
+        """Returns this plan with other options."""
+        return type(self)(**{**{name: getattr(self, name) for name in self.options()}, **options})
 
     @classmethod
     def check_names(cls, names: Sequence[str]) -> None:

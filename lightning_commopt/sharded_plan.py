@@ -133,7 +133,7 @@ class ShardedPlan(Plan):
         """Returns this plan with another compressor; None is an OptionError, as "none" means no compressor."""
         if comm_hook is None:
             raise OptionError("a plan must be a ShardedPlan, or what comm_hook takes (such as 'int8' or 'none')")
-        return ShardedPlan(**{**{name: getattr(self, name) for name in self.options()}, "comm_hook": comm_hook})
+        return self.replaced(comm_hook=comm_hook)
 
     @property
     def name(self) -> str:

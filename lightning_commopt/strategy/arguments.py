@@ -77,8 +77,10 @@ def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, TuneOpt
     return plan, tuned, {**lightnings, **plan.ddp_kwargs(), **others}
 
 
-def sharded_plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[ShardedPlan, dict[str, Any]]:
-    """Returns the plan of a strategy for sharded models, and what Lightning's strategy is made with.
+def sharded_plan_from_arguments(
+    arguments: Mapping[str, Any],
+) -> tuple[ShardedPlan, TuneOptions | None, dict[str, Any]]:
+    """Returns the plan of a strategy for sharded models, what ``plan="auto"`` may choose, and Lightning's arguments.
 
     The ``arguments`` are ``locals()`` of the constructor. A wrong or unknown one is an OptionError.
     """
@@ -90,14 +92,12 @@ def sharded_plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[ShardedPl
     check_arguments(given)
     options = {name: value for name, value in given.items() if name in ShardedPlan.options()}
     lightnings = {name: value for name, value in given.items() if name not in (*options, *OWN_OPTIONS)}
-    plan = ShardedPlan(**options)
-    if plan_given is None:
-        return plan, lightnings
-    if plan_given == AUTO:
-        raise OptionError("plan='auto' chooses buckets and compressors for DDP: CommOptModelParallel has no search yet")
+    plan, tuned = ShardedPlan(**options), TuneOptions.of_shards(plan_given, given["lossy"], given)
+    if plan_given is None or plan_given == AUTO:
+        return plan, tuned, lightnings
     if besides := [name for name in plan.options() if getattr(plan, name) != getattr(ShardedPlan(), name)]:
         raise OptionError(f"plan={plan_given!r} is a whole plan, and {', '.join(besides)} cannot be given besides")
-    return ShardedPlan.of(plan_given), lightnings
+    return ShardedPlan.of(plan_given), tuned, lightnings
 
 
 def named_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from lightning_commopt.sync.sharded_model import ShardedModelSync, warn_of_missi
 from lightning_commopt.sync.state import KEY
 from lightning_commopt.text.formatting import byte_unit
 from lightning_commopt.text.validation import info, warn_once
+from lightning_commopt.tune.auto_plan import ShardedFitPlan
 from lightning_commopt.watch.fit_watch import FitWatch
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
             another number of ranks their mean is used. In a directory they have a folder of their own.
         uneven_batches: see `lightning_commopt.CommOptDDP`, as for all options down to ``watch``.
         plan: a `ShardedPlan`, or the path of a file with one, without other options of a plan. Of a `CommPlan` the
-            ``comm_hook`` is taken; its other options are an error, as FSDP2 has nothing for them.
+            ``comm_hook`` is taken; its other options are an error, as FSDP2 has nothing for them. "auto" to choose a
+            ``comm_hook`` in the first steps of a fit (``docs/tune.md``).
+        lossy: the compressors that ``plan="auto"`` may choose: ``["bf16", "int8"]``.
         **kwargs: none; an option of DDP is an error that says why it cannot apply.
 
     Attributes:
@@ -87,10 +90,12 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
         nccl: str | dict[str, Any] | NcclOptions | None = None,
         watch: bool = True,
         plan: ShardedPlan | CommPlan | str | Path | None = None,
+        lossy: str | list[Any] = "never",
         **kwargs: Any,
     ) -> None:
-        own_plan, self._lightnings_arguments = sharded_plan_from_arguments(dict(locals()))
+        own_plan, tuned, self._lightnings_arguments = sharded_plan_from_arguments(dict(locals()))
         self._sync = ShardedModelSync(own_plan)
+        self.auto_plan = ShardedFitPlan(self, tuned)
         self._saves_comm_state, self.uneven_batches = save_comm_state, uneven_batches
         self._nccl, self._watch = NcclOptions.from_config(nccl), watch
         self._sigterm_every_n_steps = sigterm_every_n_steps
@@ -128,12 +133,14 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
             super()._setup_distributed()
 
     def setup_environment(self) -> None:
-        if self.plan.is_lossy and self._data_parallel_size == self._tensor_parallel_size == "auto":
+        is_data_parallel = self.plan.is_lossy or self.auto_plan.is_wanted
+        if is_data_parallel and self._data_parallel_size == self._tensor_parallel_size == "auto":
             self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
         super().setup_environment()
         is_watched = self._watch and base.is_fit(self) and self.world_size > 1
         self._fit_watch = FitWatch(self) if is_watched else None
         self._sigterm_check = base.check_sigterm(self, self._sigterm_every_n_steps)
+        self.auto_plan.start_fit(is_fit=base.is_fit(self))
 
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
@@ -181,6 +188,7 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
         super().on_train_batch_start(batch, batch_idx)
         self._sync.end_flush()
         self._apply_next_plan()
+        self.auto_plan.begin_batch(batch, batch_idx)
 
     def _is_in_batch(self) -> bool:
         """Returns whether a training batch has begun and not ended."""
@@ -267,6 +275,7 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
             self._sync.detach()
             super().teardown()
         finally:
+            self.auto_plan.end_fit()
             for guard in (self._sigterm_check, self._fit_watch):
                 if guard is not None:
                     guard.close()

@@ -18,7 +18,7 @@ from lightning_commopt.sync.gradient_sync import GradientSync
 from lightning_commopt.sync.hook import GradientSyncError
 from lightning_commopt.sync.observed import before_backward
 from lightning_commopt.sync.state import CommState, gather_state, read_state
-from lightning_commopt.sync.strategies import PlannedStrategy
+from lightning_commopt.sync.strategies import BucketedStrategy
 from lightning_commopt.text.validation import warn
 
 
@@ -94,7 +94,7 @@ class ModuleSyncs:
     The ``strategy`` for Fabric has the plan of modules that are not set up yet, and the ranks.
     """
 
-    def __init__(self, strategy: PlannedStrategy) -> None:
+    def __init__(self, strategy: BucketedStrategy) -> None:
         self._strategy = strategy
         self.observers = Observers()
         self._entries: dict[int, SyncedModule] = {}  # by id of what was set up

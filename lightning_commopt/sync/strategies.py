@@ -10,6 +10,7 @@ import torch
 
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
+from lightning_commopt.plan_base import Plan
 
 
 class RunningStrategy(Protocol):
@@ -74,13 +75,20 @@ class WatchedStrategy(TrainersStrategy, Protocol):
 
 
 class PlannedStrategy(RunningStrategy, Protocol):
-    """A strategy with a plan that may change while it trains, by wrapping its modules in DDP anew."""
+    """A strategy with a plan that may change while it trains."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    def apply_plan(self, plan: Any) -> None:
+        """Changes the plan, to one of the same class; all ranks must call it, with equal plans."""
+
+
+class BucketedStrategy(PlannedStrategy, Protocol):
+    """A strategy of DDP, which changes its plan by wrapping its modules anew."""
 
     @property
     def plan(self) -> CommPlan: ...
-
-    def apply_plan(self, plan: CommPlan) -> None:
-        """Changes the plan; all ranks must call it, with equal plans."""
 
     @property
     def sync_observers(self) -> Observers: ...
@@ -94,4 +102,8 @@ class TunedStrategy(PlannedStrategy, TrainersStrategy, Protocol):
 
     @property
     def model(self) -> Any:
-        """The module in its wrapper."""
+        """The module, for DDP in its wrapper."""
+
+
+class TunedBuckets(TunedStrategy, BucketedStrategy, Protocol):
+    """A strategy of a Trainer, and of DDP."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -11,11 +10,12 @@ from typing import Any
 from lightning_commopt.compat.lightning import MisconfigurationException, batches_that_stepped
 from lightning_commopt.compressors.configs import without_imports
 from lightning_commopt.compressors.kernels import c_library
-from lightning_commopt.plan import CommPlan, OptionError
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.plan_base import OptionError, Plan
 from lightning_commopt.sync.groups import borrow_host_group
-from lightning_commopt.sync.strategies import PlannedStrategy, TunedStrategy
+from lightning_commopt.sync.strategies import PlannedStrategy, TunedBuckets, TunedStrategy
 from lightning_commopt.text.validation import info, warn
-from lightning_commopt.tune.host import Host
+from lightning_commopt.tune.host import Buckets, Host
 from lightning_commopt.tune.options import TuneOptions
 from lightning_commopt.tune.tuner import Tuner
 from lightning_commopt.tune.verdict import summary
@@ -37,8 +37,8 @@ class AutoPlan(ABC):
         self._strategy = strategy
         self._options = options
         self._max_regret = max_regret
-        self._base: CommPlan | None = None
-        self._resumed: CommPlan | None = None
+        self._base: Plan | None = None
+        self._resumed: Plan | None = None
         self._tuner: Tuner | None = None
         self._is_due = False
         self._found: dict[str, Any] = {}
@@ -101,7 +101,7 @@ class AutoPlan(ABC):
             return self._found
         return summary(tuner.director, tuner.plans, tuner.history.stretches)
 
-    def end_fit(self, keep: Callable[[CommPlan], None] | None = None) -> None:
+    def end_fit(self, keep: Callable[[Any], None] | None = None) -> None:
         """Ends a fit; reports what was found on rank 0.
 
         Args:
@@ -125,7 +125,7 @@ class AutoPlan(ABC):
         plan = self._strategy.plan if self._tuner is None else self._tuner.kept_plan
         if self._options is None or self._base is None or plan == self._base:
             return saved
-        choice = dataclasses.replace(CommPlan(bucket_cap_mb=plan.bucket_cap_mb), comm_hook=plan.comm_hook)
+        choice = type(plan)(**{name: getattr(plan, name) for name in plan.searched})
         try:
             return {**saved, _KEY: choice.to_json()}
         except ValueError:  # a compressor without a name
@@ -138,17 +138,17 @@ class AutoPlan(ABC):
             return
         try:
             with without_imports():  # what may be chosen has been imported, and a checkpoint may be anybody's
-                choice = CommPlan.from_json(text)
+                choice = type(self._base).from_json(text)
         except (OptionError, TypeError) as error:
             warn(f"plan='auto': the plan in the checkpoint cannot be used: {error}")
             return
-        plan = dataclasses.replace(self._base, bucket_cap_mb=choice.bucket_cap_mb, comm_hook=choice.comm_hook)
+        plan = self._base.replaced(**{name: getattr(choice, name) for name in choice.searched})
         if self._options.fits(plan, self._base):
             self._resumed = plan
             self._strategy.apply_plan(plan)
 
 
-class FitPlan(AutoPlan):
+class _PlanOfFits(AutoPlan):
     """Tunes the fits of a Trainer's strategy."""
 
     _strategy: TunedStrategy
@@ -156,8 +156,8 @@ class FitPlan(AutoPlan):
     def __init__(self, strategy: TunedStrategy, options: TuneOptions | None, max_regret: float = 0.01) -> None:
         super().__init__(strategy, options, max_regret)
 
-    def _host(self) -> Host:
-        """Returns the fit that the strategy is in."""
+    def _host_with(self, **options: Any) -> Host:
+        """Returns the fit that the strategy is in, with what depends on how its model is wrapped."""
         strategy, trainer = self._strategy, self._strategy.lightning_module.trainer
 
         def num_steps_left() -> float:
@@ -168,8 +168,6 @@ class FitPlan(AutoPlan):
 
         return Host(
             strategy=strategy,
-            model=lambda: strategy.model,
-            apply_plan=strategy.apply_plan,
             step=lambda: batches_that_stepped(trainer),
             num_steps_left=num_steps_left,
             accumulated=trainer.accumulate_grad_batches,
@@ -177,6 +175,46 @@ class FitPlan(AutoPlan):
             end_backward=(strategy, "post_backward"),
             pauses=[(strategy, "on_validation_start"), (strategy, "save_checkpoint")],
             end=[(strategy, "on_train_end")],
+            **options,
+        )
+
+
+class FitPlan(_PlanOfFits):
+    """Tunes the fits of a Trainer's strategy with DDP: its buckets and compressors, by predictions."""
+
+    _strategy: TunedBuckets
+
+    def __init__(self, strategy: TunedBuckets, options: TuneOptions | None, max_regret: float = 0.01) -> None:
+        super().__init__(strategy, options, max_regret)
+
+    def _host(self) -> Host:
+        strategy = self._strategy
+
+        def apply_plan(plan: CommPlan) -> None:
+            with strategy.without_init_sync():
+                strategy.apply_plan(plan)
+
+        return self._host_with(
+            parameters=lambda: strategy.model.module.named_parameters(),
+            buckets=Buckets(lambda: strategy.model, strategy.sync_observers),
+            apply_plan=apply_plan,
+        )
+
+
+class ShardedFitPlan(_PlanOfFits):
+    """Tunes the fits of a Trainer's strategy for sharded models: tries each compressor that may be chosen.
+
+    Nothing is predicted, and averages are not guarded: FSDP2 keeps no gradients that a compressor has not seen.
+    """
+
+    def _host(self) -> Host:
+        strategy = self._strategy
+        assert self._base is not None
+        assert self._options is not None
+        return self._host_with(
+            parameters=lambda: strategy.model.named_parameters(),
+            tries=[self._base.replaced(comm_hook=hook) for hook in self._options.lossy],
+            apply_plan=strategy.apply_plan,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,10 +15,11 @@ from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.candidates import Candidate, candidates
 from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs
 from lightning_commopt.cost.gradient_times import GradientTimes
-from lightning_commopt.cost.predict import Costs, buckets_of, predict
+from lightning_commopt.cost.predict import Costs, Prediction, buckets_of, predict
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
+from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.observed import before_backward
 from lightning_commopt.tune.host import Host
 from lightning_commopt.tune.options import TuneOptions
@@ -63,16 +65,17 @@ class Calibration:
     """
 
     def __init__(self, host: Host, options: TuneOptions, limit_s: float) -> None:
-        self._host, self._strategy = host, host.strategy
+        assert host.buckets is not None
+        self._buckets, self._strategy = host.buckets, host.strategy
         self._options = options
         self._limit_s = limit_s
         self.not_measured: list[Compressor] = []
         device = self._strategy.root_device
         self._recorder = StepRecorder(clock_for(device))
-        parameters = host.model().module.named_parameters()
+        parameters = host.buckets.model().module.named_parameters()
         self._times = GradientTimes(parameters, device, self._strategy.num_processes)
         self._step = 0
-        self._strategy.sync_observers.add(self._recorder)
+        self._buckets.observers.add(self._recorder)
         self._undo = [
             wrap_method(*host.begin_backward, self._before_backward),
             wrap_method(*host.end_backward, self._after_backward),
@@ -95,7 +98,7 @@ class Calibration:
         while self._undo:
             self._undo.pop()()
         self._times.close()
-        self._strategy.sync_observers.remove(self._recorder)
+        self._buckets.observers.remove(self._recorder)
 
     def measure(self) -> Costs:
         """Measures the compressors that the limit suffices for; all ranks of a machine at the same time.
@@ -124,8 +127,10 @@ class Calibration:
         Raises:
             ValueError: nothing can be predicted from these steps.
         """
+        plan = self._strategy.plan
+        assert isinstance(plan, CommPlan)
         return Basis.of_steps(
-            self._strategy.plan,
+            plan,
             ranks,
             costs,
             num_ranks=self._strategy.world_size,
@@ -136,7 +141,7 @@ class Calibration:
 
     def _before_backward(self, inner: Callable[..., None], *args: Any) -> None:
         inner(*args)
-        before_backward(self._host.model())
+        before_backward(self._buckets.model())
         self._recorder.enter("backward")
         self._times.begin_backward()
 
@@ -157,6 +162,12 @@ class Shortlist(NamedTuple):
     base: Candidate
     candidates: tuple[Candidate, ...]
     not_allowed: dict[str, float]
+
+
+def unpredicted(base: Any, tries: Sequence[Any]) -> Shortlist:
+    """Returns all plans to try, for a model whose steps nothing predicts."""
+    unknown = Prediction(step_s=math.nan, low_s=math.nan, high_s=math.nan, exposed_s=0.0)
+    return Shortlist(Candidate(base, unknown), tuple(Candidate(plan, unknown) for plan in tries), {})
 
 
 def shortlist(basis: Basis, options: TuneOptions) -> Shortlist:

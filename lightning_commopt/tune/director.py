@@ -172,7 +172,8 @@ class Director:
             lost_steps += yield from self._calibrate([])
         base_s = self.shortlist.base.prediction.step_s
         tried = self.shortlist.candidates
-        expected = [1.0, *(candidate.prediction.high_s / base_s for candidate in tried)]
+        ratios = [candidate.prediction.high_s / base_s for candidate in tried]
+        expected = [1.0, *(None if math.isnan(ratio) else ratio for ratio in ratios)]
         hooks = [candidate.plan.comm_hook for candidate in (self.shortlist.base, *tried)]
         is_lossy = [hook is not None and hook.claims.is_lossy for hook in hooks]
         handicaps = {arm: limits.LOSSY_HANDICAP for arm, lossy in enumerate(is_lossy) if lossy and not is_lossy[0]}

@@ -9,17 +9,19 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors.configs import without_imports
+from lightning_commopt.measure.observer import Observers
 from lightning_commopt.measure.private_folder import PrivateFolder, UntrustedError, cache_folder
-from lightning_commopt.plan import CommPlan, OptionError
+from lightning_commopt.plan_base import OptionError, Plan
 from lightning_commopt.sync.strategies import PlannedStrategy
 from lightning_commopt.text.validation import warn_once
 from lightning_commopt.tune.options import TuneOptions
@@ -37,13 +39,25 @@ Method = tuple[Any, str]
 """An object, and the name of a method that is called through it; see `wrap_method`."""
 
 
+class Buckets(NamedTuple):
+    """What a tuner may see of gradient sync in DDP."""
+
+    model: Callable[[], DistributedDataParallel]
+    """Returns DDP's wrapper of the model."""
+
+    observers: Observers
+    """They are notified of every bucket."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Host:
     """What a tuner may see and call of the training that it tunes.
 
     Attributes:
-        strategy: has the plan, the observers of gradient sync, the ranks and their device.
-        model: returns DDP's wrapper of the model.
+        strategy: has the plan, the ranks and their device.
+        parameters: returns the parameters of the model, by name.
+        buckets: what can be observed and predicted with DDP; None for sharded models, which try `tries`.
+        tries: the plans to try where nothing can be predicted, by the user's plan.
         apply_plan: changes its plan at once; only called where a step begins.
         step: returns the number of optimizer steps so far.
         num_steps_left: returns how many steps are to come; infinity if unknown.
@@ -56,8 +70,10 @@ class Host:
     """
 
     strategy: PlannedStrategy
-    model: Callable[[], DistributedDataParallel]
-    apply_plan: Callable[[CommPlan], None]
+    parameters: Callable[[], Iterable[tuple[str, Tensor]]]
+    buckets: Buckets | None = None
+    tries: Sequence[Plan] = ()
+    apply_plan: Callable[[Any], None]
     step: Callable[[], int]
     num_steps_left: Callable[[], float]
     accumulated: Any
@@ -67,13 +83,13 @@ class Host:
     pauses: Sequence[Method]
     end: Sequence[Method] = ()
 
-    def describe(self, base: CommPlan) -> dict[str, Any] | None:
+    def describe(self, base: Plan) -> dict[str, Any] | None:
         """Returns what a choice holds for: model, ranks, devices, versions, the user's plan.
 
         None for a plan whose compressor has no name. The link is not among it: a plan that was found before is tried
         before it is chosen again.
         """
-        parameters = [*self.model().module.named_parameters()]
+        parameters = [*self.parameters()]
         shapes = [(name, list(value.shape), str(value.dtype)) for name, value in parameters if value.requires_grad]
         device = self.strategy.root_device
         try:
@@ -94,7 +110,7 @@ class Host:
         }
 
 
-def load_choice(fit: dict[str, Any], options: TuneOptions, base: CommPlan) -> CommPlan | None:
+def load_choice(fit: dict[str, Any], options: TuneOptions, base: Plan) -> Plan | None:
     """Returns the plan that was chosen for such a fit, if this one may choose it; a damaged file counts as no choice.
 
     ``fit`` is what `Host.describe` returned.
@@ -107,7 +123,7 @@ def load_choice(fit: dict[str, Any], options: TuneOptions, base: CommPlan) -> Co
         with os.fdopen(fd, "rb") as file:
             saved = json.load(file)
         with without_imports():
-            plan = CommPlan.from_dict(saved["chosen"]) if saved["fit"] == fit else None
+            plan = type(base).from_dict(saved["chosen"]) if saved["fit"] == fit else None
     except UntrustedError as error:
         warn_once(f"plan='auto': a plan of an earlier fit is not used, because it is not safe: {error}")
         return None
@@ -116,7 +132,7 @@ def load_choice(fit: dict[str, Any], options: TuneOptions, base: CommPlan) -> Co
     return plan if plan is not None and plan != base and options.fits(plan, base) else None
 
 
-def save_choice(fit: dict[str, Any], chosen: CommPlan) -> None:
+def save_choice(fit: dict[str, Any], chosen: Plan) -> None:
     """Keeps a choice, and drops old ones; without a safe folder, or a name for the compressor, it is forgotten."""
     try:
         content = json.dumps({"fit": fit, "chosen": chosen.to_dict()}, indent=2).encode()

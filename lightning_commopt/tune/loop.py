@@ -13,11 +13,11 @@ from lightning_commopt.compat.loops import wrap_method
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.gradient_sync import GradientSync
 from lightning_commopt.sync.modules import ModuleSyncs, SyncedModule
-from lightning_commopt.sync.strategies import PlannedStrategy
+from lightning_commopt.sync.strategies import BucketedStrategy
 from lightning_commopt.text.validation import info, warn
 from lightning_commopt.tune.auto_plan import AutoPlan
 from lightning_commopt.tune.director import Director
-from lightning_commopt.tune.host import Host
+from lightning_commopt.tune.host import Buckets, Host
 from lightning_commopt.tune.options import TuneOptions
 
 ApplyPlan = Callable[[CommPlan, Sequence[GradientSync]], None]
@@ -40,8 +40,10 @@ class LoopPlan(AutoPlan):
         apply_plan: changes the plan of the modules with these syncs, and of later ones; all ranks call it.
     """
 
+    _strategy: BucketedStrategy
+
     def __init__(
-        self, strategy: PlannedStrategy, options: TuneOptions | None, syncs: ModuleSyncs, apply_plan: ApplyPlan
+        self, strategy: BucketedStrategy, options: TuneOptions | None, syncs: ModuleSyncs, apply_plan: ApplyPlan
     ) -> None:
         super().__init__(strategy, options)
         self._syncs = syncs
@@ -104,10 +106,15 @@ class LoopPlan(AutoPlan):
             assert tuned.sync.model is not None
             return tuned.sync.model
 
+        def apply_plan(plan: CommPlan) -> None:
+            with strategy.without_init_sync():
+                self._apply_plan(plan, [tuned.sync])
+
         return Host(
             strategy=strategy,
-            model=model,
-            apply_plan=lambda plan: self._apply_plan(plan, [tuned.sync]),
+            parameters=lambda: model().module.named_parameters(),
+            buckets=Buckets(model, strategy.sync_observers),
+            apply_plan=apply_plan,
             step=lambda: self._num_steps,
             num_steps_left=lambda: math.inf,
             accumulated=None,

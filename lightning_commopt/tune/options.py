@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_commopt.compressors import Compressor
-from lightning_commopt.compressors.configs import compressor_from_config
+from lightning_commopt.compressors.configs import compressor_from_config, sharded_from_config
 from lightning_commopt.plan import CommPlan, OptionError, plan_options
+from lightning_commopt.plan_base import Plan
 from lightning_commopt.text.validation import did_you_mean
 
 AUTO, NEVER = "auto", "never"
@@ -20,12 +20,12 @@ class TuneOptions:
     """What ``plan="auto"`` may change.
 
     Attributes:
-        lossy: compressors that may be chosen.
+        lossy: compressors that may be chosen; of shards, for a strategy of sharded models.
         has_fixed_hook: the user has chosen a compressor, which stays.
         has_fixed_buckets: the user has chosen the buckets, which stay.
     """
 
-    lossy: tuple[Compressor, ...] = ()
+    lossy: tuple[Any, ...] = ()
     has_fixed_hook: bool = False
     has_fixed_buckets: bool = False
 
@@ -71,14 +71,44 @@ class TuneOptions:
             )
         return cls(lossy=allowed, has_fixed_hook=has_hook, has_fixed_buckets=has_buckets)
 
-    def fits(self, plan: CommPlan, base: CommPlan) -> bool:
+    @classmethod
+    def of_shards(cls, plan: Any, lossy: Any, options: Mapping[str, Any]) -> TuneOptions | None:
+        """Checks the two options of a strategy for sharded models; see `of`.
+
+        Args:
+            plan: as given to the strategy.
+            lossy: as given.
+            options: the other options, as given.
+
+        Raises:
+            OptionError: a value is not allowed, two exclude each other, or nothing is left to choose.
+        """
+        allowed = _lossy(lossy, sharded_from_config)
+        if plan != AUTO:
+            if allowed:
+                raise OptionError(f"lossy={lossy!r} needs plan='auto': it lists what that may choose")
+            return None
+        if options.get("uneven_batches") == "allow":
+            raise OptionError("plan='auto' and uneven_batches='allow' exclude each other: ranks are timed together")
+        if (hook := options.get("comm_hook")) not in (None, "none"):
+            raise OptionError(f"plan='auto' has nothing to choose beside comm_hook={hook!r}: give one of the two")
+        if not allowed:
+            raise OptionError(
+                "plan='auto' has nothing to choose: of sharded models it chooses among compressors, which are lossy:"
+                " list what it may choose, such as lossy=['bf16', 'int8']"
+            )
+        return cls(lossy=allowed)
+
+    def fits(self, plan: Plan, base: Plan) -> bool:
         """Returns whether a plan is one that may be chosen instead of the user's."""
-        same = dataclasses.replace(plan, bucket_cap_mb=base.bucket_cap_mb, comm_hook=base.comm_hook) == base
-        hooks = (base.comm_hook, *self.lossy)
+        if type(plan) is not type(base):
+            return False
+        same = all(getattr(plan, name) == getattr(base, name) for name in base.options() if name not in base.searched)
+        has_same_buckets = getattr(plan, "bucket_cap_mb", None) == getattr(base, "bucket_cap_mb", None)
         return (
             same
-            and plan.comm_hook in hooks
-            and (not self.has_fixed_buckets or plan.bucket_cap_mb == base.bucket_cap_mb)
+            and plan.comm_hook in (base.comm_hook, *self.lossy)
+            and (not self.has_fixed_buckets or has_same_buckets)
         )
 
 
@@ -120,7 +150,7 @@ def _is_given(name: str, options: Mapping[str, Any]) -> bool:
         return True
 
 
-def _lossy(lossy: Any) -> tuple[Compressor, ...]:
+def _lossy(lossy: Any, from_config: Callable[[Any], Any] = compressor_from_config) -> tuple[Any, ...]:
     if lossy == NEVER or lossy is None:
         return ()
     if isinstance(lossy, str) or not isinstance(lossy, Sequence):
@@ -131,7 +161,7 @@ def _lossy(lossy: Any) -> tuple[Compressor, ...]:
     compressors = []
     for config in lossy:
         try:
-            compressor = compressor_from_config(config)
+            compressor = from_config(config)
         except (ValueError, TypeError) as error:
             raise OptionError(f"lossy: {error}") from error
         if compressor is not None and compressor not in compressors:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +13,10 @@ import torch.distributed as dist
 from lightning_commopt.compat.loops import wrap_method
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.measure.recorder import issued_by
-from lightning_commopt.plan import CommPlan
+from lightning_commopt.plan_base import Plan
 from lightning_commopt.sync.groups import BorrowedGroups
 from lightning_commopt.text.validation import warn
-from lightning_commopt.tune.calibration import MEASURING_S, Calibration, shortlist
+from lightning_commopt.tune.calibration import MEASURING_S, Calibration, shortlist, unpredicted
 from lightning_commopt.tune.director import CALIBRATE, Director
 from lightning_commopt.tune.guard import Guard, error_limit
 from lightning_commopt.tune.host import Host, load_choice, save_choice
@@ -57,8 +56,8 @@ class Tuner:
         group: BorrowedGroups,
         host: Host,
         options: TuneOptions,
-        base: CommPlan,
-        resumed: CommPlan | None,
+        base: Plan,
+        resumed: Plan | None,
         max_regret: float,
     ) -> None:
         self._host, self._strategy = host, host.strategy
@@ -79,14 +78,16 @@ class Tuner:
         self._share_plans([] if known is None else [known])
         if resumed is not None:
             self.plans.append(resumed)
+        measured = {*filter(None, (base.comm_hook, *options.lossy))} if host.buckets is not None else set()
         if self._strategy.global_rank == 0:
             self.director = Director(
                 host.num_steps_left(),
                 arm=self._arm,
                 has_known=known is not None,
                 max_regret=max_regret,
-                num_settling_steps=3 if base.static_graph else 2,  # DDP then lays out its buckets one step later
-                measuring_s=MEASURING_S * len({*filter(None, (base.comm_hook, *options.lossy))}),
+                # DDP lays out the buckets of a static graph one step later.
+                num_settling_steps=3 if getattr(base, "static_graph", None) else 2,
+                measuring_s=MEASURING_S * len(measured),
             )
         self._undo = [wrap_method(*host.end_backward, self._end_backward)]
         self._undo += [wrap_method(*pause, self._exclude) for pause in host.pauses]
@@ -95,7 +96,7 @@ class Tuner:
         self._decide()
 
     @property
-    def kept_plan(self) -> CommPlan:
+    def kept_plan(self) -> Plan:
         """The plan that training continues with if the search ends here: not one that is only tried."""
         return self._strategy.plan if self.has_decided else self.plans[self._chosen]
 
@@ -141,14 +142,15 @@ class Tuner:
         if not self.is_over:
             self._group.return_to_pool()
 
-    def _guard_plan(self, plan: CommPlan | None) -> None:
+    def _guard_plan(self, plan: Plan | None) -> None:
         """Guards the averages of a lossy plan that was chosen; None to stop."""
-        is_lossy = plan is not None and plan.comm_hook is not None and plan.comm_hook.claims.is_lossy
+        buckets = self._host.buckets
+        is_lossy = plan is not None and plan.is_lossy and buckets is not None
         if self._guard is not None and not is_lossy:
             self._guard.close()
             self._guard = None
-        elif self._guard is None and is_lossy:
-            self._guard = Guard(self._host.model, self._group.all_ranks)
+        elif self._guard is None and is_lossy and buckets is not None:
+            self._guard = Guard(buckets.model, self._group.all_ranks)
 
     def _end_backward(self, inner: Callable[..., None], *args: Any) -> None:
         inner(*args)
@@ -172,6 +174,9 @@ class Tuner:
         if self._calibration is not None:
             self._end_calibration(self._calibration)
             self._calibration = None
+        elif self._arm == CALIBRATE:
+            self._list_tries()
+        if self._arm == CALIBRATE:
             ended_s, before_s = time.perf_counter(), ended_s
             if self.director is not None:
                 self.director.aside_s = ended_s - before_s
@@ -221,17 +226,19 @@ class Tuner:
     def _change_to(self, arm: int, measuring_limit_s: float) -> None:
         self._arm = arm
         plan = self.plans[max(0, arm)]
-        is_observable = plan.comm_hook is not None or bool(self._strategy.sync_observers)
-        if arm == CALIBRATE:
+        buckets = self._host.buckets
+        is_observable = plan.comm_hook is not None or buckets is None or bool(buckets.observers)
+        if arm == CALIBRATE and buckets is not None:
             self._calibration = Calibration(self._host, self._options, measuring_limit_s)
         # DDP's own average must be wrapped to be observed, and back.
         if plan != self._strategy.plan or not is_observable:
-            self._apply(plan)
-
-    def _apply(self, plan: CommPlan) -> None:
-        """Changes the plan; the parameters are equal on all ranks, and not sent again where this torch allows it."""
-        with self._strategy.without_init_sync():
             self._host.apply_plan(plan)
+
+    def _list_tries(self) -> None:
+        """Makes the plans to try the candidates, where nothing can be predicted."""
+        if self.director is not None:
+            self.director.shortlist = unpredicted(self.plans[0], self._host.tries)
+        self._share_plans(self._host.tries)
 
     def _end_calibration(self, calibration: Calibration) -> None:
         """Measures compressors, and has rank 0 choose the candidates."""
@@ -241,7 +248,7 @@ class Tuner:
         is_rank_0 = self.director is not None
         ranks: list[Any] | None = [None] * self._strategy.world_size if is_rank_0 else None
         dist.gather_object(steps, ranks, dst=0, group=self._group.all_ranks)
-        plans: list[CommPlan] = []
+        plans: list[Plan] = []
         if self.director is not None and ranks is not None:
             try:
                 basis = calibration.basis(ranks, costs, self.director.base_s)
@@ -252,14 +259,15 @@ class Tuner:
                 warn(f"plan='auto': step times cannot be predicted ({type(error).__name__}: {error}).")
         self._share_plans(plans)
 
-    def _share_plans(self, plans: list[CommPlan]) -> None:
+    def _share_plans(self, plans: Sequence[Plan]) -> None:
         """Makes the candidates of rank 0 known to all ranks."""
         base = self.plans[0]
         hooks = (base.comm_hook, *self._options.lossy)
-        sent: list[Any] = [[(plan.bucket_cap_mb, hooks.index(plan.comm_hook)) for plan in plans]]
+        names = [name for name in base.searched if name != "comm_hook"]
+        chosen = [({name: getattr(plan, name) for name in names}, hooks.index(plan.comm_hook)) for plan in plans]
+        sent: list[Any] = [chosen]  # not the compressors, whose classes may be the user's
         dist.broadcast_object_list(sent, src=0, group=self._group.all_ranks)
-        others = [dataclasses.replace(base, bucket_cap_mb=cap, comm_hook=hooks[index]) for cap, index in sent[0]]
-        self.plans = [base, *others]
+        self.plans = [base, *(base.replaced(**options, comm_hook=hooks[index]) for options, index in sent[0])]
 
     def _save_choice(self) -> None:
         if self.director is None or self._fit is None or not self.director.searches or self.director.is_searching:

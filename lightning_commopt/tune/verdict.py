@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_commopt.cost.candidates import Candidate
 from lightning_commopt.measure.runs.record import Stretch, TriedPlan, Tuning
-from lightning_commopt.plan import CommPlan
+from lightning_commopt.plan_base import Plan
 from lightning_commopt.text.formatting import MILLISECONDS, short_percent
 from lightning_commopt.tune.director import Director
 
@@ -39,7 +39,7 @@ _LEFT = {
 _HIDDEN = ": backward hides gradient sync as far as any could"
 
 
-def verdict(director: Director, plans: list[CommPlan]) -> str:
+def verdict(director: Director, plans: Sequence[Plan]) -> str:
     """Returns one or more sentences: what was chosen, predicted and measured, and what else would help."""
     sentences = [_choice(director, plans)]
     if director.shortlist is not None and director.shortlist.not_allowed and _is_predicted(director):
@@ -55,7 +55,7 @@ def verdict(director: Director, plans: list[CommPlan]) -> str:
     return " ".join(sentences)
 
 
-def summary(director: Director, plans: list[CommPlan], history: Sequence[Stretch]) -> dict[str, Any]:
+def summary(director: Director, plans: Sequence[Plan], history: Sequence[Stretch]) -> dict[str, Any]:
     """Returns a `Tuning` in types that JSON has, for ``run.json``."""
     searches, shortlist = director.searches, director.shortlist
     predicted = [] if shortlist is None else [*map(_interval, (shortlist.base, *shortlist.candidates))]
@@ -70,7 +70,7 @@ def summary(director: Director, plans: list[CommPlan], history: Sequence[Stretch
         candidates=[
             TriedPlan(
                 plan=plan.name,
-                predicted_s=predicted[arm] if arm < len(predicted) else None,
+                predicted_s=predicted[arm] if arm < len(predicted) and not math.isnan(predicted[arm][0]) else None,
                 gain=gains.get(arm),
             )
             for arm, plan in enumerate(plans)
@@ -83,7 +83,7 @@ def summary(director: Director, plans: list[CommPlan], history: Sequence[Stretch
     return dataclasses.asdict(tuning)
 
 
-def _choice(director: Director, plans: list[CommPlan]) -> str:
+def _choice(director: Director, plans: Sequence[Plan]) -> str:
     own = f"The plan stays: {plans[0].name}"
     if director.status in _NOTHING_TRIED:
         return f"{own}. {_NOTHING_TRIED[director.status]}."
@@ -109,7 +109,10 @@ def _choice(director: Director, plans: list[CommPlan]) -> str:
 def _predicted(director: Director, arm: int) -> str:
     if director.shortlist is None or arm > len(director.shortlist.candidates) or not _is_predicted(director):
         return ""
-    step, low, high = map(MILLISECONDS.text, _interval(director.shortlist.candidates[arm - 1]))
+    interval = _interval(director.shortlist.candidates[arm - 1])
+    if math.isnan(interval[0]):
+        return ""
+    step, low, high = map(MILLISECONDS.text, interval)
     return f"; predicted were {step} ({low} to {high})"
 
 

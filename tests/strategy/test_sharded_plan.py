@@ -33,7 +33,7 @@ _FEEDBACK = {"name": "int4", "error_feedback": True}
 @pytest.mark.parametrize(
     ("plan", "hook"),
     [
-        (ShardedPlan(comm_hook="bf16"), ShardedBf16()),  # type: ignore[arg-type]
+        (ShardedPlan(accumulate_grads="unsharded"), None),
         (CommPlan(comm_hook="bf16"), ShardedBf16()),  # type: ignore[arg-type]
         (CommPlan.from_dict({"comm_hook": {"name": "int8", "block_size": 64}}), ShardedInt8(block_size=64)),
         (CommPlan(), None),
@@ -58,7 +58,6 @@ def test_plans_of_both_kinds_are_taken(plan: Any, hook: ShardedCompressor | None
         ({"bucket_cap_mb": 25}, "bucket_cap_mb is an option of DDP"),
         ({"comm_hok": "int8"}, "unknown option 'comm_hok'; did you mean 'comm_hook'"),
         ({"plan": CommPlan(comm_hook="powersgd")}, "comm_hook: 'powersgd' averages whole gradients"),  # type: ignore[arg-type]
-        ({"plan": "auto"}, "plan='auto' chooses buckets and compressors for DDP"),
         ({"plan": "missing.json"}, "there is no file 'missing.json'"),
         ({"plan": 3}, "plan must be a ShardedPlan, a CommPlan, the path of a file or None, got 3"),
         ({"plan": ShardedPlan(), "param_hook": "int8"}, "is a whole plan, and param_hook cannot be given besides"),

@@ -13,7 +13,6 @@ from lightning_commopt.cost import compressor_cost
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.candidates import Candidate
 from lightning_commopt.cost.predict import Prediction
-from lightning_commopt.plan import CommPlan
 from lightning_commopt.tune import host as host_module
 from lightning_commopt.tune import tuner as tuner_module
 from lightning_commopt.tune.calibration import Shortlist
@@ -29,8 +28,8 @@ BASE_S = 100.0
 
 @contextmanager
 def scripted(
-    candidates: Mapping[CommPlan, float], *, num_steps: float = 1e5, folder: str | None = None
-) -> Generator[list[CommPlan], None, None]:
+    candidates: Mapping[Any, float], *, num_steps: float = 1e5, folder: str | None = None
+) -> Generator[list[Any], None, None]:
     """Within it a fit finds those of the given plans promising that it may choose.
 
     Their steps take the given shares of the user's.
@@ -43,7 +42,7 @@ def scripted(
     Yields:
         The plan of every step that was timed.
     """
-    steps: list[CommPlan] = []
+    steps: list[Any] = []
     predict = tuner_module.shortlist
     init, direct, measure = Tuner.__init__, Director.__init__, StepTimer.take
     hosts: list[Host] = []

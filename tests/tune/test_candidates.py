@@ -30,7 +30,7 @@ _COSTS = {compressor: dataclasses.replace(_OWN, compressor=compressor) for compr
 
 def _list(link: Link, lossy: tuple[str, ...] = (), base: CommPlan | None = None, **options: bool) -> Shortlist:
     base = base or CommPlan()
-    allowed = TuneOptions(lossy=tuple(map(compressor_from_config, lossy)), **options)  # type: ignore[arg-type]
+    allowed = TuneOptions(lossy=tuple(map(compressor_from_config, lossy)), **options)
     measured_s = predict(base, _WORKLOAD, link, _COSTS).step_s
     return shortlist(Basis(plan=base, workload=_WORKLOAD, link=link, costs=_COSTS, step_s=measured_s), allowed)
 
@@ -66,7 +66,7 @@ def test_small_buckets_are_tried_where_they_are_predicted_to_be_about_equal() ->
     workload = dataclasses.replace(_WORKLOAD, gradients=four, backward_s=0.02, num_ranks=4)
     link = Link(hop_s=1e-4, s_per_byte=8e-8)
     basis = Basis(plan=CommPlan(), workload=workload, link=link, costs=_COSTS, step_s=1.0)
-    found = shortlist(basis, TuneOptions(lossy=(_INT8,))).candidates  # type: ignore[arg-type]
+    found = shortlist(basis, TuneOptions(lossy=(_INT8,))).candidates
     assert {len(buckets_of(one.plan, four)) for one in found if one.plan.comm_hook == _INT8} == {1, 2, 4}
 
 
@@ -133,7 +133,7 @@ def test_compressors_are_measured_within_a_limit(
     calibration = object.__new__(Calibration)
     vars(calibration).update(
         _strategy=strategy,
-        _options=TuneOptions(lossy=lossy),  # type: ignore[arg-type]
+        _options=TuneOptions(lossy=lossy),
         _times=SimpleNamespace(gradients=list),
         _limit_s=limit_s,
         not_measured=[],

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.sync.strategies import TunedStrategy
+from lightning_commopt.sync.strategies import TunedBuckets
 from lightning_commopt.tune.auto_plan import FitPlan
 from lightning_commopt.tune.options import TuneOptions
 
@@ -18,7 +18,7 @@ _UNLIMITED = 1e6
 class Tuning(FitPlan):
     """Looks for a plan whatever that costs, and writes it to a file; ``asked`` is the content of `inject.VARIABLE`."""
 
-    def __init__(self, strategy: TunedStrategy, asked: Mapping[str, Any]) -> None:
+    def __init__(self, strategy: TunedBuckets, asked: Mapping[str, Any]) -> None:
         options = TuneOptions.of("auto", asked["lossy"], strategy.plan.to_dict())
         super().__init__(strategy, options, max_regret=_UNLIMITED)
         self._asked = asked

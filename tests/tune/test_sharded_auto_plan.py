@@ -1,0 +1,101 @@
+"""Fits of sharded models with plan="auto": what is chosen among compressors, on real ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_commopt import CommOptModelParallel, OptionError, shard
+from lightning_commopt.callbacks import RunRecorder
+from lightning_commopt.sharded_plan import ShardedPlan
+from support.ranks import run_ranks
+from support.scripted_tuning import scripted
+from support.strategy_models import Params, Tiny, assert_same, loader, trainer
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
+)
+
+
+class _Sharded(Tiny):
+    def configure_model(self) -> None:
+        shard(self, self.device_mesh, blocks=150)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+
+def _fit(strategy: CommOptModelParallel, *callbacks: Any) -> Params:
+    model = _Sharded()
+    with torch.random.fork_rng():
+        trainer(strategy, max_epochs=40, callbacks=list(callbacks)).fit(model, loader(16 * dist.get_world_size()))
+    return {name: value.full_tensor().numpy() for name, value in model.state_dict().items()}
+
+
+def _choose(times: dict[str, float], folder: str, choices: str) -> tuple[Params, str, dict[str, Any], set[str]]:
+    plans = {ShardedPlan.from_dict({"comm_hook": hook}): share for hook, share in times.items()}
+    with scripted(plans, folder=choices) as steps:
+        strategy = CommOptModelParallel(plan="auto", lossy=["int8", "bf16"])
+        trained = _fit(strategy, RunRecorder(dirpath=folder))
+    return trained, strategy.plan.name, strategy.auto_plan.describe(), {plan.name for plan in steps}
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen"),
+    [
+        ({"int8": 0.6, "bf16": 0.9}, "int8"),
+        ({"int8": 1.3, "bf16": 0.7}, "bf16"),
+        ({"int8": 1.3, "bf16": 1.1}, "uncompressed"),
+    ],
+    ids=["int8", "bf16", "none"],
+)
+def test_the_fastest_is_chosen(times: dict[str, float], chosen: str, tmp_path: Path) -> None:
+    """If it fails, a search ends on a slower compressor, or ranks train with different ones."""
+    first, second = run_ranks(_choose, times, str(tmp_path), str(tmp_path / "choices"))
+    assert_same(first[0], second[0])
+    assert first[1] == second[1] == chosen
+    assert first[3] == {"uncompressed", "int8", "bf16"}
+    found, record = first[2], json.loads((tmp_path / "run.json").read_text())
+    assert second[2] == {}
+    assert found["chosen"] == chosen
+    assert [candidate["predicted_s"] for candidate in found["candidates"]] == [None] * 3
+    assert (record["sync_method"], record["plan_name"]) == ("auto", f"auto: {chosen}")
+    assert record["tuning"]["chosen"] == chosen
+    assert record["is_lossy"] == (chosen != "uncompressed")
+
+
+def _choose_twice(choices: str) -> list[dict[str, Any]]:
+    return [_choose({"int8": 0.6, "bf16": 0.9}, choices, choices)[2] for _ in range(2)]
+
+
+def test_what_an_earlier_fit_has_chosen_is_tried_first(tmp_path: Path) -> None:
+    """If it fails, every fit searches as if there had been none before."""
+    (first, second), _ = run_ranks(_choose_twice, str(tmp_path))
+    assert first["num_search_steps"] > second["num_search_steps"] > 0
+    assert second["chosen"] == "int8"
+    assert [candidate["plan"] for candidate in second["candidates"]] == ["uncompressed", "int8"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plan": "auto"}, "plan='auto' has nothing to choose: of sharded models.*lossy=\\['bf16', 'int8'\\]"),
+        ({"lossy": ["int8"]}, "lossy=\\['int8'\\] needs plan='auto'"),
+        ({"plan": "auto", "lossy": ["powersgd"]}, "lossy: 'powersgd' averages whole gradients"),
+        ({"plan": "auto", "lossy": "int8"}, "lossy must be 'never' or a list of compressors"),
+        ({"plan": "auto", "lossy": ["int8"], "comm_hook": "bf16"}, "nothing to choose beside comm_hook='bf16'"),
+        ({"plan": "auto", "lossy": ["int8"], "uneven_batches": "allow"}, "exclude each other"),
+    ],
+    ids=str,
+)
+def test_values(options: dict[str, Any], message: str) -> None:
+    """If it fails, a search that can choose nothing is begun, or an option is ignored."""
+    with pytest.raises(OptionError, match=message):
+        CommOptModelParallel(**options)
