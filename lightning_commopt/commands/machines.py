@@ -1,4 +1,4 @@
-"""Commands about a machine or a job: selftest, doctor, nccl-log, topo; and those that run a job: nsys, tune."""
+"""Commands about a machine or a job: selftest, doctor, nccl-log, topo; and commands that run a job: nsys, tune."""
 
 import shlex
 from contextlib import suppress

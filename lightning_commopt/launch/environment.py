@@ -1,4 +1,4 @@
-"""Which rank this process is and where ranks meet: from the variables of launchers, or from a list of hosts."""
+"""Finds out which rank this process is and where ranks meet, from launchers' variables or a list of hosts."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class PrivateFolder:
 
     @contextmanager
     def lock(self, name: str, limit_s: float) -> Iterator[None]:
-        """Lets one process in at a time; without a lock where files have none, or one is held for longer.
+        """Lets one process in at a time; or more, if the file system has no locks or one is held for longer.
 
         Raises:
             UntrustedError: the lock file is a symbolic link, another user's file, or one that others can write to.

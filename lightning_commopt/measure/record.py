@@ -246,7 +246,7 @@ def clock_shift_s(steps: Sequence[StepRecord], first: Sequence[StepRecord]) -> f
     """Returns the offset from a rank's clock to the first rank's clock, from the same steps on both.
 
     A bucket's last collective ends at nearly the same moment on all ranks, more nearly than hosts' clocks agree. The
-    offset is the median difference between these ends; None where the two synchronized no bucket together.
+    offset is the median difference between these ends; None if the two synchronized no bucket together.
     """
     ends_s, first_ends_s = _ends_s(steps), _ends_s(first)
     differences = [first_ends_s[key] - ends_s[key] for key in first_ends_s.keys() & ends_s.keys()]

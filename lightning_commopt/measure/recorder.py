@@ -74,7 +74,7 @@ class StepRecorder(SyncObserver):
     def issue_in_stream(self, operation: str, num_bytes: int) -> _IssuedCollective:
         """Records a collective that the current stream of the device waits for, until the result's ``end``.
 
-        Between two steps, where a validation may issue any number of them, it has no times.
+        Between two steps it has no times, as a validation may issue any number of collectives there.
         """
         return self._issue(self._mark if self._is_in_step else self._collective_mark, operation, num_bytes)
 

@@ -77,7 +77,7 @@ def verdict(
         world_size: number of ranks.
         comm_hook: the name of what averages the gradients, "none" for DDP's own all-reduce.
         is_lossy: whether the comm hook changes gradients.
-        operations: the collectives of a step; empty where none were observed.
+        operations: the collectives of a step; empty if none were observed.
         forecasts: predictions of other settings, the more exact settings first. No other setting is recommended
             without one.
     """

@@ -154,7 +154,7 @@ class _Step(NamedTuple):
 
 
 def step_parts(group: Group) -> Chart | None:
-    """Returns a stacked bar for each setting, those that wait most first; None without records of steps."""
+    """Returns a stacked bar for each setting, the longest waits first; None without records of steps."""
     steps = sorted(_steps(group), key=lambda step: -step.share)
     if not steps:
         return None
