@@ -1,4 +1,4 @@
-"""Predicted speed-ups in words: which settings are worth trying, and which compressor is not.
+"""Puts predicted speed-ups into words: which settings are worth trying, and which compressor is not.
 
 A plan is recommended for its speed if it is expected to save at least a twentieth of a step, and its whole interval is
 above 1. No predicted speed-up exceeds what hiding all communication would give.
@@ -73,7 +73,7 @@ def read_forecasts(run_dir: Path) -> Sequence[Forecast]:
 
 
 class Present(NamedTuple):
-    """The run as it is."""
+    """The present run, with which forecasts are compared."""
 
     step_s: float  # mean over steps, as `exposed_s`
     exposed_s: float

@@ -1,4 +1,4 @@
-"""Operations: what the collectives of a step cost, by kind, and how much of that computation waits for."""
+"""Operations: what the collectives of a step cost, by kind, and how long computation waits for them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def operation_columns(rows: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def operation_rows(operations: Sequence[Operation], step_s: float) -> list[tuple[str, ...]]:
-    """Returns a row for each kind of collectives, with a cell for what is exposed if any of that is known.
+    """Returns a row for each kind of collectives, with a cell for the exposed time if any is known.
 
     An unknown time is a dash.
     """

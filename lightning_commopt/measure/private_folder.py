@@ -150,7 +150,7 @@ def _check(status: os.stat_result, path: Path) -> None:
 
 
 def _is_private_group(gid: int) -> bool:
-    """Returns whether a group is the one that many systems make for each user, whose files then have umask 002."""
+    """Returns whether a group is the user's own: many systems make one for each user, and let its members write."""
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:

@@ -159,7 +159,7 @@ class StepRecord:
         )
 
     def to_json(self) -> str:
-        """Returns one line of JSON: `totals`, then phases and buckets, times to a tenth of a microsecond.
+        """Returns one line of JSON: `totals`, then the other fields, with times to a tenth of a microsecond.
 
         It is written while training runs, and takes a fraction of the time of `json.dumps`.
         """

@@ -1,4 +1,4 @@
-"""Sums, maxima and samples of steps, the one definition of every statistic, and the rank that the others wait for.
+"""Defines every statistic of steps, from their sums, maxima and samples, and finds the rank that others wait for.
 
 Plain numpy: `lightning_commopt.metrics` keeps these arrays in metrics, and `commopt summary` needs no torch.
 

@@ -103,7 +103,7 @@ def _table(rows: list[Row]) -> list[str]:
 
 
 def _narrow_tables(rows: list[Row]) -> list[TextTable]:
-    """Returns a table each for in and out of place, with failures below."""
+    """Returns one table for in place and one for out of place, with failures below."""
     headings = "size\n(B)", "count", "type", "redop", "time\n(us)", "±\n(%)", "algbw\n(GB/s)", "busbw\n(GB/s)", "#wrong"
     tables = []
     for place in _places(rows):

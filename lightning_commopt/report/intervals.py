@@ -119,7 +119,7 @@ def _bootstrap_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[fl
 
 
 def _t_test_sees_a_difference(ours: Sequence[float], theirs: Sequence[float], is_paired: bool) -> bool:
-    """Applies Student's t-test to pairs, or Welch's to two samples, of the logarithms."""
+    """Returns what Student's t-test for pairs, or Welch's for two samples, finds for the logarithms."""
     import scipy.stats
 
     samples = [[math.log(value) for value in sample] for sample in (ours, theirs)]

@@ -1,4 +1,4 @@
-"""Cases ready to run: how to call torch's collectives and comm hooks on the shared memory, and what they must return.
+"""Makes cases ready to run: calls of torch's collectives and comm hooks on shared memory, with a check of results.
 
 torch's all_reduce, broadcast and reduce work in place; out of place the message is copied first, as a caller would.
 """

@@ -1,4 +1,4 @@
-"""How ranks on several hosts compare facts and connections; each step has a limit."""
+"""Lets ranks on several hosts exchange facts and try connections to each other; each step has a time limit."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Progress(NamedTuple):
 
 
 class RasReport(NamedTuple):
-    """A part of the report: what is wrong with a communicator, or with the job."""
+    """A part of a report by NCCL's RAS: what is wrong with a communicator, or with the job."""
 
     comm_id: str  # "" for the job
     status: str

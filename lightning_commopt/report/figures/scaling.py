@@ -1,4 +1,4 @@
-"""Speed-up and efficiency against ranks, beside the ideal, and Amdahl's law fitted to them."""
+"""Charts speed-up and efficiency against ranks, beside the ideal, with Amdahl's law fitted to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each setting costs: throughput, against bucket size as well; the parts of a step and their overlap; memory."""
+"""Charts what each setting costs: throughput, also against bucket size; a step's parts and overlap; memory."""
 
 from __future__ import annotations
 
