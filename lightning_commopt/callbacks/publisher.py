@@ -60,6 +60,7 @@ class AllRanks:
     def send(self, rows: Tensor) -> None:
         """Starts to gather ``rows`` ``(n, num_quantities)``, missing ones as NaN; all ranks must do so, at any time."""
         assert self.is_free
+        # The device is named because a program may have set another default.
         matrix = torch.full(self._shape, torch.nan, dtype=torch.float64, device="cpu")
         matrix[: len(rows)] = rows.reshape(-1, self._shape[1])
         if self._group is None:

@@ -162,6 +162,7 @@ def repeat_batches(trainer: Any, number: int) -> None:
         for part, num_own in zip(loader.flattened, own, strict=True)
     ]
     loader.limits[:] = [max(limit, number) for limit in loader.limits]
+    # Lightning has already begun to iterate over the loaders that were replaced here, so it has to begin again.
     iter(loop._data_fetcher)
     _set_length(trainer, number)
 
@@ -190,6 +191,7 @@ class RepeatedLoader:
             for batch in islice(self._loader, min(self._num_own, missing)):
                 missing -= 1
                 yield batch
+            # A loader that has nothing to give must not be asked forever.
             if missing == before:
                 return
 

@@ -223,6 +223,7 @@ def _percentiles(values: Array) -> Array:
     high = np.minimum(low + 1, len(values) - 1)
     ordered = np.partition(values, [*low, *high], axis=0)
     gaps, shares = ordered[high] - ordered[low], at - low[:, None]
+    # numpy interpolates from the nearer neighbour, which decides the last bit.
     return np.where(shares < 0.5, ordered[low] + gaps * shares, ordered[high] - gaps * (1 - shares)).T
 
 

@@ -139,6 +139,7 @@ def _open_store(identity: RankIdentity, deadline: float) -> dist.Store:
     remaining = timedelta(seconds=max(1.0, deadline - time.monotonic()) + _GRACE_S)
     where = identity.address, identity.port, identity.world_size, identity.hosts_store
     try:
+        # Waiting for workers here would end in a timeout that does not name the ranks that are missing.
         store = dist.TCPStore(*where, timeout=remaining, wait_for_workers=False)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error) or "already in use" in str(error):

@@ -74,6 +74,7 @@ class FreshProcessLauncher(Launcher):
                 "A sweep starts its own ranks: run it without torchrun, in one process; "
                 "under SLURM without srun, or with srun --ntasks=1."
             )
+        # Hydra's own launchers begin with these two calls.
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         sweep_dir = Path(self._config.hydra.sweep.dir).resolve()
