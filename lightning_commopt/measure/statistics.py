@@ -43,7 +43,8 @@ _WAITS = ("wait_s", "exposed_wait_s")
 # The waits are the excess of ``wire_s`` and ``exposed_s`` over the rank with the least in the same step.
 COLUMNS = (*QUANTITIES, *_WAITS)
 
-# `COLUMNS` are summed over steps and ranks, ``least_wire_s`` is each step's minimum over ranks, summed over steps.
+# `COLUMNS` are summed over steps and ranks; ``least_wire_s``, the minimum of ``wire_s`` over ranks, over steps only.
+# ``num_values`` and ``num_steps`` are the numbers of terms in these two kinds of sums.
 SUMS = (*COLUMNS, "least_wire_s", "num_values", "num_steps")
 
 _AT = {name: index for index, name in enumerate(COLUMNS)}
