@@ -104,7 +104,8 @@ def shorter_steps(present: Present, forecasts: Sequence[Forecast]) -> list[str]:
             recommendations.append(_recommendation(present, forecast))
     if forecasts and not recommendations and present.exposed_s >= WORTH_IT * present.step_s:
         recommendations = [
-            "No comm_hook= or bucket_cap_mb= is clearly faster: their predictions do not exceed 1 beyond doubt."
+            "No comm_hook= or bucket_cap_mb= is clearly faster: no predicted speed-up is above 1 with its whole"
+            " interval."
         ]
     return [*_if_compression_costs_more(present, forecasts), *recommendations]
 

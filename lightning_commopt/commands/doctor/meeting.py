@@ -144,8 +144,8 @@ def _open_store(identity: RankIdentity, deadline: float) -> dist.Store:
     except RuntimeError as error:
         if "EADDRINUSE" in str(error) or "already in use" in str(error):
             raise MeetingError(
-                f"port {identity.port} of {identity.host} is taken: another commopt doctor may still run; else --port,"
-                " the same on all hosts"
+                f"port {identity.port} of {identity.host} is taken, perhaps by another commopt doctor that still"
+                " runs: wait for its end, or choose another --port, the same on all hosts"
             ) from error
         raise
     # After a restart torchrun's store still has the keys of earlier attempts.

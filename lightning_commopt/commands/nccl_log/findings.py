@@ -28,11 +28,11 @@ _OF_ONE_RANK = ("NCCL_HOSTID", "NCCL_DEBUG_FILE", "NCCL_TOPO_FILE", "NCCL_TOPO_D
 
 STAGES = (
     "its start",
-    "the bootstrap: GPUs and NICs are being looked at",
-    "rings and trees, which are computed",
+    "the bootstrap, which finds GPUs and NICs",
+    "the point where rings and trees are computed",
     "the first connections",
-    "all rings, which are connected",
-    "all trees, which are connected",
+    "the point where all rings are connected",
+    "the point where all trees are connected",
 )
 """How far initialization is, judged by the kinds of lines that a rank wrote."""
 

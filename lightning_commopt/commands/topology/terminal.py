@@ -139,7 +139,7 @@ def print_topology(machine: Machine, findings: list[Finding], console: Console) 
     if not findings:
         is_complete = all(len(machine.links_of(gpu.label)) == len(devices) - 1 for gpu in machine.gpus)
         limit = "" if is_complete else f"; unknown links ({UNKNOWN}) were not judged"
-        print_text(f"nothing here hurts, as far as the topology shows{limit}", console, "green")
+        print_text(f"nothing is slow or broken, as far as the topology shows{limit}", console, "green")
     print_findings(findings, console)
 
 

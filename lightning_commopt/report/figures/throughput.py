@@ -47,7 +47,7 @@ def throughput(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
         times = f", {number(setting.speedup.median)}{TIMES}" if setting.speedup else ""
         bars.append(Bar(setting.name, f"{number(interval.median)}/s{times}", (part,), ends))
     kinds = kinds_of_intervals(interval for _, interval in rates)
-    note = f"Medians over repetitions; error bars are {kinds}." if kinds else "A single run of each."
+    note = f"Medians over repetitions; error bars are {kinds}." if kinds else "One run of each setting."
     return Chart(
         title="Throughput of all settings",
         note=f"{note} In the order of the sweep.",
