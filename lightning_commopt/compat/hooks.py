@@ -1,7 +1,7 @@
 """Finds out what a thread does, from the files and functions on its stack; see `lightning_commopt.compat`.
 
-The functions are those of ``trainer/call.py`` that call the hooks of callbacks and modules, the same in ``lightning``
-and ``pytorch_lightning``. The files are those of torch in which a rank waits for others. This module imports none.
+``trainer/call.py``, the same in ``lightning`` and ``pytorch_lightning``, calls the hooks of callbacks and modules. In
+some files of torch a rank waits for others. This module knows them by name, and imports none of them.
 """
 
 from __future__ import annotations

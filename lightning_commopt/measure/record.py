@@ -77,10 +77,10 @@ class Totals(NamedTuple):
     backward_s: float
     optimizer_s: float
     other_s: float
-    comm_s: float  # at least one bucket was ready and not yet averaged: the sum of the next three
-    queue_s: float  # buckets were ready, and none was being processed
-    compression_s: float  # buckets were being processed, and no collective was under way
-    wire_s: float  # at least one collective was under way, which includes waiting for other ranks
+    comm_s: float  # time in which a bucket was ready and not yet averaged: the sum of the next three
+    queue_s: float  # time in which buckets were ready, and none was being processed
+    compression_s: float  # time in which buckets were being processed, and no collective was under way
+    wire_s: float  # time in which a collective was under way, including waits for other ranks
     # The time from a backward's last bucket being ready to all its buckets being averaged, summed over backwards. The
     # step waits in this time, as backward has nothing left to compute. It is a part of `comm_s`.
     exposed_s: float

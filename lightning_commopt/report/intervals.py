@@ -16,7 +16,7 @@ from lightning_commopt.text.formatting import number
 
 _NUM_RESAMPLES = 9999
 _ROUNDING = 1e-12  # logarithms that differ by less differ only by rounding
-_TIMES_FROM = 2.0  # from this ratio on, "2.3 times as fast" instead of "65 % faster"
+_TIMES_FROM = 2.0  # larger ratios are shown as "2.3 times as fast", smaller ones as "65 % faster"
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 MIN_VALUES_OF_AN_INTERVAL = 6  # the range of fewer values covers the median with less than 95 % probability

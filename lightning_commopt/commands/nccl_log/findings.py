@@ -16,7 +16,7 @@ from lightning_commopt.text.formatting import grouped, list_some, ranks_text
 
 _FORCED = re.compile(r"NCCL_(ALGO|PROTO|NTHREADS|BUFFSIZE|M(IN|AX)_(NCHANNELS|CTAS|NRINGS)|LAUNCH_MODE)$")
 _SETTINGS = (("forced_settings", _FORCED), ("topology_file", re.compile(r"NCCL_(TOPO|GRAPH)_FILE$")))
-_LARGE_BYTES = 16 << 20  # for such messages the protocol LL is slow
+_LARGE_BYTES = 16 << 20  # messages from this size on are slow with the protocol LL
 # Every rank reads these while it is initialized, so one that does not print them does not have them. Others, such as
 # NCCL_SHM_DISABLE and NCCL_IB_TIMEOUT, are read only by ranks that come to need them.
 _READ_BY_ALL = (
