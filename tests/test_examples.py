@@ -134,7 +134,7 @@ def test_measure(example: tuple[Path, str]) -> None:
     """If it fails, an existing project cannot be measured, or no trace comes of it."""
     folder, output = example
     assert "steps/s" in output
-    assert "4.37 MB of gradients a step and rank" in output
+    assert "4.37 MB of gradients per step and rank" in output
     printed = CliRunner().invoke(app, ["trace", str(folder / "measured")], catch_exceptions=False).output
     assert "87 steps saved" in printed
     assert (folder / "measured" / "comm_time" / "trace.json").stat().st_size > 10_000

@@ -21,8 +21,8 @@ from lightning_commopt.watch.hangs.rank_side import WatchedRank
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-# Steps after which the names of buckets are looked up, at most. DDP rebuilds its buckets after the first or the second
-# step, or never.
+# Batches after which the names of buckets are looked up, at most. DDP rebuilds its buckets after the first or the
+# second step, or never.
 _NUM_LOOKS = 10
 _PHASES = {
     "data": kinds.DATA,

@@ -150,7 +150,7 @@ class NVTXRanges(PhaseCallback):
             self._pop_to(depth)
 
     def _push(self, name: str, number: int | None = None) -> None:
-        """Opens a range within those that are open, with a number in its name; nvtx keeps every text in memory."""
+        """Opens a range inside the open ones. A number makes a new name, and nvtx keeps every name in memory."""
         if self._domain is None:
             return
         attributes = self._attributes[name]
@@ -255,7 +255,7 @@ class _SyncRange(BucketSync):
 
 
 def _profiled_domain(name: str) -> Any:
-    """Returns the NVTX domain of that name; None if no profiler is attached."""
+    """Returns the NVTX domain with a name; None if no profiler is attached."""
     if not nvtx.enabled():
         return None
     domain = nvtx.get_domain(name)

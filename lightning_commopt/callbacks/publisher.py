@@ -1,4 +1,4 @@
-"""What `CommTimeMonitor` gathers from all ranks, and where its numbers go: loggers, callbacks and files."""
+"""Gathers `CommTimeMonitor`'s numbers from all ranks, and passes them to loggers, callbacks and files."""
 
 from __future__ import annotations
 
@@ -54,12 +54,13 @@ class AllRanks:
 
     @property
     def is_free(self) -> bool:
-        """Whether a matrix can be sent: the last one has arrived and was taken."""
+        """Whether a matrix can be sent, because the last one has arrived and was taken."""
         return not self._gathered
 
     def send(self, rows: Tensor) -> None:
         """Starts to gather ``rows`` ``(n, num_quantities)``, missing ones as NaN; all ranks must do so, at any time."""
         assert self.is_free
+        # The device is named because a program may have set another default.
         matrix = torch.full(self._shape, torch.nan, dtype=torch.float64, device="cpu")
         matrix[: len(rows)] = rows.reshape(-1, self._shape[1])
         if self._group is None:
@@ -72,7 +73,7 @@ class AllRanks:
     def take(self, limit_s: float = 0.0) -> Tensor | None:
         """Returns the gathered matrices, once; None if they have not arrived within ``limit_s`` seconds.
 
-        Of shape ``(world_size, n, num_quantities)``, the rows that all ranks have. A collective that failed raises.
+        The result is ``(world_size, n, num_quantities)``, the rows that all ranks have. A failed collective raises.
         """
         deadline = time.monotonic() + limit_s
         while self._work is not None and not self._work.is_completed():

@@ -1,4 +1,4 @@
-"""Commands about a machine or a job: selftest, doctor, nccl-log, topo; and those that run a job: nsys, tune."""
+"""Commands about a machine or a job: selftest, doctor, nccl-log, topo; and commands that run a job: nsys, tune."""
 
 import shlex
 from contextlib import suppress
@@ -176,7 +176,7 @@ def topo(
     json: Json = False,
     output: Annotated[Path | None, typer.Option(help="Write it as a page, too: one HTML file.")] = None,
 ) -> None:
-    """Reports how the GPUs and NICs of a machine are connected, what to expect of that, and what hurts.
+    """Reports how the GPUs and NICs of a machine are connected, what to expect of that, and what is slow.
 
     Under torchrun or srun also whether this rank's cores are near its GPU. Exit status 1 if a link is broken, 2 if
     there is no topology to read.

@@ -1,7 +1,7 @@
-"""What a thread does, from the files and functions on its stack; see `lightning_commopt.compat`.
+"""Finds out what a thread does, from the files and functions on its stack; see `lightning_commopt.compat`.
 
-They are functions of ``trainer/call.py``, the same in ``lightning`` and ``pytorch_lightning``, that call the hooks of
-callbacks and modules, and files of torch in which a rank waits for others. Importing this imports none of them.
+``trainer/call.py``, the same in ``lightning`` and ``pytorch_lightning``, calls the hooks of callbacks and modules. In
+some files of torch a rank waits for others. This module knows them by name, and imports none of them.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def is_lightnings_ddp(strategy: object) -> bool:
 
 
 def arguments_of_ddp(strategy: Any) -> dict[str, Any]:
-    """Returns what Lightning's ``DDPStrategy`` was made with, but for its comm hook and its precision."""
+    """Returns what Lightning's ``DDPStrategy`` was made with, except its comm hook and its precision."""
     return {
         "parallel_devices": strategy.parallel_devices,
         "cluster_environment": strategy.cluster_environment,

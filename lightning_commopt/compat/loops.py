@@ -1,9 +1,9 @@
 """Private names of the Trainer's training loops; see `lightning_commopt.compat`.
 
-They are the same in ``lightning`` and ``pytorch_lightning``, of which nothing is imported here. Read or set are
+The names are the same in ``lightning`` and ``pytorch_lightning``; this module imports neither. It reads or sets
 ``max_batches``, ``_combined_loader`` and ``_data_fetcher`` of the fit loop, ``_mode`` of a combined loader, ``length``
-of a data fetcher, and ``val_check_batch`` and ``_val_check_time_interval`` of the Trainer. ``setup_data`` and ``run``
-of the fit loop, and ``advance``, ``on_advance_end`` and ``run`` of its epoch loop are called through `LoopEvents`.
+of a data fetcher, and ``val_check_batch`` and ``_val_check_time_interval`` of the Trainer. `LoopEvents` wraps
+``setup_data`` and ``run`` of the fit loop, and ``advance``, ``on_advance_end`` and ``run`` of its epoch loop.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class LoopEvents:
 def wrap_method(owner: Any, name: str, around: Callable[..., None]) -> Callable[[], None]:
     """Makes one object call ``around(method, *args)`` instead of a method; returns a function that undoes it.
 
-    A method may be wrapped several times, the last outermost, and unwrapped in any order. Keywords are passed on. What
-    others have put in its place, before or since, stays there.
+    A method may be wrapped several times, the last wrapper outermost, and unwrapped in any order. Keywords are passed
+    on. A function that others have put in its place, before or since, stays there.
     """
     own = vars(owner).get(name)
     chain = own if isinstance(own, _Wrapped) else _Wrapped(getattr(owner, name), is_own=own is not None)
@@ -162,6 +162,7 @@ def repeat_batches(trainer: Any, number: int) -> None:
         for part, num_own in zip(loader.flattened, own, strict=True)
     ]
     loader.limits[:] = [max(limit, number) for limit in loader.limits]
+    # Lightning has already begun to iterate over the loaders that were replaced here, so it has to begin again.
     iter(loop._data_fetcher)
     _set_length(trainer, number)
 
@@ -190,6 +191,7 @@ class RepeatedLoader:
             for batch in islice(self._loader, min(self._num_own, missing)):
                 missing -= 1
                 yield batch
+            # A loader that has nothing to give must not be asked forever.
             if missing == before:
                 return
 

@@ -48,6 +48,7 @@ def first_bucket_parameters(model: DistributedDataParallel, parameters: list[Ten
         static_graph=model.static_graph, find_unused_parameters=model.find_unused_parameters
     )
     buckets, _ = torch.distributed._compute_bucket_assignment_by_size(parameters, limits, [False] * len(parameters))
+    # As DDP does: gradients are produced in about the reverse order of the parameters.
     return buckets[::-1]
 
 
@@ -91,6 +92,7 @@ def flight_records() -> dict[str, Any]:
         dumps.append(dump)
     if not dumps:
         raise RuntimeError("this torch has no Flight Recorder")
+    # Several dumps may come from one recorder, so each entry counts once.
     entries: dict[tuple[Any, ...], dict[str, Any]] = {}
     for dump in dumps:
         for entry in json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", ()):

@@ -1,1 +1,1 @@
-"""Processes: starting them, and what the environment has of their ranks."""
+"""Starts processes, and reads from the environment which ranks they are."""

@@ -1,4 +1,4 @@
-"""Which rank this process is and where ranks meet: from the variables of launchers, or from a list of hosts."""
+"""Finds out which rank this process is and where ranks meet, from launchers' variables or a list of hosts."""
 
 from __future__ import annotations
 
@@ -166,6 +166,7 @@ def _from_slurm(environment: Mapping[str, str], port: int | None) -> RankIdentit
     rank_hosts = [host for host, number in zip(hosts, per_node, strict=False) for _ in range(min(number, world_size))]
     is_block = environment.get("SLURM_DISTRIBUTION", "block").startswith("block")
     node = _number(environment, "SLURM_NODEID", 0)
+    # Steps of one job, and of the jobs after it, get different ports: they may run on one host at the same time.
     step = 64 * _number(environment, "SLURM_JOB_ID", 0) + _number(environment, "SLURM_STEP_ID", 0)
     rank = _number(environment, "SLURM_PROCID", 0)
     return RankIdentity(

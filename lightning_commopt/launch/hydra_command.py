@@ -49,6 +49,7 @@ def single_run_command(rank: int | str) -> tuple[list[str], str]:
     import __main__
 
     hydra = HydraConfig.get()
+    # A program that was started with ``python -m`` has a spec, and is started the same way again.
     if __main__.__spec__ is None:
         program = [sys.executable, to_absolute_path(sys.argv[0])]
     else:

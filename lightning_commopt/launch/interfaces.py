@@ -54,6 +54,7 @@ def list_interfaces() -> list[Interface]:
     interfaces = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
+            # Linux's names of interfaces have at most 15 bytes, and a zero behind them.
             request = struct.pack(f"{_REQUEST_BYTES}s", name.encode()[:15])
             try:
                 flags = struct.unpack("H", fcntl.ioctl(probe, _SIOCGIFFLAGS, request)[16:18])[0]

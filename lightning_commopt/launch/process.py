@@ -163,6 +163,7 @@ def _follow(
             return next(iter((*failed, *running)), None)
         if received and kill_at == math.inf:
             kill_at = time.monotonic() + grace_s
+            # A program that inherits an ignored SIGINT, as from nohup, ignores it too.
             inherits_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
             for program in running:
                 os.killpg(program.process.pid, signal.SIGTERM if inherits_ignored else signal.SIGINT)

@@ -14,7 +14,7 @@ class HostClock:
 
     Attributes:
         origin_unix_s: second 0 of this clock, in seconds since 1970 on this host's clock.
-        num_lag_steps: age in steps from which reading a mark does not hold up the host.
+        num_lag_steps: how many steps old a mark must be so that reading it does not hold up the host.
     """
 
     num_lag_steps = 0
@@ -34,7 +34,7 @@ class HostClock:
         """Waits until a mark has passed."""
 
     def seconds(self, mark: Any) -> float:
-        """Returns when a mark was, in seconds since the clock's origin. It must have passed."""
+        """Returns the time of a mark in seconds since the clock's origin. The mark must have passed."""
         return mark - self._origin
 
     def release(self, marks: Iterable[Any]) -> None:
@@ -48,7 +48,7 @@ class CudaClock:
     # apart. So the event that times are measured from is replaced at this age.
     _BASE_LIFE_S = 10.0
 
-    num_lag_steps = 20  # a host that runs further ahead of its device gains nothing
+    num_lag_steps = 20  # a host that runs even further ahead of its device gains nothing
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -87,5 +87,5 @@ Clock = HostClock | CudaClock
 
 
 def clock_for(device: torch.device) -> Clock:
-    """Returns the clock that sees what the device does."""
+    """Returns the clock for a device: events on CUDA, otherwise the host's clock."""
     return CudaClock(device) if device.type == "cuda" else HostClock()

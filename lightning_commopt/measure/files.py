@@ -137,7 +137,7 @@ def read_run(run_dir: str | Path) -> list[RankRecords]:
         except _NoFitError as error:
             unreadable = unreadable or str(error)
     if not ranks:
-        raise ValueError(f"{folder}: no file of a rank can be read, of {len(paths)}. {unreadable}")
+        raise ValueError(f"{folder}: none of the {len(paths)} files of ranks can be read. {unreadable}")
     newest = max(ranks, key=lambda records: records.origin_unix_s or 0.0)
     ranks = [records for records in ranks if records.world_size == newest.world_size]
     return sorted(ranks, key=lambda records: records.rank)

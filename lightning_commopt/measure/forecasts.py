@@ -1,4 +1,4 @@
-"""Predicted speed-ups in words: which settings are worth trying, and which compressor is not.
+"""Puts predicted speed-ups into words: which settings are worth trying, and which compressor is not.
 
 A plan is recommended for its speed if it is expected to save at least a twentieth of a step, and its whole interval is
 above 1. No predicted speed-up exceeds what hiding all communication would give.
@@ -73,7 +73,7 @@ def read_forecasts(run_dir: Path) -> Sequence[Forecast]:
 
 
 class Present(NamedTuple):
-    """The run as it is."""
+    """The present run, with which forecasts are compared."""
 
     step_s: float  # mean over steps, as `exposed_s`
     exposed_s: float
@@ -104,7 +104,8 @@ def shorter_steps(present: Present, forecasts: Sequence[Forecast]) -> list[str]:
             recommendations.append(_recommendation(present, forecast))
     if forecasts and not recommendations and present.exposed_s >= WORTH_IT * present.step_s:
         recommendations = [
-            "No comm_hook= or bucket_cap_mb= is clearly faster: their predictions do not exceed 1 beyond doubt."
+            "No comm_hook= or bucket_cap_mb= is clearly faster: no predicted speed-up is above 1 with its whole"
+            " interval."
         ]
     return [*_if_compression_costs_more(present, forecasts), *recommendations]
 

@@ -27,15 +27,15 @@ ARRIVE: it is done, or the last of several that overlap. END: the bucket holds t
 class BucketSync(ABC):
     """Observes the sync of one bucket: the hook notes START, pairs of SEND and ARRIVE, and END, on any thread.
 
-    For CUDA tensors the current stream is the one of the sync, and the host may be far ahead of it. After a failure no
-    further event is noted.
+    For CUDA tensors the current stream is the stream of the sync, and the host may be far ahead of it. After a failure
+    no further event is noted.
     """
 
     __slots__ = ()
 
     @abstractmethod
     def note(self, event: int, wire_bytes: int = 0) -> None:
-        """Notes an event; for END with the bytes that this rank handed to collectives, see `BucketSpan`."""
+        """Notes an event; for END with the bytes that this rank handed to collectives, as in `BucketSpan`."""
 
 
 class SyncObserver(ABC):

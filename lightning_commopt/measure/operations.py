@@ -1,4 +1,4 @@
-"""Operations: what the collectives of a step cost, by kind, and how much of that computation waits for."""
+"""Operations: what the collectives of a step cost, by kind, and how long computation waits for them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Operation(NamedTuple):
     source: str
     num_calls: float  # collectives in a step
     num_bytes: float  # bytes of all collectives of a step
-    seconds: float | None  # sum of the collectives' times in a step, which may overlap; None where it is not known
+    seconds: float | None  # sum of the collectives' times in a step, which may overlap; None if unknown
     num_phases: float = 1.0  # phases of this name in a step, more than one where gradients are accumulated
-    exposed_s: float | None = None  # the part of `seconds` in which computation waits; None where it is not known
+    exposed_s: float | None = None  # the part of `seconds` in which computation waits; None if unknown
 
     @property
     def label(self) -> str:
@@ -97,7 +97,7 @@ def operation_columns(rows: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def operation_rows(operations: Sequence[Operation], step_s: float) -> list[tuple[str, ...]]:
-    """Returns a row for each kind of collectives, with a cell for what is exposed if any of that is known.
+    """Returns a row for each kind of collectives, with a cell for the exposed time if any is known.
 
     An unknown time is a dash.
     """
@@ -119,9 +119,9 @@ def operation_rows(operations: Sequence[Operation], step_s: float) -> list[tuple
 
 
 def exposed_s(record: StepRecord) -> tuple[float | None, ...]:
-    """Returns, for each collective, how long computation waits for it; None where that was not observed.
+    """Returns, for each collective, how long computation waits for it; None if that was not observed.
 
-    A moment of waiting counts once: for the collective that is the first to end then.
+    If several collectives are under way, a wait counts for the one that ends first.
 
     >>> from lightning_commopt.measure.record import Collective, Phase
     >>> gather = Collective("all_gather", "forward", "", 8, start_s=1.0, end_s=3.0)

@@ -84,7 +84,7 @@ class PrivateFolder:
 
     @contextmanager
     def lock(self, name: str, limit_s: float) -> Iterator[None]:
-        """Lets one process in at a time; without a lock where files have none, or one is held for longer.
+        """Lets one process in at a time; or more, if the file system has no locks or one is held for longer.
 
         Raises:
             UntrustedError: the lock file is a symbolic link, another user's file, or one that others can write to.
@@ -150,7 +150,7 @@ def _check(status: os.stat_result, path: Path) -> None:
 
 
 def _is_private_group(gid: int) -> bool:
-    """Returns whether a group is the one that many systems make for each user, whose files then have umask 002."""
+    """Returns whether a group is the user's own: many systems make one for each user, and let its members write."""
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:

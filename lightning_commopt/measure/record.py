@@ -77,10 +77,10 @@ class Totals(NamedTuple):
     backward_s: float
     optimizer_s: float
     other_s: float
-    comm_s: float  # at least one bucket was ready and not yet averaged: the sum of the next three
-    queue_s: float  # buckets were ready, and none was being processed
-    compression_s: float  # buckets were being processed, and no collective was under way
-    wire_s: float  # at least one collective was under way, which includes waiting for other ranks
+    comm_s: float  # time in which a bucket was ready and not yet averaged: the sum of the next three
+    queue_s: float  # time in which buckets were ready, and none was being processed
+    compression_s: float  # time in which buckets were being processed, and no collective was under way
+    wire_s: float  # time in which a collective was under way, including waits for other ranks
     # The time from a backward's last bucket being ready to all its buckets being averaged, summed over backwards. The
     # step waits in this time, as backward has nothing left to compute. It is a part of `comm_s`.
     exposed_s: float
@@ -159,7 +159,7 @@ class StepRecord:
         )
 
     def to_json(self) -> str:
-        """Returns one line of JSON: `totals`, then phases and buckets, times to a tenth of a microsecond.
+        """Returns one line of JSON: `totals`, then the other fields, with times to a tenth of a microsecond.
 
         It is written while training runs, and takes a fraction of the time of `json.dumps`.
         """
@@ -246,7 +246,7 @@ def clock_shift_s(steps: Sequence[StepRecord], first: Sequence[StepRecord]) -> f
     """Returns the offset from a rank's clock to the first rank's clock, from the same steps on both.
 
     A bucket's last collective ends at nearly the same moment on all ranks, more nearly than hosts' clocks agree. The
-    offset is the median difference between these ends; None where the two synchronized no bucket together.
+    offset is the median difference between these ends; None if the two synchronized no bucket together.
     """
     ends_s, first_ends_s = _ends_s(steps), _ends_s(first)
     differences = [first_ends_s[key] - ends_s[key] for key in first_ends_s.keys() & ends_s.keys()]

@@ -68,13 +68,13 @@ class StepRecorder(SyncObserver):
         return sync
 
     def issue(self, operation: str, num_bytes: int) -> _IssuedCollective | None:
-        """Records that a collective is issued, on any thread; see `Collective`. None for a part of one."""
+        """Records that a collective is issued, on any thread; see `Collective`. None for a part of a recorded one."""
         return None if _is_part.get() else self._issue(self._collective_mark, operation, num_bytes)
 
     def issue_in_stream(self, operation: str, num_bytes: int) -> _IssuedCollective:
         """Records a collective that the current stream of the device waits for, until the result's ``end``.
 
-        Between two steps, where a validation may issue any number of them, it has no times.
+        Between two steps it has no times, as a validation may issue any number of collectives there.
         """
         return self._issue(self._mark if self._is_in_step else self._collective_mark, operation, num_bytes)
 
@@ -276,7 +276,7 @@ class _BlockingCall:
 
 
 def _host_bound_s(phases: list[Phase], ready: list[tuple[float, bool]]) -> float:
-    """Returns the time of the pieces of backward, each up to a bucket that is ready, at whose end the device idles."""
+    """Returns the time of the pieces of backward, each up to a ready bucket, that end with an idle device."""
     total_s = 0.0
     for name, reached_s, end_s in phases:
         for at_s, is_idle in ready if name == "backward" else ():

@@ -1,4 +1,4 @@
-"""Sums, maxima and samples of steps, the one definition of every statistic, and the rank that the others wait for.
+"""Defines every statistic of steps, from their sums, maxima and samples, and finds the rank that others wait for.
 
 Plain numpy: `lightning_commopt.metrics` keeps these arrays in metrics, and `commopt summary` needs no torch.
 
@@ -43,7 +43,8 @@ _WAITS = ("wait_s", "exposed_wait_s")
 # The waits are the excess of ``wire_s`` and ``exposed_s`` over the rank with the least in the same step.
 COLUMNS = (*QUANTITIES, *_WAITS)
 
-# `COLUMNS` are summed over steps and ranks, ``least_wire_s`` is each step's minimum over ranks, summed over steps.
+# `COLUMNS` are summed over steps and ranks; ``least_wire_s``, the minimum of ``wire_s`` over ranks, over steps only.
+# ``num_values`` and ``num_steps`` are the numbers of terms in these two kinds of sums.
 SUMS = (*COLUMNS, "least_wire_s", "num_values", "num_steps")
 
 _AT = {name: index for index, name in enumerate(COLUMNS)}
@@ -223,6 +224,7 @@ def _percentiles(values: Array) -> Array:
     high = np.minimum(low + 1, len(values) - 1)
     ordered = np.partition(values, [*low, *high], axis=0)
     gaps, shares = ordered[high] - ordered[low], at - low[:, None]
+    # numpy interpolates from the nearer neighbour, which decides the last bit.
     return np.where(shares < 0.5, ordered[low] + gaps * shares, ordered[high] - gaps * (1 - shares)).T
 
 

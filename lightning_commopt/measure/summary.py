@@ -98,7 +98,7 @@ class FitSummary:
             )
             compression = number(metrics["compression_ratio"])
             lines += [
-                f"{gradients} of gradients a step and rank, {wire} on the wire: ratio {compression}",
+                f"{gradients} of gradients per step and rank, {wire} on the wire: ratio {compression}",
                 f"{algorithm}/s algorithm bandwidth, {bus}/s bus bandwidth",
             ]
         rows = operation_rows(self.operations, metrics["step_s"])

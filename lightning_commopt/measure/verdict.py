@@ -77,7 +77,7 @@ def verdict(
         world_size: number of ranks.
         comm_hook: the name of what averages the gradients, "none" for DDP's own all-reduce.
         is_lossy: whether the comm hook changes gradients.
-        operations: the collectives of a step; empty where none were observed.
+        operations: the collectives of a step; empty if none were observed.
         forecasts: predictions of other settings, the more exact settings first. No other setting is recommended
             without one.
     """
@@ -142,8 +142,8 @@ def _for_sharded(comm_hook: str, operations: Sequence[Operation]) -> list[str]:
     """Recommends what to do where gradient sync as such cannot be observed, or does not happen."""
     if comm_hook == "none" and not any(operation.num_bytes >= _SMALL_BYTES for operation in operations):
         return [
-            "self.manual_backward(loss) instead of loss.backward(), if this is manual optimization with DDP, which does"
-            " not synchronize the gradients of the latter: each rank trains weights of its own."
+            "self.manual_backward(loss) instead of loss.backward(), if this is manual optimization: DDP does not"
+            " synchronize the gradients of loss.backward(), so each rank trains different weights."
         ]
     scattered = [
         operation for operation in operations if operation.operation == "reduce_scatter" and not operation.source

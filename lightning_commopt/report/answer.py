@@ -19,7 +19,7 @@ _DIGITS = 4
 
 
 def is_lossless(setting: Setting, baseline: Setting) -> bool:
-    """Returns whether a setting certainly trains as the baseline does, but for rounding.
+    """Returns whether a setting certainly trains like the baseline, up to rounding.
 
     It does with a `CommPlan` whose compressor changes no gradients, if it differs from the baseline only in the plan
     and the number of ranks. Precision, batch size and hooks from elsewhere may change anything.

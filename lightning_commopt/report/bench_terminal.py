@@ -59,7 +59,7 @@ def condition_lines(where: Mapping[str, Any]) -> list[str]:
     if "run" in where:
         return [f"run {where['run']}: buckets of {count(where['world_size'], 'rank')}, up to step {where['last_step']}"]
     if "num_nodes" not in where:
-        return ["measured in conditions that the file does not have"]
+        return ["measured under conditions that the file does not contain"]
     ranks = f"{count(where['world_size'], 'rank')} on {count(where['num_nodes'], 'host')}"
     link = f", {where['link']} between them (network lab)" if where.get("link") else ""
     devices = f"{', '.join(where['devices'])}, {count(where['num_cores'], 'core')} a rank"
@@ -103,7 +103,7 @@ def _table(rows: list[Row]) -> list[str]:
 
 
 def _narrow_tables(rows: list[Row]) -> list[TextTable]:
-    """Returns a table each for in and out of place, with failures below."""
+    """Returns one table for in place and one for out of place, with failures below."""
     headings = "size\n(B)", "count", "type", "redop", "time\n(us)", "±\n(%)", "algbw\n(GB/s)", "busbw\n(GB/s)", "#wrong"
     tables = []
     for place in _places(rows):

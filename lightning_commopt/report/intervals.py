@@ -16,7 +16,7 @@ from lightning_commopt.text.formatting import number
 
 _NUM_RESAMPLES = 9999
 _ROUNDING = 1e-12  # logarithms that differ by less differ only by rounding
-_TIMES_FROM = 2.0  # from this ratio on, "2.3 times as fast" instead of "65 % faster"
+_TIMES_FROM = 2.0  # larger ratios are shown as "2.3 times as fast", smaller ones as "65 % faster"
 
 TIMES = "\N{MULTIPLICATION SIGN}"
 MIN_VALUES_OF_AN_INTERVAL = 6  # the range of fewer values covers the median with less than 95 % probability
@@ -119,7 +119,7 @@ def _bootstrap_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[fl
 
 
 def _t_test_sees_a_difference(ours: Sequence[float], theirs: Sequence[float], is_paired: bool) -> bool:
-    """Applies Student's t-test to pairs, or Welch's to two samples, of the logarithms."""
+    """Returns what Student's t-test for pairs, or Welch's for two samples, finds for the logarithms."""
     import scipy.stats
 
     samples = [[math.log(value) for value in sample] for sample in (ours, theirs)]

@@ -216,7 +216,7 @@ COLUMNS = (
     Column(key="steps_per_s", title="steps/s", first="descending", show=_interval),
     Column(key="efficiency", title="efficiency", heading="efficiency", first="descending", show=_share),
     Column(key="exposed_share", title="exposed share of a step", heading="exposed", show=_share),
-    Column(key="wire_bytes", title="MB sent, a step and rank", heading="MB sent", show=_megabytes),
+    Column(key="wire_bytes", title="MB sent per step and rank", heading="MB sent", show=_megabytes),
     Column(key="val_loss", title="final validation loss", heading="final loss", show=_loss),
     Column(key="val_accuracy", title="final validation accuracy", first="descending", show=_share),
     Column(key="peak_memory_bytes", title="peak memory (MB)", heading="peak MB", show=_megabytes),

@@ -1,4 +1,4 @@
-"""Short names of settings for people: "bf16, 100 MiB buckets, 4 ranks"."""
+"""Makes short names of settings for people, such as "bf16, 100 MiB buckets, 4 ranks"."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def distinct_name(values: Mapping[str, str], others: Sequence[Mapping[str, str]]
 
 
 def in_quotes(name: str) -> str:
-    """Returns a setting's name for a sentence, as it may have commas."""
+    """Returns a setting's name in quotes for a sentence, as the name may have commas."""
     return f'"{name}"'
 
 

@@ -42,6 +42,7 @@ def write_page(report: Report, path: Path) -> None:
     groups = [(group, settings_table(group), sections(group, styles)) for group in report.groups]
     has_charts = any(charts for _, _, charts in groups)
     values = {"title": report.title, "report": report, "groups": groups, "glance": glance(report.groups)}
+    # Names in records may have lone surrogates, which UTF-8 cannot encode.
     path.write_text(render("report.html", has_charts=has_charts, **values), encoding="utf-8", errors="backslashreplace")
 
 

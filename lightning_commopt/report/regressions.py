@@ -167,7 +167,7 @@ def _has_same_name(setting: _Entry, other: _Entry) -> bool:
 
 
 def _has_same_plan(setting: _Entry, other: _Entry) -> bool:
-    """Returns whether failed runs, of which little more than the plan is known, belong to another setting."""
+    """Returns whether failed runs, whose records may hold only the plan, belong to another setting."""
     is_known = other.runs or setting.settings or other.settings
     return not is_known and (setting.group, setting.sync_method) == (other.group, other.sync_method)
 

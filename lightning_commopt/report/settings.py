@@ -92,7 +92,7 @@ def is_seed(name: str) -> bool:
 
 
 def chosen_settings(run: Run) -> dict[str, str]:
-    """Returns all overrides of a run that can change the training, also those that all runs share."""
+    """Returns all overrides of a run that can change the training, even if all runs share them."""
     return {name: text_of(run.settings.get(name)) for name in run.record.chosen if changes_training(name)}
 
 

@@ -88,7 +88,7 @@ class FindingTexts:
         where: str = "",
         **values: object,
     ) -> Finding:
-        """Returns a finding, with the texts of its code where none are given, and each line of evidence once."""
+        """Returns a finding, with the texts of its code unless others are given, and each line of evidence once."""
         what, why = what or self._texts[code]["what"].format(**values), why or self.reason(code, **values)
         facts = [fact for fact in (*evidence, *why.evidence) if fact is not None]
         lines = tuple(dict.fromkeys(fact if isinstance(fact, Line) else fact.line for fact in facts))

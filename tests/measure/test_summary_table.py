@@ -49,7 +49,7 @@ def test_rows() -> None:
 def test_what_is_below() -> None:
     text = "\n".join(rendered(sample_metrics()))
     assert "1.43 steps/s, 366 samples/s over all ranks" in text
-    assert "1.22 GB of gradients a step and rank, 1.22 GB on the wire: ratio 1.00" in text
+    assert "1.22 GB of gradients per step and rank, 1.22 GB on the wire: ratio 1.00" in text
     assert "4.07 GB/s algorithm bandwidth, 7.12 GB/s bus bandwidth" in text
     assert "43 % of the step waits for communication" in text
     assert " - bucket_cap_mb=100, lossless: 1.40 (1.17 to 1.75) times as fast." in text

@@ -177,7 +177,7 @@ def test_nothing_is_recommended_that_may_be_slower() -> None:
     """If it fails, users change their plan for what is within the noise."""
     unsure = [forecast._replace(high_s=0.71) for forecast in FORECASTS]
     assert judged(forecasts=unsure).recommendations == (
-        "No comm_hook= or bucket_cap_mb= is clearly faster: their predictions do not exceed 1 beyond doubt.",
+        "No comm_hook= or bucket_cap_mb= is clearly faster: no predicted speed-up is above 1 with its whole interval.",
     )
 
 

@@ -119,7 +119,7 @@ def test_a_range_is_not_called_an_interval(sweep: Report, ladder: Report, tmp_pa
     assert "range of 3 repetitions: " in page
     assert "error bars are ranges of 3 repetitions" in page
     assert "95 % interval" not in page.replace("the 95 % interval of that median", "")
-    assert "MB sent, a step and rank" in page
+    assert "MB sent per step and rank" in page
     many = build_report([write_sweep(tmp_path / "many", num_repetitions=6)])
     assert "with 95 % intervals below" in _table(_written(many, tmp_path)[1])
 

@@ -1,4 +1,4 @@
-"""What a bench measures: `BenchSettings` expanded into cases, and the messages of a plan."""
+"""Expands `BenchSettings` into the cases that a bench measures, and finds the messages of a plan."""
 
 from __future__ import annotations
 

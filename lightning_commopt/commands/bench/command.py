@@ -243,7 +243,7 @@ def _parse_hook(text: str) -> Any:
 
 @contextmanager
 def _progress_bar(is_shown: bool = True) -> Iterator["OnProgress"]:
-    """Shows progress on standard error, where that is a terminal."""
+    """Shows progress on standard error if that is a terminal."""
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = TextConsole(stderr=True)

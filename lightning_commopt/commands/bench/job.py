@@ -1,6 +1,7 @@
 """One bench on one rank: joins the process group, measures, and describes the machine.
 
-Run as ``python -m ... JOB.json`` where the command starts its ranks itself; torchrun and srun run the command.
+If the command starts its ranks itself, each rank runs this module with a file that describes the job. Under torchrun
+and srun, each rank runs the command.
 """
 
 from __future__ import annotations

@@ -58,6 +58,7 @@ def measure(settings: BenchSettings, device: torch.device, ranks_per_node: int, 
     memory = [torch.ones(num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
     bench = _Bench(settings, device, ranks_per_node, scopes, channel, memory)
     total = len(cases) * (1 + settings.num_repetitions)
+    # A garbage collection would count as time of the call that it interrupts.
     gc.disable()
     try:
         entries = []

@@ -1,4 +1,4 @@
-"""Cases ready to run: how to call torch's collectives and comm hooks on the shared memory, and what they must return.
+"""Makes cases ready to run: calls of torch's collectives and comm hooks on shared memory, with a check of results.
 
 torch's all_reduce, broadcast and reduce work in place; out of place the message is copied first, as a caller would.
 """
@@ -29,7 +29,7 @@ _REDOPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.Reduc
 _PERIOD = 1021
 _NUM_VALUES = 3
 _CHUNK = 4096 * _PERIOD  # elements that are filled or compared at once, which bounds the extra memory
-_STEP = 1_000_000  # after any ``start_step``, so that a compressor compresses from the first call on
+_STEP = 1_000_000  # a step after any ``start_step``, so that a compressor compresses from the first call on
 _TILE_NUMEL = 65_521  # a prime: no two blocks of a compressor are equal
 
 

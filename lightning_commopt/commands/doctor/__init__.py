@@ -1,1 +1,1 @@
-"""What may keep ranks on these hosts from training together, before they do."""
+"""Finds what may keep ranks on these hosts from training together, before they try."""

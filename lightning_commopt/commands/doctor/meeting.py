@@ -1,4 +1,4 @@
-"""How ranks on several hosts compare facts and connections; each step has a limit."""
+"""Lets ranks on several hosts exchange facts and try connections to each other; each step has a time limit."""
 
 from __future__ import annotations
 
@@ -139,12 +139,13 @@ def _open_store(identity: RankIdentity, deadline: float) -> dist.Store:
     remaining = timedelta(seconds=max(1.0, deadline - time.monotonic()) + _GRACE_S)
     where = identity.address, identity.port, identity.world_size, identity.hosts_store
     try:
+        # Waiting for workers here would end in a timeout that does not name the ranks that are missing.
         store = dist.TCPStore(*where, timeout=remaining, wait_for_workers=False)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error) or "already in use" in str(error):
             raise MeetingError(
-                f"port {identity.port} of {identity.host} is taken: another commopt doctor may still run; else --port,"
-                " the same on all hosts"
+                f"port {identity.port} of {identity.host} is taken, perhaps by another commopt doctor that still"
+                " runs: wait for its end, or choose another --port, the same on all hosts"
             ) from error
         raise
     # After a restart torchrun's store still has the keys of earlier attempts.

@@ -28,7 +28,7 @@ def print_findings(found: Sequence[findings.Finding], everybody: Sequence[Facts]
         _print_interfaces(hosts, console)
     if found:
         is_broken = found[0].severity == "error"
-        console.print("Fix this first:" if is_broken else "Nothing must be fixed. It may be worth it:")
+        console.print("Fix this first:" if is_broken else "Nothing must be fixed. These may be worth a look:")
         findings.print_findings(found, console)
     else:
         console.print("Nothing is wrong as far as can be seen before a run.")

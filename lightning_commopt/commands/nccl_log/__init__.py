@@ -1,1 +1,1 @@
-"""Reads NCCL_DEBUG=INFO logs: how ranks talk, and what is wrong or slow."""
+"""Reads logs of ``NCCL_DEBUG=INFO``: how ranks communicate, and what is wrong or slow."""

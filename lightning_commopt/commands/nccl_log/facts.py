@@ -51,7 +51,7 @@ class Progress(NamedTuple):
 
 
 class RasReport(NamedTuple):
-    """A part of the report: what is wrong with a communicator, or with the job."""
+    """A part of a report by NCCL's RAS: what is wrong with a communicator, or with the job."""
 
     comm_id: str  # "" for the job
     status: str
@@ -131,7 +131,7 @@ class Process:
     settings: dict[str, Fact] = field(default_factory=dict)  # environment variables that NCCL has read
     nics: dict[str, Line] = field(default_factory=dict)  # NICs, such as mlx5_0:1/IB
     interfaces: dict[str, Fact] = field(default_factory=dict)  # names of network interfaces to their addresses
-    gdr: dict[str, Line] = field(default_factory=dict)  # for each NIC the line on whether it has GPUDirect RDMA
+    gdr: dict[str, Line] = field(default_factory=dict)  # NICs, with the line on whether they have GPUDirect RDMA
     failed_at: Fact | None = None  # the first "file:line -> code" with which NCCL passes an error on
     failed_tid: int | None = None
     uses_p2p: bool = False  # whether any of its connections uses P2P

@@ -16,7 +16,7 @@ from lightning_commopt.text.formatting import grouped, list_some, ranks_text
 
 _FORCED = re.compile(r"NCCL_(ALGO|PROTO|NTHREADS|BUFFSIZE|M(IN|AX)_(NCHANNELS|CTAS|NRINGS)|LAUNCH_MODE)$")
 _SETTINGS = (("forced_settings", _FORCED), ("topology_file", re.compile(r"NCCL_(TOPO|GRAPH)_FILE$")))
-_LARGE_BYTES = 16 << 20  # for such messages the protocol LL is slow
+_LARGE_BYTES = 16 << 20  # messages from this size on are slow with the protocol LL
 # Every rank reads these while it is initialized, so one that does not print them does not have them. Others, such as
 # NCCL_SHM_DISABLE and NCCL_IB_TIMEOUT, are read only by ranks that come to need them.
 _READ_BY_ALL = (
@@ -28,11 +28,11 @@ _OF_ONE_RANK = ("NCCL_HOSTID", "NCCL_DEBUG_FILE", "NCCL_TOPO_FILE", "NCCL_TOPO_D
 
 STAGES = (
     "its start",
-    "the bootstrap: GPUs and NICs are being looked at",
-    "rings and trees, which are computed",
+    "the bootstrap, which finds GPUs and NICs",
+    "the point where rings and trees are computed",
     "the first connections",
-    "all rings, which are connected",
-    "all trees, which are connected",
+    "the point where all rings are connected",
+    "the point where all trees are connected",
 )
 """How far initialization is, judged by the kinds of lines that a rank wrote."""
 

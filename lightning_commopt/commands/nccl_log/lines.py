@@ -125,7 +125,7 @@ def _raw_lines(stream: io.BufferedReader[Any] | gzip.GzipFile, stack: ExitStack)
 
 
 def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> Iterator[Message]:
-    r"""Splits a line into its messages: several, where ranks wrote into one line at the same time.
+    r"""Splits a line into its messages: several, if ranks wrote into one line at the same time.
 
     >>> [found] = split_line("[1,0]<stdout>:node-3:21:27 [2] NCCL INFO Connected all trees", "log", 1)
     >>> found.host, found.pid, found.tid, found.device, found.level, found.text

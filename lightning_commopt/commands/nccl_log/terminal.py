@@ -1,4 +1,4 @@
-"""A log of NCCL in a few words, on the terminal and as JSON: how ranks talk, then what to do about it."""
+"""Summarizes a log of NCCL on the terminal and as JSON: how ranks communicate, then findings with advice."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What connects the GPUs and NICs of a machine, what to expect of it, and what hurts."""
+"""Reads how the GPUs and NICs of a machine are connected, and reports what to expect of that and what is slow."""

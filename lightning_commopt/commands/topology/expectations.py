@@ -1,4 +1,4 @@
-"""What each kind of link is, and which rates others have measured over it."""
+"""Describes each kind of link, with rates that others have measured over it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What in a topology costs time, and what to do about it."""
+"""Finds what costs time in a topology, with advice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _finding = FindingTexts(Path(__file__).with_name("findings.txt")).finding
 
 
 def find_all(machine: Machine) -> list[Finding]:
-    """Returns what hurts, the worst first."""
+    """Returns all findings, the worst first."""
     finders = (_find_nvlinks, _find_ring, _find_p2p, _find_nics, _find_pcie_width, _find_pinning)
     return worst_first(finding for find in finders for finding in find(machine))
 

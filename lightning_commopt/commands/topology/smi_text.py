@@ -1,4 +1,4 @@
-"""Reads what ``nvidia-smi topo`` prints: of any version, coloured, indented, cut or wrapped, with text around it."""
+"""Reads output of ``nvidia-smi topo`` from any version, coloured, indented, cut or wrapped, with text around it."""
 
 from __future__ import annotations
 

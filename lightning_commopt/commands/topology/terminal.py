@@ -68,7 +68,7 @@ def by_link(pairs: list[Pair]) -> list[list[Pair]]:
 
 
 def by_place(machine: Machine) -> list[tuple[str, str, list[Gpu]]]:
-    """Returns GPUs by their NUMA node, or by their cores where the source has no nodes: both as text, and the GPUs."""
+    """Returns node and cores as text with their GPUs, by NUMA node, or by cores if the source has no nodes."""
     places = grouped((gpu.cpus if gpu.numa_node is None else gpu.numa_node, gpu) for gpu in machine.gpus)
     names = [UNKNOWN if gpus[0].numa_node is None else str(gpus[0].numa_node) for gpus in places.values()]
     cores = [cpus_text(cpu for gpu in gpus for cpu in gpu.cpus) for gpus in places.values()]
@@ -139,7 +139,7 @@ def print_topology(machine: Machine, findings: list[Finding], console: Console) 
     if not findings:
         is_complete = all(len(machine.links_of(gpu.label)) == len(devices) - 1 for gpu in machine.gpus)
         limit = "" if is_complete else f"; unknown links ({UNKNOWN}) were not judged"
-        print_text(f"nothing here hurts, as far as the topology shows{limit}", console, "green")
+        print_text(f"nothing is slow or broken, as far as the topology shows{limit}", console, "green")
     print_findings(findings, console)
 
 

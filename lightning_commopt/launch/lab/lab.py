@@ -61,7 +61,7 @@ class NetLab:
     """Hosts on one machine, each with a link of a limited rate each way. To be used in a ``with`` statement.
 
     A host is a network namespace with a loopback device and `DEVICE`. Two hosts are the ends of one pair of devices;
-    any other number is connected by a bridge. Hosts share the machine's files, but for an empty ``/run``. A lab is
+    any other number is connected by a bridge. Hosts share the machine's files, except an empty ``/run``. A lab is
     invisible from outside, so that labs do not disturb each other, and ends with the thread that opened it, even by
     SIGKILL.
 

@@ -59,7 +59,7 @@ class Case:
 
     @property
     def series(self) -> tuple[Any, ...]:
-        """The attributes that cases which differ in size alone share."""
+        """The attributes that are equal in cases that differ only in size."""
         return self.name, self.dtype, self.redop, self.place, self.load, self.scope, self.num_ranks
 
     @property

@@ -95,7 +95,7 @@ class BenchSettings:
     sizes_bytes: Sequence[int]  # sizes as nccl-tests counts them: what all_gather receives and reduce_scatter sends
     dtypes: Sequence[str] = ("float32",)  # see `DTYPES`
     redops: Sequence[str] = ("sum",)  # see `REDOPS`
-    places: Sequence[str] = ("in",)  # "in" and "out" of place, where a collective supports both
+    places: Sequence[str] = ("in",)  # "in" and "out" of place, if a collective supports both
     comm_hooks: Sequence[Any] = ()  # compressors to measure too, for `compressor_from_config`
     loads: Sequence[str] = ("idle",)  # "idle", and "compute": matrix products run on the device meanwhile
     scopes: Sequence[str] = ("all",)  # groups: "all" ranks, the ranks of each "node", or one per node "across" nodes

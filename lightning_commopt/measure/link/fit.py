@@ -120,7 +120,7 @@ def _best_split(
 
 
 def _sums(points: Sequence[Point]) -> list[list[float]]:
-    """Returns what `_fit_line` needs, of the first point, of the first two, and so on."""
+    """Returns the sums that `_fit_line` needs, over the first point, over the first two, and so on."""
     terms = []
     for point in points:
         weight, inverse, rate = point.weight, 1 / point.time_s, point.size_bytes / point.time_s

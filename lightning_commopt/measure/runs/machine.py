@@ -42,7 +42,8 @@ def versions() -> dict[str, str]:
 def devices() -> list[dict[str, Any]]:
     """Returns the CPU and every CUDA device that this process sees, with the vendor's name.
 
-    The memory is a GPU's own, or the machine's; cores are those that this process may use, or multiprocessors.
+    For the CPU, the memory is the machine's and the cores are those that this process may use. For a GPU, they are its
+    own memory and its multiprocessors.
     """
     # Linux counts the cores that taskset or a job scheduler allow; elsewhere the function does not exist.
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -73,8 +74,8 @@ def _cpu_name() -> str:
 class PeakMemory:
     """The peak of a rank's device from now on.
 
-    On CUDA it is the memory that torch allocated, and ``torch.cuda``'s own peak is reset. Else it is the resident
-    memory of the process, since its start where the system cannot reset that peak (Linux can).
+    On CUDA it is the memory that torch allocated, and ``torch.cuda``'s own peak is reset. On CPU it is the resident
+    memory of the process; unless the system can reset this peak, as Linux can, it is the peak since the process began.
     """
 
     def __init__(self, device: torch.device) -> None:

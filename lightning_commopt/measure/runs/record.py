@@ -1,4 +1,4 @@
-"""What ``run.json`` holds, and its writer: settings and results of a run, and what ``plan="auto"`` has found."""
+"""RunRecord: the settings and results of a run in ``run.json``, with the results of ``plan="auto"``."""
 
 from __future__ import annotations
 
@@ -90,7 +90,12 @@ class RunRecord:
 
     @classmethod
     def load(cls, folder: Path) -> RunRecord:
-        """Reads the record from the folder of its run; FileNotFoundError without one, ValueError of another content."""
+        """Reads the record from the folder of its run.
+
+        Raises:
+            FileNotFoundError: there is no record.
+            ValueError: the file holds something else.
+        """
         path = folder / RUN_FILE
         values = read_object(path, "record of a run")
         for key in ("status", "sync_method"):

@@ -63,7 +63,7 @@ def hydra_settings(folder: Path, config: Mapping[str, Any] | None = None) -> dic
 def settings_of(
     folder: Path, config: Mapping[str, Any], overrides: Sequence[str], choices: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Returns what `hydra_settings` does, for any Hydra job; without choices of config groups, from its overrides."""
+    """Returns the result of `hydra_settings` for any Hydra job, also without its choices of config groups."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     parsed = OverridesParser.create().parse_overrides(list(overrides))

@@ -1,4 +1,4 @@
-"""The loss against steps, which shows the price of compression, and against seconds, which shows its gain."""
+"""Charts the loss against steps, which shows the price of compression, and against seconds, which shows its gain."""
 
 from __future__ import annotations
 

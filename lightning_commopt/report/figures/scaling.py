@@ -1,4 +1,4 @@
-"""Speed-up and efficiency against ranks, beside the ideal, and Amdahl's law fitted to them."""
+"""Charts speed-up and efficiency against ranks, beside the ideal, with Amdahl's law fitted to them."""
 
 from __future__ import annotations
 
@@ -107,5 +107,5 @@ def _amdahl_in_words(scalings: Sequence[Scaling], base: int) -> str:
     if any(share > 1 for _, share in known):
         text += " Above 100 %, more ranks are slower than one."
     if any(share < 0 for _, share in known):
-        text += " Below 0 %, more ranks are worth more than their number."
+        text += " Below 0 %, the speed-up is better than linear."
     return text

@@ -1,4 +1,4 @@
-"""What all charts share: their parts, and their style, which `style.yaml` holds.
+"""The parts that charts are made of, and their style, which ``style.yaml`` holds.
 
 A chart is bars, which are HTML, or a plot. Names, titles and legends are HTML, which the browser wraps in any font;
 plots have no text but the numbers at their axes. So no code here needs the width of a text.
@@ -28,7 +28,7 @@ _COLORS, _DASHES, _SYMBOLS = _STYLE["colors"], _STYLE["dashes"], _STYLE["symbols
 
 @dataclass(frozen=True, kw_only=True)
 class PlanStyle:
-    """The look of a plan in every chart: a color, and plotly's dash and symbol; any two plans differ in all."""
+    """The look of a plan in every chart: a color, and plotly's dash and symbol. Any two plans differ in all three."""
 
     color: str
     dash: str

@@ -1,4 +1,4 @@
-"""What each setting costs: throughput, against bucket size as well; the parts of a step and their overlap; memory."""
+"""Charts what each setting costs: throughput, also against bucket size; a step's parts and overlap; memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def throughput(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
         times = f", {number(setting.speedup.median)}{TIMES}" if setting.speedup else ""
         bars.append(Bar(setting.name, f"{number(interval.median)}/s{times}", (part,), ends))
     kinds = kinds_of_intervals(interval for _, interval in rates)
-    note = f"Medians over repetitions; error bars are {kinds}." if kinds else "A single run of each."
+    note = f"Medians over repetitions; error bars are {kinds}." if kinds else "One run of each setting."
     return Chart(
         title="Throughput of all settings",
         note=f"{note} In the order of the sweep.",
@@ -154,7 +154,7 @@ class _Step(NamedTuple):
 
 
 def step_parts(group: Group) -> Chart | None:
-    """Returns a stacked bar for each setting, those that wait most first; None without records of steps."""
+    """Returns a stacked bar for each setting, the longest waits first; None without records of steps."""
     steps = sorted(_steps(group), key=lambda step: -step.share)
     if not steps:
         return None

@@ -1,4 +1,4 @@
-"""The timeline of one step of typical length of each plan: the phases of every rank, with its buckets below."""
+"""Draws the timeline of a typical step of each plan: the phases of every rank, with its buckets below."""
 
 from __future__ import annotations
 

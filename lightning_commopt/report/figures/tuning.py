@@ -1,4 +1,4 @@
-"""The search of ``plan="auto"``: the steps of the plans that it tried, and each prediction beside its measurement."""
+"""Charts the search of ``plan="auto"``: the steps of each plan that it tried, and predictions beside measurements."""
 
 from __future__ import annotations
 

@@ -111,6 +111,7 @@ def _shards_itself(model: str) -> bool:
         factory = get_object(model)
     except (ValueError, ImportError):
         return True  # instantiating the model will raise the error
+    # A model that does not define it has Lightning's own, which shards nothing.
     configure_model = getattr(factory, "configure_model", None)
     return configure_model is None or not configure_model.__module__.startswith(PACKAGES)
 

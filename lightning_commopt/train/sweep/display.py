@@ -45,7 +45,7 @@ class SweepDisplay:
 
     @property
     def remaining_s(self) -> float | None:
-        """Seconds for the remaining jobs if they take as long as those that ran so far; None before the first."""
+        """Seconds for the remaining jobs, if they take as long as earlier ones on average; None before the first."""
         if not self._seconds_of_jobs:
             return None
         mean_s = sum(self._seconds_of_jobs) / len(self._seconds_of_jobs)

@@ -45,7 +45,7 @@ class FreshProcessLauncher(Launcher):
 
     With ``repeat`` all jobs run once, then all again. Of jobs that train the same, only the first runs. A job whose
     folder has a finished run of the same configuration does not run again. A job that fails is recorded, and the next
-    one runs. A sweeper gets the mean of the final validation losses of a job's repetitions, NaN if one has none.
+    one runs. A sweeper gets the mean of the final validation losses of a job's repetitions; NaN if one has no loss.
     """
 
     # Hydra accepts only plugins in its own namespace. A module there exports this class.
@@ -74,6 +74,7 @@ class FreshProcessLauncher(Launcher):
                 "A sweep starts its own ranks: run it without torchrun, in one process; "
                 "under SLURM without srun, or with srun --ntasks=1."
             )
+        # Hydra's own launchers begin with these two calls.
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         sweep_dir = Path(self._config.hydra.sweep.dir).resolve()
@@ -96,7 +97,7 @@ class FreshProcessLauncher(Launcher):
         ]
 
     def _without_equals(self, jobs: Sequence[Job]) -> list[Job]:
-        """Returns the jobs to run: the first of those that train the same, unless an earlier call had it."""
+        """Returns the jobs to run: of jobs that train the same only the first, unless an earlier call has run it."""
         to_run, left_out = [], []
         for job in jobs:
             first = self._first_jobs.setdefault(job.content, job)

@@ -64,7 +64,7 @@ class GPT(LightningModule):
         num_layers: transformer blocks.
         num_heads: attention heads in a block; must divide ``width``.
         context: maximal bytes in a sequence.
-        vocabulary: rows of the tied embedding, of which 256 are used. More make it as large as with real tokens.
+        vocabulary: rows of the tied embedding. Only 256 are used; more make it as large as with real tokens.
         activation_checkpointing: keep only the blocks' inputs for backward, and recompute the blocks there.
         replicated: keep the parameters between forward and backward; only if the model is sharded.
         param_dtype: dtype in which parameters travel and are used, such as "bfloat16"; None for float32. It has an

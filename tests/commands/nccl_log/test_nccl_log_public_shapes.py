@@ -80,7 +80,7 @@ def test_a_cut_log_of_one_rank_says_nothing_about_the_others() -> None:
     assert {finding.severity for finding in found.values()} == {"note"}
     assert found["missing_ranks"].what == "the log has rank 1 of 16, and no line names ranks 0, 2-15"
     assert "is unknown" in found["missing_ranks"].why
-    assert "at the bootstrap: GPUs and NICs" in found["unfinished_init"].why
+    assert "at the bootstrap, which finds GPUs and NICs" in found["unfinished_init"].why
     assert "or the log is cut" in found["unfinished_init"].why
     assert found["socket_network"].what.startswith("if there are several hosts, they talk over TCP")
     assert found["unknown"].what.startswith("unknown: how rank 1 talks")
