@@ -37,9 +37,14 @@ def test_what_averages_the_gradients(strategy: dict[str, Any], name: str, is_los
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="compressed from torch 2.9 on")
 @pytest.mark.parametrize(
-    ("options", "is_lossy"), [({}, False), ({"comm_hook": "int8"}, True), ({"param_hook": "int8"}, True)]
+    ("options", "name", "is_lossy"),
+    [
+        ({}, "CommOptModelParallel", False),
+        ({"comm_hook": "int8"}, "int8", True),
+        ({"param_hook": "int8"}, "CommOptModelParallel", True),
+    ],
 )
-def test_what_shards_the_gradients(options: dict[str, Any], is_lossy: bool) -> None:
+def test_what_shards_the_gradients(options: dict[str, Any], name: str, is_lossy: bool) -> None:
     with patch.object(CommOptModelParallel, "world_size", 2):
         strategy = CommOptModelParallel(**options)
-        assert describe_hook(strategy) == {"comm_hook": "CommOptModelParallel", "is_lossy": is_lossy}
+        assert describe_hook(strategy) == {"comm_hook": name, "is_lossy": is_lossy}

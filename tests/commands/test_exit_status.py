@@ -12,6 +12,7 @@ import pytest
 from lightning_commopt.cost import compressor_cost
 from lightning_commopt.cost.basis import basis_of_run
 from support.commopt import commopt, refusal
+from support.cross_section import sampled
 from support.sample_runs import SampleRun, write_run
 
 _COMMANDS: dict[str, Callable[[Path], tuple[object, ...]]] = {
@@ -113,7 +114,7 @@ def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path] if isinstance(value, (int, float)) and not isinstance(value, bool) else []
 
 
-@pytest.mark.parametrize("wrong", [math.nan, math.inf, "3", [3], -1.0], ids=str)
+@pytest.mark.parametrize("wrong", sampled([math.nan, math.inf, "3", [3], -1.0], by_default=["3"]), ids=str)
 def test_a_number_that_is_none_in_a_prediction_is_named(predicted: Path, wrong: Any) -> None:
     """If it fails, a table of predictions is made of what a damaged file says."""
     path = predicted / "prediction.json"

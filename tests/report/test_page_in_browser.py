@@ -91,6 +91,7 @@ def sweep(browser: Browser, paths: dict[str, Path]) -> Iterator[OpenPage]:
         yield page
 
 
+@pytest.mark.exhaustive
 def test_neither_complains_nor_asks_for_anything(page: OpenPage) -> None:
     """If it fails, the page is broken for those who open it offline."""
     assert page.complaints == []

@@ -176,6 +176,7 @@ print("imported", *{"torch", "lightning", "hydra", "plotly", "jinja2"}.intersect
 """
 
 
+@pytest.mark.exhaustive
 def test_json_waits_for_no_charts(tmp_path):
     """If it fails, everybody who asks for the numbers waits seconds for what draws them."""
     sweep = save_rates(tmp_path / "sweep", RATES)

@@ -107,6 +107,7 @@ def test_later_events_have_their_step(tmp_path: Path) -> None:
     assert chart.note.endswith("Step 1,200: drift. Step 1,300: drift.")
 
 
+@pytest.mark.exhaustive
 def test_several_settings_have_a_chart_each(tmp_path: Path) -> None:
     save_run(tmp_path / "0", "strategy.plan=auto", "strategy.lossy=never", tuning=sample_tuning({SMALL: 0.9}))
     save_run(tmp_path / "1", "strategy.plan=auto", "strategy.lossy=[int8]", tuning=sample_tuning({INT8: 0.4}))

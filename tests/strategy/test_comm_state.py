@@ -445,6 +445,7 @@ def _resume_damaged(folder: str) -> dict[str, Any]:
     return {name: _feed(True, f"{folder}/{name}", CommOptDDP(comm_hook=POWERSGD, **SMALL)) for name in DAMAGES}
 
 
+@pytest.mark.exhaustive
 def test_damaged_state_is_told_and_left(tmp_path: Path) -> None:
     """If it fails, a checkpoint of another version ends a training in the middle, or makes ranks disagree."""
     path = tmp_path / "intact"
@@ -511,6 +512,7 @@ class Validated(Fed):
         pass
 
 
+@pytest.mark.exhaustive
 def test_validation_does_not_take_the_state(tmp_path: Path) -> None:
     """If it fails, a fit after validating a checkpoint begins with the residuals of another run."""
     path = str(tmp_path / "fed.ckpt")

@@ -79,6 +79,7 @@ def test_reduce_scatters_of_accumulated_gradients(options: dict[str, Any]) -> No
         assert_same(close, expected, rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 @needs_hooks
 def test_all_reduces_between_replicas() -> None:
     """If it fails, replicas are averaged in every batch, although that of the last one is enough."""

@@ -91,6 +91,7 @@ def _fit_without_forward() -> tuple[Params, Params, str]:
     return {name: value.full_tensor().numpy() for name, value in model.state_dict().items()}, expected, explanation
 
 
+@pytest.mark.exhaustive
 @needs_comm_objects
 def test_parameters_are_gathered_without_a_forward() -> None:
     """If it fails, a LightningModule whose steps call a part of it cannot be sharded, or nothing explains why."""
@@ -241,6 +242,7 @@ def _with_fsdps_own_options() -> tuple[Params, Params]:
     return _fit(CommOptModelParallel(comm_hook="int8")), _fit(CommOptModelParallel(comm_hook="int8", **_OPTIONS))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(
     not all(hasattr(FSDPModule, f"set_{name}") for name in _OPTIONS), reason="not in this version of torch"
 )

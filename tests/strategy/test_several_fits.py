@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -50,6 +51,7 @@ def _fit_twice(comm_hook: str | None) -> list[list[np.ndarray]]:
     return fitted
 
 
+@pytest.mark.exhaustive
 def test_fits_one_after_another_of_a_module_that_holds_another_ddp() -> None:
     """If it fails, a second fit in one process, or a DDP of the user's own, meets messages of the first one's hook."""
     expected = run_ranks(_fit_twice, None)

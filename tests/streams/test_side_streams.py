@@ -175,9 +175,7 @@ def grid() -> list[tuple[str, str, bool]]:
     sampled(
         grid(),
         by_default=[
-            ("alternating_rank_2", "resume_in_first_buckets", False),
             ("powersgd_rank_2", "resume", True),
-            ("by_size_of_hierarchical", "change_plan", False),
         ],
     ),
 )

@@ -45,6 +45,7 @@ def triton_launches(machine: Machine) -> set[str]:
     return {launch.name for launch in machine.launches if launch.name.startswith("_")}
 
 
+@pytest.mark.exhaustive
 @needs_fake_copies
 @pytest.mark.parametrize("name", sampled(CASES, by_default=["alternating_rank_2"]))
 def test_training_needs_no_kernel_that_is_not_compiled_when_it_begins(name: str) -> None:

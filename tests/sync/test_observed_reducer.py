@@ -94,6 +94,7 @@ def fit_embedded() -> tuple[Params, Params, int]:
     return found[0], found[1], len(monitor.summary)
 
 
+@pytest.mark.exhaustive
 def test_monitoring_sparse_gradients_changes_nothing() -> None:
     """Their tensors do not know how many bytes they have."""
     for unwatched, watched, num_metrics in run_ranks(fit_embedded):

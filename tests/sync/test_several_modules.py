@@ -95,6 +95,7 @@ def _backward_in_own_order(compressor: Compressor) -> list[np.ndarray]:
     return gradients
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("compressor", "world_size"), [(PowerSGD(), 2), (Hierarchical(inner=PowerSGD()), 4)], ids=["flat", "hierarchical"]
 )

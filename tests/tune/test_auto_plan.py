@@ -156,6 +156,7 @@ def _fit_with_worse() -> tuple[str, str | None]:
     return strategy.plan.name, strategy.auto_plan.describe().get("status")
 
 
+@pytest.mark.exhaustive
 def test_worse_candidates_are_not_kept() -> None:
     """If it fails, a fit goes on with a plan that is slower than the user's."""
     assert run_ranks(_fit_with_worse) == [("uncompressed", "none faster"), ("uncompressed", None)]

@@ -30,7 +30,8 @@ def _percentile(outcomes: Sequence[Outcome], share: float) -> float:
     return ratios[min(len(ratios) - 1, int(share * len(ratios)))]
 
 
-@_KINDS
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", NOISES)
 def test_candidates_that_are_worse_cost_at_most_a_percent(kind: str) -> None:
     """If it fails, a fit whose plan was the best trains longer with plan="auto"."""
     outcomes = [

@@ -112,6 +112,7 @@ def _train_modes(modes: list[str]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", sampled(_MODES, by_default=["accumulated"]))
 def test_it_chooses_and_trains_the_same_bits(mode: str) -> None:
     """If it fails, tuning loses or repeats gradients, takes a part of a step for one, or logs too much or nothing."""

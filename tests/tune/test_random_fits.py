@@ -108,6 +108,7 @@ def _fit_by_chance(seed: int) -> dict[str, Any]:
     return {"trained": (trained, num_steps), "plain": plain, "plan": plan, "kept": kept}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", sampled(range(12), by_default=[4]))
 def test_any_fit_trains_the_same_and_keeps_no_plan_that_is_only_tried(seed: int) -> None:
     """If it fails, a search changes training, outlives a fit that ends within it, or divides the ranks."""

@@ -51,8 +51,8 @@ def _choose(times: dict[str, float], folder: str, choices: str) -> tuple[Params,
     ("times", "chosen"),
     [
         ({"int8": 0.6, "bf16": 0.9}, "int8"),
-        ({"int8": 1.3, "bf16": 0.7}, "bf16"),
-        ({"int8": 1.3, "bf16": 1.1}, "uncompressed"),
+        pytest.param({"int8": 1.3, "bf16": 0.7}, "bf16", marks=pytest.mark.exhaustive),
+        pytest.param({"int8": 1.3, "bf16": 1.1}, "uncompressed", marks=pytest.mark.exhaustive),
     ],
     ids=["int8", "bf16", "none"],
 )
@@ -75,6 +75,7 @@ def _choose_twice(choices: str) -> list[dict[str, Any]]:
     return [_choose({"int8": 0.6, "bf16": 0.9}, choices, choices)[2] for _ in range(2)]
 
 
+@pytest.mark.exhaustive
 def test_what_an_earlier_fit_has_chosen_is_tried_first(tmp_path: Path) -> None:
     """If it fails, every fit searches as if there had been none before."""
     (first, second), _ = run_ranks(_choose_twice, str(tmp_path))

@@ -136,10 +136,10 @@ def _command(launcher: str, num_ranks: int, port: int) -> list[str]:
 @pytest.mark.parametrize(
     ("launcher", "num_ranks", "rank", "fault"),
     [
-        ("popen", 2, 1, "exit 0"),
         *(
             pytest.param(*case, marks=pytest.mark.exhaustive)
             for case in [
+                ("popen", 2, 1, "exit 0"),
                 ("popen", 3, 0, "kill"),
                 ("torchrun", 3, 0, "exit 0"),
                 ("srun", 2, 1, "exit 0"),

@@ -36,6 +36,7 @@ def _run(*arguments: object, status: int = 0) -> str:
     return commopt("bench", *arguments, status=status, columns=200).output
 
 
+@pytest.mark.exhaustive
 def test_the_command_measures_prints_and_writes(tmp_path: Path) -> None:
     """If it fails, ranks do not start, or what is printed and written is not what they measured."""
     files = [tmp_path / name for name in ("bench.json", "bench.csv", "bench.html", "model.json")]

@@ -55,6 +55,7 @@ def nsys_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_every_rank_runs_under_its_own_nsys(nsys_dir, tmp_path):
     program = ["sh", "-c", 'echo x > "rank $RANK"']
     result = commopt("nsys", "--nproc-per-node", "2", "--output-dir", "deep/reports", "--", *program)

@@ -237,6 +237,7 @@ def _digests() -> list[dict[str, str]]:
     return [variants.digests(2, CPU, num_steps) for num_steps in (2, 2, 3)]
 
 
+@pytest.mark.exhaustive
 def test_digests_are_of_the_averages() -> None:
     """If it fails, the comparison of streams compares nothing."""
     (first, same, longer), others = run_ranks(_digests)

@@ -204,6 +204,7 @@ def test_refused_copies() -> None:
     assert (find_all(unclear), gpu_pairs(unclear)[0].expectation) == ([], None)
 
 
+@pytest.mark.exhaustive
 def test_what_is_cut_off_is_not_judged() -> None:
     """If it fails, a cell that was lost in a paste becomes a broken link, a far adapter or a slow ring."""
     for name in ("cube_8", "nvswitch_8", "pcie_8", "pcie_4"):

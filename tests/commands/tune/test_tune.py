@@ -86,6 +86,7 @@ def _fit_as_tuned(asked: dict[str, Any]) -> str:
     return type(run.strategy).__name__
 
 
+@pytest.mark.exhaustive
 def test_a_trainer_gets_a_plan_that_is_searched_for(tmp_path: Path) -> None:
     """If it fails, Trainers of a tuned program train without a search, to the end, or without a plan at the end."""
     plan, verdict = tmp_path / "plan.json", tmp_path / "verdict.txt"

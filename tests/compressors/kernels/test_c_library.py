@@ -167,6 +167,7 @@ def _share_with_group(path: Path) -> None:
     path.chmod(0o770)
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 @pytest.mark.parametrize("place", sampled(_UNSAFE, by_default=["folder that everybody can write"]))
 def test_what_others_may_have_planted_is_not_loaded(
@@ -210,6 +211,7 @@ def test_a_planted_lock_leads_nowhere(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert "symbolic link" in warned[0]
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 def test_nothing_is_left_where_there_is_no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """If it fails, every process without a cache leaves a folder in TMPDIR."""

@@ -74,6 +74,7 @@ def launch(case: tuple[Tensor, Tensor, int, float, int]) -> None:
     launch_triton.launch(_scale, (programs, 1, 1), x, out, numel, FACTOR=factor, BLOCK=16, enable_fp_fusion=True)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not launch_triton._repeats, reason="this Triton is asked every time")
 def test_a_repeated_launch_is_the_one_that_triton_would_make(launched: Launched) -> None:
     """If it fails, a kernel reads memory in wide accesses that is not aligned, or runs with what an earlier one had."""

@@ -152,6 +152,7 @@ def test_no_row_dies(with_old: bool) -> None:
     check_deficient("cpu", with_old)
 
 
+@pytest.mark.exhaustive
 def test_a_step_that_is_not_finite_leaves_the_old_rows() -> None:
     """If it fails, an overflow outlives its step."""
     check_not_finite("cpu")

@@ -53,6 +53,7 @@ def test_nothing_outlives_the_holder(number):
     assert machine_traces() == before
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("lab_machine")
 def test_a_fork_that_outlives_the_holder_does_not_keep_the_lab():
     """If it fails, a hanging worker of a killed process, which has a copy of its pipes, keeps the lab."""

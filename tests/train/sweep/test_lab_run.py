@@ -15,6 +15,7 @@ from lightning_commopt.measure.runs.files import RUN_FILE
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.train.sweep.config import LabShape
 from lightning_commopt.train.sweep.lab_run import RankFailed, run_in_lab
+from support.cross_section import sampled
 from support.lab_traces import SAY_NAMESPACES, are_empty, machine_traces, namespaces_in
 
 pytestmark = pytest.mark.usefixtures("lab_machine")
@@ -101,7 +102,7 @@ def test_rank_0_is_recorded_with_its_reason(tmp_path, capfd, code, error):
         assert record == replace(UNFINISHED, status="failed", error=error)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", sampled([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], by_default=[signal.SIGTERM]))
 def test_a_signal_removes_everything(tmp_path, number):
     before, handler = machine_traces(), signal.getsignal(number)
     files = [tmp_path / f"rank_{rank}" for rank in range(2)]

@@ -37,6 +37,7 @@ def test_numbers_stay_unique_when_the_sweeper_asks_in_batches(tmp_path):
     assert notes.num_jobs == [4, 6]
 
 
+@pytest.mark.exhaustive
 def test_a_repetition_that_fails_leaves_no_value_for_its_job(tmp_path):
     losses, notes = fake_sweep(tmp_path, "seed=1,13", "repeat=2")
     assert losses[0] == 51
@@ -108,6 +109,7 @@ def test_jobs_that_train_the_same_run_once_over_batches(tmp_path, alone):
     assert losses == [6, 6]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "overrides",
     sampled(
