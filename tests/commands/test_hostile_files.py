@@ -143,6 +143,7 @@ def test_files_of_a_run(name: str, command: str, run_dir: Path) -> None:
     assert check(*arguments)[0] == 0
 
 
+@pytest.mark.exhaustive
 def test_other_files(tmp_path: Path) -> None:
     """If it fails, logs, topologies and results of benches that somebody sent do that."""
     rows = [*sample(lambda size: 1e-3 + size / 1e9), *sample(lambda size: 1e-3 + size / 2e9, place="out")]

@@ -66,6 +66,7 @@ def test_the_runs_own_plan_is_what_was_measured(run_dir: Path) -> None:
     assert all(other["low_s"] < other["step_s"] < other["high_s"] for other in others)
 
 
+@pytest.mark.exhaustive
 def test_other_worlds(run_dir: Path) -> None:
     """If it fails, an option has no effect, or the wrong one."""
     (usual, *_) = plans(run_dir, "--comm-hook=bf16")

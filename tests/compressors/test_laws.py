@@ -29,7 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "many_buckets": {"bucket_cap_mb": 0.002},
     "static_view": {"bucket_cap_mb": 0.002, "static_graph": True, "gradient_as_bucket_view": True},
 }
-BY_DEFAULT = ("after_steps", "alternating_powersgd", "bf16", "by_size", "int4", "int8", "powersgd")
+BY_DEFAULT = ("alternating_powersgd", "by_size", "int4", "int8")
 ON_NODES = (
     *("hierarchical_lossless", "hierarchical_int8", "hierarchical_powersgd"),
     *("feedback_around_hierarchical", "bf16"),

@@ -91,7 +91,6 @@ def sweep(browser: Browser, paths: dict[str, Path]) -> Iterator[OpenPage]:
         yield page
 
 
-@pytest.mark.exhaustive
 def test_neither_complains_nor_asks_for_anything(page: OpenPage) -> None:
     """If it fails, the page is broken for those who open it offline."""
     assert page.complaints == []
@@ -204,7 +203,6 @@ def test_hovering_tells_the_values(sweep: OpenPage) -> None:
     assert "samples/s" in (plot.locator(".hoverlayer .hovertext").first.text_content() or "")
 
 
-@pytest.mark.exhaustive
 def test_a_finger_on_a_chart_scrolls_the_page(browser: Browser, paths: dict[str, Path]) -> None:
     """If it fails, readers with a phone are caught in the first chart that fills their screen."""
     with opened(browser, paths["sweep"], width=400, has_touch=True) as phone:

@@ -53,8 +53,11 @@ def _steps(overlaps: bool, fsdp: dict[str, Any], num_replicas: int) -> tuple[lis
     ("fsdp", "num_replicas", "num_submitted"),
     [
         ({}, 1, 3 * 3),
-        ({"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}, 1, 0),  # FSDP2 casts what is reduced
-        ({}, 2, 0),  # and all-reduces it
+        # FSDP2 casts what is reduced, and all-reduces it.
+        pytest.param(
+            {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}, 1, 0, marks=pytest.mark.exhaustive
+        ),
+        pytest.param({}, 2, 0, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
