@@ -16,7 +16,7 @@ from lightning_commopt.report.page import write_page
 from support.sample_runs import four_methods_report, ladder_report, sample_report
 from support.sample_tuning import tuned_report
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
+pytestmark = [pytest.mark.exhaustive, pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)]
 
 REPORTS = {"sweep": sample_report, "ladder": ladder_report, "four_methods": four_methods_report, "tuned": tuned_report}
 
