@@ -28,6 +28,7 @@ __all__ = [
     "OptionError",
     "PowerSGD",
     "ShardedCompressor",
+    "ShardedPlan",
     "register_compressor",
     "shard",
 ]
@@ -52,12 +53,14 @@ if TYPE_CHECKING:
     from lightning_commopt.launch.nccl_variables import NcclOptions
     from lightning_commopt.lightning import CommOptDDP, CommOptModelParallel
     from lightning_commopt.plan import CommPlan, OptionError
+    from lightning_commopt.sharded_plan import ShardedPlan
     from lightning_commopt.strategy.sharding import shard
 else:
     _MODULES = {
         "CommPlan": "lightning_commopt.plan",
         "NcclOptions": "lightning_commopt.launch.nccl_variables",
         "OptionError": "lightning_commopt.plan",
+        "ShardedPlan": "lightning_commopt.sharded_plan",
         "shard": "lightning_commopt.strategy.sharding",
     }
     _PACKAGES = ("baselines", "callbacks", "compressors", "fabric", "metrics", "plan")

@@ -48,6 +48,7 @@ def test_names() -> None:
         "OptionError",
         "PowerSGD",
         "ShardedCompressor",
+        "ShardedPlan",
         "register_compressor",
         "shard",
     ]

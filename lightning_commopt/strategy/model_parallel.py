@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from typing_extensions import Self
 
@@ -19,6 +18,7 @@ from lightning_commopt.compat.sigterm import SigtermCheck
 from lightning_commopt.compressors import ShardedCompressor
 from lightning_commopt.launch.nccl_variables import NcclOptions
 from lightning_commopt.plan import CommPlan
+from lightning_commopt.plan_base import OptionError
 from lightning_commopt.sharded_plan import ShardedPlan
 from lightning_commopt.strategy import base
 from lightning_commopt.strategy.adapters import moving_accelerator
@@ -27,7 +27,12 @@ from lightning_commopt.strategy.lightning_launcher import configure_launcher, fo
 from lightning_commopt.sync.gather import gather_on_rank_0
 from lightning_commopt.sync.sharded import ShardedSync
 from lightning_commopt.sync.sharded_checkpoint import describe, rank_state, restore, save_in_directory
-from lightning_commopt.sync.sharded_model import ShardedModelSync, warn_of_missing_units
+from lightning_commopt.sync.sharded_model import (
+    ShardedModelSync,
+    gradient_bytes,
+    require_sync,
+    warn_of_missing_units,
+)
 from lightning_commopt.sync.state import KEY
 from lightning_commopt.text.formatting import byte_unit
 from lightning_commopt.text.validation import info, warn_once
@@ -153,6 +158,10 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
                     getattr(module, setter)(value)
         if not covered:
             warn_of_missing_units(self.plan)
+            if self.auto_plan.is_wanted and base.is_fit(self):
+                raise OptionError(
+                    "plan='auto': configure_model has not sharded the model, so there is no reduce-scatter to compress"
+                )
         if base.is_fit(self):
             self._sync.attach(self.model, ranks_per_node=self.num_processes, timeout=self._timeout)
 
@@ -232,12 +241,12 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
                 "CommOptModelParallel(accumulate_grads='unsharded'): while gradients are accumulated, each rank holds"
                 f" {unit.text(unsharded_bytes)} of gradients instead of {unit.text(sharded_bytes)}."
             )
-        _require_sync(sharded, False, unsharded=is_unsharded)
+        require_sync(sharded, False, unsharded=is_unsharded)
         try:
             with super().block_backward_sync():
                 yield
         finally:
-            _require_sync(sharded, True, unsharded=is_unsharded)
+            require_sync(sharded, True, unsharded=is_unsharded)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -283,28 +292,6 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
         self._apply_next_plan()
 
 
-def gradient_bytes(sharded: Iterable[Module]) -> tuple[int, int]:
-    """Returns the bytes of all gradients that a rank has without sharding and with it, in the parameters' dtype."""
-    unsharded_bytes = sharded_bytes = 0
-    for parameter in {parameter for module in sharded for parameter in module.parameters()}:
-        if isinstance(parameter, DTensor) and parameter.requires_grad:
-            local = parameter.to_local()
-            # Of a mesh of replicas, shards and parts of a tensor the first sharded dimension is that of FSDP.
-            dimension = next((i for i, each in enumerate(parameter.placements) if not each.is_replicate()), None)
-            num_shards = 1 if dimension is None else parameter.device_mesh.size(dimension)
-            sharded_bytes += local.numel() * local.element_size()
-            unsharded_bytes += min(local.numel() * num_shards, parameter.numel()) * local.element_size()
-    return unsharded_bytes, sharded_bytes
-
-
 def has_stepped(strategy: Any) -> bool:
     """Returns whether the Trainer that a strategy belongs to is in a fit with an optimizer step behind it."""
     return base.is_fit(strategy) and strategy.lightning_module.trainer.global_step > 0
-
-
-def _require_sync(sharded: Iterable[FSDPModule], is_required: bool, *, unsharded: bool) -> None:
-    for module in sharded:
-        if unsharded:
-            module.set_requires_gradient_sync(is_required, recurse=False)
-        else:
-            module.set_requires_all_reduce(is_required, recurse=False)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import timedelta
 
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from lightning_commopt.compressors import ShardedCompressor
@@ -83,7 +85,9 @@ class ShardedModelSync:
         old, self.plan = self.plan, plan
         self._has_compressed |= plan.comm_hook is not None
         if self._model is None:
-            self.gradients = None if plan.comm_hook is None else ShardedSync(plan.comm_hook)
+            if plan.comm_hook != old.comm_hook:
+                self._earlier_bytes += 0 if self.gradients is None else self.gradients.wire_bytes
+                self.gradients = None if plan.comm_hook is None else ShardedSync(plan.comm_hook)
             return
         try:
             if plan.comm_hook != old.comm_hook:
@@ -158,3 +162,28 @@ def warn_of_missing_units(plan: ShardedPlan) -> None:
     """Warns once of options for units of a model that has none."""
     if names := ", ".join(setter.removeprefix("set_") for setter in plan.unit_options()):
         warn_once(f"{names} has no effect: the model has no unit of FSDP2.")
+
+
+def gradient_bytes(sharded: Iterable[Module]) -> tuple[int, int]:
+    """Returns the bytes of all gradients that a rank has without sharding and with it, in the parameters' dtype."""
+    unsharded_bytes = sharded_bytes = 0
+    for parameter in {parameter for module in sharded for parameter in module.parameters()}:
+        if isinstance(parameter, DTensor) and parameter.requires_grad:
+            local = parameter.to_local()
+            # Of a mesh of replicas, shards and parts of a tensor the first sharded dimension is that of FSDP.
+            dimension = next(
+                (i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()), None
+            )
+            num_shards = 1 if dimension is None else parameter.device_mesh.size(dimension)
+            sharded_bytes += local.numel() * local.element_size()
+            unsharded_bytes += min(local.numel() * num_shards, parameter.numel()) * local.element_size()
+    return unsharded_bytes, sharded_bytes
+
+
+def require_sync(sharded: Iterable[FSDPModule], is_required: bool, *, unsharded: bool) -> None:
+    """Sets whether the next backward reduces gradients: all of them, or only between replicas."""
+    for module in sharded:
+        if unsharded:
+            module.set_requires_gradient_sync(is_required, recurse=False)
+        else:
+            module.set_requires_all_reduce(is_required, recurse=False)

@@ -14,10 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from lightning_commopt import CommOptDDP, CommOptModelParallel, CommPlan, OptionError, ShardedCompressor, shard
+from lightning_commopt import (
+    CommOptDDP,
+    CommOptModelParallel,
+    CommPlan,
+    OptionError,
+    ShardedCompressor,
+    ShardedPlan,
+    shard,
+)
 from lightning_commopt.callbacks import CommTimeMonitor, RunRecorder
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt8
-from lightning_commopt.sharded_plan import ShardedPlan
 from lightning_commopt.watch import times
 from support.lightnings import Callback
 from support.ranks import run_ranks, run_ranks_or_raise

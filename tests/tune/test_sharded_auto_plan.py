@@ -100,3 +100,21 @@ def test_values(options: dict[str, Any], message: str) -> None:
     """If it fails, a search that can choose nothing is begun, or an option is ignored."""
     with pytest.raises(OptionError, match=message):
         CommOptModelParallel(**options)
+
+
+class _Whole(Tiny):
+    def configure_model(self) -> None:
+        """Shards nothing."""
+
+
+def _fit_whole() -> str:
+    strategy = CommOptModelParallel(plan="auto", lossy=["int8"])
+    with pytest.raises(OptionError) as caught:
+        trainer(strategy, max_epochs=1).fit(_Whole(), loader(16))
+    return str(caught.value)
+
+
+def test_a_model_that_is_not_sharded_is_an_error_at_the_start() -> None:
+    """If it fails, a fit ends in the middle, when the search tries its first compressor."""
+    for message in run_ranks(_fit_whole):
+        assert message.startswith("plan='auto': configure_model has not sharded the model")
