@@ -47,8 +47,8 @@ from lightning_commopt.callbacks import CommTimeMonitor, CUDAProfilerWindow, Han
 from lightning_commopt.compat import collectives
 from lightning_commopt.measure.observer import SyncObserver
 from lightning_commopt.measure.recorder import _IssuedCollective
-from lightning_commopt.sync.observed import ObservedAllReduce, observe, stop_observing
-from lightning_commopt.sync.observed_reducer import _IssuedBucket
+from lightning_commopt.sync.ddp.observed import ObservedAllReduce, observe, stop_observing
+from lightning_commopt.sync.ddp.observed_reducer import _IssuedBucket
 
 RESULT = "RESULT "
 NEVER = 10**9

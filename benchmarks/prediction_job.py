@@ -22,8 +22,8 @@ from lightning_commopt.cost.gradient_times import GradientTimes
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.measure.recorder import StepRecorder
-from lightning_commopt.sync.attach import attach_bucket_hook, unwrap
-from lightning_commopt.sync.observed import before_backward, observe_all_reduce
+from lightning_commopt.sync.ddp.attach import attach_bucket_hook, unwrap
+from lightning_commopt.sync.ddp.observed import before_backward, observe_all_reduce
 
 RESULT = "RESULT "
 _TIMEOUT = timedelta(minutes=10)

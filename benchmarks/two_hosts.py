@@ -35,7 +35,7 @@ from torchvision.models import VisionTransformer, get_model
 from lightning_commopt import CommPlan
 from lightning_commopt.launch.lab import NetLab, RankError, parse_rate, why_not
 from lightning_commopt.launch.lab.lab import DEVICE
-from lightning_commopt.sync.attach import attach_bucket_hook
+from lightning_commopt.sync.ddp.attach import attach_bucket_hook
 
 RESULT = "RESULT "
 GROUP_TIMEOUT = timedelta(minutes=10)

@@ -26,9 +26,9 @@ from lightning_commopt.lightning import CommOptDDP
 from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketInfo, Observers
 from lightning_commopt.plan import DDP_OPTION_SINCE, OptionError, check_option_names, ddp_options, plan_options
 from lightning_commopt.strategy.arguments import OWN_OPTIONS, StartMethod, named_arguments
-from lightning_commopt.sync.buckets import synced_parameters
-from lightning_commopt.sync.gradient_sync import GradientSync
-from lightning_commopt.sync.observed import ObservedBuckets, TorchHook
+from lightning_commopt.sync.ddp.buckets import synced_parameters
+from lightning_commopt.sync.ddp.gradient_sync import GradientSync
+from lightning_commopt.sync.ddp.observed import ObservedBuckets, TorchHook
 from lightning_commopt.text.formatting import list_some
 
 __all__ = ["InterleavedDP", "NaiveDP"]

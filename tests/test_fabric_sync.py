@@ -15,7 +15,7 @@ from lightning_commopt.compressors import AllReduce, PowerSGD
 from lightning_commopt.fabric import CommOptDDP
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, BucketSyncs, SyncObserver
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.sync.hook import GradientSyncError
+from lightning_commopt.sync.ddp.hook import GradientSyncError
 from lightning_commopt.sync.state import KEY, from_checkpoint
 from support.ranks import run_ranks
 

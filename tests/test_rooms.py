@@ -64,6 +64,15 @@ def test_imports_run_one_way() -> None:
     assert order.index("plan") < order.index("cost") < order.index("callbacks")
 
 
+def test_the_ways_of_ddp_and_of_fsdp2_meet_in_what_is_common() -> None:
+    """If it fails, gradient sync of one strategy depends on the other's, or what both use depends on either."""
+    ways = ("lightning_commopt.sync.ddp", "lightning_commopt.sync.fsdp2")
+    for module, path in modules().items():
+        if module.startswith("lightning_commopt.sync"):
+            others = tuple(way for way in ways if not module.startswith(way))
+            assert not [name for name in imported(path) if name.startswith(others)], module
+
+
 def test_predictions_know_nothing_of_lightning() -> None:
     """If it fails, a step cannot be predicted from records alone."""
     assert imports_of_rooms()["cost"].keys() <= {"measure", "compressors", "plan", "text"}

@@ -25,8 +25,8 @@ from lightning_commopt.measure.statistics import QUANTITIES, Steps, row
 from lightning_commopt.measure.summary import DEFAULT_NUM_WARMUP_STEPS, FitSummary
 from lightning_commopt.measure.verdict import Verdict
 from lightning_commopt.metrics import StepStatistics
+from lightning_commopt.sync.ddp.observed import observe, stop_observing
 from lightning_commopt.sync.groups import BorrowedGroups
-from lightning_commopt.sync.observed import observe, stop_observing
 from lightning_commopt.text.terminal import TextConsole
 from lightning_commopt.text.validation import check_choice, check_integer, check_switch, info, warn
 

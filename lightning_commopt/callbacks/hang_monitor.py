@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.compat.sigterm import report_lost_broadcasts
 from lightning_commopt.strategy.base import plan_of
-from lightning_commopt.sync.buckets import bucket_names
+from lightning_commopt.sync.ddp.buckets import bucket_names
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit
 from lightning_commopt.text.validation import check_choice, check_positive, warn, warn_once
 from lightning_commopt.watch.hangs import marks as kinds

@@ -14,7 +14,7 @@ from lightning_commopt.callbacks.phases import PhaseCallback, batch_follows
 from lightning_commopt.compat.lightning import Callback
 from lightning_commopt.compat.loops import wrap_method
 from lightning_commopt.measure.observer import END, START, BucketInfo, BucketSync, SyncObserver
-from lightning_commopt.sync.observed import observe, stop_observing
+from lightning_commopt.sync.ddp.observed import observe, stop_observing
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

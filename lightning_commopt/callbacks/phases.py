@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.hooks import RemovableHandle
 
 from lightning_commopt.compat.lightning import Callback, is_validation_next
-from lightning_commopt.sync.manual_backward import ManualBackwardCheck
-from lightning_commopt.sync.observed import before_backward, observe_wrapped
+from lightning_commopt.sync.ddp.manual_backward import ManualBackwardCheck
+from lightning_commopt.sync.ddp.observed import before_backward, observe_wrapped
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

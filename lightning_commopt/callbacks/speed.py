@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.lightning import Callback, comm_hook_of, count_samples, is_lightnings_ddp
-from lightning_commopt.sync.buckets import gradient_bytes
+from lightning_commopt.sync.ddp.buckets import gradient_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
     from torch.nn.parallel import DistributedDataParallel
 
-    from lightning_commopt.sync.attach import Trainable
+    from lightning_commopt.sync.ddp.attach import Trainable
 
 _EXPLANATIONS = {
     "Expected to have finished reduction in the prior iteration": (

@@ -24,15 +24,15 @@ from lightning_commopt.strategy import base
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import document_plan_options, sharded_plan_from_arguments
 from lightning_commopt.strategy.lightning_launcher import configure_launcher, forget_previous_job
-from lightning_commopt.sync.gather import gather_on_rank_0
-from lightning_commopt.sync.sharded import ShardedSync
-from lightning_commopt.sync.sharded_checkpoint import describe, rank_state, restore, save_in_directory
-from lightning_commopt.sync.sharded_model import (
+from lightning_commopt.sync.fsdp2.checkpoint import describe, rank_state, restore, save_in_directory
+from lightning_commopt.sync.fsdp2.gradients import ShardedSync
+from lightning_commopt.sync.fsdp2.model_sync import (
     ShardedModelSync,
     gradient_bytes,
     require_sync,
     warn_of_missing_units,
 )
+from lightning_commopt.sync.gather import gather_on_rank_0
 from lightning_commopt.sync.state import KEY
 from lightning_commopt.text.formatting import byte_unit
 from lightning_commopt.text.validation import info, warn_once

@@ -20,7 +20,7 @@ from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.sync.observed import before_backward
+from lightning_commopt.sync.ddp.observed import before_backward
 from lightning_commopt.tune.host import Host
 from lightning_commopt.tune.options import TuneOptions
 

@@ -17,7 +17,7 @@ from lightning_commopt.compat.torch import bucket_parameters, refresh_bucket_par
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.base import as_real
 from lightning_commopt.measure.recorder import issued_by
-from lightning_commopt.sync.buckets import synced_parameters
+from lightning_commopt.sync.ddp.buckets import synced_parameters
 
 EVERY_STEPS = 200
 """A look begins every so many steps. Eight of them wait for the device, 4 % of all; each look is at another bucket."""

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.loops import wrap_method
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.sync.gradient_sync import GradientSync
-from lightning_commopt.sync.modules import ModuleSyncs, SyncedModule
+from lightning_commopt.sync.ddp.gradient_sync import GradientSync
+from lightning_commopt.sync.ddp.modules import ModuleSyncs, SyncedModule
 from lightning_commopt.sync.strategies import BucketedStrategy
 from lightning_commopt.text.validation import info, warn
 from lightning_commopt.tune.auto_plan import AutoPlan

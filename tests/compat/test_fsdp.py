@@ -23,8 +23,8 @@ from lightning_commopt.compressors.configs import sharded_from_config
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.recorder import StepRecorder, parts_of_one
-from lightning_commopt.sync.sharded import ShardedSync
-from lightning_commopt.sync.sharded_gather import GatheredParameters
+from lightning_commopt.sync.fsdp2.gradients import ShardedSync
+from lightning_commopt.sync.fsdp2.parameters import GatheredParameters
 from support.collectives import needs_hooks
 from support.ranks import run_ranks
 from support.strategy_models import Tiny, loader, trainer

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.commands.selftest.steps import Net, flatten, random_gradients, send
 from lightning_commopt.compressors import BySize, Int4, Layout, PowerSGD, Rounds, State
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.sync.gradient_sync import GradientSync
+from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from support.own_compressors import Averages
 from support.ranks import run_ranks
 

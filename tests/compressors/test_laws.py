@@ -19,7 +19,7 @@ from lightning_commopt.compressors.base import finish
 from lightning_commopt.compressors.channel import AloneChannel
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.compressors.wrappers import Wrapper
-from lightning_commopt.sync.attach import attach_bucket_hook
+from lightning_commopt.sync.ddp.attach import attach_bucket_hook
 from support.cross_section import sampled
 from support.every_compressor import BF16, BF16_IN_FLOAT32, COMPRESSORS, FURTHER, REGISTERED
 from support.ranks import run_ranks

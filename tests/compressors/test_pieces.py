@@ -15,7 +15,7 @@ from lightning_commopt.compressors.channel import Pending
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.measure.recorder import StepRecorder
-from lightning_commopt.sync.attach import attach_bucket_hook
+from lightning_commopt.sync.ddp.attach import attach_bucket_hook
 from support.every_compressor import BF16, BF16_IN_FLOAT32
 from support.ranks import run_ranks
 

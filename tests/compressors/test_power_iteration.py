@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.compressors import AlternatingLowRank, AlternatingPowerSGD, Compressor, Layout, PowerSGD
-from lightning_commopt.sync.attach import attach_bucket_hook
+from lightning_commopt.sync.ddp.attach import attach_bucket_hook
 from support.ranks import run_ranks
 
 NUM_STEPS = 100

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.compressors import compressor_from_config
-from lightning_commopt.sync.attach import warn_if_idle
+from lightning_commopt.sync.ddp.attach import warn_if_idle
 from lightning_commopt.text import validation
 from support.ranks import run_ranks
 from support.strategy_models import Tiny, loader, trainer

@@ -15,7 +15,7 @@ from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketI
 from lightning_commopt.measure.operations import OperationTotals
 from lightning_commopt.measure.record import Collective, Phase, StepRecord
 from lightning_commopt.measure.recorder import StepRecorder, issued_by, parts_of_one
-from lightning_commopt.sync.attach import attach_bucket_hook
+from lightning_commopt.sync.ddp.attach import attach_bucket_hook
 from support.ranks import run_ranks
 
 

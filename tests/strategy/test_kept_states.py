@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_commopt import CommOptDDP, CommOptModelParallel
-from lightning_commopt.sync import sharded_checkpoint, state
+from lightning_commopt.sync import state
+from lightning_commopt.sync.fsdp2 import checkpoint as sharded_checkpoint
 from lightning_commopt.sync.state import KEY
 from support.cross_section import sampled
 from support.kept_states import DDP, HERE, SHARDED, Sharded

@@ -15,7 +15,7 @@ from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
-from lightning_commopt.sync.observed import observe, observe_wrapped
+from lightning_commopt.sync.ddp.observed import observe, observe_wrapped
 from support.cross_section import sampled
 from support.lightnings import DDPStrategy, LightningModule, SingleDeviceStrategy, Trainer
 from support.ranks import run_ranks

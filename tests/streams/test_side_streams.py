@@ -26,7 +26,7 @@ from lightning_commopt.compressors import (
     State,
 )
 from lightning_commopt.compressors.channel import Channel
-from lightning_commopt.sync.hook import GradientSyncError
+from lightning_commopt.sync.ddp.hook import GradientSyncError
 from support.cross_section import sampled
 from support.ddp_steps import BUCKETS, FIRST_BUCKETS, OTHER_BUCKETS, Training
 from support.every_compressor import COMPRESSORS

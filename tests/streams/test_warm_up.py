@@ -25,10 +25,12 @@ from lightning_commopt.compressors import (
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels import blockwise, dispatch
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedCompressor, ShardedInt4, ShardedInt8
-from lightning_commopt.sync import sharded, sharded_gather, warm_up
-from lightning_commopt.sync.sharded import ShardedSync
-from lightning_commopt.sync.sharded_gather import GatheredParameters, gather, round_samples
-from lightning_commopt.sync.sharded_unit import _reduce_scatter
+from lightning_commopt.sync import warm_up
+from lightning_commopt.sync.fsdp2 import gradients as sharded
+from lightning_commopt.sync.fsdp2 import parameters as sharded_gather
+from lightning_commopt.sync.fsdp2.gradients import ShardedSync
+from lightning_commopt.sync.fsdp2.parameters import GatheredParameters, gather, round_samples
+from lightning_commopt.sync.fsdp2.unit import _reduce_scatter
 from support.cross_section import sampled
 from support.ddp_steps import Training
 from support.every_compressor import BF16, COMPRESSORS

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_commopt import CommOptDDP, CommOptModelParallel, shard
-from lightning_commopt.sync import sharded_checkpoint, state
+from lightning_commopt.sync import state
+from lightning_commopt.sync.fsdp2 import checkpoint as sharded_checkpoint
 from support.ranks import run_ranks
 from support.strategy_models import Tiny, loader, trainer
 

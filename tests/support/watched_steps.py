@@ -8,7 +8,7 @@ from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
-from lightning_commopt.sync.observed import observe, stop_observing
+from lightning_commopt.sync.ddp.observed import observe, stop_observing
 from support.lightnings import LightningModule, Trainer
 
 # Of support.strategy_models.Tiny.

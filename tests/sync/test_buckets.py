@@ -1,6 +1,6 @@
 """Which bucket is which, whatever DDP says of them."""
 
-from lightning_commopt.sync.buckets import BucketOrder
+from lightning_commopt.sync.ddp.buckets import BucketOrder
 
 
 def test_what_ddp_says_is_kept_where_it_says_it() -> None:

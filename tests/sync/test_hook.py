@@ -18,9 +18,9 @@ from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
-from lightning_commopt.sync.attach import attach_bucket_hook, warn_of_launch_order
+from lightning_commopt.sync.ddp.attach import attach_bucket_hook, warn_of_launch_order
+from lightning_commopt.sync.ddp.hook import BucketHook
 from lightning_commopt.sync.executors import WorkerThread
-from lightning_commopt.sync.hook import BucketHook
 from lightning_commopt.text import validation
 from support.own_compressors import Averages
 from support.ranks import run_ranks, run_ranks_or_raise

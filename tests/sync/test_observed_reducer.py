@@ -15,7 +15,7 @@ from lightning_commopt.compat.torch import registered_hooks
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.observer import BucketInfo, Observers
 from lightning_commopt.measure.recorder import StepRecorder
-from lightning_commopt.sync.observed import before_backward, observe_all_reduce
+from lightning_commopt.sync.ddp.observed import before_backward, observe_all_reduce
 from support.collectives import needs_hooks
 from support.lightnings import DDPStrategy
 from support.ranks import run_ranks
@@ -51,7 +51,9 @@ def train(options: dict[str, Any], *, by_hook: bool) -> tuple[list[tuple[Layout,
     observers.add(recorder)
     model = DistributedDataParallel(Talkative(), bucket_cap_mb=0.9, **options)
     with (
-        patch("lightning_commopt.sync.observed.can_observe_reducer", return_value=False) if by_hook else patch.dict({})
+        patch("lightning_commopt.sync.ddp.observed.can_observe_reducer", return_value=False)
+        if by_hook
+        else patch.dict({})
     ):
         observe_all_reduce(model, observers)
     assert bool(registered_hooks(model)) == by_hook

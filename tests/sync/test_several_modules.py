@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import AllReduce, Compressor, Hierarchical, PowerSGD
 from lightning_commopt.fabric import CommOptDDP
-from lightning_commopt.sync.attach import attach_bucket_hook
+from lightning_commopt.sync.ddp.attach import attach_bucket_hook
 from support.every_compressor import COMPRESSORS, LOSSLESS
 from support.ranks import run_ranks
 

@@ -26,8 +26,8 @@ from lightning_commopt.compat.fsdp import comm_object
 from lightning_commopt.compressors.configs import sharded_from_config
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt4, ShardedInt8
 from lightning_commopt.plan import OptionError
-from lightning_commopt.sync.sharded import ShardedSync
-from lightning_commopt.sync.sharded_unit import UnitReduceScatter
+from lightning_commopt.sync.fsdp2.gradients import ShardedSync
+from lightning_commopt.sync.fsdp2.unit import UnitReduceScatter
 from support.collectives import needs_hooks
 from support.cross_section import sampled
 from support.ranks import run_ranks

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from lightning_commopt.sync.sharded_gather import GatheredParameters
+from lightning_commopt.sync.fsdp2.parameters import GatheredParameters
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(

@@ -16,8 +16,8 @@ from lightning_commopt import CommOptModelParallel, shard
 from lightning_commopt.commands.selftest.sharded_laws import ShardedSetup, averages_of
 from lightning_commopt.commands.selftest.steps import flatten
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt8
-from lightning_commopt.sync.sharded import Overlap, ShardedSync
-from lightning_commopt.sync.sharded_unit import _reduce_scatter
+from lightning_commopt.sync.fsdp2.gradients import Overlap, ShardedSync
+from lightning_commopt.sync.fsdp2.unit import _reduce_scatter
 from support.ranks import run_ranks
 from support.strategy_models import Tiny, loader, trainer
 
@@ -123,7 +123,7 @@ def test_hooks_of_gradients_see_complete_ones() -> None:
 def _fails(task: Callable[..., Any]) -> str:
     model, sync = ShardedSetup().wrap(ShardedInt8())
     sync.allow_overlap()
-    with patch("lightning_commopt.sync.sharded_unit._reduce_scatter", task):
+    with patch("lightning_commopt.sync.fsdp2.unit._reduce_scatter", task):
         try:
             model(ShardedSetup().gradients(0)).backward()
         except RuntimeError as error:
@@ -161,7 +161,7 @@ class _Sharded(Tiny):
 
 def _fit() -> int:
     run = trainer(CommOptModelParallel(comm_hook="int8"), max_epochs=1)
-    with patch("lightning_commopt.sync.sharded_unit._reduce_scatter", _slow):
+    with patch("lightning_commopt.sync.fsdp2.unit._reduce_scatter", _slow):
         run.fit(_Sharded(), loader(16))
     return run.global_step
 

@@ -45,7 +45,7 @@ def test_frames_of_torch_and_lightning_are_left_behind() -> None:
     """If it fails, a warning out of a hook shows a line of torch, which no user can change."""
     code = compile("call()", "elsewhere.py", "exec")
     call: Callable[[], object] = partial(warn, "from within")
-    for module in ("lightning_commopt.sync.hook", "torch.autograd.graph", "lightning.pytorch.trainer.trainer"):
+    for module in ("lightning_commopt.sync.ddp.hook", "torch.autograd.graph", "lightning.pytorch.trainer.trainer"):
         call = partial(exec, code, {"__name__": module, "call": call})
     with pytest.warns(UserWarning, match="from within") as caught:
         call()

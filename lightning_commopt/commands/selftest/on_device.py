@@ -20,8 +20,8 @@ from lightning_commopt.measure.clock import HostClock, clock_for
 from lightning_commopt.measure.record import covered_s
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.sync.gradient_sync import GradientSync
-from lightning_commopt.sync.observed import before_backward
+from lightning_commopt.sync.ddp.gradient_sync import GradientSync
+from lightning_commopt.sync.ddp.observed import before_backward
 
 _RTOL_PROFILER = 0.2
 _SHAPES = ((1024, 4096), (4096,), (2304, 1024), (1024,))  # 25 MiB in float32

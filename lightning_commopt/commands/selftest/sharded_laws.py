@@ -23,7 +23,7 @@ from lightning_commopt.compressors import ShardedBf16, ShardedCompressor, Sharde
 from lightning_commopt.compressors.catalog import ready_shards
 from lightning_commopt.plan import OptionError
 from lightning_commopt.sharded_plan import check_available
-from lightning_commopt.sync.sharded import ShardedSync
+from lightning_commopt.sync.fsdp2.gradients import ShardedSync
 
 
 class Unit(nn.Module):

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.commands.selftest.checks import TestDevices
 from lightning_commopt.compressors.catalog import example_compressors
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.sync.gradient_sync import GradientSync
+from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.state import CommState
 
 

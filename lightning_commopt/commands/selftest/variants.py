@@ -29,8 +29,8 @@ from lightning_commopt.compressors import Layout
 from lightning_commopt.compressors.catalog import example_compressors, ready_compressors
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels.dispatch import in_plain_torch
+from lightning_commopt.sync.ddp.hook import BucketHook
 from lightning_commopt.sync.executors import Executor, SideStreams, WorkerThread
-from lightning_commopt.sync.hook import BucketHook
 from lightning_commopt.sync.warm_up import run_alone
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.flight_recorder import parse_collectives

@@ -22,9 +22,9 @@ from lightning_commopt.compressors import PowerSGD
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.compressors.sharded import ShardedInt8
 from lightning_commopt.measure import private_folder
-from lightning_commopt.sync.attach import attach_bucket_hook
-from lightning_commopt.sync.sharded import ShardedSync
-from lightning_commopt.sync.sharded_gather import GatheredParameters
+from lightning_commopt.sync.ddp.attach import attach_bucket_hook
+from lightning_commopt.sync.fsdp2.gradients import ShardedSync
+from lightning_commopt.sync.fsdp2.parameters import GatheredParameters
 from support.cross_section import sampled
 from support.ranks import run_ranks
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fake_device.device import Outcome, digest, in_all_schedules
 from lightning_commopt.compressors import AllReduce, Compressor
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.sync.gradient_sync import GradientSync
+from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 
 _WIDTH = 48
 _NUM_LAYERS = 4

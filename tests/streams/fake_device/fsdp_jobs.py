@@ -15,8 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fake_device.device import Outcome, digest, in_all_schedules
 from lightning_commopt.compressors.sharded import ShardedCompressor
-from lightning_commopt.sync.sharded import ShardedSync
-from lightning_commopt.sync.sharded_gather import GatheredParameters
+from lightning_commopt.sync.fsdp2.gradients import ShardedSync
+from lightning_commopt.sync.fsdp2.parameters import GatheredParameters
 
 _WIDTH = 32
 _NUM_BLOCKS = 3

@@ -14,7 +14,7 @@ from lightning_commopt.compat.torch import sparse_values
 from lightning_commopt.compressors import Compressor, Layout, Rounds, State
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketInfo, BucketSync, BucketSyncs, Observers
-from lightning_commopt.sync.buckets import Bucket, BucketOrder, HeldBuckets, Relayout
+from lightning_commopt.sync.ddp.buckets import Bucket, BucketOrder, HeldBuckets, Relayout
 from lightning_commopt.sync.executors import Executor
 from lightning_commopt.sync.groups import BorrowedGroups
 from lightning_commopt.sync.state import BucketStates, CommState, residuals_by_name

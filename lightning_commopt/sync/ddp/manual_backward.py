@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.sync.buckets import synced_parameters
+from lightning_commopt.sync.ddp.buckets import synced_parameters
 from lightning_commopt.text.validation import warn_once
 
 

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.torch import call_after_backward
 from lightning_commopt.measure.observer import Observers
-from lightning_commopt.sync.gradient_sync import GradientSync
-from lightning_commopt.sync.hook import GradientSyncError
-from lightning_commopt.sync.observed import before_backward
+from lightning_commopt.sync.ddp.gradient_sync import GradientSync
+from lightning_commopt.sync.ddp.hook import GradientSyncError
+from lightning_commopt.sync.ddp.observed import before_backward
 from lightning_commopt.sync.state import CommState, gather_state, read_state
 from lightning_commopt.sync.strategies import BucketedStrategy
 from lightning_commopt.text.validation import warn

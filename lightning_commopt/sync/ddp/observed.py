@@ -17,8 +17,8 @@ from lightning_commopt.compat.fsdp import comm_objects
 from lightning_commopt.compat.lightning import wrap_comm_hook
 from lightning_commopt.compat.torch import registered_hooks, sparse_values
 from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketInfo, Observers, SyncObserver
-from lightning_commopt.sync.buckets import BucketOrder, synced_parameters
-from lightning_commopt.sync.observed_reducer import ObservedReducer, can_observe_reducer
+from lightning_commopt.sync.ddp.buckets import BucketOrder, synced_parameters
+from lightning_commopt.sync.ddp.observed_reducer import ObservedReducer, can_observe_reducer
 from lightning_commopt.text.validation import warn, warn_once
 
 _HOOKS_THAT_CAST_TO_16_BITS = (

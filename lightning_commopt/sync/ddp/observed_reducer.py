@@ -18,7 +18,7 @@ from lightning_commopt.compat.torch import (
     uses_python_reducer,
 )
 from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketInfo, BucketSync, Observers
-from lightning_commopt.sync.buckets import synced_parameters
+from lightning_commopt.sync.ddp.buckets import synced_parameters
 
 
 def can_observe_reducer(model: DistributedDataParallel) -> bool:

@@ -17,8 +17,8 @@ from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels import blockwise
 from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
 from lightning_commopt.measure.recorder import issued_by
-from lightning_commopt.sync.sharded import Channels, replicas_and_shards, sharded_units
-from lightning_commopt.sync.sharded_unit import Column, CompressedUnit, runs_of
+from lightning_commopt.sync.fsdp2.gradients import Channels, replicas_and_shards, sharded_units
+from lightning_commopt.sync.fsdp2.unit import Column, CompressedUnit, runs_of
 from lightning_commopt.sync.warm_up import SHARD_SIZES, floating_point, prepare_kernels
 from lightning_commopt.text.validation import warn_once
 

@@ -16,7 +16,7 @@ from lightning_commopt.compat.torch import flush_static_graph
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan, OptionError
-from lightning_commopt.sync.attach import (
+from lightning_commopt.sync.ddp.attach import (
     ResidualAdder,
     Trainable,
     attach_bucket_hook,
@@ -24,9 +24,9 @@ from lightning_commopt.sync.attach import (
     place_compressor,
     unwrap,
 )
-from lightning_commopt.sync.buckets import gradient_bytes
-from lightning_commopt.sync.hook import BucketHook
-from lightning_commopt.sync.observed import TorchHook, observe_all_reduce
+from lightning_commopt.sync.ddp.buckets import gradient_bytes
+from lightning_commopt.sync.ddp.hook import BucketHook
+from lightning_commopt.sync.ddp.observed import TorchHook, observe_all_reduce
 from lightning_commopt.sync.state import CommState, usable_state
 from lightning_commopt.text.formatting import list_some
 from lightning_commopt.text.validation import warn

@@ -23,10 +23,10 @@ from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.compressors.words import short_name
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import OptionError
-from lightning_commopt.sync.buckets import synced_parameters
+from lightning_commopt.sync.ddp.buckets import synced_parameters
+from lightning_commopt.sync.ddp.hook import BucketHook
 from lightning_commopt.sync.executors import Executor, SideStreams, WorkerThread
 from lightning_commopt.sync.groups import borrow_groups, shared_node_groups
-from lightning_commopt.sync.hook import BucketHook
 from lightning_commopt.sync.warm_up import compile_kernels, run_on_samples
 from lightning_commopt.text.formatting import grouped
 from lightning_commopt.text.validation import warn_once

@@ -14,8 +14,8 @@ from lightning_commopt.compressors import ShardedCompressor
 from lightning_commopt.compressors.sharded import ShardedExact
 from lightning_commopt.plan_base import OptionError
 from lightning_commopt.sharded_plan import ShardedPlan
-from lightning_commopt.sync.sharded import ShardedSync
-from lightning_commopt.sync.sharded_gather import GatheredParameters
+from lightning_commopt.sync.fsdp2.gradients import ShardedSync
+from lightning_commopt.sync.fsdp2.parameters import GatheredParameters
 from lightning_commopt.text.validation import warn_once
 
 

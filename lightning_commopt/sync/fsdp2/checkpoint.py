@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_commopt.compressors.configs import compressor_to_config, sharded_from_config, without_imports
 from lightning_commopt.compressors.shards import ShardedCompressor
-from lightning_commopt.sync.sharded import ShardedSync
+from lightning_commopt.sync.fsdp2.gradients import ShardedSync
 from lightning_commopt.sync.state import KEY, CheckpointError, check_version
 from lightning_commopt.text.validation import info, warn
 

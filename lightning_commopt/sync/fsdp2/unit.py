@@ -28,7 +28,7 @@ from lightning_commopt.sync.state import CheckpointError, fit_to
 from lightning_commopt.text.validation import warn_once
 
 if TYPE_CHECKING:
-    from lightning_commopt.sync.sharded import Channels
+    from lightning_commopt.sync.fsdp2.gradients import Channels
 
 SavedUnit = dict[str, Any]
 """The names of a unit's compressed parameters, and the compressor's state."""

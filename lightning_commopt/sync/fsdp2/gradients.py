@@ -29,8 +29,8 @@ from lightning_commopt.compressors.shards import ShardedCompressor
 from lightning_commopt.plan_base import OptionError
 from lightning_commopt.sharded_plan import check_available
 from lightning_commopt.sync.executors import BucketFuture, WorkerThread
+from lightning_commopt.sync.fsdp2.unit import Column, SavedUnits, UnitReduceScatter
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_groups, shared_node_groups
-from lightning_commopt.sync.sharded_unit import Column, SavedUnits, UnitReduceScatter
 from lightning_commopt.sync.warm_up import prepare_kernels, run_on_shards
 from lightning_commopt.text.validation import warn_once
 
