@@ -96,12 +96,11 @@ class HangMonitor(PhaseCallback):
         self._is_ending = self._has_waited = False
         self._enter_number(kinds.SETUP)
         self._num_looks = _NUM_LOOKS if stage == "fit" else 0
-        plan = plan_of(trainer.strategy)
-        if stage == "fit" and plan is not None and plan.comm_hook is not None:
-            # With DDP's own all-reduce, observing would cost a pass over the gradients.
-            strategy: Any = trainer.strategy
-            strategy.sync_observers.add(self._watched.observer)
-            self._closing.callback(strategy.sync_observers.remove, self._watched.observer)
+        plan, observers = plan_of(trainer.strategy), getattr(trainer.strategy, "sync_observers", None)
+        if stage == "fit" and plan is not None and plan.comm_hook is not None and observers is not None:
+            # With DDP's own all-reduce, observing would cost a pass over the gradients; FSDP2 has no buckets.
+            observers.add(self._watched.observer)
+            self._closing.callback(observers.remove, self._watched.observer)
             self._num_looks = 0
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

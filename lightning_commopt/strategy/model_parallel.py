@@ -34,6 +34,7 @@ from lightning_commopt.sync.fsdp2.model_sync import (
 )
 from lightning_commopt.sync.gather import gather_on_rank_0
 from lightning_commopt.sync.state import KEY
+from lightning_commopt.sync.strategies import TrainersStrategy
 from lightning_commopt.text.formatting import byte_unit
 from lightning_commopt.text.validation import info, warn_once
 from lightning_commopt.tune.auto_plan import ShardedFitPlan
@@ -292,6 +293,6 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
         self._apply_next_plan()
 
 
-def has_stepped(strategy: Any) -> bool:
+def has_stepped(strategy: TrainersStrategy) -> bool:
     """Returns whether the Trainer that a strategy belongs to is in a fit with an optimizer step behind it."""
-    return base.is_fit(strategy) and strategy.lightning_module.trainer.global_step > 0
+    return base.is_fit(strategy) and bool(strategy.lightning_module.trainer.global_step > 0)

@@ -23,7 +23,7 @@ from lightning_commopt import (
     ShardedPlan,
     shard,
 )
-from lightning_commopt.callbacks import CommTimeMonitor, RunRecorder
+from lightning_commopt.callbacks import CommTimeMonitor, HangMonitor, NVTXRanges, RunRecorder, SpeedMonitor
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt8
 from lightning_commopt.watch import times
 from support.lightnings import Callback
@@ -244,7 +244,10 @@ def test_different_plans_are_an_error() -> None:
 
 
 def _record(folder: Path) -> None:
-    recorders = [RunRecorder(dirpath=folder), CommTimeMonitor(dirpath=folder, num_warmup_steps=1)]
+    recorders = [
+        *(RunRecorder(dirpath=folder), CommTimeMonitor(dirpath=folder, num_warmup_steps=1)),
+        *(SpeedMonitor(num_warmup_steps=1), HangMonitor(dirpath=folder / "hangs"), NVTXRanges()),
+    ]
     strategy = CommOptModelParallel(comm_hook="int8", param_hook="int8")
     trainer(strategy, max_epochs=1, callbacks=recorders).fit(_Sharded(), loader(32))
 
