@@ -38,6 +38,7 @@ from lightning_commopt.strategy.base import (
     warn_of_local_decisions,
     warn_of_missing_buffers,
 )
+from lightning_commopt.strategy.fabric_model_parallel import CommOptModelParallel as CommOptModelParallel
 from lightning_commopt.strategy.lightning_launcher import configure_launcher, forget_previous_job
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.ddp.modules import ModuleSyncs

@@ -92,7 +92,9 @@ def sharded_plan_from_arguments(
     check_arguments(given)
     options = {name: value for name, value in given.items() if name in ShardedPlan.options()}
     lightnings = {name: value for name, value in given.items() if name not in (*options, *OWN_OPTIONS)}
-    plan, tuned = ShardedPlan(**options), TuneOptions.of_shards(plan_given, given["lossy"], given)
+    if plan_given == AUTO and "lossy" not in given:
+        raise OptionError("plan='auto' chooses for sharded models in fits of a Trainer only, not in Fabric")
+    plan, tuned = ShardedPlan(**options), TuneOptions.of_shards(plan_given, given.get("lossy"), given)
     if plan_given is None or plan_given == AUTO:
         return plan, tuned, lightnings
     if besides := [name for name in plan.options() if getattr(plan, name) != getattr(ShardedPlan(), name)]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
-from torch.nn import Module
 from typing_extensions import Self
 
 from lightning_commopt.compat.loops import batch_is_open
@@ -30,7 +29,7 @@ from lightning_commopt.sync.fsdp2.model_sync import (
     ShardedModelSync,
     gradient_bytes,
     require_sync,
-    warn_of_missing_units,
+    set_unit_options,
 )
 from lightning_commopt.sync.gather import gather_on_rank_0
 from lightning_commopt.sync.state import KEY
@@ -151,20 +150,13 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         super().setup(trainer)
         assert self.model is not None
-        covered: set[Module] = set()
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule) and module not in covered:
-                covered.update(module.modules())  # at once: units over the same ranks then share a group
-                for setter, value in self.plan.unit_options().items():
-                    getattr(module, setter)(value)
-        if not covered:
-            warn_of_missing_units(self.plan)
-            if self.auto_plan.is_wanted and base.is_fit(self):
+        set_unit_options(self.model, self.plan)
+        if base.is_fit(self):
+            self._sync.attach(self.model, ranks_per_node=self.num_processes, timeout=self._timeout)
+            if self.auto_plan.is_wanted and not self._sync.has_units:
                 raise OptionError(
                     "plan='auto': configure_model has not sharded the model, so there is no reduce-scatter to compress"
                 )
-        if base.is_fit(self):
-            self._sync.attach(self.model, ranks_per_node=self.num_processes, timeout=self._timeout)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)

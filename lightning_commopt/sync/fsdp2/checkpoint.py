@@ -41,14 +41,17 @@ def describe(sync: ShardedSync) -> dict[str, Any]:
     }
 
 
-def save_in_directory(sync: ShardedSync, directory: Path) -> None:
-    """Writes this rank's state into the directory of a checkpoint. All ranks must call it."""
+def save_in_directory(sync: ShardedSync, directory: Path, name: str = "") -> None:
+    """Writes this rank's state into the directory of a checkpoint, of the module of that name there.
+
+    All ranks must call it.
+    """
     rank = dist.get_rank()
     tensors = {f"{rank}/{unit}/{key}": x.cpu() for unit, state in rank_state(sync).items() for key, x in state.items()}
-    dcp.save(tensors or {f"{rank}/none": torch.zeros(1, device="cpu")}, checkpoint_id=directory / KEY)
+    dcp.save(tensors or {f"{rank}/none": torch.zeros(1, device="cpu")}, checkpoint_id=directory / KEY / name)
 
 
-def restore(sync: ShardedSync, saved: Any, directory: Path | None) -> None:
+def restore(sync: ShardedSync, saved: Any, directory: Path | None, name: str = "") -> None:
     """Continues from a checkpoint, before the first backward. All ranks must call it.
 
     With as many ranks each gets its state. With more or fewer, or another compressor, each gets the mean of all ranks'
@@ -62,7 +65,7 @@ def restore(sync: ShardedSync, saved: Any, directory: Path | None) -> None:
         ranks = saved.get("ranks")
         load: Callable[[int], RankState]
         if directory is not None:
-            load = partial(_load_from, directory / KEY)
+            load = partial(_load_from, directory / KEY / name)
         elif isinstance(ranks, list):
             load = ranks.__getitem__
         else:

@@ -53,7 +53,7 @@ class ShardedModelSync:
             OptionError: the model has no unit, or its units are not what the plan can be carried out with.
         """
         self._model, self._ranks_per_node, self._timeout = model, ranks_per_node, timeout
-        if not self._has_units() and self.plan.is_lossy:
+        if not self.has_units and self.plan.is_lossy:
             raise OptionError(
                 "comm_hook: configure_model has not sharded the model, so there is no reduce-scatter to compress: call"
                 " lightning_commopt.shard or fully_shard in it"
@@ -73,7 +73,7 @@ class ShardedModelSync:
             setters = {**plan.unit_options(), **self.plan.unit_options()}
             names = ", ".join(setter.removeprefix("set_") for setter in setters)
             raise OptionError(f"{names} cannot change in the middle of a fit: its units have been set up")
-        if self._model is not None and plan.is_lossy and not self._has_units():
+        if self._model is not None and plan.is_lossy and not self.has_units:
             raise OptionError("comm_hook: the model is not sharded, so there is no reduce-scatter to compress")
 
     def change_plan(self, plan: ShardedPlan) -> None:
@@ -113,7 +113,9 @@ class ShardedModelSync:
                 comm_objects.detach()
         self._parameters = self._model = None
 
-    def _has_units(self) -> bool:
+    @property
+    def has_units(self) -> bool:
+        """Whether the model is sharded, while attached."""
         assert self._model is not None
         return any(isinstance(module, FSDPModule) for module in self._model.modules())
 
@@ -158,7 +160,19 @@ class ShardedModelSync:
             self._parameters = None
 
 
-def warn_of_missing_units(plan: ShardedPlan) -> None:
+def set_unit_options(model: Module, plan: ShardedPlan) -> None:
+    """Sets what a plan wants of FSDP2's units; warns once if the model has none."""
+    covered: set[Module] = set()
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and module not in covered:
+            covered.update(module.modules())  # at once: units over the same ranks then share a group
+            for setter, value in plan.unit_options().items():
+                getattr(module, setter)(value)
+    if not covered:
+        _warn_of_missing_units(plan)
+
+
+def _warn_of_missing_units(plan: ShardedPlan) -> None:
     """Warns once of options for units of a model that has none."""
     if names := ", ".join(setter.removeprefix("set_") for setter in plan.unit_options()):
         warn_once(f"{names} has no effect: the model has no unit of FSDP2.")

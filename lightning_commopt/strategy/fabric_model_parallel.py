@@ -1,0 +1,201 @@
+"""CommOptModelParallel for Lightning Fabric."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakSet
+
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import Self
+
+from lightning_commopt.compressors import ShardedCompressor
+from lightning_commopt.launch.nccl_variables import NcclOptions
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.plan_base import OptionError
+from lightning_commopt.sharded_plan import ShardedPlan
+from lightning_commopt.strategy.arguments import document_plan_options, sharded_plan_from_arguments
+from lightning_commopt.strategy.base import WithTimeout, check_plans_agree, join_group, warn_of_local_decisions
+from lightning_commopt.strategy.lightning_launcher import configure_launcher, forget_previous_job
+from lightning_commopt.sync.fsdp2.checkpoint import describe, rank_state, restore, save_in_directory
+from lightning_commopt.sync.fsdp2.model_sync import ShardedModelSync, set_unit_options
+from lightning_commopt.sync.gather import gather_on_rank_0
+from lightning_commopt.sync.state import KEY
+
+_SYNC = "_commopt_sync"
+"""The attribute of a module that holds its sync, so that both live as long as the module."""
+
+
+@document_plan_options
+class CommOptModelParallel(WithTimeout, ModelParallelStrategy):
+    """Fabric's ``ModelParallelStrategy`` with compressed gradients and parameters.
+
+    Takes all that ``ModelParallelStrategy`` takes, in the same order, and the keywords below. Each module that Fabric
+    sets up has a sync of its own. ``accumulate_grads`` is no option here: ``fabric.no_backward_sync`` decides.
+
+    Args:
+        parallelize_fn: see ``ModelParallelStrategy``, as for all arguments down to ``timeout``. With a ``comm_hook``
+            the default of ``data_parallel_size`` and ``tensor_parallel_size`` is that all ranks are data-parallel.
+        comm_hook: see `ShardedPlan`, as for all options down to ``reduce_scatter_max_input_buffers``.
+        save_comm_state: keep in checkpoints that hold an optimizer what ``comm_hook`` needs to continue exactly.
+        nccl: see `lightning_commopt.CommOptDDP`.
+        watch: report what the process group waits for while it is made, and end a rank that joins in vain.
+        plan: a `ShardedPlan`, a `CommPlan`, or the path of a file with one, as with
+            `lightning_commopt.CommOptModelParallel`.
+        **kwargs: none; an option of DDP is an error that says why it cannot apply.
+
+    Raises:
+        OptionError: an option is unknown, out of range, or this torch cannot do what it asks for.
+    """
+
+    def __init__(
+        self,
+        parallelize_fn: Callable[[Any, DeviceMesh], Any],
+        data_parallel_size: Literal["auto"] | int = "auto",
+        tensor_parallel_size: Literal["auto"] | int = "auto",
+        save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        *,
+        comm_hook: str | Mapping[str, Any] | ShardedCompressor | None = None,
+        param_hook: Literal["int8"] | None = None,
+        separate_reduce_scatter_group: bool = False,
+        reduce_scatter_max_input_buffers: int | None = None,
+        save_comm_state: bool = True,
+        nccl: str | dict[str, Any] | NcclOptions | None = None,
+        watch: bool = True,
+        plan: ShardedPlan | CommPlan | str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._plan, _, lightnings_arguments = sharded_plan_from_arguments(dict(locals()))
+        _check_plan(self._plan)
+        self._saves_comm_state = save_comm_state
+        self._nccl, self._watch = NcclOptions.from_config(nccl), watch
+        self._modules: WeakSet[Module] = WeakSet()
+        forget_previous_job()
+        super().__init__(**lightnings_arguments)
+
+    @classmethod
+    def from_plan(cls, parallelize_fn: Any, plan: ShardedPlan | CommPlan | str | Path, **kwargs: Any) -> Self:
+        """Makes a strategy from a plan, or the path of a file with one, and its other arguments."""
+        return cls(parallelize_fn, plan=plan, **kwargs)
+
+    @property
+    def plan(self) -> ShardedPlan:
+        """How gradients and parameters travel at present."""
+        return self._plan
+
+    @property
+    def wire_bytes(self) -> int | None:
+        """Payload bytes of gradients handed to reduce-scatters, which count half; None without a ``comm_hook``."""
+        known = [sync.wire_bytes for sync in self._syncs() if sync.wire_bytes is not None]
+        return sum(known) if known else None
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        configure_launcher(self)
+
+    def _setup_distributed(self) -> None:
+        with join_group(self, watch=self._watch, nccl=self._nccl):
+            super()._setup_distributed()
+
+    def setup_environment(self) -> None:
+        if self._plan.is_lossy and self._data_parallel_size == self._tensor_parallel_size == "auto":
+            self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
+        super().setup_environment()
+
+    def setup_module(self, module: Module) -> Module:
+        module = super().setup_module(module)
+        set_unit_options(module, self._plan)
+        sync = ShardedModelSync(self._plan)
+        sync.attach(module, ranks_per_node=self.num_processes, timeout=self._timeout)
+        object.__setattr__(module, _SYNC, sync)  # not as a part of the module
+        self._modules.add(module)
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        if self.world_size > 1:
+            warn_of_local_decisions([optimizer])
+        return super().setup_optimizer(optimizer)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Steps an optimizer; a compressor that waits for a residual to be sent then takes over."""
+        output = super().optimizer_step(optimizer, **kwargs)
+        for sync in self._syncs():
+            sync.end_flush()
+        return output
+
+    def apply_plan(self, plan: ShardedPlan | CommPlan | str | Mapping[str, Any] | ShardedCompressor) -> None:
+        """Changes how gradients and parameters of all modules travel, in the middle of training if need be.
+
+        All ranks must call it, with equal plans, between an optimizer step and the next forward. Else it is as
+        `lightning_commopt.CommOptModelParallel.apply_plan`.
+        """
+        plan = ShardedPlan.of(plan) if isinstance(plan, ShardedPlan | CommPlan) else self._plan.with_comm_hook(plan)
+        _check_plan(plan)
+        gc.collect()  # so that all ranks have the same modules
+        syncs = [*self._syncs()]
+        for sync in syncs:
+            sync.check_plan(plan)
+        if syncs and self.world_size > 1:
+            check_plans_agree(plan)
+        for sync in syncs:
+            sync.change_plan(plan)
+        self._plan = plan
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any | None = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        has_optimizer = any(isinstance(value, Optimizer) for value in state.values())
+        synced = dict(_gradient_syncs(state)) if self._saves_comm_state and has_optimizer else {}
+        if synced:
+            saved = {name: describe(sync) for name, sync in synced.items()}
+            if not self._save_distributed_checkpoint:
+                for name, sync in synced.items():
+                    saved[name]["ranks"] = gather_on_rank_0(rank_state(sync), self.root_device)
+            state = {**state, KEY: saved}
+        super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
+        if self._save_distributed_checkpoint:
+            for name, sync in synced.items():
+                save_in_directory(sync, Path(self.broadcast(path)), name)
+
+    def load_checkpoint(self, path: str | Path, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Reads a checkpoint, and continues with the state of ``comm_hook`` for the modules in ``state``."""
+        path = Path(self.broadcast(path))
+        remainder: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
+        saved = remainder.pop(KEY, None)
+        if isinstance(saved, dict) and isinstance(state, dict):
+            for name, sync in _gradient_syncs(state):
+                if name in saved:
+                    restore(sync, saved[name], path if path.is_dir() else None, name)
+        return remainder
+
+    def _syncs(self) -> Iterator[ShardedModelSync]:
+        return (getattr(module, _SYNC) for module in list(self._modules))
+
+
+def _gradient_syncs(state: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    """Yields the names of modules whose gradients are compressed, and what does so."""
+    for name, value in state.items():
+        sync = getattr(value, _SYNC, None)
+        if sync is not None and sync.gradients is not None and sync.gradients.units:
+            yield name, sync.gradients
+
+
+def _check_plan(plan: ShardedPlan) -> None:
+    if plan.accumulate_grads != "sharded":
+        raise OptionError(
+            f"accumulate_grads={plan.accumulate_grads!r} cannot apply in Fabric: fabric.no_backward_sync decides when"
+            " gradients are reduced"
+        )
