@@ -37,7 +37,9 @@ class _Training:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 8))
         self.model = self.fabric.setup_module(model)
-        self.optimizer = self.fabric.setup_optimizers(torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9))
+        self.optimizer: Any = self.fabric.setup_optimizers(
+            torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
+        )
         self.state: dict[str, Any] = {"model": self.model, "optimizer": self.optimizer, "step": 0}
 
     def train(self, num_steps: int) -> None:
@@ -50,7 +52,8 @@ class _Training:
             self.state["step"] += 1
 
     def trained(self) -> Trained:
-        return {name: value.full_tensor().detach().numpy().copy() for name, value in self.model.named_parameters()}
+        parameters: Any = self.model.named_parameters()
+        return {name: value.full_tensor().detach().numpy().copy() for name, value in parameters}
 
 
 def _train(plans: list[Any], **options: Any) -> tuple[Trained, list[int | None]]:
@@ -93,7 +96,7 @@ def test_plans_train_and_change() -> None:
             off = max(np.abs(value - stock[key]).max() for key, value in found[name][0].items())
             assert 0 < off < 0.02, name
         first, second = found["int8"][1]
-        assert second == 2 * first > 0  # type: ignore[operator]
+        assert second == 2 * first > 0
         assert found["to int8"][1] == found["of ddp"][1] == [None, first]
         for name, value in found["of ddp"][0].items():
             np.testing.assert_array_equal(value, found["to int8"][0][name])
