@@ -119,6 +119,7 @@ def _resume(folder: Path, distributed: bool, plan: Any) -> Trained:
     return training.trained()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_resumed_training_goes_on_bit_for_bit(distributed: bool, tmp_path: Path) -> None:
     """If it fails, residuals are lost where a run is resumed, or their place in the checkpoint is not read."""

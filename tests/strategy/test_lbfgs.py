@@ -13,6 +13,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_commopt import CommOptDDP
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
 from lightning_commopt.text import validation
+from support.cross_section import sampled
 from support.ranks import run_ranks
 from support.strategy_models import Params, Tiny, assert_same, loader, numbers, trainer
 
@@ -56,7 +57,7 @@ def _fit(options: dict[str, Any], shares_loss: bool, comm_hook: str) -> tuple[li
     return messages, module.num_evaluations, numbers(module)
 
 
-@pytest.mark.parametrize("comm_hook", ["none", "powersgd"])
+@pytest.mark.parametrize("comm_hook", sampled(["none", "powersgd"], by_default=["powersgd"]))
 @pytest.mark.parametrize(
     ("options", "shares_loss"), [(_BY_GRADIENTS, False), (_SEARCH, True)], ids=["by gradients", "shared loss"]
 )

@@ -114,7 +114,11 @@ def _distance(got: Params, expected: Params) -> float:
 
 
 @needs_comm_objects
-@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    sampled([{}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}], by_default=[{}]),
+    ids=str,
+)
 def test_lossless_is_bit_for_bit(options: dict[str, Any]) -> None:
     """If it fails, a strategy that compresses nothing trains something else."""
     explicit = {"data_parallel_size": 2, "tensor_parallel_size": 1}
@@ -142,7 +146,7 @@ CASES: list[tuple[Any, int, int, bool, dict[str, Any], float]] = [
 @needs_comm_objects
 @pytest.mark.parametrize(
     ("comm_hook", "world_size", "num_replicas", "replicated", "options", "bound"),
-    sampled(CASES, by_default=CASES[:2]),
+    sampled(CASES, by_default=CASES[1:2]),
     ids=str,
 )
 def test_trains_almost_the_same(

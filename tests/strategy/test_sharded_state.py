@@ -102,6 +102,7 @@ def _loaded(path: Path, distributed: bool, comm_hook: Any) -> dict[str, Tensor]:
     return _fit(path, comm_hook, resume=True, epochs=3, distributed=distributed)[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("world_size", "comm_hook", "distributed"),
     sampled(

@@ -52,7 +52,9 @@ def train_as_rank(overrides: list[str]) -> int | str | None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("experiment=digits", "trainer.max_epochs=2", "trainer.limit_train_batches=3"),
+        pytest.param(
+            ("experiment=digits", "trainer.max_epochs=2", "trainer.limit_train_batches=3"), marks=pytest.mark.exhaustive
+        ),
         pytest.param(
             (
                 *("experiment=vit_l_32", "model.name=squeezenet1_1", "+model.options.dropout=0.1"),
