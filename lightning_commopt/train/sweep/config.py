@@ -202,10 +202,10 @@ def _check_plan(config: DictConfig) -> None:
     options = OmegaConf.to_container(config.strategy, resolve=True)
     assert isinstance(options, dict)
     if is_sharded:
+        names = ShardedPlan.options()
         with _as_config_error("strategy: "):
-            ShardedPlan.from_dict(
-                {str(name): value for name, value in options.items() if name in ShardedPlan.options()}
-            )
+            TuneOptions.of_shards(options.get("plan"), options.get("lossy"), {str(k): v for k, v in options.items()})
+            ShardedPlan.from_dict({str(name): value for name, value in options.items() if name in names})
         return
     with _as_config_error("strategy: "):
         of_plan = {str(name): value for name, value in options.items() if name in plan_options()}
