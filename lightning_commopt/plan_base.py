@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,7 +26,7 @@ class UnknownOptionError(OptionError, TypeError):
     """A user's option has an unknown name."""
 
 
-class Plan:
+class Plan(ABC):
     """How the gradients of a model travel, for one of the strategies; see `CommPlan` and `ShardedPlan`.
 
     Concrete plans are frozen dataclasses, whose fields are the options.
@@ -41,14 +42,14 @@ class Plan:
         return tuple(field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
 
     @property
+    @abstractmethod
     def name(self) -> str:
         """The one short name of the plan, for tables and figures: all that differs from the defaults."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def is_lossy(self) -> bool:
         """Whether it changes numbers."""
-        raise NotImplementedError
 
     def replaced(self, **options: Any) -> Self:
         """Returns this plan with other options."""
@@ -78,7 +79,7 @@ class Plan:
         for name, value in options.items():
             if isinstance(value, Compressor | ShardedCompressor):
                 options[name] = compressor_to_config(value)
-            elif isinstance(value, tuple):  # to compare and hash plans
+            elif isinstance(value, tuple):  # plans keep lists as tuples, so that they can be hashed
                 options[name] = list(value)
         return options
 
@@ -114,7 +115,7 @@ def _refuse_records(options: Mapping[str, Any]) -> None:
     if {"status", "sync_method"} <= options.keys():
         what, where = f"the record of a run ({RUN_FILE})", "under the names in 'settings' that begin with 'plan.'"
         settings = options.get("settings")
-        plan = options.get("plan")  # of older records
+        plan = options.get("plan")  # older records have the plan as a mapping of its own
         if not isinstance(plan, Mapping):
             plan = nested(settings).get("plan") if isinstance(settings, Mapping) else None
     elif "kind" in options and "format" in options:

@@ -143,7 +143,7 @@ class PredictionRecorder:
 def _plan(strategy: Strategy, comm_hook: str) -> CommPlan | None:
     """Returns the plan of a strategy, or what Lightning's own does as a plan; None for a hook from elsewhere."""
     plan = plan_of(strategy)
-    assert plan is None or isinstance(plan, CommPlan)  # as the model is in DDP
+    assert plan is None or isinstance(plan, CommPlan)  # the recorder works with DDP only
     if plan is not None and plan.comm_hook is not None:
         return plan
     if comm_hook not in ("none", "allreduce_hook"):

@@ -6,7 +6,7 @@ import dataclasses
 import importlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -73,10 +73,7 @@ def compressor_from_config(config: str | Mapping[str, Any] | Compressor | None) 
     if name is None:
         return None
     entry = _entry(name)
-    check_options(entry.name, entry.options, options)
-    if "inner" in options:
-        options["inner"] = compressor_from_config(options["inner"])
-    return entry.make(**options)
+    return entry.make(**_checked(entry, options, compressor_from_config))
 
 
 def sharded_from_config(config: Any) -> ShardedCompressor | None:
@@ -96,12 +93,15 @@ def sharded_from_config(config: Any) -> ShardedCompressor | None:
     if name is None:
         return None
     entry = _shards_entry(name)
-    check_options(entry.name, entry.options, options)
-    if "inner" in options:
-        options["inner"] = sharded_from_config(options["inner"])
-    made = entry.cls(**entry.fixed, **options)
+    made = entry.cls(**entry.fixed, **_checked(entry, options, sharded_from_config))
     assert isinstance(made, ShardedCompressor)
     return made
+
+
+def _checked(entry: Entry, options: dict[str, Any], from_config: Callable[[Any], Any]) -> dict[str, Any]:
+    """Returns the options of a compressor, which are known and complete, with what is inside it built."""
+    check_options(entry.name, entry.options, options)
+    return options | ({"inner": from_config(options["inner"])} if "inner" in options else {})
 
 
 def _shards_of(compressor: Compressor) -> ShardedCompressor | None:

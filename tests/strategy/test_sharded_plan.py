@@ -1,8 +1,6 @@
 """`CommOptModelParallel` in the common house: its plan, changes of it, uneven batches, and ranks that fail."""
 
 import json
-import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +23,10 @@ from lightning_commopt import (
 )
 from lightning_commopt.callbacks import CommTimeMonitor, HangMonitor, NVTXRanges, RunRecorder, SpeedMonitor
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt8
-from lightning_commopt.watch import times
 from support.lightnings import Callback
 from support.ranks import run_ranks, run_ranks_or_raise
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer
+from support.vanishing import Vanishing, check_that_both_end, prepare_rank
 
 pytestmark = pytest.mark.skipif(
     not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
@@ -243,6 +241,33 @@ def test_different_plans_are_an_error() -> None:
         assert message.startswith("apply_plan must get the same plan on all ranks, got comm_hook=ShardedBf16() on rank")
 
 
+def _apply_impossible_plan() -> tuple[str, Params, Params]:
+    class Failing(Callback):
+        message = ""
+
+        def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+            if not self.message:
+                plan = {"name": "hierarchical", "inner": "bf16", "ranks_per_node": 3}
+                with pytest.raises(OptionError) as caught:
+                    trainer.strategy.apply_plan(plan)
+                self.message = str(caught.value)
+
+    trained = []
+    for callbacks in ([failing := Failing()], []):
+        model = _Sharded()
+        with torch.random.fork_rng():
+            trainer(CommOptModelParallel(comm_hook=_FEEDBACK), max_epochs=2, callbacks=callbacks).fit(model, loader(32))
+        trained.append({name: value.full_tensor().numpy() for name, value in model.state_dict().items()})
+    return failing.message, trained[0], trained[1]
+
+
+def test_after_a_plan_that_is_impossible_the_old_one_goes_on() -> None:
+    """If it fails, a residual or the old plan is lost to a plan that was refused."""
+    for message, after, undisturbed in run_ranks(_apply_impossible_plan, limit_s=_LIMIT_S):
+        assert message == "comm_hook: ranks_per_node must divide the number of shards, 2, got 3"
+        assert_same(after, undisturbed)
+
+
 def _record(folder: Path) -> None:
     recorders = [
         *(RunRecorder(dirpath=folder), CommTimeMonitor(dirpath=folder, num_warmup_steps=1)),
@@ -285,29 +310,15 @@ def test_uneven_batches() -> None:
     assert run_ranks(_uneven, "pad", limit_s=_LIMIT_S) == [10, 10]
 
 
-class _Vanishing(_Sharded):
-    """On rank 1 the process ends in the second batch, while rank 0 is where no connection tells it."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == 1:
-            time.sleep(0.3)
-            if self.global_rank == 1:
-                os._exit(3)
-            time.sleep(600)
-        return super().training_step(batch, batch_idx)
+class _VanishingShards(Vanishing, _Sharded):
+    pass
 
 
 def _vanish(folder: Path) -> None:
-    own = os.open(folder / os.environ["LOCAL_RANK"], os.O_WRONLY | os.O_CREAT)
-    os.dup2(own, 2)  # else it is that of the server which forks
-    times.FIT_LOOK_S, times.STALLED_S, times.FIT_GRACE_S = 0.05, 0.1, 0.2
-    trainer(CommOptModelParallel()).fit(_Vanishing(), loader(32))
+    prepare_rank(folder)
+    trainer(CommOptModelParallel()).fit(_VanishingShards(), loader(32))
 
 
 def test_rank_that_waits_for_a_dead_one_ends(tmp_path: Path) -> None:
     """If it fails, ranks hang until somebody looks."""
-    ends = run_ranks_or_raise(_vanish, tmp_path, world_size=2, limit_s=_LIMIT_S)
-    assert [trace for _, trace in ends] == ["it died before it answered"] * 2
-    printed = (tmp_path / "0").read_text()
-    assert "[rank 0] Rank 1 has died: its process " in printed
-    assert "[rank 0] This rank has waited for 0.2 s, and ends." in printed
+    check_that_both_end(_vanish, tmp_path, _LIMIT_S)

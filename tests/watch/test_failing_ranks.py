@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.plan import OptionError
@@ -16,6 +15,7 @@ from support.lightnings import Callback
 from support.marked_processes import Program
 from support.ranks import run_ranks, run_ranks_or_raise
 from support.strategy_models import SelfFed, trainer
+from support.vanishing import Vanishing, check_that_both_end, prepare_rank
 
 _SCRIPT = str(Path(__file__).parent / "failing_script.py")
 _TORCHRUN = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
@@ -24,32 +24,18 @@ _LIMIT_S = 60
 """Only against waiting for ever: gloo's own limit is half an hour."""
 
 
-class Vanishing(SelfFed):
-    """On rank 1 the process ends in the second batch, while rank 0 is where no connection tells it."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == 1:
-            time.sleep(0.3)
-            if self.global_rank == 1:
-                os._exit(3)
-            time.sleep(600)
-        return super().training_step(batch, batch_idx)
+class _VanishingFed(Vanishing, SelfFed):
+    pass
 
 
 def _vanish(folder: Path) -> None:
-    own = os.open(folder / os.environ["LOCAL_RANK"], os.O_WRONLY | os.O_CREAT)
-    os.dup2(own, 2)  # else it is that of the server which forks
-    times.FIT_LOOK_S, times.STALLED_S, times.FIT_GRACE_S = 0.05, 0.1, 0.2
-    trainer(CommOptDDP()).fit(Vanishing())
+    prepare_rank(folder)
+    trainer(CommOptDDP()).fit(_VanishingFed())
 
 
 def test_rank_that_waits_for_a_dead_one_ends(tmp_path: Path) -> None:
     """If it fails, ranks hang until somebody looks."""
-    ends = run_ranks_or_raise(_vanish, tmp_path, world_size=2, limit_s=_LIMIT_S)
-    assert [trace for _, trace in ends] == ["it died before it answered"] * 2
-    printed = (tmp_path / "0").read_text()
-    assert "[rank 0] Rank 1 has died: its process " in printed
-    assert "[rank 0] This rank has waited for 0.2 s, and ends." in printed
+    check_that_both_end(_vanish, tmp_path, _LIMIT_S)
 
 
 _LAUNCHERS = ("popen", "spawn", "fork", "forkserver", "torchrun")

@@ -69,12 +69,8 @@ class ShardedSync:
         residuals = self.residuals()  # of an earlier fit
         found = sharded_units(model)
         self._channels.timeout = timeout
+        self.compressor = place_on_nodes(self.compressor, found, ranks_per_node)
         if isinstance(self.compressor, ShardedHierarchical):
-            numbers_of_shards = [replicas_and_shards(columns)[1] for _, columns in found]
-            try:
-                self.compressor = self.compressor.on_nodes(numbers_of_shards, ranks_per_node or dist.get_world_size())
-            except ValueError as error:
-                raise OptionError(f"comm_hook: {error}") from error
             self._channels.ranks_per_node = self.compressor.ranks_per_node
         self.units = []
         for index, (module, columns) in enumerate(found):
@@ -219,6 +215,22 @@ class Overlap:
         if self._executor.close():
             for borrowed in self._borrowed.values():
                 borrowed.return_to_pool()
+
+
+def place_on_nodes(
+    compressor: ShardedCompressor, units: Sequence[tuple[FSDPModule, list[Column]]], ranks_per_node: int | None
+) -> ShardedCompressor:
+    """Returns the compressor for the nodes that the shards of units are on; or an OptionError.
+
+    ``units`` are from `sharded_units`; ``ranks_per_node`` is what the launcher started, None for all ranks.
+    """
+    if not isinstance(compressor, ShardedHierarchical):
+        return compressor
+    numbers_of_shards = [replicas_and_shards(columns)[1] for _, columns in units]
+    try:
+        return compressor.on_nodes(numbers_of_shards, ranks_per_node or dist.get_world_size())
+    except ValueError as error:
+        raise OptionError(f"comm_hook: {error}") from error
 
 
 def sharded_units(model: Module) -> list[tuple[FSDPModule, list[Column]]]:

@@ -14,7 +14,7 @@ from lightning_commopt.compressors import ShardedCompressor
 from lightning_commopt.compressors.sharded import ShardedExact
 from lightning_commopt.plan_base import OptionError
 from lightning_commopt.sharded_plan import ShardedPlan
-from lightning_commopt.sync.fsdp2.gradients import ShardedSync
+from lightning_commopt.sync.fsdp2.gradients import ShardedSync, place_on_nodes, sharded_units
 from lightning_commopt.sync.fsdp2.parameters import GatheredParameters
 from lightning_commopt.text.validation import warn_once
 
@@ -31,7 +31,7 @@ class ShardedModelSync:
 
     def __init__(self, plan: ShardedPlan) -> None:
         self.plan = plan
-        self.gradients = None if plan.comm_hook is None else ShardedSync(plan.comm_hook)
+        self.gradients = _sync_for(plan.comm_hook)
         self._parameters: GatheredParameters | None = None
         self._model: Module | None = None  # while attached
         self._ranks_per_node: int | None = None
@@ -86,23 +86,25 @@ class ShardedModelSync:
         self._has_compressed |= plan.comm_hook is not None
         if self._model is None:
             if plan.comm_hook != old.comm_hook:
-                self._earlier_bytes += 0 if self.gradients is None else self.gradients.wire_bytes
-                self.gradients = None if plan.comm_hook is None else ShardedSync(plan.comm_hook)
+                self._count_bytes()
+                self.gradients = _sync_for(plan.comm_hook)
             return
         try:
+            self._gather_parameters()
             if plan.comm_hook != old.comm_hook:
                 self._replace(plan.comm_hook)
-            self._gather_parameters()
         except OptionError:
             self.plan = old
+            self._gather_parameters()
             raise
 
     def end_flush(self) -> None:
         """Goes over to the compressor of the plan once a backward has sent a residual. Between two batches."""
         sync = self.gradients
         if sync is not None and isinstance(sync.compressor, ShardedExact) and sync.wire_bytes > 0:
-            self._drop(sync)
-            self.gradients = None if self.plan.comm_hook is None else ShardedSync(self.plan.comm_hook)
+            sync.detach()
+            self._count_bytes()
+            self.gradients = _sync_for(self.plan.comm_hook)
             if self.gradients is not None:
                 self._attach(self.gradients)
 
@@ -126,27 +128,32 @@ class ShardedModelSync:
 
     def _replace(self, compressor: ShardedCompressor | None) -> None:
         """Replaces what compresses reduce-scatters; residuals are kept."""
+        assert self._model is not None
+        if compressor is not None:  # before a residual is sent for its sake
+            place_on_nodes(compressor, sharded_units(self._model), self._ranks_per_node)
         old = self.gradients
         residuals: dict[str, Tensor] = {} if old is None else old.residuals()
         keeps = compressor is not None and compressor.claims.keeps_residual
         chosen = compressor if keeps or not residuals else ShardedExact()
         if old is not None:
             old.detach()
-        new = None if chosen is None else ShardedSync(chosen)
+        new = _sync_for(chosen)
         try:
             if new is not None:
                 self._attach(new)
                 new.add_residuals(residuals)
         except OptionError:
+            if new is not None:
+                new.detach()  # some units may have got a comm object
             if old is not None:
                 self._attach(old)
             raise
-        self._earlier_bytes += 0 if old is None else old.wire_bytes
+        self._count_bytes()
         self.gradients = new
 
-    def _drop(self, sync: ShardedSync) -> None:
-        sync.detach()
-        self._earlier_bytes += sync.wire_bytes
+    def _count_bytes(self) -> None:
+        """Keeps the bytes of `gradients`, which are about to be replaced."""
+        self._earlier_bytes += 0 if self.gradients is None else self.gradients.wire_bytes
 
     def _gather_parameters(self) -> None:
         """Makes all-gathers what the plan wants them to be."""
@@ -158,6 +165,10 @@ class ShardedModelSync:
         elif not is_wanted and self._parameters is not None:
             self._parameters.detach()
             self._parameters = None
+
+
+def _sync_for(compressor: ShardedCompressor | None) -> ShardedSync | None:
+    return None if compressor is None else ShardedSync(compressor)
 
 
 def set_unit_options(model: Module, plan: ShardedPlan) -> None:
