@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from results_file import write_result
 from scipy.stats import binom
 
-from lightning_commopt.commands.bench.measure import _Bench
-from lightning_commopt.commands.bench.operations import prepare, ranks_by_scope, views
+from commopt_diagnose.bench.measure import _Bench
+from commopt_diagnose.bench.operations import prepare, ranks_by_scope, views
 from lightning_commopt.commands.selftest.ranks import run_ranks
 from lightning_commopt.measure.link.bench_result import Case
 from lightning_commopt.measure.link.bench_settings import BenchSettings

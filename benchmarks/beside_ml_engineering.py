@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from results_file import write_result
 
-from lightning_commopt.commands.bench.start import start_bench
+from commopt_diagnose.bench.start import start_bench
 from lightning_commopt.launch.lab import NetLab
 from lightning_commopt.measure.link.bench_settings import BenchSettings
 

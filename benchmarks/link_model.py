@@ -17,7 +17,7 @@ from typing import Any
 
 from results_file import write_result
 
-from lightning_commopt.commands.bench.start import start_bench
+from commopt_diagnose.bench.start import start_bench
 from lightning_commopt.measure.link.bench_result import BenchResult, Row
 from lightning_commopt.measure.link.bench_settings import BenchSettings, size_text
 from lightning_commopt.measure.link.model import Curve

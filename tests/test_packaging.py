@@ -27,6 +27,12 @@ def _names(wheel: Path) -> set[str]:
     return set(zipfile.ZipFile(wheel).namelist())
 
 
+def _requirements(wheel: Path) -> list[Requirement]:
+    (name,) = (name for name in _names(wheel) if name.endswith(".dist-info/METADATA"))
+    metadata = email.message_from_bytes(zipfile.ZipFile(wheel).read(name))
+    return [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+
+
 def test_wheel_ships_every_file_once(wheel: Path) -> None:
     """Tables of texts, templates and kernels in C are files that nothing imports."""
     tracked = subprocess.run(
@@ -57,10 +63,7 @@ def test_wheel_has_the_kernels_in_c(wheel: Path) -> None:
 
 def test_no_release_with_malware_can_be_installed(wheel: Path) -> None:
     """Lightning 2.6.2 and 2.6.3 on PyPI steal credentials (GHSA-w37p-236h-pfx3)."""
-    (name,) = (name for name in _names(wheel) if name.endswith(".dist-info/METADATA"))
-    metadata = email.message_from_bytes(zipfile.ZipFile(wheel).read(name))
-    requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
-    (lightning,) = (requirement.specifier for requirement in requirements if requirement.name == "lightning")
+    (lightning,) = (requirement.specifier for requirement in _requirements(wheel) if requirement.name == "lightning")
     assert [version for version in ("2.5.0", "2.6.1", "2.6.2", "2.6.3", "2.6.6") if version in lightning] == [
         "2.5.0",
         "2.6.1",
@@ -103,3 +106,10 @@ def test_hydra_finds_the_plugin_without_importing_torch(install: str, scripts: P
     plugins, heavy = run_checked([python, "-c", _DISCOVER], cwd=tmp_path).split("\n")[:2]
     assert "CommOptSearchPath" in plugins.split()
     assert not heavy
+
+
+def test_hard_dependencies_are_few(wheel: Path) -> None:
+    """If it fails, whoever wants a strategy installs what only reports or tools need."""
+    required = {requirement.name for requirement in _requirements(wheel) if "extra" not in str(requirement.marker)}
+    named = {"hydra-core", "lightning", "nvtx", "torch", "torchmetrics"}
+    assert required == named | {"lightning-utilities", "numpy", "rich", "typer"}

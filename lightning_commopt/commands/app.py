@@ -1,15 +1,21 @@
 """The console command ``commopt``: one function for each command, here or in its module, which parses and prints.
 
-A command imports what it needs when it runs: importing torch takes seconds, and most commands do not need it.
+A command imports what it needs when it runs: importing torch takes seconds, and most commands do not need it. Other
+distributions add commands with an entry point of the group ``commopt.commands`` that names a `typer.Typer`.
 """
+
+from importlib.metadata import entry_points
 
 import typer
 
 from lightning_commopt.commands import runs
-from lightning_commopt.commands.bench.command import bench
-from lightning_commopt.commands.errors import Json, errors_in_a_line, print_json
-from lightning_commopt.commands.machines import doctor, nccl_log, nsys, selftest, topo, tune
+from lightning_commopt.commands.errors import Json, echo, print_json
+from lightning_commopt.commands.machines import selftest, tune
 from lightning_commopt.text.terminal import TextConsole, print_in_any_encoding
+
+GROUP = "commopt.commands"
+"""The group of entry points."""
+
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,13 +42,27 @@ def info(json: Json = False) -> None:
 
 
 app.command()(selftest)
-app.command()(doctor)
-app.command()(nccl_log)
-app.command()(topo)
-app.command()(errors_in_a_line()(bench))
 app.command()(runs.trace)
 app.command()(runs.summary)
 app.command()(runs.report)
 app.command()(runs.predict)
-app.command(context_settings={"allow_interspersed_args": False})(nsys)
 app.command(context_settings={"allow_interspersed_args": False})(tune)
+
+
+def _add_missing(name: str) -> None:
+    """Adds a command that names its distribution, whatever follows it on the command line."""
+    pip = "pip install commopt-diagnose"
+    any_arguments = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+    @app.command(name, help=f"Not installed: {pip}", add_help_option=False, context_settings=any_arguments)
+    def missing(context: typer.Context) -> None:
+        echo(f"commopt: {context.info_name} is in a distribution that is not installed: {pip}", err=True)
+        raise typer.Exit(2)
+
+
+_others = entry_points(group=GROUP)
+for _entry_point in _others:
+    app.registered_commands += _entry_point.load().registered_commands
+if "diagnose" not in _others.names:
+    for _name in ("bench", "doctor", "nccl-log", "nsys", "topo"):
+        _add_missing(_name)

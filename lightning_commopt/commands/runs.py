@@ -74,10 +74,11 @@ def report(
 
     Exit status 1 if a setting has become slower than in --earlier, or failed; 2 for mistakes in the arguments.
     """
-    from lightning_commopt.report.build import build_report
-    from lightning_commopt.report.outputs import finite, to_plain, write_csv, write_files
-    from lightning_commopt.report.regressions import find_regressions
-    from lightning_commopt.report.terminal import print_regressions, print_report
+    with errors_in_a_line(ImportError):
+        from lightning_commopt.report.build import build_report
+        from lightning_commopt.report.outputs import finite, to_plain, write_csv, write_files
+        from lightning_commopt.report.regressions import find_regressions
+        from lightning_commopt.report.terminal import print_regressions, print_report
 
     with errors_in_a_line():
         built = build_report(dirs, baseline=baseline)

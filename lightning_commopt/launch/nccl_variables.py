@@ -15,8 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from lightning_commopt.launch.conf_path import conf_dir
 from lightning_commopt.plan import OptionError
 from lightning_commopt.text.findings import Finding, read_texts
@@ -251,8 +249,9 @@ def _load_profile(name: Any) -> dict[str, Any]:
     known = profiles()
     if not isinstance(name, str) or name not in known:
         raise OptionError(f"nccl={name!r} is not a profile; known: {', '.join(known)}{did_you_mean(name, known)}")
-    settings: dict[str, Any] = yaml.safe_load(known[name].read_text(encoding="utf-8"))
-    return settings
+    from omegaconf import OmegaConf  # only who asks for a profile waits for its import
+
+    return dict(OmegaConf.load(known[name]))
 
 
 def _checked(name: str, value: Any) -> tuple[str, str]:

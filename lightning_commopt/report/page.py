@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
@@ -40,16 +40,30 @@ def write_page(report: Report, path: Path) -> None:
     """Writes the page of a report into an existing folder."""
     styles = plan_styles(setting.sync_method for group in report.groups for setting in group.settings)
     groups = [(group, settings_table(group), sections(group, styles)) for group in report.groups]
-    has_charts = any(charts for _, _, charts in groups)
-    values = {"title": report.title, "report": report, "groups": groups, "glance": glance(report.groups)}
+    page = render(
+        "report.html",
+        has_charts=any(charts for _, _, charts in groups),
+        title=report.title,
+        report=report,
+        groups=groups,
+        glance=glance(report.groups),
+    )
     # Names in records may have lone surrogates, which UTF-8 cannot encode.
-    path.write_text(render("report.html", has_charts=has_charts, **values), encoding="utf-8", errors="backslashreplace")
+    path.write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
-def render(template: str, *, has_charts: bool, **values: Any) -> str:
-    """Returns a self-contained page from a template, which gets style sheet and scripts besides these values."""
+def render(template: str, *, has_charts: bool, package: str = _PACKAGE, **values: Any) -> str:
+    """Returns a self-contained page from a template, which gets style sheet and scripts besides these values.
+
+    Args:
+        template: name of a file in the folder ``templates`` of ``package``; it may extend ``base.html`` and import from
+            ``macros.html``, which are this package's.
+        has_charts: whether the page needs plotly.js.
+        package: import name of the package.
+        values: what the template calls by these names.
+    """
     environment = Environment(
-        loader=PackageLoader(_PACKAGE, "templates"),
+        loader=ChoiceLoader([PackageLoader(name, "templates") for name in dict.fromkeys((package, _PACKAGE))]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-
 from lightning_commopt.launch.environment import RANK_VARIABLES, name_launcher
-from lightning_commopt.launch.hydra_command import single_run_command
 from lightning_commopt.sync.groups import leave_process_group
 from lightning_commopt.watch.waiting import end_waiting_rank, print_now, waits_for_others
 
@@ -40,6 +37,11 @@ _variables_before_launch: dict[str, str | None] = {}
 
 def multirun_job() -> object | None:
     """Returns an object that stands for the Hydra multirun's job that runs in this process; None outside a multirun."""
+    if "hydra" not in sys.modules:  # importing it here would cost every user half a second
+        return None
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
     if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
         return HydraConfig.instance().cfg  # of this job alone, while jobs may share a directory
     return None
@@ -96,6 +98,8 @@ class Launcher(_SubprocessScriptLauncher):
                 self._start_job()
 
     def _start_job(self) -> None:
+        from lightning_commopt.launch.hydra_command import single_run_command  # it imports Hydra
+
         global _launched_job
         self._check_can_spawn_children()
         _launched_job = multirun_job()

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from diagnose_support.sample_bench import result_of, sample
 from lightning_commopt.callbacks.publisher import StepFiles
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.measure.record import Phase, StepRecord
 from lightning_commopt.measure.runs.files import LINK_MODEL_FILE
-from support.sample_bench import result_of, sample
 
 
 @pytest.mark.parametrize(("rank", "num_warnings"), [(0, 1), (1, 0)])

@@ -14,6 +14,7 @@ from lightning_commopt.cost.basis import basis_of_run
 from support.commopt import commopt, refusal
 from support.cross_section import sampled
 from support.sample_runs import SampleRun, write_run
+from support.unreadable import damage_line_6, write_unreadable
 
 _COMMANDS: dict[str, Callable[[Path], tuple[object, ...]]] = {
     "trace": lambda path: ("trace", path),
@@ -21,72 +22,23 @@ _COMMANDS: dict[str, Callable[[Path], tuple[object, ...]]] = {
     "report": lambda path: ("report", path),
     "report --json": lambda path: ("report", path, "--json"),
     "predict": lambda path: ("predict", path),
-    "doctor": lambda path: ("doctor", path),
-    "nccl-log": lambda path: ("nccl-log", path),
-    "topo": lambda path: ("topo", "--from", path),
-    "bench --load": lambda path: ("bench", "--load", path),
-    "bench --from-run": lambda path: ("bench", "--from-run", path),
-    "bench --plan": lambda path: ("bench", "--plan", path),
 }
-
-
-def _empty_folder(path: Path) -> None:
-    path.mkdir()
-
-
-def _missing(path: Path) -> None:
-    """Leaves nothing there."""
-
-
-def _binary(path: Path) -> None:
-    path.write_bytes(b"\xff\x00\x81" * 99)
-
-
-def _empty_file(path: Path) -> None:
-    path.touch()
-
-
-def _other_json(path: Path) -> None:
-    path.write_text('{"kind": "something else", "format": 1}')
-
-
-def _deep_json(path: Path) -> None:
-    path.write_text("[" * 100_000)
-
-
-def _empty_run(path: Path) -> None:
-    for name in ("comm_time/rank_0.jsonl", "run.json", "prediction.json", "hangs/report.json", "hangs/rank_0.json"):
-        (path / name).parent.mkdir(parents=True, exist_ok=True)
-        (path / name).touch()
-
-
-def _binary_run(path: Path) -> None:
-    _empty_run(path)
-    for file in path.rglob("*.json*"):
-        _binary(file)
 
 
 @pytest.mark.parametrize("command", _COMMANDS)
 def test_what_cannot_be_read_is_status_2_and_a_line(command: str, tmp_path: Path) -> None:
     """If it fails, a script that looks at the status takes a mistake for a finding, or a user sees a traceback."""
-    for number, make in enumerate(
-        (_empty_folder, _missing, _binary, _empty_file, _other_json, _deep_json, _empty_run, _binary_run)
-    ):
-        path = tmp_path / str(number)
-        make(path)
+    for path in write_unreadable(tmp_path):
         line = refusal(*_COMMANDS[command](path))
-        assert line.startswith("commopt: "), make.__name__
-        assert str(path) in line, make.__name__
+        assert line.startswith("commopt: "), path.name
+        assert str(path) in line, path.name
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("nsys", "--output-dir", "/dev/null/x", "srun", "a.py"),
         ("tune", "--lossy=bf17", "python", "a.py"),
         ("selftest", "--output", "/nowhere/x.json"),
-        ("bench", "--output", "/nowhere/x.json"),
-        ("doctor", "--port=29500"),
     ],
 )
 def test_wrong_options_are_status_2_and_a_line(arguments: tuple[str, ...]) -> None:
@@ -156,8 +108,6 @@ def test_a_forecast_that_is_none_is_named(predicted: Path, forecasts: Any) -> No
         ("summary", "--num-warmup-steps=0"),
         ("trace",),
         ("predict",),
-        ("bench", "--from-run"),
-        ("nccl-log", "nccl.log", "--run"),
     ],
     ids=lambda arguments: arguments[0],
 )
@@ -165,13 +115,9 @@ def test_lines_that_are_left_out_are_named(arguments: tuple[str, ...], predicted
     """If it fails, a command reads a damaged run as if it were whole."""
     folder = tmp_path / "run"
     shutil.copytree(predicted, folder)
-    (folder / "nccl.log").write_text("node1:71:71 [0] NCCL INFO Bootstrap: Using eth0:10.0.0.5<0>\n")
-    path = folder / "comm_time" / "rank_1.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([*lines[:5], b'{"type": "st\n', *lines[5:]]))
-    words = [folder / word if word == "nccl.log" else word for word in arguments]
-    words.insert(1 if arguments[0] in ("summary", "trace", "predict") else len(words), folder)
-    output = " ".join(commopt(*words).output.split())
+    path = damage_line_6(folder)
+    command, *options = arguments
+    output = " ".join(commopt(command, folder, *options).output.split())
     assert f"commopt: {path} is damaged, and this is left out: line 6: " in output
 
 

@@ -8,11 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, NO_CHROMIUM, OpenPage, opened, started_browser
 from playwright.sync_api import Browser, expect
 
 from lightning_commopt.report.model import Report
 from lightning_commopt.report.page import write_page
+from support.browser import CHROMIUM, NO_CHROMIUM, OpenPage, opened, started_browser
 from support.sample_runs import four_methods_report, ladder_report, sample_report
 from support.sample_tuning import tuned_report
 

@@ -1,11 +1,21 @@
-"""Runs the command ``commopt`` in this process."""
+"""Runs the command ``commopt``, in this process or in one of its own."""
 
-from pathlib import Path
+import sys
 from typing import Any
 
 from typer.testing import CliRunner, Result
 
 from lightning_commopt.commands.app import app
+from support.wheels import run_checked
+
+_IMPORTED = """
+import sys
+from lightning_commopt.commands.app import app
+try:
+    app(sys.argv[1:])
+finally:
+    print("imported", *{"torch", "lightning", "hydra", "scipy", "plotly", "numpy"}.intersection(sys.modules))
+"""
 
 
 def commopt(*arguments: object, status: int = 0, columns: int = 120, **options: Any) -> Result:
@@ -22,8 +32,7 @@ def refusal(*arguments: object, status: int = 2) -> str:
     return line
 
 
-def is_documented(page: str, command: str, output: str) -> bool:
-    """Returns whether a page of the docs shows a command with this output."""
-    lines = [f"$ {command}", *output.splitlines()]
-    block = "\n".join(f"    {line}".rstrip() for line in lines)
-    return block in (Path(__file__).parents[2] / "docs" / page).read_text()
+def imported_by(*arguments: str) -> set[str]:
+    """Returns the packages, of those that take long, that a command imports."""
+    output = run_checked([sys.executable, "-c", _IMPORTED, *arguments])
+    return set(output.splitlines()[-1].split()[1:])

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import yaml
+from omegaconf import OmegaConf
 
 from lightning_commopt.launch.process import InterruptedRun, run_in_group
 from lightning_commopt.measure.plain import write_json
@@ -120,7 +120,7 @@ def _final_record(job: Job, reason: str | None, last_lines: list[str] | None) ->
     try:
         record = RunRecord.load(job.folder)
     except (FileNotFoundError, ValueError):
-        config = yaml.safe_load(job.config_yaml)
+        config: Any = OmegaConf.to_container(OmegaConf.create(job.config_yaml))
         of_job = settings_of(job.folder, config if isinstance(config, dict) else {}, job.overrides)
         record = RunRecord(status="running", sync_method=job.sync_method, **of_job)
     if record.status == "finished" and reason is None:

@@ -10,6 +10,7 @@ import math
 import os
 import statistics
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import ClassVar
 
@@ -74,6 +75,10 @@ class FreshProcessLauncher(Launcher):
                 "A sweep starts its own ranks: run it without torchrun, in one process; "
                 "under SLURM without srun, or with srun --ntasks=1."
             )
+        try:
+            import_module("lightning_commopt.report")  # the sweep ends in it: what it needs is asked for before that
+        except ImportError as error:
+            raise ConfigError(str(error)) from error
         # Hydra's own launchers begin with these two calls.
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)

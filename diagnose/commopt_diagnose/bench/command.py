@@ -1,0 +1,254 @@
+"""The command ``commopt bench``: parses, calls and prints."""
+
+import json as json_text
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lightning_commopt.commands.errors import check_outputs, echo, echo_notices, print_json
+from lightning_commopt.text.terminal import TextConsole, print_text
+
+if TYPE_CHECKING:
+    from commopt_diagnose.bench.start import OnProgress
+    from lightning_commopt.measure.link.bench_result import BenchResult
+    from lightning_commopt.measure.link.bench_settings import BenchSettings
+    from lightning_commopt.measure.link.model import LinkModel
+
+_NAMES = (
+    "all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all, send_recv;"
+    " reduce_broadcast and reduce_scatter_all_gather, two other ways to all_reduce; or all"
+)
+
+
+def bench(
+    collectives: Annotated[
+        list[str] | None, typer.Argument(metavar="COLLECTIVE...", help=f"By default all_reduce. {_NAMES}.")
+    ] = None,
+    minbytes: Annotated[str, typer.Option("-b", "--minbytes", help="Smallest message, such as 8 or 64K.")] = "8",
+    maxbytes: Annotated[str, typer.Option("-e", "--maxbytes", help="Largest message, such as 1G.")] = "64M",
+    stepfactor: Annotated[float, typer.Option("-f", "--stepfactor", help="Factor from one size to the next.")] = 2,
+    stepbytes: Annotated[
+        str | None, typer.Option("-i", "--stepbytes", help="Add this to a size instead of multiplying it.")
+    ] = None,
+    datatype: Annotated[str, typer.Option("-d", "--datatype", help="One or several, as float,bfloat16.")] = "float",
+    op: Annotated[str, typer.Option("-o", "--op", help="How to reduce: sum, min, max, or several.")] = "sum",
+    root: Annotated[int, typer.Option("-r", "--root", min=0, help="Root rank of broadcast and reduce.")] = 0,
+    iters: Annotated[
+        int | None,
+        typer.Option("-n", "--iters", min=1, help="Calls in a repetition; by default as many as last 0.1 s."),
+    ] = None,
+    warmup_iters: Annotated[int, typer.Option("-w", "--warmup_iters", min=1, help="Calls before the first one.")] = 2,
+    check: Annotated[int, typer.Option("-c", "--check", min=0, max=1, help="0 to check no results.")] = 1,
+    repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of each case, round-robin.")] = 7,
+    place: Annotated[str, typer.Option(help="in, out or both: in place, out of place.")] = "in",
+    comm_hook: Annotated[
+        list[str] | None, typer.Option(help="Measure a comm hook too, by name or as JSON with options; repeatable.")
+    ] = None,
+    under_compute: Annotated[bool, typer.Option(help="Measure again while matrix products run.")] = False,
+    scopes: Annotated[
+        str, typer.Option(help="all, node (ranks of each node among themselves), across (nodes); or several.")
+    ] = "all",
+    device: Annotated[str, typer.Option(help="cpu (gloo), cuda (NCCL), or auto: CUDA with two devices.")] = "auto",
+    nproc_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on each host; by default one a GPU, 2 on CPU, 1 in the lab.")
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(metavar="RATE", help="In the network lab, such as 1gbit: the rate of each host.")
+    ] = None,
+    hosts: Annotated[int | None, typer.Option(min=1, help="In the lab: how many hosts; by default 2.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write a row for each case to this file.")] = None,
+    page: Annotated[Path | None, typer.Option(help="Write charts and numbers as a page to this file, *.html.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Write the link model to this file, as JSON.")] = None,
+    predict: Annotated[
+        str | None, typer.Option(metavar="SIZES", help="Predict how long messages take, such as 25M,100M.")
+    ] = None,
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measure the messages of a plan, as CommPlan.save writes it.")
+    ] = None,
+    buckets_of: Annotated[
+        Path | None, typer.Option(metavar="RUN_DIR", help="With --plan: the buckets of this run, to the byte.")
+    ] = None,
+    load: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Measure nothing: read the result of --output, or a link model."),
+    ] = None,
+    from_run: Annotated[
+        Path | None, typer.Option(metavar="RUN_DIR", help="Measure nothing: read the buckets of a training run.")
+    ] = None,
+) -> None:
+    """Measures collectives and comm hooks by size; starts its ranks, or runs under torchrun or srun.
+
+    Exit status 1 if a result is wrong or a rank fails, 2 for mistakes in the arguments.
+    """
+    from lightning_commopt.measure.link.bench_result import BenchResult, kind_of
+    from lightning_commopt.measure.link.bench_settings import (
+        COLLECTIVES,
+        PLACES,
+        BenchSettings,
+        parse_size,
+        sizes_between,
+    )
+    from lightning_commopt.measure.link.model import MODEL_KIND, LinkModel
+
+    check_outputs(output, csv, page, model)
+    if load is not None and from_run is not None:
+        raise ValueError(f"--load {load} and --from-run {from_run} are two sources: give one of them")
+    predicted = [parse_size("--predict", size) for size in predict.split(",")] if predict else []
+    if load is not None and kind_of(load) == MODEL_KIND:
+        if (output, csv, page, model) != (None,) * 4:
+            raise ValueError(f"{load} is a link model: --output, --csv, --page and --model need the times of a bench")
+        _show(LinkModel.load(load), json, predicted)
+        return
+    result: BenchResult | None
+    if load is not None:
+        result = BenchResult.load(load)
+    elif from_run is not None:
+        from lightning_commopt.measure.link.from_steps import result_of_run
+
+        result = result_of_run(from_run)
+        echo_notices(from_run)
+    else:
+        sizes_bytes = sizes_between(
+            parse_size("-b", minbytes),
+            parse_size("-e", maxbytes),
+            factor=stepfactor,
+            step_bytes=None if stepbytes is None else parse_size("-i", stepbytes),
+        )
+        hooks = [_parse_hook(text) for text in comm_hook or ()]
+        if plan is not None:
+            from commopt_diagnose.bench.cases import messages_of
+            from lightning_commopt.plan import CommPlan
+
+            sizes_bytes, own = messages_of(CommPlan.load(plan), buckets_of)
+            hooks = own + hooks
+        elif buckets_of is not None:
+            raise ValueError(f"--buckets-of {buckets_of} needs the plan of that run: --plan")
+        settings = BenchSettings(
+            collectives=COLLECTIVES if collectives == ["all"] else collectives or ["all_reduce"],
+            sizes_bytes=sizes_bytes,
+            dtypes=datatype.split(","),
+            redops=op.split(","),
+            places=PLACES if place == "both" else place.split(","),
+            comm_hooks=hooks,
+            loads=("idle", "compute") if under_compute else ("idle",),
+            scopes=scopes.split(","),
+            root=root,
+            num_iters=iters,
+            num_warmups=warmup_iters,
+            num_repetitions=repetitions,
+            is_checked=bool(check),
+        )
+        result = _measure(settings, device, nproc_per_node, link, hosts)
+    if result is None:  # another rank prints
+        return
+    _show(result, json, predicted)
+    _write(result, output, csv, page, model)
+    raise typer.Exit(1 if result.num_wrong or not result.measured else 0)
+
+
+def _show(shown: "BenchResult | LinkModel", json: bool, sizes_bytes: Sequence[int]) -> None:
+    """Prints a result with the link model of it, or a link model alone."""
+    from commopt_diagnose.bench.terminal import condition_lines, model_lines, predictions, print_bench
+    from lightning_commopt.measure.link.model import LinkModel
+
+    model = shown if isinstance(shown, LinkModel) else LinkModel.fit(shown) if shown.measured else None
+    if json:
+        predicted = predictions(model, sizes_bytes) if model else []
+        print_json({**shown.to_plain(), "predictions": predicted})
+        return
+    console = TextConsole()
+    if isinstance(shown, LinkModel):
+        for condition in condition_lines(shown.where):
+            print_text(f"# {condition}", console)
+    else:
+        print_bench(shown, console)
+    for line in model_lines(model, sizes_bytes) if model else ():
+        print_text(line, console)
+
+
+def _write(result: "BenchResult", output: Path | None, csv: Path | None, page: Path | None, model: Path | None) -> None:
+    from lightning_commopt.measure.link.model import LinkModel
+
+    if output is not None:
+        result.save(output)
+    if csv is not None:
+        result.write_csv(csv)
+    if model is not None:
+        LinkModel.fit(result).save(model)
+    if page is not None:
+        # Imports plotly and jinja2, which takes time.
+        from commopt_diagnose.bench.page import write_bench_page
+
+        write_bench_page(result, page)
+    written = [str(path) for path in (output, csv, page, model) if path is not None]
+    if written:
+        echo(f"written to {', '.join(written)}", err=True)
+
+
+def _measure(
+    settings: "BenchSettings", device: str, nproc_per_node: int | None, link: str | None, hosts: int | None
+) -> "BenchResult | None":
+    """Returns the result; None on ranks that do not print."""
+    from commopt_diagnose.bench.job import bench_launched, device_type_of
+    from commopt_diagnose.bench.operations import compressor_of
+    from commopt_diagnose.bench.start import start_bench
+    from lightning_commopt.launch.environment import find_rank_identity
+    from lightning_commopt.launch.lab import RankError, parse_rate
+    from lightning_commopt.launch.process import InterruptedRun, raise_signals
+
+    for comm_hook in settings.comm_hooks:
+        compressor_of(comm_hook)  # raises what is wrong with it
+    identity = find_rank_identity()
+    if identity is not None and identity.world_size > 1:
+        options = {"--nproc-per-node": nproc_per_node, "--link": link, "--hosts": hosts}
+        unused = [name for name, value in options.items() if value is not None]
+        if unused:
+            raise ValueError(f"{', '.join(unused)}: a launcher has started the ranks already")
+        with _progress_bar(is_shown=identity.rank == 0) as on_progress:
+            return bench_launched(settings, identity, device=device, on_progress=on_progress)
+    if link is None and hosts is not None:
+        raise ValueError(f"--hosts {hosts} needs a link between them, such as --link 1gbit")
+    device_type, num_devices = device_type_of("cpu" if link is not None and device == "auto" else device)
+    if link is not None and device_type != "cpu":
+        raise ValueError(f"--link {link} is for ranks on CPU: --device must be cpu, got {device}")
+    parse_rate(link, "--link")
+    try:
+        with raise_signals(), _progress_bar() as on_progress:
+            return start_bench(
+                settings,
+                link=link,
+                num_hosts=1 if link is None else hosts or 2,
+                ranks_per_host=nproc_per_node or (num_devices if link is None else 1),
+                device_type=device_type,
+                on_progress=on_progress,
+            )
+    except (RankError, InterruptedRun) as error:
+        echo(f"commopt: {error}", err=True)
+        raise typer.Exit(1 if isinstance(error, RankError) else 128 + error.signal) from None
+
+
+def _parse_hook(text: str) -> Any:
+    if not text.lstrip().startswith("{"):
+        return text
+    try:
+        return json_text.loads(text)
+    except json_text.JSONDecodeError as error:
+        raise ValueError(f"--comm-hook is not JSON: {error.msg} in {text!r}") from None
+
+
+@contextmanager
+def _progress_bar(is_shown: bool = True) -> Iterator["OnProgress"]:
+    """Shows progress on standard error if that is a terminal."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = TextConsole(stderr=True)
+    texts = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %")
+    is_hidden = not (is_shown and console.is_terminal)
+    with Progress(*texts, TimeRemainingColumn(), console=console, transient=True, disable=is_hidden) as bar:
+        task = bar.add_task("starting ranks", total=None)
+        yield lambda num_done, total, label: bar.update(task, completed=num_done, total=total, description=label)

@@ -1,0 +1,121 @@
+"""Findings about the hosts of a run, the worst first."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from commopt_diagnose.doctor.facts import Facts, first_of_hosts
+from commopt_diagnose.doctor.meeting import UnreachablePort
+from commopt_diagnose.findings import FindingTexts, worst_first
+from lightning_commopt.launch.nccl_variables import find_mistakes, parse_version
+from lightning_commopt.text.findings import Finding, Severity
+from lightning_commopt.text.formatting import grouped, ranks_text
+
+_SMALL_SHARED_MEMORY_BYTES = 2**30
+_OF_ONE_HOST = ("docker", "lo", "virbr")
+_finding = FindingTexts(Path(__file__).with_name("findings.txt")).finding
+
+
+def find(
+    everybody: Sequence[Facts], unreachable: Sequence[UnreachablePort] = (), gloo_error: str | None = None
+) -> list[Finding]:
+    """Returns findings, errors first; the arguments are the fields of a `Meeting`."""
+    findings: list[Finding] = list(_unreachable_ports(unreachable))
+    if gloo_error is not None:
+        findings.append(_finding("error", "no_all_reduce", where="all hosts", error=gloo_error))
+    hosts = first_of_hosts(everybody)
+    for facts in hosts:
+        of_host = [*_of_host(facts), *find_wrong_interfaces(facts, has_others=len(hosts) > 1)]
+        of_host += find_in_adapters(facts)
+        shown = [finding for finding in facts.topology if finding.severity != "note"]
+        of_host += [replace(finding, advice=f"{finding.advice}; commopt topo shows all") for finding in shown]
+        findings += [replace(finding, where=facts.host) for finding in of_host]
+    findings += _differences(everybody)
+    return worst_first(findings)
+
+
+def _unreachable_ports(unreachable: Sequence[UnreachablePort]) -> Iterator[Finding]:
+    by_hosts = grouped(
+        ((from_host, to_host), f"port {port} of {address} ({interface}, which {users} would use): {reason}")
+        for from_host, to_host, (interface, address, port, users), reason in unreachable
+    )
+    for (from_host, to_host), texts in by_hosts.items():
+        yield _finding("error", "unreachable", where=from_host, host=to_host, ports="; ".join(texts))
+
+
+def _of_host(facts: Facts) -> Iterator[Finding]:
+    version = parse_version(facts.versions["nccl"]) if "nccl" in facts.versions else None
+    yield from find_mistakes(facts.environment, version=version)
+    if facts.has_gpu_driver and not facts.gpus:
+        yield _finding("error", "no_cuda_device", torch=facts.versions.get("torch"))
+    if facts.shared_memory_bytes is not None and facts.shared_memory_bytes < _SMALL_SHARED_MEMORY_BYTES:
+        yield _finding("warning", "small_shared_memory", mib=facts.shared_memory_bytes / 2**20)
+    ranks, threads, cores = facts.ranks_per_node, facts.num_threads, facts.num_cores
+    if ranks > 1 and threads * ranks > cores:
+        best = max(1, cores // ranks)
+        yield _finding("warning", "too_many_threads", ranks=ranks, threads=threads, cores=cores, best=best)
+
+
+def find_wrong_interfaces(facts: Facts, *, has_others: bool) -> Iterator[Finding]:
+    """Finds interfaces that do not exist, or that other hosts, if there are any, cannot reach."""
+    there = ", ".join(f"{interface.name} {interface.address}" for interface in facts.interfaces) or "none"
+    named = facts.environment.get("GLOO_SOCKET_IFNAME")
+    if named and facts.gloo_interface is None:
+        yield _finding("error", "gloo_interface", named=named, there=there)
+    elif has_others and not named and (facts.address is None or ipaddress.ip_address(facts.address).is_loopback):
+        yield _finding("error", "host_name", address=facts.address or "nothing")
+    named = facts.environment.get("NCCL_SOCKET_IFNAME")
+    if named and facts.nccl_interface is None and (has_others or facts.gpus):
+        yield _finding("error", "nccl_interface", named=named, there=there)
+    elif has_others and facts.gpus and facts.nccl_interface and facts.nccl_interface.name.startswith(_OF_ONE_HOST):
+        yield _finding("error", "nccl_interface_of_one_host", name=facts.nccl_interface.name, there=there)
+
+
+def find_in_adapters(facts: Facts) -> Iterator[Finding]:
+    """Finds what prevents the use of adapters, or slows them down."""
+    for port in facts.ports:
+        if port.state != "ACTIVE":
+            yield _finding("warning", "port_state", name=port.name, state=port.state)
+        if port.errors:
+            counts = ", ".join(f"{name} {count}" for name, count in port.errors.items())
+            yield _finding("warning", "port_errors", name=port.name, counts=counts)
+    rates = {port.name: port.rate for port in facts.ports if port.state == "ACTIVE" and port.rate}
+    if len(set(rates.values())) > 1:
+        shown = ", ".join(f"{name} {rate}" for name, rate in rates.items())
+        yield _finding("warning", "unequal_rates", rates=shown)
+    if facts.ports and facts.max_locked_bytes is not None:
+        yield _finding("error", "locked_memory", mib=facts.max_locked_bytes / 2**20)
+    if facts.ports and facts.gpus and not facts.has_peer_memory and not facts.can_dma_buf:
+        yield _finding("warning", "no_gdr")
+    if facts.environment.get("NCCL_COLLNET_ENABLE") == "1" and not facts.has_sharp_plugin:
+        yield _finding("warning", "no_sharp")
+
+
+def _differences(everybody: Sequence[Facts]) -> Iterator[Finding]:
+    """Compares what should be equal on all ranks."""
+    compared: list[tuple[Severity, str, list[Any]]] = [
+        ("error", "--hosts", [",".join(facts.hosts) for facts in everybody]),
+        ("error", "the number of ranks", [facts.world_size for facts in everybody]),
+        ("warning", "ranks on a host", [facts.ranks_per_node for facts in everybody]),
+        ("warning", "the rate of InfiniBand or RoCE ports", [_list(port.rate for port in f.ports) for f in everybody]),
+        ("warning", "the number of GPUs of a host", [len(facts.gpus) for facts in everybody]),
+        ("warning", "the kind of GPU", [_list(facts.gpus) for facts in everybody]),
+    ]
+    for name in sorted({name for facts in everybody for name in facts.versions}, reverse=True):
+        compared.insert(0, ("error", f"the version of {name}", [facts.versions.get(name) for facts in everybody]))
+    for name in sorted({name for facts in everybody for name in facts.environment if name.startswith("NCCL_")}):
+        compared.append(("error", name, [facts.environment.get(name, "unset") for facts in everybody]))
+    for severity, name, values in compared:
+        ranks = grouped((value, facts.rank) for facts, value in zip(everybody, values, strict=True))
+        if len(ranks) > 1:
+            named = {"none" if value in (None, "") else value: those for value, those in ranks.items()}
+            shown = ", ".join(f"{value} on {ranks_text(those)}" for value, those in named.items())
+            yield _finding(severity, "different", where="all hosts", name=name, values=shown)
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(sorted(set(names)))

@@ -1,0 +1,195 @@
+"""Findings about what NCCL, its RAS and PyTorch themselves complain of: warnings, and collectives that timed out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from commopt_diagnose.findings import Reason
+from commopt_diagnose.nccl_log.communicators import NcclLog, ranks_of
+from commopt_diagnose.nccl_log.facts import LoggedWarning, Progress, RasReport, Timeout
+from commopt_diagnose.nccl_log.paths import finding, reason
+from lightning_commopt.text.findings import Finding, Severity, read_texts
+from lightning_commopt.text.formatting import grouped, list_some, ranks_text
+
+# The results of NCCL's functions, each at the index of its number.
+_RESULTS = (
+    *("success", "an error of CUDA", "an error of the system", "an internal error", "an invalid argument"),
+    *("an invalid usage", "a remote error"),
+)
+# The watchdog looks every few seconds. If it noticed a timeout later than this multiple of the limit, and a minute, it
+# did not run itself.
+_LATE = 1.5
+
+
+class WarnText(NamedTuple):
+    """A kind of warning."""
+
+    code: str
+    place: re.Pattern[str]  # pattern for the file and line in NCCL's source
+    pattern: re.Pattern[str]  # pattern for the text
+    reason: Reason
+    severity: Severity | Literal["follows"]  # "follows": if there is another warning, only a consequence of it
+
+
+@cache
+def _table() -> list[WarnText]:
+    table = []
+    for code, values in read_texts(Path(__file__).with_name("warn_texts.txt")).items():
+        place, pattern = re.compile(values.get("in", "")), re.compile(values["text"], re.IGNORECASE)
+        severity: Any = values.get("as", "error")
+        table.append(WarnText(code, place, pattern, Reason(values["why"], values["try"]), severity))
+    return table
+
+
+def explain(text: str, place: str) -> WarnText | None:
+    """Returns the first entry of the table that matches a warning; None for an unknown one.
+
+    >>> explain("Cuda failure 217 'peer access is not supported'", "transport/shm.cc:590").code
+    'shared_memory_refused'
+    >>> explain("The moon is in the wrong place", "") is None
+    True
+    """
+    return next((entry for entry in _table() if entry.place.search(place) and entry.pattern.search(text)), None)
+
+
+def find_warnings(log: NcclLog) -> Iterator[Finding]:
+    """Finds warnings of NCCL, each kind once, with what it means; unknown ones are repeated as they are.
+
+    What only follows from another warning becomes a note if there is another one.
+    """
+    # Numbers and addresses, which differ between warnings that are otherwise the same.
+    unknown = re.compile(r"[0-9a-fx]{3,}|[0-9]+")
+    groups = grouped((explain(w.text, w.place) or unknown.sub("#", w.text)[:80], w) for w in log.warnings)
+    has_cause = any(isinstance(kind, str) or kind.severity == "error" for kind in groups)
+    for kind, warnings in groups.items():
+        text = max((warning.text for warning in warnings), key=len)[:200] or "without text"
+        what = f"{_who(warnings)}: {text}" + (f" ({len(warnings)} times)" if len(warnings) > 1 else "")
+        if isinstance(kind, str):
+            yield finding("warning", "warning", *warnings[:3], what=what, why=reason("no_explanation"))
+        elif kind.severity == "follows" and has_cause:
+            why = kind.reason._replace(advice="begin with the other errors")
+            yield finding("note", kind.code, *warnings[:3], what=what, why=why)
+        else:
+            severity: Severity = "error" if kind.severity == "follows" else kind.severity
+            yield finding(severity, kind.code, *warnings[:3], what=what, why=kind.reason)
+    yield from _find_silent_errors(log)
+
+
+def _who(warnings: list[LoggedWarning]) -> str:
+    ranks = {warning.rank for warning in warnings if warning.rank is not None}
+    hosts = sorted({warning.host for warning in warnings if warning.host})
+    where = f" on {', '.join(hosts[:4])}" if hosts else ""
+    return f"{ranks_text(ranks)} warn{'s' if len(ranks) == 1 else ''}{where}" if ranks else f"a warning{where}"
+
+
+def _find_silent_errors(log: NcclLog) -> Iterator[Finding]:
+    """Finds errors that NCCL passes on without any warning that explains them."""
+    failed = {process: process.failed_at for process in log.processes if process.failed_at is not None}
+    if failed and not log.warnings:
+        members = [member for communicator in log.communicators for member in communicator.all_members]
+        first = next(iter(failed.values()))
+        place, _, code = first.value.partition(" -> ")
+        result = _RESULTS[int(code)] if 0 < int(code) < len(_RESULTS) else "an error"
+        what = f"{ranks_of(m for m in members if m.process in failed)} failed at {place} with {result}"
+        why = reason("silent_socket_error" if "socket" in place else "silent_error")
+        yield finding("error", "silent_error", first, what=what, why=why)
+
+
+def find_timeouts(log: NcclLog) -> Iterator[Finding]:
+    """Finds collectives that timed out, with the rank that is behind, or calls that do not match."""
+    for group, timeouts in grouped((timeout.group, timeout) for timeout in _with_groups(log)).items():
+        yield _timeout(group, timeouts, log)
+
+
+def _with_groups(log: NcclLog) -> list[Timeout]:
+    """Returns each timeout once, with the process group that another line of its rank names."""
+    named = {(timeout.rank, timeout.sequence): timeout.group for timeout in log.timeouts.values() if timeout.group}
+    progress = [last for last in log.progress.values() if last.work is not None]
+    named |= {(last.rank, last.work): last.group for last in progress}
+    alike = grouped((timeout.call, named.get((timeout.rank, timeout.sequence))) for timeout in log.timeouts.values())
+    once: dict[tuple[object, ...], Timeout] = {}
+    for timeout in log.timeouts.values():
+        others = set(filter(None, alike[timeout.call]))
+        group = named.get((timeout.rank, timeout.sequence)) or (others.pop() if len(others) == 1 else "")
+        once.setdefault((timeout.rank, group, timeout.sequence, timeout.operation), replace(timeout, group=group))
+    return list(once.values())
+
+
+def _timeout(group: str, timeouts: list[Timeout], log: NcclLog) -> Finding:
+    calls = grouped((timeout.call, timeout.rank) for timeout in timeouts)
+    why = _asleep(timeouts) or _behind(group, log) or _reason(group, timeouts, len(calls), log)
+    texts = [f"{ranks_text(ranks)} in {call}" for call, ranks in calls.items()]
+    shown = list_some(texts, 8).replace(", rank", "; rank")
+    waited = max((timeout.waited_s for timeout in timeouts if timeout.waited_s is not None), default=None)
+    after, where = f" after {waited:.0f} s" if waited else "", f" in {group}" if group else ""
+    what = f"a collective timed out{after}{where}: {shown}"
+    return finding("error", "collective_timeout", *timeouts[:2], what=what, why=why)
+
+
+def _asleep(timeouts: list[Timeout]) -> Reason | None:
+    """Returns the reason if the watchdog itself has not run for long."""
+    for timeout in timeouts:
+        if timeout.waited_s and timeout.limit_s and timeout.waited_s > _LATE * timeout.limit_s + 60:
+            is_unnamed = len({other.sequence for other in timeouts}) > 1 and not timeout.group
+            groups = "; the numbers may be of different process groups, so they are not compared" if is_unnamed else ""
+            return reason("asleep", timeout, groups=groups, **vars(timeout))
+    return None
+
+
+def _behind(group: str, log: NcclLog) -> Reason | None:
+    """Returns the reason if ranks have started fewer collectives of this group than others, by their own lines."""
+    groups: dict[str, dict[int, Progress]] = {}
+    for progress in log.progress.values():
+        if progress.group == group or not (group and progress.group):
+            groups.setdefault(progress.group, {})[progress.rank] = progress
+    for name, by_rank in groups.items():
+        most = max(progress.enqueued for progress in by_rank.values())
+        behind = sorted(rank for rank, progress in by_rank.items() if progress.enqueued < most)
+        if behind and (name or len(groups) == 1):
+            last = by_rank[behind[0]]
+            return reason("behind", last, ranks=ranks_text(behind), number=last.enqueued, most=most)
+    return None
+
+
+def _reason(group: str, timeouts: list[Timeout], num_calls: int, log: NcclLog) -> Reason:
+    ranks = {timeout.rank for timeout in timeouts}
+    if len({timeout.sequence for timeout in timeouts}) > 1:
+        if not group or len(timeouts) > len(ranks):
+            return reason("unnamed_groups")
+        late = min(timeouts, key=lambda timeout: (timeout.sequence is None, timeout.sequence or 0))
+        return reason("late_rank", late, rank=late.rank)
+    return reason("different_calls") if num_calls > 1 else _silent_reason(group, ranks, log)
+
+
+def _silent_reason(group: str, ranks: set[int], log: NcclLog) -> Reason:
+    """Returns the reason if all ranks that timed out wait in one collective; the log may not have all ranks."""
+    world_size = max((communicator.num_ranks or 0 for communicator in log.communicators), default=0)
+    seen = {rank for communicator in log.communicators for rank in communicator.members}
+    seen |= {last.rank for last in log.progress.values()}
+    silent = sorted(set(range(world_size or max(ranks) + 1)) - ranks)
+    if len(silent) >= len(ranks) and log.warnings:
+        return reason("warned")
+    unknown = "" if world_size else "; whether there are other ranks, the log does not say"
+    # If most ranks are silent, the log may just lack them, unless it has other lines of all these ranks.
+    if silent and (len(silent) < len(ranks) or (world_size and seen.issuperset(silent))):
+        outside = "are not in this group, " if group and not re.match(r"PG (?:ID )?0\b|.*default", group) else ""
+        return reason("silent_ranks", ranks=ranks_text(silent), outside=outside, unknown=unknown)
+    if world_size and not silent:
+        return reason("all_wait")
+    unknown = unknown or "; what the others do, the log does not say"
+    return reason("known_wait", ranks=ranks_text(ranks), unknown=unknown)
+
+
+def find_ras(reports: list[RasReport]) -> Iterator[Finding]:
+    """Finds what RAS reports. Ranks that differ may do so only for the moment, so that is a warning."""
+    for report in reports:
+        whose = f"communicator 0x{report.comm_id}" if report.comm_id else "the job"
+        if report.details:
+            what = f"RAS reports {report.status} for {whose}: {list_some(report.details, 8)}"
+            severity: Severity = "warning" if report.status in ("MISMATCH", "TIMEOUT") else "error"
+            yield finding(severity, "ras", report, what=what, why=reason(f"ras_{report.status.lower()}"))

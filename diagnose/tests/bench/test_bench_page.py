@@ -1,0 +1,70 @@
+"""The page of a bench: all that was measured, drawn and in numbers, without a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from commopt_diagnose.bench.page import bench_charts, write_bench_page
+from diagnose_support.sample_bench import case, result_of, sample
+from lightning_commopt.measure.link.bench_result import BenchResult, Row
+from lightning_commopt.measure.link.model import LinkModel
+from support.browser import CHROMIUM, NO_CHROMIUM, opened, started_browser
+from support.known import known
+
+
+def _everything() -> BenchResult:
+    return result_of(
+        [
+            *sample(lambda size: 1e-3 + size / 1.1e8),
+            *sample(lambda size: 1e-3 + size / 0.9e8, load="compute"),
+            *sample(lambda size: 1e-3 + size / 1e8, operation="broadcast", redop="none"),
+            *sample(lambda size: 3e-3 + size / 0.5e8, operation="reduce_broadcast"),
+            *sample(lambda size: 5e-3 + size / 4e8, operation="comm_hook", comm_hook="int8", redop="mean"),
+            *sample(lambda size: 1e-3 + size / 1e8, scope="across"),
+            Row(case=case(64, operation="reduce", dtype="<b>"), error="not </script> here"),
+        ]
+    )
+
+
+def test_each_question_has_a_chart_with_the_links_rate() -> None:
+    """If it fails, something that was measured is nowhere to be seen, or the rate is not drawn where it is."""
+    result = _everything()
+    charts = {chart.title: chart for chart in bench_charts(result, LinkModel.fit(result))}
+    assert list(charts) == [
+        "Bus bandwidth",
+        "Time, and the link model",
+        "Three equal ways to reduce",
+        "Comm hooks: effective bandwidth",
+        "all_reduce: alone, and while the device computes",
+        "Within and across nodes",
+    ]
+    figure = known(charts["Bus bandwidth"].figure)
+    assert [list(trace.y) for trace in figure.data][-1] == [0.125, 0.125]
+    assert figure.data[0].y[-1] == pytest.approx(0.11, rel=0.03)
+    assert [line.name for line in charts["Comm hooks: effective bandwidth"].lines][:2] == ["all_reduce", "int8"]
+
+
+def test_the_page_says_what_the_numbers_say(tmp_path: Path) -> None:
+    """If it fails, the page lacks numbers, or shows a text of a result as markup."""
+    write_bench_page(_everything(), tmp_path / "bench.html")
+    page = (tmp_path / "bench.html").read_text()
+    assert "int8 pays on this link from 1M on" in page
+    assert "not &lt;/script&gt; here" in page
+    assert "<b>" not in page.partition("<script>")[0]
+    assert page.count("<tr>") == 1 + len(_everything().rows)
+    assert "all_reduce (2 ranks): " in page
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)
+def test_the_page_draws_itself_and_asks_nobody(tmp_path: Path) -> None:
+    """If it fails, a reader without a network sees no charts, or has to scroll sideways on a phone."""
+    write_bench_page(_everything(), tmp_path / "bench.html")
+    with started_browser() as browser:
+        for width in (400, 1280):
+            with opened(browser, tmp_path / "bench.html", width=width) as page:
+                assert (page.complaints, page.requests) == ([], [])
+                assert page.page.locator(".plot svg.main-svg").count() >= 6
+                assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")

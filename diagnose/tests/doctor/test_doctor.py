@@ -1,0 +1,178 @@
+"""commopt doctor finds what keeps hosts from training together, and says what to do."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from commopt_diagnose.doctor.facts import Facts, Port, collect_facts, read_ports
+from commopt_diagnose.doctor.findings import find
+from commopt_diagnose.doctor.meeting import MeetingError, check_port
+from lightning_commopt.launch.environment import find_rank_identity
+from lightning_commopt.launch.interfaces import Interface
+from lightning_commopt.measure.plain import from_plain
+from lightning_commopt.text.findings import Finding, Line
+from support.commopt import commopt
+
+_PORT = Port(name="mlx5_0:1", state="ACTIVE", rate="400 Gb/sec (4X NDR)", errors={})
+_HEALTHY = Facts(
+    host="node0",
+    address="10.0.0.1",
+    versions={"torch": "2.15.0", "nccl": "2.30.7"},
+    gpus=["H100"] * 8,
+    has_gpu_driver=True,
+    num_cores=64,
+    num_threads=8,
+    ranks_per_node=8,
+    shared_memory_bytes=2**36,
+    ports=[_PORT],
+    has_peer_memory=True,
+    environment={"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "8"},
+)
+
+
+def test_a_healthy_host_has_no_findings() -> None:
+    """If it fails, users learn to ignore what the doctor says."""
+    assert find([_HEALTHY]) == []
+    assert find([_HEALTHY, replace(_HEALTHY, rank=1, host="node1", address="10.0.0.2")]) == []
+
+
+def test_facts_of_a_later_version_are_read() -> None:
+    """If it fails, hosts with different versions of this package end in a TypeError instead of a finding."""
+    line = Line(text="x", file="log", number=1)
+    finding = Finding(severity="note", what="a", advice="b", evidence=(line,))
+    interface = Interface("eth0", "10.0.0.1", 24)
+    facts = replace(
+        _HEALTHY, gpus=("H100",), ports=(_PORT,), interfaces=(interface,), gloo_interface=interface, topology=(finding,)
+    )
+    plain = json.loads(json.dumps(asdict(facts)))
+    assert from_plain(Facts, plain) == facts
+    for added in (plain, plain["ports"][0], plain["topology"][0], plain["topology"][0]["evidence"][0]):
+        added["added"] = 1
+    plain["interfaces"][0].append("added")
+    plain["gloo_interface"].append("added")
+    assert from_plain(Facts, plain) == facts
+
+
+@pytest.mark.parametrize(
+    ("fault", "severity", "what", "advice"),
+    [
+        ({"gpus": []}, "error", "finds no CUDA device", "torch that is built for CUDA"),
+        ({"shared_memory_bytes": 2**26}, "warning", "/dev/shm has 64 MiB", "--ipc=host"),
+        ({"num_threads": 64}, "warning", "8 ranks with 64 threads each share 64 cores", "OMP_NUM_THREADS=8"),
+        ({"environment": {"NCCL_DEBGU": "INFO"}}, "error", "did you mean NCCL_DEBUG?", "unset NCCL_DEBGU"),
+        ({"environment": {"GLOO_SOCKET_IFNAME": "ib{0}"}}, "error", "GLOO_SOCKET_IFNAME=ib{0}, and", "set it"),
+        ({"environment": {"NCCL_SOCKET_IFNAME": "ib"}}, "error", "NCCL_SOCKET_IFNAME=ib leaves no interface", "set it"),
+        ({"max_locked_bytes": 2**16}, "error", "lock 0 MiB", "ulimit -l unlimited"),
+        ({"has_peer_memory": False}, "warning", "nvidia_peermem is not loaded", "modprobe"),
+        ({"ports": [replace(_PORT, state="DOWN")]}, "warning", "mlx5_0:1 is DOWN", "cable"),
+        ({"ports": [replace(_PORT, errors={"link_downed": 3})]}, "warning", "link_downed 3", "grow"),
+    ],
+)
+def test_a_fault_of_a_host(fault: dict[str, Any], severity: str, what: str, advice: str) -> None:
+    """If it fails, a fault that is known passes."""
+    (finding,) = find([replace(_HEALTHY, **fault)])
+    assert (finding.severity, finding.where) == (severity, "node0")
+    assert what in finding.what
+    assert advice in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("difference", "message"),
+    [
+        ({"versions": {"torch": "2.14.0", "nccl": "2.30.7"}}, "the version of torch differs: 2.15.0 on rank 0, 2.14.0"),
+        ({"gpus": ["H100"] * 4}, "the number of GPUs of a host differs: 8 on rank 0, 4 on rank 1"),
+        ({"gpus": ["A100"] * 8}, "the kind of GPU differs: H100 on rank 0, A100 on rank 1"),
+        ({"environment": {"NCCL_DEBUG": "WARN"}}, "NCCL_DEBUG differs: INFO on rank 0, WARN on rank 1"),
+        ({"environment": {}}, "NCCL_DEBUG differs: INFO on rank 0, unset on rank 1"),
+        ({"address": "127.0.1.1"}, "name resolves to 127.0.1.1"),
+        ({"address": None}, "name resolves to nothing"),
+    ],
+)
+def test_a_difference_between_hosts(difference: dict[str, Any], message: str) -> None:
+    """If it fails, hosts that cannot train together look as if they could."""
+    other = replace(_HEALTHY, **{"rank": 1, "host": "node1", "address": "10.0.0.2", **difference})
+    (finding,) = find([_HEALTHY, other])
+    assert message in finding.what
+
+
+def test_errors_come_first() -> None:
+    """If it fails, what to fix first is hidden behind what may wait."""
+    faulty = replace(_HEALTHY, shared_memory_bytes=2**20, gpus=[])
+    assert [finding.severity for finding in find([faulty])] == ["error", "warning"]
+
+
+def test_ports_are_read(tmp_path: Path) -> None:
+    """If it fails, InfiniBand's state is not what the kernel says."""
+    port = tmp_path / "mlx5_0" / "ports" / "1"
+    (port / "counters").mkdir(parents=True)
+    (port / "state").write_text("4: ACTIVE\n")
+    (port / "rate").write_text("200 Gb/sec (4X HDR)\n")
+    (port / "counters" / "link_downed").write_text("2\n")
+    (port / "counters" / "port_rcv_errors").write_text("0\n")
+    expected = Port(name="mlx5_0:1", state="ACTIVE", rate="200 Gb/sec (4X HDR)", errors={"link_downed": 2})
+    assert read_ports(tmp_path) == [expected]
+    assert read_ports(tmp_path / "nowhere") == []
+
+
+def test_facts_of_this_machine() -> None:
+    """If it fails, the doctor cannot look at the machine that it runs on."""
+    launcher = {"RANK": "3", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    facts = collect_facts({"NCCL_ALGO": "Ring", "HOME": "/"}, identity=find_rank_identity(environment=launcher))
+    assert (facts.rank, facts.ranks_per_node, facts.environment) == (3, 2, {"NCCL_ALGO": "Ring"})
+    assert facts.host == socket.gethostname()
+    assert facts.num_cores >= 1
+
+
+def test_the_command() -> None:
+    """If it fails, commopt doctor says something else than it finds."""
+    output = commopt("doctor", "--json", status=1, env={"NCCL_TREE_THRESHOLD": "0"}).output
+    messages = [finding["what"] for finding in json.loads(output)["findings"]]
+    assert "NCCL_TREE_THRESHOLD has no effect since NCCL 2.5, which removed it" in messages
+
+
+def test_a_port_where_nothing_listens_and_a_name_that_is_unknown(port: int) -> None:
+    """If it fails, a launch that cannot work ends in a timeout that tells nothing."""
+    with pytest.raises(MeetingError, match=f"refuses connections to port {port}"):
+        check_port("127.0.0.1", port, limit_s=0.1)
+    with pytest.raises(MeetingError, match=r"no-such-host\.invalid cannot be resolved"):
+        check_port("no-such-host.invalid", port, limit_s=0.1)
+
+
+def test_a_firewall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, packets that are dropped look like a rank that is late."""
+    monkeypatch.setattr(socket, "create_connection", mock.Mock(side_effect=TimeoutError))
+    with pytest.raises(MeetingError, match="firewall"):
+        check_port("127.0.0.1", 1, limit_s=0.1)
+
+
+@pytest.mark.exhaustive
+def test_ranks_of_torchrun_meet() -> None:
+    """If it fails, hosts cannot be compared, or ranks that torchrun has restarted read what they wrote before."""
+    script = """
+import os
+from lightning_commopt.commands.app import app
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.environ["NCCL_ALGO"] = "Ring"
+app(["doctor"])
+raise SystemExit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
+"""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "--no-python"]
+    launcher += ["--max-restarts=1"]
+    ran = subprocess.run(
+        [*launcher, sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={name: value for name, value in os.environ.items() if not name.startswith("NCCL_")},
+    )
+    first, second = ran.stdout.split("2 rank(s) on 1 host(s)")[-2:]
+    differs = "NCCL_ALGO differs: unset on rank 0, Ring on rank 1"
+    assert (differs in first, differs in second) == (True, False)

@@ -1,0 +1,345 @@
+"""What ``commopt nccl-log`` reads and finds, in logs that are written here after public reports."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from commopt_diagnose.nccl_log.communicators import NcclLog
+from commopt_diagnose.nccl_log.findings import find_all
+from commopt_diagnose.nccl_log.lines import split_line
+from commopt_diagnose.nccl_log.reader import read_log
+from commopt_diagnose.nccl_log.terminal import extras_of, paths_of, rings_of, to_plain, versions_of
+from diagnose_support.nccl_sample_logs import HEALTHY, SampleJob, findings, read, watchdog
+
+VERSIONS = ["2.4.8", "2.5.7", "2.8.4", "2.9.9", "2.14.3", "2.16.5", "2.18.5", "2.21.5", "2.24.3", "2.27.7", "2.30.7"]
+
+
+def facts(log: NcclLog) -> list[object]:
+    """What must not depend on how the lines came into the file."""
+    return [
+        (c.num_ranks, len(c.machines), sorted(c.members), sorted(paths_of(c)), rings_of(c)) for c in log.communicators
+    ]
+
+
+def change(job: SampleJob, **changes: object) -> SampleJob:
+    return dataclasses.replace(job, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_version_is_read_alike(version: str) -> None:
+    log = read(change(HEALTHY, version=f"{version}+cuda12.4").mixed())
+    (communicator,) = log.communicators
+    assert (communicator.num_ranks, len(communicator.machines), communicator.missing) == (8, 2, [])
+    paths = {(path.name, path.place): path.pairs for path in paths_of(communicator)}
+    assert paths["P2P/CUMEM/read", "in a host"] == [(0, 1), (1, 2), (2, 3), (4, 5), (5, 6), (6, 7)]
+    assert paths["NET/IB/GDRDMA", "between hosts"] == [(3, 4), (7, 0)]
+    assert extras_of(communicator)["GPUDirect RDMA"] == "8 of 8 connections"
+    assert versions_of(log) == [f"{version}+cuda12.4"]
+    assert find_all(log) == []
+
+
+def test_one_file_for_each_rank_or_all_in_one(tmp_path: Path) -> None:
+    apart = read_log(HEALTHY.write(tmp_path))
+    assert facts(apart) == facts(read(HEALTHY.mixed(seed=1))) == facts(read(HEALTHY.text()))
+    assert find_all(apart) == []
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        *("[1,0]<stdout>:", "(RayTrainWorker pid=581, ip=10.2.1.8) ", "3: ", "[155] ", "[default0]:"),
+        *("[2026-05-05 06:16:47] ", "2026-05-05T06:16:47Z ", "06:16:47 ", "2026-05-05 06:16:47,123 INFO \n"),
+        "\x1b[36m(pid=12)\x1b[0m ",
+    ],
+)
+def test_what_a_launcher_puts_in_front_does_not_matter(prefix: str) -> None:
+    plain = HEALTHY.mixed()
+    assert facts(read("".join(f"{prefix}{line}\n" for line in plain.splitlines()))) == facts(read(plain))
+
+
+def test_dropped_heads(tmp_path: Path) -> None:
+    """A file for each rank still tells everything but the host."""
+    for path in HEALTHY.write(tmp_path):
+        heads = path.read_text().splitlines()
+        path.write_text("".join(f" [{line.partition(' [')[2]}\n" for line in heads))
+    (communicator,) = read_log(sorted(tmp_path.iterdir())).communicators
+    assert sorted(communicator.members) == list(range(8))
+    assert sum(len(path.pairs) for path in paths_of(communicator)) == 8
+
+
+def test_lost_beginning() -> None:
+    """Ranks are known from their connections and trees, where the log begins behind ``Init START``."""
+    lines = HEALTHY.mixed().splitlines()
+    kept = [line for line in lines if " via " in line or "Trees" in line]
+    (communicator,) = read("\n".join(kept)).communicators
+    assert sorted(communicator.members) == list(range(8))
+    assert find_all(read("\n".join(kept))) == []
+
+
+def test_two_lines_in_one() -> None:
+    first, second = (
+        "n1:7:8 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P",
+        "n1:9:9 [1] NCCL INFO Connected all rings",
+    )
+    found = list(split_line(first + second, "log", 1))
+    assert [each.is_whole for each in found] == [False, True]
+    assert found[1].text == "Connected all rings"
+
+
+def test_a_broken_line_in_front_of_a_head() -> None:
+    """Ranks that write at the same time break each other's lines; no host comes of that."""
+    broken = "node-a:400node-a:4010:4015 [1] NCCL INFO Channel 00/0 : 1[1] -> 2[2] via P2P/CUMEM/read\n"
+    log = read(SampleJob().mixed() + broken)
+    assert {process.host for process in log.processes} == {"node-a"}
+    assert len(log.processes) == 4
+
+
+def test_several_communicators() -> None:
+    """A split communicator has its own ranks; lines of a thread belong to the communicator that it last named."""
+    split = []
+    for rank in range(4):
+        head = f"node-a:{4000 + 10 * rank}:{4005 + 10 * rank} [{rank}] NCCL INFO "
+        named = (
+            f"ncclCommSplit comm 0x77{rank} rank {rank // 2} nranks 2 cudaDev {rank} nvmlDev {rank} busId b000"
+            f" parent 0x55d0{rank:04x} splitCount 1 color {rank % 2} key {rank}"
+        )
+        split.append(f"{head}{named} - Init START")
+        if rank < 2:
+            split.append(f"{head}Channel 00/0 : 0[{rank}] -> 1[{rank + 2}] via SHM/direct/direct")
+        split.append(f"{head}{named} - Init COMPLETE")
+    log = read(SampleJob().mixed() + "\n".join(split))
+    assert [(each.num_ranks, sorted(each.members)) for each in log.communicators] == [
+        (4, [0, 1, 2, 3]),
+        (2, [0, 1]),
+        (2, [0, 1]),
+    ]
+    assert [len(paths_of(each)) for each in log.communicators] == [1, 1, 1]
+    assert [finding.code for finding in find_all(log)] == ["shared_memory"]  # once for both
+
+
+NO_NICS = {"nics": (), "network": "Socket", "between": "NET/Socket/0", "in_host": "P2P/CUMEM"}
+SOCKETS = change(HEALTHY, **NO_NICS)
+CASES = [
+    (
+        SampleJob(gpus=2, in_host="NET/Socket/0", settings={"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}),
+        "network_in_host",
+        "ranks 0 and 1 are on one host (node-a) but talk over NET/Socket",
+        "sets NCCL_P2P_DISABLE and NCCL_SHM_DISABLE",
+    ),
+    (SampleJob(in_host="NET/Socket/0"), "network_in_host", "4 pairs of ranks", "/dev/shm"),
+    (SampleJob(in_host="NET/IB/0/GDRDMA"), "network_in_host", "NET/IB/GDRDMA", "PCIe switches"),
+    (
+        SampleJob(in_host="NET/IB/0", num_nodes=4),
+        "network_in_host",
+        "4 pairs of ranks",
+        "4 nodes where the log names 1",
+    ),
+    (
+        SampleJob(in_host="SHM/direct/direct", settings={"NCCL_P2P_DISABLE": "1"}),
+        "shared_memory",
+        "SHM/direct/direct",
+        "NCCL_P2P_DISABLE=1",
+    ),
+    (SampleJob(in_host="SHM/direct", settings={"NCCL_P2P_LEVEL": "LOC"}), "shared_memory", "SHM", "NCCL_P2P_LEVEL=LOC"),
+    (
+        SampleJob(in_host="SHM", notes=["P2P is disabled between connected GPUs 1 and 0. You can repress"]),
+        "shared_memory",
+        "instead of P2P",
+        "disabled between connected GPUs",
+    ),
+    (SampleJob(in_host="direct shared memory", version="2.8.4"), "shared_memory", "SHM", "further apart"),
+    (SampleJob(in_host="P2P/indirect/2[2]/read"), "indirect_p2p", "third GPU", "no NVLink"),
+    (change(SOCKETS, settings={"NCCL_IB_DISABLE": "1"}), "socket_network", "over TCP", "NCCL_IB_DISABLE=1"),
+    (change(SOCKETS, settings={"NCCL_NET": "Socket"}), "socket_network", "eth0", "NCCL_NET=Socket"),
+    (SOCKETS, "socket_network", "2 pairs of ranks (0 and 7, 3 and 4)", "found no device"),
+    (change(SOCKETS, settings={"NCCL_IB_HCA": "mlx9"}), "socket_network", "TCP", "NCCL_IB_HCA=mlx9 may match none"),
+    (change(SOCKETS, nics=("mlx5_0:1/IB",)), "socket_network", "TCP", "saw mlx5_0:1/IB"),
+    (change(HEALTHY, between="NET/IB/0"), "no_gdr", "all connections over NET/IB", "nvidia-peermem"),
+    (
+        change(HEALTHY, between="NET/IB/0", notes=["GPU Direct RDMA Disabled for GPU 1b000 / HCA 0 (distance 8 > 4)"]),
+        "no_gdr",
+        "all connections",
+        "different sockets",
+    ),
+    (
+        change(HEALTHY, between="NET/IB/0", notes=["NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'"]),
+        "no_gdr",
+        "all connections",
+        "nvidia-peermem is not loaded",
+    ),
+    (
+        change(HEALTHY, between="NET/IB/0", settings={"NCCL_NET_GDR_LEVEL": "LOC"}),
+        "no_gdr",
+        "all connections",
+        "NCCL_NET_GDR_LEVEL=LOC",
+    ),
+    (
+        change(HEALTHY, between="NET/AWS Libfabric/0", network="AWS Libfabric"),
+        "no_gdr",
+        "over NET/AWS Libfabric",
+        "plugin (AWS Libfabric) offers no",
+    ),
+    (
+        SampleJob(notes=["Pattern 4, crossNic 0, nChannels 2, bw 9.0/9.0, type SYS/PIX, sameChannels 1"]),
+        "far_link",
+        "SYS link, 9 GB/s",
+        "between sockets",
+    ),
+    (SampleJob(settings={"NCCL_PROTO": "LL"}), "forced_settings", "NCCL_PROTO=LL", "does not choose"),
+    (
+        change(HEALTHY, rank_settings={5: {"NCCL_ALGO": "Tree"}}),
+        "different_settings",
+        "set on rank 5, not on",
+        "differs",
+    ),
+    (
+        change(HEALTHY, settings={"NCCL_IB_TIMEOUT": "18"}, rank_settings={2: {"NCCL_IB_TIMEOUT": "22"}}),
+        "different_settings",
+        "18 on ranks 0, 1, 3-7; 22 on rank 2",
+        "differently",
+    ),
+    (change(HEALTHY, rank_versions={4: "2.18.3+cuda12.1"}), "different_version", "2.18.3, 2.21.5", "LD_LIBRARY_PATH"),
+    (
+        change(HEALTHY, absent=[6, 7]),
+        "missing_ranks",
+        "ranks 0-5 of 8, and no line names ranks 6, 7",
+        "not among the files",
+    ),
+    (change(HEALTHY, absent=[6, 7], stops=0), "missing_ranks", "no line names ranks 6, 7", "is unknown"),
+    (
+        change(HEALTHY, stops=3),
+        "unfinished_init",
+        "the log of ranks 0-7 ends before initialization",
+        "rank 3 is the furthest behind, at its start; it waits there, or the log is cut",
+    ),
+]
+
+
+@pytest.mark.parametrize(("job", "code", "what", "why"), CASES)
+def test_finding(job: SampleJob, code: str, what: str, why: str) -> None:
+    found = findings(job.mixed())
+    assert code in found, list(found)
+    assert what in found[code].what
+    assert why in found[code].why
+    assert found[code].advice
+    text = job.mixed().splitlines()
+    for line in found[code].evidence:
+        assert text[line.number - 1].strip() == line.text
+
+
+@pytest.mark.parametrize("job", [HEALTHY, SampleJob(), SampleJob(gpus=1, hosts=["a", "b"]), SampleJob(gpus=1)])
+def test_healthy_jobs_have_no_findings(job: SampleJob) -> None:
+    assert find_all(read(job.mixed())) == []
+
+
+def test_sends_without_gdr_alone() -> None:
+    text = HEALTHY.mixed().replace("[send] via NET/IB/0/GDRDMA", "[send] via NET/IB/0")
+    assert "only sends are staged" in findings(text)["no_gdr"].why
+    assert findings(text)["no_gdr"].what.startswith("4 of 8 connections")
+
+
+def test_virtual_interface() -> None:
+    text = SOCKETS.mixed().replace("eth0", "docker0")
+    assert "node-a offers peers on other hosts the interface docker0" in findings(text)["virtual_interface"].what
+    assert "virtual_interface" not in findings(SampleJob().mixed().replace("eth0", "lo"))
+
+
+WARNINGS = [
+    (
+        "NET/IB : Got completion from peer 10.0.0.2<40000> with status=12 opcode=1 len=0 vendor err 129",
+        "ib_retry",
+    ),
+    ("NET/IB : Got completion with error 12, opcode 32, len 0, vendor err 129", "ib_retry"),
+    ("NET/IB : Got completion with error 4, opcode 0, len 0, vendor err 81", "ib_protection"),
+    ("NET/IB : Got completion from peer 10.0.0.2<1> with status=5 opcode=0 len=0 vendor err 244", "ib_not_receiving"),
+    ("Call to ibv_reg_mr failed", "ib_memory_lock"),
+    ("NET/IB : mlx5_0:1 async fatal event: port error", "ib_link"),
+    ("Call to connect returned Connection refused", "unreachable"),
+    ("socketStartConnect: Connect to 10.0.0.2<4000> failed : No route to host", "unreachable"),
+    ("socketProgress: Connection closed by remote peer node-b<4000>", "peer_gone"),
+    ("socketFinalizeAccept: wrong type 3 != 4", "wrong_socket"),
+    ("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 5000", "same_gpu"),
+    ("Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)", "shared_memory"),
+    ("Cuda failure 'out of memory'", "out_of_memory"),
+    ("Cuda failure 700 'an illegal memory access was encountered'", "gpu_fault"),
+    ("Bootstrap : no socket interface found", "no_interface"),
+    ("No algorithm/protocol available for function AllReduce. NCCL_ALGO was set to NVLS.", "no_algorithm"),
+    ("P2P is disabled between NVLINK connected GPUs 0 and 1.", "fabric"),
+    ("Mismatched NCCL version detected : rank 1 version 22105 rank 0 version 21805", "mismatched_version"),
+    ("The moon is in the wrong place", "warning"),
+]
+
+
+@pytest.mark.parametrize(("text", "code"), WARNINGS)
+def test_warning(text: str, code: str) -> None:
+    log = f"\nnode-a:4000:4005 [0] transport/net_ib.cc:1295 NCCL WARN {text}\n"
+    found = findings(SampleJob().mixed() + log * 2)[code]
+    assert found.what == f"rank 0 warns on node-a: {text} (2 times)"
+    assert found.severity == ("warning" if code == "warning" else "error")
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        ("unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.21.5", "torch_error"),
+        ("unhandled cuda error, NCCL version 2.21.5", "torch_error"),
+        ("invalid usage, NCCL version 2.21.5", "refused_call"),
+        ("remote process exited or there was a network error, NCCL version 2.21.5", "peer_gone"),
+    ],
+)
+def test_errors_of_torch(words: str, code: str) -> None:
+    line = (
+        f"[rank1]: torch.distributed.DistBackendError: NCCL error in: ../torch/csrc/c10d/NCCLUtils.hpp:317, {words}\n"
+    )
+    found = findings(SampleJob().mixed() + line)
+    assert set(found) == {code}
+    assert found[code].what.startswith("rank 1 warns: ")
+
+
+def progress(rank: int, enqueued: int, group: int = 0) -> str:
+    return f"[PG ID {group} PG GUID 0 Rank {rank}]  PG status: last enqueued work: {enqueued}, last completed work: 4\n"
+
+
+def test_timeouts() -> None:
+    start = SampleJob().mixed()
+    alone = findings(start + "".join(watchdog(rank, 5) for rank in (0, 1, 3)))["collective_timeout"]
+    assert alone.what == "a collective timed out after 600 s: ranks 0, 1, 3 in ALLREDUCE 5 (NumelIn=8, NumelOut=8)"
+    assert alone.why.startswith("rank 2 did not time out")
+    all_of_them = start + "".join(watchdog(rank, 5) * 3 for rank in range(4))
+    assert findings(all_of_them)["collective_timeout"].why.startswith("all ranks wait in the same collective")
+    other = findings(start + watchdog(0, 5) + watchdog(1, 5) + watchdog(2, 5, numel=9) + watchdog(3, 5))
+    assert "different operations or sizes" in other["collective_timeout"].why
+    other_group = progress(0, 90, group=1)
+    behind = findings(all_of_them + other_group + "".join(progress(rank, 5 - (rank == 2)) for rank in range(4)))[
+        "collective_timeout"
+    ]
+    assert behind.why == "rank 2 had not started it: the last collective there is number 4, 5 elsewhere"
+
+
+def test_tuner() -> None:
+    lines = [
+        "AllReduce: 4194304 Bytes -> Algo 1 proto 2 time 55.3",
+        "AllReduce: 67108864 Bytes -> Algo RING proto LL channel{Lo..Hi}={0..7}",
+        "AllGather [Symmetric]: 8192 Bytes -> Kernel AllGather_LL nchannels 4 nthreads 512 nWorks 1",
+    ]
+    text = SampleJob(settings={"NCCL_PROTO": "LL"}).mixed() + "".join(
+        f"n:1:2 [0] NCCL INFO {line}\n" for line in lines * 2
+    )
+    log = read(text)
+    assert set(log.choices.values()) == {2}
+    assert {choice.algorithm for choice in log.choices} == {"RING", "Symmetric AllGather_LL"}
+    assert findings(text)["small_protocol"].why == "the environment sets NCCL_PROTO=LL"
+
+
+def test_plain_is_complete() -> None:
+    log = read(HEALTHY.mixed())
+    plain = to_plain(log, find_all(log))
+    (communicator,) = plain["communicators"]
+    assert communicator["num_ranks"] == 8
+    assert communicator["networks"] == ["IB"]
+    assert communicator["rings"] == [{"ranks": tuple(range(8)), "channels": [0, 1]}]
+    assert len(communicator["ranks"][3]["connections"]) == 2
+    assert plain["processes"][0]["nics"] == ["mlx5_0:1/IB"]

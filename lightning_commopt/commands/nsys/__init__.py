@@ -1,1 +1,0 @@
-"""commopt nsys: every rank under Nsight Systems."""

@@ -1,0 +1,104 @@
+"""What all tests share: which of them run, and on which machine they can. Both folders of tests register it."""
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.core.hydra_config import HydraConfig
+
+from lightning_commopt.launch.environment import RANK_VARIABLES
+from lightning_commopt.launch.lab import why_not
+
+# Else each process that a test starts compiles the modules of this checkout anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+_LEFT_OUT = pytest.StashKey[int]()
+_LONG = (
+    *(".", "callbacks", "watch", "compressors", "strategy", "train/sweep", "streams", "train/workloads", "launch"),
+    "commands/selftest",
+)
+_PLACES = {Path(__file__).parents[1] / folder: place for place, folder in enumerate(_LONG)}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also run what is marked exhaustive")
+
+
+@pytest.hookimpl(trylast=True)  # behind -k and -m, so that only what they select is counted
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves out what is marked exhaustive, unless it is asked for: by --all, or by its name after ``::``.
+
+    Makes warnings within tests errors, and those alone: plugins that somebody has installed may warn while pytest
+    starts. Some versions of torch warn of their own functions for CUDA.
+
+    Files that take long come first, the programs beside this file before all: at the end one would keep a single
+    worker busy.
+    """
+    for item in items:
+        item.add_marker(pytest.mark.filterwarnings("error"), append=False)  # below all that a test asks for
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.filterwarnings("default::UserWarning:torch"))
+    items.sort(key=lambda item: _PLACES.get(item.path.parent, len(_PLACES)))
+    if config.getoption("--all") or any("::" in argument for argument in config.args):
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    _count_left_out(config, len(left_out))
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+
+
+def _count_left_out(config: pytest.Config, number: int) -> None:
+    config.stash[_LEFT_OUT] = number
+    if hasattr(config, "workeroutput"):  # this is a worker of xdist, which tells the process that reports
+        config.workeroutput["left_out"] = number
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Returns one worker more than there are cores, as tests wait, but at most 4; none where files are named."""
+    return min(4, len(os.sched_getaffinity(0)) + 1) if config.args == config.getini("testpaths") else 0
+
+
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[_LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter", config: pytest.Config) -> None:
+    if left_out := config.stash.get(_LEFT_OUT, 0):
+        terminalreporter.write_line(f"a cross-section: {left_out} more of the same run with --all")
+
+
+@pytest.fixture(autouse=True)
+def leaves_no_rank_and_no_job() -> Iterator[None]:
+    """Fails a test that leaves this process as a rank: later ones would take it for one. Ends a job of Hydra's."""
+    before = os.environ.keys() & set(RANK_VARIABLES)
+    yield
+    assert os.environ.keys() & set(RANK_VARIABLES) == before, "run it in processes of its own, with run_ranks"
+    HydraConfig.instance().cfg = None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signals_count() -> None:
+    """Makes tests that interrupt themselves the same in the background and under nohup, where signals are ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+@pytest.fixture
+def port() -> int:
+    """Returns a port of this machine at which nothing listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture(scope="session")
+def lab_machine() -> None:
+    """Skips a test that needs the lab on a machine that cannot make one, for the reason that users are told."""
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
