@@ -2,9 +2,9 @@
 
 Each mutant is a copy of the checkout with one fault in a file of the gradient path: a wait, or what keeps memory for a
 stream, left out; a mask that ends one element early, or writes the first tile only; a loop that ends one pass early; a
-factor left out; a sign turned; a condition reversed. The tests about that file run on it until one fails: those of the
-default run, then the others. A mutant that none notices is printed with its line: a test is missing, or the fault
-changes nothing.
+factor left out; a sign turned; a condition reversed; in what is no kernel, a branch that is taken where it should not
+be. The tests about that file run on it until one fails: those of the default run, then the others. A mutant that none
+notices is printed with its line: a test is missing, or the fault changes nothing.
 
     python benchmarks/mutants.py --output mutants.jsonl                 # all; goes on where an earlier run has stopped
     python benchmarks/mutants.py --output mutants.jsonl --part 2/8      # every eighth one, from the second on
@@ -37,7 +37,7 @@ from rich.progress import track
 from rich.table import Table
 
 ROOT = Path(__file__).parent.parent
-KINDS = ("wait", "mask", "tile", "loop", "factor", "sign", "condition")
+KINDS = ("wait", "mask", "tile", "loop", "factor", "sign", "condition", "branch")
 _KERNELS = "tests/compressors/kernels/test_"
 _LAWS = "tests/compressors/test_laws.py"
 
@@ -55,6 +55,12 @@ _FOLDER = "lightning_commopt/compressors"
 _COMPRESSORS = ("tests/compressors", "tests/streams", "-k", "not interpreter and not compile")
 TESTS = {
     "lightning_commopt/sync/*.py": ("tests/streams", "tests/sync"),
+    "lightning_commopt/sync/ddp/*.py": ("tests/streams", "tests/sync", "tests/strategy"),
+    "lightning_commopt/sync/fsdp2/*.py": ("tests/sync", "tests/streams", "tests/strategy", "-k", "sharded or fsdp2"),
+    "lightning_commopt/tune/*.py": ("tests/tune",),
+    "lightning_commopt/cost/*.py": ("tests/cost", "tests/tune"),
+    "lightning_commopt/watch/hangs/*.py": ("tests/watch/hangs", "tests/test_hang_judge.py"),
+    "lightning_commopt/watch/*.py": ("tests/watch",),
     f"{_FOLDER}/sharded*.py": ("tests/sync", "-k", "sharded"),
     f"{_FOLDER}/channel.py": ("tests/cost/test_compressor_cost.py", *_COMPRESSORS),
     f"{_FOLDER}/*.py": _COMPRESSORS,
@@ -68,10 +74,7 @@ TESTS = {
     f"{_FOLDER}/kernels/*": _compiled("low_rank", "low_rank_rounds", "orthonormal", "c_library"),
 }
 """What is about a file; its first pattern counts. Arguments of pytest, or programs."""
-_DEFAULT_FILES = (
-    *(f"lightning_commopt/sync/{name}.py" for name in ("executors", "gradient_sync", "hook", "sharded_*")),
-    *list(TESTS)[1:],
-)
+_BRANCHES = ("sync", "tune", "cost", "watch")  # rooms whose conditions are reversed, too
 WAITS = {"wait", "wait_stream", "wait_event", "record_stream", "protect", "synchronize"}
 _RESULTS = {"pending.wait", "exact.wait"}
 LIMIT_S = 1200
@@ -119,6 +122,11 @@ class _Finder(ast.NodeVisitor):
         if name.lstrip("_") in WAITS or name.startswith("_protect"):
             self._add("wait", node, "pass")
         self.generic_visit(call)
+
+    def visit_If(self, node: ast.If) -> None:
+        if self._file.split("/")[1] in _BRANCHES and ast.unparse(node.test) != "TYPE_CHECKING":
+            self._add("branch", node.test, f"(not ({ast.unparse(node.test)}))")
+        self.generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         if not self._is_kernel or any("jit" in ast.unparse(each) for each in node.decorator_list):
@@ -286,7 +294,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", nargs="+", default=_DEFAULT_FILES, help="patterns; the default is the gradient path")
+    parser.add_argument("--files", nargs="+", default=list(TESTS), help="patterns; the default is all that TESTS has")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--tests", nargs="+", help="files; the default is what TESTS has of each file with a fault")
     parser.add_argument("--part", default="1/1", help="2/8: every eighth mutant, from the second on")

@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,11 +27,14 @@ _PLACES = {Path(__file__).parents[1] / folder: place for place, folder in enumer
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run what is marked exhaustive")
+    parser.addoption(
+        "--part", metavar="I/N", default="1/1", help="with --all: the I-th of N parts of what is exhaustive"
+    )
 
 
 @pytest.hookimpl(trylast=True)  # behind -k and -m, so that only what they select is counted
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what is marked exhaustive, unless it is asked for: by --all, or by its name after ``::``.
+    """Leaves out what is marked exhaustive, unless it is asked for: by --all and --part, or by its name after ``::``.
 
     Makes warnings within tests errors, and those alone: plugins that somebody has installed may warn while pytest
     starts. Some versions of torch warn of their own functions for CUDA.
@@ -43,12 +47,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.filterwarnings("default::UserWarning:torch"))
     items.sort(key=lambda item: _PLACES.get(item.path.parent, len(_PLACES)))
-    if config.getoption("--all") or any("::" in argument for argument in config.args):
+    if any("::" in argument for argument in config.args):
         return
-    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    number, num_parts = map(int, config.getoption("--part").split("/"))
+    is_all = config.getoption("--all")
+    left_out, kept = [], []
+    for item in items:
+        is_in_part = is_all and zlib.crc32(item.nodeid.encode()) % num_parts == number - 1
+        (kept if is_in_part or not item.get_closest_marker("exhaustive") else left_out).append(item)
     _count_left_out(config, len(left_out))
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+    items[:] = kept
 
 
 def _count_left_out(config: pytest.Config, number: int) -> None:
