@@ -3,7 +3,7 @@
 Importing the package imports neither torch nor Lightning: the names below are imported when they are used.
 """
 
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 from lightning_commopt.compat.import_hook import call_after_import
@@ -32,6 +32,8 @@ __all__ = [
     "register_compressor",
     "shard",
 ]
+
+__version__: str
 
 if TYPE_CHECKING:
     from lightning_commopt.compressors import (
@@ -70,6 +72,8 @@ else:
             value = import_module("lightning_commopt.strategy.adapters").adapter_in_use(name)
         elif name in __all__:
             value = getattr(import_module(_MODULES.get(name, "lightning_commopt.compressors")), name)
+        elif name == "__version__":
+            value = metadata.version("lightning-commopt")
         elif name in _PACKAGES:
             value = import_module(f"lightning_commopt.{name}")
         else:

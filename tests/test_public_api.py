@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import inspect
 from abc import ABCMeta
+from importlib.metadata import version
 from pathlib import Path
 
 import lightning.fabric.strategies
@@ -55,6 +56,7 @@ def test_names() -> None:
     assert all(hasattr(lightning_commopt, name) for name in lightning_commopt.__all__)
     assert set(lightning_commopt.__all__) < set(dir(lightning_commopt))
     assert lightning_commopt.compressors.Int8 is lightning_commopt.Int8
+    assert lightning_commopt.__version__ == version("lightning-commopt")
     with pytest.raises(AttributeError, match="no attribute 'Int7'"):
         getattr(lightning_commopt, "Int7")  # noqa: B009 - type checkers know that there is none
 

@@ -8,17 +8,30 @@ from typing import Annotated
 import typer
 
 from commopt_diagnose.bench.command import bench
-from lightning_commopt.commands.errors import Json, echo, echo_notices, errors_in_a_line, print_json
+from lightning_commopt.commands.errors import (
+    AFTER,
+    BEFORE,
+    DURING,
+    Json,
+    echo,
+    echo_notices,
+    errors_in_a_line,
+    print_json,
+)
+from lightning_commopt.commands.run_dirs import newest_run
 from lightning_commopt.text.terminal import TextConsole
 
 app = typer.Typer()
-app.command()(errors_in_a_line()(bench))
+app.command(rich_help_panel=BEFORE, epilog="Example: commopt bench all_reduce all_gather -e 64M --comm-hook int8")(
+    errors_in_a_line()(bench)
+)
 
 
-@app.command()
+@app.command(rich_help_panel=BEFORE, epilog="Example: commopt doctor --hosts node1,node2")
 def doctor(
     run_dir: Annotated[
-        Path | None, typer.Argument(help="Directory with the files of HangMonitor: explains why that run hung.")
+        Path | None,
+        typer.Argument(help="Directory of a run with HangMonitor, or one above it: explains why the newest run hung."),
     ] = None,
     hosts: Annotated[
         str | None,
@@ -73,7 +86,7 @@ def _explain_hang(run_dir: Path, *, json: bool) -> None:
     from lightning_commopt.watch.hangs.records import read_hang_report
 
     with errors_in_a_line():
-        report = read_hang_report(run_dir)
+        report = read_hang_report(newest_run(run_dir, "hangs", "rank_0.json"))
     if json:
         plain = {
             "was_reported": report.was_reported,
@@ -86,7 +99,9 @@ def _explain_hang(run_dir: Path, *, json: bool) -> None:
         print_hang_report(report, TextConsole())
 
 
-@app.command()
+@app.command(
+    rich_help_panel=AFTER, epilog="Example: NCCL_DEBUG=INFO python train.py > log.txt 2>&1; commopt nccl-log log.txt"
+)
 def nccl_log(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILE...", help="Logs of NCCL_DEBUG=INFO of all ranks; - is standard input.")
@@ -122,7 +137,7 @@ def nccl_log(
         print_log(log, findings, TextConsole())
 
 
-@app.command()
+@app.command(rich_help_panel=BEFORE, epilog="Example: nvidia-smi topo -m > topo.txt; commopt topo --from topo.txt")
 def topo(
     file: Annotated[
         Path | None,
@@ -162,7 +177,11 @@ def topo(
     raise typer.Exit(any(finding.severity == "error" for finding in findings))
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+@app.command(
+    rich_help_panel=DURING,
+    epilog="Example: commopt nsys --nproc-per-node 8 -- python train.py",
+    context_settings={"allow_interspersed_args": False},
+)
 def nsys(
     command: Annotated[
         list[str],

@@ -4,12 +4,13 @@ A command imports what it needs when it runs: importing torch takes seconds, and
 distributions add commands with an entry point of the group ``commopt.commands`` that names a `typer.Typer`.
 """
 
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
+from typing import Annotated
 
 import typer
 
 from lightning_commopt.commands import runs
-from lightning_commopt.commands.errors import Json, echo, print_json
+from lightning_commopt.commands.errors import AFTER, BEFORE, DURING, Json, echo, print_json
 from lightning_commopt.commands.machines import selftest, tune
 from lightning_commopt.text.terminal import TextConsole, print_in_any_encoding
 
@@ -20,16 +21,27 @@ GROUP = "commopt.commands"
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="Tools around lightning_commopt. Training is commopt-train.",
 )
 
 
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        echo(f"lightning-commopt {version('lightning-commopt')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _main() -> None:
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
     print_in_any_encoding()
 
 
-@app.command()
+@app.command(rich_help_panel=BEFORE, epilog="Example: commopt info --json")
 def info(json: Json = False) -> None:
     """Prints versions, devices, backends, comm hooks, and which DDP options this torch has."""
     from lightning_commopt.commands.info.info import collect, print_info
@@ -41,12 +53,16 @@ def info(json: Json = False) -> None:
         print_info(facts, TextConsole())
 
 
-app.command()(selftest)
-app.command()(runs.trace)
-app.command()(runs.summary)
-app.command()(runs.report)
-app.command()(runs.predict)
-app.command(context_settings={"allow_interspersed_args": False})(tune)
+app.command(rich_help_panel=BEFORE, epilog="Example: commopt selftest --device cpu")(selftest)
+app.command(
+    rich_help_panel=DURING,
+    epilog="Example: commopt tune --lossy int8 -- torchrun --nproc-per-node 8 train.py",
+    context_settings={"allow_interspersed_args": False},
+)(tune)
+app.command(rich_help_panel=AFTER, epilog="Example: commopt summary outputs")(runs.summary)
+app.command(rich_help_panel=AFTER, epilog="Example: commopt trace outputs --num-steps 20")(runs.trace)
+app.command(rich_help_panel=AFTER, epilog="Example: commopt predict outputs --ranks 64 --link 25gbit")(runs.predict)
+app.command(rich_help_panel=AFTER, epilog="Example: commopt report multirun/2026-11-27/12-00-00")(runs.report)
 
 
 def _add_missing(name: str) -> None:
@@ -54,7 +70,7 @@ def _add_missing(name: str) -> None:
     pip = "pip install commopt-diagnose"
     any_arguments = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-    @app.command(name, help=f"Not installed: {pip}", add_help_option=False, context_settings=any_arguments)
+    @app.command(name, help=pip, rich_help_panel="Not installed", add_help_option=False, context_settings=any_arguments)
     def missing(context: typer.Context) -> None:
         echo(f"commopt: {context.info_name} is in a distribution that is not installed: {pip}", err=True)
         raise typer.Exit(2)

@@ -1,4 +1,4 @@
-"""What commands share: the option ``--json``, how they print, and how they report a user's mistake."""
+"""What commands share: panels of the help, the option ``--json``, how they print and report a user's mistake."""
 
 import json as json_text
 from collections.abc import Iterator
@@ -9,6 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from lightning_commopt.text.formatting import escape_controls
+
+BEFORE, DURING, AFTER = "Before a run", "During a run", "After a run"
+"""The panels of the help, as ``rich_help_panel`` of a command."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 

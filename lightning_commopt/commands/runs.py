@@ -6,9 +6,19 @@ from typing import Annotated
 import typer
 
 from lightning_commopt.commands.errors import Json, echo, echo_notices, errors_in_a_line, print_json
+from lightning_commopt.commands.run_dirs import newest_run
+from lightning_commopt.measure.runs.files import PREDICTION_FILE
 from lightning_commopt.text.terminal import TextConsole
 
-RunDir = Annotated[Path, typer.Argument(help="Directory of a run with CommTimeMonitor, which has comm_time.")]
+RunDir = Annotated[
+    Path, typer.Argument(help="Directory of a run with CommTimeMonitor, or one above it: the newest run counts.")
+]
+
+
+def _with_steps(folder: Path, *others: str) -> Path:
+    from lightning_commopt.measure.files import FOLDER
+
+    return newest_run(folder, FOLDER, *others)
 
 
 def trace(
@@ -23,7 +33,7 @@ def trace(
     from lightning_commopt.measure.trace import write_trace
 
     with errors_in_a_line():
-        written, notices = write_trace(run_dir, output, first_step, num_steps)
+        written, notices = write_trace(_with_steps(run_dir), output, first_step, num_steps)
     for notice in notices:
         echo(f"commopt: {notice}", err=True)
     echo(f"{written}. Open it in https://ui.perfetto.dev")
@@ -42,7 +52,7 @@ def summary(
     from lightning_commopt.measure.summary import summarize_run
 
     with errors_in_a_line():
-        fit, notices = summarize_run(run_dir, num_warmup_steps)
+        fit, notices = summarize_run(_with_steps(run_dir), num_warmup_steps)
     for notice in notices:
         echo(f"commopt: {notice}", err=True)
     TextConsole().print(fit.table())
@@ -123,6 +133,7 @@ def predict(
     from lightning_commopt.commands.predict.outlook import outlook
 
     with errors_in_a_line():
+        run_dir = _with_steps(run_dir, PREDICTION_FILE)
         predicted = outlook(run_dir, num_ranks=ranks, link=link, num_batches=accumulate, comm_hooks=comm_hook)
         echo_notices(run_dir)
     if json:

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,10 @@ def test_no_command_shows_the_commands() -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_explains_itself(command: str) -> None:
     assert "Usage: " in commopt(command, "--help").output
+
+
+def test_version() -> None:
+    assert commopt("--version").output == f"lightning-commopt {version('lightning-commopt')}\n"
 
 
 def test_unknown_command_is_an_error_that_names_it() -> None:

@@ -22,63 +22,153 @@ _NAMES = (
     " reduce_broadcast and reduce_scatter_all_gather, two other ways to all_reduce; or all"
 )
 
+# Panels of the help.
+_SIZES = "Sizes"
+_WHAT_IS_MEASURED = "What is measured"
+_HOW_OFTEN = "How often"
+_WHERE = "Where"
+_RESULTS = "Results"
+
 
 def bench(
     collectives: Annotated[
         list[str] | None, typer.Argument(metavar="COLLECTIVE...", help=f"By default all_reduce. {_NAMES}.")
     ] = None,
-    minbytes: Annotated[str, typer.Option("-b", "--minbytes", help="Smallest message, such as 8 or 64K.")] = "8",
-    maxbytes: Annotated[str, typer.Option("-e", "--maxbytes", help="Largest message, such as 1G.")] = "64M",
-    stepfactor: Annotated[float, typer.Option("-f", "--stepfactor", help="Factor from one size to the next.")] = 2,
+    minbytes: Annotated[
+        str, typer.Option("-b", "--minbytes", help="Smallest message, such as 8 or 64K.", rich_help_panel=_SIZES)
+    ] = "8",
+    maxbytes: Annotated[
+        str, typer.Option("-e", "--maxbytes", help="Largest message, such as 1G.", rich_help_panel=_SIZES)
+    ] = "64M",
+    stepfactor: Annotated[
+        float, typer.Option("-f", "--stepfactor", help="Factor from one size to the next.", rich_help_panel=_SIZES)
+    ] = 2,
     stepbytes: Annotated[
-        str | None, typer.Option("-i", "--stepbytes", help="Add this to a size instead of multiplying it.")
+        str | None,
+        typer.Option("-i", "--stepbytes", help="Add this to a size instead of multiplying it.", rich_help_panel=_SIZES),
     ] = None,
-    datatype: Annotated[str, typer.Option("-d", "--datatype", help="One or several, as float,bfloat16.")] = "float",
-    op: Annotated[str, typer.Option("-o", "--op", help="How to reduce: sum, min, max, or several.")] = "sum",
-    root: Annotated[int, typer.Option("-r", "--root", min=0, help="Root rank of broadcast and reduce.")] = 0,
+    datatype: Annotated[
+        str,
+        typer.Option("-d", "--datatype", help="One or several, as float,bfloat16.", rich_help_panel=_WHAT_IS_MEASURED),
+    ] = "float",
+    op: Annotated[
+        str,
+        typer.Option("-o", "--op", help="How to reduce: sum, min, max, or several.", rich_help_panel=_WHAT_IS_MEASURED),
+    ] = "sum",
+    root: Annotated[
+        int,
+        typer.Option(
+            "-r", "--root", min=0, help="Root rank of broadcast and reduce.", rich_help_panel=_WHAT_IS_MEASURED
+        ),
+    ] = 0,
     iters: Annotated[
         int | None,
-        typer.Option("-n", "--iters", min=1, help="Calls in a repetition; by default as many as last 0.1 s."),
+        typer.Option(
+            "-n",
+            "--iters",
+            min=1,
+            help="Calls in a repetition; by default as many as last 0.1 s.",
+            rich_help_panel=_HOW_OFTEN,
+        ),
     ] = None,
-    warmup_iters: Annotated[int, typer.Option("-w", "--warmup_iters", min=1, help="Calls before the first one.")] = 2,
-    check: Annotated[int, typer.Option("-c", "--check", min=0, max=1, help="0 to check no results.")] = 1,
-    repetitions: Annotated[int, typer.Option(min=1, help="Repetitions of each case, round-robin.")] = 7,
-    place: Annotated[str, typer.Option(help="in, out or both: in place, out of place.")] = "in",
+    warmup_iters: Annotated[
+        int, typer.Option("-w", "--warmup_iters", min=1, help="Calls before the first one.", rich_help_panel=_HOW_OFTEN)
+    ] = 2,
+    check: Annotated[
+        int, typer.Option("-c", "--check", min=0, max=1, help="0 to check no results.", rich_help_panel=_HOW_OFTEN)
+    ] = 1,
+    repetitions: Annotated[
+        int, typer.Option(min=1, help="Repetitions of each case, round-robin.", rich_help_panel=_HOW_OFTEN)
+    ] = 7,
+    place: Annotated[
+        str, typer.Option(help="in, out or both: in place, out of place.", rich_help_panel=_WHAT_IS_MEASURED)
+    ] = "in",
     comm_hook: Annotated[
-        list[str] | None, typer.Option(help="Measure a comm hook too, by name or as JSON with options; repeatable.")
+        list[str] | None,
+        typer.Option(
+            help="Measure a comm hook too, by name or as JSON with options; repeatable.",
+            rich_help_panel=_WHAT_IS_MEASURED,
+        ),
     ] = None,
-    under_compute: Annotated[bool, typer.Option(help="Measure again while matrix products run.")] = False,
+    under_compute: Annotated[
+        bool, typer.Option(help="Measure again while matrix products run.", rich_help_panel=_WHAT_IS_MEASURED)
+    ] = False,
     scopes: Annotated[
-        str, typer.Option(help="all, node (ranks of each node among themselves), across (nodes); or several.")
+        str,
+        typer.Option(
+            help="all, node (ranks of each node among themselves), across (nodes); or several.",
+            rich_help_panel=_WHAT_IS_MEASURED,
+        ),
     ] = "all",
-    device: Annotated[str, typer.Option(help="cpu (gloo), cuda (NCCL), or auto: CUDA with two devices.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="cpu (gloo), cuda (NCCL), or auto: CUDA with two devices.", rich_help_panel=_WHERE)
+    ] = "auto",
     nproc_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Ranks on each host; by default one a GPU, 2 on CPU, 1 in the lab.")
+        int | None,
+        typer.Option(
+            min=1, help="Ranks on each host; by default one a GPU, 2 on CPU, 1 in the lab.", rich_help_panel=_WHERE
+        ),
     ] = None,
     link: Annotated[
-        str | None, typer.Option(metavar="RATE", help="In the network lab, such as 1gbit: the rate of each host.")
+        str | None,
+        typer.Option(
+            metavar="RATE", help="In the network lab, such as 1gbit: the rate of each host.", rich_help_panel=_WHERE
+        ),
     ] = None,
-    hosts: Annotated[int | None, typer.Option(min=1, help="In the lab: how many hosts; by default 2.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Write the result as JSON to this file.")] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write a row for each case to this file.")] = None,
-    page: Annotated[Path | None, typer.Option(help="Write charts and numbers as a page to this file, *.html.")] = None,
-    model: Annotated[Path | None, typer.Option(help="Write the link model to this file, as JSON.")] = None,
+    hosts: Annotated[
+        int | None, typer.Option(min=1, help="In the lab: how many hosts; by default 2.", rich_help_panel=_WHERE)
+    ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of tables.", rich_help_panel=_RESULTS)
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the result as JSON to this file.", rich_help_panel=_RESULTS)
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="Write a row for each case to this file.", rich_help_panel=_RESULTS)
+    ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(help="Write charts and numbers as a page to this file, *.html.", rich_help_panel=_RESULTS),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Write the link model to this file, as JSON.", rich_help_panel=_RESULTS)
+    ] = None,
     predict: Annotated[
-        str | None, typer.Option(metavar="SIZES", help="Predict how long messages take, such as 25M,100M.")
+        str | None,
+        typer.Option(
+            metavar="SIZES", help="Predict how long messages take, such as 25M,100M.", rich_help_panel=_RESULTS
+        ),
     ] = None,
     plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Measure the messages of a plan, as CommPlan.save writes it.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Measure the messages of a plan, as CommPlan.save writes it.",
+            rich_help_panel=_WHAT_IS_MEASURED,
+        ),
     ] = None,
     buckets_of: Annotated[
-        Path | None, typer.Option(metavar="RUN_DIR", help="With --plan: the buckets of this run, to the byte.")
+        Path | None,
+        typer.Option(
+            metavar="RUN_DIR",
+            help="With --plan: the buckets of this run, to the byte.",
+            rich_help_panel=_WHAT_IS_MEASURED,
+        ),
     ] = None,
     load: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Measure nothing: read the result of --output, or a link model."),
+        typer.Option(
+            metavar="FILE",
+            help="Measure nothing: read the result of --output, or a link model.",
+            rich_help_panel=_RESULTS,
+        ),
     ] = None,
     from_run: Annotated[
-        Path | None, typer.Option(metavar="RUN_DIR", help="Measure nothing: read the buckets of a training run.")
+        Path | None,
+        typer.Option(
+            metavar="RUN_DIR", help="Measure nothing: read the buckets of a training run.", rich_help_panel=_RESULTS
+        ),
     ] = None,
 ) -> None:
     """Measures collectives and comm hooks by size; starts its ranks, or runs under torchrun or srun.
