@@ -4,7 +4,7 @@ import os
 import signal
 import socket
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ _PLACES = {Path(__file__).parents[1] / folder: place for place, folder in enumer
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also run what is marked exhaustive")
+    parser.addoption("--update-golden", action="store_true", help="write the golden files instead of comparing")
     parser.addoption(
         "--part", metavar="I/N", default="1/1", help="with --all: the I-th of N parts of what is exhaustive"
     )
@@ -95,6 +96,21 @@ def signals_count() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Returns a function that compares what people read with a file of a name in ``golden``, beside the test."""
+    folder = request.path.parent / "golden"
+
+    def compare(name: str, text: str) -> None:
+        path, written = folder / f"{name}.txt", text.rstrip("\n") + "\n"
+        if request.config.getoption("--update-golden"):
+            folder.mkdir(exist_ok=True)
+            path.write_text(written, encoding="utf-8")
+        assert path.read_text(encoding="utf-8").splitlines() == written.splitlines(), "is it better? --update-golden"
+
+    return compare
 
 
 @pytest.fixture
