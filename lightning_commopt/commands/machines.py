@@ -1,5 +1,6 @@
 """Commands about this machine and about a script: selftest, tune."""
 
+import json as json_text
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -80,4 +81,9 @@ def tune(
     if verdict is None:
         echo("commopt: no fit of COMMAND has looked for a plan: it needs a Trainer with DDP on several ranks", err=True)
         raise typer.Exit(1)
-    echo(f"{verdict}\n{output}: CommOptDDP(plan={str(output)!r}) trains with this plan.")
+    echo(verdict)
+    if not json_text.loads(output.read_text(encoding="utf-8")):
+        echo(f"{output} is empty, as DDP's own defaults are the plan.")
+        return
+    echo(f"{output}: CommOptDDP(plan={str(output)!r}) trains with this plan.")
+    echo(f"With Hydra: strategy.plan={output}. With LightningCLI: --trainer.strategy.plan={output}.")

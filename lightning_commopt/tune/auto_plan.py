@@ -33,6 +33,8 @@ class AutoPlan(ABC):
         max_regret: share of a fit's time, over all its steps, that searching may cost.
     """
 
+    _tells_verdict = True  # else whoever reads `describe` does
+
     def __init__(self, strategy: PlannedStrategy, options: TuneOptions | None, max_regret: float = 0.01) -> None:
         self._strategy = strategy
         self._options = options
@@ -86,7 +88,10 @@ class AutoPlan(ABC):
                     f"plan='auto': the ranks cannot connect over gloo ({error}), so the plan stays.", on_every_rank=True
                 )
                 return
-            self._tuner = Tuner(group, self._host(), self._options, self._base, self._resumed, self._max_regret)
+            self._tuner = Tuner(
+                *(group, self._host(), self._options, self._base, self._resumed, self._max_regret),
+                tells_verdict=self._tells_verdict,
+            )
         if self._tuner is not None and not self._tuner.is_over:
             self._tuner.begin_batch(batch, batch_idx)
 
@@ -117,7 +122,7 @@ class AutoPlan(ABC):
             keep(plan)
         elif self._strategy.plan != plan:
             self._strategy.apply_plan(plan)
-        if self._found:
+        if self._found and self._tells_verdict and self._found["verdict"] != tuner.told:
             info(f"plan='auto': {self._found['verdict']}")
 
     def add_choice(self, saved: dict[str, Any]) -> dict[str, Any]:

@@ -206,14 +206,24 @@ class Director:
     def _known_steps(self) -> float:
         return self._num_done if math.isinf(self._num_steps) else self._num_steps
 
+    @property
+    def needed_steps(self) -> int:
+        """The steps of a fit that can pay for one calibration more, and for a search."""
+        # A search needs as many changes of the plan as a calibration at least.
+        num_changes = limits.MIN_CHANGES * (2 + self._num_calibrations)
+        return math.ceil(num_changes * limits.MIN_CHANGE_STEPS / self._max_regret)
+
+    @property
+    def num_steps(self) -> float:
+        """The steps of the fit from its start or resumption; infinite if unknown."""
+        return self._num_steps
+
     def _end(self) -> _Visits:
         while True:
             yield Visit(0, 0)
 
     def _can_calibrate(self) -> bool:
-        # One calibration more is to come, and a search, which needs as many changes at least.
-        num_changes = limits.MIN_CHANGES * (2 + self._num_calibrations)
-        if self._max_regret * self._known_steps < num_changes * limits.MIN_CHANGE_STEPS:
+        if self._known_steps < self.needed_steps:
             return False
         # A fit of known length measures what it can pay for. In one of unknown length the budget still grows.
         return not math.isinf(self._num_steps) or self.measuring_limit_s >= self._measuring_s

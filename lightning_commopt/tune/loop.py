@@ -14,9 +14,8 @@ from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.ddp.modules import ModuleSyncs, SyncedModule
 from lightning_commopt.sync.strategies import BucketedStrategy
-from lightning_commopt.text.validation import info, warn
+from lightning_commopt.text.validation import warn
 from lightning_commopt.tune.auto_plan import AutoPlan
-from lightning_commopt.tune.director import Director
 from lightning_commopt.tune.host import Buckets, Host
 from lightning_commopt.tune.options import TuneOptions
 
@@ -54,7 +53,6 @@ class LoopPlan(AutoPlan):
         self._tuned: SyncedModule | None = None
         self._stepped: list[ref[Any]] = []  # optimizers that have stepped; an id may be used again, on some ranks
         self._num_steps = 0
-        self._seen: object = None
 
     def start_loop(self) -> None:
         """Must be called whenever a module is set up, in the process group."""
@@ -84,7 +82,6 @@ class LoopPlan(AutoPlan):
         if self._is_due:
             self._tuned = trained[0]
         self.begin_batch(None, 1)
-        self._log()
 
     def _note(self, inner: Callable[[SyncedModule], None], module: SyncedModule) -> None:
         inner(module)
@@ -123,14 +120,3 @@ class LoopPlan(AutoPlan):
             forwards=[(tuned, "forward")],
             pauses=[(strategy, "save_checkpoint")],
         )
-
-    def _log(self) -> None:
-        """Logs what was decided, once."""
-        director: Director | None = None if self._tuner is None else self._tuner.director
-        if director is None or director.visit is self._seen:
-            return
-        self._seen = director.visit
-        verdict = self.describe()["verdict"]
-        if self.has_decided and director.status != "measuring" and verdict != self._found.get("verdict"):
-            self._found = self.describe()
-            info(f"plan='auto': {verdict}")

@@ -153,10 +153,12 @@ def _is_given(name: str, options: Mapping[str, Any]) -> bool:
 def _lossy(lossy: Any, from_config: Callable[[Any], Any] = compressor_from_config) -> tuple[Any, ...]:
     if lossy == NEVER or lossy is None:
         return ()
-    if isinstance(lossy, str) or not isinstance(lossy, Sequence):
+    if isinstance(lossy, str):
+        lossy = [lossy]
+    if not isinstance(lossy, Sequence):
         raise OptionError(
-            f"lossy must be 'never' or a list of compressors that plan='auto' may choose, such as ['bf16', 'int8'],"
-            f" got {lossy!r}"
+            f"lossy must be 'never', a compressor, or a list of compressors that plan='auto' may choose, such as"
+            f" ['bf16', 'int8'], got {lossy!r}"
         )
     compressors = []
     for config in lossy:

@@ -15,7 +15,7 @@ from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.measure.recorder import issued_by
 from lightning_commopt.plan_base import Plan
 from lightning_commopt.sync.groups import BorrowedGroups
-from lightning_commopt.text.validation import warn
+from lightning_commopt.text.validation import info, warn
 from lightning_commopt.tune.calibration import MEASURING_S, Calibration, shortlist, unpredicted
 from lightning_commopt.tune.director import CALIBRATE, Director
 from lightning_commopt.tune.guard import Guard, error_limit
@@ -23,7 +23,7 @@ from lightning_commopt.tune.host import Host, load_choice, save_choice
 from lightning_commopt.tune.options import TuneOptions
 from lightning_commopt.tune.search import Report
 from lightning_commopt.tune.step_timer import StepTimer
-from lightning_commopt.tune.verdict import History
+from lightning_commopt.tune.verdict import History, news
 
 _ROW = 128
 """A rank sends so many numbers: the times of a visit's steps, `WATCH_STEPS` at most, then the guard's error and the
@@ -43,12 +43,14 @@ class Tuner:
         base: the user's plan.
         resumed: a plan that was chosen before, and that the strategy has; None to search.
         max_regret: share of the fit's time that searching may cost.
+        tells_verdict: log what a search has found when it has ended; that it begins is logged anyway.
 
     Attributes:
         plans: the user's plan, and the candidates; the same on all ranks.
         director: what decides, on rank 0; None on the others.
         history: times of the steps, on rank 0.
         has_decided: no search is under way.
+        told: what was logged last, on rank 0.
     """
 
     def __init__(
@@ -59,8 +61,11 @@ class Tuner:
         base: Plan,
         resumed: Plan | None,
         max_regret: float,
+        *,
+        tells_verdict: bool = True,
     ) -> None:
         self._host, self._strategy = host, host.strategy
+        self._tells_verdict = tells_verdict
         self._options = options
         self.plans = [base]
         self._group = group
@@ -71,6 +76,7 @@ class Tuner:
         self._change_s = 0.0
         self._guard: Guard | None = None
         self.director: Director | None = None
+        self.told = ""
         self.history = History()
         fit = host.describe(base) if self._strategy.global_rank == 0 else None
         known = None if fit is None or resumed is not None else load_choice(fit, options, base)
@@ -208,9 +214,18 @@ class Tuner:
         self._guard_plan(self.plans[arm] if arm > 0 and not is_timed else None)
         self.has_decided = self.is_over or not is_timed
         self._timer.restart(is_exact=bool(is_timed))
+        self._tell()
         if self.is_over:
             self.close()
             self._group.return_to_pool()
+
+    def _tell(self) -> None:
+        """Logs that a search begins, and what it has found, once for each."""
+        text = "" if self.director is None else news(self.director, self.plans)
+        is_wanted = self.director is not None and (self._tells_verdict or self.director.is_searching)
+        if is_wanted and text not in ("", self.told):
+            self.told = text
+            info(f"plan='auto': {text}")
 
     def _check(self, error: float) -> None:
         """Forbids the compressor in use if the guard finds its averages to be far off; on rank 0."""

@@ -13,6 +13,7 @@ from lightning_commopt.measure.runs.record import Stretch, TriedPlan, Tuning
 from lightning_commopt.plan_base import Plan
 from lightning_commopt.text.formatting import MILLISECONDS, short_percent
 from lightning_commopt.tune.director import Director
+from lightning_commopt.tune.limits import MAX_STEPS
 
 _WHY = {
     "none faster": "no candidate is faster than it",
@@ -22,7 +23,10 @@ _WHY = {
 }
 
 _NOTHING_TRIED = {
-    "too short": "The fit is too short to look for a better one within 1 % of its time",
+    "too short": (
+        "The fit is too short to look for a better one within 1 % of its time: it has {director.num_steps:.0f} steps,"
+        " and needs {director.needed_steps}"
+    ),
     "measuring": "The fit ended before its steps were measured",
     "unpredictable": "Its steps do not show what gradient sync costs",
 }
@@ -37,6 +41,14 @@ _LEFT = {
 }
 
 _HIDDEN = ": backward hides gradient sync as far as any could"
+
+
+def news(director: Director, plans: Sequence[Plan]) -> str:
+    """Returns what a user hears while the fit goes on: that a search begins, then `verdict`; empty before."""
+    if director.is_searching:
+        others = "; ".join(plan.name for plan in plans[1:])
+        return f"A search begins, of {MAX_STEPS} steps at most. The plan is {plans[0].name}; candidates are {others}."
+    return "" if director.status == "measuring" else verdict(director, plans)
 
 
 def verdict(director: Director, plans: Sequence[Plan]) -> str:
@@ -86,7 +98,7 @@ def summary(director: Director, plans: Sequence[Plan], history: Sequence[Stretch
 def _choice(director: Director, plans: Sequence[Plan]) -> str:
     own = f"The plan stays: {plans[0].name}"
     if director.status in _NOTHING_TRIED:
-        return f"{own}. {_NOTHING_TRIED[director.status]}."
+        return f"{own}. {_NOTHING_TRIED[director.status].format(director=director)}."
     if director.status == "nothing promising":
         helps = director.shortlist is not None and bool(director.shortlist.not_allowed)
         return f"{own}. No {'allowed plan' if helps else 'plan'} is predicted to be faster{'' if helps else _HIDDEN}."

@@ -47,9 +47,9 @@ def scripted(
     init, direct, measure = Tuner.__init__, Director.__init__, StepTimer.take
     hosts: list[Host] = []
 
-    def begin(tuner: Tuner, group: Any, host: Host, *args: Any) -> None:
+    def begin(tuner: Tuner, group: Any, host: Host, *args: Any, **options: Any) -> None:
         hosts.append(host)
-        init(tuner, group, host, *args)
+        init(tuner, group, host, *args, **options)
 
     def shortlist(basis: Basis, options: TuneOptions) -> Shortlist:
         real = predict(basis, options)

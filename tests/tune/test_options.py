@@ -16,7 +16,8 @@ from lightning_commopt.tune.options import TuneOptions
     [
         ({"plan": "autos"}, "plan must be 'auto', .* no file 'autos'; did you mean 'auto'"),
         ({"plan": 3}, "plan must be 'auto', a CommPlan, .* got 3"),
-        ({"plan": "auto", "lossy": "int8"}, "lossy must be 'never' or a list of compressors .* got 'int8'"),
+        ({"plan": "auto", "lossy": 8}, "lossy must be 'never', a compressor, or a list of compressors .* got 8"),
+        ({"plan": "auto", "lossy": "int7"}, "lossy: .*int7"),
         ({"plan": "auto", "lossy": ["int7"]}, "lossy: .*int7"),
         ({"lossy": ["int8"]}, "lossy=.'int8'. needs plan='auto'"),
         ({"plan": "auto", "bucket_cap_mb": 5}, "nothing to choose: bucket_cap_mb=5 is given, and no lossy compressor"),
@@ -57,6 +58,7 @@ def test_what_is_left_to_choose() -> None:
     options = TuneOptions.of("auto", ["int8"], {"bucket_cap_mb": 5})
     assert options is not None
     assert options.lossy == (Int8(),)
+    assert TuneOptions.of("auto", "int8", {"bucket_cap_mb": 5}) == options
     assert options.fits(CommPlan.from_dict({"static_graph": True, "bucket_cap_mb": 5, "comm_hook": "int8"}), base)
     assert not options.fits(CommPlan.from_dict({"static_graph": True, "bucket_cap_mb": 9, "comm_hook": "int8"}), base)
     assert not options.fits(CommPlan.from_dict({"static_graph": True, "bucket_cap_mb": 5, "comm_hook": "bf16"}), base)

@@ -90,7 +90,7 @@ def test_what_an_earlier_fit_has_chosen_is_tried_first(tmp_path: Path) -> None:
         ({"plan": "auto"}, "plan='auto' has nothing to choose: of sharded models.*lossy=\\['bf16', 'int8'\\]"),
         ({"lossy": ["int8"]}, "lossy=\\['int8'\\] needs plan='auto'"),
         ({"plan": "auto", "lossy": ["powersgd"]}, "lossy: 'powersgd' averages whole gradients"),
-        ({"plan": "auto", "lossy": "int8"}, "lossy must be 'never' or a list of compressors"),
+        ({"plan": "auto", "lossy": 8}, "lossy must be 'never', a compressor, or a list of compressors"),
         ({"plan": "auto", "lossy": ["int8"], "comm_hook": "bf16"}, "nothing to choose beside comm_hook='bf16'"),
         ({"plan": "auto", "lossy": ["int8"], "uneven_batches": "allow"}, "exclude each other"),
     ],

@@ -18,6 +18,8 @@ _UNLIMITED = 1e6
 class Tuning(FitPlan):
     """Looks for a plan whatever that costs, and writes it to a file; ``asked`` is the content of `inject.VARIABLE`."""
 
+    _tells_verdict = False  # the command prints it
+
     def __init__(self, strategy: TunedBuckets, asked: Mapping[str, Any]) -> None:
         options = TuneOptions.of("auto", asked["lossy"], strategy.plan.to_dict())
         super().__init__(strategy, options, max_regret=_UNLIMITED)
