@@ -35,7 +35,7 @@ def test_a_table_of_plans(run_dir: Path) -> None:
     assert "with 2 ranks" in output
     assert "uncompressed (as it ran)" in output
     assert "int8" in output
-    assert "Assumes: link: 3 times of 40 MB on the wire in the run." in output
+    assert "Assumes: link: 12 times of 10 MB on the wire in the run." in output
     assert "Assumes: gradients are taken to become ready evenly" in output
 
 

@@ -46,8 +46,8 @@ _MAX_SHARED = 0.05
 are off by about as much then."""
 
 _BLOCK = 10
-"""The spread is that of medians of so many messages, as a prediction is of the median of many steps, not of one of
-them. They are few enough for several such medians in a run."""
+"""The spread is that of medians of so many steps, as a prediction is of the median of many. They are few enough for
+several such medians in a run."""
 
 
 class Message(NamedTuple):
@@ -166,19 +166,17 @@ def fit_link(
     """
     shares = [step.shared_s / step.whole.time_s for step in steps if step.whole.time_s > 0]
     takes_turns = has_trees or (bool(shares) and median(shares) <= _MAX_SHARED)
-    messages = [message for step in steps for message in (step.buckets if takes_turns else (step.whole,))]
-    times_of = grouped(
-        (message[:2], message.time_s) for message in messages if message.time_s > 0 and message.wire_bytes > 0
-    )
+    messages_of = [
+        [message for message in (step.buckets if takes_turns else (step.whole,)) if message.time_s > 0]
+        for step in steps
+        if step.whole.wire_bytes > 0
+    ]
+    times_of = grouped((message[:2], message.time_s) for messages in messages_of for message in messages)
     known = {size: times_s for size, times_s in sorted(times_of.items()) if len(times_s) >= MIN_TIMES}
     if not known:
         return None
     line = _fit_line(known) if hop_s is None else _line_with(hop_s, known)
-    ratios = sorted(
-        value / (num_hops * line.hop_s + num_bytes * line.s_per_byte)
-        for (num_hops, num_bytes), times_s in known.items()
-        for value in _block_medians(times_s)
-    )
+    ratios = sorted(_block_medians([line.ratio(messages) for messages in messages_of if messages]))
     tail = int((1 - CONFIDENCE) / 2 * len(ratios))
     sizes_bytes = sorted({num_bytes for _, num_bytes in known})
     text = " to ".join(f"{size / 1e6:.3g}" for size in sorted({sizes_bytes[0], sizes_bytes[-1]}))
@@ -204,6 +202,11 @@ class _Line(NamedTuple):
     hop_s: float
     s_per_byte: float
     is_separated: bool
+
+    def ratio(self, messages: Sequence[Message]) -> float:
+        """Returns the measured over the expected time of the messages of a step."""
+        expected_s = sum(message.num_hops * self.hop_s + message.wire_bytes * self.s_per_byte for message in messages)
+        return sum(message.time_s for message in messages) / expected_s
 
 
 Times = Mapping[tuple[int, int], Sequence[float]]

@@ -28,7 +28,7 @@ class Link:
     s_per_byte: float  # time of a byte of payload, in one direction
     cpu_s_per_byte: float = 0.0  # processor time that a rank spends on a byte of an all-reduce's payload
     cpu_s_per_message: float = 0.0  # what it spends besides on a collective of two ranks; times `num_wakes` on more
-    low_ratio: float = 0.9  # 2.5th percentile of measured over expected times of messages
+    low_ratio: float = 0.9  # 2.5th percentile of measured over expected times of all messages of a step
     high_ratio: float = 1.1  # 97.5th percentile
     seen_bytes: float | None = None  # payload of a step that the rate was learned from; None where it was probed
     has_trees: bool = False  # collectives may use trees, as NCCL's do; else rings only

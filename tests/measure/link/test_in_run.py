@@ -128,6 +128,18 @@ def test_with_a_known_latency_messages_take_their_time() -> None:
     assert 1 / fit.link.s_per_byte == pytest.approx(5_000_000 / (0.6 - 4e-3))
 
 
+def test_the_spread_is_that_of_steps() -> None:
+    """If it fails, intervals of predictions grow with how differently single buckets are disturbed."""
+
+    def step(factor: float) -> SentStep:
+        small, large = Message(2, 1_000_000, 0.2 * factor), Message(2, 4_000_000, 0.3 * factor)
+        return SentStep(Message(4, 5_000_000, 0.5 * factor), 0.0, (small, large))
+
+    fit = fit_link([step(factor) for factor in (0.8, 1.0, 1.3) for _ in range(10)], 2, hop_s=0.0)
+    assert fit is not None
+    assert (fit.link.low_ratio, fit.link.high_ratio) == pytest.approx((0.8, 1.3))
+
+
 def test_buckets_that_share_the_link_count_as_one() -> None:
     """If it fails, a bucket that others slow down is taken for a slow link, as with the two threads of gloo."""
     # Both are on the wire from the start: each has half of the link until the smaller one has arrived.
