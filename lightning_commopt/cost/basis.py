@@ -177,13 +177,18 @@ def basis_of_run(run_dir: Path) -> Basis:
 
     Raises:
         FileNotFoundError: the run has no records.
-        ValueError: they have no buckets, or too few; or its comm hook is none of ours.
+        ValueError: they have no buckets, or too few; or its comm hook is none of ours; or it is a run of FSDP2.
     """
     path = run_dir / PREDICTION_FILE
     with without_imports():  # a run may be anybody's
         if path.exists():
             return Basis.load(path)
         ranks = read_run(run_dir)
+        if _is_sharded(ranks[0].steps):
+            raise ValueError(
+                f"{run_dir}: its gradients travel in FSDP2's reduce-scatters, and only steps with DDP's buckets are"
+                " predicted; commopt summary shows what its collectives cost"
+            )
         plan = _plan_of(run_dir, ranks[0])
     steps = list(zip(*list(common_steps(ranks).values())[-NUM_LAST_STEPS:], strict=True)) or [()]
     num_ranks = ranks[0].world_size
@@ -198,6 +203,15 @@ def basis_of_run(run_dir: Path) -> Basis:
         return Basis.of_steps(plan, steps, costs, num_ranks=num_ranks, device=device, shapes=shapes)
     except ValueError as error:
         raise ValueError(f"{run_dir}: {error}") from None
+
+
+def _is_sharded(steps: Sequence[StepRecord]) -> bool:
+    """Returns whether gradients were reduced to shards, which compressors do with messages that name their source."""
+    issued = (collective for record in steps for collective in record.collectives)
+    return not any(record.buckets for record in steps) and any(
+        collective.operation == "reduce_scatter" or collective.source.endswith("reduce-scatter")
+        for collective in issued
+    )
 
 
 def _plan_of(run_dir: Path, records: RankRecords) -> CommPlan:
