@@ -13,7 +13,7 @@ import time
 
 import numpy as np
 
-from lightning_commopt.measure.link.from_steps import LinkTracker
+from lightning_commopt.measure.link.tracker import LinkTracker
 from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
 
 WINDOW = 50

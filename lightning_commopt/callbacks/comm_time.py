@@ -18,7 +18,8 @@ from lightning_commopt.callbacks.publisher import AllRanks, CollectiveWatch, Met
 from lightning_commopt.callbacks.run_description import describe_hook, describe_parameters, describe_rank
 from lightning_commopt.compat.lightning import batches_that_stepped, count_samples
 from lightning_commopt.measure.clock import clock_for
-from lightning_commopt.measure.link.from_steps import NUM_TIMES, LinkTracker
+from lightning_commopt.measure.link.from_steps import NUM_TIMES
+from lightning_commopt.measure.link.tracker import LinkTracker
 from lightning_commopt.measure.operations import OperationTotals
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.measure.statistics import QUANTITIES, Steps, row

@@ -11,13 +11,13 @@ import pytest
 
 from lightning_commopt.measure.link.from_steps import (
     NUM_MESSAGES,
-    LinkTracker,
     Message,
     SentStep,
     fit_link,
     sent_step,
     sent_steps,
 )
+from lightning_commopt.measure.link.tracker import LinkTracker
 from lightning_commopt.measure.record import StepRecord
 from support.simulated_link import LATENCY_S, S_PER_BYTE, records_of_ranks
 
