@@ -18,7 +18,8 @@ from lightning_commopt.callbacks.publisher import AllRanks, CollectiveWatch, Met
 from lightning_commopt.callbacks.run_description import describe_hook, describe_parameters, describe_rank
 from lightning_commopt.compat.lightning import batches_that_stepped, count_samples
 from lightning_commopt.measure.clock import clock_for
-from lightning_commopt.measure.link.from_steps import NUM_MESSAGES, LinkTracker
+from lightning_commopt.measure.link.from_steps import NUM_TIMES
+from lightning_commopt.measure.link.tracker import LinkTracker
 from lightning_commopt.measure.operations import OperationTotals
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.measure.statistics import QUANTITIES, Steps, row
@@ -55,8 +56,9 @@ class CommTimeMonitor(PhaseCallback):
         num_warmup_steps: optimizer steps that the summary leaves out. Loggers get them.
         log: "default" for the twelve numbers in `LOGGED_BY_DEFAULT`, "all" for every one.
         dirpath: directory for its files; None for the logger's directory, else the Trainer's ``default_root_dir``.
-        save_records: write ``comm_time/rank_0.jsonl``, ..., ``link_model.json`` and ``prediction.json``.
-        fit_link_model: fit a `LinkModel` to the buckets of the last 200 steps with every window.
+        save_records: write ``comm_time/rank_0.jsonl``, ... and ``prediction.json``.
+        fit_link_model: fit the link to the buckets of the last 200 steps with every window, for ``link_latency_s``,
+            ``link_bandwidth`` and predictions. Without it predictions know the times of rank 0 alone.
         print_summary: print a table and a verdict at the end of a fit, also of an interrupted one.
 
     Attributes:
@@ -150,8 +152,9 @@ class CommTimeMonitor(PhaseCallback):
         folder = trainer.log_dir or trainer.default_root_dir if self._dirpath is None else self._dirpath
         header = {**describe_rank(trainer), "origin_unix_s": self._recorder.clock.origin_unix_s}
         header["num_warmup_steps"] = self._num_warmup_steps
-        self._link = LinkTracker(Path(folder), header) if self._fit_link_model else None
-        num_columns = len(QUANTITIES) + (NUM_MESSAGES if self._fit_link_model else 0)
+        has_trees = trainer.strategy.root_device.type == "cuda"
+        self._link = LinkTracker(trainer.world_size, has_trees=has_trees) if self._fit_link_model else None
+        num_columns = len(QUANTITIES) + (NUM_TIMES if self._fit_link_model else 0)
         self._all_ranks = AllRanks(group, (self._every_n_steps, num_columns))
         if self._save_records and not getattr(trainer, "fast_dev_run", False):
             self._files = StepFiles(folder, header | {"parameters": describe_parameters(pl_module)})
@@ -279,8 +282,7 @@ class CommTimeMonitor(PhaseCallback):
         self._windows.append(steps)
         self.metrics = steps.sampled().statistics(self._world_size)
         if self._link is not None:
-            if (model := self._link.update(times_s)) is not None and self._files is not None:
-                self._files.save_model(model)
+            self._link.update(times_s)
             self.metrics |= self._link.metrics
         self._add(values, steps)
         self._publisher.share(trainer, self.metrics)
@@ -297,7 +299,8 @@ class CommTimeMonitor(PhaseCallback):
         about["host_bound_share"] = self._operations.host_bound_share
         # All ranks take part in the prediction, so it must come before any return.
         if is_complete and self._prediction is not None:
-            about["forecasts"] = self._prediction.conclude(about["comm_hook"], self._files)
+            sent = () if self._link is None else tuple(self._link.steps)
+            about["forecasts"] = self._prediction.conclude(about["comm_hook"], self._files, sent)
         if not (steps := self._fit_statistics.steps).num_steps:
             return
         summary = FitSummary.of(steps, world_size=self._world_size, **about)

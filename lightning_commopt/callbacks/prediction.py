@@ -18,6 +18,7 @@ from lightning_commopt.cost.compressor_cost import measure_costs
 from lightning_commopt.cost.gradient_times import GradientTimes
 from lightning_commopt.cost.link_probe import ProbedSize, probe_link
 from lightning_commopt.measure.forecasts import Forecast
+from lightning_commopt.measure.link.from_steps import SentStep
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.base import is_baseline, plan_of
@@ -89,10 +90,15 @@ class PredictionRecorder:
         if self._times is not None:
             self._times.close()
 
-    def conclude(self, comm_hook: str, files: StepFiles | None) -> list[Forecast]:
+    def conclude(self, comm_hook: str, files: StepFiles | None, sent: Sequence[SentStep] = ()) -> list[Forecast]:
         """Returns what other settings would make of a step, if the fit has shown enough; ``files`` get it too.
 
         All ranks must call it once the fit has ended, as it probes the link; only rank 0 predicts.
+
+        Args:
+            comm_hook: name of what averages the gradients.
+            files: for the prediction; None to keep nothing.
+            sent: what the last steps of all ranks had on the wire; empty if this rank's alone are known.
         """
         self.close()
         if not self._is_ddp or (plan := _plan(self._strategy, comm_hook)) is None:
@@ -115,6 +121,7 @@ class PredictionRecorder:
                 num_ranks=self._num_ranks,
                 device=device.type,
                 probe=probe,
+                sent=sent,
                 **learned,
             )
         except ValueError:  # too few steps, or no buckets

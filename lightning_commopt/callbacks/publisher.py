@@ -18,10 +18,8 @@ from lightning_commopt.compat.sigterm import around_broadcasts
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.forecasts import Forecast
-from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder, issued_by, parts_of_one
-from lightning_commopt.measure.runs.files import LINK_MODEL_FILE
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_host_group
 from lightning_commopt.text.validation import info, warn
 
@@ -188,21 +186,15 @@ class MetricPublisher:
 
 
 class StepFiles:
-    """Writes this rank's steps, and on rank 0 the link model. After a failure it warns and stops writing that file."""
+    """Writes this rank's steps, and the prediction. After a failure it warns and stops writing that file."""
 
     def __init__(self, folder: str | Path, header: Mapping[str, Any]) -> None:
         self._folder = Path(folder)
         self._writer = StepWriter(rank_file(folder, header["rank"]), header)
-        self._saves_model = header["rank"] == 0
         self._failed: set[str] = set()
 
     def save_steps(self, steps: Sequence[StepRecord]) -> None:
         self._save("steps", partial(self._writer.write, steps))
-
-    def save_model(self, model: LinkModel) -> None:
-        """Replaces the model."""
-        if self._saves_model:
-            self._save("link model", partial(model.save, self._folder / LINK_MODEL_FILE))
 
     def save_basis(self, basis: Basis, forecasts: Sequence[Forecast]) -> None:
         """Writes the fitted inputs for predictions of other plans, and these predictions."""

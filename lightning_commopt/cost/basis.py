@@ -20,10 +20,11 @@ from lightning_commopt.cost.from_steps import even_gradients, link_of_steps, wit
 from lightning_commopt.cost.link_probe import ProbedSize
 from lightning_commopt.cost.predict import Costs, Errors, Prediction, errors_of, predict
 from lightning_commopt.cost.shared_core import NO_INTERRUPTS, Interrupts, competing_threads
-from lightning_commopt.cost.workload import Gradient, Link, Shape, Workload
+from lightning_commopt.cost.workload import Gradient, Shape, Workload
 from lightning_commopt.measure.files import RankRecords, common_steps, read_run
 from lightning_commopt.measure.forecasts import Forecast
-from lightning_commopt.measure.link.from_steps import NUM_LAST_STEPS
+from lightning_commopt.measure.link.from_steps import NUM_LAST_STEPS, SentStep
+from lightning_commopt.measure.link.link import Link
 from lightning_commopt.measure.plain import from_plain, load_json, write_json
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.runs.files import PREDICTION_FILE, RUN_FILE
@@ -70,6 +71,7 @@ class Basis:
         interrupts: Interrupts = NO_INTERRUPTS,
         step_s: float | None = None,
         probe: Sequence[ProbedSize] = (),
+        sent: Sequence[SentStep] = (),
         **workload: Any,
     ) -> Basis:
         """Learns from some steps of a plan.
@@ -86,6 +88,7 @@ class Basis:
             step_s: a step as it is without recording; None for the median of these steps.
             probe: what the idle link takes. Without it, its latency is guessed, and the rate behind a compressed run is
                 extrapolated from its few bytes.
+            sent: see `link_of_steps`.
             workload: see `workload_of_steps`.
 
         Raises:
@@ -104,6 +107,7 @@ class Basis:
             cost=costs.get(plan.comm_hook),
             has_trees=work.device == "cuda",
             probe=probe,
+            sent=sent,
         )
         step_s = step_s or median(record.totals.step_s for steps in ranks for record in steps)
         work, link, costs, factor = fit_to_step(FittedParts(work, link, costs), plan, step_s)
@@ -173,13 +177,18 @@ def basis_of_run(run_dir: Path) -> Basis:
 
     Raises:
         FileNotFoundError: the run has no records.
-        ValueError: they have no buckets, or too few; or its comm hook is none of ours.
+        ValueError: they have no buckets, or too few; or its comm hook is none of ours; or it is a run of FSDP2.
     """
     path = run_dir / PREDICTION_FILE
     with without_imports():  # a run may be anybody's
         if path.exists():
             return Basis.load(path)
         ranks = read_run(run_dir)
+        if _is_sharded(ranks[0].steps):
+            raise ValueError(
+                f"{run_dir}: its gradients travel in FSDP2's reduce-scatters, and only steps with DDP's buckets are"
+                " predicted; commopt summary shows what its collectives cost"
+            )
         plan = _plan_of(run_dir, ranks[0])
     steps = list(zip(*list(common_steps(ranks).values())[-NUM_LAST_STEPS:], strict=True)) or [()]
     num_ranks = ranks[0].world_size
@@ -194,6 +203,15 @@ def basis_of_run(run_dir: Path) -> Basis:
         return Basis.of_steps(plan, steps, costs, num_ranks=num_ranks, device=device, shapes=shapes)
     except ValueError as error:
         raise ValueError(f"{run_dir}: {error}") from None
+
+
+def _is_sharded(steps: Sequence[StepRecord]) -> bool:
+    """Returns whether gradients were reduced to shards, which compressors do with messages that name their source."""
+    issued = (collective for record in steps for collective in record.collectives)
+    return not any(record.buckets for record in steps) and any(
+        collective.operation == "reduce_scatter" or collective.source.endswith("reduce-scatter")
+        for collective in issued
+    )
 
 
 def _plan_of(run_dir: Path, records: RankRecords) -> CommPlan:

@@ -12,8 +12,9 @@ from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.cost.basis import Basis, recommended_compressors
 from lightning_commopt.cost.predict import MIB, Costs, Prediction, buckets_of, jobs_of
 from lightning_commopt.cost.shared_core import wake_s
-from lightning_commopt.cost.workload import Gradient, Link, Workload
+from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.forecasts import Forecast
+from lightning_commopt.measure.link.link import Link
 from lightning_commopt.plan import CommPlan, ddp_options
 
 _NUM_BATCHES = 4

@@ -11,7 +11,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from lightning_commopt.cost.predict import Costs, fixed_s, outcome_of
-from lightning_commopt.cost.workload import Link, Workload
+from lightning_commopt.cost.workload import Workload
+from lightning_commopt.measure.link.link import Link
 from lightning_commopt.plan import CommPlan
 
 _MIN_FACTOR, _MAX_FACTOR = 1 / 4, 8.0

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 from lightning_commopt.cost.compressor_cost import CompressorCost
 from lightning_commopt.cost.link_probe import ProbedSize, link_of_probe
-from lightning_commopt.cost.shared_core import message_cpu_s, num_wakes, undisturbed_share
-from lightning_commopt.cost.workload import TYPICAL_HOP_S, Gradient, Link, Shape, Workload
-from lightning_commopt.measure.link.fit import Point, Segment, fit_segments
-from lightning_commopt.measure.link.from_steps import MIN_TIMES
-from lightning_commopt.measure.record import BucketSpan, StepRecord, covered_s
-
-_BLOCK = 10
-"""The median of so many messages counts, as a prediction is of the median of many steps, not of one of them. They are
-few enough for several such medians in a run."""
+from lightning_commopt.cost.shared_core import message_cpu_s, undisturbed_share
+from lightning_commopt.cost.workload import Gradient, Shape, Workload
+from lightning_commopt.measure.link.from_steps import MIN_TIMES, SentStep, fit_link, sent_steps
+from lightning_commopt.measure.link.link import Link, num_wakes
+from lightning_commopt.measure.record import BucketSpan, StepRecord
 
 
 def workload_of_steps(
@@ -82,10 +77,9 @@ def link_of_steps(
     cost: CompressorCost | None = None,
     has_trees: bool = False,
     probe: Sequence[ProbedSize] = (),
+    sent: Sequence[SentStep] = (),
 ) -> Link:
-    """Returns the link behind the buckets of the same steps of all ranks, whatever the comm hook.
-
-    The time of a bucket's collectives is that of the rank on which it is least: the last one to join does not wait.
+    """Returns the link behind the same steps of some ranks, whatever the comm hook; see `fit_link`.
 
     Args:
         ranks: the steps of each rank.
@@ -94,57 +88,24 @@ def link_of_steps(
         cost: arithmetic of the compressor of these steps: the part of ``comm_cpu_s`` that is not the link's.
         has_trees: see `Link`.
         probe: what the idle link takes. It gives the link of a compressed run, and the latency of every run.
+        sent: what steps of all ranks had on the wire; empty for that of ``ranks``, which may wait for others.
 
     Raises:
         ValueError: fewer than three buckets of one size were on the wire.
     """
     compressor = None if cost is None else cost.compressor
-    has_own_hook = compressor is not None
-    num_rounds, times_of = _wire_times(ranks, _messages if has_trees or has_own_hook else _step_as_one_message)
-    if not times_of:
-        raise ValueError(f"no bucket of its steps was on the wire {MIN_TIMES} times on all ranks")
     idle = link_of_probe(probe, num_ranks, has_trees=has_trees) if probe else None
+    hop_s = None if idle is None else idle.hop_s
+    fit = fit_link(sent or sent_steps(ranks, num_ranks), num_ranks, hop_s=hop_s, has_trees=has_trees)
+    if fit is None:
+        raise ValueError(f"no bucket of its steps was on the wire {MIN_TIMES} times on all ranks")
     if idle is not None and compressor is not None and compressor.claims.is_lossy:
         return idle
-    points = [Point(size, median(values)) for size, values in sorted(times_of.items())]
-    num_hops = num_rounds * (1 if has_own_hook and num_rounds > 1 else 2 * (num_ranks - 1))
-    line = _line(points, num_hops)
-    ratios = sorted(value / line.time_s(size) for size, values in times_of.items() for value in _block_medians(values))
-    tail = int(0.025 * len(ratios))
-    wakes = num_wakes("all_to_all" if has_own_hook and num_rounds > 1 else "all_reduce", num_ranks)
-    cpu_s = _link_cpu_s(ranks[0][-1].buckets, wakes, comm_cpu_s, cost if has_own_hook else None)
-    num_times = sum(map(len, times_of.values()))
-    sizes = " to ".join(f"{size / 1e6:.3g}" for size in sorted({points[0].size_bytes, points[-1].size_bytes}))
-    return Link(
-        hop_s=line.latency_s / num_hops if idle is None else idle.hop_s,
-        s_per_byte=line.s_per_byte * num_ranks / (2 * (num_ranks - 1)),
-        cpu_s_per_byte=cpu_s[0],
-        cpu_s_per_message=cpu_s[1],
-        low_ratio=min(1.0, ratios[tail]),
-        high_ratio=max(1.0, ratios[-1 - tail]),
-        seen_bytes=median(record.totals.wire_bytes for record in ranks[0] if record.buckets),
-        has_trees=has_trees,
-        source=f"{num_times} times of {sizes} MB on the wire in the run",
-    )
-
-
-def _block_medians(values: Sequence[float]) -> list[float]:
-    """Returns medians of `_BLOCK` values each."""
-    return [median(values[start : start + _BLOCK]) for start in range(0, len(values), _BLOCK)]
-
-
-def _wire_times(
-    ranks: Sequence[Sequence[StepRecord]], of_messages: Callable[[StepRecord], list[_Message]]
-) -> tuple[int, dict[int, list[float]]]:
-    """Returns the number of collectives of a message, and by its bytes the least time on any rank in each step."""
-    times: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-    for records in zip(*ranks, strict=False):
-        for same in zip(*map(of_messages, records), strict=False):
-            if len({(message.num_rounds, message.wire_bytes) for message in same}) == 1:
-                times[same[0].num_rounds, same[0].wire_bytes].append(min(message.time_s for message in same))
-    known = {key: values for key, values in times.items() if len(values) >= MIN_TIMES and min(values) > 0}
-    num_rounds = max((rounds for rounds, _ in known), default=1)
-    return num_rounds, {size: values for (rounds, size), values in known.items() if rounds == num_rounds}
+    buckets = ranks[0][-1].buckets
+    is_direct = compressor is not None and max(len(bucket.wire) for bucket in buckets) > 1
+    wakes = num_wakes("all_to_all" if is_direct else "all_reduce", num_ranks)
+    cpu_s_per_byte, cpu_s_per_message = _link_cpu_s(buckets, wakes, comm_cpu_s, cost if compressor else None)
+    return replace(fit.link, cpu_s_per_byte=cpu_s_per_byte, cpu_s_per_message=cpu_s_per_message)
 
 
 def _link_cpu_s(
@@ -160,16 +121,6 @@ def _link_cpu_s(
     message_s = message_cpu_s(left_s, num_messages)
     left_s -= num_messages * message_s
     return left_s / max(1, sum(bucket.wire_bytes for bucket in buckets)), message_s
-
-
-def _line(points: Sequence[Point], num_hops: int) -> Segment:
-    """Returns time against size; with the usual latency where the sizes, or noise, do not separate it from the rate."""
-    last = fit_segments(points)[-1]
-    all_s, all_bytes = sum(point.time_s for point in points), sum(point.size_bytes for point in points)
-    if len(points) > 1 and last.s_per_byte > all_s / all_bytes / 2:
-        return last
-    latency_s = min(num_hops * TYPICAL_HOP_S, all_s / len(points) / 2)
-    return last._replace(latency_s=latency_s, s_per_byte=(all_s - len(points) * latency_s) / all_bytes)
 
 
 def without_interrupts(
@@ -190,12 +141,6 @@ class _Parts(NamedTuple):
     rest_s: float
 
 
-class _Message(NamedTuple):
-    num_rounds: int
-    wire_bytes: int
-    time_s: float
-
-
 def _parts(record: StepRecord) -> _Parts:
     began_s = _began_s(record)
     last_ready_s = max(bucket.ready_s for bucket in record.buckets)
@@ -210,24 +155,6 @@ def _num_batches(record: StepRecord) -> int:
     """Returns how many batches were accumulated: backwards that were not synchronized, and one."""
     num_synced = len({bucket.backward for bucket in record.buckets})
     return max(1, sum(phase.name == "backward" for phase in record.phases) - num_synced + 1)
-
-
-def _messages(record: StepRecord) -> list[_Message]:
-    """Returns what the buckets of a step had on the wire, by backward and bucket."""
-    messages, free_s = {}, -math.inf
-    for bucket in sorted(record.buckets, key=attrgetter("end_s")):
-        time_s = sum(end_s - max(start_s, min(free_s, end_s)) for start_s, end_s in bucket.wire)
-        messages[bucket.backward, bucket.index] = _Message(len(bucket.wire), bucket.wire_bytes, time_s)
-        free_s = max(free_s, *(end_s for _, end_s in bucket.wire)) if bucket.wire else free_s
-    return [messages[key] for key in sorted(messages)]
-
-
-def _step_as_one_message(record: StepRecord) -> list[_Message]:
-    """Returns the buckets of a step as one message: two share the link at a time, so none shows how fast it is."""
-    if not record.buckets:
-        return []
-    sent_s = covered_s([interval for bucket in record.buckets for interval in bucket.wire])
-    return [_Message(len(record.buckets), sum(bucket.wire_bytes for bucket in record.buckets), sent_s)]
 
 
 def even_gradients(steps: Sequence[StepRecord], shapes: Mapping[str, Shape] | None = None) -> list[Gradient]:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_commopt.cost.shared_core import message_cpu_s, num_wakes
-from lightning_commopt.cost.workload import Link
+from lightning_commopt.cost.shared_core import message_cpu_s
 from lightning_commopt.measure.clock import clock_for
+from lightning_commopt.measure.link.link import Link, num_wakes
 
 _FIRST_BYTES = 2**12
 """The first message is so small that it shows the latency alone: 4 KiB take 33 µs at 1 Gbit/s."""

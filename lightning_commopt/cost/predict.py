@@ -17,7 +17,8 @@ from lightning_commopt.compressors.base import PIECE_NUMEL
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.cost.compressor_cost import CompressorCost, own_average
 from lightning_commopt.cost.simulate import Job, Outcome, Phase, simulate
-from lightning_commopt.cost.workload import Gradient, Link, Workload
+from lightning_commopt.cost.workload import Gradient, Workload
+from lightning_commopt.measure.link.link import Link
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.text.validation import check_integer
 

@@ -9,7 +9,6 @@ Everything here is a pure function of numbers that others have measured.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from statistics import fmean
 from typing import NamedTuple
@@ -78,16 +77,6 @@ def core_rates(needs: Sequence[float]) -> list[float]:
         given[index] = min(needs[index], left / (len(order) - place))
         left -= given[index]
     return [1.0 if need == 0 else max(got / need, 1e-9) for got, need in zip(given, needs, strict=True)]
-
-
-def num_wakes(operation: str, num_ranks: int) -> float:
-    """Returns how often a collective over gloo wakes the threads of a rank, over that with two ranks.
-
-    A ring's hops come one after another; the messages of a direct exchange come together, and several are taken at
-    once. Chosen on steps of four and eight ranks, see ``docs/predict.md``; nothing is known beyond.
-    """
-    doublings = math.log2(max(2, num_ranks))
-    return 2 * doublings - 1 if operation == "all_reduce" else doublings
 
 
 def message_cpu_s(cpu_s: float, wakes: float) -> float:

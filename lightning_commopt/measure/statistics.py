@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_commopt.measure.link.bench_result import bus_factor
+from lightning_commopt.measure.link.bus import bus_factor
 from lightning_commopt.measure.record import StepRecord, Totals
 
 Array = NDArray[np.float64]

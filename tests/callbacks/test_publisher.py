@@ -4,27 +4,28 @@ from pathlib import Path
 
 import pytest
 
-from diagnose_support.sample_bench import result_of, sample
+from lightning_commopt import CommPlan
 from lightning_commopt.callbacks.publisher import StepFiles
+from lightning_commopt.cost.basis import Basis
+from lightning_commopt.cost.workload import Workload
 from lightning_commopt.measure.files import read_run
-from lightning_commopt.measure.link.model import LinkModel
+from lightning_commopt.measure.link.link import Link
 from lightning_commopt.measure.record import Phase, StepRecord
-from lightning_commopt.measure.runs.files import LINK_MODEL_FILE
+from lightning_commopt.measure.runs.files import PREDICTION_FILE
 
 
-@pytest.mark.parametrize(("rank", "num_warnings"), [(0, 1), (1, 0)])
-def test_a_model_that_cannot_be_written_is_warned_of_once(
-    rank: int, num_warnings: int, tmp_path: Path, recwarn: pytest.WarningsRecorder
+def test_a_prediction_that_cannot_be_written_is_warned_of_once(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     """If it fails, a file in the way ends a training, or costs the steps as well."""
-    (tmp_path / LINK_MODEL_FILE).mkdir()
-    model = LinkModel.fit(result_of(sample(lambda size: size / 1e8)))
-    files = StepFiles(tmp_path, {"rank": rank, "world_size": 2, "origin_unix_s": 0.0})
+    (tmp_path / PREDICTION_FILE).mkdir()
+    workload = Workload(gradients=(), forward_s=1.0, backward_s=1.0, rest_s=1.0)
+    basis = Basis(plan=CommPlan(), workload=workload, link=Link(hop_s=0.0, s_per_byte=0.0), costs={}, step_s=1.0)
+    files = StepFiles(tmp_path, {"rank": 0, "world_size": 2, "origin_unix_s": 0.0})
     for step in range(3):
-        files.save_model(model)
+        files.save_basis(basis, [])
         record = StepRecord(step=step, num_samples=1, phases=(Phase("backward", 0, 1),), buckets=())
         files.save_steps([record])
-    messages = [str(warning.message) for warning in recwarn]
-    assert len(messages) == num_warnings
-    assert all("saving the link model failed" in message for message in messages)
+    (message,) = [str(warning.message) for warning in recwarn]
+    assert "saving the prediction failed" in message
     assert [step.step for step in read_run(tmp_path)[0].steps] == [0, 1, 2]

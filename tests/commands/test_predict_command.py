@@ -9,6 +9,8 @@ import pytest
 
 from lightning_commopt.cost import compressor_cost
 from lightning_commopt.cost.basis import basis_of_run
+from lightning_commopt.measure.files import StepWriter, rank_file
+from lightning_commopt.measure.record import Collective, Phase, StepRecord
 from support.commopt import commopt, refusal
 from support.sample_runs import SampleRun, write_run
 
@@ -35,7 +37,7 @@ def test_a_table_of_plans(run_dir: Path) -> None:
     assert "with 2 ranks" in output
     assert "uncompressed (as it ran)" in output
     assert "int8" in output
-    assert "Assumes: link: 3 times of 40 MB on the wire in the run." in output
+    assert "Assumes: link: 12 times of 10 MB on the wire in the run." in output
     assert "Assumes: gradients are taken to become ready evenly" in output
 
 
@@ -56,6 +58,20 @@ def test_a_run_imports_nothing(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     (folder / name).write_text(json.dumps(plain))
     assert "'planted.Hook' is in a module that has not been imported" in refusal("predict", folder)
     assert "planted" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("operation", "source"), [("reduce_scatter", ""), ("send", "int8 reduce-scatter"), ("all_reduce", "")]
+)
+def test_a_run_of_fsdp2_is_refused_with_the_reason(operation: str, source: str, tmp_path: Path) -> None:
+    """If it fails, who shards a model is told that a strategy is an unknown comm hook."""
+    header = {"rank": 0, "world_size": 1, "origin_unix_s": 0.0, "comm_hook": "ModelParallelStrategy"}
+    collective = Collective(operation, "backward", source, 4096, 0.5, 0.6)
+    record = StepRecord(step=0, num_samples=1, phases=(Phase("backward", 0, 1),), buckets=(), collectives=(collective,))
+    StepWriter(rank_file(tmp_path, 0), header).write([record])
+    message = refusal("predict", tmp_path)
+    assert ("FSDP2's reduce-scatters" in message) == (operation != "all_reduce")
+    assert ("is none of ours" in message) == (operation == "all_reduce")
 
 
 def test_the_runs_own_plan_is_what_was_measured(run_dir: Path) -> None:

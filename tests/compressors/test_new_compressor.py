@@ -20,7 +20,8 @@ from lightning_commopt.compressors.catalog import example_compressors, recommend
 from lightning_commopt.cost.basis import Basis, recommended_compressors
 from lightning_commopt.cost.candidates import forecasts
 from lightning_commopt.cost.compressor_cost import measure_costs
-from lightning_commopt.cost.workload import Gradient, Link, Workload
+from lightning_commopt.cost.workload import Gradient, Workload
+from lightning_commopt.measure.link.link import Link
 from lightning_commopt.measure.verdict import verdict
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.report.names import display_name, setting_name

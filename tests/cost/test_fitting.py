@@ -15,7 +15,8 @@ from lightning_commopt.cost.compressor_cost import CompressorCost, Stage
 from lightning_commopt.cost.fitting import FittedParts, fit_to_step
 from lightning_commopt.cost.link_probe import ProbedSize
 from lightning_commopt.cost.predict import buckets_of, fixed_s, layout_of, outcome_of, predict
-from lightning_commopt.cost.workload import Gradient, Link, Workload
+from lightning_commopt.cost.workload import Gradient, Workload
+from lightning_commopt.measure.link.link import Link
 from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
 from lightning_commopt.plan import CommPlan

@@ -13,7 +13,8 @@ from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.candidates import candidates
 from lightning_commopt.cost.compressor_cost import CompressorCost, Stage
 from lightning_commopt.cost.predict import predict
-from lightning_commopt.cost.workload import Gradient, Link, Workload
+from lightning_commopt.cost.workload import Gradient, Workload
+from lightning_commopt.measure.link.link import Link
 from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.plan import CommPlan
 

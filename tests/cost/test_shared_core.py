@@ -14,10 +14,10 @@ from lightning_commopt.cost.shared_core import (
     core_rates,
     interrupts_in,
     message_cpu_s,
-    num_wakes,
     undisturbed_share,
     wake_s,
 )
+from lightning_commopt.measure.link.link import num_wakes
 
 STAT = """cpu  9 0 9 9 0 {irq} 60 0 0 0
 cpu0 9 0 9 9 0 {irq} 10 0 0 0

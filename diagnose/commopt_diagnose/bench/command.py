@@ -198,7 +198,7 @@ def bench(
     if load is not None:
         result = BenchResult.load(load)
     elif from_run is not None:
-        from lightning_commopt.measure.link.from_steps import result_of_run
+        from lightning_commopt.measure.link.run_result import result_of_run
 
         result = result_of_run(from_run)
         echo_notices(from_run)

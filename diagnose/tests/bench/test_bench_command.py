@@ -20,8 +20,8 @@ from lightning_commopt.launch.process import InterruptedRun, raise_signals
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.link.bench_result import BenchResult
 from lightning_commopt.measure.link.bench_settings import BenchSettings
-from lightning_commopt.measure.link.from_steps import result_of_run
 from lightning_commopt.measure.link.model import LinkModel
+from lightning_commopt.measure.link.run_result import result_of_run
 from lightning_commopt.plan import CommPlan
 from support.commopt import commopt, refusal
 from support.marked_processes import Program

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from lightning_commopt.measure.link.bus import bus_factor
 from lightning_commopt.measure.median import Median, median_of
 from lightning_commopt.measure.plain import from_plain, load_json, parse_json, write_rows
 from lightning_commopt.text.formatting import grouped
@@ -18,19 +19,6 @@ FORMAT = 1  # version of the JSON, raised when a key changes its meaning; new ke
 _KIND = "commopt bench"
 _SCOPE_WORDS = {"node": "within a node", "across": "across nodes"}
 _ONLY_OUT_OF_PLACE = ("all_to_all", "send_recv")
-
-
-def bus_factor(operation: str, num_ranks: int) -> float:
-    """Returns the factor from algorithm to bus bandwidth, which is comparable with a link's rate.
-
-    Source: nccl-tests, doc/PERFORMANCE.md. Compound reductions and comm hooks, which it does not cover, count as the
-    all-reduce that they replace.
-    """
-    if operation in ("all_reduce", "reduce_broadcast", "reduce_scatter_all_gather", "comm_hook"):
-        return 2 * (num_ranks - 1) / num_ranks
-    if operation in ("all_gather", "reduce_scatter", "all_to_all"):
-        return (num_ranks - 1) / num_ranks
-    return 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,218 +1,243 @@
-"""Measures a link from training steps without any probe: from the files of a run, or while it trains."""
+"""The link behind training steps: how long messages took, and one `Link` fitted to them.
+
+A message is a bucket. Its time is that in which a collective of it was on the wire and none of an earlier bucket, on
+the rank where that is least: the last rank to join a collective waits for no other. gloo sends two buckets of DDP's own
+all-reduce at a time, which share the link, so that neither shows how fast it is: then all buckets of a step are one
+message. Compression is no part of it, and bytes are those on the wire.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
-from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import median
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_commopt.measure.files import common_steps, read_run
-from lightning_commopt.measure.link.bench_result import BenchResult, Case, Row, bus_factor
-from lightning_commopt.measure.link.model import LinkModel
+from lightning_commopt.measure.link.link import TYPICAL_HOP_S, Link
+from lightning_commopt.measure.median import CONFIDENCE
 from lightning_commopt.measure.record import StepRecord
-from lightning_commopt.text.formatting import byte_unit, grouped
+from lightning_commopt.text.formatting import grouped
 
-NUM_LAST_STEPS = 200  # the model is fitted to these: enough for medians, few enough to follow changes of the link
-MIN_TIMES = 3  # a message size counts once it has this many times
+NUM_LAST_STEPS = 200
+"""The link is fitted to these: enough for medians, few enough to follow changes of the link."""
 
-# Most buckets of a step that count: enough sizes for a curve, and few enough to fit it in about a millisecond
-# (``benchmarks/link_refresh.py``).
+MIN_TIMES = 3
+"""A size of messages counts once it has this many times."""
+
 NUM_MESSAGES = 8
+"""Most buckets of a step that count: enough sizes for a line, and few enough numbers to gather with every step."""
 
-# The largest message must be this many times the smallest to separate latency from bandwidth. With a ratio of 2 the
-# relative error of the bandwidth is at most sqrt(1 + 2**2) / (2 - 1) = 2.2 times the error of a time; it grows without
-# limit as the ratio approaches 1.
-_SIZES_RATIO = 2
+NUM_TIMES = 2 + NUM_MESSAGES
+"""Numbers of a step in `SentStep.times_s`."""
+
+SIZES_RATIO = 2
+"""The largest message must be this many times the smallest to separate latency from bandwidth. With a ratio of 2 the
+relative error of the bandwidth is at most sqrt(1 + 2**2) / (2 - 1) = 2.2 times the error of a time; it grows without
+limit as the ratio approaches 1."""
+
+_MAX_SHARED = 0.05
+"""Buckets take turns if no more than this share of their time on the wire belongs to two of them. A judgement: messages
+are off by about as much then."""
+
+_BLOCK = 10
+"""The spread is that of medians of so many steps, as a prediction is of the median of many. They are few enough for
+several such medians in a run."""
 
 
-class BucketTime(NamedTuple):
-    """A bucket as a message.
+class Message(NamedTuple):
+    """What travelled as one, see the module."""
 
-    Its time is from its start, or from the end of the bucket before it if that is later, to its end: DDP starts buckets
-    while others are on the wire.
-    """
-
-    size_bytes: int
+    num_hops: int  # messages between two ranks that follow each other in it
+    wire_bytes: int  # payload, in terms of an all-reduce
     time_s: float
 
 
-def bucket_times(record: StepRecord) -> list[BucketTime]:
-    """Returns the messages of a step on one rank, in the same order on all ranks.
+class SentStep(NamedTuple):
+    """What the buckets of a step had on the wire: on one rank, or with the least times of all ranks."""
 
-    Empty if two buckets share a number, as in a static graph's first backward: their order may differ between ranks.
+    whole: Message  # all buckets; its time is that in which any of them was on the wire
+    shared_s: float  # time in which two of them were
+    buckets: tuple[Message, ...]  # at most `NUM_MESSAGES`, in the same order on all ranks
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Hops and bytes of each message, the whole first."""
+        return [message[:2] for message in (self.whole, *self.buckets)]
+
+    @property
+    def times_s(self) -> list[float]:
+        """All its times, `NUM_TIMES` numbers, padded with NaN."""
+        times_s = [self.whole.time_s, self.shared_s, *(message.time_s for message in self.buckets)]
+        return times_s + [math.nan] * (NUM_TIMES - len(times_s))
+
+    def with_times(self, times_s: Sequence[float]) -> SentStep:
+        """Returns the same step with other `times_s`."""
+        whole_s, shared_s, *own_s = times_s
+        buckets = (message._replace(time_s=time_s) for message, time_s in zip(self.buckets, own_s, strict=False))
+        return SentStep(self.whole._replace(time_s=whole_s), shared_s, tuple(buckets))
+
+
+def sent_step(record: StepRecord, num_ranks: int) -> SentStep:
+    """Returns what a step of one rank had on the wire.
+
+    It has no single buckets if two of them share a number, as in a static graph's first backward: their order may
+    differ between ranks.
     """
-    times: dict[tuple[int, int], BucketTime] = {}
-    last_end_s = -math.inf
+    messages: dict[tuple[int, int], Message] = {}
+    num_all_hops, durations_s, free_s = 0, 0.0, -math.inf
     for bucket in sorted(record.buckets, key=attrgetter("end_s")):
-        time_s = bucket.end_s - max(bucket.start_s, last_end_s)
-        times[bucket.backward, bucket.index] = BucketTime(bucket.gradient_bytes, time_s)
-        last_end_s = bucket.end_s
-    return [times[key] for key in sorted(times)] if len(times) == len(record.buckets) else []
+        time_s, own_end_s = 0.0, -math.inf
+        for start_s, end_s in bucket.wire:
+            # Comparisons are faster than max(), and this runs for every bucket while training waits.
+            begin_s = start_s if start_s > own_end_s else own_end_s
+            if end_s > begin_s:
+                durations_s += end_s - begin_s
+                time_s += 0.0 if end_s < free_s else end_s - (begin_s if begin_s > free_s else free_s)
+                own_end_s = end_s
+        # One collective is a ring; several are direct exchanges, of one hop each.
+        num_hops = 2 * (num_ranks - 1) if len(bucket.wire) <= 1 else len(bucket.wire)
+        messages[bucket.backward, bucket.index] = Message(num_hops, bucket.wire_bytes, time_s)
+        num_all_hops += num_hops
+        free_s = max(free_s, own_end_s)
+    totals = record.totals
+    is_ordered = len(messages) == len(record.buckets)
+    ordered = [messages[key] for key in sorted(messages)] if is_ordered else []
+    return SentStep(
+        whole=Message(num_all_hops, totals.wire_bytes, totals.wire_s),
+        shared_s=durations_s - totals.wire_s,
+        buckets=tuple(spread_sizes(ordered, NUM_MESSAGES)),
+    )
 
 
-def spread_sizes(messages: Sequence[BucketTime], num_messages: int) -> list[BucketTime]:
+def spread_sizes(messages: Sequence[Message], num_messages: int) -> list[Message]:
     """Returns at most ``num_messages``, from the smallest to the largest, spread evenly over the order of sizes.
 
     The choice depends on sizes alone, which all ranks have in the same order.
 
-    >>> [bucket.size_bytes for bucket in spread_sizes([BucketTime(size, 0.1) for size in (5, 9, 3, 7, 1)], 3)]
+    >>> [message.wire_bytes for message in spread_sizes([Message(2, size, 0.1) for size in (5, 9, 3, 7, 1)], 3)]
     [1, 5, 9]
     """
     if len(messages) <= num_messages:
         return list(messages)
-    ordered = sorted(range(len(messages)), key=lambda index: (messages[index].size_bytes, index))
+    ordered = sorted(range(len(messages)), key=lambda index: (messages[index].wire_bytes, index))
     return [messages[ordered[number * (len(ordered) - 1) // (num_messages - 1)]] for number in range(num_messages)]
 
 
-def result_of_steps(steps: Iterable[Iterable[BucketTime]], where: Mapping[str, Any]) -> BenchResult:
-    """Returns a row for each size that was measured `MIN_TIMES` times, under the load "compute" of backward.
-
-    Each message has the shortest of all ranks' times, as the last rank to join a collective waits for no other. Times
-    that are not above 0, or NaN, do not count. Without a comm hook ("none") they are times of the all-reduce; with one,
-    compression is part of them. For ``where`` see `where_of_run`.
-    """
-    comm_hook = where["comm_hook"] or "none"
-    has_hook = comm_hook not in ("none", "all_reduce")
-    case = Case(
-        operation="comm_hook" if has_hook else "all_reduce",
-        comm_hook=comm_hook if has_hook else None,
-        size_bytes=0,
-        count=0,
-        dtype="float32",
-        redop="mean" if has_hook else "sum",
-        place="in",
-        load="compute",
-        num_ranks=where["world_size"],
-    )
-    times = grouped(message for step in steps for message in step if message.time_s > 0)
-    rows = [
-        Row(case=replace(case, size_bytes=size_bytes, count=max(1, size_bytes // 4)), times_s=times_s, num_iters=1)
-        for size_bytes, times_s in sorted(times.items())
-        if len(times_s) >= MIN_TIMES
-    ]
-    return BenchResult(rows=tuple(rows), where=where, settings={})
-
-
-def result_of_run(run_dir: Path) -> BenchResult:
-    """Returns the times of a run's buckets by size, in the last steps that all ranks have saved.
-
-    Ranks append to their files while they train: read them again for newer steps.
-
-    Raises:
-        FileNotFoundError: there are no files.
-        ValueError: the steps have no buckets, or too few.
-    """
-    ranks = read_run(run_dir)
-    common = common_steps(ranks) if len(ranks) == ranks[0].world_size else {}
+def sent_steps(ranks: Sequence[Sequence[StepRecord]], num_ranks: int) -> list[SentStep]:
+    """Returns the same steps of some ranks with their least times; steps that differ between ranks are left out."""
     steps = []
-    for records in list(common.values())[-NUM_LAST_STEPS:]:
-        messages = list(map(bucket_times, records))
-        sizes_bytes = [message.size_bytes for message in messages[0]]
-        if all([message.size_bytes for message in own] == sizes_bytes for own in messages):
-            steps.append([min(same, key=attrgetter("time_s")) for same in zip(*messages, strict=True)])
-    result = result_of_steps(steps, where_of_run(run_dir, ranks[0].header, last_step=max(common, default=-1)))
-    if not result.rows:
-        raise ValueError(f"{run_dir}: no bucket of its steps was recorded {MIN_TIMES} times on all ranks")
-    return result
+    for records in zip(*ranks, strict=False):
+        own, *others = [sent_step(record, num_ranks) for record in records]
+        if all(other.sizes == own.sizes for other in others):
+            steps.append(own.with_times(np.min([step.times_s for step in (own, *others)], axis=0).tolist()))
+    return steps
 
 
-def where_of_run(run_dir: Path, header: Mapping[str, Any], *, last_step: int) -> dict[str, Any]:
-    """Returns ``where`` of a result: name and header of its run, and the last step that counts."""
-    known = {name: header.get(name) for name in ("backend", "comm_hook")}
-    return {"run": run_dir.name, "world_size": header["world_size"], **known, "last_step": last_step}
+@dataclass(frozen=True, kw_only=True)
+class LinkFit:
+    """A link, and how much of it its messages show."""
+
+    link: Link
+    sizes_bytes: tuple[int, ...]  # of the messages, ascending
+    latency_s: float  # of the smallest message; NaN where sizes do not separate it from the rate, as is the next one
+    bandwidth: float  # bus bandwidth, bytes per second
+    takes_turns: bool  # messages are single buckets; else whole steps
 
 
-class LinkTracker:
-    """Keeps ``model``, fitted to the last 200 steps, up to date; None until a size was measured three times.
+def fit_link(
+    steps: Sequence[SentStep], num_ranks: int, *, hop_s: float | None = None, has_trees: bool = False
+) -> LinkFit | None:
+    """Fits a link to messages; None if no size was measured `MIN_TIMES` times.
 
-    Each rank calls `rows` with its steps; the caller gathers the numbers from all ranks and passes them to `update`.
-    One rank alone cannot separate the link's time from waiting for others, so without their times there is no model.
+    The line of least squares of relative errors through the median time of each size gives latency and rate. Where
+    sizes, or noise, do not separate the two, the latency is `TYPICAL_HOP_S` for each hop, half of the time at most.
+
+    Args:
+        steps: the steps, with the least times of all ranks.
+        num_ranks: ranks in the run.
+        hop_s: time of a hop if it is known, so that only the rate is fitted: such that all messages take their time.
+        has_trees: see `Link`. If so, buckets take turns even where their times overlap, as on NCCL's streams.
     """
+    shares = [step.shared_s / step.whole.time_s for step in steps if step.whole.time_s > 0]
+    takes_turns = has_trees or (bool(shares) and median(shares) <= _MAX_SHARED)
+    messages_of = [
+        [message for message in (step.buckets if takes_turns else (step.whole,)) if message.time_s > 0]
+        for step in steps
+        if step.whole.wire_bytes > 0
+    ]
+    times_of = grouped((message[:2], message.time_s) for messages in messages_of for message in messages)
+    known = {size: times_s for size, times_s in sorted(times_of.items()) if len(times_s) >= MIN_TIMES}
+    if not known:
+        return None
+    line = _fit_line(known) if hop_s is None else _line_with(hop_s, known)
+    ratios = sorted(_block_medians([line.ratio(messages) for messages in messages_of if messages]))
+    tail = int((1 - CONFIDENCE) / 2 * len(ratios))
+    sizes_bytes = sorted({num_bytes for _, num_bytes in known})
+    text = " to ".join(f"{size / 1e6:.3g}" for size in sorted({sizes_bytes[0], sizes_bytes[-1]}))
+    link = Link(
+        hop_s=line.hop_s,
+        s_per_byte=line.s_per_byte * num_ranks / (2 * (num_ranks - 1)),
+        low_ratio=min(1.0, ratios[tail]),
+        high_ratio=max(1.0, ratios[-1 - tail]),
+        seen_bytes=median(step.whole.wire_bytes for step in steps if step.whole.wire_bytes > 0),
+        has_trees=has_trees,
+        source=f"{sum(map(len, known.values()))} times of {text} MB on the wire in the run",
+    )
+    return LinkFit(
+        link=link,
+        sizes_bytes=tuple(sizes_bytes),
+        latency_s=min(num_hops for num_hops, _ in known) * line.hop_s if line.is_separated else math.nan,
+        bandwidth=1 / link.s_per_byte if line.is_separated else math.nan,
+        takes_turns=takes_turns,
+    )
 
-    def __init__(self, run_dir: Path, header: Mapping[str, Any]) -> None:
-        self.model: LinkModel | None = None
-        self._run_dir = run_dir
-        self._header = header
-        self._comm_hook: str | None = None
-        self._sent: list[tuple[int, list[int]]] = []  # the number of a step, and the sizes of its messages
-        self._steps: deque[list[BucketTime]] = deque(maxlen=NUM_LAST_STEPS)
 
-    def rows(self, records: Sequence[StepRecord], comm_hook: str) -> list[list[float]]:
-        """Returns how long the buckets of some steps took, to be gathered from all ranks.
+class _Line(NamedTuple):
+    hop_s: float
+    s_per_byte: float
+    is_separated: bool
 
-        The steps replace the steps of the last call. If ``comm_hook``, the name of what averages the gradients now, has
-        changed, all earlier times are discarded, and these steps too, as some of them may still have used the old one.
+    def ratio(self, messages: Sequence[Message]) -> float:
+        """Returns the measured over the expected time of the messages of a step."""
+        expected_s = sum(message.num_hops * self.hop_s + message.wire_bytes * self.s_per_byte for message in messages)
+        return sum(message.time_s for message in messages) / expected_s
 
-        Returns:
-            `NUM_MESSAGES` seconds for each step, padded with NaN.
-        """
-        is_changed = self._comm_hook not in (None, comm_hook)
-        self._comm_hook = comm_hook
-        if is_changed:
-            self._steps.clear()
-            self.model = None
-        self._sent, rows = [], []
-        for record in records:
-            messages = [] if is_changed else spread_sizes(bucket_times(record), NUM_MESSAGES)
-            self._sent.append((record.step, [message.size_bytes for message in messages]))
-            rows.append([message.time_s for message in messages] + [math.nan] * (NUM_MESSAGES - len(messages)))
-        return rows
 
-    def update(self, times_s: NDArray[np.float64]) -> LinkModel | None:
-        """Refreshes the model and returns it; None if these times are not enough for one.
+Times = Mapping[tuple[int, int], Sequence[float]]
+"""The times of messages by their numbers of hops and bytes."""
 
-        They have the shape ``(num_ranks, num_steps, NUM_MESSAGES)`` and belong to the first steps of the last `rows`.
-        """
-        world_size = self._header["world_size"]
-        if len(times_s) < world_size or not times_s.shape[1]:
-            return None
-        for (_, sizes_bytes), shortest_s in zip(self._sent, times_s.min(axis=0).tolist(), strict=False):
-            self._steps.append(list(map(BucketTime, sizes_bytes, shortest_s)))
-        last_step, _ = self._sent[times_s.shape[1] - 1]
-        header = {**self._header, "comm_hook": str(self._comm_hook)}
-        result = result_of_steps(self._steps, where_of_run(self._run_dir, header, last_step=last_step))
-        if not result.rows:
-            return None
-        self.model = LinkModel.fit(result)
-        return self.model
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The two numbers of the model.
+def _fit_line(times_of: Times) -> _Line:
+    """Returns latency and rate, see `fit_link`."""
+    sizes = np.array(list(times_of), dtype=np.float64)
+    bytes_per_hop = sizes[:, 1] / sizes[:, 0]
+    if bytes_per_hop.max() >= SIZES_RATIO * bytes_per_hop.min():
+        medians_s = np.array([median(times_s) for times_s in times_of.values()])
+        weights = np.sqrt([len(times_s) for times_s in times_of.values()])
+        relative = sizes * (weights / medians_s)[:, None]
+        hop_s, s_per_byte = np.linalg.lstsq(relative, weights, rcond=None)[0].tolist()
+        if hop_s < 0:
+            hop_s, s_per_byte = 0.0, float(relative[:, 1] @ weights / (relative[:, 1] @ relative[:, 1]))
+        # A smaller one would mean that latency, or noise, makes up most of the times.
+        if s_per_byte > medians_s.sum() / sizes[:, 1].sum() / 2:
+            return _Line(hop_s, s_per_byte, True)
+    return _line_with(TYPICAL_HOP_S, times_of)
 
-        ``link_latency_s`` is the latency of the model's first segment, ``link_bandwidth`` the bus bandwidth of its last
-        segment in bytes per second. With a comm hook bytes are counted before compression, and times include it. Both
-        are NaN without a model, and if the sizes of messages differ too little to separate them.
-        """
-        latency_s = bandwidth = math.nan
-        if self.model is not None:
-            (curve,) = self.model.curves
-            first, last = curve.segments[0], curve.segments[-1]
-            if last.last_bytes >= _SIZES_RATIO * first.first_bytes:
-                latency_s = first.latency_s
-                if last.s_per_byte > 0:
-                    bandwidth = bus_factor(curve.case.operation, curve.case.num_ranks) / last.s_per_byte
-        return {"link_latency_s": latency_s, "link_bandwidth": bandwidth}
 
-    @property
-    def why_unknown(self) -> str:
-        """Why there is a model but no number of `metrics`, in a sentence; else empty."""
-        if self.model is None or not math.isnan(self.metrics["link_bandwidth"]):
-            return ""
-        (curve,) = self.model.curves
-        first_bytes, last_bytes = curve.segments[0].first_bytes, curve.segments[-1].last_bytes
-        if last_bytes >= _SIZES_RATIO * first_bytes:
-            return "link_bandwidth is unknown, as large buckets took no longer than small ones."
-        unit = byte_unit(last_bytes)
-        sizes = "the same size" if first_bytes == last_bytes else f"{unit.text(first_bytes)} to {unit.text(last_bytes)}"
-        return (
-            f"link_latency_s and link_bandwidth are unknown, as the buckets have {sizes}: the largest must be twice as"
-            " large as the smallest to separate the two."
-        )
+def _line_with(hop_s: float, times_of: Times) -> _Line:
+    """Returns the rate at which all messages take their time, with ``hop_s`` for each hop, or half of the time."""
+    counted = [(len(times_s), *size, median(times_s)) for size, times_s in times_of.items()]
+    all_s = sum(num * time_s for num, _, _, time_s in counted)
+    num_hops = sum(num * hops for num, hops, _, _ in counted)
+    num_bytes = sum(num * size for num, _, size, _ in counted)
+    hop_s = min(hop_s, all_s / num_hops / 2)
+    return _Line(hop_s, (all_s - num_hops * hop_s) / num_bytes, False)
+
+
+def _block_medians(values: Sequence[float]) -> list[float]:
+    """Returns medians of `_BLOCK` values each."""
+    return [median(values[start : start + _BLOCK]) for start in range(0, len(values), _BLOCK)]

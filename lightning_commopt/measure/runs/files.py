@@ -3,7 +3,6 @@
 # In the directory of a run.
 RUN_FILE = "run.json"  # its RunRecord
 LOSS_FILE = "loss.jsonl"  # the loss against steps and seconds
-LINK_MODEL_FILE = "link_model.json"  # fitted to its steps, refreshed while it trains
 PREDICTION_FILE = "prediction.json"  # the fitted inputs for predictions of other settings, and these predictions
 CONFIG_FILE = "config.yaml"  # the resolved configuration
 LOG_FILE = "job.log"  # output of a job of a sweep

@@ -1,0 +1,99 @@
+"""Link: the latency, the rate and the spread that steps or a probe show, and how long any collective takes then."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from lightning_commopt.text.validation import check_positive
+
+PAYLOAD_SHARE = 1448 / 1514
+"""Payload over bytes on an Ethernet link with TCP and timestamps, in full frames of 1500 bytes."""
+
+TYPICAL_HOP_S = 1e-4
+"""A message without content takes so long where steps do not show it. A judgement: it is usual for TCP between hosts of
+a rack."""
+
+_MAX_EXTRAPOLATION = 2.0
+"""A link is used as it is for steps that send up to so many times the bytes that were seen. A judgement: half of a
+message of the size seen may be latency, and twice the bytes then take 1.5 times as long instead of twice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What lies between ranks, in terms of one message between two of them."""
+
+    hop_s: float  # time of a message without content
+    s_per_byte: float  # time of a byte of payload, in one direction
+    cpu_s_per_byte: float = 0.0  # processor time that a rank spends on a byte of an all-reduce's payload
+    cpu_s_per_message: float = 0.0  # what it spends besides on a collective of two ranks; times `num_wakes` on more
+    low_ratio: float = 0.9  # 2.5th percentile of measured over expected times of all messages of a step
+    high_ratio: float = 1.1  # 97.5th percentile
+    seen_bytes: float | None = None  # payload of a step that the rate was learned from; None where it was probed
+    has_trees: bool = False  # collectives may use trees, as NCCL's do; else rings only
+    source: str = ""  # what it was measured on, in words
+
+    def at_rate(self, bits_per_s: float) -> Link:
+        """Returns the same with another rate, as far as the processor keeps up with it.
+
+        Raises:
+            ValueError: the rate is not above 0.
+        """
+        check_positive("bits_per_s", bits_per_s)
+        s_per_byte = max(8 / bits_per_s / PAYLOAD_SHARE, self.cpu_s_per_byte)
+        source = f"a rate of {bits_per_s / 1e9:g} Gbit/s"
+        return dataclasses.replace(self, s_per_byte=s_per_byte, seen_bytes=None, source=source)
+
+    def for_bytes(self, num_bytes: float) -> Link:
+        """Returns the link for steps that send ``num_bytes``.
+
+        Far more bytes than were seen may take time in proportion, or hardly more time than those did, if that was
+        latency. The rate is the geometric mean of the two then, and its interval holds both.
+        """
+        factor = num_bytes / self.seen_bytes if self.seen_bytes else 1.0
+        if factor <= _MAX_EXTRAPOLATION:
+            return self
+        spread = math.sqrt(factor)
+        return dataclasses.replace(
+            self,
+            s_per_byte=self.s_per_byte / spread,
+            cpu_s_per_byte=self.cpu_s_per_byte / factor,
+            low_ratio=min(self.low_ratio, 1 / spread / 2),
+            high_ratio=max(self.high_ratio, spread),
+        )
+
+    def times(self, ratio: float) -> Link:
+        """Returns the same where every message takes ``ratio`` times as long."""
+        return dataclasses.replace(self, hop_s=ratio * self.hop_s, s_per_byte=ratio * self.s_per_byte)
+
+    def cpu_s(self, operation: str, num_bytes: float, num_ranks: int) -> float:
+        """Returns the processor time of a rank in a collective over gloo; for the arguments see `time_s`."""
+        halves = 1.0 if operation == "all_reduce" else 0.5
+        return num_wakes(operation, num_ranks) * self.cpu_s_per_message + halves * num_bytes * self.cpu_s_per_byte
+
+    def time_s(self, operation: str, num_bytes: float, num_ranks: int) -> float:
+        """Returns how long a collective takes on an idle link.
+
+        A ring for an all-reduce; the direct exchange of our `Channel` for its halves. NCCL takes a tree where that is
+        faster, which needs twice the bytes of a large ring's link. ``num_bytes`` are of the whole message.
+        """
+        if num_ranks < 2:
+            return 0.0
+        share = (num_ranks - 1) / num_ranks
+        if operation != "all_reduce":
+            return self.hop_s + share * num_bytes * self.s_per_byte
+        ring_s = 2 * (num_ranks - 1) * self.hop_s + 2 * share * num_bytes * self.s_per_byte
+        if not self.has_trees:
+            return ring_s
+        return min(ring_s, 2 * math.ceil(math.log2(num_ranks)) * self.hop_s + 2 * num_bytes * self.s_per_byte)
+
+
+def num_wakes(operation: str, num_ranks: int) -> float:
+    """Returns how often a collective over gloo wakes the threads of a rank, over that with two ranks.
+
+    A ring's hops come one after another; the messages of a direct exchange come together, and several are taken at
+    once. Chosen on steps of four and eight ranks, see ``docs/predict.md``; nothing is known beyond.
+    """
+    doublings = math.log2(max(2, num_ranks))
+    return 2 * doublings - 1 if operation == "all_reduce" else doublings
