@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from lightning_commopt.compressors import Compressor, ShardedCompressor
+from lightning_commopt.compressors import Compressor, ShardedCompressor, ShardedHierarchical
 from lightning_commopt.compressors.shards import FromShards
 from lightning_commopt.plan import OptionError
 from lightning_commopt.testing import ranks
@@ -64,8 +64,9 @@ def check_compressor(
             check_compressor(Sign(), laws=[law])
 
     Random gradients go through DDP and the compressor, in processes of their own for each law. A `ShardedCompressor`
-    is held to `SHARDED_LAWS` with FSDP2, and to `LAWS` with DDP, where it averages buckets as `FromShards`. Where
-    FSDP2 takes no compressors (torch before 2.9, or gloo on a GPU) only the latter are checked, with a warning.
+    is held to `SHARDED_LAWS` with FSDP2, and to `LAWS` with DDP, where it averages buckets as `FromShards`;
+    `ShardedHierarchical` only with FSDP2. Where FSDP2 takes no compressors (torch before 2.9, or gloo on a GPU) its
+    laws are left out, with a warning.
 
     Nothing waits for ever. The law `same_collectives` is tried first, whatever ``laws`` are: without messages, it finds
     ranks that would wait for each other. What waits all the same ends after a minute if it waits for a collective,
@@ -112,7 +113,8 @@ def check_compressor(
 def _choose(compressor: Compressor | ShardedCompressor, laws: Iterable[str] | None) -> list[_Trial]:
     """Returns what to try, `same_collectives` first with each strategy."""
     if isinstance(compressor, ShardedCompressor):
-        strategies = [_FSDP2, _DDP]
+        # For DDP another class has the hierarchy of nodes, `Hierarchical`.
+        strategies = [_FSDP2] if isinstance(compressor, ShardedHierarchical) else [_FSDP2, _DDP]
     elif isinstance(compressor, Compressor):
         strategies = [_DDP]
     else:
