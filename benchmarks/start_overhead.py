@@ -18,8 +18,8 @@ import numpy as np
 import torch.distributed as dist
 from results_file import median_with_interval
 
-from lightning_commopt.commands.selftest.ranks import run_ranks
 from lightning_commopt.compat.torch import default_store
+from lightning_commopt.testing.ranks import run_ranks
 from lightning_commopt.watch.join_watch import JoinWatch
 
 

@@ -23,7 +23,7 @@ class TopK(Compressor):
     """Sends the ``share`` of a bucket that is largest in magnitude, and its places (Aji and Heafield, EMNLP 2017)."""
 
     share: float = 0.05
-    claims = Claims(error_bound=1.0)  # better than to send nothing: what `commopt selftest` holds it to
+    claims = Claims(error_bound=1.0)  # better than to send nothing: what `check_compressor` holds it to
 
     def init(self, layout, device, step=0):
         return {}

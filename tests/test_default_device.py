@@ -26,7 +26,7 @@ _FACTORIES = (
     *("rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"),
 )
 # Programs of ours, in which no user's code sets a default: their models and data are made where they train.
-_PROGRAMS = ("commands/selftest", "train")
+_PROGRAMS = ("commands/selftest", "testing", "train")
 
 ALONE: Any = SimpleNamespace(size=1, rank=0, within=None, across=None)
 CHANNEL: Any = SimpleNamespace(size=1, rank=0, within=ALONE, across=ALONE)

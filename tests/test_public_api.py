@@ -16,7 +16,7 @@ from typer.main import get_command
 import lightning_commopt.fabric
 import lightning_commopt.lightning
 import lightning_commopt.pytorch_lightning
-from lightning_commopt import callbacks, compressors, metrics
+from lightning_commopt import callbacks, compressors, metrics, testing
 from lightning_commopt.commands.app import app
 from lightning_commopt.compressors import Compressor, compressor_names
 from lightning_commopt.plan import CommPlan, plan_options
@@ -92,6 +92,19 @@ def test_callbacks() -> None:
 def test_metrics() -> None:
     """If it fails, a metric that projects log has come or gone."""
     assert metrics.__all__ == ["QUANTITIES", "ExposedShare", "StepMetric", "StepStatistics"]
+
+
+def test_testing() -> None:
+    """If it fails, a name, an option or a law that tests of users have in them has come or gone."""
+    assert testing.__all__ == ["LAWS", "SHARDED_LAWS", "Law", "check_compressor"]
+    options = list(inspect.signature(testing.check_compressor).parameters)
+    assert options == ["compressor", "num_ranks", "device", "laws"]
+    common = ["same_collectives", "averages", "bytes_as_declared", "overflow", "tiny", "resume"]
+    of_buckets = ["ranks_agree", "as_reference", "as_ddp", "small_and_unused"]
+    assert sorted(testing.LAWS) == sorted([*common, *of_buckets])
+    assert sorted(testing.SHARDED_LAWS) == sorted([*common, "only_matrices", "unbiased"])
+    for laws in (testing.LAWS, testing.SHARDED_LAWS):
+        assert all(law.name == name and law.statement and law.consequence for name, law in laws.items())
 
 
 def test_commands() -> None:

@@ -85,6 +85,12 @@ def test_the_library_imports_no_command() -> None:
             assert not {other: found for other, found in others.items() if other in AROUND_THE_LIBRARY}
 
 
+def test_training_needs_no_tests() -> None:
+    """If it fails, whoever trains loads the laws for compressors, or these depend on more than they are about."""
+    assert {name for name, others in imports_of_rooms().items() if "testing" in others} == {"commands"}
+    assert imports_of_rooms()["testing"].keys() <= {"compressors", "sync", "plan", "sharded_plan", "text"}
+
+
 def test_a_report_needs_records_only() -> None:
     """If it fails, reading runs needs what training them needs."""
     assert imports_of_rooms()["report"].keys() <= {"measure", "text", "compat"}

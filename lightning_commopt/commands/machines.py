@@ -25,9 +25,9 @@ def selftest(
     cannot run, or was interrupted before its end.
     """
     from lightning_commopt.commands.selftest import run
-    from lightning_commopt.commands.selftest.ranks import RankError
     from lightning_commopt.launch.process import InterruptedRun, raise_signals
     from lightning_commopt.measure.plain import write_json
+    from lightning_commopt.testing.ranks import RankError
 
     console, latest = TextConsole(), None
 

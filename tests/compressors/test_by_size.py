@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.commands.selftest.steps import Net, flatten, random_gradients, send
 from lightning_commopt.compressors import BySize, Int4, Layout, PowerSGD, Rounds, State
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
+from lightning_commopt.testing.steps import Net, flatten, random_gradients, send
 from support.own_compressors import Averages
 from support.ranks import run_ranks
 

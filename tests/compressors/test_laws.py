@@ -1,4 +1,4 @@
-"""The laws of ``commopt selftest`` for many compressors and setups, and what holds for some of them only."""
+"""The laws for many compressors and setups, and what holds for some of them only."""
 
 import os
 import shutil
@@ -11,15 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.commands.selftest.checks import candidates
-from lightning_commopt.commands.selftest.laws import LAWS, as_ddp
-from lightning_commopt.commands.selftest.steps import Net, Setup, flatten, random_gradients, run_steps, send
 from lightning_commopt.compressors import AfterSteps, Compressor, Hierarchical, Int8, Layout, PowerSGD
 from lightning_commopt.compressors.base import finish
 from lightning_commopt.compressors.channel import AloneChannel
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.compressors.wrappers import Wrapper
 from lightning_commopt.sync.ddp.attach import attach_bucket_hook
+from lightning_commopt.testing.laws import LAWS, as_ddp, small_and_unused
+from lightning_commopt.testing.places import CPU
+from lightning_commopt.testing.steps import Net, Setup, flatten, random_gradients, run_steps, send
 from support.cross_section import sampled
 from support.every_compressor import BF16, BF16_IN_FLOAT32, COMPRESSORS, FURTHER, REGISTERED
 from support.ranks import run_ranks
@@ -42,12 +42,10 @@ SETUPS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "two nodes": ("static_view", 4, ON_NODES),
 }
 """Options of DDP, number of ranks, and compressors that the same ranks try."""
-NO_STATIC_GRAPH = "small and unused parameters, and steps without gradient sync, are as with DDP"
 
 
 def _setup(options: str) -> Setup:
-    (place,) = candidates("cpu")
-    return Setup(place=place, options=OPTIONS[options], ranks_per_node=2 if dist.get_world_size() == 4 else 1)
+    return Setup(place=CPU, options=OPTIONS[options], ranks_per_node=2 if dist.get_world_size() == 4 else 1)
 
 
 def _message(setup: Setup, law: str, name: str) -> str:
@@ -69,7 +67,7 @@ def _messages(options: str, law: str, names: tuple[str, ...]) -> dict[str, str]:
 def test_law(law: str, setup: str) -> None:
     """If it fails, the message names what is broken. Most setups change their buckets after the first step."""
     options, world_size, names = SETUPS[setup]
-    if options == "static_view" and law == NO_STATIC_GRAPH:
+    if options == "static_view" and law == small_and_unused.name:
         pytest.skip("parameters are unused in turn, which a static graph excludes")
     assert run_ranks(_messages, options, law, names, world_size=world_size) == [{}] * world_size
 

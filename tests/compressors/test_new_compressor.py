@@ -26,6 +26,7 @@ from lightning_commopt.measure.verdict import verdict
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.report.names import display_name, setting_name
 from lightning_commopt.strategy.adapters import aliases
+from lightning_commopt.testing import check_compressor
 from lightning_commopt.train.sweep.config import check_config, sync_method
 from support.composed import composed
 from support.ranks import run_ranks
@@ -57,22 +58,11 @@ class Float8(Compressor):
         return layout.numel * world_size // 2  # an all-gather is half an all-reduce
 
 
-def broken_laws():
-    """Returns what the laws say of it, on a rank."""
-    from lightning_commopt.commands.selftest.laws import LAWS
-    from lightning_commopt.commands.selftest.checks import candidates
-    from lightning_commopt.commands.selftest.steps import Setup
+def is_tried():
     from lightning_commopt.compressors.catalog import example_compressors
     from support.every_compressor import COMPRESSORS
 
-    assert COMPRESSORS["fp8"] == example_compressors()["fp8"] == Float8()
-    found = {}
-    for name, law in LAWS.items():
-        try:
-            law(Setup(place=candidates("cpu")[0]), "fp8", Float8())
-        except AssertionError as error:
-            found[name] = str(error)
-    return found
+    return COMPRESSORS["fp8"] == example_compressors()["fp8"] == Float8()
 '''
 
 
@@ -150,7 +140,12 @@ def test_its_yaml_is_an_option_of_commopt_train(tmp_path: Path) -> None:
 
 def test_the_laws_are_checked_for_it(new_compressor: ModuleType) -> None:
     """If it fails, the self-test or the law tests leave it out."""
-    assert run_ranks(new_compressor.broken_laws) == [{}, {}]
+    assert run_ranks(new_compressor.is_tried, world_size=1) == [True]
+
+
+def test_it_obeys_the_laws(new_compressor: ModuleType) -> None:
+    """If it fails, nobody's compressor passes `check_compressor`."""
+    check_compressor(new_compressor.Float8())
 
 
 _MAY_NAME_THEM = {

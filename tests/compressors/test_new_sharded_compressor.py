@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_commopt import CommOptDDP, CommOptModelParallel
 from lightning_commopt.compat.hydra import allow_targets
@@ -15,9 +16,10 @@ from lightning_commopt.compressors.catalog import example_compressors, ready_sha
 from lightning_commopt.compressors.configs import sharded_from_config
 from lightning_commopt.compressors.shards import FromShards
 from lightning_commopt.strategy.adapters import aliases
+from lightning_commopt.testing import check_compressor
 from lightning_commopt.train.sweep.config import check_config
 from support.composed import composed
-from support.ranks import run_ranks
+from support.cross_section import sampled
 
 _FILE = '''
 from dataclasses import dataclass
@@ -44,27 +46,6 @@ class Float8(ShardedCompressor):
 
     def message_bytes(self, numel, world_size):
         return world_size * numel
-
-
-def broken_laws():
-    """Returns what the laws of both strategies say of it, on a rank."""
-    from lightning_commopt.commands.selftest.checks import candidates
-    from lightning_commopt.commands.selftest.laws import LAWS
-    from lightning_commopt.commands.selftest.sharded_laws import SHARDED_LAWS, ShardedSetup
-    from lightning_commopt.commands.selftest.steps import Setup
-    from lightning_commopt.compressors import compressor_from_config
-
-    place = candidates("cpu")[0]
-    with_buckets = [(name, law, Setup(place=place), compressor_from_config("fp8")) for name, law in LAWS.items()]
-    with_shards = [(name, law, ShardedSetup(), Float8()) for name, law in SHARDED_LAWS.items()]
-    assert str(Float8()) in ShardedSetup().examples()
-    found = {}
-    for name, law, setup, compressor in (*with_buckets, *with_shards):
-        try:
-            law(setup, "fp8", compressor)
-        except AssertionError as error:
-            found[name, type(setup).__name__] = str(error)
-    return found
 '''
 
 
@@ -103,6 +84,10 @@ def test_its_yaml_is_an_option_of_commopt_train(tmp_path: Path) -> None:
         check_config(composed("strategy/comm_hook=fp8", f"hydra.searchpath=[file://{tmp_path / 'conf'}]"))
 
 
-def test_it_obeys_the_laws_of_both(module: ModuleType) -> None:
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
+)
+@pytest.mark.parametrize("is_whole", sampled([False, True], by_default=[False]))
+def test_it_obeys_the_laws_of_both(is_whole: bool, module: ModuleType) -> None:
     """If it fails, buckets that are averaged as shards are wrong, or more bytes travel than are counted."""
-    assert run_ranks(module.broken_laws) == [{}, {}]
+    check_compressor(module.Float8(), laws=None if is_whole else ["averages", "only_matrices"])

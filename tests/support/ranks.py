@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from lightning_commopt.commands.selftest.ranks import (
+from lightning_commopt.testing.ranks import (
     PROCESSES,
     Answer,
     Job,
@@ -16,7 +16,9 @@ from support.lightnings import ADAPTER, PACKAGE
 
 __all__ = ["RankError", "run_ranks", "run_ranks_or_raise"]
 
-PROCESSES.set_forkserver_preload([*("torch.distributed", "torch._dynamo", "pytest"), *(PACKAGE, ADAPTER)])
+PROCESSES.set_forkserver_preload(
+    [*("torch.distributed", "torch._dynamo", "pytest"), *(PACKAGE, ADAPTER, "lightning_commopt.testing")]
+)
 
 
 def run_ranks_or_raise(

@@ -13,14 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from lightning_commopt.commands.selftest.sharded_laws import (
-    SHARDED_LAWS,
-    ShardedSetup,
-    averages_of,
-    new_model,
-    run_step,
-)
-from lightning_commopt.commands.selftest.steps import flatten, of_all_ranks, run_steps
+from lightning_commopt.commands.selftest.sharded_laws import example_shards
 from lightning_commopt.compat.collectives import CollectiveHooks
 from lightning_commopt.compat.fsdp import comm_object
 from lightning_commopt.compressors.configs import sharded_from_config
@@ -28,6 +21,14 @@ from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt4, Shar
 from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.fsdp2.gradients import ShardedSync
 from lightning_commopt.sync.fsdp2.unit import UnitReduceScatter
+from lightning_commopt.testing.sharded_laws import (
+    SHARDED_LAWS,
+    ShardedSetup,
+    averages_of,
+    new_model,
+    run_step,
+)
+from lightning_commopt.testing.steps import flatten, of_all_ranks, run_steps
 from support.collectives import needs_hooks
 from support.cross_section import sampled
 from support.ranks import run_ranks
@@ -49,7 +50,7 @@ SETUPS: dict[str, tuple[int, ShardedSetup, slice]] = {
 def _messages(setup: ShardedSetup, compressors: slice) -> dict[str, str]:
     messages = {}
     for name, law in SHARDED_LAWS.items():
-        for example, compressor in list(setup.examples().items())[compressors]:
+        for example, compressor in list(example_shards(setup.num_replicas).items())[compressors]:
             try:
                 law(setup, example, compressor)
             except AssertionError as error:

@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_commopt.commands.selftest.sharded_laws import (
+from lightning_commopt.compat.collectives import CollectiveHooks
+from lightning_commopt.compressors.configs import compressor_to_config, sharded_from_config
+from lightning_commopt.compressors.sharded import ShardedBf16, ShardedCompressor, ShardedInt4, ShardedInt8
+from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
+from lightning_commopt.plan import OptionError
+from lightning_commopt.testing.sharded_laws import (
     SHARDED_LAWS,
     ShardedSetup,
     averages_of,
     new_model,
     run_step,
 )
-from lightning_commopt.commands.selftest.steps import flatten, of_all_ranks
-from lightning_commopt.compat.collectives import CollectiveHooks
-from lightning_commopt.compressors.configs import compressor_to_config, sharded_from_config
-from lightning_commopt.compressors.sharded import ShardedBf16, ShardedCompressor, ShardedInt4, ShardedInt8
-from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
-from lightning_commopt.plan import OptionError
+from lightning_commopt.testing.steps import flatten, of_all_ranks
 from support.collectives import needs_hooks
 from support.ranks import run_ranks
 

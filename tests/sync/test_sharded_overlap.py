@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_commopt import CommOptModelParallel, shard
-from lightning_commopt.commands.selftest.sharded_laws import ShardedSetup, averages_of
-from lightning_commopt.commands.selftest.steps import flatten
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt8
 from lightning_commopt.sync.fsdp2.gradients import Overlap, ShardedSync
 from lightning_commopt.sync.fsdp2.unit import _reduce_scatter
+from lightning_commopt.testing.sharded_laws import ShardedSetup, averages_of
+from lightning_commopt.testing.steps import flatten
 from support.ranks import run_ranks
 from support.strategy_models import Tiny, loader, trainer
 

@@ -8,10 +8,10 @@ import random
 import pytest
 import torch.distributed as dist
 
-from lightning_commopt.commands.selftest import checks
-from lightning_commopt.commands.selftest.steps import LargeNet, Setup, send
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.catalog import example_compressors
+from lightning_commopt.testing.places import CPU
+from lightning_commopt.testing.steps import LargeNet, Setup, send
 from lightning_commopt.tune.guard import Guard, error_limit
 from support.cross_section import sampled
 from support.ranks import run_ranks
@@ -21,7 +21,7 @@ _NUM_STEPS = 40  # a look takes 28
 
 def _error(compressor: Compressor, seed: int, factor: float) -> float:
     """Returns the guard's error over its limit, if averages are multiplied by a factor."""
-    setup = Setup(place=checks.TestDevices(name="CPU", device_type="cpu", backend="gloo"), net=LargeNet)
+    setup = Setup(place=CPU, net=LargeNet)
     model, sync = setup.wrap(compressor, bucket_cap_mb=1)
     group = dist.group.WORLD
     assert group is not None

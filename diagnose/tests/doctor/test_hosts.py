@@ -24,10 +24,10 @@ from commopt_diagnose.doctor.meeting import (
     meet,
 )
 from commopt_diagnose.doctor.terminal import list_unchecked
-from lightning_commopt.commands.selftest.ranks import PROCESSES
 from lightning_commopt.launch.environment import RankIdentity
 from lightning_commopt.launch.interfaces import Interface, choose_for_gloo, choose_for_nccl
 from lightning_commopt.launch.lab import NetLab, RankError
+from lightning_commopt.testing.ranks import PROCESSES
 from lightning_commopt.text.findings import Finding, Severity
 from support.ranks import run_ranks  # noqa: F401 - tells the fork server what to import
 

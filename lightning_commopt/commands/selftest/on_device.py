@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.commands.selftest.checks import Found, NotChecked, TestDevices, check
-from lightning_commopt.commands.selftest.steps import NUM_STEPS, Setup, large_setup, send
+from lightning_commopt.commands.selftest.checks import Found, NotChecked, check
 from lightning_commopt.compressors import Compressor, Int8, Layout
 from lightning_commopt.compressors.catalog import example_compressors, ready_compressors
 from lightning_commopt.compressors.channel import Channel
@@ -22,6 +21,8 @@ from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.ddp.observed import before_backward
+from lightning_commopt.testing.places import Place
+from lightning_commopt.testing.steps import NUM_STEPS, Setup, large_setup, send
 
 _RTOL_PROFILER = 0.2
 _SHAPES = ((1024, 4096), (4096,), (2304, 1024), (1024,))  # 25 MiB in float32
@@ -29,7 +30,7 @@ _NUM_WARM_UP, _NUM_TIMED, _NUM_PROFILED = 3, 5, 3
 
 
 @check("collectives take as long as torch.profiler says")
-def _recorded_time(place: TestDevices) -> str:
+def _recorded_time(place: Place) -> str:
     if place.device_type == "cuda" and "nccl" not in place.backend:
         raise NotChecked("gloo's collectives on CUDA tensors run on the host, between copies that the profiler counts")
     device = place.device(dist.get_rank())
@@ -77,7 +78,7 @@ def _is_collective(event: Any, device_type: str) -> bool:
 
 
 @check("no step synchronizes the device", needs_cuda=True)
-def _no_synchronization(place: TestDevices) -> str:
+def _no_synchronization(place: Place) -> str:
     setup, compressors = Setup(place=place), example_compressors()
     for name, compressor in compressors.items():
         model, sync = setup.wrap(compressor)
@@ -96,7 +97,7 @@ def _no_synchronization(place: TestDevices) -> str:
 
 
 @check("memory does not grow", needs_cuda=True)
-def _memory(place: TestDevices) -> str:
+def _memory(place: Place) -> str:
     setup, compressors = Setup(place=place), example_compressors()
     for name, compressor in compressors.items():
         model, sync = setup.wrap(compressor)
@@ -112,7 +113,7 @@ def _memory(place: TestDevices) -> str:
 
 
 @check("what a bucket of 25 MiB costs", is_extra=True)
-def _bucket(place: TestDevices) -> Found:
+def _bucket(place: Place) -> Found:
     device = place.device(dist.get_rank())
     costs = {name: bucket_cost(compressor, device) for name, compressor in ready_compressors().items()}
     lines = []
@@ -172,14 +173,14 @@ def count_kernels(events: Any, num_steps: int) -> tuple[float, float]:
 
 
 @check("what measuring costs", is_extra=True)
-def _monitor(place: TestDevices) -> Found:
+def _monitor(place: Place) -> Found:
     without_s, with_s = (step_seconds(place, is_measured) for is_measured in (False, True))
     cost_us = 1e6 * (with_s - without_s)
     numbers = {"step_us": 1e6 * without_s, "measured_step_us": 1e6 * with_s}
     return Found(f"{cost_us:.0f} us of a step of {1e3 * without_s:.3g} ms, by the median of 50", numbers)
 
 
-def step_seconds(place: TestDevices, is_measured: bool, num_steps: int = 50) -> float:
+def step_seconds(place: Place, is_measured: bool, num_steps: int = 50) -> float:
     """Returns the median time of steps, with or without a recorder that is read every step."""
     setup = large_setup(place)
     model, sync = setup.wrap(Int8())

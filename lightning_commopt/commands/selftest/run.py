@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import time
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
@@ -22,8 +20,9 @@ from rich.text import Text
 
 from lightning_commopt.commands.info.info import collect
 from lightning_commopt.commands.selftest import laws, on_device, sharded_laws, variants
-from lightning_commopt.commands.selftest.checks import CHECKS, Check, Found, NotChecked, TestDevices, candidates
-from lightning_commopt.commands.selftest.ranks import PROCESSES, OutOfTime, RankError, run_on
+from lightning_commopt.commands.selftest.checks import CHECKS, Check, Found, NotChecked
+from lightning_commopt.testing.places import Place
+from lightning_commopt.testing.ranks import PROCESSES, OutOfTime, find_place, last_line, prepare_rank, run_on
 
 _FILLED_BY = laws, sharded_laws, on_device, variants
 LIMIT_S = 300.0
@@ -76,7 +75,7 @@ def run_selftest(
     """
     PROCESSES.set_forkserver_preload(["lightning_commopt.commands.selftest.run"])
     ends_at = time.monotonic() + limit_s
-    place, refused = _find_place(device)
+    place, refused = find_place(device)
     place = replace(place, ends_at=ends_at)
     checks = [check for check in CHECKS if is_full or not check.is_extra]
     found = SelfTest(place=place.name, refused=refused, outcomes=[], is_whole=not checks, info=collect() | _versions())
@@ -87,18 +86,6 @@ def run_selftest(
         found = replace(found, outcomes=outcomes, is_whole=len(outcomes) == len(checks))
         on_news(found)
     return found
-
-
-def _find_place(device: str) -> tuple[TestDevices, dict[str, str]]:
-    """Returns the best place where two ranks run, and those that refuse them, with why."""
-    refused: dict[str, str] = {}
-    for place in candidates(device):
-        try:
-            run_on(place, _try)
-            return place, refused
-        except RankError as error:
-            refused[place.name] = _last_line(error)
-    raise RankError("; ".join(f"{name}: {why}" for name, why in refused.items()))
 
 
 def _versions() -> dict[str, Any]:
@@ -114,13 +101,7 @@ def _versions() -> dict[str, Any]:
     return found
 
 
-def _try(place: TestDevices) -> None:
-    value = torch.ones(1, device=place.device(dist.get_rank()))
-    dist.all_reduce(value)
-    assert value.item() == dist.get_world_size()
-
-
-def _run(check: Check, place: TestDevices, limit_s: float) -> Outcome:
+def _run(check: Check, place: Place, limit_s: float) -> Outcome:
     start_s = time.monotonic()
     try:
         if start_s >= place.ends_at:
@@ -131,31 +112,23 @@ def _run(check: Check, place: TestDevices, limit_s: float) -> Outcome:
         outcome = Outcome(name=check.name, status="not checked", detail=late)
     except Exception as error:  # the file with the other results must be written
         trace = traceback.format_exc()
-        outcome = Outcome(name=check.name, status="failed", detail=_last_line(error), trace=trace)
+        outcome = Outcome(name=check.name, status="failed", detail=last_line(error), trace=trace)
     return replace(outcome, seconds=time.monotonic() - start_s)
 
 
-def _run_on_rank(name: str, place: TestDevices) -> Outcome:
-    if place.device_type == "cuda":
-        torch.cuda.set_device(place.device(dist.get_rank()))
+def _run_on_rank(name: str, place: Place) -> Outcome:
+    prepare_rank(place)
     (check,) = (each for each in CHECKS if each.name == name)  # the order is that of imports, which differs
-    # Two ranks of one host are all that there is, and what wraps another compressor is checked with them all the same.
-    warnings.filterwarnings("ignore", message="comm_hook: 'hierarchical' has no effect")
     return _try_check(check, place)
 
 
-def _try_check(check: Check, place: TestDevices) -> Outcome:
+def _try_check(check: Check, place: Place) -> Outcome:
     try:
         found = check.run(place)
     except NotChecked as missing:
         return Outcome(name=check.name, status="not checked", detail=str(missing))
     detail, numbers = found if isinstance(found, Found) else (found, {})
     return Outcome(name=check.name, status="passed", detail=detail, numbers=numbers)
-
-
-def _last_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[-1].removeprefix("AssertionError: ")
 
 
 _COLORS = {"passed": "green", "failed": "red", "not checked": "yellow"}

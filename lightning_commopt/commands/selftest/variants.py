@@ -21,9 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.commands.selftest.checks import NotChecked, TestDevices, check
-from lightning_commopt.commands.selftest.ranks import OutOfTime, run_on
-from lightning_commopt.commands.selftest.steps import flatten, large_setup, run_steps, send
+from lightning_commopt.commands.selftest.checks import NotChecked, check
 from lightning_commopt.compat.torch import flight_records
 from lightning_commopt.compressors import Layout
 from lightning_commopt.compressors.catalog import example_compressors, ready_compressors
@@ -32,6 +30,9 @@ from lightning_commopt.compressors.kernels.dispatch import in_plain_torch
 from lightning_commopt.sync.ddp.hook import BucketHook
 from lightning_commopt.sync.executors import Executor, SideStreams, WorkerThread
 from lightning_commopt.sync.warm_up import run_alone
+from lightning_commopt.testing.places import Place
+from lightning_commopt.testing.ranks import OutOfTime, run_on
+from lightning_commopt.testing.steps import flatten, large_setup, run_steps, send
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.flight_recorder import parse_collectives
 from lightning_commopt.watch.hangs.rank_side import WatchedRank
@@ -47,7 +48,7 @@ _RECORDER = dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE
 
 
 @check("compiled kernels give what plain torch gives", is_extra=True)
-def _kernels(place: TestDevices) -> str:
+def _kernels(place: Place) -> str:
     setup, compressors, worst = large_setup(place), example_compressors(), 0.0
     for name, compressor in compressors.items():
         fast = run_steps(setup, compressor)
@@ -67,7 +68,7 @@ def _kernels(place: TestDevices) -> str:
     is_extra=True,
     is_on_ranks=False,
 )
-def _streams(place: TestDevices) -> str:
+def _streams(place: Place) -> str:
     blocking = {"CUDA_LAUNCH_BLOCKING": "1"}
     ways = {"two streams": (2, {}), "one stream": (1, {}), "blocking launches": (2, blocking)}
     if place.device_type == "cpu":
@@ -81,7 +82,7 @@ def _streams(place: TestDevices) -> str:
     return f"{len(first)} compressors: {', '.join(found)}"
 
 
-def digests(num_streams: int, place: TestDevices, num_steps: int = NUM_STEPS) -> dict[str, str]:
+def digests(num_streams: int, place: Place, num_steps: int = NUM_STEPS) -> dict[str, str]:
     """Returns a digest of all averages of each compressor; on every rank."""
     setup, found = large_setup(place), {}
     assert dist.group.WORLD is not None
@@ -104,14 +105,14 @@ def digests(num_streams: int, place: TestDevices, num_steps: int = NUM_STEPS) ->
 
 
 @check("nothing is compiled after the hook is attached", is_extra=True, is_on_ranks=False, needs_cuda=True)
-def _compiled_early(place: TestDevices) -> str:
+def _compiled_early(place: Place) -> str:
     with tempfile.TemporaryDirectory() as cache:
         late = run_on(place, compiled_late, environment={"TRITON_CACHE_DIR": cache})
     assert not any(late), f"compiled in the first steps: {late[0] or late[1]}"
     return f"{len(example_compressors())} compressors"
 
 
-def compiled_late(place: TestDevices) -> dict[str, list[str]]:
+def compiled_late(place: Place) -> dict[str, list[str]]:
     """Returns what Triton writes to its cache in the first steps with each compressor, on every rank."""
     cache, setup, late = Path(os.environ["TRITON_CACHE_DIR"]), large_setup(place), {}
     if place.device_type == "cuda":
@@ -130,7 +131,7 @@ def compiled_late(place: TestDevices) -> dict[str, list[str]]:
 
 
 @check(f"{_SANITIZER} finds no fault in a bucket of odd size", is_extra=True, is_on_ranks=False, needs_cuda=True)
-def _sanitized(place: TestDevices) -> str:
+def _sanitized(place: Place) -> str:
     left_s = place.ends_at - time.monotonic()
     try:
         return run_sanitizer("cuda", min(_SANITIZER_S, left_s))
@@ -172,7 +173,7 @@ def run_one_bucket(device: str) -> str:
 
 
 @check("torch's Flight Recorder has the collectives", is_extra=True, is_on_ranks=False)
-def _recorded(place: TestDevices) -> str:
+def _recorded(place: Place) -> str:
     num, *_ = run_on(place, num_recorded, environment=_RECORDER)
     if not num and place.device_type == "cpu":
         raise NotChecked("this torch records none of gloo")
@@ -180,7 +181,7 @@ def _recorded(place: TestDevices) -> str:
     return f"{num} all-reduces"
 
 
-def num_recorded(place: TestDevices) -> int:
+def num_recorded(place: Place) -> int:
     """Returns how many of three all-reduces are recorded, on every rank."""
     value = torch.ones(5, device=place.device(dist.get_rank()))
     for _ in range(3):
@@ -194,20 +195,20 @@ def num_recorded(place: TestDevices) -> int:
 
 
 @check("the hang monitor names a rank that is stopped", is_extra=True, is_on_ranks=False)
-def _stopped(place: TestDevices) -> str:
+def _stopped(place: Place) -> str:
     report = report_of(place, "stopped")
     assert (report["ranks"], report["kind"]) == ([1], "stopped"), report["sentence"]
     return str(report["sentence"])
 
 
 @check("the hang monitor names a rank that fails on its device", is_extra=True, is_on_ranks=False, needs_cuda=True)
-def _failed(place: TestDevices) -> str:
+def _failed(place: Place) -> str:
     report = report_of(place, "failed")
     assert report["ranks"] == [1], report["sentence"]
     return str(report["sentence"])
 
 
-def report_of(place: TestDevices, fault: str) -> dict[str, Any]:
+def report_of(place: Place, fault: str) -> dict[str, Any]:
     """Returns the hang monitor's report after rank 1 was "stopped", or has "failed"."""
     with tempfile.TemporaryDirectory() as folder:
         run_on(place, go_wrong, fault, folder)
@@ -216,7 +217,7 @@ def report_of(place: TestDevices, fault: str) -> dict[str, Any]:
     return report
 
 
-def go_wrong(fault: str, folder: str, place: TestDevices) -> None:
+def go_wrong(fault: str, folder: str, place: Place) -> None:
     """Makes some steps with a watch; in one of them rank 1 keeps rank 0 waiting until that is reported."""
     rank, report = dist.get_rank(), Path(folder) / "report.json"
     device = place.device(rank)

@@ -17,8 +17,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from lightning_commopt.commands.selftest import checks, on_device, ranks, run, variants
-from lightning_commopt.commands.selftest.checks import CHECKS, Check, Found, NotChecked, Runner, candidates
+from lightning_commopt.commands.selftest import on_device, run, variants
+from lightning_commopt.commands.selftest.checks import CHECKS, Check, Found, NotChecked, Runner
 from lightning_commopt.commands.selftest.run import (
     Outcome,
     SelfTest,
@@ -28,14 +28,15 @@ from lightning_commopt.commands.selftest.run import (
     progress_lines,
     run_selftest,
 )
-from lightning_commopt.commands.selftest.steps import BUCKET_CAP_MB, LargeNet
 from lightning_commopt.compressors import Int8
+from lightning_commopt.testing import ranks
+from lightning_commopt.testing.places import CPU, Place
+from lightning_commopt.testing.steps import BUCKET_CAP_MB, LargeNet
 from support.commopt import commopt
 from support.cross_section import sampled
 from support.ranks import RankError, run_ranks
 
-(CPU,) = candidates("cpu")
-GPU = checks.TestDevices(name="a GPU", device_type="cuda", backend="cpu:gloo,cuda:nccl")
+GPU = Place(name="a GPU", device_type="cuda", backend="cpu:gloo,cuda:nccl")
 ERROR = "RuntimeError: [/opt/gloo/transport] Connection closed by peer [127.0.0.1]:4711"
 
 
@@ -73,15 +74,15 @@ def test_everything_on_cuda() -> None:
     assert [outcome for outcome in found.outcomes if outcome.status == "failed"] == []
 
 
-def _fail(place: checks.TestDevices) -> str:
+def _fail(place: Place) -> str:
     raise AssertionError(ERROR)
 
 
-def _measure(place: checks.TestDevices) -> Found:
+def _measure(place: Place) -> Found:
     return Found("two numbers", {"first": 1.0, "second": [2]})
 
 
-def _miss(place: checks.TestDevices) -> str:
+def _miss(place: Place) -> str:
     raise NotChecked("needs [something]")
 
 
@@ -98,11 +99,12 @@ SOME_CHECKS = [
 def some_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces the checks, in this process and in the ranks that are forked without it."""
 
-    def here(place: checks.TestDevices, fn: Any, *args: Any) -> list[Any]:
-        return [fn(*args, place)] if fn.__name__ == "_run_on_rank" else [None]
+    def here(place: Place, fn: Any, *args: Any) -> list[Any]:
+        return [fn(*args, place)]
 
     monkeypatch.setattr(run, "CHECKS", SOME_CHECKS)
     monkeypatch.setattr(run, "run_on", here)
+    monkeypatch.setattr(run, "find_place", lambda device: (CPU, {}))
 
 
 @pytest.mark.usefixtures("some_checks")
@@ -138,7 +140,7 @@ def test_an_interrupted_run_keeps_what_it_has(
 ) -> None:
     """If it fails, minutes of checks are lost because of the one that takes long."""
 
-    def interrupt(place: checks.TestDevices) -> str:
+    def interrupt(place: Place) -> str:
         assert [outcome["name"] for outcome in json.loads(written.read_text())["outcomes"]] == ["first"]
         os.kill(os.getpid(), number)
         time.sleep(60)
@@ -157,7 +159,7 @@ def test_an_interrupted_run_keeps_what_it_has(
 
 def test_ranks_that_can_run_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a machine on which gloo does not work gets a traceback, and the status of a check that fails."""
-    monkeypatch.setattr(run, "run_on", mock.Mock(side_effect=RankError(f"rank 0 raised\n{ERROR}")))
+    monkeypatch.setattr(ranks, "run_on", mock.Mock(side_effect=RankError(f"rank 0 raised\n{ERROR}")))
     output = commopt("selftest", "--device", "cpu", status=2).output
     assert output.endswith(f"commopt: 2 ranks on the CPU, gloo: {ERROR}\n")
 
@@ -171,7 +173,7 @@ def test_no_check_is_started_when_time_is_up() -> None:
     assert found.is_whole
 
 
-def _wait(place: checks.TestDevices) -> None:
+def _wait(place: Place) -> None:
     time.sleep(1000)
 
 
@@ -179,7 +181,7 @@ def _wait(place: checks.TestDevices) -> None:
 def test_ranks_are_ended_when_time_is_up(is_near: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a check that takes long makes the whole take longer, or one that hangs counts as not checked."""
     if not is_near:
-        monkeypatch.setattr(ranks, "_LIMIT_S", 0.5)
+        monkeypatch.setattr(ranks, "LIMIT_S", 0.5)
     ends_at = time.monotonic() + (0.5 if is_near else 1000)
     with pytest.raises(ranks.OutOfTime if is_near else RankError):
         ranks.run_on(replace(CPU, ends_at=ends_at), _wait)
@@ -203,7 +205,7 @@ def test_brackets_are_no_markup() -> None:
 def test_gloo_on_cuda_is_not_held_to_the_profiler() -> None:
     """If it fails, the self-test fails on every machine with one GPU on which NCCL does not run."""
     with pytest.raises(NotChecked, match="gloo"):
-        named("collectives take as long").run(checks.TestDevices(name="a GPU", device_type="cuda", backend="gloo"))
+        named("collectives take as long").run(Place(name="a GPU", device_type="cuda", backend="gloo"))
 
 
 def test_the_larger_network_has_several_buckets_tiles_and_partial_sums() -> None:
@@ -220,7 +222,7 @@ def test_streams_are_compared_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> No
     answers = iter([[ours, ours], [ours, ours], [theirs, theirs]])
     asked: list[tuple[Any, Any]] = []
 
-    def run_on(place: checks.TestDevices, fn: Any, num_streams: int, environment: Any) -> Any:
+    def run_on(place: Place, fn: Any, num_streams: int, environment: Any) -> Any:
         asked.append((num_streams, environment))
         return next(answers)
 

@@ -49,7 +49,7 @@ def _take_device(operators: str) -> None:
 
 def _answer(fn: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, str | None]:
     """Returns what all ranks returned, or why not."""
-    from lightning_commopt.commands.selftest import ranks
+    from lightning_commopt.testing import ranks
 
     ranks.PROCESSES = multiprocessing.get_context("fork")  # type: ignore[assignment]  # ranks need what is loaded here
     with tempfile.TemporaryDirectory() as folder:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -13,11 +15,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.commands.selftest.checks import TestDevices
-from lightning_commopt.compressors.catalog import example_compressors
+from lightning_commopt.compressors import Layout
+from lightning_commopt.compressors.base import finish
+from lightning_commopt.compressors.channel import AloneChannel
+from lightning_commopt.compressors.hierarchical import place_on_nodes
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.state import CommState
+from lightning_commopt.testing.places import Place
 
 
 class Net(nn.Module):
@@ -100,6 +105,14 @@ def flatten(tensors: dict[str, Tensor]) -> Tensor:
     return torch.cat([tensor.detach().cpu().double().reshape(-1) for tensor in tensors.values()])
 
 
+def in_bucket(layout: Layout, gradients: Mapping[str, Tensor]) -> Tensor:
+    """Returns gradients as one bucket, ``(n,)`` float32 on their device."""
+    flat = torch.zeros(layout.numel, device=next(iter(gradients.values())).device)
+    for part, gradient in zip(layout.split(flat), gradients.values(), strict=True):
+        part.copy_(gradient)
+    return flat
+
+
 NUM_STEPS = 8
 
 
@@ -107,7 +120,7 @@ NUM_STEPS = 8
 class Setup:
     """How gradients travel, but for the compressor: here through DDP."""
 
-    place: TestDevices  # devices of the ranks
+    place: Place  # devices of the ranks
     net: Callable[[], nn.Module] = Net  # whose gradients they are
     options: Mapping[str, Any] = field(default_factory=dict)  # of DDP
     ranks_per_node: int = 1  # for the hierarchical compressor; 1 is as if each rank were on a node of its own
@@ -117,15 +130,11 @@ class Setup:
     def device(self) -> torch.device:
         return self.place.device(dist.get_rank())
 
-    def examples(self) -> Mapping[str, Any]:
-        """Returns the compressors that the self-test tries, by name."""
-        return example_compressors()
-
     def wrap(self, compressor: Any, module: nn.Module | None = None, **ddp: Any) -> tuple[Any, Any]:
         """Returns a model in DDP, ``net`` if none is given, synchronized by a compressor; and its gradient sync."""
         model = DistributedDataParallel((module or self.net()).to(self.device), **self.options, **ddp)
         sync = GradientSync(CommPlan(comm_hook=compressor))
-        sync.attach(model, timeout=None, ranks_per_node=self.ranks_per_node)
+        sync.attach(model, timeout=timedelta(seconds=self.place.timeout_s), ranks_per_node=self.ranks_per_node)
         return model, sync
 
     def gradients(self, step: int, scale: float = 1.0) -> dict[str, Tensor]:
@@ -138,6 +147,19 @@ class Setup:
         average = send(model, gradients)
         sync.end_backward(ends_static_graph=False)
         return flatten(average)
+
+    def alone(self, compressor: Any) -> Callable[[Mapping[str, Tensor]], list[str]]:
+        """Returns what makes a step of this rank without the others, and returns the collectives that it issued."""
+        compressor, of_node = place_on_nodes(compressor, dist.get_world_size(), self.ranks_per_node)
+        layout = Layout.of(list(self.net().parameters()), torch.float32)
+        channel, state = alone_channel(dist.get_world_size(), of_node or 1), compressor.init(layout, self.device)
+
+        def run(gradients: Mapping[str, Tensor]) -> list[str]:
+            with torch.no_grad():
+                finish(compressor.rounds(in_bucket(layout, gradients), layout, state, channel))
+            return take_issued(channel)
+
+        return run
 
     def declared_bytes(self, model: Any, sync: Any) -> int:
         """Returns the bytes of a step that the compressor declares; 0 without one."""
@@ -162,11 +184,35 @@ class Setup:
         return residuals
 
 
+def alone_channel(size: int, ranks_per_node: int) -> AloneChannel:
+    """Returns a channel that sends nothing, over so many consecutive ranks, this one among them, and their nodes."""
+    rank = dist.get_rank() % size
+    within, across = (
+        SimpleNamespace(size=its_size, rank=its_rank, within=None, across=None)
+        for its_size, its_rank in (
+            (ranks_per_node, rank % ranks_per_node),
+            (size // ranks_per_node, rank // ranks_per_node),
+        )
+    )
+    return AloneChannel(SimpleNamespace(size=size, rank=rank, within=within, across=across))
+
+
+def take_issued(channel: AloneChannel) -> list[str]:
+    """Returns what was issued since the last call, in words; nodes may have messages of their own sizes."""
+    issued = [f"{name} of {num_bytes} bytes" for name, num_bytes in channel.issued]
+    channel.issued.clear()
+    for level, its_channel in (("within a node", channel.within), ("across nodes", channel.across)):
+        if isinstance(its_channel, AloneChannel):
+            issued += [f"{name} {level}" for name, _ in its_channel.issued]
+            its_channel.issued.clear()
+    return issued
+
+
 BUCKET_CAP_MB = 0.5
 """For `LargeNet`: several buckets."""
 
 
-def large_setup(place: TestDevices) -> Setup:
+def large_setup(place: Place) -> Setup:
     """Returns the setup of several buckets with odd sizes."""
     return Setup(place=place, net=LargeNet, options={"bucket_cap_mb": BUCKET_CAP_MB})
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_commopt.commands.selftest import ranks
+from lightning_commopt.testing import ranks
 from support.ranks import RankError, run_ranks, run_ranks_or_raise
 
 

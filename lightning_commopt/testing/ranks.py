@@ -9,6 +9,7 @@ import pickle
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from lightning_commopt.commands.selftest.checks import TestDevices
+from lightning_commopt.testing.places import Place, candidates
 
 # Ranks are forked from a server that has imported the slow packages once: two of them take 0.15 s to start, which is
 # why each call has new ones, and none finds what another has left.
@@ -27,9 +28,12 @@ PROCESSES = multiprocessing.get_context("forkserver")
 Answer = tuple[Any, str | None]
 """What a rank returned, and the traceback if it raised instead."""
 
+DIED = "it died before it answered"
+"""Stands for the traceback of a rank that could not send one."""
+
 _SECONDS_AFTER_A_FAILURE = 5
-_LIMIT_S = 120
-_GROUP_TIMEOUT_S = 60
+LIMIT_S: float = 120
+"""`run_on` ends ranks that have not answered after so long. No measure of speed: a law takes seconds on busy cores."""
 
 
 class RankError(RuntimeError):
@@ -79,23 +83,66 @@ def run_ranks(
     return [answers[rank][0] for rank in range(world_size)]
 
 
-def run_on(place: TestDevices, fn: Callable[..., Any], *args: Any, environment: Mapping[str, str] | None = None) -> Any:
-    """Calls ``fn(*args, place)`` on two ranks in this place, with further variables of both; see `run_ranks`.
+def run_on(place: Place, fn: Callable[..., Any], *args: Any, environment: Mapping[str, str] | None = None) -> Any:
+    """Calls ``fn(*args, place)`` on the ranks of this place, with further variables of all of them; see `run_ranks`.
 
     Raises:
-        OutOfTime: the place's time ends before that of the check.
+        OutOfTime: the place's time ends before `LIMIT_S`.
     """
     left_s = place.ends_at - time.monotonic()
     if left_s <= 0:
         raise OutOfTime
-    variables = {str(rank): {**place.environment.get(str(rank), {}), **(environment or {})} for rank in range(2)}
-    options: dict[str, Any] = {"group_timeout_s": _GROUP_TIMEOUT_S, "backend": place.backend}
+    ranks = map(str, range(place.num_ranks))
+    variables = {rank: {**place.environment.get(rank, {}), **(environment or {})} for rank in ranks}
+    options: dict[str, Any] = {"world_size": place.num_ranks, "backend": place.backend, "environment": variables}
     try:
-        return run_ranks(fn, *args, place, **options, limit_s=min(_LIMIT_S, left_s), environment=variables)
+        limit_s = min(LIMIT_S, left_s)
+        return run_ranks(fn, *args, place, **options, limit_s=limit_s, group_timeout_s=place.timeout_s)
     except RankError:
-        if left_s < _LIMIT_S and time.monotonic() >= place.ends_at:
+        if left_s < LIMIT_S and time.monotonic() >= place.ends_at:
             raise OutOfTime from None
         raise
+
+
+def find_place(device: str, num_ranks: int = 2) -> tuple[Place, dict[str, str]]:
+    """Returns the best place where ranks run, and those that refuse them, with why.
+
+    Args:
+        device: one of `DEVICES`.
+        num_ranks: how many ranks.
+
+    Raises:
+        ValueError: the device is unknown, or there is none of its kind.
+        RankError: ranks can run nowhere here.
+    """
+    refused: dict[str, str] = {}
+    for place in candidates(device, num_ranks):
+        try:
+            run_on(place, _try)
+            return place, refused
+        except RankError as error:
+            refused[place.name] = last_line(error)
+    raise RankError("; ".join(f"{name}: {why}" for name, why in refused.items()))
+
+
+def _try(place: Place) -> None:
+    value = torch.ones(1, device=place.device(dist.get_rank()))
+    dist.all_reduce(value)
+    assert value.item() == dist.get_world_size()
+
+
+def prepare_rank(place: Place) -> None:
+    """Makes a rank's device the current one, for what compressors compute there."""
+    if place.device_type == "cuda":
+        torch.cuda.set_device(place.device(dist.get_rank()))
+    # Compressors for nodes are tried on one host, where each rank counts as a node.
+    warnings.filterwarnings("ignore", message="comm_hook: 'hierarchical' has no effect")
+
+
+def last_line(error: Exception) -> str:
+    """Returns the last line of an error's text, which in a `RankError` is what the rank has raised."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[-1].removeprefix("AssertionError: ")
 
 
 class Job(NamedTuple):
@@ -146,7 +193,7 @@ def _collect(answers: dict[int, Answer], pipes: list[Connection], limit_s: float
             try:
                 answers[waiting[pipe]] = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                answers[waiting[pipe]] = None, "it died before it answered"
+                answers[waiting[pipe]] = None, DIED
         if any(trace is not None for _, trace in answers.values()):
             end = min(end, time.monotonic() + grace_s)
 
