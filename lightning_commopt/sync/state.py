@@ -23,6 +23,8 @@ from lightning_commopt.text.formatting import list_some
 from lightning_commopt.text.validation import info, warn
 
 L = TypeVar("L", bound=Layout | UnitLayout, default=Layout)
+"""The layout of DDP's buckets, or of FSDP2's units."""
+
 Names = tuple[str, ...]
 AnyCompressor = Compressor | ShardedCompressor
 BucketStates = dict[int, tuple[Names, L, State]]
