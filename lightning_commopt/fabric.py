@@ -40,9 +40,9 @@ from lightning_commopt.strategy.base import (
 )
 from lightning_commopt.strategy.fabric_model_parallel import CommOptModelParallel as CommOptModelParallel
 from lightning_commopt.strategy.lightning_launcher import configure_launcher, forget_previous_job
+from lightning_commopt.sync.checkpoint import KEY
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.ddp.modules import ModuleSyncs
-from lightning_commopt.sync.state import KEY
 from lightning_commopt.tune.auto_plan import without_choice
 from lightning_commopt.tune.loop import LoopPlan
 

@@ -15,8 +15,8 @@ from lightning_commopt.compressors import AllReduce, PowerSGD
 from lightning_commopt.fabric import CommOptDDP
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, BucketSyncs, SyncObserver
 from lightning_commopt.plan import CommPlan
+from lightning_commopt.sync.checkpoint import KEY, open_checkpoint
 from lightning_commopt.sync.ddp.hook import GradientSyncError
-from lightning_commopt.sync.state import KEY, from_checkpoint
 from support.ranks import run_ranks
 
 HALF = 5
@@ -137,7 +137,7 @@ def _residuals_in(path: Path) -> list[dict[str, np.ndarray]]:
     """Returns what each rank keeps in ``body``: the only dtype is float32, and all buckets are dense."""
     saved = torch.load(path, weights_only=True)[KEY]["body"]
     size = len(saved["ranks"])
-    states = [from_checkpoint(saved, rank, size, POWERSGD) for rank in range(size)]
+    states = [open_checkpoint(saved).of_rank(rank, size, POWERSGD) for rank in range(size)]
     return [{name: value.numpy() for name, value in state.all_residuals().items()} for state in states]
 
 

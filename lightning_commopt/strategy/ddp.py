@@ -25,10 +25,10 @@ from lightning_commopt.strategy import base
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
 from lightning_commopt.strategy.lightning_launcher import configure_launcher, forget_previous_job
+from lightning_commopt.sync.checkpoint import KEY, gather_state, read_state
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.ddp.manual_backward import ManualBackwardCheck
 from lightning_commopt.sync.ddp.observed import TorchHook
-from lightning_commopt.sync.state import KEY, gather_state, read_state
 from lightning_commopt.tune.auto_plan import FitPlan
 from lightning_commopt.watch.fit_watch import FitWatch
 

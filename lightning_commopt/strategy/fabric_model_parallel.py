@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -24,10 +24,9 @@ from lightning_commopt.sharded_plan import ShardedPlan
 from lightning_commopt.strategy.arguments import document_plan_options, sharded_plan_from_arguments
 from lightning_commopt.strategy.base import WithTimeout, check_plans_agree, join_group, warn_of_local_decisions
 from lightning_commopt.strategy.lightning_launcher import configure_launcher, forget_previous_job
-from lightning_commopt.sync.fsdp2.checkpoint import describe, rank_state, restore, save_in_directory
+from lightning_commopt.sync.checkpoint import KEY, gather_state, states_of_modules
+from lightning_commopt.sync.fsdp2.checkpoint import resume, save_in_directory
 from lightning_commopt.sync.fsdp2.model_sync import ShardedModelSync, set_unit_options
-from lightning_commopt.sync.gather import gather_on_rank_0
-from lightning_commopt.sync.state import KEY
 
 _SYNC = "_commopt_sync"
 """The attribute of a module that holds its sync, so that both live as long as the module."""
@@ -158,39 +157,39 @@ class CommOptModelParallel(WithTimeout, ModelParallelStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         has_optimizer = any(isinstance(value, Optimizer) for value in state.values())
-        synced = dict(_gradient_syncs(state)) if self._saves_comm_state and has_optimizer else {}
-        if synced:
-            saved = {name: describe(sync) for name, sync in synced.items()}
-            if not self._save_distributed_checkpoint:
-                for name, sync in synced.items():
-                    saved[name]["ranks"] = gather_on_rank_0(rank_state(sync), self.root_device)
-            state = {**state, KEY: saved}
+        states, saved = {}, {}
+        for name, sync in _syncs_in(state) if self._saves_comm_state and has_optimizer else ():
+            if sync.gradients is not None:
+                own, in_directory = sync.gradients.state(), self._save_distributed_checkpoint
+                gathered = gather_state(own, self, is_in_batch=False, in_directory=in_directory)
+                if gathered is not None:
+                    states[name], saved[name] = own, gathered
+        state = {**state, KEY: saved} if saved else state
         super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
         if self._save_distributed_checkpoint:
-            for name, sync in synced.items():
-                save_in_directory(sync, Path(self.broadcast(path)), name)
+            for name, own in states.items():
+                save_in_directory(own, Path(self.broadcast(path)), name)
 
     def load_checkpoint(self, path: str | Path, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Reads a checkpoint, and continues with the state of ``comm_hook`` for the modules in ``state``."""
         path = Path(self.broadcast(path))
         remainder: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
         saved = remainder.pop(KEY, None)
-        if isinstance(saved, dict) and isinstance(state, dict):
-            for name, sync in _gradient_syncs(state):
-                if name in saved:
-                    restore(sync, saved[name], path if path.is_dir() else None, name)
+        syncs = dict(_syncs_in(state)) if isinstance(state, dict) else {}
+        states = states_of_modules(saved, syncs)
+        for name, sync in syncs.items():
+            resume(sync, states.get(name), self, path, name)
         return remainder
 
     def _syncs(self) -> Iterator[ShardedModelSync]:
         return (getattr(module, _SYNC) for module in list(self._modules))
 
 
-def _gradient_syncs(state: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Yields the names of modules whose gradients are compressed, and what does so."""
+def _syncs_in(state: Mapping[str, Any]) -> Iterator[tuple[str, ShardedModelSync]]:
+    """Yields the names of modules that were set up, and their syncs."""
     for name, value in state.items():
-        sync = getattr(value, _SYNC, None)
-        if sync is not None and sync.gradients is not None and sync.gradients.units:
-            yield name, sync.gradients
+        if isinstance(sync := getattr(value, _SYNC, None), ShardedModelSync):
+            yield name, sync
 
 
 def _check_plan(plan: ShardedPlan) -> None:

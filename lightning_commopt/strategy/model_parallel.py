@@ -23,7 +23,8 @@ from lightning_commopt.strategy import base
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import document_plan_options, sharded_plan_from_arguments
 from lightning_commopt.strategy.lightning_launcher import configure_launcher, forget_previous_job
-from lightning_commopt.sync.fsdp2.checkpoint import describe, rank_state, restore, save_in_directory
+from lightning_commopt.sync.checkpoint import KEY, gather_state
+from lightning_commopt.sync.fsdp2.checkpoint import resume, save_in_directory
 from lightning_commopt.sync.fsdp2.gradients import ShardedSync
 from lightning_commopt.sync.fsdp2.model_sync import (
     ShardedModelSync,
@@ -31,8 +32,6 @@ from lightning_commopt.sync.fsdp2.model_sync import (
     require_sync,
     set_unit_options,
 )
-from lightning_commopt.sync.gather import gather_on_rank_0
-from lightning_commopt.sync.state import KEY
 from lightning_commopt.sync.strategies import TrainersStrategy
 from lightning_commopt.text.formatting import byte_unit
 from lightning_commopt.text.validation import info, warn_once
@@ -244,23 +243,22 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        sync = self.sharded_sync
-        if sync is None or not sync.units or not self._saves_comm_state or "optimizer_states" not in checkpoint:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
-        checkpoint[KEY] = describe(sync)
-        if not self._save_distributed_checkpoint:
-            checkpoint[KEY]["ranks"] = gather_on_rank_0(rank_state(sync), self.root_device)
+        state = saved = None
+        if self.sharded_sync is not None and self._saves_comm_state and "optimizer_states" in checkpoint:
+            state, in_directory = self.sharded_sync.state(), self._save_distributed_checkpoint
+            saved = gather_state(state, self, is_in_batch=self._is_in_batch(), in_directory=in_directory)
+        if saved is not None:
+            checkpoint[KEY] = saved
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        if self._save_distributed_checkpoint:
-            save_in_directory(sync, Path(self.broadcast(filepath)))
+        if state is not None and saved is not None and self._save_distributed_checkpoint:
+            save_in_directory(state, Path(self.broadcast(filepath)))
 
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
         path = Path(self.broadcast(checkpoint_path))
         checkpoint = super().load_checkpoint(path, *args, **kwargs)
         saved = checkpoint.pop(KEY, None)
-        if saved is not None and self.sharded_sync is not None and base.is_fit(self):
-            restore(self.sharded_sync, saved, path if path.is_dir() else None)
+        if self._sync.is_attached:
+            resume(self._sync, saved, self, path)
         return checkpoint
 
     def on_exception(self, exception: BaseException) -> None:

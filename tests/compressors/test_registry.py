@@ -25,7 +25,8 @@ from lightning_commopt.compressors import (
 )
 from lightning_commopt.compressors.registry import compressor_name, names_with_option
 from lightning_commopt.plan import CommPlan, OptionError
-from lightning_commopt.sync.state import CheckpointError, from_checkpoint, to_checkpoint
+from lightning_commopt.sync.checkpoint import SavedState
+from lightning_commopt.sync.state import CheckpointError
 from support.every_compressor import COMPRESSORS
 from support.own_compressors import Averages
 
@@ -145,10 +146,11 @@ def test_a_checkpoint_imports_nothing(tmp_path: Path, monkeypatch: pytest.Monkey
     """If it fails, whoever writes a checkpoint decides what is imported where it is read."""
     (tmp_path / "never_imported.py").write_text("raise SystemExit")
     monkeypatch.syspath_prepend(tmp_path)
-    saved = to_checkpoint(PowerSGD(), 1, [])
-    saved["compressor"] = json.dumps({"name": "error_feedback", "inner": "never_imported.TopK"})
-    with pytest.raises(CheckpointError, match="its compressor is not known"):
-        from_checkpoint(saved, 0, 1, PowerSGD())
+    description = json.dumps({"name": "error_feedback", "inner": "never_imported.TopK"})
+    for kind in ("buckets", "units"):
+        saved = SavedState(kind=kind, compressor=description, num_syncs=1, num_ranks=1, load=lambda rank: {})
+        with pytest.raises(CheckpointError, match="its compressor is not known"):
+            saved.of_rank(0, 1, PowerSGD())
     assert "never_imported" not in sys.modules
     assert compressor_from_config(f"{__name__}.Mine") == Mine()
 

@@ -18,8 +18,8 @@ from lightning_commopt.compressors import ErrorFeedback, Layout, LowRank, Rounds
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.wrappers import Wrapper
 from lightning_commopt.plan import CommPlan
+from lightning_commopt.sync.checkpoint import gather_state
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
-from lightning_commopt.sync.state import gather_state
 from support.ranks import run_ranks
 
 _FAILS = threading.Event()

@@ -19,7 +19,7 @@ from lightning_commopt import CommOptDDP, CommPlan, PowerSGD
 from lightning_commopt.compressors import Compressor, ErrorFeedback, Hierarchical, LowRank
 from lightning_commopt.compressors.base import as_real
 from lightning_commopt.plan import OptionError
-from lightning_commopt.sync.state import KEY
+from lightning_commopt.sync.checkpoint import KEY, _checksum
 from support.cross_section import sampled
 from support.every_compressor import COMPRESSORS
 from support.lightnings import Callback, LightningModule, MixedPrecision, OnExceptionCheckpoint, Trainer
@@ -233,7 +233,7 @@ def test_resumed_training_goes_on_bit_for_bit(folder: Path, case: str) -> None:
         saved = checkpoint[KEY]
         assert saved["num_syncs"] == HALF
         assert len(saved["ranks"]) == world_size
-        assert len(saved["ranks"][0]["buckets"]) >= 3
+        assert len(saved["ranks"][0]["states"]) >= 3
         assert all(tensor.device.type == "cpu" for tensor in _tensors(saved))
 
 
@@ -411,30 +411,30 @@ def _unknown_compressor(saved: dict[str, Any]) -> None:
 
 
 def _without_names(saved: dict[str, Any]) -> None:
-    del saved["ranks"][1]["buckets"][0]["names"]
+    del saved["ranks"][1]["states"][0]["names"]
 
 
 def _without_states(saved: dict[str, Any]) -> None:
     for rank in saved["ranks"]:
-        for bucket in rank["buckets"]:
+        for bucket in rank["states"]:
             bucket["state"] = {"something": "else"}
 
 
 def _of_another_parameter(saved: dict[str, Any]) -> None:
     for rank in saved["ranks"]:
-        for bucket in rank["buckets"]:
+        for bucket in rank["states"]:
             bucket["names"] = [name.replace("parts.b", "parts.gone") for name in bucket["names"]]
 
 
 def _of_an_older_class(saved: dict[str, Any]) -> None:
-    for bucket in saved["ranks"][1]["buckets"]:
+    for bucket in saved["ranks"][1]["states"]:
         bucket["state"].pop("step")
 
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], None], str | None]] = {
     "version": (_unknown_version, "its version is 99"),
     "compressor": (_unknown_compressor, "its compressor is not known"),
-    "one_rank": (_without_names, None),  # which says it where nobody sees it
+    "one_rank": (_without_names, "it is damaged (KeyError: 'names')"),
     "states": (_without_states, "it starts from zero"),
     "parameter": (_of_another_parameter, "residuals of 1 parameters in the checkpoint are dropped"),
     "state_of_one_rank": (_of_an_older_class, None),
@@ -453,6 +453,7 @@ def test_damaged_state_is_told_and_left(tmp_path: Path) -> None:
     for name, (damage, _) in DAMAGES.items():
         checkpoint = torch.load(path, weights_only=True)
         damage(checkpoint[KEY])
+        checkpoint[KEY]["checksum"] = _checksum(checkpoint[KEY])
         torch.save(checkpoint, tmp_path / name)
     first, second = run_ranks(_resume_damaged, str(tmp_path))
     for name, (_, message) in DAMAGES.items():

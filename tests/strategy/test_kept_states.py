@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_commopt import CommOptDDP, CommOptModelParallel
-from lightning_commopt.sync import state
+from lightning_commopt.sync.checkpoint import KEY, READABLE_VERSIONS, open_checkpoint
 from lightning_commopt.sync.fsdp2 import checkpoint as sharded_checkpoint
-from lightning_commopt.sync.state import KEY
+from lightning_commopt.sync.state import CheckpointError
 from support.cross_section import sampled
 from support.kept_states import DDP, HERE, SHARDED, Sharded
 from support.lightnings import Callback
@@ -35,14 +35,14 @@ class _Look(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         strategy = trainer.strategy
         if isinstance(strategy, CommOptDDP):
-            found = strategy.gradient_sync.state()
-            assert found is not None
-            self.num_syncs = found.num_syncs
-            self.residuals = {name: value.clone() for name, value in found.all_residuals().items()}
+            state = strategy.gradient_sync.state()
+            assert state is not None
+            self.num_syncs = state.num_syncs
+            self.residuals = {name: value.clone() for name, value in state.all_residuals().items()}
         else:
             self.units = [unit.first_seed for unit in strategy.sharded_sync.units]
-            states = sharded_checkpoint.rank_state(strategy.sharded_sync)
-            self.states = {unit: {key: x.clone() for key, x in its_state.items()} for unit, its_state in states.items()}
+            buckets = strategy.sharded_sync.state().buckets.values()
+            self.states = [{key: x.clone() for key, x in its_state.items()} for _, _, its_state in buckets]
 
 
 def _resumed(path: Path, hook: dict[str, Any]) -> tuple[int, dict[str, Tensor], list[str]]:
@@ -64,7 +64,7 @@ def _with_version(path: Path, folder: Path, version: Any) -> Path:
 
 def _residuals_in(path: Path, rank: int) -> dict[str, Tensor]:
     saved = torch.load(path, weights_only=True)[KEY]
-    return state.from_checkpoint({**saved, "version": state._VERSION}, rank, 2, None).all_residuals()
+    return open_checkpoint(saved).of_rank(rank, 2, None).all_residuals()
 
 
 @pytest.mark.parametrize(
@@ -86,11 +86,11 @@ def test_ddps_residuals_are_read(tmp_path: Path, name: str, version: int) -> Non
         assert any(residual.abs().max() > 0 for residual in residuals.values())
 
 
-@pytest.mark.parametrize("version", [0, state._VERSION + 1, "2", None, True])
+@pytest.mark.parametrize("version", [0, READABLE_VERSIONS[-1] + 1, "2", None, True])
 def test_other_versions_are_refused_by_their_number(version: Any) -> None:
     saved = torch.load(HERE / "ddp_2" / "int8.ckpt", weights_only=True)[KEY]
-    with pytest.raises(state.CheckpointError, match=f"version is {version!r}, and those that can be read are 1, 2"):
-        state.from_checkpoint({**saved, "version": version}, 0, 2, None)
+    with pytest.raises(CheckpointError, match=f"version is {version!r}, and those that can be read are 1-3"):
+        open_checkpoint({**saved, "version": version})
 
 
 @pytest.mark.parametrize("name", ["ops", "float128", "load", 3, None])
@@ -98,11 +98,11 @@ def test_a_dtype_is_none_but_a_dtype(name: Any) -> None:
     """If it fails, the text of a file is looked up among the functions of torch."""
     saved = torch.load(HERE / "ddp_2" / "int8.ckpt", weights_only=True)[KEY]
     saved["ranks"][0]["buckets"][0]["dtype"] = name
-    with pytest.raises(state.CheckpointError, match="damaged"):
-        state.from_checkpoint(saved, 0, 2, None)
+    with pytest.raises(CheckpointError, match="damaged"):
+        open_checkpoint(saved).of_rank(0, 2, None)
 
 
-def _resumed_shards(path: Path, name: str) -> tuple[list[int], dict[str, dict[str, Tensor]], list[str]]:
+def _resumed_shards(path: Path, name: str) -> tuple[list[int], list[dict[str, Tensor]], list[str]]:
     hook, is_folder = SHARDED[name]
     look = _Look()
     with warnings.catch_warnings(record=True) as caught:
@@ -116,23 +116,26 @@ def _resumed_shards(path: Path, name: str) -> tuple[list[int], dict[str, dict[st
 
 
 @_of_fsdp2
-def test_residuals_of_shards_are_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", sampled([1, 2], by_default=[2]))
+def test_residuals_of_shards_are_read(tmp_path: Path, version: int) -> None:
     """If it fails, an upgrade of this package drops what error feedback of shards has not sent yet."""
     path = tmp_path / "feedback.ckpt"
-    shutil.copytree(HERE / "fsdp2_1" / "feedback.ckpt", path)
+    shutil.copytree(HERE / f"fsdp2_{version}" / "feedback.ckpt", path)
     for rank, (_, states, messages) in enumerate(run_ranks(_resumed_shards, path, "feedback")):
-        expected = sharded_checkpoint._load_from(path / KEY, rank)
+        expected = list(sharded_checkpoint._load_version_2(path / KEY, rank).values())
         assert messages == []
-        assert states.keys() == expected.keys() != set()
-        for unit, its_state in states.items():
-            assert torch.equal(its_state["residual"], expected[unit]["residual"])
+        assert len(states) == len(expected) >= 2
+        for its_state, its_expected in zip(states, expected, strict=True):
+            assert torch.equal(its_state["residual"], its_expected["residual"])
             assert its_state["residual"].any()
 
 
 @_of_fsdp2
-def test_seeds_of_shards_go_on_without_their_collisions() -> None:
+@pytest.mark.parametrize("version", sampled([1, 2], by_default=[1]))
+def test_seeds_of_shards_go_on_without_their_collisions(version: int) -> None:
     """If it fails, a run that goes on with this version rounds on several ranks with the same numbers."""
-    for units, states, messages in run_ranks(_resumed_shards, HERE / "fsdp2_1" / "stochastic.ckpt", "stochastic"):
+    path = HERE / f"fsdp2_{version}" / "stochastic.ckpt"
+    for units, states, messages in run_ranks(_resumed_shards, path, "stochastic"):
         assert messages == []
         assert len(states) == len(units) >= 2
-        assert [int(its_state["seed"]) for its_state in states.values()] == [seed + _NUM_STEPS for seed in units]
+        assert [int(its_state["seed"]) for its_state in states] == [seed + _NUM_STEPS for seed in units]

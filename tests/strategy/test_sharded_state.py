@@ -174,3 +174,35 @@ def _plain_afterwards() -> bool:
 def test_a_model_is_given_back() -> None:
     """If it fails, a model that was trained compressed stays so with a strategy that does not compress."""
     assert run_ranks(_plain_afterwards) == [True, True]
+
+
+class _GoBack(Callback):
+    """Goes back to an earlier step in the middle of a fit, as Lightning's learning rate finder does."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.residuals: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == 2:
+            trainer.save_checkpoint(self.path)
+        elif trainer.global_step == 4:
+            trainer.strategy.load_checkpoint(self.path)
+        if trainer.global_step in (2, 3, 4):
+            residuals = trainer.strategy.sharded_sync.residuals()
+            self.residuals.append({name: value.clone() for name, value in residuals.items()})
+
+
+def _go_back(path: Path) -> list[dict[str, Tensor]]:
+    look = _GoBack(path)
+    with torch.random.fork_rng():
+        trainer(CommOptModelParallel(comm_hook=FEEDBACK), max_epochs=1, callbacks=[look]).fit(_Sharded(), loader(48))
+    return look.residuals
+
+
+def test_loading_in_the_middle_of_a_fit_takes_effect_at_once(tmp_path: Path) -> None:
+    """If it fails, the state of a checkpoint waits until parameters are frozen, and then is a stale one."""
+    for saved, later, loaded in run_ranks(_go_back, tmp_path / "back.ckpt"):
+        assert saved.keys() == loaded.keys() != set()
+        assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+        assert any((later[name] != value).any() for name, value in saved.items())

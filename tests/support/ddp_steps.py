@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.sync.ddp import attach
+from lightning_commopt.sync.ddp.checkpoint import usable_state
 from lightning_commopt.sync.ddp.hook import BucketHook
 from lightning_commopt.sync.executors import SideStreams
-from lightning_commopt.sync.state import CommState, usable_state
+from lightning_commopt.sync.state import CommState
 from support.fake_cuda import DEVICE
 from support.machine import MAIN, Machine
 

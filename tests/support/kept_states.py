@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_commopt import CommOptDDP, CommOptModelParallel, shard
-from lightning_commopt.sync import state
-from lightning_commopt.sync.fsdp2 import checkpoint as sharded_checkpoint
+from lightning_commopt.sync import checkpoint
 from support.ranks import run_ranks
 from support.strategy_models import Tiny, loader, trainer
 
@@ -37,13 +36,13 @@ def _save(folder: Path) -> None:
     for name, hook in DDP.items():
         run = trainer(CommOptDDP(comm_hook=hook, bucket_cap_mb=0.002), max_epochs=2)
         run.fit(Tiny(), loader(24))
-        run.save_checkpoint(folder / f"ddp_{state._VERSION}" / f"{name}.ckpt")
+        run.save_checkpoint(folder / f"ddp_{checkpoint._VERSION}" / f"{name}.ckpt")
     for name, (hook, is_folder) in SHARDED.items():
         strategy = CommOptModelParallel(comm_hook=hook, save_distributed_checkpoint=is_folder)
         run = trainer(strategy, max_epochs=2)
         with torch.random.fork_rng():
             run.fit(Sharded(), loader(24))
-        run.save_checkpoint(folder / f"fsdp2_{sharded_checkpoint._VERSION}" / f"{name}.ckpt")
+        run.save_checkpoint(folder / f"fsdp2_{checkpoint._VERSION}" / f"{name}.ckpt")
 
 
 if __name__ == "__main__":

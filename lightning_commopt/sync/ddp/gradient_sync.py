@@ -25,9 +25,10 @@ from lightning_commopt.sync.ddp.attach import (
     unwrap,
 )
 from lightning_commopt.sync.ddp.buckets import gradient_bytes
+from lightning_commopt.sync.ddp.checkpoint import usable_state
 from lightning_commopt.sync.ddp.hook import BucketHook
 from lightning_commopt.sync.ddp.observed import TorchHook, observe_all_reduce
-from lightning_commopt.sync.state import CommState, usable_state
+from lightning_commopt.sync.state import AnyState, CommState
 from lightning_commopt.text.formatting import list_some
 from lightning_commopt.text.validation import warn
 
@@ -54,7 +55,7 @@ class GradientSync:
         self._is_graph_recorded = False
         self._gradient_bytes = 0
         self._earlier_bytes = 0
-        self._restored: CommState | None = None
+        self._restored: AnyState | None = None
         self._of_last_fit: CommState | None = None
 
     def check_plan(self, plan: CommPlan) -> None:
@@ -177,7 +178,7 @@ class GradientSync:
             return CommState(None, self.num_syncs, {}, dict(self._residual_adder.residuals))
         return CommState(None, self.num_syncs, is_common=True) if self.num_syncs else None
 
-    def restore(self, state: CommState) -> None:
+    def restore(self, state: AnyState) -> None:
         self._restored = state
 
     def resume(self, module: Module) -> None:
@@ -187,7 +188,7 @@ class GradientSync:
             state, self._restored = self._restored, None
             self._resume(state, module)
 
-    def _resume(self, state: CommState, module: Module) -> None:
+    def _resume(self, state: AnyState, module: Module) -> None:
         compressor = self.hook.compressor if self.hook is not None else None
         usable = usable_state(state, compressor, module)
         self.num_syncs = usable.num_syncs

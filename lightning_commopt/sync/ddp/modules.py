@@ -14,12 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.torch import call_after_backward
 from lightning_commopt.measure.observer import Observers
+from lightning_commopt.sync.checkpoint import gather_state, read_state, states_of_modules
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.ddp.hook import GradientSyncError
 from lightning_commopt.sync.ddp.observed import before_backward
-from lightning_commopt.sync.state import CommState, gather_state, read_state
+from lightning_commopt.sync.state import AnyState
 from lightning_commopt.sync.strategies import BucketedStrategy
-from lightning_commopt.text.validation import warn
 
 
 class SyncedModule:
@@ -98,7 +98,7 @@ class ModuleSyncs:
         self._strategy = strategy
         self.observers = Observers()
         self._entries: dict[int, SyncedModule] = {}  # by id of what was set up
-        self._early_states: dict[int, CommState] = {}  # by id of a module that is not set up yet
+        self._early_states: dict[int, AnyState] = {}  # by id of a module that is not set up yet
         self._earlier_bytes = 0
 
     @property
@@ -155,15 +155,8 @@ class ModuleSyncs:
         ``saved`` is None if the checkpoint has no state; ``modules`` are what is loaded, by their names in the
         checkpoint.
         """
-        states = saved if isinstance(saved, Mapping) else {}
         loaded = {name: module for name, module in modules.items() if isinstance(module, Module)}
-        unused = [str(name) for name, state in states.items() if name not in loaded and _holds_tensors(state)]
-        if unused or (saved is not None and not isinstance(saved, Mapping)):
-            warn(
-                f"The checkpoint's state of comm_hook for {', '.join(map(repr, unused)) or 'its modules'} is not used:"
-                " no module is loaded under that name; its residuals start from zero. Give fabric.load the modules"
-                " under the names that fabric.save got."
-            )
+        states = states_of_modules(saved, loaded)
         for name, module in loaded.items():
             sync = self.of(module)
             if sync is None and name not in states:
@@ -195,8 +188,3 @@ class ModuleSyncs:
 
 def _unwrapped(module: Module) -> Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
-
-
-def _holds_tensors(state: Any) -> bool:
-    """Returns whether a part of a checkpoint is more than a number of gradient syncs; also for a damaged one."""
-    return not isinstance(state, Mapping) or bool(state.get("ranks", True))

@@ -1,13 +1,15 @@
-"""The state of compressed reduce-scatters in checkpoints: a directory (DCP) in that of the model, or part of one file.
+"""The state of FSDP2's units in checkpoints: of a directory in a folder beside the model's, or in the one file.
 
-A directory holds tensors under keys of our own, ``<rank>/<unit>/<name>``, in a folder of its own: whoever reads the
-model does not see them. What is common to all ranks is a plain dict in the checkpoint.
+In a directory each rank writes its own tensors, with torch's distributed checkpoints (DCP), under the keys
+``<rank>/<number>``. The folder of its own keeps them out of sight of whoever reads the model. The rest of the state has
+tensors without data in their place, in the same order.
 """
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,144 +18,135 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from lightning_commopt.compressors.configs import compressor_to_config, sharded_from_config, without_imports
-from lightning_commopt.compressors.shards import ShardedCompressor
-from lightning_commopt.sync.fsdp2.gradients import ShardedSync
-from lightning_commopt.sync.state import KEY, CheckpointError, check_version
-from lightning_commopt.text.validation import info, warn
-
-_VERSION = 2
-_READABLE = (_VERSION - 1, _VERSION)
-
-RankState = dict[str, dict[str, Tensor]]  # by unit: the tensors of the compressor's state
-
-
-def describe(sync: ShardedSync) -> dict[str, Any]:
-    """Returns what a checkpoint must say of the states of all ranks."""
-    return {
-        "version": _VERSION,
-        "sharded": _config_of(sync.compressor),
-        "num_ranks": dist.get_world_size(),
-        "num_shards": {unit.name: unit.num_shards for unit in sync.units},
-        "units": {name: saved["names"] for name, saved in sync.state().items()},
-    }
+from lightning_commopt.compressors.base import State
+from lightning_commopt.compressors.shards import first_seed
+from lightning_commopt.plan_base import OptionError
+from lightning_commopt.sync.checkpoint import KEY, SavedState, open_checkpoint, read_state, to_plain
+from lightning_commopt.sync.fsdp2.gradients import sharded_units
+from lightning_commopt.sync.fsdp2.model_sync import ShardedModelSync
+from lightning_commopt.sync.fsdp2.unit import Column, layout_of
+from lightning_commopt.sync.gather import map_tensors
+from lightning_commopt.sync.state import CheckpointError, CommState, agree_on_state, as_checkpoint_error
+from lightning_commopt.sync.strategies import RunningStrategy
+from lightning_commopt.sync.unit_layout import UnitLayout
 
 
-def save_in_directory(sync: ShardedSync, directory: Path, name: str = "") -> None:
-    """Writes this rank's state into the directory of a checkpoint, of the module of that name there.
+def save_in_directory(state: CommState[UnitLayout], directory: Path, name: str = "") -> None:
+    """Writes this rank's tensors into the directory of a checkpoint. All ranks must call it.
 
-    All ranks must call it.
+    ``name`` is that of the module, where a checkpoint may hold several.
     """
-    rank = dist.get_rank()
-    tensors = {f"{rank}/{unit}/{key}": x.cpu() for unit, state in rank_state(sync).items() for key, x in state.items()}
+    rank, tensors = dist.get_rank(), dict[str, Tensor]()
+    map_tensors(lambda x: tensors.update({f"{rank}/{len(tensors)}": x.cpu()}), to_plain(state))
     dcp.save(tensors or {f"{rank}/none": torch.zeros(1, device="cpu")}, checkpoint_id=directory / KEY / name)
 
 
-def restore(sync: ShardedSync, saved: Any, directory: Path | None, name: str = "") -> None:
-    """Continues from a checkpoint, before the first backward. All ranks must call it.
+def resume(sync: ShardedModelSync, saved: Any, strategy: RunningStrategy, path: Path, name: str = "") -> None:
+    """Continues from the state in a checkpoint, between two backwards. All ranks must call it.
 
-    With as many ranks each gets its state. With more or fewer, or another compressor, each gets the mean of all ranks'
-    residuals, so that what is still to be sent of the mean gradient stays the same. ``saved`` is from `describe`, in a
-    file with ``ranks``, a `rank_state` of each; ``directory`` is that of the checkpoint, None if it is a file.
+    Args:
+        sync: of an attached model.
+        saved: what the checkpoint in ``path`` holds for the module ``name``; None if nothing.
+        strategy: that ``sync`` belongs to.
+        path: a directory or a file.
+        name: as `save_in_directory` had it.
     """
-    try:
-        if not isinstance(saved, Mapping) or "sharded" not in saved:
-            raise CheckpointError("it is of DDP")
-        check_version(saved, _READABLE)
-        ranks = saved.get("ranks")
-        load: Callable[[int], RankState]
-        if directory is not None:
-            load = partial(_load_from, directory / KEY / name)
-        elif isinstance(ranks, list):
-            load = ranks.__getitem__
-        else:
-            raise CheckpointError("it has no states of ranks")
-        _restore(sync, saved, load)
-    except (CheckpointError, KeyError, TypeError, ValueError, OSError) as error:
-        warn(f"The state of comm_hook in the checkpoint is not used ({type(error).__name__}: {error}).")
-
-
-def _restore(sync: ShardedSync, saved: Mapping[str, Any], load: Callable[[int], RankState]) -> None:
-    num_shards = {unit.name: unit.num_shards for unit in sync.units}
-    is_same = saved["sharded"] in (_config_of(sync.compressor), _description_of(sync.compressor))
-    if is_same and (saved["num_shards"], saved["num_ranks"]) == (num_shards, dist.get_world_size()):
-        state = load(dist.get_rank())
-        if saved["version"] == 1:
-            _renew_seeds(sync, state)
-        sync.restore({unit: {"names": names, "state": state[unit]} for unit, names in saved["units"].items()})
+    gradients = sync.gradients
+    if saved is None and gradients is None:
         return
-    with without_imports():
-        compressor = sync.compressor if is_same else sharded_from_config(saved["sharded"])
-    if compressor is None or not compressor.claims.keeps_residual:
-        return
-    info("Only the residuals of the checkpoint's state of comm_hook are used, as its ranks or options were others.")
-    mean: dict[str, Tensor] = {}
-    for rank in range(saved["num_ranks"]):
-        for name, residual in _residuals(sync, saved, compressor, load(rank)).items():
-            share = residual / saved["num_ranks"]
-            mean[name] = mean[name] + share if name in mean else share
-    sync.add_residuals(mean)
+    compressor = None if gradients is None else gradients.compressor
+    columns = _columns(sync)
+
+    def init(index: int, names: tuple[str, ...], layout: UnitLayout) -> tuple[State, torch.device]:
+        assert gradients is not None
+        assert compressor is not None
+        unit = gradients.units[index] if index < len(gradients.units) else None
+        own = {} if unit is None else {column.name: column for column in unit.columns}
+        if unit is None or not own.keys() >= {*names} or layout != layout_of([own[x] for x in names], unit.num_shards):
+            raise CheckpointError("it was saved with other units")
+        return compressor.init(layout.numel, layout.num_shards, unit.device, unit.first_seed), unit.device
+
+    open_saved = partial(_open, columns=columns, directory=path / KEY / name if path.is_dir() else None)
+    state = read_state(saved, strategy, compressor, open_saved)
+    sync.resume(agree_on_state(state, compressor, init, {name: column.shape for name, column in columns.items()}))
 
 
-def _config_of(compressor: ShardedCompressor) -> dict[str, Any]:
-    """Returns what an equal compressor can be made from; a description where there is nothing of the kind."""
+def _columns(sync: ShardedModelSync) -> dict[str, Column]:
+    """Returns the parameters whose gradients are reduce-scattered, by name."""
+    assert sync.model is not None
     try:
-        return compressor_to_config(compressor)
-    except ValueError:
-        return _description_of(compressor)
+        return {column.name: column for _, columns in sharded_units(sync.model) for column in columns}
+    except OptionError:  # without a comm_hook a model may be sharded in ways that comm_hook does not support
+        return {}
 
 
-def _description_of(compressor: ShardedCompressor) -> dict[str, Any]:
-    """Returns what an equal compressor of a class without a name can be recognized by."""
-    cls = type(compressor)
-    return {"name": f"{cls.__module__}.{cls.__qualname__}", "described": repr(compressor)}
+def _open(saved: Any, *, columns: Mapping[str, Column], directory: Path | None) -> SavedState:
+    """Opens what a checkpoint holds, in any version; ``directory`` has the tensors, if the checkpoint is one."""
+    if isinstance(saved, Mapping) and "sharded" in saved:
+        with as_checkpoint_error():
+            return _open_version_2(saved, columns, directory)
+    return open_checkpoint(saved) if directory is None else open_checkpoint(saved, partial(_load_part, directory))
 
 
-def _renew_seeds(sync: ShardedSync, state: RankState) -> None:
-    """Gives the states of version 1 seeds of this version, for as many steps: theirs were not unique."""
-    for index, unit in enumerate(sync.units):
-        if "seed" in (its_state := state.get(unit.name, {})):
-            num_steps = int(its_state["seed"]) - (index << 24) - (unit.group.rank() << 16)
-            its_state["seed"] = torch.tensor(unit.first_seed + num_steps, dtype=torch.int64, device="cpu")
+def _load_part(directory: Path, rank: int, part: Any) -> Any:
+    """Returns a rank's part of a checkpoint, with the tensors that it wrote into the directory."""
+    tensors: dict[str, Tensor] = {}
+
+    def allocate(tensor: Tensor) -> Tensor:
+        return tensors.setdefault(f"{rank}/{len(tensors)}", torch.empty_like(tensor, device="cpu"))
+
+    part = map_tensors(allocate, part)
+    _load(tensors, directory)
+    return part
 
 
-def _residuals(
-    sync: ShardedSync, saved: Mapping[str, Any], compressor: ShardedCompressor, state: RankState
-) -> dict[str, Tensor]:
-    """Returns what a rank of the checkpoint had not sent, by the names of parameters that the model still has."""
-    columns = {column.name: column for unit in sync.units for column in unit.columns}
-    residuals = {}
-    for unit, names in saved["units"].items():
-        if any(name not in columns for name in names):
-            raise CheckpointError("it was saved with other parameters")
-        num_shards = saved["num_shards"][unit]
-        widths = [columns[name].width(num_shards) for name in names]
-        rows = compressor.residual(state[unit], sum(widths), num_shards)
-        assert rows is not None
-        for name, its_rows in zip(names, rows.split(widths, 1), strict=True):
-            residuals[name] = columns[name].whole(its_rows)
-    return residuals
+def _load(tensors: dict[str, Tensor], directory: Path) -> None:
+    """Reads the named tensors of a directory into ``tensors``."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads by itself
+            dcp.load(tensors, checkpoint_id=directory, no_dist=True)
+    except CheckpointException as error:  # a BaseException
+        raise CheckpointError(f"its tensors cannot be read from {directory} ({error})") from error
 
 
-def rank_state(sync: ShardedSync) -> RankState:
-    """Returns the tensors of this rank, not copied."""
-    return {unit: dict(saved["state"]) for unit, saved in sync.state().items()}
+def _open_version_2(saved: Mapping[str, Any], columns: Mapping[str, Column], directory: Path | None) -> SavedState:
+    """Opens a state of version 1 or 2, which did not have the shapes of parameters, nor the number of syncs."""
+    version, config, num_shards = saved["version"], saved["sharded"], saved["num_shards"]
+    if version not in (1, 2):
+        raise CheckpointError(f"its version is {version!r}")
+    if any(name not in columns for names in saved["units"].values() for name in names):
+        raise CheckpointError("it was saved with other parameters")
+
+    def load(rank: int) -> dict[str, Any]:
+        by_unit = saved["ranks"][rank] if directory is None else _load_version_2(directory, rank)
+        states = []
+        for index, unit in enumerate(num_shards):
+            if unit in saved["units"]:
+                names, state = saved["units"][unit], dict(by_unit[unit])
+                if version == 1 and "seed" in state:  # version 1 had seeds that were not unique
+                    num_steps = int(state["seed"]) - (index << 24) - (rank % num_shards[unit] << 16)
+                    state["seed"] = torch.tensor(first_seed(index, rank) + num_steps, device="cpu")
+                layout = layout_of([columns[name] for name in names], num_shards[unit])
+                states.append((index, (tuple(names), layout, state)))
+        return to_plain(CommState(buckets=dict(states)))
+
+    description = config["described"] if "described" in config else json.dumps(config, sort_keys=True)
+    return SavedState("units", description, 0, saved["num_ranks"], load)
 
 
-def _load_from(directory: Path, rank: int) -> RankState:
-    """Returns the state of a rank in a checkpoint's directory."""
-    prefix, tensors = f"{rank}/", {}
+def _load_version_2(directory: Path, rank: int) -> dict[str, dict[str, Tensor]]:
+    """Returns a rank's state, by unit, in a directory of version 1 or 2 with the keys ``<rank>/<unit>/<name>``."""
+    prefix, tensors = f"{rank}/", dict[str, Tensor]()
     for key, its in dcp.FileSystemReader(directory).read_metadata().state_dict_metadata.items():
         if key.startswith(prefix) and isinstance(its, TensorStorageMetadata):
             tensors[key] = torch.empty(its.size, dtype=its.properties.dtype, device="cpu")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for
-        dcp.load(tensors, checkpoint_id=directory, no_dist=True)
-    state: RankState = {}
+    _load(tensors, directory)
+    by_unit: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         unit, _, name = key.removeprefix(prefix).rpartition("/")
-        if unit:
-            state.setdefault(unit, {})[name] = tensor
-    return state
+        by_unit.setdefault(unit, {})[name] = tensor
+    return by_unit

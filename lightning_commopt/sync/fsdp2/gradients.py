@@ -29,8 +29,10 @@ from lightning_commopt.compressors.shards import ShardedCompressor
 from lightning_commopt.plan_base import OptionError
 from lightning_commopt.sharded_plan import check_available
 from lightning_commopt.sync.executors import BucketFuture, WorkerThread
-from lightning_commopt.sync.fsdp2.unit import Column, SavedUnits, UnitReduceScatter
+from lightning_commopt.sync.fsdp2.unit import Column, UnitReduceScatter
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_groups, shared_node_groups
+from lightning_commopt.sync.state import CommState
+from lightning_commopt.sync.unit_layout import UnitLayout
 from lightning_commopt.sync.warm_up import prepare_kernels, run_on_shards
 from lightning_commopt.text.validation import warn_once
 
@@ -109,20 +111,23 @@ class ShardedSync:
 
     def residuals(self) -> dict[str, Tensor]:
         """Returns what this rank has not sent yet, in float32, by the name of the parameter and in its shape."""
-        return {name: residual for unit in self.units for name, residual in unit.residuals().items()}
+        return self.state().all_residuals()
 
-    def state(self) -> SavedUnits:
+    def state(self) -> CommState[UnitLayout]:
         """Returns this rank's state between two backwards, not copied, for `restore` with as many ranks."""
-        return {unit.name: saved for unit in self.units if (saved := unit.save()) is not None}
+        buckets = {index: unit.saved for index, unit in enumerate(self.units) if unit.saved is not None}
+        residuals = {name: residual for unit in self.units for name, residual in unit.residuals.items()}
+        num_syncs = max((unit.num_syncs for unit in self.units), default=0)
+        return CommState(self.compressor, num_syncs, buckets, residuals, is_common=not buckets and not residuals)
 
-    def restore(self, saved: SavedUnits) -> None:
+    def restore(self, state: CommState[UnitLayout]) -> None:
         """Continues from what `state` has returned on this rank, before the first backward."""
-        for unit in self.units:
-            if unit.name in saved:
-                unit.restore(saved[unit.name])
+        for index, unit in enumerate(self.units):
+            unit.resume(state.buckets.get(index), state.num_syncs)
+        self.add_residuals(state.residuals)
 
     def add_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        """Adds what other ranks had not sent, as `residuals` returns it. Before the first backward."""
+        """Adds residuals to the next gradients. Before the first backward."""
         for unit in self.units:
             unit.add_residuals(residuals)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import timedelta
 
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
@@ -16,6 +15,8 @@ from lightning_commopt.plan_base import OptionError
 from lightning_commopt.sharded_plan import ShardedPlan
 from lightning_commopt.sync.fsdp2.gradients import ShardedSync, place_on_nodes, sharded_units
 from lightning_commopt.sync.fsdp2.parameters import GatheredParameters
+from lightning_commopt.sync.state import CommState
+from lightning_commopt.sync.unit_layout import UnitLayout
 from lightning_commopt.text.validation import warn_once
 
 
@@ -63,8 +64,13 @@ class ShardedModelSync:
             self._attach(self.gradients)
 
     @property
+    def model(self) -> Module | None:
+        """The model that the plan is carried out in, while a fit is under way."""
+        return self._model
+
+    @property
     def is_attached(self) -> bool:
-        """Whether a fit is under way, whose model the plan is carried out in."""
+        """Whether a fit is under way."""
         return self._model is not None
 
     def check_plan(self, plan: ShardedPlan) -> None:
@@ -98,15 +104,19 @@ class ShardedModelSync:
             self._gather_parameters()
             raise
 
+    def resume(self, state: CommState[UnitLayout]) -> None:
+        """Continues from a state that `agree_on_state` has returned, between two backwards. All ranks must call it."""
+        sync = self.gradients
+        if state.residuals and (sync is None or not sync.compressor.claims.keeps_residual):
+            self._replace(self.plan.comm_hook, state)
+        elif sync is not None:
+            sync.restore(state)
+
     def end_flush(self) -> None:
         """Goes over to the compressor of the plan once a backward has sent a residual. Between two batches."""
         sync = self.gradients
         if sync is not None and isinstance(sync.compressor, ShardedExact) and sync.wire_bytes > 0:
-            sync.detach()
-            self._count_bytes()
-            self.gradients = _sync_for(self.plan.comm_hook)
-            if self.gradients is not None:
-                self._attach(self.gradients)
+            self._replace(self.plan.comm_hook, CommState(num_syncs=sync.state().num_syncs))
 
     def detach(self) -> None:
         """Gives the units their own collectives back; the state stays for checkpoints and a further fit."""
@@ -126,13 +136,15 @@ class ShardedModelSync:
         sync.attach(self._model, ranks_per_node=self._ranks_per_node, timeout=self._timeout)
         sync.allow_overlap()
 
-    def _replace(self, compressor: ShardedCompressor | None) -> None:
-        """Replaces what compresses reduce-scatters; residuals are kept."""
+    def _replace(self, compressor: ShardedCompressor | None, state: CommState[UnitLayout] | None = None) -> None:
+        """Replaces what compresses reduce-scatters; residuals are kept, or those of ``state`` take their place."""
         assert self._model is not None
         if compressor is not None:  # before a residual is sent for its sake
             place_on_nodes(compressor, sharded_units(self._model), self._ranks_per_node)
         old = self.gradients
-        residuals: dict[str, Tensor] = {} if old is None else old.residuals()
+        if state is None:
+            state = CommState() if old is None else old.state()
+        residuals = state.all_residuals()
         keeps = compressor is not None and compressor.claims.keeps_residual
         chosen = compressor if keeps or not residuals else ShardedExact()
         if old is not None:
@@ -141,7 +153,7 @@ class ShardedModelSync:
         try:
             if new is not None:
                 self._attach(new)
-                new.add_residuals(residuals)
+                new.restore(CommState(chosen, state.num_syncs, {}, residuals))
         except OptionError:
             if new is not None:
                 new.detach()  # some units may have got a comm object

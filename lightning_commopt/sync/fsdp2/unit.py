@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,17 +24,15 @@ from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.compressors.shards import ShardedCompressor, first_seed
 from lightning_commopt.measure.recorder import issued_by
-from lightning_commopt.sync.state import CheckpointError, fit_to
+from lightning_commopt.sync.state import residuals_by_name
+from lightning_commopt.sync.unit_layout import UnitLayout, shard_numel
 from lightning_commopt.text.validation import warn_once
 
 if TYPE_CHECKING:
     from lightning_commopt.sync.fsdp2.gradients import Channels
 
-SavedUnit = dict[str, Any]
-"""The names of a unit's compressed parameters, and the compressor's state."""
-
-SavedUnits = dict[str, SavedUnit]
-"""By the name of the unit."""
+SavedUnit = tuple[tuple[str, ...], UnitLayout, State]
+"""The names of a unit's compressed parameters, their layout, and the compressor's state."""
 
 
 class Column(NamedTuple):
@@ -53,24 +51,14 @@ class Column(NamedTuple):
     def is_trained(self) -> bool:
         return bool(getattr(self.owner, self.attribute).requires_grad)
 
-    def width(self, world_size: int) -> int:
+    def width(self, num_shards: int) -> int:
         """Returns the elements of the largest shard."""
-        size = self.shape[self.dim]
-        return -(-size // world_size) * (self.shape.numel() // size) if size else 0
+        return shard_numel(self.shape, self.dim, num_shards)
 
-    def whole(self, rows: Tensor) -> Tensor:
-        """Returns ``rows`` ``(W, width)`` as FSDP2 has them, in the shape of the parameter."""
-        chunk = list(self.shape)
-        chunk[self.dim] = -(-chunk[self.dim] // len(rows))
-        return torch.cat([row.view(chunk) for row in rows], self.dim).narrow(self.dim, 0, self.shape[self.dim])
 
-    def rows(self, whole: Tensor, world_size: int) -> Tensor:
-        """Reverts `whole`; what fills up the last shards is zero."""
-        size = self.shape[self.dim]
-        missing = list(self.shape)
-        missing[self.dim] = -(-size // world_size) * world_size - size
-        filled = torch.cat([whole, whole.new_zeros(missing)], self.dim)
-        return torch.stack([chunk.flatten() for chunk in filled.chunk(world_size, self.dim)])
+def layout_of(columns: Sequence[Column], num_shards: int) -> UnitLayout:
+    """Returns the layout of rows that hold these parameters only."""
+    return UnitLayout(tuple(x.shape for x in columns), tuple(x.dim for x in columns), num_shards)
 
 
 def full_name(compressor: ShardedCompressor) -> str:
@@ -130,7 +118,8 @@ class UnitReduceScatter(CompressedUnit):
         self._num_columns = 0
         self._state: State = {}
         self._restored: SavedUnit | None = None
-        self._kept: dict[str, Tensor] = {}
+        self.num_syncs = 0
+        self.residuals: dict[str, Tensor] = {}  # by parameter name, those that are not in the state
 
     def __call__(
         self,
@@ -153,8 +142,11 @@ class UnitReduceScatter(CompressedUnit):
             if overlap is not None:
                 overlap.wait()
             self._lay_out(used, rows.device)
+        self.num_syncs += 1
+        carried = None
         if self._num_columns == rows.shape[1]:
             runs = self._runs
+            carried = self._take_residual([column for column in used if not column.is_compressed], rows.device)
         else:
             runs = [(rows.shape[1], False)]
             warn_once(
@@ -167,7 +159,7 @@ class UnitReduceScatter(CompressedUnit):
         def task(channel: Channel) -> None:
             num_bytes = _message_bytes(rows, runs, self._compressor)
             with self._notifying("reduce_scatter", self._source, num_bytes):
-                _reduce_scatter(rows, output_tensor, runs, self._compressor, state, channel)
+                _reduce_scatter(rows, output_tensor, runs, self._compressor, state, channel, carried)
 
         if overlap is not None and self._is_untouched(output_tensor):
             overlap.submit(task, output_tensor, self.group)  # FSDP2 may have another group of the same ranks
@@ -185,59 +177,56 @@ class UnitReduceScatter(CompressedUnit):
             for column, parameter in zip(self.columns, self._sharded, strict=True)
         )
 
-    def save(self) -> SavedUnit | None:
-        """Returns the state of the compressor, with the parameters that it is of; None if there is none yet."""
+    @property
+    def saved(self) -> SavedUnit | None:
+        """The state of the compressor, not copied; None if it has none."""
         if self._restored is not None or not self._state:
             return self._restored
-        return {"names": self._compressed()[0], "state": self._state}
+        columns = [column for column in self._used if column.is_compressed]
+        return tuple(column.name for column in columns), layout_of(columns, self.num_shards), self._state
 
-    def restore(self, saved: SavedUnit) -> None:
-        self._restored = saved
-
-    def residuals(self) -> dict[str, Tensor]:
-        """Returns what this rank has not sent yet, by the name of the parameter and in its shape."""
-        columns = {column.name: column for column in self.columns}
-        rows = {**self._kept, **self._rows_of_state()}
-        return {name: columns[name].whole(its_rows) for name, its_rows in rows.items()}
+    def resume(self, saved: SavedUnit | None, num_syncs: int) -> None:
+        """Replaces the state, between two backwards; residuals are those that `add_residuals` is given after it."""
+        self._restored, self.num_syncs = saved, num_syncs
+        self.residuals, self._state, self._used = {}, {}, ()
 
     def add_residuals(self, residuals: Mapping[str, Tensor]) -> None:
         """Adds those of the parameters of this unit to the next gradients."""
-        if not self._compressor.claims.keeps_residual:
-            return
+        keeps_residual = self._compressor.claims.keeps_residual
         for column in self.columns:
-            if column.name in residuals and column.is_compressed:
-                self._kept[column.name] = column.rows(residuals[column.name], self.num_shards)
+            if column.name in residuals and (keeps_residual or not column.is_compressed):
+                self.residuals[column.name] = residuals[column.name]
 
     def _lay_out(self, used: tuple[Column, ...], device: torch.device) -> None:
         """Finds which columns are compressed, in the first backward and when parameters were frozen or unfrozen."""
-        self._kept |= self._rows_of_state()
+        saved, self._restored = self.saved, None
+        columns = [column for column in used if column.is_compressed]
+        names, layout = tuple(column.name for column in columns), layout_of(columns, self.num_shards)
         self._used, self._runs = used, runs_of(used, self.num_shards)
         self._num_columns = sum(width for width, _ in self._runs)
-        numel = sum(width for width, is_compressed in self._runs if is_compressed)
-        self._state = self._compressor.init(numel, self.num_shards, device, self.first_seed) if numel else {}
-        names, widths = self._compressed()
-        if self._restored is not None:
-            restored, self._restored = self._restored, None
-            if restored["names"] != names:
-                raise CheckpointError(f"it was saved with other parameters than {', '.join(names)}")
-            self._state = fit_to(restored["state"], self._state, device)
-        elif any(name in self._kept for name in names):
-            zeros = torch.zeros(self.num_shards, numel, device=device)
-            for name, rows in zip(names, zeros.split(widths, 1), strict=True):
-                if name in self._kept:
-                    rows.copy_(self._kept.pop(name))
-            self._compressor.set_residual(self._state, zeros)
+        if saved is not None and saved[:2] == (names, layout):
+            self._state = saved[2]
+            return
+        if saved is not None:
+            self.residuals = residuals_by_name(self._compressor, {0: saved}, self.residuals)
+        seed = self.first_seed + self.num_syncs
+        self._state = self._compressor.init(layout.numel, self.num_shards, device, seed) if columns else {}
+        residual = self._take_residual(columns, device)
+        if residual is not None:
+            self._compressor.set_residual(self._state, residual)
 
-    def _compressed(self) -> tuple[list[str], list[int]]:
-        """Returns the names of the compressed parameters, and the elements of their largest shards."""
-        columns = [column for column in self._used if column.is_compressed]
-        return [column.name for column in columns], [column.width(self.num_shards) for column in columns]
-
-    def _rows_of_state(self) -> dict[str, Tensor]:
-        """Returns the residual in the state, ``(W, width)`` of each parameter."""
-        names, widths = self._compressed()
-        residual = self._compressor.residual(self._state, sum(widths), self.num_shards)
-        return {} if residual is None else dict(zip(names, residual.split(widths, 1), strict=True))
+    def _take_residual(self, columns: Sequence[Column], device: torch.device) -> Tensor | None:
+        """Takes the residuals of some parameters, ``(W, s)`` float32; None if there are none."""
+        if not any(column.name in self.residuals for column in columns):
+            return None
+        wholes = [self.residuals.pop(column.name, None) for column in columns]
+        layout = layout_of(columns, self.num_shards)
+        return layout.join(
+            [
+                torch.zeros(shape, device=device) if whole is None else whole.to(device, torch.float32)
+                for whole, shape in zip(wholes, layout.shapes, strict=True)
+            ]
+        )
 
 
 def _message_bytes(rows: Tensor, runs: Sequence[tuple[int, bool]], compressor: ShardedCompressor) -> int:
@@ -254,10 +243,12 @@ def _reduce_scatter(
     compressor: ShardedCompressor,
     state: State,
     channel: Channel,
+    carried: Tensor | None = None,
 ) -> None:
     """Averages this rank's row of ``rows`` ``(W, columns)`` over all ranks into ``output`` ``(columns,)``.
 
-    ``runs`` are adjacent columns that are treated alike: how many, and whether ``compressor`` takes them.
+    ``runs`` are adjacent columns that are treated alike: how many, and whether ``compressor`` takes them. ``carried``
+    is a residual for those that it does not take.
     """
     widths, lanes = [width for width, _ in runs], channel.lanes()
     parts = list(zip(rows.split(widths, 1), output.split(widths), [yes for _, yes in runs], strict=True))
@@ -271,6 +262,8 @@ def _reduce_scatter(
         its_widths = [part.shape[1] for part, _ in others]
         message = lanes[1].scratch("uncompressed", (channel.size, sum(its_widths)), rows.dtype, rows.device)
         foreach_copy_(message.split(its_widths, 1), [part for part, _ in others])
+        if carried is not None:
+            message.add_(carried)
         with issued_by("uncompressed reduce-scatter"):
             exact = lanes[1].reduce_scatter(message)
     if rounds is not None:

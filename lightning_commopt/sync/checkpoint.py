@@ -1,0 +1,270 @@
+"""What a checkpoint holds of gradient sync, version 3: how it is gathered, written and read.
+
+``docs/state.md`` has the keys. Values are tensors, numbers, strings, lists and dicts, so that
+``torch.load(weights_only=True)`` reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_commopt.compressors import Layout, ShardedCompressor
+from lightning_commopt.compressors.configs import (
+    compressor_from_config,
+    compressor_to_config,
+    sharded_from_config,
+    without_imports,
+)
+from lightning_commopt.sync.gather import all_ranks_ready, gather_on_rank_0, map_tensors
+from lightning_commopt.sync.state import (
+    AnyCompressor,
+    AnyState,
+    BucketStates,
+    CheckpointError,
+    CommState,
+    as_checkpoint_error,
+)
+from lightning_commopt.sync.strategies import RunningStrategy
+from lightning_commopt.sync.unit_layout import UnitLayout
+from lightning_commopt.text.formatting import numbers_text
+from lightning_commopt.text.validation import warn
+
+KEY = "lightning_commopt"
+"""The key of a checkpoint, and in a directory also the folder, that holds the state of gradient sync."""
+
+_VERSION = 3
+READABLE_VERSIONS = (1, 2, _VERSION)  # the first two had the same keys; those of FSDP2 are read in `sync/fsdp2`
+_CONTENT = ("version", "kind", "compressor", "num_syncs", "ranks")
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+}
+"""The dtypes of buckets by their names in a checkpoint, so that no name in a file is looked up in torch."""
+_PATIENCE_S = 60.0  # how far apart ranks may reach a checkpoint; docs/assumptions.md has what depends on it
+
+
+def to_plain(state: AnyState) -> dict[str, Any]:
+    """Returns one rank's part of a checkpoint."""
+    states = [
+        {"index": index, "names": list(names), **_layout_to_plain(layout), "state": its_state}
+        for index, (names, layout, its_state) in state.buckets.items()
+    ]
+    return {"states": states, "residuals": state.residuals}
+
+
+def _layout_to_plain(layout: Layout | UnitLayout) -> dict[str, Any]:
+    shapes = [list(shape) for shape in layout.shapes]
+    if isinstance(layout, UnitLayout):
+        return {"shapes": shapes, "dims": list(layout.dims), "num_shards": layout.num_shards}
+    strides = [list(stride) for stride in layout.strides]
+    return {"shapes": shapes, "strides": strides, "dtype": str(layout.dtype).removeprefix("torch.")}
+
+
+def to_checkpoint(compressor: AnyCompressor | None, num_syncs: int, ranks: list[Any]) -> dict[str, Any]:
+    """Returns what a checkpoint holds: the parts of all ranks, from `to_plain`, and what they share."""
+    kind = "units" if isinstance(compressor, ShardedCompressor) else "buckets"
+    content = dict(zip(_CONTENT, (_VERSION, kind, describe_compressor(compressor), num_syncs, ranks), strict=True))
+    return {**content, "checksum": _checksum(content)}
+
+
+def _checksum(saved: Mapping[str, Any]) -> int:
+    """Returns a number that changes with every key and value, and with every tensor's dtype and shape."""
+    plain = map_tensors(lambda x: f"{x.dtype} {tuple(x.shape)}", [saved[key] for key in _CONTENT])
+    return zlib.crc32(repr(plain).encode())
+
+
+def describe_compressor(compressor: AnyCompressor | None) -> str:
+    """Returns a compressor's configuration as JSON, or its ``repr`` if its class cannot be found by a name."""
+    if compressor is None:
+        return "null"
+    try:
+        return json.dumps(compressor_to_config(compressor), sort_keys=True)
+    except (ValueError, TypeError):
+        return repr(compressor)
+
+
+@dataclass(frozen=True)
+class SavedState:
+    """The state of all ranks in a checkpoint; ``load`` returns the part of one rank, as `to_plain` does."""
+
+    kind: str
+    compressor: str
+    num_syncs: int
+    num_ranks: int
+    load: Callable[[int], Any]
+
+    def of_rank(self, rank: int, world_size: int, in_use: AnyCompressor | None) -> AnyState:
+        """Returns the state of one of ``world_size`` ranks; raises a `CheckpointError` if it is damaged.
+
+        If another number of ranks has saved it: the mean of their residuals, so that the mean over the new ranks is the
+        same, and no states, which belong to a rank. The compressor ``in_use`` is recognized even if its class has no
+        name.
+        """
+        if not self.num_ranks:
+            return CommState(None, self.num_syncs, is_common=True)
+        with as_checkpoint_error():
+            compressor = self._find_compressor(in_use)
+            if self.num_ranks == world_size:
+                return self._saved_by(rank, compressor)
+            mean: dict[str, Tensor] = {}
+            for saved_rank in range(self.num_ranks):
+                for name, residual in self._saved_by(saved_rank, compressor).all_residuals().items():
+                    share = residual.to(torch.promote_types(residual.dtype, torch.float32)) / self.num_ranks
+                    mean[name] = mean[name] + share if name in mean else share
+        return CommState(compressor, self.num_syncs, {}, mean)
+
+    def _find_compressor(self, in_use: AnyCompressor | None) -> AnyCompressor | None:
+        is_of_units = self.kind == "units"
+        if is_of_units == isinstance(in_use, ShardedCompressor) and self.compressor == describe_compressor(in_use):
+            return in_use
+        try:
+            with without_imports():  # a checkpoint may be anybody's
+                config = json.loads(self.compressor)
+                return sharded_from_config(config) if is_of_units else compressor_from_config(config)
+        except (ValueError, TypeError):
+            raise CheckpointError(f"its compressor is not known: {self.compressor}") from None
+
+    def _saved_by(self, rank: int, compressor: AnyCompressor | None) -> AnyState:
+        part = self.load(rank)
+        residuals = {name: residual for name, residual in part["residuals"].items() if isinstance(residual, Tensor)}
+        if len(residuals) != len(part["residuals"]):
+            raise CheckpointError("it has residuals that are not tensors")
+        layout_from_plain = _unit_layout if self.kind == "units" else _bucket_layout
+        buckets: BucketStates[Any] = {}
+        for saved in part["states"]:
+            index, names, layout = saved["index"], tuple(saved["names"]), layout_from_plain(saved)
+            if type(index) is not int or len(names) != len(layout.shapes):
+                raise CheckpointError(f"bucket {index!r} has {len(names)} names for {len(layout.shapes)} shapes")
+            buckets[index] = names, layout, saved["state"]
+        return CommState(compressor, self.num_syncs, buckets, residuals)
+
+
+def _bucket_layout(saved: Mapping[str, Any]) -> Layout:
+    strides = tuple(tuple(stride) for stride in saved["strides"])
+    layout = Layout(_shapes(saved), strides, _DTYPES[saved["dtype"]])
+    layout.split(torch.empty(layout.numel, device="meta"))  # raises if the strides do not fit
+    return layout
+
+
+def _unit_layout(saved: Mapping[str, Any]) -> UnitLayout:
+    return UnitLayout(_shapes(saved), tuple(saved["dims"]), saved["num_shards"])
+
+
+def _shapes(saved: Mapping[str, Any]) -> tuple[torch.Size, ...]:
+    return tuple(torch.Size(shape) for shape in saved["shapes"])
+
+
+def _in_file(rank: int, part: Any) -> Any:
+    """Returns a rank's part of a file."""
+
+    def check(tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            raise CheckpointError(f"its tensors are in the folder {KEY} of the directory that this file was made from")
+        return tensor
+
+    return map_tensors(check, part)
+
+
+def open_checkpoint(saved: Any, load: Callable[[int, Any], Any] = _in_file) -> SavedState:
+    """Returns the state in a checkpoint, from `to_checkpoint` or from DDP's version 1 or 2.
+
+    Args:
+        saved: what the checkpoint has under `KEY`.
+        load: returns the part of a rank, given the rank and its entry in ``saved``.
+
+    Raises:
+        CheckpointError: ``saved`` is damaged or of a later version.
+    """
+    version = saved.get("version") if isinstance(saved, Mapping) else None
+    if type(version) is not int or version not in READABLE_VERSIONS:
+        known = numbers_text(READABLE_VERSIONS)
+        raise CheckpointError(f"its version is {version!r}, and those that can be read are {known}")
+    with as_checkpoint_error():
+        if version < _VERSION:
+            saved = _from_version_2(saved)
+        elif saved["checksum"] != _checksum(saved):
+            raise CheckpointError("it is damaged (its checksum differs)")
+        num_syncs, ranks = saved["num_syncs"], saved["ranks"]
+        if type(num_syncs) is not int or num_syncs < 0 or not isinstance(ranks, list):
+            raise CheckpointError(f"it is damaged ({num_syncs!r} gradient syncs)")
+        return SavedState(
+            saved["kind"], saved["compressor"], num_syncs, len(ranks), lambda rank: load(rank, ranks[rank])
+        )
+
+
+def _from_version_2(saved: Mapping[str, Any]) -> dict[str, Any]:
+    if "sharded" in saved:
+        raise CheckpointError("it is FSDP2's, of a version that only CommOptModelParallel reads")
+    ranks = [{"states": part["buckets"], "residuals": part["residuals"]} for part in saved["ranks"]]
+    return {**saved, "kind": "buckets", "ranks": ranks}
+
+
+def read_state(
+    saved: Any,
+    strategy: RunningStrategy,
+    in_use: AnyCompressor | None,
+    open_saved: Callable[[Any], SavedState] = open_checkpoint,
+) -> AnyState:
+    """Returns this rank's state from `gather_state`, for `agree_on_state`; an empty one if ``saved`` is None."""
+    if saved is None:
+        return CommState(is_common=True)
+    try:
+        return open_saved(saved).of_rank(strategy.global_rank, strategy.world_size, in_use)
+    except CheckpointError as error:
+        return CommState(damage=str(error))
+
+
+def gather_state(
+    state: AnyState | None, strategy: RunningStrategy, *, is_in_batch: bool, in_directory: bool = False
+) -> dict[str, Any] | None:
+    """Gathers all ranks' states for a checkpoint on rank 0, which writes it. All ranks should call it.
+
+    ``in_directory`` gathers the shapes of tensors only: each rank writes its own tensors. If an exception or a signal
+    keeps some ranks from calling it between two batches, it warns and returns None on all.
+    """
+    if state is None:
+        return None
+    if state.is_common:
+        return to_checkpoint(state.compressor, state.num_syncs, [])
+    part = to_plain(state)
+    if strategy.world_size == 1:
+        return to_checkpoint(state.compressor, state.num_syncs, [map_tensors(Tensor.cpu, part)])
+    position = None if is_in_batch else str(state.num_syncs)
+    timeout_s = strategy.timeout.total_seconds()
+    if not dist.is_initialized() or not all_ranks_ready(position, min(_PATIENCE_S, timeout_s), timeout_s):
+        warn(
+            "A checkpoint is saved without the state of comm_hook: not all ranks saved it between the same two batches."
+        )
+        return None
+    if in_directory:
+        ranks = [None] * strategy.world_size if strategy.global_rank == 0 else None
+        dist.gather_object(map_tensors(lambda x: torch.empty_like(x, device="meta"), part), ranks)
+    else:
+        ranks = gather_on_rank_0(part, strategy.root_device)
+    return to_checkpoint(state.compressor, state.num_syncs, ranks or [])
+
+
+def states_of_modules(saved: Any, loaded: Collection[str]) -> Mapping[str, Any]:
+    """Returns what a checkpoint of Fabric holds for modules by their names; warns of names that are not ``loaded``."""
+    states = saved if isinstance(saved, Mapping) else {}
+    unused = [str(name) for name, state in states.items() if name not in loaded and _holds_tensors(state)]
+    if unused or (saved is not None and not isinstance(saved, Mapping)):
+        warn(
+            f"The checkpoint's state of comm_hook for {', '.join(map(repr, unused)) or 'its modules'} is not used:"
+            " no module is loaded under that name; its residuals start from zero. Give fabric.load the modules"
+            " under the names that fabric.save got."
+        )
+    return states
+
+
+def _holds_tensors(state: Any) -> bool:
+    """Returns whether a part of a checkpoint is more than a number of gradient syncs; also for a damaged one."""
+    return not isinstance(state, Mapping) or bool(state.get("ranks", True))
