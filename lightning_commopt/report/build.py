@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from operator import itemgetter
@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from lightning_commopt.measure.runs.record import RunRecord
-from lightning_commopt.measure.runs.settings import text_of
+from lightning_commopt.measure.runs.settings import Settings, text_of
 from lightning_commopt.report.answer import answer_for
 from lightning_commopt.report.baseline import (
     choose_baseline,
@@ -23,10 +23,10 @@ from lightning_commopt.report.baseline import (
     one_process_for,
     speedup_limit,
 )
+from lightning_commopt.report.grouping import GroupRuns, group_runs
 from lightning_commopt.report.model import Group, Published, Report, Run, Setting
-from lightning_commopt.report.names import display_name
+from lightning_commopt.report.names import display_name, link_of
 from lightning_commopt.report.runs import FoundRuns, read_runs
-from lightning_commopt.report.settings import GroupRuns, group_runs, link_of
 from lightning_commopt.text.formatting import grouped
 
 _NUM_COMMIT_DIGITS = 10
@@ -96,9 +96,7 @@ def _compare_setting(setting: Setting, baseline: Setting, settings: Sequence[Set
     )
 
 
-def _published_figures(
-    settings: Mapping[str, Any], world_size: int, baseline: Mapping[str, Any]
-) -> tuple[Published, ...]:
+def _published_figures(settings: Settings, world_size: int, baseline: Settings) -> tuple[Published, ...]:
     """Returns what `published.yaml` has for a run; without speed-ups if its baseline was another."""
     variant, method = settings.get("variant"), settings.get("method")
     is_same_baseline = True
