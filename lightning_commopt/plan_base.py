@@ -117,7 +117,7 @@ def _refuse_records(options: Mapping[str, Any]) -> None:
         what, where = f"the record of a run ({RUN_FILE})", "under 'plan'"
         plan = None
         with suppress(ValueError, TypeError, AttributeError, LookupError):  # whatever a user has made of the file
-            plan = nested(Settings.from_plain(options).plan or {}) or None
+            plan = nested(Settings.fields_in(options)["plan"] or {}) or None
     elif "kind" in options and "format" in options:
         what, where, plan = f"the result of {options['kind']}", "under 'plan'", options.get("plan")
     else:

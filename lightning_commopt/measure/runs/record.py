@@ -85,7 +85,7 @@ class RunRecord:
     def save(self, folder: Path, **changed: Any) -> RunRecord:
         """Writes the record with some changed fields into the folder of its run, atomically; returns what it wrote."""
         record = dataclasses.replace(self, **changed)
-        write_json(folder / RUN_FILE, dataclasses.asdict(record) | record.settings.to_plain())
+        write_json(folder / RUN_FILE, dataclasses.asdict(record) | record.settings.to_record())
         return record
 
     @classmethod
@@ -102,7 +102,7 @@ class RunRecord:
             if key not in values:
                 raise ValueError(f"{path} is not a record of a run: it has no {key!r}")
         with errors_naming(path):
-            return dataclasses.replace(from_plain(cls, values | {"settings": {}}), settings=Settings.from_plain(values))
+            return from_plain(cls, values | {"settings": Settings.fields_in(values)})
 
 
 def find_metric(names: Iterable[str], field: str) -> str | None:

@@ -18,6 +18,7 @@ Value: TypeAlias = object
 # A project may put these config groups into any package, so their names are recorded without it.
 _OWN_GROUPS = ("commopt", "commopt_record")
 _OF_PLAN = "plan."
+_PLAN_TYPES = {"CommOptModelParallel": "ShardedPlan"}  # by strategy, in records that lack it; else "CommPlan"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +31,7 @@ class Settings:
     overrides: tuple[str, ...] = ()  # Hydra's overrides, as written on the command line
     plan: Mapping[str, Value] | None = None  # the plan's options that differ from their defaults; None without a plan
     plan_defaults: Mapping[str, Value] = field(default_factory=dict)  # the other options of its compressor
-    plan_type: str | None = None  # class of the plan
+    plan_type: str | None = None  # class of the plan; None without one
 
     def __post_init__(self) -> None:
         for name in ("values", "plan", "plan_defaults"):
@@ -61,41 +62,36 @@ class Settings:
         kept = {name: value for name, value in self.values.items() if name not in known or known.get(name) != value}
         return dataclasses.replace(self, values=kept, plan=plan, plan_defaults=plan_defaults, plan_type=plan_type)
 
-    def to_plain(self) -> dict[str, Any]:
-        """Returns the fields of ``run.json``, as `from_plain` takes them."""
-        fields: dict[str, Any] = {"settings": self.values, "overrides": self.overrides, "plan": None}
-        if self.plan is not None:
-            of_plan = {"plan": nested(self.plan), "plan_defaults": nested(self.plan_defaults)}
-            fields |= {**of_plan, "plan_type": self.plan_type}
-        return fields
+    def to_record(self) -> dict[str, Any]:
+        """Returns the keys of ``run.json`` that hold the settings; the plan is nested, as in ``plan.json``."""
+        plan = None if self.plan is None else nested(self.plan)
+        of_plan = {"plan": plan, "plan_defaults": nested(self.plan_defaults), "plan_type": self.plan_type}
+        return {"settings": self.values, "overrides": self.overrides, **of_plan}
 
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Settings:
-        """Reads the fields of a ``run.json`` of any version; the wrong types are a TypeError or a ValueError.
+    @staticmethod
+    def fields_in(record: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the fields of the settings in the keys of a ``run.json`` of any version.
 
         Records with ``chosen`` have the plan among the values, below ``plan.``; their ``plan`` is the names of those
         that are no defaults, or a mapping of them.
         """
-        values, overrides, plan = (plain.get(name) for name in ("settings", "overrides", "plan"))
-        values, overrides = values or {}, overrides or ()
-        if isinstance(overrides, str) or not all(isinstance(override, str) for override in overrides):
-            raise ValueError(f"overrides is {overrides!r}, which is not a list of texts")
-        if not isinstance(plan, Mapping | list | None):
-            raise ValueError(f"plan is {plan!r}, which is not the options of a plan")
-        options = flat(plain.get("plan_defaults") or {})
-        values = values | {name: _list_in(values[name]) for name in plain.get("chosen", ()) if name in values}
-        if "chosen" in plain and plan is not None:
-            options = flat(nested(values, _OF_PLAN))
-            values = {name: value for name, value in values.items() if not name.startswith(_OF_PLAN)}
+        values, plan, defaults = record.get("settings", {}), record.get("plan"), record.get("plan_defaults", {})
+        if "chosen" in record:
+            values = values | {name: _list_in(values[name]) for name in record["chosen"] if name in values}
+            if plan is not None:
+                defaults = nested(values, _OF_PLAN)
+                values = {name: value for name, value in values.items() if not name.startswith(_OF_PLAN)}
+        options = flat(defaults)
         if isinstance(plan, list):
             plan = {name: options[name] for name in (name.removeprefix(_OF_PLAN) for name in plan)}
-        known = cls(values=values, overrides=tuple(overrides))
+        elif isinstance(plan, Mapping):
+            plan = flat(plan)
+        fields = {"values": values, "overrides": record.get("overrides", ()), "plan": plan}
         if plan is None:
-            return known
-        plan = flat(plan)
+            return fields
+        plan_type = record.get("plan_type") or _PLAN_TYPES.get(str(record.get("strategy")), "CommPlan")
         defaults = {name: value for name, value in options.items() if name not in plan}
-        of_strategy = "ShardedPlan" if plain.get("strategy") == "CommOptModelParallel" else "CommPlan"
-        return known.with_plan(plan, defaults, str(plain.get("plan_type", of_strategy)))
+        return {**fields, "plan_defaults": defaults, "plan_type": plan_type}
 
 
 def typed(value: object, folder: Path | None = None) -> Value:

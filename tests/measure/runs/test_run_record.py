@@ -28,7 +28,7 @@ FULL = RunRecord(
     git={"commit": "0", "has_changes": False},
 )
 
-PLAIN = dataclasses.asdict(FULL) | FULL.settings.to_plain()
+PLAIN = dataclasses.asdict(FULL) | FULL.settings.to_record()
 
 
 def test_a_record_comes_back_as_it_was(tmp_path):

@@ -96,7 +96,7 @@ def test_records_of_earlier_versions_are_read(tmp_path, name, plan):
     assert {f"plan.{name}": value for name, value in settings.plan_defaults.items()} == {
         name: value for name, value in hook.items() if name != "plan.comm_hook.name"
     }
-    assert not any(name.startswith("plan.") or value == 2000 for name, value in settings.values.items())
+    assert not any(name.startswith("plan.") for name in settings.values)
     assert record.world_size == 2
     record.save(tmp_path)
     assert RunRecord.load(tmp_path).settings == settings
