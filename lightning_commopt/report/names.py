@@ -76,17 +76,18 @@ def join_names(names: Sequence[str]) -> str:
 
 
 class _Option(NamedTuple):
-    text: Callable[[Value], str]
+    text: Callable[[Value], str] | str  # a function, or words around the value
     text_if_off: str = ""
-    is_off: Callable[[Value], bool] = is_off
+    is_off: Callable[[Value], bool] | None = is_off
 
 
 def _text(name: str, value: Value, shows_off: bool) -> str:
     spaced = name.replace("_", " ")
-    option = _OPTIONS.get(name, _Option(lambda value: f"{spaced} {_spelled(value)}", f"no {spaced}"))
-    if option.is_off(value):
+    switch = _Option(lambda value: spaced if value is True else f"{spaced} {_spelled(value)}", f"no {spaced}")
+    option = _OPTIONS.get(name, switch)
+    if option.is_off is not None and option.is_off(value):
         return option.text_if_off if shows_off else ""
-    return spaced if name not in _OPTIONS and value is True else option.text(value)
+    return option.text.format(text_of(value)) if isinstance(option.text, str) else option.text(value)
 
 
 def _position(name: str) -> float:
@@ -96,14 +97,6 @@ def _position(name: str) -> float:
 
 def _spelled(value: Value) -> str:
     return display_name(text_of(value))
-
-
-def _never(value: Value) -> bool:
-    return False
-
-
-def _in_words(words: str) -> Callable[[Value], str]:
-    return lambda value: words.format(text_of(value))
 
 
 def _count_of(thing: str) -> Callable[[Value], str]:
@@ -127,20 +120,20 @@ _CHOICE = _Option(_spelled, "none", lambda value: value in (None, ""))
 # A name lists its options in this order. Options that are unknown here come before the link.
 _OPTIONS = {
     **dict.fromkeys(("experiment", "model", "model.size", "data", "variant", "method", "strategy"), _CHOICE),
-    "comm_hook": _Option(lambda value: display_name("none") if is_off(value) else _spelled(value), is_off=_never),
-    "matrix_rank": _Option(_in_words("matrix rank {}"), is_off=_never),
-    "bucket_cap_mb": _Option(_bucket_cap, is_off=_never),
-    "static_graph": _Option(_in_words("static graph"), "no static graph"),
-    "gradient_as_bucket_view": _Option(_in_words("bucket view"), "no bucket view"),
-    "param_hook": _Option(_in_words("{} parameters"), "uncompressed parameters"),
-    "accumulate_grads": _Option(_in_words("accumulate {}")),
-    "separate_reduce_scatter_group": _Option(_in_words("separate reduce-scatter group"), "one reduce-scatter group"),
-    "reduce_scatter_max_input_buffers": _Option(_in_words("{} input buffers"), "default input buffers"),
-    "trainer.accumulate_grad_batches": _Option(_in_words("accumulate {}"), "no accumulation", lambda n: n in (None, 1)),
-    "model.activation_checkpointing": _Option(_in_words("activation checkpointing"), "no activation checkpointing"),
-    "data.batch_size": _Option(_in_words("batch {}"), is_off=_never),
+    "comm_hook": _Option(lambda value: display_name("none") if is_off(value) else _spelled(value), is_off=None),
+    "matrix_rank": _Option("matrix rank {}", is_off=None),
+    "bucket_cap_mb": _Option(_bucket_cap, is_off=None),
+    "static_graph": _Option("static graph", "no static graph"),
+    "gradient_as_bucket_view": _Option("bucket view", "no bucket view"),
+    "param_hook": _Option("{} parameters", "uncompressed parameters"),
+    "accumulate_grads": _Option("accumulate {}"),
+    "separate_reduce_scatter_group": _Option("separate reduce-scatter group", "one reduce-scatter group"),
+    "reduce_scatter_max_input_buffers": _Option("{} input buffers", "default input buffers"),
+    "trainer.accumulate_grad_batches": _Option("accumulate {}", "no accumulation", lambda n: n in (None, 1)),
+    "model.activation_checkpointing": _Option("activation checkpointing", "no activation checkpointing"),
+    "data.batch_size": _Option("batch {}", is_off=None),
     "link": _Option(_link, "no link"),
     "hosts": _Option(_count_of("host"), "default hosts"),
-    "trainer.num_nodes": _Option(_count_of("node"), is_off=_never),
-    "ranks": _Option(_count_of("rank"), is_off=_never),
+    "trainer.num_nodes": _Option(_count_of("node"), is_off=None),
+    "ranks": _Option(_count_of("rank"), is_off=None),
 }

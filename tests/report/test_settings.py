@@ -43,6 +43,11 @@ def _groups(folder: Path, *jobs: str, **fields: Any) -> list[GroupRuns]:
         ("model.size=small link=1gbit", "small, 1 Gbit/s"),
         ("link=200mbit hosts=2", "200 Mbit/s, 2 hosts"),
         ("model.hidden_size=64", "model.hidden size 64"),
+        (
+            "strategy=commopt_fsdp strategy.param_hook=int8 strategy.accumulate_grads=unsharded",
+            "CommOptModelParallel, int8 parameters, accumulate unsharded",
+        ),
+        ("strategy.reduce_scatter_max_input_buffers=4", "4 input buffers"),
     ],
 )
 def test_names(overrides, name):
