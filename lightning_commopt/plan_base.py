@@ -6,6 +6,7 @@ import dataclasses
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from typing_extensions import Self
 from lightning_commopt.compat.lightning import MisconfigurationException
 from lightning_commopt.compressors import Compressor, ShardedCompressor, compressor_to_config
 from lightning_commopt.measure.runs.files import RUN_FILE
-from lightning_commopt.measure.runs.settings import nested
+from lightning_commopt.measure.runs.settings import Settings, nested
 from lightning_commopt.text.validation import did_you_mean
 
 
@@ -113,11 +114,10 @@ class Plan(ABC):
 def _refuse_records(options: Mapping[str, Any]) -> None:
     """Raises an OptionError that shows where the plan stands, if these are another file's content: a run's."""
     if {"status", "sync_method"} <= options.keys():
-        what, where = f"the record of a run ({RUN_FILE})", "under the names in 'settings' that begin with 'plan.'"
-        settings = options.get("settings")
-        plan = options.get("plan")  # older records have the plan as a mapping of its own
-        if not isinstance(plan, Mapping):
-            plan = nested(settings).get("plan") if isinstance(settings, Mapping) else None
+        what, where = f"the record of a run ({RUN_FILE})", "under 'plan'"
+        plan = None
+        with suppress(ValueError, TypeError, AttributeError, LookupError):  # whatever a user has made of the file
+            plan = nested(Settings.fields_in(options)["plan"] or {}) or None
     elif "kind" in options and "format" in options:
         what, where, plan = f"the result of {options['kind']}", "under 'plan'", options.get("plan")
     else:

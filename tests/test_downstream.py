@@ -231,8 +231,8 @@ def test_sweep_leaves_the_records_that_commopt_train_leaves(trained: ForeignProj
         folder = trained.folder / "sweep" / str(job)
         record = RunRecord.load(folder)
         assert (record.status, record.sync_method, record.world_size) == ("finished", "bf16", world_size)
-        assert "+commopt=bf16" in record.overrides
-        assert (record.settings["commopt"], "commopt" in record.chosen) == ("bf16", True)
+        assert "+commopt=bf16" in record.settings.overrides
+        assert record.settings.chosen["commopt"] == "bf16"
         assert record.num_timed_steps == 4
         assert (record.comm_time["exposed_share"] > 0) == (world_size == 2)
         assert [point.step for point in read_losses(folder)] == list(range(1, 15))

@@ -100,7 +100,16 @@ _PLAN: dict[str, Any] = {"comm_hook": {"name": "powersgd", "matrix_rank": 2}, "b
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"status": "finished", "sync_method": "powersgd", "settings": flat(_PLAN, "plan.")}, "the record of a run"),
+        (
+            {
+                "status": "finished",
+                "sync_method": "powersgd",
+                "settings": flat(_PLAN, "plan."),
+                "chosen": [],
+                "plan": list(flat(_PLAN, "plan.")),
+            },
+            "the record of a run",
+        ),
         ({"status": "running", "sync_method": "powersgd", "plan": _PLAN}, "the record of a run"),
         ({"kind": "commopt prediction", "format": 1, "plan": _PLAN, "step_s": 1.0}, "the result of commopt prediction"),
     ],

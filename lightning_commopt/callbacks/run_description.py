@@ -15,8 +15,9 @@ from lightning_commopt.compressors.channel import backends_of
 from lightning_commopt.compressors.configs import compressor_to_config
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.launch.nccl_variables import PREFIX, nccl_variables
-from lightning_commopt.measure.runs.settings import flat
+from lightning_commopt.measure.runs.settings import Settings, flat
 from lightning_commopt.plan_base import Plan
+from lightning_commopt.sharded_plan import ShardedPlan
 from lightning_commopt.strategy.base import is_baseline, plan_of
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ def describe_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         hook = plan.comm_hook
         fields["sync_method"] = "none" if hook is None else compressor_name(hook)
         fields["plan_name"] = plan.name
-        fields["plan"] = tuple(flat(_plan_options(plan, is_short=True), "plan."))
         fields["is_lossy"] = plan.is_lossy
         auto_plan = getattr(trainer.strategy, "auto_plan", None)
         if auto_plan is not None and auto_plan.is_wanted:
@@ -100,10 +100,18 @@ def nccl_settings() -> dict[str, str]:
     return {f"nccl.{name.removeprefix(PREFIX).lower()}": value for name, value in sorted(variables.items())}
 
 
-def plan_settings(strategy: Strategy) -> dict[str, Any]:
-    """Returns the options of a strategy's plan, flat, with their defaults; empty without a plan."""
+def with_plan(settings: Settings, strategy: Strategy) -> Settings:
+    """Returns the settings of a run with the plan of its strategy, if it has one."""
     plan = plan_of(strategy)
-    return {} if plan is None else flat(_plan_options(plan), "plan.")
+    if plan is None:
+        return settings
+    values = dict(settings.values)
+    if isinstance(plan, ShardedPlan) and not any(name.endswith("data_parallel_size") for name in values):
+        mesh = strategy.device_mesh  # type: ignore[attr-defined]  # of all strategies with such a plan
+        values |= {f"strategy.{dimension}_size": mesh[dimension].size() for dimension in mesh.mesh_dim_names}
+    given, whole = flat(_plan_options(plan, is_short=True)), flat(_plan_options(plan))
+    defaults = {name: value for name, value in whole.items() if name not in given}
+    return dataclasses.replace(settings, values=values).with_plan(given, defaults, type(plan).__name__)
 
 
 def _plan_options(plan: Plan, *, is_short: bool = False) -> dict[str, Any]:

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from lightning_commopt.callbacks.comm_time import CommTimeMonitor
 from lightning_commopt.callbacks.publisher import PREFIX
-from lightning_commopt.callbacks.run_description import describe_run, describe_tuning, nccl_settings, plan_settings
+from lightning_commopt.callbacks.run_description import describe_run, describe_tuning, nccl_settings, with_plan
 from lightning_commopt.callbacks.speed import SpeedMonitor
 from lightning_commopt.compat.lightning import Callback
 from lightning_commopt.measure.runs.losses import LossCurve, LossPoint, read_losses, write_losses
 from lightning_commopt.measure.runs.machine import PeakMemory
 from lightning_commopt.measure.runs.record import RunRecord, fail_rank, find_metric, how_to_name_loss, new_record
-from lightning_commopt.measure.runs.settings import hydra_settings
+from lightning_commopt.measure.runs.settings import Settings, hydra_settings
 from lightning_commopt.text.validation import check_switch, info, warn
 
 if TYPE_CHECKING:
@@ -62,14 +62,14 @@ class RunRecorder(Callback):
                 raise ValueError(f"{option} must be the name of a metric or None, got {name!r}")
         check_switch("ends_run", ends_run)
         self._dirpath = dirpath
-        self._of_job: dict[str, Any] = {}
+        self._settings = Settings()
         self._started_in = Path.cwd()
         if HydraConfig.initialized():  # which it is not in ranks that are spawned later
             job = HydraConfig.get()
             self._started_in = Path(get_original_cwd())
             self._dirpath = job.runtime.output_dir if dirpath is None else dirpath
             if ends_run:
-                self._of_job = hydra_settings(Path(job.runtime.output_dir))
+                self._settings = hydra_settings(Path(job.runtime.output_dir))
         self._ends_run = ends_run
         self._names = {"val_loss": val_loss, "val_accuracy": val_accuracy}
         self._record: RunRecord | None = None
@@ -92,7 +92,8 @@ class RunRecorder(Callback):
         if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
             known = describe_run(trainer, pl_module)
             record = self._start_record(self._folder(trainer), known["sync_method"])
-            settings = record.settings | plan_settings(trainer.strategy) | nccl_settings()
+            values = {**record.settings.values, **nccl_settings()}
+            settings = with_plan(dataclasses.replace(record.settings, values=values), trainer.strategy)
             self._record = dataclasses.replace(record, **known, settings=settings)
             self._save(self._folder(trainer))
 
@@ -103,7 +104,7 @@ class RunRecorder(Callback):
                 record = RunRecord.load(folder)
                 if record.status == "running":
                     return record
-        return new_record(sync_method, self._started_in, **self._of_job)
+        return new_record(sync_method, self._started_in, settings=self._settings)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step > 0 and self._record is not None:
@@ -186,7 +187,7 @@ class RunRecorder(Callback):
         """Logs which metric became the final loss, unless that is obvious; or how to name it."""
         name = record.metric_names.get("val_loss")
         if record.val_loss is None and self._has_validated:
-            hint = how_to_name_loss(record.metrics, record.settings.get("commopt_record"))
+            hint = how_to_name_loss(record.metrics, record.settings)
             info(f"RunRecorder: no final loss is recorded: {hint}.")
         elif name is not None and self._names["val_loss"] is None and name != "val_loss":
             info(f"RunRecorder: the final loss is the metric {name!r}.")

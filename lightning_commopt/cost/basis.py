@@ -216,10 +216,8 @@ def _is_sharded(steps: Sequence[StepRecord]) -> bool:
 
 def _plan_of(run_dir: Path, records: RankRecords) -> CommPlan:
     """Returns the plan of a run from its record, or from the name of its comm hook."""
-    if (run_dir / RUN_FILE).exists():
-        options = nested(RunRecord.load(run_dir).settings).get("plan")
-        if options:
-            return CommPlan.from_dict({name: value for name, value in options.items() if value is not None})
+    if (run_dir / RUN_FILE).exists() and (options := RunRecord.load(run_dir).settings.plan):
+        return CommPlan.from_dict(nested(options))
     name = str(records.header.get("comm_hook", "none"))
     try:
         return CommPlan(comm_hook=name)  # type: ignore[arg-type]

@@ -8,10 +8,10 @@ from typing import Literal, NamedTuple
 
 from lightning_commopt.measure.runs.record import how_to_name_loss
 from lightning_commopt.report.baseline import compare_settings, differ_in_plan
+from lightning_commopt.report.choices import is_seed
 from lightning_commopt.report.intervals import Interval, speedup_in_words
 from lightning_commopt.report.model import Setting
-from lightning_commopt.report.names import in_quotes, join_names
-from lightning_commopt.report.settings import is_seed, link_of
+from lightning_commopt.report.names import in_quotes, join_names, link_of
 from lightning_commopt.text.formatting import number, short_percent
 
 _SAME = 0.001  # relative difference up to which two losses count as the same
@@ -24,7 +24,7 @@ def is_lossless(setting: Setting, baseline: Setting) -> bool:
     It does with a `CommPlan` whose compressor changes no gradients, if it differs from the baseline only in the plan
     and the number of ranks. Precision, batch size and hooks from elsewhere may change anything.
     """
-    has_plan = all(run.record.plan is not None for run in setting.runs)
+    has_plan = all(run.settings.plan is not None for run in setting.runs)
     return has_plan and not setting.is_lossy and differ_in_plan(setting, baseline)
 
 
@@ -73,7 +73,7 @@ def _missing_loss(setting: Setting, baseline: Setting, kind: str) -> str:
     if setting.val_loss is baseline.val_loss:
         run, why = setting.runs[0], ""
         if any("val" in name for name in run.record.metrics):
-            why = f" ({how_to_name_loss(run.record.metrics, run.settings.get('commopt_record'))})"
+            why = f" ({how_to_name_loss(run.record.metrics, run.settings)})"
         text = f"no final loss was recorded{why}: compare the loss before you use it"
     return f"{kind}{between}{text}." if kind else f"{text[0].upper()}{text[1:]}."
 
@@ -196,8 +196,8 @@ def _too_few_runs(uncertain: Sequence[Setting]) -> list[str]:
     run, needed = uncertain[0].runs[0], 3 if num_runs == 1 else num_runs + 3
     if "repetition" in run.settings:
         repeat = f"repeat={needed}"
-    elif run.record.chosen:
-        seed = next(filter(is_seed, [*run.record.chosen, *run.settings]), "seed")
+    elif run.settings.overrides:
+        seed = next(filter(is_seed, [*run.settings.chosen, *run.settings.values]), "seed")
         repeat = f"{seed}={','.join(map(str, range(1, needed + 1)))} before the other choices"
     else:
         repeat = f"running each setting with {needed} seeds"

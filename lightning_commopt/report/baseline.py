@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from lightning_commopt.measure.runs.settings import Value
+from lightning_commopt.report.choices import canonical, is_of_plan, is_off, without_ranks
 from lightning_commopt.report.intervals import Comparison, Interval, compare
 from lightning_commopt.report.model import Scaling, Setting
-from lightning_commopt.report.names import OFF, canonical, distinct_name, is_of_plan, is_ranks
-from lightning_commopt.report.settings import bucket_cap, repetition_key
+from lightning_commopt.report.names import distinct_name
 
 _UNCOMPRESSED_DDP = ("none", "DDPStrategy")
+_STOCK_FSDP2 = "ModelParallelStrategy"
 _FIRST_VARIANT = "one_bucket"
 _DEFAULT_BUCKET_MB = 25
-_NEUTRAL = {"strategy": ("ddp", "commopt"), "trainer.accumulate_grad_batches": ("1",)}
+_NEUTRAL: dict[str, tuple[Value, ...]] = {"strategy": ("ddp", "commopt"), "trainer.accumulate_grad_batches": (1,)}
 
 
 def choose_baseline(settings: Sequence[Setting], name: str | None = None) -> Setting:
@@ -22,7 +23,8 @@ def choose_baseline(settings: Sequence[Setting], name: str | None = None) -> Set
 
     The natural baseline is one process if the settings are ways to use several processes, or differ only in their
     number. Otherwise it is DDP without compression on the most ranks, with the fewest options and the bucket size
-    nearest to DDP's default. If there is none, it is the first setting.
+    nearest to DDP's default; beside `CommOptModelParallel` also Lightning's FSDP2. If there is none, it is the first
+    setting.
     """
     named = [setting for setting in settings if name is not None and setting.name.lower() == name.lower()]
     if named:
@@ -31,7 +33,10 @@ def choose_baseline(settings: Sequence[Setting], name: str | None = None) -> Set
     if on_one and _compares_numbers_of_ranks(settings):
         return on_one[0]
     variants = [setting for setting in settings if setting.values.get("variant") == _FIRST_VARIANT]
-    plain = [setting for setting in settings if setting.sync_method in _UNCOMPRESSED_DDP and setting.world_size > 1]
+    has_fsdp2 = any(setting.runs[0].settings.plan_type == "ShardedPlan" for setting in settings)
+    methods = (*_UNCOMPRESSED_DDP, *((_STOCK_FSDP2,) if has_fsdp2 else ()))
+    plain = [setting for setting in settings if setting.sync_method in methods and not setting.is_lossy]
+    plain = [setting for setting in plain if setting.world_size > 1]
     if variants or not plain:
         return (variants or list(settings))[0]
     return min(plain, key=lambda setting: (-setting.world_size, *_distance_from_default(setting)))
@@ -44,7 +49,7 @@ def compare_settings(setting: Setting, other: Setting) -> Comparison | None:
     one of the settings, the runs are compared without pairs.
     """
     samples = [
-        [(repetition_key(run), rate) for run in compared.runs if (rate := run.throughput) is not None]
+        [(run.repetition_key, rate) for run in compared.runs if (rate := run.throughput) is not None]
         for compared in (setting, other)
     ]
     ours, theirs = map(dict, samples)
@@ -77,15 +82,6 @@ def differ_in_plan(setting: Setting, other: Setting) -> bool:
     return all(is_of_plan(name, options) for name in names if setting.values.get(name) != other.values.get(name))
 
 
-def without_ranks(values: Mapping[str, str]) -> dict[str, str]:
-    """Returns the values of overrides without the number of ranks and of nodes."""
-    return {
-        name: value
-        for name, value in values.items()
-        if not is_ranks(name) and name not in ("trainer.num_nodes", "hosts")
-    }
-
-
 def _compares_numbers_of_ranks(settings: Sequence[Setting]) -> bool:
     if len({setting.world_size for setting in settings}) == 1:
         return False
@@ -93,15 +89,17 @@ def _compares_numbers_of_ranks(settings: Sequence[Setting]) -> bool:
     return any("method" in values for values in others) or all(values == others[0] for values in others)
 
 
-def _distance_from_default(setting: Setting) -> tuple[int, float]:
+def _distance_from_default(setting: Setting) -> tuple[int, float, bool]:
     options = [
         name
         for name, value in without_ranks(setting.values).items()
-        if value.lower() not in (*OFF, *_NEUTRAL.get(name, ())) and canonical(name) != "comm_hook"
+        if not is_off(value) and value not in _NEUTRAL.get(name, ()) and canonical(name) != "comm_hook"
     ]
     if setting.bucket_cap_mb is None:
-        return len(options), 0.0 if bucket_cap(setting.runs[0]) is None else math.inf
-    return len(options), abs(setting.bucket_cap_mb - _DEFAULT_BUCKET_MB)
+        distance = 0.0 if setting.runs[0].bucket_cap is None else math.inf
+    else:
+        distance = abs(setting.bucket_cap_mb - _DEFAULT_BUCKET_MB)
+    return len(options), distance, setting.sync_method == _STOCK_FSDP2
 
 
 def find_scalings(settings: Sequence[Setting]) -> tuple[Scaling, ...]:
@@ -160,7 +158,7 @@ def one_process_for(setting: Setting, settings: Sequence[Setting]) -> Setting | 
     return next(iter([*same, *alike] if setting.world_size > 1 else alike), None)
 
 
-def _without_plan(setting: Setting) -> dict[str, str]:
+def _without_plan(setting: Setting) -> dict[str, Value]:
     values = without_ranks(setting.values)
     return {
         name: value
@@ -174,13 +172,10 @@ def _series(settings: Sequence[Setting]) -> list[list[Setting]]:
 
     If a number of ranks was spread over nodes in several ways, the setting on the fewest nodes counts.
     """
-    alike: dict[str, dict[int, Setting]] = {}
-    for setting in settings:
-        alike.setdefault(json.dumps(without_ranks(setting.values), sort_keys=True), {})
+    alike: dict[object, dict[int, Setting]] = {_key(setting): {} for setting in settings}
     for setting in sorted(settings, key=lambda other: (other.world_size, _num_nodes(other))):
         if setting.samples_per_s is not None:
-            key = json.dumps(without_ranks(setting.values), sort_keys=True)
-            alike[key].setdefault(setting.world_size, setting)
+            alike[_key(setting)].setdefault(setting.world_size, setting)
     # A method that ran on one number of ranks makes a curve too, as its curve begins at one process.
     return [
         series
@@ -189,6 +184,10 @@ def _series(settings: Sequence[Setting]) -> list[list[Setting]]:
     ]
 
 
+def _key(setting: Setting) -> object:
+    return frozenset(without_ranks(setting.values).items())
+
+
 def _num_nodes(setting: Setting) -> int:
-    num_nodes = setting.values.get("trainer.num_nodes", "1")
-    return int(num_nodes) if num_nodes.isdecimal() else 1
+    num_nodes = setting.values.get("trainer.num_nodes")
+    return num_nodes if isinstance(num_nodes, int) else 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from operator import itemgetter
@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from lightning_commopt.measure.runs.record import RunRecord
-from lightning_commopt.measure.runs.settings import text_of
+from lightning_commopt.measure.runs.settings import Settings, text_of
 from lightning_commopt.report.answer import answer_for
 from lightning_commopt.report.baseline import (
     choose_baseline,
@@ -23,10 +23,10 @@ from lightning_commopt.report.baseline import (
     one_process_for,
     speedup_limit,
 )
+from lightning_commopt.report.grouping import GroupRuns, group_runs
 from lightning_commopt.report.model import Group, Published, Report, Run, Setting
-from lightning_commopt.report.names import display_name
+from lightning_commopt.report.names import display_name, link_of
 from lightning_commopt.report.runs import FoundRuns, read_runs
-from lightning_commopt.report.settings import GroupRuns, group_runs, link_of
 from lightning_commopt.text.formatting import grouped
 
 _NUM_COMMIT_DIGITS = 10
@@ -96,27 +96,23 @@ def _compare_setting(setting: Setting, baseline: Setting, settings: Sequence[Set
     )
 
 
-def _published_figures(
-    settings: Mapping[str, Any], world_size: int, baseline: Mapping[str, Any]
-) -> tuple[Published, ...]:
+def _published_figures(settings: Settings, world_size: int, baseline: Settings) -> tuple[Published, ...]:
     """Returns what `published.yaml` has for a run; without speed-ups if its baseline was another."""
     variant, method = settings.get("variant"), settings.get("method")
     is_same_baseline = True
     if variant is not None:
         known = _published()["ladder"]
-        figures = known["figures"].get(text_of(variant), ())
+        figures = known["figures"].get(variant, ())
         is_same_baseline = baseline.get("variant") == "one_bucket"
     elif method is not None:
         known = _published()["methods"]
-        of_size = known["speedups"].get(text_of(settings.get("model.size")), {})
-        speedup = of_size.get(text_of(method), {}).get(world_size)
-        figures = []
-        if speedup is not None:
-            figures = [{"label": f"{speedup:.2f} times one GPU on {world_size}x A100 (PCIe)", "speedup": speedup}]
+        speedup = known["speedups"].get(settings.get("model.size"), {}).get(method, {}).get(world_size)
+        label = f"{speedup:.2f} times one GPU on {world_size}x A100 (PCIe)" if speedup is not None else ""
+        figures = [{"label": label, "speedup": speedup}] if label else []
         is_same_baseline = baseline.get("method") == "one_process"
     elif settings.get("experiment") == "buckets":
         known = _published()["buckets"]
-        figures = known["figures"].get(text_of(settings.get("strategy.bucket_cap_mb")), ())
+        figures = known["figures"].get(settings.get("strategy.bucket_cap_mb"), ())
     else:
         return ()
     shown = figures if is_same_baseline else [{"label": figure["label"]} for figure in figures]
@@ -135,24 +131,35 @@ def _title(found_runs: FoundRuns, folders: Sequence[Path]) -> str:
     return ", ".join(named or dict.fromkeys(folder.resolve().name for folder in folders))
 
 
+_CONDITIONS: dict[str, Callable[[Run], str | None]] = {
+    "hardware": lambda run: _hardware(run.record),
+    "trained on": lambda run: run.record.device,
+    "ranks": lambda run: str(run.record.world_size or ""),
+    "link": link_of,
+    "parameters": lambda run: _num_parameters(run.record),
+    "samples a rank and batch": lambda run: text_of(run.settings.get("data.batch_size") or ""),
+    "timed steps": lambda run: str(run.record.num_timed_steps or ""),
+    "versions": lambda run: ", ".join(f"{name} {version}" for name, version in run.record.versions.items()),
+    "git": lambda run: _commit(run.record),
+}
+# Conditions that should not differ within a group, in words.
+_MUST_AGREE = {
+    "hardware": "hardware",
+    "trained on": "devices",
+    "git": "git commits",
+    "parameters": "numbers of parameters",
+}
+
+
 def _conditions(found_runs: FoundRuns) -> dict[str, str]:
     """Returns what a reader must know to judge the numbers, name to value."""
     runs = [*found_runs.finished, *found_runs.failed]
-    records = [run.record for run in runs]
-    days = sorted({record.started_at[:10] for record in records if record.started_at})
+    days = sorted({run.record.started_at[:10] for run in runs if run.record.started_at})
     conditions = {
         "runs": [
             f"{len(found_runs.finished)} finished" + (f", {len(found_runs.failed)} failed" if found_runs.failed else "")
         ],
-        "hardware": _distinct(map(_hardware, records)),
-        "trained on": _distinct(record.device for record in records),
-        "ranks": _distinct(str(record.world_size or "") for record in records),
-        "link": _distinct(map(link_of, runs)),
-        "parameters": _distinct(map(_num_parameters, records)),
-        "samples a rank and batch": _distinct(text_of(run.settings.get("data.batch_size") or "") for run in runs),
-        "timed steps": _distinct(str(record.num_timed_steps or "") for record in records),
-        "versions": _distinct(", ".join(f"{name} {v}" for name, v in record.versions.items()) for record in records),
-        "git": _distinct(map(_commit, records)),
+        **{name: _distinct(map(condition, runs)) for name, condition in _CONDITIONS.items()},
         "date": _distinct([" to ".join(dict.fromkeys([*days[:1], *days[-1:]]))]),
     }
     return {name: "; ".join(values) for name, values in conditions.items() if values}
@@ -166,18 +173,10 @@ def _mixed_conditions(groups: Sequence[Group]) -> list[str]:
 
 
 def _find_mixed(runs: Sequence[Run]) -> list[str]:
-    records = [run.record for run in runs]
-    packages = dict.fromkeys(name for record in records for name in record.versions)
-    conditions: dict[str, list[str | None]] = {
-        **{f"versions of {name}": [record.versions.get(name) for record in records] for name in packages},
-        "hardware": list(map(_hardware, records)),
-        "devices": [record.device for record in records],
-        "git commits": list(map(_commit, records)),
-        "numbers of parameters": list(map(_num_parameters, records)),
-    }
-    mixed = {
-        what: " and ".join(distinct) for what, values in conditions.items() if len(distinct := _distinct(values)) > 1
-    }
+    packages = dict.fromkeys(name for run in runs for name in run.record.versions)
+    versions = {f"versions of {name}": _distinct(run.record.versions.get(name) for run in runs) for name in packages}
+    conditions = versions | {words: _distinct(map(_CONDITIONS[name], runs)) for name, words in _MUST_AGREE.items()}
+    mixed = {what: " and ".join(values) for what, values in conditions.items() if len(values) > 1}
     return [f"runs with different {what} are compared: {values}" for what, values in mixed.items()]
 
 

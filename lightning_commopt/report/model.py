@@ -10,6 +10,8 @@ from typing import Any, Literal, NamedTuple
 
 from lightning_commopt.measure.runs.losses import LossPoint
 from lightning_commopt.measure.runs.record import RunRecord, Tuning
+from lightning_commopt.measure.runs.settings import Settings, Value
+from lightning_commopt.report.choices import STRATEGIES, changes_training, is_seed
 from lightning_commopt.report.intervals import TIMES, Difference, Interval, spread_text
 from lightning_commopt.text.formatting import number, percent
 
@@ -31,9 +33,29 @@ class Run:
     tuning: Tuning | None = None  # the results of ``plan="auto"``; None without it
 
     @property
-    def settings(self) -> Mapping[str, Any]:
-        """The resolved configuration: dotted names to values."""
+    def settings(self) -> Settings:
+        """What the run was set to."""
         return self.record.settings
+
+    @property
+    def choices(self) -> dict[str, Value]:
+        """The values of all overrides that can change the training, even if all runs share them."""
+        return {name: value for name, value in self.settings.chosen.items() if changes_training(name)}
+
+    @property
+    def bucket_cap(self) -> Value:
+        """``bucket_cap_mb`` of the run's strategy: a number, several, or None for the default."""
+        if self.settings.plan is not None:
+            return self.settings.plan.get("bucket_cap_mb")
+        caps = (self.settings.get(f"{node}bucket_cap_mb") for node in STRATEGIES)
+        return next((cap for cap in caps if cap is not None), None)
+
+    @property
+    def repetition_key(self) -> tuple[object, ...]:
+        """A key that is equal for runs of different settings in the same repetition of a sweep."""
+        chosen = self.settings.chosen
+        seeds = frozenset((name, value) for name, value in chosen.items() if is_seed(name))
+        return self.folder.parent, seeds, chosen.get("repetition", f"number {self.repetition}")
 
     @property
     def throughput(self) -> float | None:
@@ -56,7 +78,7 @@ class Setting:
     """Runs that differ only in repetition and seed."""
 
     name: str  # short, and unique in its group: "bf16, 100 MiB buckets, 4 ranks"
-    values: Mapping[str, str]  # the options that the sweep varied, with this setting's values
+    values: Mapping[str, Value]  # the options that the sweep varied, with this setting's values
     sync_method: str  # see `RunRecord`
     world_size: int
     bucket_cap_mb: float | None  # MiB in a bucket; None for DDP's default or several sizes
@@ -86,9 +108,8 @@ class Setting:
 
     @property
     def plan_options(self) -> frozenset[str]:
-        """The options of a `CommPlan` that the runs have set."""
-        names = (name.split(".") for name in self.runs[0].settings)
-        return frozenset(parts[1] for parts in names if parts[0] == "plan" and len(parts) > 1)
+        """The options of a plan that the runs have set."""
+        return frozenset(name.partition(".")[0] for name in self.runs[0].settings.plan or ())
 
     @property
     def is_beyond_limit(self) -> bool:

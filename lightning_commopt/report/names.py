@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-_MAX_NAMES = 3
-OFF = ("null", "none", "false", "")  # values that disable an option, in lower case
+from lightning_commopt.measure.runs.settings import Value, text_of
+from lightning_commopt.report.choices import canonical, is_off
+from lightning_commopt.report.model import Run
 
-_ALIASES = {
-    **dict.fromkeys(("trainer.devices", "world_size"), "ranks"),
-    **dict.fromkeys(
-        ("strategy/comm_hook", "commopt", "strategy.comm_hook", "strategy.comm_hook.name", "plan"), "comm_hook"
-    ),
-}
-_PREFIXES = ("trainer.strategy.comm_hook.", "strategy.comm_hook.", "comm_hook.", "trainer.strategy.", "strategy.")
+_MAX_NAMES = 3
 _SPELLED = {
     "none": "uncompressed",
     "ddp": "DDP",
@@ -32,27 +27,6 @@ _SPELLED = {
 }
 
 
-def canonical(name: str) -> str:
-    """Returns the one name of an option that can be set under several names.
-
-    >>> canonical("trainer.devices"), canonical("commopt"), canonical("trainer.strategy.bucket_cap_mb")
-    ('ranks', 'comm_hook', 'bucket_cap_mb')
-    """
-    prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix)), "")
-    return _ALIASES.get(name, name.removeprefix(prefix))
-
-
-def is_ranks(name: str) -> bool:
-    """Returns whether an override sets the number of ranks."""
-    return canonical(name) == "ranks"
-
-
-def is_of_plan(name: str, plan_options: Collection[str]) -> bool:
-    """Returns whether an override sets only how gradients travel, by options of the compared plans, or the ranks."""
-    is_of_hook = "comm_hook." in name and "ddp_comm_hook" not in name
-    return is_of_hook or canonical(name) in ("ranks", "variant", "method", "comm_hook", *plan_options)
-
-
 def display_name(value: str) -> str:
     """Returns the usual spelling of a plan or an option.
 
@@ -62,20 +36,26 @@ def display_name(value: str) -> str:
     return _SPELLED.get(value) or re.sub(r"\bpowersgd\b", "PowerSGD", value.replace("_", " "))
 
 
-def setting_name(values: Mapping[str, str], *, shows_off: bool = False) -> str:
+def setting_name(values: Mapping[str, Value], *, shows_off: bool = False) -> str:
     """Returns the name of a setting, with its disabled options if ``shows_off``, or if it would be empty."""
     texts = [
-        _text(canonical(name), value, shows_off) or (f"{name}={value}" if shows_off else "")
+        _text(canonical(name), value, shows_off) or (f"{name}={text_of(value)}" if shows_off else "")
         for name, value in sorted(values.items(), key=lambda item: _position(canonical(item[0])))
     ]
     joined = ", ".join(dict.fromkeys(filter(None, texts)))
     return joined if joined or shows_off else setting_name(values, shows_off=True)
 
 
-def distinct_name(values: Mapping[str, str], others: Sequence[Mapping[str, str]], sync_method: str) -> str:
+def distinct_name(values: Mapping[str, Value], others: Sequence[Mapping[str, Value]], sync_method: str) -> str:
     """Returns a name from the values that differ from another setting's, or else from the sync method."""
     shown = {name: value for name, value in values.items() if any(other.get(name) != value for other in others)}
     return (setting_name(shown) if shown else "") or display_name(sync_method)
+
+
+def link_of(run: Run) -> str | None:
+    """Returns the rate of the links between the hosts of a run, in words; None without such links."""
+    link = run.settings.get("link")
+    return None if link is None else setting_name({"link": link}) or None
 
 
 def in_quotes(name: str) -> str:
@@ -96,17 +76,18 @@ def join_names(names: Sequence[str]) -> str:
 
 
 class _Option(NamedTuple):
-    text: Callable[[str], str]
+    text: Callable[[Value], str] | str  # a function, or words around the value
     text_if_off: str = ""
-    off: tuple[str, ...] = OFF  # values that disable it
+    is_off: Callable[[Value], bool] | None = is_off
 
 
-def _text(name: str, value: str, shows_off: bool) -> str:
+def _text(name: str, value: Value, shows_off: bool) -> str:
     spaced = name.replace("_", " ")
-    option = _OPTIONS.get(name, _Option(lambda value: f"{spaced} {display_name(value)}", f"no {spaced}"))
-    if value.lower() in option.off:
+    switch = _Option(lambda value: spaced if value is True else f"{spaced} {_spelled(value)}", f"no {spaced}")
+    option = _OPTIONS.get(name, switch)
+    if option.is_off is not None and option.is_off(value):
         return option.text_if_off if shows_off else ""
-    return spaced if name not in _OPTIONS and value.lower() == "true" else option.text(value)
+    return option.text.format(text_of(value)) if isinstance(option.text, str) else option.text(value)
 
 
 def _position(name: str) -> float:
@@ -114,37 +95,45 @@ def _position(name: str) -> float:
     return names.index(name) if name in _OPTIONS else names.index("link") - 0.5
 
 
-def _count_of(thing: str) -> Callable[[str], str]:
-    return lambda value: f"{value} {thing}{'' if value == '1' else 's'}"
+def _spelled(value: Value) -> str:
+    return display_name(text_of(value))
 
 
-def _bucket_cap(value: str) -> str:
-    if value in OFF:
+def _count_of(thing: str) -> Callable[[Value], str]:
+    return lambda value: f"{text_of(value)} {thing}{'' if value == 1 else 's'}"
+
+
+def _bucket_cap(value: Value) -> str:
+    if is_off(value):
         return "default buckets"
-    if value.startswith("["):
-        return f"buckets of {value.strip('[]').replace(',', ', ').replace('  ', ' ')} MiB"
-    return f"{value.removesuffix('.0')} MiB buckets"
+    if isinstance(value, tuple):
+        return f"buckets of {', '.join(map(text_of, value))} MiB"
+    return f"{text_of(value)} MiB buckets"
 
 
-def _link(value: str) -> str:
-    rate = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", value.lower())
-    return f"{rate[1]} {rate[2].replace('m', 'M').replace('g', 'G')}bit/s" if rate else value
+def _link(value: Value) -> str:
+    rate = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", text_of(value).lower())
+    return f"{rate[1]} {rate[2].replace('m', 'M').replace('g', 'G')}bit/s" if rate else text_of(value)
 
 
-_CHOICE = _Option(display_name, "none", off=("null", ""))
+_CHOICE = _Option(_spelled, "none", lambda value: value in (None, ""))
 # A name lists its options in this order. Options that are unknown here come before the link.
 _OPTIONS = {
     **dict.fromkeys(("experiment", "model", "model.size", "data", "variant", "method", "strategy"), _CHOICE),
-    "comm_hook": _Option(lambda value: display_name("none" if value in OFF else value), off=()),
-    "matrix_rank": _Option("matrix rank {}".format, off=()),
-    "bucket_cap_mb": _Option(_bucket_cap, off=()),
-    "static_graph": _Option("static graph".format, "no static graph"),
-    "gradient_as_bucket_view": _Option("bucket view".format, "no bucket view"),
-    "trainer.accumulate_grad_batches": _Option("accumulate {}".format, "no accumulation", off=("1",)),
-    "model.activation_checkpointing": _Option("activation checkpointing".format, "no activation checkpointing"),
-    "data.batch_size": _Option("batch {}".format, off=()),
+    "comm_hook": _Option(lambda value: display_name("none") if is_off(value) else _spelled(value), is_off=None),
+    "matrix_rank": _Option("matrix rank {}", is_off=None),
+    "bucket_cap_mb": _Option(_bucket_cap, is_off=None),
+    "static_graph": _Option("static graph", "no static graph"),
+    "gradient_as_bucket_view": _Option("bucket view", "no bucket view"),
+    "param_hook": _Option("{} parameters", "uncompressed parameters"),
+    "accumulate_grads": _Option("accumulate {}"),
+    "separate_reduce_scatter_group": _Option("separate reduce-scatter group", "one reduce-scatter group"),
+    "reduce_scatter_max_input_buffers": _Option("{} input buffers", "default input buffers"),
+    "trainer.accumulate_grad_batches": _Option("accumulate {}", "no accumulation", lambda n: n in (None, 1)),
+    "model.activation_checkpointing": _Option("activation checkpointing", "no activation checkpointing"),
+    "data.batch_size": _Option("batch {}", is_off=None),
     "link": _Option(_link, "no link"),
     "hosts": _Option(_count_of("host"), "default hosts"),
-    "trainer.num_nodes": _Option(_count_of("node"), off=()),
-    "ranks": _Option(_count_of("rank"), off=()),
+    "trainer.num_nodes": _Option(_count_of("node"), is_off=None),
+    "ranks": _Option(_count_of("rank"), is_off=None),
 }

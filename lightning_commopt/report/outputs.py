@@ -10,8 +10,8 @@ from typing import Any
 
 from lightning_commopt.measure.plain import write_rows
 from lightning_commopt.measure.runs.files import PAGE_FILE, TABLE_FILE
+from lightning_commopt.measure.runs.settings import Value, text_of
 from lightning_commopt.report.model import COLUMNS, Group, Report, Run, Setting
-from lightning_commopt.report.settings import chosen_settings
 
 FORMAT = 1  # version of the JSON, raised when a key changes its meaning; new keys keep it
 
@@ -83,8 +83,8 @@ def write_csv(report: Report, path: Path) -> None:
 def _plain_setting(setting: Setting) -> dict[str, Any]:
     return {
         "name": setting.name,
-        "values": setting.values,
-        "settings": chosen_settings(setting.runs[0]),
+        "values": _texts(setting.values),
+        "settings": _texts(setting.runs[0].choices),
         **{name: getattr(setting, name) for name in _SETTING_FIELDS},
         **{column.key: getattr(setting, column.key) for column in COLUMNS},
         "config_lines": setting.config_lines,
@@ -100,8 +100,8 @@ def _plain_run(run: Run) -> dict[str, Any]:
         "sync_method": run.record.sync_method,
         "plan_name": run.record.plan_name,
         "repetition": run.repetition,
-        "settings": chosen_settings(run),
-        "overrides": run.record.overrides,
+        "settings": _texts(run.choices),
+        "overrides": run.settings.overrides,
         **{name: getattr(run.record, name) for name in _RUN_FIELDS},
         "tuning": run.tuning,
     }
@@ -137,5 +137,9 @@ def _row(group: Group, setting: Setting) -> tuple[dict[str, Any], dict[str, str]
     if searches := [run.tuning for run in setting.runs if run.tuning is not None]:
         row["chosen"] = "; ".join(search.chosen for search in searches)
         row["lost_steps"] = "; ".join(f"{search.lost_steps:g}" for search in searches)
-    values = {name if name not in row else f"setting {name}": value for name, value in setting.values.items()}
+    values = {name if name not in row else f"setting {name}": value for name, value in _texts(setting.values).items()}
     return row, values
+
+
+def _texts(values: Mapping[str, Value]) -> dict[str, str]:
+    return {name: text_of(value) for name, value in values.items()}

@@ -11,9 +11,9 @@ from lightning_commopt.measure.runs.files import LOG_FILE
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.intervals import spread_text
 from lightning_commopt.report.model import Group, Report, columns_of
+from lightning_commopt.report.names import link_of
 from lightning_commopt.report.outputs import write_files
 from lightning_commopt.report.regressions import Change, Outcome, Regressions
-from lightning_commopt.report.settings import link_of
 from lightning_commopt.text.formatting import number
 from lightning_commopt.text.terminal import TextTable, print_heading, print_text
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_commopt import CommOptDDP
+from lightning_commopt import CommOptDDP, CommOptModelParallel, shard
 from lightning_commopt.callbacks import CommTimeMonitor, RunRecorder, SpeedMonitor, run_recorder
 from lightning_commopt.compressors.all_reduce import AllReduce
 from lightning_commopt.measure.runs.files import LOSS_FILE, RUN_FILE
 from lightning_commopt.measure.runs.losses import read_losses
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.report.build import build_report
-from support.lightnings import LightningModule
+from support.lightnings import LightningModule, ModelParallelStrategy
 from support.ranks import run_ranks, run_ranks_or_raise
 from support.strategy_models import trainer
 
@@ -67,8 +67,9 @@ def test_what_a_run_was_and_what_came_out_is_recorded(tmp_path):
         "CommOptDDP",
         "cpu",
     )
-    assert record.plan == ("plan.comm_hook.name",)
-    assert record.settings == {"plan.comm_hook.name": "bf16", "plan.comm_hook.accumulate": None}
+    assert record.settings.plan == {"comm_hook.name": "bf16"}
+    assert record.settings.plan_defaults == {"comm_hook.accumulate": None}
+    assert (record.settings.plan_type, record.settings.values) == ("CommPlan", {})
     assert record.is_lossy
     assert (record.world_size, record.num_parameters, record.num_timed_steps) == (2, 8, 4)
     assert record.wire_bytes_per_step == 2 * 8
@@ -99,11 +100,40 @@ def test_a_compressor_without_a_name_is_described_by_its_repr(tmp_path):
     run_ranks(own_compressor, tmp_path)
     record = RunRecord.load(tmp_path)
     assert (record.status, record.sync_method) == ("finished", "OwnCompressor")
-    assert record.plan == ("plan.bucket_cap_mb", "plan.comm_hook")
-    assert record.settings["plan.comm_hook"] == "OwnCompressor(dtype=torch.float16)"
+    assert record.settings.plan == {"bucket_cap_mb": 5, "comm_hook": "OwnCompressor(dtype=torch.float16)"}
     assert record.is_lossy is False
     lines = build_report([tmp_path]).groups[0].settings[0].config_lines
     assert lines == ("# in Python: CommOptDDP(bucket_cap_mb=5, comm_hook=OwnCompressor(dtype=torch.float16))",)
+
+
+class Sharded(RankLoss):
+    def configure_model(self):
+        shard(self, self.device_mesh, blocks=150)
+
+
+def two_ranks_sharded(folder):
+    options: dict[str, Any] = {"data_parallel_size": 2, "tensor_parallel_size": 1}
+    speed = SpeedMonitor(num_warmup_steps=2)
+    for number, strategy in enumerate(
+        [ModelParallelStrategy(**options), CommOptModelParallel(**options, accumulate_grads="unsharded")]
+    ):
+        recorder = RunRecorder(dirpath=folder / str(number))
+        settings = {"devices": 2, "callbacks": [speed], "accumulate_grad_batches": 2}
+        fit(folder, strategy=strategy, model=Sharded(), recorder=recorder, **settings)
+
+
+def test_a_plan_of_fsdp2_is_reported_beside_lightnings(tmp_path):
+    """If it fails, reports call FSDP2 DDP, and paste lines that make two ranks share one model."""
+    run_ranks(two_ranks_sharded, tmp_path)
+    record = RunRecord.load(tmp_path / "1")
+    assert (record.sync_method, record.strategy, record.is_lossy) == ("none", "CommOptModelParallel", False)
+    assert record.settings.plan == {"accumulate_grads": "unsharded"}
+    (group,) = build_report([tmp_path]).groups
+    stock, ours = group.settings
+    assert (stock.name, ours.name) == ("Lightning's FSDP2", "CommOptModelParallel, uncompressed, accumulate unsharded")
+    assert group.baseline is stock
+    arguments = "accumulate_grads='unsharded', data_parallel_size=2, tensor_parallel_size=1"
+    assert ours.config_lines[-1] == f"# in Python: CommOptModelParallel({arguments})"
 
 
 def test_losses_are_averaged_over_ranks(tmp_path):

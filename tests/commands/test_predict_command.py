@@ -52,9 +52,7 @@ def test_a_run_imports_nothing(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     plain = json.loads((folder / name).read_text())
     if name == "run.json":
         (folder / "prediction.json").unlink()
-        plain["settings"] = {"plan.comm_hook.name": "planted.Hook"}
-    else:
-        plain["plan"] = {"comm_hook": {"name": "planted.Hook"}}
+    plain["plan"] = {"comm_hook": {"name": "planted.Hook"}}
     (folder / name).write_text(json.dumps(plain))
     assert "'planted.Hook' is in a module that has not been imported" in refusal("predict", folder)
     assert "planted" not in sys.modules

@@ -146,6 +146,18 @@ def test_the_baseline(tmp_path, jobs):
     assert _group(tmp_path, *((text, fields(text)) for text in overrides)).baseline.name == name
 
 
+@pytest.mark.parametrize(("methods", "name"), [(3, "Lightning's FSDP2"), (4, "uncompressed")])
+def test_the_baseline_beside_fsdp2_is_uncompressed_too(tmp_path, methods, name):
+    """If it fails, plans of FSDP2 are compared with one that rounds the parameters."""
+    kinds: list[dict[str, Any]] = [
+        {"sync_method": "none", "plan": {"param_hook": "int8"}, "plan_type": "ShardedPlan", "is_lossy": True},
+        {"sync_method": "ModelParallelStrategy", "plan": None},
+        {"sync_method": "none", "plan": {}, "plan_type": "ShardedPlan"},
+        {"sync_method": "none", "plan": {}},
+    ]
+    assert _group(tmp_path, *(("", fields) for fields in kinds[:methods])).baseline.name == name
+
+
 def test_the_user_may_choose_the_baseline(tmp_path):
     save_rates(tmp_path, {"none": [100, 101], "bf16": [110, 111]})
     (group,) = build_report([tmp_path], baseline="BF16").groups

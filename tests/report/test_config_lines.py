@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from lightning_commopt import CommOptDDP
+from lightning_commopt import CommOptDDP, CommOptModelParallel, ShardedPlan
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.report.build import build_report
 from support.composed import composed
@@ -42,6 +42,19 @@ def test_yaml_is_an_experiment_of_commopt_train(tmp_path, plan):
     config = composed(f"hydra.searchpath=[file://{tmp_path}]", "experiment=pasted")
     options = {name: value for name, value in config.strategy.items() if value is not None and name in plan.to_dict()}
     assert CommPlan.from_dict(options) == plan
+
+
+@pytest.mark.parametrize("config", [{}, {"strategy": {"data_parallel_size": 2, "save_comm_state": True}}])
+def test_a_plan_of_fsdp2_is_pasted_as_one(tmp_path, config):
+    """If it fails, who pastes the lines trains with DDP, or with two ranks that share one model."""
+    plan = ShardedPlan(comm_hook={"name": "int8", "block_size": 64}, accumulate_grads="unsharded")  # type: ignore[arg-type]
+    lines = _lines(tmp_path, plan=plan.to_dict(), plan_type="ShardedPlan", config=config)
+    strategy = yaml.safe_load("\n".join(lines))["strategy"]
+    assert strategy.pop("_target_") == "lightning_commopt.CommOptModelParallel"
+    assert strategy.pop("data_parallel_size", None) == (2 if config else None)
+    assert ShardedPlan.from_dict(strategy) == plan
+    made = eval(lines[-1].removeprefix("# in Python: "), {"CommOptModelParallel": CommOptModelParallel})
+    assert made.plan == plan
 
 
 @pytest.mark.parametrize("options", [{}, {"lossy": ["int8"]}])

@@ -6,7 +6,6 @@ import pytest
 
 from lightning_commopt.measure.files import rank_file
 from lightning_commopt.report.runs import read_runs
-from lightning_commopt.report.settings import chosen_settings
 from support.sample_runs import plan_run, save_rates, save_run, write_run
 
 
@@ -23,8 +22,8 @@ def test_a_run_is_read_as_it_was_written(sweep):
     assert not found.problems
     assert [run.name for run in found.finished] == ["0", "1", "2", "3"]
     run = found.finished[1]
-    assert chosen_settings(run) == {"strategy/comm_hook": "bf16", "strategy.bucket_cap_mb": "25"}
-    assert run.settings["seed"] == 0
+    assert run.choices == {"strategy/comm_hook": "bf16", "strategy.bucket_cap_mb": 25}
+    assert run.settings.get("seed") == 0
     assert [point.kind for point in run.losses].count("val") == 2
 
 

@@ -3,9 +3,10 @@ from typing import Any
 
 import pytest
 
+from lightning_commopt.measure.runs.settings import settings_of
+from lightning_commopt.report.grouping import GroupRuns, group_runs
 from lightning_commopt.report.names import setting_name
 from lightning_commopt.report.runs import read_runs
-from lightning_commopt.report.settings import GroupRuns, group_runs, repetition_key
 from support.sample_runs import save_run
 
 
@@ -42,10 +43,15 @@ def _groups(folder: Path, *jobs: str, **fields: Any) -> list[GroupRuns]:
         ("model.size=small link=1gbit", "small, 1 Gbit/s"),
         ("link=200mbit hosts=2", "200 Mbit/s, 2 hosts"),
         ("model.hidden_size=64", "model.hidden size 64"),
+        (
+            "strategy=commopt_fsdp strategy.param_hook=int8 strategy.accumulate_grads=unsharded",
+            "CommOptModelParallel, int8 parameters, accumulate unsharded",
+        ),
+        ("strategy.reduce_scatter_max_input_buffers=4", "4 input buffers"),
     ],
 )
 def test_names(overrides, name):
-    assert setting_name(dict(text.split("=", 1) for text in overrides.split())) == name
+    assert setting_name(settings_of(Path("run"), {}, overrides.split()).chosen) == name
 
 
 SIZES = ("small", "large")
@@ -107,7 +113,7 @@ def test_a_seed_of_another_name_is_a_repetition_too(tmp_path, name):
         tmp_path, *(f"variant={variant} {name}={seed}" for variant in ("bf16", "powersgd") for seed in (2, 1))
     )
     assert [len(setting.runs) for setting in group.settings] == [2, 2]
-    first, second = ({repetition_key(run) for run in setting.runs} for setting in group.settings)
+    first, second = ({run.repetition_key for run in setting.runs} for setting in group.settings)
     assert first == second
     assert len(first) == 2
 
@@ -122,7 +128,7 @@ def test_settings_of_one_repetition_share_a_key(tmp_path):
         for hook in ("none", "bf16"):
             save_run(tmp_path / sweep / hook, f"strategy/comm_hook={hook}", "repetition=0")
     (group,) = group_runs(read_runs([tmp_path]))
-    keys = [[repetition_key(run) for run in setting.runs] for setting in group.settings]
+    keys = [[run.repetition_key for run in setting.runs] for setting in group.settings]
     assert keys[0] == keys[1]
     assert keys[0][0] != keys[0][1]
 
@@ -165,6 +171,37 @@ def test_equal_overrides_of_a_foreign_launcher_with_other_plans(tmp_path):
     save_run(tmp_path / "1", "data=x", plan={"static_graph": True, "bucket_cap_mb": 100})
     (group,) = group_runs(read_runs([tmp_path]))
     assert [setting.name for setting in group.settings] == ["default bucket cap mb", "100 MiB buckets"]
+
+
+def test_plans_of_both_strategies_are_told_apart(tmp_path):
+    """If it fails, runs of CommOptDDP and of CommOptModelParallel are repetitions of one setting."""
+    save_run(tmp_path / "0", sync_method="ModelParallelStrategy", plan=None)
+    save_run(tmp_path / "1", sync_method="int8", plan={"comm_hook": {"name": "int8"}})
+    save_run(tmp_path / "2", sync_method="none", plan={"param_hook": "int8"}, plan_type="ShardedPlan")
+    save_run(tmp_path / "3", sync_method="int8", plan={"comm_hook": {"name": "int8"}}, plan_type="ShardedPlan")
+    (group,) = group_runs(read_runs([tmp_path]))
+    assert {setting.name: dict(setting.values) for setting in group.settings} == {
+        "Lightning's FSDP2": {"plan": "ModelParallelStrategy"},
+        "int8": {"plan": "int8"},
+        "CommOptModelParallel, uncompressed, int8 parameters": {
+            "strategy": "commopt_fsdp",
+            "plan": "none",
+            "strategy.param_hook": "int8",
+        },
+        "CommOptModelParallel, int8": {"strategy": "commopt_fsdp", "plan": "int8"},
+    }
+
+
+def test_equal_numbers_and_defaults_are_equal_values(tmp_path):
+    """If it fails, the same plan is compared with itself, as it was written in two ways."""
+    for number, cap in enumerate(["25", "25.0", "null"]):
+        save_run(tmp_path / str(number), f"strategy.bucket_cap_mb={cap}", "model.size=small")
+    save_run(tmp_path / "3", "model.size=small")
+    (group,) = group_runs(read_runs([tmp_path]))
+    assert [(setting.name, len(setting.runs)) for setting in group.settings] == [
+        ("25 MiB buckets", 2),
+        ("default buckets", 2),
+    ]
 
 
 def test_the_only_setting_is_called_by_its_plan(tmp_path):

@@ -13,7 +13,7 @@ from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.record import BucketSpan, Collective, Phase, StepRecord
 from lightning_commopt.measure.runs.losses import LossPoint, write_losses
 from lightning_commopt.measure.runs.record import RunRecord
-from lightning_commopt.measure.runs.settings import flat, settings_of
+from lightning_commopt.measure.runs.settings import Settings, flat, settings_of
 from lightning_commopt.measure.statistics import Steps, row
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.model import Report
@@ -83,7 +83,7 @@ def write_run(folder: Path, run: SampleRun) -> RunRecord:
         status="finished",
         sync_method=run.sync_method,
         is_lossy=run.sync_method not in ("none", "all_reduce") if run.plan is not None else None,
-        **described(run.overrides, {"seed": 0, "repetition": 0, **run.config}, run.plan),
+        settings=described(run.overrides, {"seed": 0, "repetition": 0, **run.config}, run.plan),
         strategy=run.strategy,
         device="cpu",
         world_size=run.world_size,
@@ -218,23 +218,24 @@ def save_run(folder: Path, *overrides: str, **fields: Any) -> Path:
     config = fields.pop("config", {})
     ranks = [int(each.partition("=")[2]) for each in overrides if each.startswith(("ranks=", "trainer.devices="))]
     ranks = [1] if "method=one_process" in overrides else [*ranks, 2]
-    plan = fields.pop("plan", {})
+    plan, plan_type = fields.pop("plan", {}), fields.pop("plan_type", "CommPlan")
     loss = fields.pop("val_loss", None)
     known = {"status": "finished", "sync_method": "none", "world_size": ranks[0], **fields}
     known["metrics"] = {**fields.get("metrics", {}), **({} if loss is None else {"val_loss": loss})}
     known.setdefault("is_lossy", known["sync_method"] in WIRE_SHARES and known["sync_method"] != "none")
-    RunRecord(**known, **described(overrides, config, plan)).save(folder)
+    RunRecord(**known, settings=described(overrides, config, plan, plan_type)).save(folder)
     return folder
 
 
 def described(
-    overrides: Sequence[str], config: Mapping[str, Any], plan: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Returns the fields of a record that say how the run was set, as the recorder makes them."""
-    of_job = settings_of(Path("run"), config, overrides)
-    options = flat(plan or {}, "plan.")
-    names = None if plan is None else tuple(options)
-    return of_job | {"settings": of_job["settings"] | options, "plan": names}
+    overrides: Sequence[str],
+    config: Mapping[str, Any],
+    plan: Mapping[str, Any] | None = None,
+    plan_type: str = "CommPlan",
+) -> Settings:
+    """Returns the settings of a run, as the recorder makes them."""
+    settings = settings_of(Path("run"), config, overrides)
+    return settings if plan is None else settings.with_plan(flat(plan), {}, plan_type)
 
 
 def save_rates(

@@ -23,9 +23,9 @@ def test_a_run_of_two_ranks_is_recorded(tmp_path):
     assert run_ranks(train_as_rank, ["model=own", *TINY, *options]) == [0, 0]
     record = RunRecord.load(tmp_path / "run")
     assert (record.status, record.world_size, record.strategy) == ("finished", 2, "CommOptDDP")
-    assert record.plan == ("plan.comm_hook.name",)
-    assert (record.settings["model.width"], record.settings["strategy/comm_hook"]) == (16, "bf16")
-    assert "strategy/comm_hook" in record.chosen
+    assert record.settings.plan == {"comm_hook.name": "bf16"}
+    assert record.settings.chosen["strategy/comm_hook"] == "bf16"
+    assert record.settings.get("model.width") == 16
     assert record.num_timed_steps == 3
     assert record.wire_bytes_per_step == 2 * TINY_NUMEL
     assert record.steps_per_s is not None

@@ -14,11 +14,15 @@ from typing import Any, Literal
 
 from lightning_commopt.measure.plain import errors_naming, from_plain, read_object, write_json
 from lightning_commopt.measure.runs.files import RUN_FILE
-from lightning_commopt.measure.runs.settings import flat
+from lightning_commopt.measure.runs.settings import Settings, Value
 
 Status = Literal["running", "finished", "failed"]
 
-_OPTIONS = {"callbacks": "callbacks.commopt_run.val_loss=NAME", "trainer": "trainer.callbacks.2.val_loss=NAME"}
+# How the options of the config group ``commopt_record`` take the name of the loss.
+_OPTIONS: dict[Value, str] = {
+    "callbacks": "callbacks.commopt_run.val_loss=NAME",
+    "trainer": "trainer.callbacks.2.val_loss=NAME",
+}
 _GIT_LIMIT_S = 5
 _VALIDATION = ("val", "valid", "validation")
 # The words that may follow "val", "valid" or "validation" in the name of the metric for a field of `RunRecord`.
@@ -34,13 +38,9 @@ class RunRecord:
     # strategy.
     sync_method: str
     plan_name: str | None = None  # the plan in few words, with all that differs from the defaults
-    # The resolved configuration, dotted names to values. The names of a `CommPlan`'s options begin with ``plan.``.
-    settings: dict[str, Any] = field(default_factory=dict)
-    overrides: tuple[str, ...] = ()  # Hydra's overrides, as written on the command line
-    chosen: tuple[str, ...] = ()  # the name in `settings` that each override set
+    settings: Settings = field(default_factory=Settings)  # what the run was set to, its plan included
     strategy: str | None = None  # class of the Lightning strategy
     device: str | None = None  # name of rank 0's GPU, or "cpu"
-    plan: tuple[str, ...] | None = None  # names in `settings` of the CommPlan's options; None without a plan
     is_lossy: bool | None = None  # whether the compressor changes gradients; None without a plan
     world_size: int | None = None  # number of ranks that trained
     started_at: str | None = None  # local time with its offset, ISO 8601
@@ -85,7 +85,7 @@ class RunRecord:
     def save(self, folder: Path, **changed: Any) -> RunRecord:
         """Writes the record with some changed fields into the folder of its run, atomically; returns what it wrote."""
         record = dataclasses.replace(self, **changed)
-        write_json(folder / RUN_FILE, dataclasses.asdict(record))
+        write_json(folder / RUN_FILE, dataclasses.asdict(record) | record.settings.to_record())
         return record
 
     @classmethod
@@ -102,10 +102,7 @@ class RunRecord:
             if key not in values:
                 raise ValueError(f"{path} is not a record of a run: it has no {key!r}")
         with errors_naming(path):
-            if isinstance(plan := values.get("plan"), dict):  # older records keep the plan outside of the settings
-                options = flat(plan, "plan.")
-                values |= {"settings": options | values.get("settings", {}), "plan": list(options)}
-            return from_plain(cls, values)
+            return from_plain(cls, values | {"settings": Settings.fields_in(values)})
 
 
 def find_metric(names: Iterable[str], field: str) -> str | None:
@@ -126,12 +123,9 @@ def find_metric(names: Iterable[str], field: str) -> str | None:
     return min(matching, key=lambda name: (len(name), name), default=None)
 
 
-def how_to_name_loss(metrics: Iterable[str], callbacks_choice: str | None) -> str:
-    """Returns how to name the final loss if none of the logged metrics matched.
-
-    ``callbacks_choice`` is the option chosen from the Hydra group ``commopt_record``, None if it was not used.
-    """
-    option = _OPTIONS.get(callbacks_choice or "", "RunRecorder(val_loss=NAME)")
+def how_to_name_loss(metrics: Iterable[str], settings: Settings) -> str:
+    """Returns how to name the final loss of a run with these settings, if none of the logged metrics matched."""
+    option = _OPTIONS.get(settings.get("commopt_record"), "RunRecorder(val_loss=NAME)")
     logged = ", ".join(sorted(metrics)) or "nothing"
     return f"no metric ends in val_loss or val/loss (logged: {logged}); name it with {option}"
 

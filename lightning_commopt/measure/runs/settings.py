@@ -1,16 +1,107 @@
-"""The settings of a run, flat: dotted names and JSON values, and the names that overrides set."""
+"""Settings: the values that a run was set to, by its configuration, by overrides and by its plan, each of them once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
-if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
+import yaml
+
+Value: TypeAlias = object
+"""A bool, an int, a float, a text, None, or a tuple of these. Numbers are equal if they are as numbers: 25 and 25.0."""
 
 # A project may put these config groups into any package, so their names are recorded without it.
 _OWN_GROUPS = ("commopt", "commopt_record")
+_OF_PLAN = "plan."
+_PLAN_TYPES = {"CommOptModelParallel": "ShardedPlan"}  # by strategy, in records that lack it; else "CommPlan"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a run was set to. Names are dotted, and lists become tuples."""
+
+    # The resolved configuration, and under the names of config groups the chosen options. It has no option of a
+    # strategy that the plan has with the same value.
+    values: Mapping[str, Value] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()  # Hydra's overrides, as written on the command line
+    plan: Mapping[str, Value] | None = None  # the plan's options that differ from their defaults; None without a plan
+    plan_defaults: Mapping[str, Value] = field(default_factory=dict)  # the other options of its compressor
+    plan_type: str | None = None  # class of the plan; None without one
+
+    def __post_init__(self) -> None:
+        for name in ("values", "plan", "plan_defaults"):
+            given = getattr(self, name)
+            if given is not None:
+                object.__setattr__(self, name, {key: typed(value) for key, value in given.items()})
+
+    @cached_property
+    def chosen(self) -> dict[str, Value]:
+        """The names that overrides have set, with their resolved values."""
+        return {name: self.get(name) for name in map(override_name, self.overrides)}
+
+    @cached_property
+    def _options(self) -> dict[str, Value]:
+        return {**self.plan_defaults, **(self.plan or {})}
+
+    def __contains__(self, name: str) -> bool:
+        """Returns whether the configuration has a name, or the plan has this option of a strategy."""
+        return name in self.values or name.rpartition("strategy.")[2] in self._options
+
+    def get(self, name: str) -> Value:
+        """Returns the value of a name of the configuration; None if it is unset, or unknown."""
+        return self.values[name] if name in self.values else self._options.get(name.rpartition("strategy.")[2])
+
+    def with_plan(self, plan: Mapping[str, Value], plan_defaults: Mapping[str, Value], plan_type: str) -> Settings:
+        """Returns these settings with a plan, whose options the configuration does not repeat."""
+        known = Settings(plan=plan, plan_defaults=plan_defaults)
+        kept = {name: value for name, value in self.values.items() if name not in known or known.get(name) != value}
+        return dataclasses.replace(self, values=kept, plan=plan, plan_defaults=plan_defaults, plan_type=plan_type)
+
+    def to_record(self) -> dict[str, Any]:
+        """Returns the keys of ``run.json`` that hold the settings; the plan is nested, as in ``plan.json``."""
+        plan = None if self.plan is None else nested(self.plan)
+        of_plan = {"plan": plan, "plan_defaults": nested(self.plan_defaults), "plan_type": self.plan_type}
+        return {"settings": self.values, "overrides": self.overrides, **of_plan}
+
+    @staticmethod
+    def fields_in(record: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the fields of the settings in the keys of a ``run.json`` of any version.
+
+        Records with ``chosen`` have the plan among the values, below ``plan.``; their ``plan`` is the names of those
+        that are no defaults, or a mapping of them.
+        """
+        values, plan, defaults = record.get("settings", {}), record.get("plan"), record.get("plan_defaults", {})
+        if "chosen" in record:
+            values = values | {name: _list_in(values[name]) for name in record["chosen"] if name in values}
+            if plan is not None:
+                defaults = nested(values, _OF_PLAN)
+                values = {name: value for name, value in values.items() if not name.startswith(_OF_PLAN)}
+        options = flat(defaults)
+        if isinstance(plan, list):
+            plan = {name: options[name] for name in (name.removeprefix(_OF_PLAN) for name in plan)}
+        elif isinstance(plan, Mapping):
+            plan = flat(plan)
+        fields = {"values": values, "overrides": record.get("overrides", ()), "plan": plan}
+        if plan is None:
+            return fields
+        plan_type = record.get("plan_type") or _PLAN_TYPES.get(str(record.get("strategy")), "CommPlan")
+        defaults = {name: value for name, value in options.items() if name not in plan}
+        return {**fields, "plan_defaults": defaults, "plan_type": plan_type}
+
+
+def typed(value: object, folder: Path | None = None) -> Value:
+    """Returns a value in the types of `Value`. In texts the path of ``folder`` becomes "."."""
+    if isinstance(value, list | tuple):
+        return tuple(typed(element, folder) for element in value)
+    if value is None or isinstance(value, int | float):
+        return value
+    text = str(value)
+    return text if folder is None else text.replace(str(folder.resolve()), ".").replace(str(folder), ".")
 
 
 def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -21,10 +112,7 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """
     leaves: dict[str, Any] = {}
     for name, inner in value.items():
-        if isinstance(inner, Mapping):
-            leaves |= flat(inner, f"{prefix}{name}.")
-        else:
-            leaves[f"{prefix}{name}"] = inner
+        leaves |= flat(inner, f"{prefix}{name}.") if isinstance(inner, Mapping) else {f"{prefix}{name}": inner}
     return leaves
 
 
@@ -45,12 +133,11 @@ def nested(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return nodes
 
 
-def hydra_settings(folder: Path, config: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns ``settings``, ``overrides`` and ``chosen`` of a `RunRecord` for this process's Hydra job.
+def hydra_settings(folder: Path, config: Mapping[str, Any] | None = None) -> Settings:
+    """Returns the settings of this process's Hydra job, without a plan.
 
-    The settings are the leaves of the configuration and, under the names of config groups, the chosen options. The path
-    of ``folder``, of the run, becomes "." in values, as it does not affect training. ``config`` is resolved and in
-    plain types; None for the one that Hydra saved in the job's directory.
+    The path of ``folder``, of the run, becomes "." in values, as it does not affect training. ``config`` is resolved
+    and in plain types; None for the one that Hydra saved in the job's directory.
     """
     from hydra.core.hydra_config import HydraConfig
 
@@ -62,48 +149,59 @@ def hydra_settings(folder: Path, config: Mapping[str, Any] | None = None) -> dic
 
 def settings_of(
     folder: Path, config: Mapping[str, Any], overrides: Sequence[str], choices: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+) -> Settings:
     """Returns the result of `hydra_settings` for any Hydra job, also without its choices of config groups."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
     groups = {
-        _name(*group.partition("@")[::2]): option
-        for group, option in (choices or {}).items()
-        if not group.startswith("hydra/")
+        override_name(group): option for group, option in (choices or {}).items() if not group.startswith("hydra/")
     }
-    settings = {name: _relative(value, folder) for name, value in {**groups, **flat(config)}.items()}
-    chosen = tuple(_name(override.key_or_group, override.package or "") for override in parsed)
-    for name, override in zip(chosen, parsed, strict=True):
-        settings.setdefault(name, _value_of(override))
-    return {"settings": settings, "overrides": tuple(overrides), "chosen": chosen}
+    values = {name: typed(value, folder) for name, value in {**groups, **flat(config)}.items()}
+    for override in overrides:
+        if (name := override_name(override)) not in values:  # the configuration has it under another name, or lacks it
+            parsed = OverridesParser.create().parse_override(override)
+            values[name] = None if parsed.is_delete() else _unquoted(parsed.value())
+    return Settings(values=values, overrides=tuple(overrides))
 
 
-def text_of(value: Any) -> str:
-    """Returns a setting's value as written on a command line.
+def override_name(override: str) -> str:
+    """Returns the name that an override sets: of a value, or of a config group with its package.
 
-    >>> [text_of(value) for value in (None, True, 25.0, [1, 25], "bf16")]
+    >>> [override_name(override) for override in ("++trainer.devices=2", "~a.b", "+commopt@fit=bf16", "optim@b=sgd")]
+    ['trainer.devices', 'a.b', 'commopt', 'optim@b']
+    """
+    name = override.lstrip("+~").partition("=")[0].strip()
+    group = name.partition("@")[0]
+    return group if group in _OWN_GROUPS else name
+
+
+def text_of(value: Value) -> str:
+    """Returns a value as written on a command line.
+
+    >>> [text_of(value) for value in (None, True, 25.0, (1, 25), "bf16")]
     ['null', 'true', '25', '[1,25]', 'bf16']
     """
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, (int, float)):
+    if isinstance(value, int | float):
         return f"{value:.10g}"
-    return f"[{','.join(map(text_of, value))}]" if isinstance(value, Iterable) and not isinstance(value, str) else value
+    return f"[{','.join(map(text_of, value))}]" if isinstance(value, tuple) else str(value)
 
 
-def _name(group: str, package: str) -> str:
-    return group if not package or group in _OWN_GROUPS else f"{group}@{package}"
+def _list_in(value: Any) -> Any:
+    """Returns the list that a value is in Hydra's notation, as lists of overrides were recorded; else the value."""
+    with suppress(yaml.YAMLError):
+        return yaml.safe_load(value) if isinstance(value, str) and value.startswith("[") else value
+    return value
 
 
-def _value_of(override: Override) -> Any:
-    """Returns the value of an override that the configuration has under another name, or lacks."""
-    if override.is_delete():
-        return None
-    value = override.value()
-    return value if isinstance(value, (int, float, type(None))) else override.get_value_element_as_str().strip("'\"")
+def _unquoted(value: Any) -> Value:
+    """Returns a value of Hydra's parser in the types of `Value`."""
+    if isinstance(value, list):
+        return tuple(map(_unquoted, value))
+    return typed(getattr(value, "text", value))
 
 
 def _saved_config(output_dir: Path) -> dict[str, Any]:
@@ -119,12 +217,3 @@ def _saved_config(output_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return {str(name): value for name, value in plain.items()} if isinstance(plain, dict) else {}
-
-
-def _relative(value: Any, folder: Path) -> Any:
-    """Returns a value in JSON types, with "." for the folder."""
-    if isinstance(value, str):
-        return value.replace(str(folder.resolve()), ".").replace(str(folder), ".")
-    if isinstance(value, (list, tuple)):
-        return [_relative(element, folder) for element in value]
-    return value if isinstance(value, (int, float, bool, type(None))) else str(value)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from lightning_commopt.measure.runs.settings import Value
 from lightning_commopt.measure.statistics import step_parts as split_step
+from lightning_commopt.report.choices import canonical
 from lightning_commopt.report.figures.style import (
     Bar,
     Chart,
@@ -20,7 +22,7 @@ from lightning_commopt.report.figures.style import (
 )
 from lightning_commopt.report.intervals import TIMES, Interval, kind_of_interval, kinds_of_intervals, spread_text
 from lightning_commopt.report.model import Group, Setting
-from lightning_commopt.report.names import canonical, distinct_name
+from lightning_commopt.report.names import distinct_name
 from lightning_commopt.text.formatting import Unit, byte_unit, number, percent, time_unit
 
 _PARTS = (
@@ -98,7 +100,7 @@ def _by_bucket_size(settings: Sequence[Setting]) -> dict[str, dict[float, Settin
     return names
 
 
-def _without_bucket_size(setting: Setting) -> dict[str, str]:
+def _without_bucket_size(setting: Setting) -> dict[str, Value]:
     return {name: value for name, value in setting.values.items() if canonical(name) != "bucket_cap_mb"}
 
 

@@ -12,7 +12,7 @@ from plotly import graph_objects as go
 from lightning_commopt.measure.files import RankRecords, common_steps, read_run
 from lightning_commopt.measure.operations import OperationTotals, operation_columns, operation_rows
 from lightning_commopt.measure.record import StepRecord, clock_shift_s
-from lightning_commopt.report.baseline import without_ranks
+from lightning_commopt.report.choices import without_ranks
 from lightning_commopt.report.figures.style import EXPOSED, INK, SPAN_COLORS, Chart, Key, Rows, new_figure, typical_run
 from lightning_commopt.report.model import Cell, Group, Setting
 from lightning_commopt.text.formatting import Unit, byte_unit, grouped, number, time_unit

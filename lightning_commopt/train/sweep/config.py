@@ -190,8 +190,8 @@ def start_record(config: DictConfig, folder: Path) -> RunRecord:
     """Returns a new record for the Hydra job of this process."""
     plain = OmegaConf.to_container(config, resolve=True)
     assert isinstance(plain, dict)
-    of_job = hydra_settings(folder, {str(name): value for name, value in plain.items()})
-    return new_record(sync_method(config), Path(get_original_cwd()), **of_job)
+    settings = hydra_settings(folder, {str(name): value for name, value in plain.items()})
+    return new_record(sync_method(config), Path(get_original_cwd()), settings=settings)
 
 
 def _check_plan(config: DictConfig) -> None:

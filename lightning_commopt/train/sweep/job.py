@@ -121,8 +121,8 @@ def _final_record(job: Job, reason: str | None, last_lines: list[str] | None) ->
         record = RunRecord.load(job.folder)
     except (FileNotFoundError, ValueError):
         config: Any = OmegaConf.to_container(OmegaConf.create(job.config_yaml))
-        of_job = settings_of(job.folder, config if isinstance(config, dict) else {}, job.overrides)
-        record = RunRecord(status="running", sync_method=job.sync_method, **of_job)
+        settings = settings_of(job.folder, config if isinstance(config, dict) else {}, job.overrides)
+        record = RunRecord(status="running", sync_method=job.sync_method, settings=settings)
     if record.status == "finished" and reason is None:
         return record
     error = reason or "ended without a result"

@@ -1,10 +1,14 @@
 """What run.json says a run was set to."""
 
+import json
 from pathlib import Path
 
 import pytest
 
-from lightning_commopt.measure.runs.settings import flat, settings_of, text_of
+from lightning_commopt.measure.runs.record import RunRecord
+from lightning_commopt.measure.runs.settings import Settings, flat, settings_of, text_of
+
+KEPT = Path(__file__).parent / "kept_records"
 
 
 def test_settings_are_flat_and_chosen_ones_are_named():
@@ -12,9 +16,14 @@ def test_settings_are_flat_and_chosen_ones_are_named():
     overrides = ["trainer.strategy.bucket_cap_mb=25", "+commopt@engine.fit=bf16", "optim@gen='a b'", "~callbacks.x"]
     choices = {"commopt@engine.fit": "bf16", "optim@gen": "a b", "model": "tiny", "hydra/launcher": "basic"}
     found = settings_of(Path("run"), config, overrides, choices)
-    assert found["overrides"] == tuple(overrides)
-    assert found["chosen"] == ("trainer.strategy.bucket_cap_mb", "commopt", "optim@gen", "callbacks.x")
-    assert found["settings"] == {
+    assert found.overrides == tuple(overrides)
+    assert found.chosen == {
+        "trainer.strategy.bucket_cap_mb": 25,
+        "commopt": "bf16",
+        "optim@gen": "a b",
+        "callbacks.x": None,
+    }
+    assert found.values == {
         "commopt": "bf16",
         "optim@gen": "a b",
         "model": "tiny",
@@ -24,14 +33,73 @@ def test_settings_are_flat_and_chosen_ones_are_named():
 
 
 def test_an_override_of_what_the_configuration_lacks_keeps_its_value():
-    found = settings_of(Path("run"), {}, ["ranks=4", "a=[1,2]", "b=null", "c=1.5", "d='x y'", "e=true"])
-    assert found["settings"] == {"ranks": 4, "a": "[1,2]", "b": None, "c": 1.5, "d": "x y", "e": True}
+    overrides = ["ranks=4", "a=[1,b]", "b=null", "c=1.5", "d='x y'", "e=true", "f='4'"]
+    found = settings_of(Path("run"), {}, overrides)
+    assert found.values == {"ranks": 4, "a": (1, "b"), "b": None, "c": 1.5, "d": "x y", "e": True, "f": "4"}
 
 
 def test_places_of_a_run_are_not_what_it_was_set_to(tmp_path):
     """If it fails, every job of a sweep is another setting, and a shared page tells where its author keeps files."""
     found = settings_of(tmp_path / "3", {"dirs": [f"{tmp_path}/3/logs"], "other": str(tmp_path)}, [])
-    assert found["settings"] == {"dirs": ["./logs"], "other": str(tmp_path)}
+    assert found.values == {"dirs": ("./logs",), "other": str(tmp_path)}
+
+
+def test_what_the_plan_has_stands_once_and_is_found_by_every_name(tmp_path):
+    """If it fails, one number stands in run.json twice, and the two can differ."""
+    config = {"strategy": {"bucket_cap_mb": 25, "lossy": "never", "comm_hook": {"name": "powersgd", "matrix_rank": 1}}}
+    settings = settings_of(Path("run"), config, ["strategy.bucket_cap_mb=25"])
+    plan, defaults = {"bucket_cap_mb": 25, "comm_hook.name": "powersgd"}, {"comm_hook.matrix_rank": 1}
+    settings = settings.with_plan(plan, defaults, "CommPlan")
+    assert settings.values == {"strategy.lossy": "never"}
+    RunRecord(status="finished", sync_method="powersgd", settings=settings).save(tmp_path)
+    plain = json.loads((tmp_path / "run.json").read_text())
+    assert plain["plan"] == {"bucket_cap_mb": 25, "comm_hook": {"name": "powersgd"}}
+    found = RunRecord.load(tmp_path).settings
+    assert found == settings
+    assert found.chosen == {"strategy.bucket_cap_mb": 25}
+    assert (found.get("trainer.strategy.comm_hook.matrix_rank"), found.get("strategy.lossy")) == (1, "never")
+    assert "strategy.comm_hook.matrix_rank" in found
+    assert "strategy.static_graph" not in found
+
+
+def test_a_plan_that_differs_from_the_configuration_leaves_it_as_it_is():
+    """A plan from a file, or one that was found, is not what the configuration says."""
+    settings = Settings(values={"strategy.bucket_cap_mb": None, "strategy.static_graph": True})
+    known = settings.with_plan({"bucket_cap_mb": 5, "static_graph": False}, {}, "CommPlan")
+    assert known.values == settings.values
+
+
+# The plan's options beside those that have their defaults, of the record of that day.
+_LADDER = {"static_graph": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 2000}
+PLANS: dict[str, tuple[str, dict[str, object]]] = {
+    "2026-11-23": ("CommPlan", {"bucket_cap_mb": (1, 25), "comm_hook.name": "powersgd"}),
+    "2026-11-24": ("CommPlan", {**_LADDER, "comm_hook.name": "powersgd"}),
+    "2026-11-27": ("ShardedPlan", {"comm_hook.name": "int8"}),
+}
+
+
+@pytest.mark.parametrize(("name", "plan"), PLANS.items())
+def test_records_of_earlier_versions_are_read(tmp_path, name, plan):
+    """If it fails, runs of an earlier version are missing from reports, or look as if they had no plan."""
+    plain = json.loads((KEPT / f"{name}.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps(plain))
+    record = RunRecord.load(tmp_path)
+    settings = record.settings
+    assert [*settings.chosen] == plain["chosen"]
+    assert {name: settings.get(name) for name in settings.chosen} == {
+        name: tuple(value) if isinstance(value, list) else value
+        for name in plain["chosen"]
+        for value in [plain["settings"][name]]
+    }
+    assert (settings.plan_type, settings.plan) == plan
+    hook = {name: value for name, value in plain["settings"].items() if name.startswith("plan.comm_hook.")}
+    assert {f"plan.{name}": value for name, value in settings.plan_defaults.items()} == {
+        name: value for name, value in hook.items() if name != "plan.comm_hook.name"
+    }
+    assert not any(name.startswith("plan.") for name in settings.values)
+    assert record.world_size == 2
+    record.save(tmp_path)
+    assert RunRecord.load(tmp_path).settings == settings
 
 
 @pytest.mark.parametrize(

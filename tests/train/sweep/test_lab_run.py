@@ -13,6 +13,7 @@ from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
 from lightning_commopt.launch.process import InterruptedRun
 from lightning_commopt.measure.runs.files import RUN_FILE
 from lightning_commopt.measure.runs.record import RunRecord
+from lightning_commopt.measure.runs.settings import Settings
 from lightning_commopt.train.sweep.config import LabShape
 from lightning_commopt.train.sweep.lab_run import RankFailed, run_in_lab
 from support.cross_section import sampled
@@ -20,7 +21,7 @@ from support.lab_traces import SAY_NAMESPACES, are_empty, machine_traces, namesp
 
 pytestmark = pytest.mark.usefixtures("lab_machine")
 
-UNFINISHED = RunRecord(status="running", sync_method="p", overrides=("link=1gbit",))
+UNFINISHED = RunRecord(status="running", sync_method="p", settings=Settings(overrides=("link=1gbit",)))
 TWO_HOSTS = LabShape(num_hosts=2, ranks_per_host=1)
 
 

@@ -38,7 +38,7 @@ def test_two_ranks_are_two_hosts(runs):
     record = RunRecord.load(folder / "run")
     assert (record.status, record.world_size, record.strategy) == ("finished", 2, "CommOptDDP")
     assert record.val_loss is not None
-    assert "link=1gbit" in record.overrides
+    assert "link=1gbit" in record.settings.overrides
     config = (folder / "run" / "config.yaml").read_text()
     assert "devices: 1\n" in config
     assert "num_nodes: 2\n" in config
