@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
@@ -86,7 +87,7 @@ class ParameterwiseDP(CommOptDDP):
         model.bucket_bytes_cap = sys.maxsize  # for torch.compile, which would cut the graph at buckets
         self._named = synced_parameters(model)
 
-    def setup_optimizers(self, trainer: Any) -> None:
+    def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         if len(self.optimizers) > 1:  # some of them may be toggled
             self.apply_plan(dataclasses.replace(self.plan, find_unused_parameters=True))

@@ -39,7 +39,7 @@ from lightning_commopt.strategy.base import (
     warn_of_missing_buffers,
 )
 from lightning_commopt.strategy.fabric_model_parallel import CommOptModelParallel as CommOptModelParallel
-from lightning_commopt.strategy.lightning_launcher import configure_launcher, forget_previous_job
+from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.ddp.modules import ModuleSyncs
 from lightning_commopt.sync.state import KEY
@@ -136,7 +136,7 @@ class CommOptDDP(NamedStrategy, DDPStrategy):
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        configure_launcher(self)
+        self._launcher = launcher_for(self)
         check_start_method(self._launcher)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

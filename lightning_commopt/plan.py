@@ -187,7 +187,7 @@ def _check_available(ddp_option: str, asked: str) -> None:
         raise OptionError(f"{asked} needs torch >= {since}, but torch {torch.__version__} is installed")
 
 
-def _check_bucket_cap(value: Any) -> float | tuple[float, ...] | None:
+def _check_bucket_cap(value: object) -> float | tuple[float, ...] | None:
     if value is None:
         return None
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -197,7 +197,7 @@ def _check_bucket_cap(value: Any) -> float | tuple[float, ...] | None:
     return _check_mib(value)
 
 
-def _check_mib(value: Any) -> float:
+def _check_mib(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not (0 < float(value) < math.inf):
         raise OptionError(f"bucket_cap_mb must be a number of MiB above 0, or a list of such, got {value!r}")
     return int(value) if isinstance(value, Integral) else float(value)

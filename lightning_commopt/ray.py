@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_utilities.core.imports import compare_version
 
@@ -35,6 +35,8 @@ else:
 
 __all__ = ["CommOptDDP", "CommOptModelParallel"]
 
+_T = TypeVar("_T")
+
 
 class _InWorkers:
     cluster_environment: Any
@@ -42,7 +44,7 @@ class _InWorkers:
     @property
     def num_processes(self) -> int:
         """The number of workers on this node; Lightning would count the devices of this worker."""
-        return get_context().get_local_world_size()
+        return int(get_context().get_local_world_size())
 
     def _check_environment(self) -> None:
         if not isinstance(self.cluster_environment, RayLightningEnvironment):
@@ -72,7 +74,7 @@ class CommOptModelParallel(_InWorkers, _CommOptModelParallel):  # noqa: D101
         finally:
             self._is_saving = False
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
         """Broadcasts an object, but not the path to save at, which rank 0 would share with workers of other nodes."""
         return obj if self._is_saving else super().broadcast(obj, src)
 

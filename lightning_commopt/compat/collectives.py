@@ -103,7 +103,7 @@ class _GroupHooks:
         self._listeners: tuple[Listener, ...] = ()  # replaced as a whole, since other threads iterate over it
         self._sees_end = False
         self._open: dict[int, list[Issued]] = {}
-        self._without_future: set[Any] = set()
+        self._without_future: set[object] = set()
         members: Mapping[str, Any] = torch._C._distributed_c10d.HookOpName.__members__
         self._names = {value: _name_of(name) for name, value in members.items() if name not in _IGNORED}
         group.register_pre_hook(_HOOK_ID, self._before)
@@ -145,7 +145,7 @@ class _GroupHooks:
         if issued is None or args.name in self._without_future or (work := args.work) is None:
             return
 
-        def end(_: Any) -> None:
+        def end(_: object) -> None:
             for watched in issued:
                 watched.end()
 

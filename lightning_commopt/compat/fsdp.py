@@ -145,7 +145,7 @@ def _observed(base: type, operation: str, listener: Listener, *, sees_end: bool,
     def call(self: Any, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> dist.Work | None:
         issued = listener(operation, max(output_tensor.nbytes, input_tensor.nbytes))
         with around():
-            work = base.__call__(self, output_tensor, input_tensor, *args, **kwargs)
+            work: dist.Work | None = base.__call__(self, output_tensor, input_tensor, *args, **kwargs)
         _observe_end(issued if sees_end else None, work)
         return work
 
@@ -161,15 +161,15 @@ def _observe_functions(
         """Has what ``torch.distributed`` has, and notifies before two of its functions."""
 
         def __getattr__(self, name: str) -> Any:
-            found = getattr(dist, name)
+            function = getattr(dist, name)
             if (operation := _FUNCTIONS.get(name)) not in operations:
-                return found
+                return function
 
             def call(*args: Any, **kwargs: Any) -> dist.Work | None:
                 tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
                 issued = listener(str(operation), max(tensor.nbytes for tensor in tensors))
                 with around():
-                    work = found(*args, **kwargs)
+                    work: dist.Work | None = function(*args, **kwargs)
                 _observe_end(issued if sees_end else None, work)
                 return work
 

@@ -33,7 +33,9 @@ def allow_targets(packages: Sequence[str]) -> AbstractContextManager[object]:
     """Allows ``instantiate`` and Hydra's logging objects of more packages; Hydra before 1.4 allows all."""
     if not _HAS_WHITELIST:
         return nullcontext()
-    return hydra.utils.execution_whitelist([f"{package}.*" for package in packages])  # type: ignore[attr-defined]
+    allowing: Any = hydra.utils.execution_whitelist  # type: ignore[attr-defined]
+    context: AbstractContextManager[object] = allowing([f"{package}.*" for package in packages])
+    return context
 
 
 def packages_of_targets(config: object) -> list[str]:

@@ -50,7 +50,7 @@ class _Finder(MetaPathFinder):
             return None
         for finder in list(sys.meta_path):
             find_spec = None if finder is self else getattr(finder, "find_spec", None)
-            spec = None if find_spec is None else find_spec(fullname, path, target)
+            spec: ModuleSpec | None = None if find_spec is None else find_spec(fullname, path, target)
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
                     spec.loader = _CallingLoader(spec.loader, functions)

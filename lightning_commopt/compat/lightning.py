@@ -17,13 +17,14 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lightning_commopt.compat.import_hook import call_after_import
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import DDPStrategy
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 """The packages that have a Trainer; the first is the default if a program has imported neither."""
@@ -151,13 +152,13 @@ def is_interactive() -> bool:
     return any(module._IS_INTERACTIVE for module in modules if module is not None)
 
 
-def is_lightnings_ddp(strategy: object) -> bool:
+def is_lightnings_ddp(strategy: object) -> TypeGuard[DDPStrategy]:
     """Returns whether a strategy is Lightning's ``DDPStrategy`` itself, not a subclass."""
     cls = type(strategy)
     return cls.__name__ == "DDPStrategy" and cls.__module__ in {f"{package}.strategies.ddp" for package in PACKAGES}
 
 
-def arguments_of_ddp(strategy: Any) -> dict[str, Any]:
+def arguments_of_ddp(strategy: DDPStrategy) -> dict[str, Any]:
     """Returns what Lightning's ``DDPStrategy`` was made with, except its comm hook and its precision."""
     return {
         "parallel_devices": strategy.parallel_devices,
@@ -175,7 +176,7 @@ def comm_hook_of(strategy: object) -> Callable[..., Any] | None:
     return getattr(strategy, "_ddp_comm_hook", None)
 
 
-def wrap_comm_hook(strategy: Any, wrap: Callable[[Any], Any]) -> None:
+def wrap_comm_hook(strategy: object, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Wraps the hook that Lightning's ``DDPStrategy`` will register, before it wraps the model; ignores others."""
     if hasattr(strategy, "_ddp_comm_wrapper"):
         inner = strategy._ddp_comm_wrapper

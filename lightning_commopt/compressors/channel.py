@@ -6,7 +6,6 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,8 +65,8 @@ class Channel:
         self._group = group
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self.within = Channel(within) if within is not None else None
-        self.across = Channel(across) if across is not None else None
+        self.within: Channel | None = None if within is None else Channel(within)
+        self.across: Channel | None = None if across is None else Channel(across)
         self._sent: Counter[str] = Counter()  # also by the lanes, which share it
         self._scratch: dict[str, Tensor] = {}
         self._lanes: tuple[Channel, Channel] | None = None
@@ -184,21 +183,30 @@ class Channel:
 
 
 class AloneChannel(Channel):
-    """Sends nothing, as if the other ranks had sent what this one does.
+    """The collectives of one rank that sends nothing, as if every other rank had sent what this one does.
 
     Args:
-        channel: or what else has ``size``, ``rank``, ``within`` and ``across``.
+        size: number of ranks.
+        rank: place of this process among them.
+        within: the same over the ranks of its node, if they are divided into nodes.
+        across: the same over the ranks with its place on all nodes, likewise.
 
     Attributes:
         issued: the name of each collective, also of the lanes, and the bytes of its whole message.
     """
 
-    def __init__(self, channel: Any) -> None:
+    def __init__(
+        self, size: int, rank: int = 0, within: AloneChannel | None = None, across: AloneChannel | None = None
+    ) -> None:
         self.issued: list[tuple[str, int]] = []
-        self.size, self.rank = channel.size, channel.rank
-        self.within = None if channel.within is None else type(self)(channel.within)
-        self.across = None if channel.across is None else type(self)(channel.across)
+        self.size, self.rank, self.within, self.across = size, rank, within, across
         self._scratch, self._lanes = {}, None
+
+    @classmethod
+    def like(cls, channel: Channel) -> AloneChannel:
+        """Returns one with the ranks of another channel."""
+        within, across = (None if part is None else cls.like(part) for part in (channel.within, channel.across))
+        return cls(channel.size, channel.rank, within, across)
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         self.issued.append(("all_reduce", tensor.nbytes))

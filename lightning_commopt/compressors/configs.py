@@ -76,7 +76,7 @@ def compressor_from_config(config: str | Mapping[str, Any] | Compressor | None) 
     return entry.make(**_checked(entry, options, compressor_from_config))
 
 
-def sharded_from_config(config: Any) -> ShardedCompressor | None:
+def sharded_from_config(config: object) -> ShardedCompressor | None:
     """Builds a compressor of shards from what a user writes; see `compressor_from_config`.
 
     Raises:
@@ -98,7 +98,7 @@ def sharded_from_config(config: Any) -> ShardedCompressor | None:
     return made
 
 
-def _checked(entry: Entry, options: dict[str, Any], from_config: Callable[[Any], Any]) -> dict[str, Any]:
+def _checked(entry: Entry, options: dict[str, Any], from_config: Callable[[Any], object]) -> dict[str, Any]:
     """Returns the options of a compressor, which are known and complete, with what is inside it built."""
     check_options(entry.name, entry.options, options)
     return options | ({"inner": from_config(options["inner"])} if "inner" in options else {})
@@ -165,7 +165,7 @@ def compressor_to_config(compressor: Compressor | ShardedCompressor, *, with_def
     return {"name": entry.name, **options}
 
 
-def _entry(name: Any) -> Entry:
+def _entry(name: object) -> Entry:
     if isinstance(name, str) and "." in name:
         return Entry(name, _import_compressor(name), {})
     entry = entry_named(name)
@@ -176,7 +176,7 @@ def _entry(name: Any) -> Entry:
     return entry
 
 
-def _shards_entry(name: Any) -> Entry:
+def _shards_entry(name: object) -> Entry:
     if isinstance(name, str) and "." in name:
         cls = _import_compressor(name)
         if not issubclass(cls, ShardedCompressor):
@@ -203,14 +203,15 @@ def _import_compressor(path: str) -> type[Compressor] | type[ShardedCompressor]:
     if not _may_import.get() and module_name not in sys.modules:
         raise ValueError(f"{path!r} is in a module that has not been imported, and no file may import one")
     try:
-        found = getattr(importlib.import_module(module_name), class_name)
+        cls = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{path!r} cannot be imported ({type(error).__name__}: {error})") from error
-    if not isinstance(found, type) or not dataclasses.is_dataclass(found):
-        found = None
-    if found is None or not issubclass(found, Compressor | ShardedCompressor):
-        raise ValueError(f"{path!r} must be a subclass of Compressor and a dataclass, got {found!r}")
-    return found
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
+        if issubclass(cls, Compressor):
+            return cls
+        if issubclass(cls, ShardedCompressor):
+            return cls
+    raise ValueError(f"{path!r} must be a subclass of Compressor or ShardedCompressor and a dataclass, got {cls!r}")
 
 
 def check_options(name: str, known: Mapping[str, bool], given: Mapping[str, Any]) -> None:

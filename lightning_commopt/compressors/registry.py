@@ -94,18 +94,18 @@ def sharded_names() -> list[str]:
     return ["none", *registered_shards()]
 
 
-def canonical_name(name: Any) -> str | None:
+def canonical_name(name: object) -> str | None:
     """Returns the name that a plan would hold for a name as the user wrote it; None if there is none."""
     entry = entry_named(name)
     return None if entry is None else entry.name
 
 
-def entry_named(name: Any) -> Entry | None:
+def entry_named(name: object) -> Entry | None:
     """Returns what is registered for buckets under a name, or an alias, as the user wrote it; None if nothing is."""
     return spellings().get(normalize_name(name)) if isinstance(name, str) else None
 
 
-def shards_entry_named(name: Any) -> Entry | None:
+def shards_entry_named(name: object) -> Entry | None:
     """Returns what is registered for shards under a name, or an alias, as the user wrote it; None if nothing is."""
     return _OF_SHARDS.get(normalize_name(name)) if isinstance(name, str) else None
 

@@ -46,7 +46,7 @@ def short_name(compressor: Compressor | ShardedCompressor) -> str:
     return f"{compressor_name(compressor)}{inner}{' ' if words else ''}{', '.join(words)}"
 
 
-def option_in_words(name: str, value: Any) -> str:
+def option_in_words(name: str, value: object) -> str:
     """Returns an option and its value in words.
 
     >>> option_in_words("error_feedback", False), option_in_words("start_step", 5)

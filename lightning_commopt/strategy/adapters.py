@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from itertools import product
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from lightning_commopt.compat.import_hook import call_after_import
 from lightning_commopt.compat.lightning import MisconfigurationException, package_in_use, package_of
@@ -34,8 +34,15 @@ def adapter_in_use(name: str) -> Any:
     return adapter_for(package_in_use(), name)
 
 
-def move_to_package_of(accelerator: object, strategy: Any) -> None:
-    """Makes a strategy of ours that for the package of an accelerator that is set in it."""
+class _OfEitherPackage(Protocol):
+    """A strategy of ours for a Trainer, which remembers what Lightning's own class was made with."""
+
+    _lightnings_arguments: dict[str, Any]
+    _accelerator: object
+
+
+def move_to_package_of(accelerator: object, strategy: _OfEitherPackage) -> None:
+    """Changes the class of a strategy of ours to that for the package of its Trainer's accelerator."""
     package, own = package_of(accelerator), package_of(strategy)
     if package == own:
         return
@@ -46,13 +53,14 @@ def move_to_package_of(accelerator: object, strategy: Any) -> None:
             f"{type(strategy).__name__} is a strategy for {own}.Trainer. For {package}.Trainer it must be"
             f" derived from {adapter.__module__}.{name}."
         )
-    present = {key: vars(strategy)[key] for key in ("_ddp_kwargs",) if key in vars(strategy)}  # of the present plan
+    # A plan that was applied meanwhile has changed these, and not the arguments.
+    present = {key: vars(strategy)[key] for key in ("_ddp_kwargs",) if key in vars(strategy)}
     strategy.__class__ = adapter
     getattr(import_module(f"{package}.strategies"), BASES[name]).__init__(strategy, **strategy._lightnings_arguments)
     vars(strategy).update(present)
 
 
-def _set_accelerator(strategy: Any, accelerator: Any) -> None:
+def _set_accelerator(strategy: _OfEitherPackage, accelerator: object) -> None:
     move_to_package_of(accelerator, strategy)
     strategy._accelerator = accelerator
 

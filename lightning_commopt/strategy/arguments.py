@@ -140,18 +140,18 @@ def _warn_of_unused(given: Mapping[str, Any], plan: CommPlan) -> None:
         warn_once("skip_all_reduce_unused_params=True has no effect: it needs find_unused_parameters=True.")
 
 
-def _optional(is_allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _optional(is_allowed: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: value is None or is_allowed(value)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
 
 
 _CALLABLE = _optional(callable), "a callable or None"
 _NUM_STEPS = _is_count, "a number of steps above 0 or None"
 _SWITCH = (lambda value: isinstance(value, bool)), "true or false"
-_ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
+_ALLOWED: dict[str, tuple[Callable[[object], bool], str]] = {
     "accelerator": (
         lambda value: not isinstance(value, str | int | float),
         'an Accelerator or None; names such as "gpu" are for the Trainer or Fabric',
@@ -175,7 +175,7 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _refuse_options_of_compressors(others: Mapping[str, Any], comm_hook: Any) -> None:
+def _refuse_options_of_compressors(others: Mapping[str, Any], comm_hook: object) -> None:
     """Shows where options of a compressor belong that stand beside ``comm_hook``."""
     misplaced = {name: value for name, value in others.items() if name not in ddp_options() and names_with_option(name)}
     if not misplaced:

@@ -24,7 +24,7 @@ from lightning_commopt.compat.lightning import (
     optimizer_is_toggled,
 )
 from lightning_commopt.compat.sigterm import SigtermCheck, broadcasts_sigterm
-from lightning_commopt.compressors import Cast
+from lightning_commopt.compressors import Cast, Compressor
 from lightning_commopt.launch.nccl_variables import NcclOptions, find_mistakes
 from lightning_commopt.plan import CommPlan, OptionError, ddp_options, plan_options
 from lightning_commopt.plan_base import Plan
@@ -32,11 +32,13 @@ from lightning_commopt.strategy.adapters import register_aliases
 from lightning_commopt.strategy.lightning_launcher import Launcher
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit
 from lightning_commopt.sync.store import fresh_default_store, prepare_key_spaces
-from lightning_commopt.sync.strategies import RunningStrategy, TrainersStrategy
+from lightning_commopt.sync.strategies import RunningStrategy, TrainersStrategy, trainer_of
 from lightning_commopt.text.validation import info, warn, warn_once
 from lightning_commopt.watch.join_watch import watch_joining
 
 if TYPE_CHECKING:
+    from lightning.fabric.strategies.launchers.launcher import _Launcher
+    from lightning.fabric.strategies.registry import _StrategyRegistry
     from lightning.pytorch import LightningModule
     from torch.nn.parallel import DistributedDataParallel
 
@@ -96,7 +98,7 @@ class NamedStrategy(WithTimeout):
                 self._ddp_kwargs.pop("init_sync", None)
 
     @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
         register_aliases(strategy_registry, cls)
 
 
@@ -161,7 +163,7 @@ def check_sigterm(strategy: TrainersStrategy, every_n_steps: int | None) -> Sigt
     if strategy.world_size == 1:
         info(f"sigterm_every_n_steps={every_n_steps} has no effect: one process has nobody to agree with.")
         return None
-    trainer = strategy.lightning_module.trainer
+    trainer = trainer_of(strategy)
     if not broadcasts_sigterm(trainer):
         warn_once(
             f"sigterm_every_n_steps={every_n_steps} has no effect: this version of Lightning does not broadcast SIGTERM"
@@ -183,7 +185,7 @@ def refuse_ray(strategy: RunningStrategy) -> None:
         )
 
 
-def check_start_method(launcher: Any) -> None:
+def check_start_method(launcher: _Launcher | None) -> None:
     """Refuses a launcher that cannot start processes from a notebook, before Lightning does and names its own DDP."""
     if is_interactive() and launcher is not None and not launcher.is_interactive_compatible:
         raise MisconfigurationException(
@@ -193,7 +195,7 @@ def check_start_method(launcher: Any) -> None:
         )
 
 
-def warn_of_local_decisions(optimizers: Iterable[Any]) -> None:
+def warn_of_local_decisions(optimizers: Iterable[object]) -> None:
     """Warns of LBFGS where it decides by this rank's loss how often it calls its closure, which holds a backward."""
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS) and any(
@@ -257,7 +259,7 @@ def check_plans_agree(plan: Plan) -> None:
             raise OptionError(f"apply_plan must get the same plan on all ranks, got {shown}")
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     """Returns type and settings as text, without addresses in memory: equal on all ranks for equal settings."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key!r}: {_describe(item)}' for key, item in value.items())}}}"
@@ -272,12 +274,12 @@ def _describe(value: Any) -> str:
     return f"{type(value).__qualname__}({settings})"
 
 
-def warn_of_fp16_under_scaler(comm_hook: Any, precision: object) -> None:
+def warn_of_fp16_under_scaler(comm_hook: Compressor | None, precision: object) -> None:
     """Warns if gradients that the scaler of a precision plugin has multiplied are to be rounded to float16."""
     if getattr(precision, "scaler", None) is None:
         return
-    while hasattr(comm_hook, "inner"):
-        comm_hook = comm_hook.inner
+    while isinstance(inner := getattr(comm_hook, "inner", None), Compressor):
+        comm_hook = inner
     if isinstance(comm_hook, Cast) and comm_hook.dtype == torch.float16:
         warn(
             "comm_hook='fp16' rounds gradients that a gradient scaler has multiplied: those beyond float16's"

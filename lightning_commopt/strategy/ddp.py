@@ -24,7 +24,7 @@ from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy import base
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
-from lightning_commopt.strategy.lightning_launcher import configure_launcher, forget_previous_job
+from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.ddp.manual_backward import ManualBackwardCheck
 from lightning_commopt.sync.ddp.observed import TorchHook
@@ -33,6 +33,7 @@ from lightning_commopt.tune.auto_plan import FitPlan
 from lightning_commopt.watch.fit_watch import FitWatch
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
 else:
     _DDPStrategy = object
@@ -159,7 +160,7 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
     def _configure_launcher(self) -> None:
         self._check_environment()
         super()._configure_launcher()
-        configure_launcher(self)
+        self._launcher = launcher_for(self)
         base.check_start_method(self._launcher)
 
     def setup_distributed(self) -> None:
@@ -173,7 +174,7 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         self._sigterm_check = base.check_sigterm(self, self._sigterm_every_n_steps)
         self.auto_plan.start_fit(is_fit=is_fit)
 
-    def setup_optimizers(self, trainer: Any) -> None:
+    def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         if self.world_size > 1:
             base.warn_of_local_decisions(self.optimizers)

@@ -21,6 +21,7 @@ from hydra.types import RunMode
 from lightning_commopt.launch.environment import RANK_VARIABLES, name_launcher
 from lightning_commopt.launch.hydra_command import single_run_command
 from lightning_commopt.sync.groups import leave_process_group
+from lightning_commopt.sync.strategies import RunningStrategy
 from lightning_commopt.watch.waiting import end_waiting_rank, print_now, waits_for_others
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Launcher(_SubprocessScriptLauncher):
         grace_s: how long a rank may wait for one that has failed before it is ended; None for the default.
     """
 
-    strategy: Any
+    strategy: RunningStrategy
     has_joined = False
     _job_ranks: Sequence[subprocess.Popen[bytes]] = ()
 
@@ -84,7 +85,7 @@ class Launcher(_SubprocessScriptLauncher):
         # Over gloo this rank raises as soon as the other process has gone, and the sweep goes on: give that time.
         return _FIT_GRACE_S if multirun_job() is not None else None
 
-    def kill(self, signum: Any) -> None:
+    def kill(self, signum: int) -> None:
         for child in self.children:
             child.send_signal(signum)
 
@@ -168,15 +169,18 @@ class _JobObserver:
                 rank.kill()
 
 
-def configure_launcher(strategy: Any) -> None:
-    """Gives a strategy that starts its other ranks as child processes our launcher in place of Lightning's own."""
-    own = strategy.launcher  # None where something else starts the processes
-    if hasattr(own, "_call_children_scripts"):
-        cls: Any = type(own)
-        launcher = _launcher_class(cls)(own.cluster_environment, own.num_processes, own.num_nodes)
-        strategy._launcher, launcher.strategy = launcher, strategy
+def launcher_for(strategy: RunningStrategy) -> Any:
+    """Returns the launcher for a strategy: Lightning's, or a `Launcher` in its place if it starts child processes."""
+    lightnings: Any = strategy.launcher
+    if not hasattr(lightnings, "_call_children_scripts"):
+        return lightnings
+    base: Any = type(lightnings)
+    cls = _launcher_class(base)
+    launcher = cls(lightnings.cluster_environment, lightnings.num_processes, lightnings.num_nodes)
+    launcher.strategy = strategy
+    return launcher
 
 
 @cache
-def _launcher_class(base: Any) -> Any:
+def _launcher_class(base: type) -> type[Launcher]:
     return type("CommOptLauncher", (Launcher, base), {})

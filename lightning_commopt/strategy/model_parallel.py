@@ -22,7 +22,7 @@ from lightning_commopt.sharded_plan import ShardedPlan
 from lightning_commopt.strategy import base
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import document_plan_options, sharded_plan_from_arguments
-from lightning_commopt.strategy.lightning_launcher import configure_launcher, forget_previous_job
+from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
 from lightning_commopt.sync.fsdp2.checkpoint import describe, rank_state, restore, save_in_directory
 from lightning_commopt.sync.fsdp2.gradients import ShardedSync
 from lightning_commopt.sync.fsdp2.model_sync import (
@@ -33,7 +33,7 @@ from lightning_commopt.sync.fsdp2.model_sync import (
 )
 from lightning_commopt.sync.gather import gather_on_rank_0
 from lightning_commopt.sync.state import KEY
-from lightning_commopt.sync.strategies import TrainersStrategy
+from lightning_commopt.sync.strategies import TrainersStrategy, trainer_of
 from lightning_commopt.text.formatting import byte_unit
 from lightning_commopt.text.validation import info, warn_once
 from lightning_commopt.tune.auto_plan import ShardedFitPlan
@@ -131,7 +131,7 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
     def _configure_launcher(self) -> None:
         self._check_environment()
         super()._configure_launcher()
-        configure_launcher(self)
+        self._launcher = launcher_for(self)
 
     def _setup_distributed(self) -> None:
         with base.join_group(self, watch=self._watch, nccl=self._nccl):
@@ -287,4 +287,4 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
 
 def has_stepped(strategy: TrainersStrategy) -> bool:
     """Returns whether the Trainer that a strategy belongs to is in a fit with an optimizer step behind it."""
-    return base.is_fit(strategy) and bool(strategy.lightning_module.trainer.global_step > 0)
+    return base.is_fit(strategy) and trainer_of(strategy).global_step > 0

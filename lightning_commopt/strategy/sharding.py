@@ -72,7 +72,7 @@ def _has_steps_only(module: Module) -> bool:
     return is_lightnings and bool(getattr(module, "automatic_optimization", False))
 
 
-def _units(module: Module, blocks: Any) -> list[Module]:
+def _units(module: Module, blocks: object) -> list[Module]:
     """Returns the modules below ``module`` that become units, inner ones first."""
     if isinstance(blocks, int) and not isinstance(blocks, bool) and blocks > 0:
         uses = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))

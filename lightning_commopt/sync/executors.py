@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +56,7 @@ class Executor(ABC):
     def close(self) -> bool:
         """Accepts no more tasks; returns whether all that were submitted have succeeded."""
 
-    def protect(self, value: Any) -> None:  # noqa: B027 - on CPU memory is freed when nobody uses it
+    def protect(self, value: object) -> None:  # noqa: B027 - on CPU memory is freed when nobody uses it
         """Keeps the memory of tensors made outside of tasks, or in another lane, until all lanes are done with it."""
 
     @contextmanager
@@ -141,7 +140,7 @@ class SideStreams(Executor):
             torch.cuda.current_stream(self._device).wait_stream(stream)
         return self._error is None
 
-    def protect(self, value: Any) -> None:
+    def protect(self, value: object) -> None:
         """Records for the allocator which streams use the tensors: the host frees them before the device reads them."""
         tensors: list[Tensor] = []
         map_tensors(tensors.append, value)

@@ -17,7 +17,7 @@ _ALL_PIECES_BYTES = 2**26  # of the receiver's device memory, however many ranks
 _MIN_PIECE_BYTES = 2**16
 
 
-def map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
+def map_tensors(fn: Callable[[Tensor], object], value: object) -> Any:
     """Returns a copy of nested dicts and lists, with ``fn`` applied to every tensor; other objects are a TypeError."""
     if isinstance(value, Tensor):
         return fn(value)
@@ -51,7 +51,7 @@ def all_ranks_ready(position: str | None, patience_s: float, timeout_s: float) -
     return agreed
 
 
-def gather_on_rank_0(value: Any, device: torch.device) -> list[Any] | None:
+def gather_on_rank_0(value: object, device: torch.device) -> list[Any] | None:
     """Gathers nested dicts and lists of tensors and numbers over the default group. All ranks must call it.
 
     Tensors are on any device, and are sent in pieces of at most 8 MiB, and of 64 MiB over all ranks; ``device`` is one
@@ -91,7 +91,7 @@ def gather_on_rank_0(value: Any, device: torch.device) -> list[Any] | None:
     return received if is_receiver else None
 
 
-def _memory(value: Any) -> list[Tensor]:
+def _memory(value: object) -> list[Tensor]:
     parts: list[Tensor] = []
     map_tensors(lambda tensor: parts.append(_as_bytes(tensor)), value)
     return parts

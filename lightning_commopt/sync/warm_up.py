@@ -91,7 +91,7 @@ def run_on_samples(
 
 def run_alone(compressor: Compressor, layout: Layout, flat: Tensor, channel: Channel, first_step: int = 0) -> None:
     """Runs two steps, and one with a carried residual, as if all ranks had the same gradients; nothing is sent."""
-    state, alone = compressor.init(layout, flat.device, first_step), AloneChannel(channel)
+    state, alone = compressor.init(layout, flat.device, first_step), AloneChannel.like(channel)
     for carried in (*[None] * _NUM_STEPS, torch.zeros_like(flat)):
         finish(compressor.rounds(flat, layout, state, alone, carried))
     compressor.residual(layout, state)
@@ -101,7 +101,7 @@ def run_on_shards(
     compressor: ShardedCompressor, channel: Channel, dtypes: Collection[torch.dtype], device: torch.device
 ) -> None:
     """Runs a compressor of shards on small ones that need all its kernels; see `run_on_samples`."""
-    alone = AloneChannel(channel)
+    alone = AloneChannel.like(channel)
     with torch.no_grad():
         for dtype in floating_point(dtypes):
             for numel in SHARD_SIZES:

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterable, Sequence
 from functools import cache
 from numbers import Integral, Real
-from typing import Any
 
 from lightning_commopt.text.formatting import escape_controls
 
@@ -22,39 +21,39 @@ _SKIPPED_PACKAGES = frozenset(
 )
 
 
-def check_integer(name: str, value: Any, at_least: int) -> None:
+def check_integer(name: str, value: object, at_least: int) -> None:
     """Raises a ValueError unless a value is an integer of at least ``at_least``."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < at_least:
         raise ValueError(f"{name} must be an integer of at least {at_least}, got {value!r}")
 
 
-def check_positive(name: str, value: Any) -> None:
+def check_positive(name: str, value: object) -> None:
     """Raises a ValueError unless a value is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
         raise ValueError(f"{name} must be a number above 0, got {value!r}")
 
 
-def check_switch(name: str, value: Any) -> None:
+def check_switch(name: str, value: object) -> None:
     """Raises a ValueError unless a value is a bool; the string "false" is not one."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")
 
 
-def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
+def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
     """Raises a ValueError with a hint unless a value is one of ``allowed``."""
     if value not in allowed:
         hint = did_you_mean(value, [choice for choice in allowed if isinstance(choice, str)])
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
 
 
-def check_power_of_two(name: str, value: Any, at_least: int, at_most: int) -> None:
+def check_power_of_two(name: str, value: object, at_least: int, at_most: int) -> None:
     """Raises a ValueError unless a value is a power of two within a range."""
-    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
-    if not is_integer or not at_least <= value <= at_most or value & (value - 1):
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else 0
+    if not at_least <= number <= at_most or number & (number - 1):
         raise ValueError(f"{name} must be a power of two from {at_least} to {at_most}, got {value!r}")
 
 
-def did_you_mean(name: Any, known: Iterable[str]) -> str:
+def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Returns the end of an error message, ``"; did you mean 'x'?"``, or "" if no known name is similar.
 
     >>> did_you_mean("bucket_cap", ["bucket_cap_mb", "static_graph"])

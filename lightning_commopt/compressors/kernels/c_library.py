@@ -57,7 +57,8 @@ def call(name: str, *arguments: int | Tensor | None) -> int:
         name: of the C function; all its numbers are ``ptrdiff_t``.
         arguments: numbers, tensors for pointers to their first element, None for NULL.
     """
-    return getattr(load(), name)(ctypes.c_ssize_t(torch.get_num_threads()), *map(_as_c, arguments))
+    status: int = getattr(load(), name)(ctypes.c_ssize_t(torch.get_num_threads()), *map(_as_c, arguments))
+    return status
 
 
 def _as_c(argument: int | Tensor | None) -> ctypes.c_ssize_t | ctypes.c_void_p | None:

@@ -36,7 +36,7 @@ def also_in(*forms: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_
         def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
             form = form_for(forms, *args, *kwargs.values())
             if form != "torch":
-                result = _in_form(form, plain.__module__, plain.__name__)(*args, **kwargs)
+                result: _Result = _in_form(form, plain.__module__, plain.__name__)(*args, **kwargs)
                 if result is not NotImplemented:
                     return result
             return plain(*args, **kwargs)

@@ -127,6 +127,7 @@ def orthonormal(x: Tensor, fallback: Tensor, epsilon: float) -> Tensor:
     By QR instead of Gram-Schmidt, so that a matrix of a rank below ``r`` keeps all its rows in use.
     """
     if len(x) > 1:
+        basis: Tensor
         basis, triangle = torch.linalg.qr(x.T)
         # Else rows could change sides from step to step.
         return basis.mul_(torch.copysign(x.new_ones(()), triangle.diagonal())).T

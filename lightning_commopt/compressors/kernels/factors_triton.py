@@ -39,7 +39,7 @@ _MAX_COMBINED = 16  # candidates up to which every program finds the combination
 
 def orthonormalize(
     message: Tensor, shapes: Shapes, old: Tensor | None, epsilon: float, before: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+) -> object:
     """Returns orthonormal rows, ``old`` ones if not finite, and flags; of float32 factors without very many rows."""
     if message.dtype != torch.float32 or max(r for r, _ in shapes) > _MAX_ROWS:
         return NotImplemented

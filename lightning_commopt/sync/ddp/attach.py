@@ -161,7 +161,8 @@ def unwrap(model: DistributedDataParallel) -> Module:
     for parameter in model.module.parameters():
         if parameter.grad is not None and model.gradient_as_bucket_view:
             parameter.grad = parameter.grad.clone()  # was a view of a bucket that is freed
-    return model.module
+    module: Module = model.module
+    return module
 
 
 class ResidualAdder:
@@ -181,7 +182,8 @@ class ResidualAdder:
             total = as_real(gradient) + self.residuals.pop(name).to(as_real(gradient))
             return torch.view_as_complex(total) if gradient.is_complex() else total
 
-        return parameter.register_hook(add)
+        handle: RemovableHandle = parameter.register_hook(add)
+        return handle
 
     def cancel(self) -> None:
         for handle in self._handles.values():

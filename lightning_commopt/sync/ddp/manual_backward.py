@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_commopt.sync.ddp.buckets import synced_parameters
 from lightning_commopt.text.validation import warn_once
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
 
 
 class ManualBackwardCheck:
@@ -20,14 +25,14 @@ class ManualBackwardCheck:
 
     Args:
         model: the wrapper, or anything else that the strategy trains, which is not checked.
-        module: the LightningModule.
+        module: the LightningModule; None to check nothing.
         optimizers: those of the fit.
     """
 
-    def __init__(self, model: object, module: Any, optimizers: Iterable[Any]) -> None:
-        self._handles: list[Any] = []
+    def __init__(self, model: object, module: LightningModule | None, optimizers: Iterable[Optimizer]) -> None:
+        self._handles: list[RemovableHandle] = []
         self._has_warned = False
-        if not isinstance(model, DistributedDataParallel) or module.automatic_optimization:
+        if not isinstance(model, DistributedDataParallel) or module is None or module.automatic_optimization:
             return
         self._synced = {*synced_parameters(model).values()}
         self._handles = [model.register_forward_hook(self._end_forward)]
@@ -40,11 +45,11 @@ class ManualBackwardCheck:
         while self._handles:
             self._handles.pop().remove()
 
-    def _end_forward(self, model: DistributedDataParallel, *args: Any) -> None:
+    def _end_forward(self, model: DistributedDataParallel, *args: object) -> None:
         if model.require_backward_grad_sync:  # a call of the user's: Lightning's own calls switch it off until they end
             self.close()
 
-    def _end_step(self, optimizer: Any, *args: Any) -> None:
+    def _end_step(self, optimizer: Optimizer, *args: object) -> None:
         if self._has_warned:  # the hooks stay until `close`: torch iterates over them when it calls this one
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -42,7 +42,7 @@ class SyncedModule:
         self.is_running = self.is_awaited = False
         model.register_forward_hook(torch.compiler.disable(self._after_forward), with_kwargs=True)
 
-    def forward(self, inputs: Any) -> None:
+    def forward(self, inputs: object) -> None:
         """Is called after every forward, with what it was given."""
 
     def begin(self) -> None:
@@ -56,7 +56,7 @@ class SyncedModule:
         """
         self._syncs.end_backward(self)
 
-    def _after_forward(self, model: DistributedDataParallel, args: Any, kwargs: Any, outputs: Any) -> None:
+    def _after_forward(self, model: DistributedDataParallel, args: object, kwargs: object, outputs: object) -> None:
         self.forward((args, kwargs))
         if not torch.is_grad_enabled() or not model.require_backward_grad_sync:
             return
@@ -197,6 +197,6 @@ def _unwrapped(module: Module) -> Module:
     return module.module if isinstance(module, DistributedDataParallel) else module
 
 
-def _holds_tensors(state: Any) -> bool:
+def _holds_tensors(state: object) -> bool:
     """Returns whether a part of a checkpoint is more than a number of gradient syncs; also for a damaged one."""
     return not isinstance(state, Mapping) or bool(state.get("ranks", True))

@@ -19,6 +19,7 @@ from lightning_commopt.compat.torch import registered_hooks, sparse_values
 from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketInfo, Observers, SyncObserver
 from lightning_commopt.sync.ddp.buckets import BucketOrder, synced_parameters
 from lightning_commopt.sync.ddp.observed_reducer import ObservedReducer, can_observe_reducer
+from lightning_commopt.sync.strategies import LightningStrategy
 from lightning_commopt.text.validation import warn, warn_once
 
 _HOOKS_THAT_CAST_TO_16_BITS = (
@@ -41,7 +42,7 @@ class _AddedObservers(Observers):
     """Observers of a strategy that has none by itself."""
 
 
-def observe(strategy: Any, observer: SyncObserver) -> None:
+def observe(strategy: LightningStrategy, observer: SyncObserver) -> None:
     """Notifies ``observer`` of every bucket of a strategy. Call it before the strategy wraps the model.
 
     Then call `observe_wrapped` when it has, and `before_backward` before every backward.
@@ -50,26 +51,38 @@ def observe(strategy: Any, observer: SyncObserver) -> None:
     called from Python, with the same arithmetic: the same bits, and one more pass over the gradients. Where gradient
     sync cannot be observed it warns once. Our strategies notify their ``sync_observers`` by themselves.
     """
-    if not hasattr(strategy, "sync_observers"):
-        strategy.sync_observers = observers = _AddedObservers()
-        wrap_comm_hook(strategy, lambda hook: ObservedHook(hook, strategy.model, observers).reduce)
-    strategy.sync_observers.add(observer)
+    observers = _observers_of(strategy)
+    if observers is None:
+        added = observers = _AddedObservers()
+        vars(strategy)["sync_observers"] = added
+
+        def observed(hook: DDPHook) -> DDPHook:
+            assert isinstance(strategy.model, DistributedDataParallel)
+            return ObservedHook(hook, strategy.model, added).reduce
+
+        wrap_comm_hook(strategy, observed)
+    observers.add(observer)
 
 
-def stop_observing(strategy: Any, observer: SyncObserver) -> None:
+def stop_observing(strategy: LightningStrategy, observer: SyncObserver) -> None:
     """Reverts `observe`, if it was called."""
-    if hasattr(strategy, "sync_observers"):
-        strategy.sync_observers.remove(observer)
+    if (observers := _observers_of(strategy)) is not None:
+        observers.remove(observer)
 
 
-def observe_wrapped(strategy: Any) -> None:
+def _observers_of(strategy: LightningStrategy) -> Observers | None:
+    return getattr(strategy, "sync_observers", None)
+
+
+def observe_wrapped(strategy: LightningStrategy) -> None:
     """Completes `observe` once the strategy has wrapped the model."""
-    model, observers = strategy.model, getattr(strategy, "sync_observers", None)
+    model, observers = strategy.model, _observers_of(strategy)
     if not isinstance(observers, _AddedObservers) or not observers:
         return
     if not isinstance(model, DistributedDataParallel):
         if getattr(strategy, "world_size", 1) > 1:
-            sees_more = has_collective_hooks() or next(comm_objects(model), None) is not None
+            has_units = model is not None and next(comm_objects(model), None) is not None
+            sees_more = has_collective_hooks() or has_units
             seen = "step phases are timed, and their collectives" if sees_more else "only phases are timed"
             warn_once(f"{type(strategy).__name__} has no buckets whose gradient sync could be observed: {seen}.")
         return
@@ -148,7 +161,8 @@ class ObservedHook(ObservedBuckets):
             value = done.value()
             sync.note(ARRIVE)
             sync.note(END, num_bytes)
-            return value[0] if isinstance(value, list) else value
+            averaged: torch.Tensor = value[0] if isinstance(value, list) else value
+            return averaged
 
         return future.then(finish)
 
@@ -188,7 +202,7 @@ class ObservedAllReduce(ObservedBuckets):
         elif self._world_size > 1:
             flat.mul_(1 / self._world_size)
 
-        def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
+        def finish(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             (averaged,) = done.value()
             sync.note(ARRIVE)
             sync.note(END, info.gradient_bytes)
