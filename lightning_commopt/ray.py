@@ -1,4 +1,4 @@
-"""CommOptDDP and CommOptModelParallel for workers of Ray Train, with the Trainer of the package that Ray has found."""
+"""CommOptDDP and CommOptModelParallel for workers of Ray Train, for the Lightning package that Ray uses."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class CommOptModelParallel(_InWorkers, _CommOptModelParallel):  # noqa: D101
     _is_saving = False
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Saves each worker's shard at the worker's own path: Ray's report puts the files of all workers together."""
+        """Saves each worker's shard at the worker's own path, since Ray's report merges the files of all workers."""
         self._is_saving = True
         try:
             super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -75,9 +75,9 @@ class CommOptModelParallel(_InWorkers, _CommOptModelParallel):  # noqa: D101
             self._is_saving = False
 
     def broadcast(self, obj: _T, src: int = 0) -> _T:
-        """Broadcasts an object, but not the path to save at, which rank 0 would share with workers of other nodes."""
+        """Broadcasts an object, except for the path to save at, which workers of other nodes must not share."""
         return obj if self._is_saving else super().broadcast(obj, src)
 
 
-# prepare_trainer takes these classes only. Ray's FSDP class is FSDP1's, for which Lightning clips and casts otherwise.
+# prepare_trainer accepts only Ray's own classes. With its FSDP1 class Lightning would clip and cast differently.
 RayDDPStrategy.register(CommOptModelParallel)

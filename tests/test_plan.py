@@ -148,11 +148,11 @@ def test_a_class_or_a_hook_of_torch_as_comm_hook_says_what_to_write() -> None:
 @pytest.mark.parametrize(
     ("inner", "message"),
     [
-        ("powersgd", "'powersgd', which keeps a residual of its own: give 'powersgd' error_feedback=False, or leave"),
-        (ErrorFeedback(inner=BF16), "'error_feedback', which keeps a residual of its own: use one of the two"),
-        ({"name": "hierarchical", "inner": "int8"}, "'int8', which keeps a residual of its own"),
-        ({"name": "by_size", "min_numel": 100, "inner": "int8"}, "'int8', which keeps a residual of its own"),
-        (OwnFeedback(), "'OwnFeedback', which keeps a residual of its own: use one of the two"),
+        ("powersgd", "'powersgd', which keeps a residual itself: give 'powersgd' error_feedback=False, or leave"),
+        (ErrorFeedback(inner=BF16), "'error_feedback', which keeps a residual itself: use one of the two"),
+        ({"name": "hierarchical", "inner": "int8"}, "'int8', which keeps a residual itself"),
+        ({"name": "by_size", "min_numel": 100, "inner": "int8"}, "'int8', which keeps a residual itself"),
+        (OwnFeedback(), "'OwnFeedback', which keeps a residual itself: use one of the two"),
     ],
 )
 def test_error_feedback_within_error_feedback_is_refused(inner: Any, message: str) -> None:

@@ -86,8 +86,8 @@ class LoopEvents:
 def wrap_method(owner: object, name: str, around: Callable[..., None]) -> Callable[[], None]:
     """Makes one object call ``around(method, *args)`` instead of a method; returns a function that undoes it.
 
-    A method may be wrapped several times, the last wrapper outermost, and unwrapped in any order. Keywords are passed
-    on. A function that others have put in its place, before or since, stays there.
+    A method may be wrapped several times, with the last wrapper outermost, and unwrapped in any order. Keyword
+    arguments are passed on. A function that other code has put in the method's place, before or after, stays there.
     """
     own = vars(owner).get(name)
     chain = own if isinstance(own, _Wrapped) else _Wrapped(getattr(owner, name), is_own=own is not None)
@@ -106,7 +106,13 @@ def wrap_method(owner: object, name: str, around: Callable[..., None]) -> Callab
 
 
 class _Wrapped:
-    """A method of an object, or with ``is_own`` what it had instead of its class's, and what is called around it."""
+    """A method with the functions that are called around it.
+
+    Attributes:
+        inner: the method.
+        is_own: whether the object itself had the method, instead of its class.
+        arounds: the functions, innermost first.
+    """
 
     def __init__(self, inner: Callable[..., None], *, is_own: bool) -> None:
         self.inner = inner
@@ -127,14 +133,14 @@ def num_batches(trainer: Trainer) -> int | None:
 
 
 def most_batches_left(trainer: Trainer) -> float:
-    """Returns after how many batches ``max_steps`` ends the fit at the latest; infinity if unknown."""
+    """Returns the largest number of batches before ``max_steps`` ends the fit; infinity if unknown."""
     if trainer.max_steps == -1 or not trainer.lightning_module.automatic_optimization:
         return math.inf
     return float((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
 
 
 def num_begun(trainer: Trainer) -> int:
-    """Returns how many batches of this epoch this rank has begun."""
+    """Returns the number of batches of this epoch that this rank has begun."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
 
@@ -145,7 +151,7 @@ def batch_is_open(trainer: Trainer) -> bool:
 
 
 def limit_batches(trainer: Trainer, number: int) -> None:
-    """Ends the epochs of this rank after ``number`` batches, which is not above `num_batches`."""
+    """Ends the epochs of this rank after ``number`` batches, which must not exceed `num_batches`."""
     loader = trainer.fit_loop._combined_loader
     assert loader is not None
     assert loader.limits is not None
@@ -155,7 +161,7 @@ def limit_batches(trainer: Trainer, number: int) -> None:
 
 
 def repeat_batches(trainer: Trainer, number: int) -> None:
-    """Makes this rank start over with its batches until there are ``number``, which is above `num_batches`."""
+    """Makes this rank repeat its batches until there are ``number``, which must exceed `num_batches`."""
     loop = trainer.fit_loop
     loader = loop._combined_loader
     assert loader is not None
@@ -176,7 +182,7 @@ def repeat_batches(trainer: Trainer, number: int) -> None:
 
 
 def _set_length(trainer: Trainer, number: int) -> None:
-    """Sets what Lightning has derived from the number of batches."""
+    """Sets the number of batches, and the numbers that Lightning has derived from it."""
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None
     trainer.fit_loop.max_batches = fetcher.length = number
@@ -185,7 +191,7 @@ def _set_length(trainer: Trainer, number: int) -> None:
 
 
 class RepeatedLoader:
-    """A dataloader with a length that starts over after ``num_own`` batches until there are ``number``."""
+    """A dataloader that repeats its ``num_own`` batches until there are ``number``."""
 
     def __init__(self, loader: Any, num_own: int, number: int) -> None:
         self._loader, self._num_own, self._number = loader, num_own, number

@@ -30,14 +30,14 @@ def broadcasts_sigterm(trainer: Trainer) -> bool:
 
 
 def around_broadcasts(trainer: Trainer, around: Callable[[Callable[[], None]], None]) -> Callable[[], None]:
-    """Calls ``around(broadcast)`` instead of Lightning's broadcast, if it has one; returns a function to undo it."""
+    """Calls ``around(broadcast)`` instead of Lightning's broadcast, if there is one; returns a function to undo it."""
     if not broadcasts_sigterm(trainer):
         return lambda: None
     return wrap_method(trainer.fit_loop.epoch_loop, SIGTERM_BROADCAST, around)
 
 
 def report_lost_broadcasts(trainer: Trainer, report: Callable[[Exception], None]) -> Callable[[], None]:
-    """Reports exceptions of the broadcast, such as timeouts, which Lightning ignores; returns a function to undo it."""
+    """Reports exceptions of the broadcast that Lightning ignores, such as timeouts; returns a function to undo it."""
 
     def around(inner: Callable[[], None]) -> None:
         broadcast = dist.broadcast
@@ -99,7 +99,7 @@ class SigtermCheck:
         self._agree()  # Lightning raises the exception itself when it has ended the epoch
 
     def _agree(self) -> bool:
-        """Returns whether any rank has received SIGTERM; then Lightning on this rank knows."""
+        """Returns whether any rank has received SIGTERM, and in that case tells Lightning on this rank."""
         flag = torch.tensor([self._has_received], dtype=torch.int32, device=self._trainer.strategy.root_device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         if flag.item():

@@ -19,9 +19,9 @@ _WORDS = {
 
 
 def short_name(compressor: Compressor | ShardedCompressor) -> str:
-    """Returns the name that configurations use, and what differs from the defaults.
+    """Returns the name that configurations use, and the options that differ from their defaults.
 
-    ``matrix_rank`` is always there, as runs are compared by it. What a wrapper wraps stands in parentheses.
+    ``matrix_rank`` is always included, since runs are compared by it. What a wrapper wraps is in parentheses.
 
     >>> from lightning_commopt.compressors import Hierarchical, Int8, PowerSGD
     >>> short_name(PowerSGD(matrix_rank=4, start_step=500, error_feedback=False))

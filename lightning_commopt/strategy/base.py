@@ -1,4 +1,4 @@
-"""What the strategies for the Trainer and for Fabric share; errors and warnings, each with a remedy."""
+"""What the strategies for Trainers and for Fabric share: joining a group, and errors and warnings with remedies."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ _EXPLANATIONS = {
         " graph whole, so that all its gradients are ready at the same time."
     ),
 }
-"""For a part of torch's message, the message that replaces it."""
+"""For a part of an error message of torch, the message that replaces it."""
 
 
 class WithTimeout:
-    """A strategy whose collectives have a timeout: Lightning's, if it was made with None."""
+    """A strategy with a timeout for collectives, which is torch's default if the argument was None."""
 
     _timeout: timedelta | None
 
@@ -75,19 +75,22 @@ class WithTimeout:
 
 
 class NamedStrategy(WithTimeout):
-    """A strategy that wraps modules in DDP, and is made from a plan or by a name."""
+    """A strategy that wraps modules in DDP, and that can be made from a plan or by a registered name."""
 
     _ddp_kwargs: dict[str, Any]
 
     @classmethod
     def from_plan(cls, plan: CommPlan | str | Path, **kwargs: Any) -> Self:
-        """Makes a strategy from a plan, or the path of a file that `CommPlan.save` wrote, and its other arguments."""
+        """Makes a strategy from a plan, or from a file that `CommPlan.save` wrote, and other arguments."""
         plan = plan if isinstance(plan, CommPlan) else CommPlan.load(plan)
         return cls(**{name: getattr(plan, name) for name in plan_options()}, **kwargs)
 
     @contextmanager
     def without_init_sync(self) -> Generator[None, None, None]:
-        """Makes wrappers within that do not send parameters, which are equal on all ranks, where torch can do that."""
+        """Returns a context in which modules are wrapped without sending parameters, if this torch can do that.
+
+        The parameters must be equal on all ranks.
+        """
         is_added = "init_sync" in ddp_options() and "init_sync" not in self._ddp_kwargs
         if is_added:
             self._ddp_kwargs["init_sync"] = False
@@ -103,20 +106,20 @@ class NamedStrategy(WithTimeout):
 
 
 def exchange_plan(ddp_kwargs: dict[str, Any], old: CommPlan, new: CommPlan) -> None:
-    """Replaces one plan's options among the keywords of ``DistributedDataParallel`` by another's."""
+    """Replaces the options of one plan by those of another among the keywords of ``DistributedDataParallel``."""
     for name in old.ddp_kwargs():
         ddp_kwargs.pop(name, None)
     ddp_kwargs.update(new.ddp_kwargs())
 
 
 def plan_of(strategy: object) -> Plan | None:
-    """Returns the plan of a strategy of ours; None for the baselines, and for any other strategy."""
+    """Returns the plan of a strategy of ours; None for baselines and other strategies."""
     plan = getattr(strategy, "plan", None)
     return plan if isinstance(plan, Plan) and not is_baseline(strategy) else None
 
 
 def is_baseline(strategy: object) -> bool:
-    """Returns whether a strategy or its class is one of `lightning_commopt.baselines`, whose plan nobody chooses."""
+    """Returns whether a strategy or its class is one of `lightning_commopt.baselines`, whose plan is fixed."""
     return getattr(strategy, "is_baseline", False)
 
 
@@ -124,10 +127,17 @@ def is_baseline(strategy: object) -> bool:
 def join_group(
     strategy: RunningStrategy, *, watch: bool = True, nccl: NcclOptions | None = None
 ) -> Generator[None, None, None]:
-    """Has a strategy make its process group within: one that fits it, of this attempt of the job alone.
+    """Returns the context in which a strategy makes its process group.
 
-    It trains with its own number of processes then, whatever ran in this process before; a group of another size is an
-    error. With ``watch`` it is reported what the group waits for.
+    The group is isolated from earlier attempts of a torchrun job.
+
+    Args:
+        strategy: the strategy, which knows its ranks.
+        watch: whether to report what the group waits for, and to end a rank that joins in vain.
+        nccl: settings of NCCL, if any.
+
+    Raises:
+        MisconfigurationException: the group that exists has another size than the strategy.
     """
     backend = strategy.process_group_backend
     _prepare_nccl(nccl, backend, strategy.root_device)
@@ -145,7 +155,8 @@ def join_group(
         if watched is not None:
             watched.note_joined()
         if strategy.world_size > 1 and dist.is_initialized():
-            prepare_key_spaces()  # waits for all ranks, so that this one reports and answers until all have joined
+            # This waits for all ranks, so that the watch of this rank reports and answers until all have joined.
+            prepare_key_spaces()
     let_gloo_finish_at_exit()
 
 
@@ -157,11 +168,11 @@ def is_fit(strategy: TrainersStrategy) -> bool:
 
 
 def check_sigterm(strategy: TrainersStrategy, every_n_steps: int | None) -> SigtermCheck | None:
-    """Replaces Lightning's check for SIGTERM in a fit of several ranks; None where nothing is to be replaced."""
+    """Replaces Lightning's check for SIGTERM in a fit of several ranks; returns None if there is nothing to replace."""
     if every_n_steps is None or not is_fit(strategy):
         return None
     if strategy.world_size == 1:
-        info(f"sigterm_every_n_steps={every_n_steps} has no effect: one process has nobody to agree with.")
+        info(f"sigterm_every_n_steps={every_n_steps} has no effect: there is only one process.")
         return None
     trainer = trainer_of(strategy)
     if not broadcasts_sigterm(trainer):
@@ -174,7 +185,7 @@ def check_sigterm(strategy: TrainersStrategy, every_n_steps: int | None) -> Sigt
 
 
 def refuse_ray(strategy: RunningStrategy) -> None:
-    """Refuses to train in a worker of Ray Train, which takes subclasses of its own strategies only."""
+    """Raises in a worker of Ray Train, which accepts only subclasses of its own strategies."""
     has_environment = any(cls.__module__.startswith("ray.train.") for cls in type(strategy.cluster_environment).__mro__)
     is_worker = "ray.train" in sys.modules and dist.is_available() and dist.is_initialized()
     if has_environment or (is_worker and dist.get_world_size() != strategy.num_nodes * strategy.num_processes):
@@ -186,7 +197,7 @@ def refuse_ray(strategy: RunningStrategy) -> None:
 
 
 def check_start_method(launcher: _Launcher | None) -> None:
-    """Refuses a launcher that cannot start processes from a notebook, before Lightning does and names its own DDP."""
+    """Raises if a launcher cannot start processes from a notebook, before Lightning's error recommends its own DDP."""
     if is_interactive() and launcher is not None and not launcher.is_interactive_compatible:
         raise MisconfigurationException(
             "CommOptDDP cannot start its processes in a notebook or an interactive interpreter with this start_method:"
@@ -196,7 +207,7 @@ def check_start_method(launcher: _Launcher | None) -> None:
 
 
 def warn_of_local_decisions(optimizers: Iterable[object]) -> None:
-    """Warns of LBFGS where it decides by this rank's loss how often it calls its closure, which holds a backward."""
+    """Warns about LBFGS if it decides by this rank's loss how often it calls its closure, which runs a backward."""
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS) and any(
             group["line_search_fn"] is not None or group["tolerance_change"] > 0 for group in optimizer.param_groups
@@ -210,7 +221,7 @@ def warn_of_local_decisions(optimizers: Iterable[object]) -> None:
 
 
 def _prepare_nccl(options: NcclOptions | None, backend: str | None, device: torch.device) -> None:
-    """Sets NCCL's variables, and warns of mistakes in those of the environment. Before the process group is made."""
+    """Sets NCCL's variables before the process group is made, and warns about mistakes in the environment."""
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     if "nccl" not in backend:
         if options is not None:
@@ -224,7 +235,7 @@ def _prepare_nccl(options: NcclOptions | None, backend: str | None, device: torc
 
 
 def explain_one_rank(unused_hook: str | None) -> None:
-    """Logs on one rank why there is no wrapper, and the option whose hook has therefore nothing to do, if any."""
+    """Logs why a single rank has no wrapper, and names the option whose hook is therefore not used, if any."""
     info(
         "CommOptDDP: one process, so there are no gradients to synchronize: the model is trained without the"
         f" DistributedDataParallel wrapper{f'; {unused_hook} is not used' if unused_hook else ''}."
@@ -232,7 +243,7 @@ def explain_one_rank(unused_hook: str | None) -> None:
 
 
 def check_backward(trainable: Trainable, module: LightningModule, is_static: bool) -> None:
-    """Refuses a backward whose gradients DDP does not synchronize as it was set up."""
+    """Raises if DDP, as it was set up, would not synchronize all gradients of the backward that begins."""
     if trainable.some_unfrozen():
         raise MisconfigurationException(
             "A parameter was unfrozen within the training step, after DDP had laid out its buckets: each rank"
@@ -260,7 +271,7 @@ def check_plans_agree(plan: Plan) -> None:
 
 
 def _describe(value: object) -> str:
-    """Returns type and settings as text, without addresses in memory: equal on all ranks for equal settings."""
+    """Returns the type and the settings as text that is equal on all ranks, without addresses in memory."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key!r}: {_describe(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):
@@ -275,7 +286,7 @@ def _describe(value: object) -> str:
 
 
 def warn_of_fp16_under_scaler(comm_hook: Compressor | None, precision: object) -> None:
-    """Warns if gradients that the scaler of a precision plugin has multiplied are to be rounded to float16."""
+    """Warns if gradients that a precision plugin's scaler has multiplied are rounded to float16."""
     if getattr(precision, "scaler", None) is None:
         return
     while isinstance(inner := getattr(comm_hook, "inner", None), Compressor):
@@ -288,7 +299,7 @@ def warn_of_fp16_under_scaler(comm_hook: Compressor | None, precision: object) -
 
 
 def warn_of_missing_buffers(model: DistributedDataParallel, plan: CommPlan) -> None:
-    """Warns once of options for buffers if the wrapped model has none."""
+    """Warns once about options for buffers if the wrapped model has no buffers."""
     for name in ("broadcast_buffers", "forward_sync_buffers"):
         value = getattr(plan, name)
         if value is not None and not any(True for _ in model.module.buffers()):
@@ -296,6 +307,6 @@ def warn_of_missing_buffers(model: DistributedDataParallel, plan: CommPlan) -> N
 
 
 def explain_error(exception: BaseException) -> None:
-    """Replaces those of torch's messages that do not show the remedy; see `_EXPLANATIONS`."""
+    """Replaces messages of torch that show no remedy; see `_EXPLANATIONS`."""
     for message, explanation in _EXPLANATIONS.items():
-        exception.args = tuple(explanation if message in str(each) else each for each in exception.args)
+        exception.args = tuple(explanation if message in str(arg) else arg for arg in exception.args)

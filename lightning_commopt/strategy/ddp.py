@@ -1,4 +1,4 @@
-"""CommOptDDP for a Trainer, whichever package the Trainer is from."""
+"""CommOptDDP for the Trainer of either package."""
 
 from __future__ import annotations
 
@@ -41,42 +41,42 @@ else:
 
 @document_plan_options
 class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
-    """Lightning's ``DDPStrategy`` with every option of how gradients travel, and compressors.
+    """Lightning's ``DDPStrategy`` with all options of gradient sync, and with compressors.
 
-    Takes all that ``DDPStrategy`` takes, in the same order, so that its name can be replaced in any project, and the
+    It takes the arguments of ``DDPStrategy`` in the same order, so that it can replace it in any project, and the
     keywords below. None leaves DDP's own default. With one process there is no wrapper and no hook.
 
     Args:
         accelerator: see ``DDPStrategy``, as for all arguments down to ``start_method``.
-        ddp_comm_hook: one of torch's hooks, or any callable that DDP takes. Registered on CPU as well.
+        ddp_comm_hook: one of torch's hooks, or any callable that DDP takes. It is registered on CPU too.
         static_graph: see `CommPlan`, as for all options down to ``lazy_bucket_allocation``.
-        save_comm_state: keep in checkpoints, for all ranks, what ``comm_hook`` needs to go on exactly: with error
-            feedback 4 bytes a parameter and rank. No option of a plan, as all those below.
-        uneven_batches: what to do where ranks have different numbers of training batches, which makes DDP hang:
-            "error"; "drop" to end epochs after the smallest number; "pad" to repeat batches up to the largest; "allow"
-            to compare nothing, for training in which ranks need not step together. "drop" and "pad" need dataloaders
-            with a length.
+        save_comm_state: save in checkpoints, for all ranks, what ``comm_hook`` needs to resume exactly: with error
+            feedback 4 bytes per parameter and rank. This and the options below are not part of the plan.
+        uneven_batches: what to do if ranks have different numbers of training batches, which makes DDP hang: "error" to
+            raise; "drop" to end epochs after the smallest number; "pad" to repeat batches up to the largest; "allow" to
+            compare nothing, for training in which ranks need not step together. "drop" and "pad" need dataloaders with
+            a length.
         sigterm_every_n_steps: let the ranks agree on SIGTERM before every n-th optimizer step and at the end of an
-            epoch, and end together. None for Lightning's own way: since 2.5.2 a broadcast before every batch.
+            epoch, and end together. None leaves Lightning's way, since 2.5.2 a broadcast before every batch.
         nccl: settings of NCCL: the name of a profile ("debug", "pcie", "ethernet", "infiniband"), or a mapping such as
-            ``{"algo": "Ring", "min_nchannels": 16}``; see `NcclOptions`. What the environment has counts first.
+            ``{"algo": "Ring", "min_nchannels": 16}``; see `NcclOptions`. Variables of the environment take precedence.
         watch: report which ranks a process group or an epoch waits for, compare the ranks' numbers of batches, and end
-            a rank that waits in vain; see ``docs/errors.md``. False is as ``DDPStrategy``, without ``uneven_batches``.
+            a rank that waits in vain; see ``docs/errors.md``. With False none of this is done, as in ``DDPStrategy``.
         plan: "auto" to choose buckets and compressors in the first steps of a fit (``docs/tune.md``); or a `CommPlan`
-            or the path of a file with one, without other options of a plan.
-        lossy: "never", or the compressors that ``plan="auto"`` may choose: ``["bf16", "int8"]``.
+            or the path of a file with one, in place of the other options of a plan.
+        lossy: "never", or the compressors that ``plan="auto"`` may choose, such as ``["bf16", "int8"]``.
         **kwargs: further arguments of ``DistributedDataParallel``.
 
     Attributes:
-        gradient_sync: the `GradientSync` that carries the gradients.
-        plan: the `CommPlan` that these options make.
+        gradient_sync: the `GradientSync` that synchronizes the gradients.
+        plan: the `CommPlan` with the options of a plan.
 
     Raises:
-        OptionError: an option is unknown, out of range, in contradiction to another, or not in the installed
+        OptionError: an option is unknown or out of range, contradicts another one, or is missing in the installed
             torch. It is both a ``ValueError`` and Lightning's ``MisconfigurationException``.
     """
 
-    # Whether Lightning's own class ends the first backward of a static graph under manual optimization: 2.5 does not.
+    # Whether Lightning's class ends the first backward of a static graph under manual optimization, as 2.5 does not.
     _flushes_static_graph: ClassVar[bool]
     _check_environment = base.refuse_ray
 
@@ -133,18 +133,18 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
     accelerator = moving_accelerator
 
     def __repr__(self) -> str:
-        """Returns what Fabric shows in its error for a strategy that is not its own."""
+        """Returns the text that Fabric shows in its error for a strategy of a Trainer."""
         name = f"{type(self).__module__}.CommOptDDP for {package_of(self)}.Trainer, {self.plan.name}"
         return f"<{name}; for Fabric there is lightning_commopt.fabric.CommOptDDP>"
 
     @property
     def start_method(self) -> str:
-        """How Lightning starts the processes of a node."""
+        """How Lightning starts the processes of a node: "popen", "spawn", "fork" or "forkserver"."""
         return self._start_method
 
     @property
     def plan(self) -> CommPlan:
-        """How gradients travel at present."""
+        """The plan in use."""
         return self.gradient_sync.plan
 
     @property
@@ -221,15 +221,15 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
                 yield
 
     def apply_plan(self, plan: CommPlan | str | Mapping[str, Any] | Compressor) -> None:
-        """Changes how gradients travel, in the middle of a fit if need be.
+        """Changes the plan, also in the middle of a fit.
 
-        All ranks must call it, with equal plans. Called between two batches it takes effect at once; within a
-        batch, before the next one. Gradients that were accumulated so far are kept. Between lossless plans training
-        goes on as if nothing had happened; a compressor's residual is added to the next gradients.
+        All ranks must call it, with equal plans. Between two batches it takes effect at once, within a batch before the
+        next one. Accumulated gradients are kept, and a compressor's residual is added to the next gradients. A change
+        between lossless plans changes nothing else about training.
 
         Args:
-            plan: the new plan; or what ``comm_hook`` takes ("bf16", a compressor, ...), for the present plan with that
-                ``comm_hook``.
+            plan: the new plan; or a value of ``comm_hook`` ("bf16", a compressor, ...), which replaces only that option
+                of the plan in use.
 
         Raises:
             OptionError: ``plan`` is neither, the strategy has a ``ddp_comm_hook`` too, ``ranks_per_node`` does not
@@ -255,7 +255,7 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         return module is not None and self.gradient_sync.model is not None and batch_is_open(module.trainer)
 
     def _must_rewrap(self) -> bool:
-        """Returns whether parameters were frozen or unfrozen for good since DDP laid out its buckets."""
+        """Returns whether parameters were frozen or unfrozen, and not just toggled, since DDP laid out its buckets."""
         module, trainable = self.lightning_module, self.gradient_sync.trainable
         if trainable is None or module is None or optimizer_is_toggled(module):
             return False
@@ -288,7 +288,8 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         if base.is_fit(self):
             self.auto_plan.resume_choice(saved)
             self.gradient_sync.restore(read_state(saved, self, self.plan.comm_hook))
-            if module is not None and self.gradient_sync.model is not None:  # as the learning rate finder does
+            # The learning rate finder loads a checkpoint when the model is wrapped already.
+            if module is not None and self.gradient_sync.model is not None:
                 self.gradient_sync.resume(module)
         return checkpoint
 
@@ -301,7 +302,7 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         try:
             if self._save_comm_state and not self._is_in_batch():
                 self.gradient_sync.keep_state()
-            self.gradient_sync.release_wrapper()  # so that Lightning can free its buckets
+            self.gradient_sync.release_wrapper()  # lets Lightning free the buckets
             super().teardown()
         finally:
             self.auto_plan.end_fit()

@@ -37,22 +37,22 @@ _SYNC = "_commopt_sync"
 class CommOptModelParallel(WithTimeout, ModelParallelStrategy):
     """Fabric's ``ModelParallelStrategy`` with compressed gradients and parameters.
 
-    Takes all that ``ModelParallelStrategy`` takes, in the same order, and the keywords below. Each module that Fabric
-    sets up has a sync of its own. ``accumulate_grads`` is no option here: ``fabric.no_backward_sync`` decides.
+    It takes the arguments of ``ModelParallelStrategy`` in the same order, and the keywords below. Each module that
+    Fabric sets up has its own sync. There is no ``accumulate_grads``, since ``fabric.no_backward_sync`` decides that.
 
     Args:
         parallelize_fn: see ``ModelParallelStrategy``, as for all arguments down to ``timeout``. With a ``comm_hook``
-            the default of ``data_parallel_size`` and ``tensor_parallel_size`` is that all ranks are data-parallel.
+            all ranks are data-parallel, if ``data_parallel_size`` and ``tensor_parallel_size`` are both "auto".
         comm_hook: see `ShardedPlan`, as for all options down to ``reduce_scatter_max_input_buffers``.
-        save_comm_state: keep in checkpoints that hold an optimizer what ``comm_hook`` needs to continue exactly.
+        save_comm_state: save in checkpoints that hold an optimizer what ``comm_hook`` needs to resume exactly.
         nccl: see `lightning_commopt.CommOptDDP`.
         watch: report what the process group waits for while it is made, and end a rank that joins in vain.
-        plan: a `ShardedPlan`, a `CommPlan`, or the path of a file with one, as with
+        plan: a `ShardedPlan`, a `CommPlan`, or the path of a file with one; see
             `lightning_commopt.CommOptModelParallel`.
-        **kwargs: none; an option of DDP is an error that says why it cannot apply.
+        **kwargs: nothing; for an option of DDP the error says why it cannot apply.
 
     Raises:
-        OptionError: an option is unknown, out of range, or this torch cannot do what it asks for.
+        OptionError: an option is unknown or out of range, or needs a newer torch.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class CommOptModelParallel(WithTimeout, ModelParallelStrategy):
 
     @classmethod
     def from_plan(cls, parallelize_fn: Any, plan: ShardedPlan | CommPlan | str | Path, **kwargs: Any) -> Self:
-        """Makes a strategy from a plan, or the path of a file with one, and its other arguments."""
+        """Makes a strategy from a plan, or from a file with one, and other arguments."""
         return cls(parallelize_fn, plan=plan, **kwargs)
 
     @property
     def plan(self) -> ShardedPlan:
-        """How gradients and parameters travel at present."""
+        """The plan in use."""
         return self._plan
 
     @property
@@ -116,7 +116,7 @@ class CommOptModelParallel(WithTimeout, ModelParallelStrategy):
         set_unit_options(module, self._plan)
         sync = ShardedModelSync(self._plan)
         sync.attach(module, ranks_per_node=self.num_processes, timeout=self._timeout)
-        object.__setattr__(module, _SYNC, sync)  # not as a part of the module
+        object.__setattr__(module, _SYNC, sync)  # an attribute that nn.Module does not manage
         self._modules.add(module)
         return module
 
@@ -126,21 +126,21 @@ class CommOptModelParallel(WithTimeout, ModelParallelStrategy):
         return super().setup_optimizer(optimizer)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Steps an optimizer; a compressor that waits for a residual to be sent then takes over."""
+        """Steps an optimizer; a new compressor that waited for an old residual to be sent takes over after it."""
         output = super().optimizer_step(optimizer, **kwargs)
         for sync in self._syncs():
             sync.end_flush()
         return output
 
     def apply_plan(self, plan: ShardedPlan | CommPlan | str | Mapping[str, Any] | ShardedCompressor) -> None:
-        """Changes how gradients and parameters of all modules travel, in the middle of training if need be.
+        """Changes the plan of all modules, also in the middle of training.
 
-        All ranks must call it, with equal plans, between an optimizer step and the next forward. Else it is as
-        `lightning_commopt.CommOptModelParallel.apply_plan`.
+        All ranks must call it, with equal plans, between an optimizer step and the next forward. Arguments and errors
+        are those of `lightning_commopt.CommOptModelParallel.apply_plan`.
         """
         plan = ShardedPlan.of(plan) if isinstance(plan, ShardedPlan | CommPlan) else self._plan.with_comm_hook(plan)
         _check_plan(plan)
-        gc.collect()  # so that all ranks have the same modules
+        gc.collect()  # all ranks must have the same modules, also of those that nothing refers to any more
         syncs = [*self._syncs()]
         for sync in syncs:
             sync.check_plan(plan)
@@ -186,7 +186,7 @@ class CommOptModelParallel(WithTimeout, ModelParallelStrategy):
 
 
 def _gradient_syncs(state: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Yields the names of modules whose gradients are compressed, and what does so."""
+    """Yields the names of modules whose gradients are compressed, with their gradient syncs."""
     for name, value in state.items():
         sync = getattr(value, _SYNC, None)
         if sync is not None and sync.gradients is not None and sync.gradients.units:

@@ -1,4 +1,4 @@
-"""What a strategy of ours offers to the rooms below it while it runs: its ranks, its devices, its plan."""
+"""Protocols of what strategies offer to the rooms below them while they run: ranks, devices and a plan."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LightningStrategy(Protocol):
 
 
 class RunningStrategy(Protocol):
-    """A strategy of a Trainer, or of Fabric, whose ranks have been started; its process group need not exist yet."""
+    """A strategy of a Trainer or of Fabric whose ranks have been started, perhaps without a process group yet."""
 
     @property
     def num_nodes(self) -> int: ...
@@ -105,7 +105,7 @@ class PlannedStrategy(RunningStrategy, Protocol):
 
 
 class BucketedStrategy(PlannedStrategy, Protocol):
-    """A strategy of DDP, which changes its plan by wrapping its modules anew."""
+    """A strategy that wraps modules in DDP, and wraps them again to change its plan."""
 
     @property
     def plan(self) -> CommPlan: ...

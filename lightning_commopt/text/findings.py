@@ -1,4 +1,4 @@
-"""Findings of commands: one type, printed and written as JSON."""
+"""The findings of commands, which are printed or written as JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Finding:
 
     severity: Severity
     what: str  # the fact, with devices or ranks
-    advice: str  # what the user can do about it
+    advice: str  # a remedy for the user
     why: str = ""  # the setting or hardware that causes it, or its cost; may be empty
     code: str = ""  # identifies the kind of finding for scripts; may be empty
     where: str = ""  # host, ranks or communicator; empty if there is only one
@@ -46,20 +46,20 @@ class Finding:
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Returns findings by severity without duplicates, otherwise in the order given."""
+    """Returns findings without duplicates, the worst first, and otherwise in the given order."""
     return sorted(dict.fromkeys(findings), key=lambda finding: get_args(Severity).index(finding.severity))
 
 
 @cache
 def read_texts(path: Path) -> dict[str, dict[str, str]]:
-    """Reads a table of texts: for each word in brackets, its values by their names."""
+    """Reads texts by code and name from a file with codes in brackets, each followed by lines of a name and a text."""
     text = re.sub(r"^#.*\n", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     blocks = [block.partition("]\n") for block in re.split(r"^\[", text, flags=re.MULTILINE)[1:]]
     return {code: dict(line.split(": ", 1) for line in rest.splitlines() if line) for code, _, rest in blocks}
 
 
 class Reason(NamedTuple):
-    """Why something is so, what to try, and what shows it: lines of a log, or facts that have a ``line``."""
+    """The reason of a finding, a remedy, and the evidence: lines of a log, or facts that have a ``line``."""
 
     why: str
     advice: str
@@ -67,13 +67,13 @@ class Reason(NamedTuple):
 
 
 class FindingTexts:
-    """The texts of findings, by code: ``what``, ``why`` and ``try``, whose words in braces a finder fills in."""
+    """The texts ``what``, ``why`` and ``try`` of findings, by code, with fields in braces for values."""
 
     def __init__(self, path: Path) -> None:
         self._texts = read_texts(path)
 
     def reason(self, code: str, /, *evidence: Any, **values: object) -> Reason:
-        """Returns the reason of a code."""
+        """Returns the reason for a code, with its fields filled in."""
         why, advice = (self._texts[code].get(part, "").format(**values) for part in ("why", "try"))
         return Reason(why, advice, evidence)
 
@@ -88,7 +88,7 @@ class FindingTexts:
         where: str = "",
         **values: object,
     ) -> Finding:
-        """Returns a finding, with the texts of its code unless others are given, and each line of evidence once."""
+        """Returns a finding with the texts of its code, unless others are given, and each line of evidence once."""
         what, why = what or self._texts[code]["what"].format(**values), why or self.reason(code, **values)
         facts = [fact for fact in (*evidence, *why.evidence) if fact is not None]
         lines = tuple(dict.fromkeys(fact if isinstance(fact, Line) else fact.line for fact in facts))
@@ -99,7 +99,7 @@ class FindingTexts:
 
 def print_findings(findings: Iterable[Finding], console: Console) -> None:
     """Prints each finding with its reason, advice and evidence."""
-    from rich.text import Text  # strategies import this module too
+    from rich.text import Text  # strategies import this module too, and do not need rich
 
     from lightning_commopt.text.terminal import print_text
 

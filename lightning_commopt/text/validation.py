@@ -1,4 +1,4 @@
-"""Checks of settings, hints at misspelled names, and warnings that point at the user's line."""
+"""Checks of settings, hints for misspelled names, and warnings that point at the user's line."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
         return ""
     normalized, by_normalized = normalize_name(name), {normalize_name(choice): choice for choice in known}
     near = difflib.get_close_matches(normalized, by_normalized, n=1)
-    # difflib takes names of very different lengths for dissimilar, even if one contains the other.
+    # difflib regards names of very different lengths as dissimilar, even if one contains the other.
     if not near:
         long = [other for other in by_normalized if min(len(other), len(normalized)) >= 4]
         near = [other for other in long if normalized in other or other in normalized]
@@ -75,7 +75,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 
 def normalize_name(name: str) -> str:
-    """Returns a name without case, hyphens, underscores and blanks, which users spell differently.
+    """Returns a name in lower case without hyphens, underscores and blanks, which users write differently.
 
     >>> normalize_name("PowerSGD") == normalize_name("power_sgd") == normalize_name("power-SGD")
     True
@@ -84,7 +84,7 @@ def normalize_name(name: str) -> str:
 
 
 def warn(message: str, *, on_every_rank: bool = False) -> None:
-    """Warns on rank 0, or on every rank; the warning points at the user's line, outside of Lightning and us."""
+    """Warns on rank 0, or on every rank; the warning points at the user's line, outside of Lightning and our code."""
     if on_every_rank or _is_rank_0():
         warnings.warn(escape_controls(message), stacklevel=_users_stacklevel())
 
@@ -104,7 +104,7 @@ def info(message: str) -> None:
 
 
 def _is_rank_0() -> bool:
-    # Not at the top of the module, which commands import that should start fast.
+    # This is not at the top of the module, since commands that import the module should start fast.
     from lightning_utilities.core.rank_zero import rank_zero_only
 
     return getattr(rank_zero_only, "rank", 0) == 0  # Lightning sets the attribute when it is imported
@@ -113,7 +113,7 @@ def _is_rank_0() -> bool:
 def _users_stacklevel() -> int:
     """Returns the ``stacklevel`` with which the caller of this function warns at the user's line.
 
-    Python 3.12's ``skip_file_prefixes`` does not suffice: a dataclass's ``__init__`` has no file.
+    Python 3.12's ``skip_file_prefixes`` does not suffice, since a dataclass's ``__init__`` has no file.
     """
     level, frame = 1, sys._getframe(1)
     while frame is not None:

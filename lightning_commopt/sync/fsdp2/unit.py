@@ -1,7 +1,7 @@
 """The comm object of one unit of FSDP2, which compresses its reduce-scatter.
 
-FSDP2 lays out the gradients of a unit as ``(W, columns)``: row ``r`` holds the shards of rank ``r``, those of one
-parameter behind those of another, each filled up with zeros to the size of the largest.
+FSDP2 lays out the gradients of a unit as ``(W, columns)``. Row ``r`` holds the shards of rank ``r``, concatenated over
+the parameters, and each shard is padded with zeros to the size of the parameter's largest.
 """
 
 from __future__ import annotations
@@ -34,11 +34,19 @@ SavedUnit = dict[str, Any]
 """The names of a unit's compressed parameters, and the compressor's state."""
 
 SavedUnits = dict[str, SavedUnit]
-"""By the name of the unit."""
+"""The saved state of each unit, by the unit's name."""
 
 
 class Column(NamedTuple):
-    """A parameter of a unit: an attribute of its owner, as a whole of ``shape``, cut into shards in ``dim``."""
+    """A parameter of a unit, which is an attribute of its owner.
+
+    Attributes:
+        name: its name in the model.
+        owner: the module that has the parameter.
+        attribute: its name in the owner.
+        shape: its shape without sharding.
+        dim: the dimension in which it is cut into shards.
+    """
 
     name: str
     owner: Module
@@ -54,18 +62,18 @@ class Column(NamedTuple):
         return bool(getattr(self.owner, self.attribute).requires_grad)
 
     def width(self, world_size: int) -> int:
-        """Returns the elements of the largest shard."""
+        """Returns the number of elements of the largest shard."""
         size = self.shape[self.dim]
         return -(-size // world_size) * (self.shape.numel() // size) if size else 0
 
     def whole(self, rows: Tensor) -> Tensor:
-        """Returns ``rows`` ``(W, width)`` as FSDP2 has them, in the shape of the parameter."""
+        """Returns ``rows`` ``(W, width)``, in FSDP2's layout, in the shape of the parameter."""
         chunk = list(self.shape)
         chunk[self.dim] = -(-chunk[self.dim] // len(rows))
         return torch.cat([row.view(chunk) for row in rows], self.dim).narrow(self.dim, 0, self.shape[self.dim])
 
     def rows(self, whole: Tensor, world_size: int) -> Tensor:
-        """Reverts `whole`; what fills up the last shards is zero."""
+        """Reverts `whole`; the padding of the last shards is zero."""
         size = self.shape[self.dim]
         missing = list(self.shape)
         missing[self.dim] = -(-size // world_size) * world_size - size
@@ -74,7 +82,7 @@ class Column(NamedTuple):
 
 
 def full_name(compressor: ShardedCompressor) -> str:
-    """Returns the name that configurations use, and that of the compressor inside.
+    """Returns the names in configurations of a compressor and of the compressor inside it.
 
     >>> from lightning_commopt.compressors import ShardedHierarchical, ShardedInt8
     >>> full_name(ShardedHierarchical(inner=ShardedInt8()))
@@ -85,13 +93,13 @@ def full_name(compressor: ShardedCompressor) -> str:
 
 
 def runs_of(columns: Sequence[Column], num_shards: int) -> list[tuple[int, bool]]:
-    """Returns how many adjacent elements of a row are compressed, or are not."""
+    """Returns the runs of a row: numbers of adjacent elements, and whether these are compressed."""
     widths = [(column.width(num_shards), column.is_compressed) for column in columns]
-    return [(sum(width for width, _ in run), key) for key, run in groupby(widths, lambda each: each[1])]
+    return [(sum(width for width, _ in run), key) for key, run in groupby(widths, lambda pair: pair[1])]
 
 
 class CompressedUnit(NotifyingComm):
-    """A comm object that compresses; it notifies of each collective as one, with the bytes of all messages."""
+    """A comm object that compresses, and notifies of all messages of a collective as one, with their bytes."""
 
     @contextmanager
     def _notifying(self, operation: str, source: str, num_bytes: int) -> Iterator[None]:
@@ -104,10 +112,17 @@ class CompressedUnit(NotifyingComm):
 
 
 class UnitReduceScatter(CompressedUnit):
-    """The comm object of one unit: what ``set_custom_reduce_scatter`` takes.
+    """The comm object of one unit, for ``set_custom_reduce_scatter``.
 
-    The ``compressor`` is for parameters with two dimensions or more; ``columns`` are all parameters of the unit, in the
-    order in which FSDP2 lays them out, and sharded now. The unit has the ``index`` and the name of its first parameter.
+    Args:
+        compressor: compresses parameters of at least two dimensions.
+        channels: the collectives of the units.
+        index: number of the unit in the model.
+        columns: all parameters of the unit, which are sharded, in the order in which FSDP2 lays them out.
+
+    Attributes:
+        name: the name of the unit, which is that of its first parameter.
+        may_overlap: whether its reduce-scatters may run in a thread.
     """
 
     def __init__(
@@ -118,13 +133,13 @@ class UnitReduceScatter(CompressedUnit):
         self._compressor = compressor
         self._source = f"{full_name(compressor)} reduce-scatter"
         self._channels = channels
-        self.first_seed = first_seed(index, dist.get_rank())  # among replicas the rank of a shard is not unique
+        self.first_seed = first_seed(index, dist.get_rank())  # the rank in the group is not unique among replicas
         self._sharded: list[DTensor] = [getattr(column.owner, column.attribute) for column in columns]
         mesh = self._sharded[0].device_mesh
         self.group = mesh.get_group(mesh.ndim - 1)
         self.num_shards = self.group.size()
         self.device = torch.device(mesh.device_type)
-        self.may_overlap = mesh.device_type == "cpu" and mesh.ndim == 1  # its reduce-scatters may run on a thread
+        self.may_overlap = mesh.device_type == "cpu" and mesh.ndim == 1
         self._used: tuple[Column, ...] = ()
         self._runs: list[tuple[int, bool]] = []
         self._num_columns = 0
@@ -140,9 +155,9 @@ class UnitReduceScatter(CompressedUnit):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Writes the mean of this rank's row of the input ``(W * columns,)`` over all ranks to the output.
+        """Writes the mean over all ranks of this rank's row of the input ``(W * columns,)`` to the output.
 
-        The input is left as it was. ``op`` is the sum, which `ShardedSync.attach` has made FSDP2 ask for.
+        The input is not changed. ``op`` is the sum, since `ShardedSync.attach` makes FSDP2 ask for it.
         """
         assert op == dist.ReduceOp.SUM
         assert not async_op
@@ -186,7 +201,7 @@ class UnitReduceScatter(CompressedUnit):
         )
 
     def save(self) -> SavedUnit | None:
-        """Returns the state of the compressor, with the parameters that it is of; None if there is none yet."""
+        """Returns the state of the compressor and the names of its parameters; None if there is no state yet."""
         if self._restored is not None or not self._state:
             return self._restored
         return {"names": self._compressed()[0], "state": self._state}
@@ -201,7 +216,7 @@ class UnitReduceScatter(CompressedUnit):
         return {name: columns[name].whole(its_rows) for name, its_rows in rows.items()}
 
     def add_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        """Adds those of the parameters of this unit to the next gradients."""
+        """Adds the residuals of this unit's parameters to the next gradients."""
         if not self._compressor.claims.keeps_residual:
             return
         for column in self.columns:
@@ -209,7 +224,7 @@ class UnitReduceScatter(CompressedUnit):
                 self._kept[column.name] = column.rows(residuals[column.name], self.num_shards)
 
     def _lay_out(self, used: tuple[Column, ...], device: torch.device) -> None:
-        """Finds which columns are compressed, in the first backward and when parameters were frozen or unfrozen."""
+        """Lays out the compressed columns, in the first backward and after parameters were frozen or unfrozen."""
         self._kept |= self._rows_of_state()
         self._used, self._runs = used, runs_of(used, self.num_shards)
         self._num_columns = sum(width for width, _ in self._runs)
@@ -229,12 +244,12 @@ class UnitReduceScatter(CompressedUnit):
             self._compressor.set_residual(self._state, zeros)
 
     def _compressed(self) -> tuple[list[str], list[int]]:
-        """Returns the names of the compressed parameters, and the elements of their largest shards."""
+        """Returns the names of the compressed parameters, and the widths of their columns."""
         columns = [column for column in self._used if column.is_compressed]
         return [column.name for column in columns], [column.width(self.num_shards) for column in columns]
 
     def _rows_of_state(self) -> dict[str, Tensor]:
-        """Returns the residual in the state, ``(W, width)`` of each parameter."""
+        """Returns the residual ``(W, width)`` of each parameter in the state."""
         names, widths = self._compressed()
         residual = self._compressor.residual(self._state, sum(widths), self.num_shards)
         return {} if residual is None else dict(zip(names, residual.split(widths, 1), strict=True))
@@ -257,7 +272,13 @@ def _reduce_scatter(
 ) -> None:
     """Averages this rank's row of ``rows`` ``(W, columns)`` over all ranks into ``output`` ``(columns,)``.
 
-    ``runs`` are adjacent columns that are treated alike: how many, and whether ``compressor`` takes them.
+    Args:
+        rows: this rank's gradients; not changed.
+        output: overwritten by the mean.
+        runs: numbers of adjacent columns, and whether they are compressed; see `runs_of`.
+        compressor: compresses them.
+        state: its state; updated in place.
+        channel: collectives over the ranks.
     """
     widths, lanes = [width for width, _ in runs], channel.lanes()
     parts = list(zip(rows.split(widths, 1), output.split(widths), [yes for _, yes in runs], strict=True))
@@ -268,12 +289,12 @@ def _reduce_scatter(
         rounds = compressor.rounds([part for part, _ in compressed], [mean for _, mean in compressed], state, lanes[0])
         pending = next(rounds)
     if others:
-        its_widths = [part.shape[1] for part, _ in others]
-        message = lanes[1].scratch("uncompressed", (channel.size, sum(its_widths)), rows.dtype, rows.device)
-        foreach_copy_(message.split(its_widths, 1), [part for part, _ in others])
+        other_widths = [part.shape[1] for part, _ in others]
+        message = lanes[1].scratch("uncompressed", (channel.size, sum(other_widths)), rows.dtype, rows.device)
+        foreach_copy_(message.split(other_widths, 1), [part for part, _ in others])
         with issued_by("uncompressed reduce-scatter"):
             exact = lanes[1].reduce_scatter(message)
     if rounds is not None:
         finish(rounds, pending)
     if exact is not None:
-        foreach_copy_([mean for _, mean in others], exact.wait().div_(channel.size).split(its_widths))
+        foreach_copy_([mean for _, mean in others], exact.wait().div_(channel.size).split(other_widths))
