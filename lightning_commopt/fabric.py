@@ -27,19 +27,16 @@ from lightning_commopt.launch.nccl_variables import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
-from lightning_commopt.strategy.base import (
-    NamedStrategy,
-    check_plans_agree,
+from lightning_commopt.strategy.base import NamedStrategy, check_plans_agree, exchange_plan, join_group
+from lightning_commopt.strategy.fabric_model_parallel import CommOptModelParallel as CommOptModelParallel
+from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
+from lightning_commopt.strategy.remedies import (
     check_start_method,
-    exchange_plan,
     explain_one_rank,
-    join_group,
     warn_of_fp16_under_scaler,
     warn_of_local_decisions,
     warn_of_missing_buffers,
 )
-from lightning_commopt.strategy.fabric_model_parallel import CommOptModelParallel as CommOptModelParallel
-from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.ddp.modules import ModuleSyncs
 from lightning_commopt.sync.state import KEY

@@ -91,12 +91,7 @@ Around = Callable[[], AbstractContextManager[None]]
 
 
 class NotifyingComm:
-    """Base of our comm objects, which notify an observer themselves.
-
-    Attributes:
-        listener: notified of each collective, if there is one.
-        around: makes the context in which each collective is issued.
-    """
+    """Base of our comm objects, which notify the ``listener`` themselves and issue collectives within ``around()``."""
 
     listener: Listener | None = None
     around: Around = nullcontext

@@ -106,13 +106,7 @@ def wrap_method(owner: object, name: str, around: Callable[..., None]) -> Callab
 
 
 class _Wrapped:
-    """A method with the functions that are called around it.
-
-    Attributes:
-        inner: the method.
-        is_own: whether the object itself had the method, instead of its class.
-        arounds: the functions, innermost first.
-    """
+    """A method with the functions that are called around it; ``is_own`` if the object has it, not only its class."""
 
     def __init__(self, inner: Callable[..., None], *, is_own: bool) -> None:
         self.inner = inner

@@ -16,21 +16,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.lightning import optimizer_is_toggled, package_of
 from lightning_commopt.compat.loops import batch_is_open
-from lightning_commopt.compat.sigterm import SigtermCheck
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.launch.nccl_variables import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.strategy import base
+from lightning_commopt.strategy import base, remedies
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
+from lightning_commopt.strategy.fit_guards import FitGuards
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.ddp.manual_backward import ManualBackwardCheck
 from lightning_commopt.sync.ddp.observed import TorchHook
 from lightning_commopt.sync.state import KEY, gather_state, read_state
 from lightning_commopt.tune.auto_plan import FitPlan
-from lightning_commopt.watch.fit_watch import FitWatch
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -78,7 +77,7 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
 
     # Whether Lightning's class ends the first backward of a static graph under manual optimization, as 2.5 does not.
     _flushes_static_graph: ClassVar[bool]
-    _check_environment = base.refuse_ray
+    _check_environment = remedies.refuse_ray
 
     def __init__(
         self,
@@ -119,13 +118,10 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         torch_hook = None if ddp_comm_hook is None else TorchHook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         self.gradient_sync = GradientSync(given, torch_hook)
         self.auto_plan = FitPlan(self, tuned)
-        self._nccl = NcclOptions.from_config(nccl)
+        self._nccl, self._watch = NcclOptions.from_config(nccl), watch
         self._save_comm_state, self.uneven_batches = save_comm_state, uneven_batches
-        self._watch = watch
-        self._sigterm_every_n_steps = sigterm_every_n_steps
-        self._fit_watch: FitWatch | None = None
-        self._sigterm_check: SigtermCheck | None = None
-        self._manual_backward_check: ManualBackwardCheck | None = None
+        self._guards = FitGuards(watch=watch, sigterm_every_n_steps=sigterm_every_n_steps)
+        self._manual_backward_check = ManualBackwardCheck(None, None, ())
         self._next_plan: CommPlan | None = None
         forget_previous_job()
         super().__init__(**self._lightnings_arguments)
@@ -161,7 +157,7 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         self._check_environment()
         super()._configure_launcher()
         self._launcher = launcher_for(self)
-        base.check_start_method(self._launcher)
+        remedies.check_start_method(self._launcher)
 
     def setup_distributed(self) -> None:
         with base.join_group(self, watch=self._watch, nccl=self._nccl):
@@ -169,20 +165,18 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        is_fit = base.is_fit(self)
-        self._fit_watch = FitWatch(self) if self._watch and is_fit and self.world_size > 1 else None
-        self._sigterm_check = base.check_sigterm(self, self._sigterm_every_n_steps)
-        self.auto_plan.start_fit(is_fit=is_fit)
+        self._guards.start(self)
+        self.auto_plan.start_fit(is_fit=base.is_fit(self))
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         if self.world_size > 1:
-            base.warn_of_local_decisions(self.optimizers)
+            remedies.warn_of_local_decisions(self.optimizers)
 
     def configure_ddp(self) -> None:
         """Wraps the model, unless there is only one rank."""
         if self.world_size == 1:
-            base.explain_one_rank(self.gradient_sync.unused_hook)
+            remedies.explain_one_rank(self.gradient_sync.unused_hook)
         else:
             super().configure_ddp()
             self._pl_static_graph_delay_done = False
@@ -191,8 +185,8 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
 
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
-        base.warn_of_fp16_under_scaler(self.plan.comm_hook, self.precision_plugin)
-        base.warn_of_missing_buffers(self.model, self.plan)
+        remedies.warn_of_fp16_under_scaler(self.plan.comm_hook, self.precision_plugin)
+        remedies.warn_of_missing_buffers(self.model, self.plan)
         self.gradient_sync.attach(self.model, timeout=self._timeout, ranks_per_node=self.num_processes)
 
     def on_train_start(self) -> None:
@@ -200,12 +194,11 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         self._manual_backward_check = ManualBackwardCheck(self.model, self.lightning_module, self.optimizers)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        if self._manual_backward_check is not None:
-            self._manual_backward_check.close()
+        self._manual_backward_check.close()
         super().pre_backward(closure_loss)
         if (trainable := self.gradient_sync.trainable) is not None:
             assert self.lightning_module is not None
-            base.check_backward(trainable, self.lightning_module, bool(self.plan.static_graph))
+            remedies.check_backward(trainable, self.lightning_module, bool(self.plan.static_graph))
 
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
@@ -294,9 +287,7 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         return checkpoint
 
     def on_exception(self, exception: BaseException) -> None:
-        base.explain_error(exception)
-        if self._fit_watch is not None:
-            self._fit_watch.fail(exception)
+        self._guards.fail(exception)
 
     def teardown(self) -> None:
         try:
@@ -307,8 +298,6 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         finally:
             self.auto_plan.end_fit()
             self.gradient_sync.end_fit()
-            for guard in (self._sigterm_check, self._fit_watch, self._manual_backward_check):
-                if guard is not None:
-                    guard.close()
-            self._sigterm_check = self._fit_watch = self._manual_backward_check = None
+            self._guards.close()
+            self._manual_backward_check.close()
         self._apply_next_plan()

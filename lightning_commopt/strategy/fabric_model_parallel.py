@@ -22,8 +22,9 @@ from lightning_commopt.plan import CommPlan
 from lightning_commopt.plan_base import OptionError
 from lightning_commopt.sharded_plan import ShardedPlan
 from lightning_commopt.strategy.arguments import document_plan_options, sharded_plan_from_arguments
-from lightning_commopt.strategy.base import WithTimeout, check_plans_agree, join_group, warn_of_local_decisions
+from lightning_commopt.strategy.base import WithTimeout, check_plans_agree, join_group
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
+from lightning_commopt.strategy.remedies import warn_of_local_decisions
 from lightning_commopt.sync.fsdp2.checkpoint import describe, rank_state, restore, save_in_directory
 from lightning_commopt.sync.fsdp2.model_sync import ShardedModelSync, set_unit_options
 from lightning_commopt.sync.gather import gather_on_rank_0

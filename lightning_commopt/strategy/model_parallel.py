@@ -13,15 +13,15 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import Self
 
 from lightning_commopt.compat.loops import batch_is_open
-from lightning_commopt.compat.sigterm import SigtermCheck
 from lightning_commopt.compressors import ShardedCompressor
 from lightning_commopt.launch.nccl_variables import NcclOptions
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.plan_base import OptionError
 from lightning_commopt.sharded_plan import ShardedPlan
-from lightning_commopt.strategy import base
+from lightning_commopt.strategy import base, remedies
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import document_plan_options, sharded_plan_from_arguments
+from lightning_commopt.strategy.fit_guards import FitGuards
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
 from lightning_commopt.sync.fsdp2.checkpoint import describe, rank_state, restore, save_in_directory
 from lightning_commopt.sync.fsdp2.gradients import ShardedSync
@@ -37,7 +37,6 @@ from lightning_commopt.sync.strategies import TrainersStrategy, trainer_of
 from lightning_commopt.text.formatting import byte_unit
 from lightning_commopt.text.validation import info, warn_once
 from lightning_commopt.tune.auto_plan import ShardedFitPlan
-from lightning_commopt.watch.fit_watch import FitWatch
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -73,7 +72,7 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
         OptionError: an option is unknown or out of range, or needs a newer torch.
     """
 
-    _check_environment = base.refuse_ray
+    _check_environment = remedies.refuse_ray
     start_method = "popen"  # Lightning starts the ranks of sharded models in no other way
 
     def __init__(
@@ -103,9 +102,7 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
         self.auto_plan = ShardedFitPlan(self, tuned)
         self._saves_comm_state, self.uneven_batches = save_comm_state, uneven_batches
         self._nccl, self._watch = NcclOptions.from_config(nccl), watch
-        self._sigterm_every_n_steps = sigterm_every_n_steps
-        self._sigterm_check: SigtermCheck | None = None
-        self._fit_watch: FitWatch | None = None
+        self._guards = FitGuards(watch=watch, sigterm_every_n_steps=sigterm_every_n_steps)
         self._next_plan: ShardedPlan | None = None
         self._has_printed_size = self._has_accumulated = False
         forget_previous_job()
@@ -142,9 +139,7 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
         if is_data_parallel and self._data_parallel_size == self._tensor_parallel_size == "auto":
             self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
         super().setup_environment()
-        is_watched = self._watch and base.is_fit(self) and self.world_size > 1
-        self._fit_watch = FitWatch(self) if is_watched else None
-        self._sigterm_check = base.check_sigterm(self, self._sigterm_every_n_steps)
+        self._guards.start(self)
         self.auto_plan.start_fit(is_fit=base.is_fit(self))
 
     def setup(self, trainer: Trainer) -> None:
@@ -161,7 +156,7 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         if self.world_size > 1:
-            base.warn_of_local_decisions(self.optimizers)
+            remedies.warn_of_local_decisions(self.optimizers)
 
     def apply_plan(self, plan: ShardedPlan | CommPlan | str | Mapping[str, Any] | ShardedCompressor) -> None:
         """Changes the plan, also in the middle of a fit.
@@ -264,9 +259,7 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
         return checkpoint
 
     def on_exception(self, exception: BaseException) -> None:
-        base.explain_error(exception)
-        if self._fit_watch is not None:
-            self._fit_watch.fail(exception)
+        self._guards.fail(exception)
         super().on_exception(exception)
 
     def teardown(self) -> None:
@@ -278,10 +271,7 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
             super().teardown()
         finally:
             self.auto_plan.end_fit()
-            for guard in (self._sigterm_check, self._fit_watch):
-                if guard is not None:
-                    guard.close()
-            self._sigterm_check = self._fit_watch = None
+            self._guards.close()
         self._apply_next_plan()
 
 

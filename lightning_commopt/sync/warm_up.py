@@ -46,13 +46,8 @@ def compile_kernels(
 ) -> None:
     """Compiles the Triton kernels that ``run`` needs. All ranks must call it.
 
-    If one rank cannot compile them, no rank uses Triton, because Triton and plain torch do not compute the same bits.
-
-    Args:
-        run: runs the kernels.
-        device: device of the kernels.
-        group: the ranks that must compute the same bits; None for all.
-        option: the option that the kernels are for, which a warning names.
+    If one rank of ``group`` cannot compile them, no rank uses Triton, because Triton and plain torch do not compute the
+    same bits. A warning names the ``option`` that the kernels are for.
     """
     had_triton = dispatch.has_triton()
     error = _try_triton(run) if had_triton else None

@@ -175,9 +175,8 @@ def unwrap(model: DistributedDataParallel) -> Module:
 class ResidualAdder:
     """Adds residuals to the next gradients of their parameters, once. Residuals of frozen parameters are dropped.
 
-    Attributes:
-        residuals: the residuals that have not been added yet, by parameter name and in the parameter's shape; pairs of
-            real numbers for a complex parameter.
+    ``residuals`` has those that are not added yet, in the parameter's shape, or as pairs of real numbers if it is
+    complex.
     """
 
     def __init__(self, module: Module, residuals: dict[str, Tensor]) -> None:

@@ -85,23 +85,14 @@ def bucket_names(model: object) -> dict[int, list[str]]:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One bucket of DDP or of a checkpoint in a gradient sync.
+    """One bucket of DDP or of a checkpoint in a gradient sync."""
 
-    Attributes:
-        index: number of the bucket in its backward, from 0.
-        flat: ``(n,)`` the gradients, which are replaced by their average.
-        layout: layout of ``flat``.
-        names: names of the parameters, in order.
-        step: number of the gradient sync, from 0.
-        sync: notifies observers.
-    """
-
-    index: int
-    flat: Tensor
+    index: int  # its number in the backward, from 0
+    flat: Tensor  # ``(n,)`` its gradients, which are replaced by their average
     layout: Layout
-    names: tuple[str, ...]
-    step: int
-    sync: BucketSync
+    names: tuple[str, ...]  # the names of its parameters, in order
+    step: int  # the number of the gradient sync, from 0
+    sync: BucketSync  # notifies observers
 
     @property
     def is_compressible(self) -> bool:
@@ -150,15 +141,11 @@ class Relayout:
 
 @dataclass(frozen=True)
 class HeldBuckets:
-    """DDP's buckets of one backward, and their futures.
-
-    Attributes:
-        saved: names and layouts of the checkpoint's buckets for the same gradients, by index; empty if the gradients
-            differ.
-    """
+    """DDP's buckets of one backward, and their futures."""
 
     buckets: list[Bucket]
     futures: list[BucketFuture]
+    # These are names and layouts of the checkpoint's buckets for the same gradients; empty if the gradients differ.
     saved: dict[int, tuple[tuple[str, ...], Layout]]
 
     def has_gradients_of(self, saved: dict[int, tuple[tuple[str, ...], Layout]]) -> bool:

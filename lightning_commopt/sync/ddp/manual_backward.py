@@ -24,7 +24,7 @@ class ManualBackwardCheck:
     within ``no_sync``, or when the program calls the wrapper itself. It sends nothing and waits for nothing.
 
     Args:
-        model: the wrapper; another model is not checked.
+        model: the wrapper; another model, or None, is not checked.
         module: the LightningModule; None to check nothing.
         optimizers: the optimizers of the fit.
     """

@@ -229,15 +229,10 @@ class Overlap:
 def place_on_nodes(
     compressor: ShardedCompressor, units: Sequence[tuple[FSDPModule, list[Column]]], ranks_per_node: int | None
 ) -> ShardedCompressor:
-    """Returns the compressor for the nodes that the shards of units are on.
+    """Returns the compressor for the nodes that the shards of units from `sharded_units` are on.
 
-    Args:
-        compressor: any compressor; only a `ShardedHierarchical` depends on nodes.
-        units: the result of `sharded_units`.
-        ranks_per_node: number of ranks that the launcher has started on each node; None for all ranks.
-
-    Raises:
-        OptionError: the shards of a unit cannot be divided into these nodes.
+    ``ranks_per_node`` is the number of ranks that the launcher has started on each node, None for all ranks. If the
+    shards of a unit cannot be divided into these nodes, this raises an OptionError.
     """
     if not isinstance(compressor, ShardedHierarchical):
         return compressor
@@ -249,11 +244,7 @@ def place_on_nodes(
 
 
 def sharded_units(model: Module) -> list[tuple[FSDPModule, list[Column]]]:
-    """Returns the units of a model that have several shards, with their parameters.
-
-    Raises:
-        OptionError: torch is too old, or a unit is sharded in a way that is not supported.
-    """
+    """Returns the units of a model that have several shards, with their parameters, or raises an OptionError."""
     check_available()
     names = {module: name for name, module in model.named_modules()}
     units = []

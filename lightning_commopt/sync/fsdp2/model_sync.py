@@ -180,13 +180,8 @@ def set_unit_options(model: Module, plan: ShardedPlan) -> None:
             covered.update(module.modules())  # setting it once for all of them lets their units share groups
             for setter, value in plan.unit_options().items():
                 getattr(module, setter)(value)
-    if not covered:
-        _warn_of_missing_units(plan)
-
-
-def _warn_of_missing_units(plan: ShardedPlan) -> None:
-    """Warns once about options for units, of a model that has no units."""
-    if names := ", ".join(setter.removeprefix("set_") for setter in plan.unit_options()):
+    names = ", ".join(setter.removeprefix("set_") for setter in plan.unit_options())
+    if names and not covered:
         warn_once(f"{names} has no effect: the model has no unit of FSDP2.")
 
 

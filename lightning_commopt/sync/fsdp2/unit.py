@@ -38,21 +38,13 @@ SavedUnits = dict[str, SavedUnit]
 
 
 class Column(NamedTuple):
-    """A parameter of a unit, which is an attribute of its owner.
+    """A parameter of a unit, which is an attribute of its owner."""
 
-    Attributes:
-        name: its name in the model.
-        owner: the module that has the parameter.
-        attribute: its name in the owner.
-        shape: its shape without sharding.
-        dim: the dimension in which it is cut into shards.
-    """
-
-    name: str
+    name: str  # its name in the model
     owner: Module
-    attribute: str
-    shape: torch.Size
-    dim: int
+    attribute: str  # its name in the owner
+    shape: torch.Size  # its shape without sharding
+    dim: int  # the dimension in which it is cut into shards
 
     @property
     def is_compressed(self) -> bool:
@@ -272,13 +264,7 @@ def _reduce_scatter(
 ) -> None:
     """Averages this rank's row of ``rows`` ``(W, columns)`` over all ranks into ``output`` ``(columns,)``.
 
-    Args:
-        rows: this rank's gradients; not changed.
-        output: overwritten by the mean.
-        runs: numbers of adjacent columns, and whether they are compressed; see `runs_of`.
-        compressor: compresses them.
-        state: its state; updated in place.
-        channel: collectives over the ranks.
+    ``runs`` are numbers of adjacent columns, and whether ``compressor`` takes them; see `runs_of`.
     """
     widths, lanes = [width for width, _ in runs], channel.lanes()
     parts = list(zip(rows.split(widths, 1), output.split(widths), [yes for _, yes in runs], strict=True))
