@@ -138,4 +138,4 @@ def _refuse_records(options: Mapping[str, Any]) -> None:
     if not isinstance(plan, Mapping):
         raise OptionError(f"this is {what}, which has no plan")
     shown = json.dumps({name: value for name, value in plan.items() if value is not None}, default=str)
-    raise OptionError(f"this is {what}; its plan stands {where}: save that alone as the plan: {shown}")
+    raise OptionError(f"this is {what}; its plan is {where}. Save only that as the plan: {shown}")

@@ -110,7 +110,7 @@ def test_another_file_of_a_run_shows_its_plan(content: dict[str, Any], message: 
     path = tmp_path / "run.json"
     path.write_text(json.dumps(content))
     for make in (CommPlan.load, CommOptDDP.from_plan, lambda path: CommOptDDP(plan=path)):
-        with pytest.raises(OptionError, match=f"{path} holds no plan: this is {message}.*; its plan stands under") as e:
+        with pytest.raises(OptionError, match=f"{path} holds no plan: this is {message}.*; its plan is under") as e:
             make(path)
         shown = CommPlan.from_json(str(e.value).partition("as the plan: ")[2])
         assert shown == CommPlan.from_dict(_PLAN)

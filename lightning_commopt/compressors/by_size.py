@@ -1,4 +1,4 @@
-"""Compression of large gradients only."""
+"""Compresses large gradients only."""
 
 from __future__ import annotations
 

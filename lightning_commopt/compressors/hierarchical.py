@@ -1,4 +1,4 @@
-"""Full precision within a node, any compressor across nodes."""
+"""Averages in full precision within a node, and with any compressor across nodes."""
 
 from __future__ import annotations
 

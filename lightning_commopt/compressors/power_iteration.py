@@ -180,7 +180,7 @@ class BucketMatrices:
 
     def __init__(self, flat: Tensor, residual: Tensor | None, parts: Parts, state: State) -> None:
         self._flat = flat
-        self._bucket = flat.to(wide_dtype(flat.dtype))  # itself, unless it is narrow
+        self._bucket = flat.to(wide_dtype(flat.dtype))  # this is ``flat`` itself unless its dtype is narrow
         self._residual = residual
         self._parts = parts
         self._state = state

@@ -102,7 +102,7 @@ def sharded_plan_from_arguments(
     if plan_given is None or plan_given == AUTO:
         return plan, tuned, lightnings
     if besides := [name for name in plan.options() if getattr(plan, name) != getattr(ShardedPlan(), name)]:
-        raise OptionError(f"plan={plan_given!r} is a whole plan, and {', '.join(besides)} cannot be given besides")
+        raise OptionError(f"plan={plan_given!r} is a whole plan, so {', '.join(besides)} cannot be given too")
     return ShardedPlan.of(plan_given), tuned, lightnings
 
 

@@ -161,7 +161,7 @@ class _JobObserver:
         left = [rank for rank in self._ranks if rank.poll() is None]
         if left:
             print_now(
-                f"[rank {self._first}] This job has ended before its process group was made: its other ranks are ended."
+                f"[rank {self._first}] This job has ended before its process group was made. Its other ranks are ended."
             )
         for rank in left:
             rank.terminate()

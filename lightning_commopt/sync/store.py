@@ -70,7 +70,7 @@ class Agreement:
         return not self.missing
 
     def wait(self, timeout_s: float) -> str:
-        """Waits until no rank is missing, and returns the name; raises a TimeoutError if some still are."""
+        """Waits until no rank is missing, and returns the name; raises a TimeoutError after ``timeout_s``."""
         if not poll(self.advance, timeout_s):
             who = "rank 0" if self._rank else f"ranks {sorted(self.missing)}"
             raise TimeoutError(f"Rank {self._rank} waited {timeout_s:g} s for {who} to join the process group.")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 if TYPE_CHECKING:
     from rich.console import Console
 
-# Ordered from the worst. With an "error" training fails, hangs or is wrong; with a "warning" it may. The others are a
-# loss of speed, a difference between ranks, and a note.
+# These are ordered from the worst. With an "error" training fails, hangs or is wrong; with a "warning" it may. The
+# others are a loss of speed, a difference between ranks, and a note.
 Severity = Literal["error", "warning", "slow", "differs", "note"]
 
 _STYLES = {"error": "bold red", "warning": "yellow", "slow": "yellow", "differs": "magenta", "note": "cyan"}

@@ -67,7 +67,7 @@ def escaped(text: Text) -> Text:
 
 
 class TextTable:
-    """A table for `Console.print` that breaks no word and no number, however narrow the console is.
+    """A table for `Console.print` that never breaks a word or a number, however narrow the console is.
 
     In a narrow console columns move closer, and then text wraps between words. If the longest words do not fit side by
     side, it becomes a list: a line for each row's first cell, and below it the other cells after their headings.

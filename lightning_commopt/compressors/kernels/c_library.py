@@ -90,7 +90,7 @@ def _load(compiler: list[str]) -> ctypes.CDLL:
 
 
 def _open(folder: PrivateFolder, name: str) -> ctypes.CDLL | None:
-    """Loads a kept library; None if there is none."""
+    """Loads a kept library; returns None if there is none."""
     fd = folder.open(name)
     if fd is None:
         return None

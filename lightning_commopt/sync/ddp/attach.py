@@ -83,7 +83,7 @@ def attach_bucket_hook(
     compressor, ranks_per_node = place_compressor(model, compressor, ranks_per_node)
     if uses_python_reducer(model):
         raise OptionError(
-            "comm_hook needs DDP's buckets, and torch._dynamo.config.optimize_ddp='python_reducer' does without: set it"
+            "comm_hook needs DDP's buckets, and torch._dynamo.config.optimize_ddp='python_reducer' makes none: set it"
             " to 'ddp_optimizer', its default, or to 'no_optimization'"
         )
     group: dist.ProcessGroup = model.process_group

@@ -1,4 +1,4 @@
-"""DDP's side of a compressor.
+"""The comm hook that drives a compressor in DDP, bucket by bucket.
 
 DDP compares the annotations of a hook by identity and reads its ``__qualname__``. Therefore this module has no
 ``from __future__ import annotations``, and the hook is a bound method.
