@@ -1,6 +1,6 @@
 """Make data-parallel PyTorch Lightning training wait less for gradients.
 
-Importing the package imports neither torch nor Lightning: the names below are imported when they are used.
+Importing the package imports neither torch nor Lightning; the names below are imported when they are first used.
 """
 
 from importlib import import_module, metadata

@@ -1,7 +1,7 @@
-"""Data parallelism without buckets, to compare DDP with: to DDP every parameter is a bucket of its own.
+"""Data parallelism without buckets, as a baseline for DDP: every parameter is its own bucket.
 
-DDP compares the annotations of a hook by identity and reads its ``__qualname__``: hence no
-``from __future__ import annotations`` here, and a bound method as the hook.
+DDP compares the annotations of a hook by identity and reads its ``__qualname__``. Therefore this module has no
+``from __future__ import annotations``, and the hook is a bound method.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from torch import Tensor
@@ -33,19 +34,19 @@ from lightning_commopt.text.formatting import list_some
 
 __all__ = ["InterleavedDP", "NaiveDP"]
 
-_OPTIONS_OF_LIGHTNINGS_DDP = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
-_ONE_PARAMETER_MB = 1e-6  # a byte
+_LIGHTNINGS_DDP_OPTIONS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+_ONE_PARAMETER_MB = 1e-6  # about a byte, which DDP exceeds with the first parameter of each bucket
 
 
 class ParameterwiseDP(CommOptDDP):
-    """What `NaiveDP` and `InterleavedDP` share: everything except when gradients are averaged.
+    """The base of `NaiveDP` and `InterleavedDP`, which differ in when gradients are averaged.
 
-    DDP has one bucket in the first backward of a fit. From then on there is one for each parameter, in the order in
-    which their gradients came on rank 0; with several optimizers from the start, in the reverse order of parameters.
+    In the first backward of a fit DDP has a single bucket. After that each parameter has a bucket, in the order in
+    which gradients came on rank 0. With several optimizers this is so from the start, in reverse order of parameters.
 
     Args:
-        accelerator: see ``DDPStrategy``, as for the others. DDP's own options have no meaning here and are refused.
-        **kwargs: refused.
+        accelerator: see ``DDPStrategy``, as for all arguments.
+        **kwargs: nothing; DDP's own options have no effect here and raise an error.
 
     Raises:
         OptionError: an option is one of DDP's, unknown, or out of range.
@@ -83,16 +84,16 @@ class ParameterwiseDP(CommOptDDP):
         super()._register_ddp_hooks()
         model = self.model
         assert isinstance(model, DistributedDataParallel)
-        model.bucket_bytes_cap = sys.maxsize  # for torch.compile, which would cut the graph at buckets
+        model.bucket_bytes_cap = sys.maxsize  # torch.compile cuts the graph at buckets of this size
         self._named = synced_parameters(model)
 
-    def setup_optimizers(self, trainer: Any) -> None:
+    def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
-        if len(self.optimizers) > 1:  # some of them may be toggled
+        if len(self.optimizers) > 1:  # toggled optimizers leave some parameters without a gradient
             self.apply_plan(dataclasses.replace(self.plan, find_unused_parameters=True))
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Refuses gradients that are not averaged."""
+        """Raises an error for gradients that would not be averaged."""
         if isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync:
             gradients = {name: values.grad for name, values in self._named.items() if values.requires_grad}
             missing = [name for name, gradient in gradients.items() if gradient is None]
@@ -113,10 +114,10 @@ class ParameterwiseDP(CommOptDDP):
 
 
 class _OneByOne(ObservedBuckets):
-    """Holds gradients back until all are ready, then averages one after another, and waits for each.
+    """Holds back gradients until all are ready, then averages one after another, and waits for each.
 
-    As DDP does, every rank multiplies its gradient by the reciprocal of the number of ranks, and the products are
-    summed. `reduce` is the hook.
+    Every rank multiplies its gradient by the reciprocal of the number of ranks, and the products are summed, as in DDP.
+    `reduce` is the hook.
     """
 
     def __init__(self, model: DistributedDataParallel, observers: Observers) -> None:
@@ -130,7 +131,7 @@ class _OneByOne(ObservedBuckets):
         flat = bucket.buffer()
         info = self._info(bucket, flat)
         if info.index == 0:
-            self._held.clear()  # an earlier backward has broken off
+            self._held.clear()  # an earlier backward may have been interrupted
         future: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else None)
         self._held.append((flat, info, future))
         if info.is_last:
@@ -157,26 +158,27 @@ class _AfterBackward(TorchHook):
 class NaiveDP(ParameterwiseDP):
     """Textbook data parallelism: after backward, one all-reduce for each gradient, one after another.
 
-    No communication is hidden behind backward, and every parameter pays a collective's latency. Trains as
-    ``DDPStrategy`` does: the same bits on two ranks, and to rounding on more. On CUDA each all-reduce is waited for by
-    the stream, and the host runs ahead. Takes the arguments of `ParameterwiseDP`.
+    No communication is hidden behind backward, and every parameter pays the latency of a collective. The results are
+    those of ``DDPStrategy``: the same bits on two ranks, and equal up to rounding on more. On CUDA the stream waits for
+    each all-reduce, and the host runs ahead. The arguments are those of `ParameterwiseDP`.
     """
 
     _hook = _AfterBackward(_OneByOne)
 
 
 class InterleavedDP(ParameterwiseDP):
-    """Data parallelism that starts each gradient's all-reduce when backward has computed it, without buckets.
+    """Data parallelism that starts the all-reduce of each gradient when backward has computed it, without buckets.
 
-    Backward hides communication as far as it lasts, while every parameter pays a collective's latency. Trains as
-    ``DDPStrategy`` does: the same bits on two ranks, and to rounding on more. Takes the arguments of `ParameterwiseDP`.
+    Communication is hidden behind backward, but every parameter pays the latency of a collective. The results are those
+    of ``DDPStrategy``: the same bits on two ranks, and equal up to rounding on more. The arguments are those of
+    `ParameterwiseDP`.
     """
 
 
 def _refuse_options(strategy: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
-    of_ddp = {*ddp_options(), *DDP_OPTION_SINCE, *plan_options(), *_OPTIONS_OF_LIGHTNINGS_DDP, *OWN_OPTIONS}
+    ddp_names = {*ddp_options(), *DDP_OPTION_SINCE, *plan_options(), *_LIGHTNINGS_DDP_OPTIONS, *OWN_OPTIONS}
     for name in options:
-        if name in of_ddp:
+        if name in ddp_names:
             raise OptionError(
                 f"{name} has no effect in {strategy}, which averages every parameter's gradient by itself: leave it"
                 " out, or use CommOptDDP"

@@ -27,19 +27,16 @@ from lightning_commopt.launch.nccl_variables import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
-from lightning_commopt.strategy.base import (
-    NamedStrategy,
-    check_plans_agree,
+from lightning_commopt.strategy.base import NamedStrategy, check_plans_agree, exchange_plan, join_group
+from lightning_commopt.strategy.fabric_model_parallel import CommOptModelParallel as CommOptModelParallel
+from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
+from lightning_commopt.strategy.remedies import (
     check_start_method,
-    exchange_plan,
     explain_one_rank,
-    join_group,
     warn_of_fp16_under_scaler,
     warn_of_local_decisions,
     warn_of_missing_buffers,
 )
-from lightning_commopt.strategy.fabric_model_parallel import CommOptModelParallel as CommOptModelParallel
-from lightning_commopt.strategy.lightning_launcher import configure_launcher, forget_previous_job
 from lightning_commopt.sync.checkpoint import KEY
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.ddp.modules import ModuleSyncs
@@ -49,15 +46,15 @@ from lightning_commopt.tune.loop import LoopPlan
 
 @document_plan_options
 class CommOptDDP(NamedStrategy, DDPStrategy):
-    """Fabric's ``DDPStrategy`` with every option of how gradients travel, and compressors.
+    """Fabric's ``DDPStrategy`` with all options of gradient sync, and with compressors.
 
-    The options are those of `lightning_commopt.CommOptDDP`. Each module that Fabric sets up has a gradient sync of its
-    own. With one process there is no wrapper and no hook.
+    The options are those of `lightning_commopt.CommOptDDP`. Each module that Fabric sets up has its own gradient sync.
+    With one process there is no wrapper and no hook.
 
     Args:
         accelerator: see ``DDPStrategy``, as for all arguments down to ``start_method``.
         static_graph: see `CommPlan`, as for all options down to ``lazy_bucket_allocation``.
-        save_comm_state: keep in checkpoints that hold an optimizer, for all ranks, what ``comm_hook`` needs to go on
+        save_comm_state: save in checkpoints that hold an optimizer, for all ranks, what ``comm_hook`` needs to resume
             exactly; see ``docs/state.md``.
         nccl: see `lightning_commopt.CommOptDDP`.
         watch: report what the process group waits for while it is made, and end a rank that joins in vain.
@@ -67,10 +64,11 @@ class CommOptDDP(NamedStrategy, DDPStrategy):
         **kwargs: further arguments of ``DistributedDataParallel``.
 
     Attributes:
-        plan: the `CommPlan` that these options make.
+        plan: the `CommPlan` with the options of a plan.
 
     Raises:
-        OptionError: an option is unknown, out of range, or not in the installed torch.
+        OptionError: an option is unknown or out of range, contradicts another one, or is missing in the installed
+            torch.
     """
 
     def __init__(
@@ -118,11 +116,11 @@ class CommOptDDP(NamedStrategy, DDPStrategy):
 
     @property
     def sync_observers(self) -> Observers:
-        """Observers that are notified of every bucket of every module; add them before a module is set up."""
+        """Observers that are notified of every bucket of every module. Add them before a module is set up."""
         return self._syncs.observers
 
     def __repr__(self) -> str:
-        """Returns what a Trainer shows in its error for a strategy that is not its own."""
+        """Returns the text that a Trainer shows in its error for a strategy of Fabric."""
         return (
             f"<lightning_commopt.fabric.CommOptDDP for Fabric, {self.plan.name};"
             " for a Trainer there are lightning_commopt.lightning.CommOptDDP and"
@@ -136,7 +134,7 @@ class CommOptDDP(NamedStrategy, DDPStrategy):
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        configure_launcher(self)
+        self._launcher = launcher_for(self)
         check_start_method(self._launcher)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -165,18 +163,19 @@ class CommOptDDP(NamedStrategy, DDPStrategy):
         sync.attach(model, timeout=self._timeout, ranks_per_node=self.num_processes)
 
     def apply_plan(self, plan: CommPlan | str | Mapping[str, Any] | Compressor) -> None:
-        """Changes how the gradients of all modules travel, in the middle of training if need be.
+        """Changes the plan of all modules, also in the middle of training.
 
-        It takes effect at once, else it is as `lightning_commopt.CommOptDDP.apply_plan`. All ranks must call it, with
-        equal plans; not between a forward and its backward, which then raises an error.
+        All ranks must call it, with equal plans. It takes effect at once, and must not be called between a forward and
+        its backward, which would raise an error. Arguments and other errors are those of
+        `lightning_commopt.CommOptDDP.apply_plan`.
         """
         if not isinstance(plan, CommPlan):
             plan = self._plan.with_comm_hook(plan)
-        gc.collect()  # so that all ranks have the same modules
+        gc.collect()  # all ranks must have the same modules, also of those that nothing refers to any more
         self._change_plan(plan, self._syncs.attached())
 
     def _change_plan(self, plan: CommPlan, syncs: Sequence[GradientSync]) -> None:
-        """Changes the plan of some modules, the same on all ranks, and that of modules still to be set up."""
+        """Changes the plan of some modules, the same on all ranks, and of modules that are still to be set up."""
         for sync in syncs:
             sync.check_plan(plan)
         if syncs:
@@ -188,9 +187,9 @@ class CommOptDDP(NamedStrategy, DDPStrategy):
                 sync.change_plan(plan, partial(self._wrap_again, model, sync))
 
     def _wrap_again(self, model: DistributedDataParallel, sync: GradientSync, module: Module) -> None:
-        """Wraps a module by the same wrapper, which Fabric's module and the user's references hold."""
+        """Wraps a module again in the same wrapper, to which Fabric's module and the user may refer."""
         device_ids, is_training = self._determine_ddp_device_ids(), model.training
-        # As in Lightning's setup_module.
+        # Lightning's setup_module wraps on a stream of its own too.
         with torch.cuda.stream(torch.cuda.Stream()) if device_ids is not None else nullcontext():
             DistributedDataParallel.__init__(model, module, device_ids=device_ids, **self._ddp_kwargs)
         model.training = is_training
@@ -210,9 +209,9 @@ class CommOptDDP(NamedStrategy, DDPStrategy):
         super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
 
     def load_checkpoint(self, path: str | Path, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Reads a checkpoint, and goes on with the gradient-sync state of the modules in ``state``.
+        """Reads a checkpoint, and resumes the gradient-sync state of the modules in ``state``.
 
-        A module that is not set up yet goes on with it when it is.
+        A module that is not set up yet resumes when it is set up.
         """
         remainder = super().load_checkpoint(path, state, *args, **kwargs)
         modules = state if isinstance(state, dict) else {}
@@ -228,7 +227,7 @@ class CommOptDDP(NamedStrategy, DDPStrategy):
 
 
 class _SyncControl(DDPBackwardSyncControl):
-    """Skips gradient sync in backward, but for the first one of a static graph, which DDP needs."""
+    """Skips gradient sync in backward, except in the first one of a static graph, which DDP records."""
 
     def __init__(self, syncs: ModuleSyncs) -> None:
         self._syncs = syncs

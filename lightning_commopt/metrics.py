@@ -1,4 +1,4 @@
-"""The statistics of steps as `torchmetrics.Metric`, to log, merge, plot and put in a ``MetricCollection``.
+"""The statistics of steps as `torchmetrics.Metric`, which can be logged, merged, plotted and put in collections.
 
 Update them with `CommTimeMonitor.new_steps`; ``docs/comm_time.md`` shows how, and lists the numbers.
 """
@@ -23,11 +23,11 @@ __all__ = ["QUANTITIES", "ExposedShare", "StepMetric", "StepStatistics"]
 
 
 class StepStatistics(Metric):
-    """All statistics of the steps it was updated with, over steps and ranks.
+    """All statistics, over steps and ranks, of the steps that it was updated with.
 
     Means, sums and maxima are exact. Percentiles and the straggler are exact up to ``max_sampled_values`` numbers, 16
-    for each step and rank; beyond, they come from a uniform random sample of steps, always with all ranks of a step.
-    The draw depends on the number of steps alone, so ranks that see the same values compute the same.
+    for each step and rank. With more, they come from a uniform random sample of steps, always with all ranks of a step.
+    The sample depends only on the number of steps, so ranks with the same values compute the same results.
 
     >>> metric = StepStatistics()
     >>> metric.update(torch.ones(2, 10, len(QUANTITIES)))  # 10 steps of 2 ranks, in which everything takes 1 s
@@ -35,11 +35,12 @@ class StepStatistics(Metric):
     tensor(1., dtype=torch.float64)
 
     Args:
-        world_size: number of ranks that train; None if every update has the steps of all of them.
-        max_sampled_values: bounds the memory, 8 bytes each; but 64 steps are always kept, and `forward` drops none
-            before `reset`. The default is 8 MiB, or all of 32,000 steps on 2 ranks. With 0 there are no percentiles.
-        sync_on_compute: let `compute` gather the states of all ranks, for updates with the steps of one rank, which
-            alone cannot know the waits. Off by default: `CommTimeMonitor` has the steps of all ranks.
+        world_size: number of ranks that train; None if every update has the steps of all ranks.
+        max_sampled_values: limit of the numbers that are kept, of 8 bytes each. At least 64 steps are always kept, and
+            `forward` drops none before `reset`. The default takes 8 MiB, for all of 32,000 steps on 2 ranks. With 0
+            there are no percentiles.
+        sync_on_compute: let `compute` gather the states of all ranks, for updates with the steps of a single rank,
+            which cannot know the waits. It is off by default, since `CommTimeMonitor` has the steps of all ranks.
         options: other options of `torchmetrics.Metric`.
     """
 
@@ -48,7 +49,8 @@ class StepStatistics(Metric):
 
     sums: Tensor
     maxima: Tensor
-    sample: Any  # tensors; while states are synchronized, one tensor
+    # These two are lists of tensors, or single tensors while states are synchronized.
+    sample: Any
     counts: Any
 
     def __init__(
@@ -68,7 +70,7 @@ class StepStatistics(Metric):
             "maxima", torch.full((len(statistics.COLUMNS),), -torch.inf, dtype=torch.float64, device="cpu"), "max"
         )
         self.sample, self.counts = [], []
-        # Without a sample there is no such state: a MetricCollection would merge two metrics that have empty lists.
+        # A metric without a sample has no such states, since a MetricCollection merges metrics with equal, empty lists.
         if max_sampled_values:
             self.add_state("sample", [], "cat")
             self.add_state("counts", [], "cat")
@@ -78,10 +80,10 @@ class StepStatistics(Metric):
 
         Args:
             steps: an element of `CommTimeMonitor.new_steps`; or a record of this rank's step; or seconds, bytes and
-                samples of some steps of all ranks, ``(num_ranks, num_steps, 14)`` in the order of `QUANTITIES`.
+                samples of steps of all ranks, ``(num_ranks, num_steps, 14)`` in the order of `QUANTITIES`.
 
         Raises:
-            ValueError: another shape, or another number of ranks than before.
+            ValueError: the shape is another one, or the number of ranks has changed.
         """
         if not isinstance(steps, Steps):
             steps = Steps.of([[statistics.row(steps)]] if isinstance(steps, StepRecord) else steps)
@@ -95,13 +97,13 @@ class StepStatistics(Metric):
             self.sample.append(torch.from_numpy(steps.values).to(device))
             self.counts.append(torch.full((1,), num_steps, device=device))
             max_steps = statistics.max_sampled_steps(num_ranks, self.max_sampled_values)
-            # A 64th above the maximum, so that not every update has to draw a new sample.
+            # The sample may exceed the maximum by a 64th, so that not every update has to draw a new one.
             if len(self.sample[0]) + len(self.sample) * num_steps > max_steps * 65 / 64:
                 self.sample[:] = [torch.from_numpy(self._draw()).to(device)]
                 self.counts[:] = [torch.cat(self.counts).sum(0, keepdim=True)]
 
     def compute(self) -> Any:
-        """Returns float64 scalars by name; NaN if unknown."""
+        """Returns a float64 scalar for each name, NaN if it is unknown."""
         numbers = self.steps.statistics(self.world_size)
         return dict(zip(numbers, self.sums.new_tensor([*numbers.values()]).unbind(), strict=True))
 
@@ -120,13 +122,13 @@ class StepStatistics(Metric):
         return statistics.sample(blocks, counts, max_steps)
 
     def plot(self, val: Any = None, ax: Any = None) -> Any:
-        """Plots ``val``, one or several results of `compute` or `forward`, or the current one; needs matplotlib."""
+        """Plots one or several results of `compute` or `forward`, by default the current one; needs matplotlib."""
         value = self.compute() if val is None else val
         return plot_single_or_multi_val(value, ax=ax, name=getattr(self, "name", None))
 
 
 class StepMetric(StepStatistics):
-    """One statistic of the steps it was updated with.
+    """A single statistic of the steps that it was updated with.
 
     >>> steps = torch.ones(4, 10, len(QUANTITIES))  # 10 steps of 4 ranks
     >>> steps[:, :, QUANTITIES.index("wire_bytes")] = 1e9  # in 1 s
@@ -134,7 +136,7 @@ class StepMetric(StepStatistics):
     tensor(1.5000e+09, dtype=torch.float64)
 
     Args:
-        name: name of the statistic, which is in seconds, bytes or a share of 1.
+        name: name of the statistic, which is in seconds or bytes, or a share from 0 to 1.
         options: options of `StepStatistics`.
     """
 
@@ -150,7 +152,7 @@ class StepMetric(StepStatistics):
 
 
 class ExposedShare(StepMetric):
-    """The share of the steps' time that waits for communication, 0 to 1.
+    """The share, from 0 to 1, of the steps' time in which computation waits for communication.
 
     >>> steps = torch.ones(2, 10, len(QUANTITIES))
     >>> steps[:, :, QUANTITIES.index("step_s")] = 4

@@ -1,4 +1,4 @@
-"""CommPlan: how the gradients of a model travel, validated once, here."""
+"""CommPlan: the options of gradient sync in DDP, which are validated here."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ def ddp_options() -> frozenset[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class CommPlan(Plan):
-    """How gradients travel: DDP's options, and the compressor that its comm hook drives.
+    """The options of gradient sync: DDP's own, and the compressor of its comm hook.
 
-    None always means "not passed": DDP's own default holds. That matters for ``bucket_cap_mb``, as an explicit 25
-    drops the small first bucket of the default.
+    None always means that the option is not passed, so that DDP's own default holds. This matters for
+    ``bucket_cap_mb``: an explicit 25 loses the small first bucket of the default.
 
     Attributes:
         static_graph: the graph and the set of used parameters are the same in every step. With gradient
-            accumulation the first backward is synchronized all the same, as DDP records the graph in it.
-        gradient_as_bucket_view: gradients are views of the buckets, which saves a copy and their memory.
-        bucket_cap_mb: MiB in a bucket; or one number for each bucket, in the order in which gradients become
-            ready (torch >= 2.11).
+            accumulation the first backward is still synchronized, because DDP records the graph in it.
+        gradient_as_bucket_view: gradients are views of the buckets, which saves a copy and its memory.
+        bucket_cap_mb: size of a bucket in MiB; or a list with the size of each bucket, in the order in which gradients
+            become ready (torch >= 2.11).
         find_unused_parameters: look in every step for parameters without a gradient.
         comm_hook: how buckets are averaged: a name ("none", "bf16", "fp16", "powersgd", ...), a mapping of a name
-            and options (``{"name": "powersgd", "matrix_rank": 2}``), or a compressor, which is what the plan holds.
-            None and "none" leave DDP's own all-reduce. Lossy but for "none" and "all_reduce".
+            and options (``{"name": "powersgd", "matrix_rank": 2}``), or a compressor, which the plan makes of the
+            others. None and "none" leave DDP's own all-reduce. All except "none" and "all_reduce" are lossy.
         broadcast_buffers: send rank 0's buffers to all ranks before each forward.
-        forward_sync_buffers: its successor (torch >= 2.13).
+        forward_sync_buffers: the successor of ``broadcast_buffers`` (torch >= 2.13).
         init_sync: check and send parameters when the model is wrapped (torch >= 2.7).
-        skip_all_reduce_unused_params: do not all-reduce gradients that no rank used (torch >= 2.8).
+        skip_all_reduce_unused_params: do not all-reduce gradients that no rank has used (torch >= 2.8).
         batched_grad_copy: copy gradients into buckets in batches (torch >= 2.12).
         lazy_bucket_allocation: allocate buckets in the first backward (torch >= 2.15).
 
     Raises:
-        OptionError: a value is out of range, two exclude each other, or the installed torch lacks the option.
+        OptionError: a value is out of range, two options exclude each other, or the installed torch lacks an option.
     """
 
     searched: ClassVar = ("bucket_cap_mb", "comm_hook")
@@ -103,7 +103,7 @@ class CommPlan(Plan):
 
     @property
     def is_lossy(self) -> bool:
-        """Whether it changes numbers."""
+        """Whether the plan changes numbers."""
         return self.comm_hook is not None and self.comm_hook.claims.is_lossy
 
     def with_comm_hook(self, comm_hook: str | Mapping[str, Any] | Compressor) -> CommPlan:
@@ -125,10 +125,10 @@ class CommPlan(Plan):
 
     @property
     def name(self) -> str:
-        """The one short name of the plan, for tables and figures: all that differs from the defaults.
+        """The short name of the plan in all tables and figures, with everything that differs from the defaults.
 
-        First the compressor with its options (see `short_name`), or "uncompressed"; then the buckets, then the
-        switches in the order of the attributes. A switch that is set to DDP's own default is left out.
+        It has the compressor with its options (see `short_name`) or "uncompressed", then the buckets, then the switches
+        in the order of the attributes. A switch that is set to DDP's own default is left out.
 
         >>> CommPlan().name
         'uncompressed'
@@ -140,15 +140,15 @@ class CommPlan(Plan):
             words.append(f"buckets of {', '.join(f'{size:.3g}' for size in self.bucket_cap_mb)} MiB")
         elif self.bucket_cap_mb is not None:
             words.append(f"{self.bucket_cap_mb:g} MiB buckets")
-        of_ddp = inspect.signature(DistributedDataParallel.__init__).parameters
+        parameters = inspect.signature(DistributedDataParallel.__init__).parameters
         for name in _SWITCHES:
             value = getattr(self, name)
-            if value not in (None, getattr(of_ddp.get(name), "default", None)):
+            if value not in (None, getattr(parameters.get(name), "default", None)):
                 words.append(option_in_words(_SHORTER.get(name, name), value))
         return ", ".join(words)
 
     def ddp_kwargs(self) -> dict[str, Any]:
-        """Returns the keywords for ``DistributedDataParallel``: those that are set, and no others."""
+        """Returns the keywords for ``DistributedDataParallel``, without options that are None."""
         kwargs = {name: getattr(self, name) for name in plan_options() if name != "comm_hook"}
         if isinstance(self.bucket_cap_mb, tuple):
             kwargs["bucket_cap_mb_list"] = list(kwargs.pop("bucket_cap_mb"))
@@ -161,7 +161,7 @@ def plan_options() -> tuple[str, ...]:
     return CommPlan.options()
 
 
-_OPTIONS_OF_FSDP2 = (
+_FSDP2_OPTIONS = (
     *("param_hook", "accumulate_grads"),
     *("separate_reduce_scatter_group", "reduce_scatter_max_input_buffers"),
 )
@@ -170,10 +170,10 @@ _SWITCHES = tuple(name for name, hint in get_type_hints(CommPlan).items() if hin
 
 
 def check_option_names(options: Iterable[str], known: Sequence[str]) -> None:
-    """Raises an UnknownOptionError for a name that is not ``known``, or an OptionError if a newer torch has it."""
+    """Raises an UnknownOptionError for a name that is not ``known``, or an OptionError if it needs another torch."""
     for name in options:
         if name not in known:
-            if name in _OPTIONS_OF_FSDP2:
+            if name in _FSDP2_OPTIONS:
                 raise OptionError(f"{name} is an option of CommOptModelParallel, for models that FSDP2 shards")
             if name in DDP_OPTION_SINCE:
                 _check_available(name, name)
@@ -187,7 +187,7 @@ def _check_available(ddp_option: str, asked: str) -> None:
         raise OptionError(f"{asked} needs torch >= {since}, but torch {torch.__version__} is installed")
 
 
-def _check_bucket_cap(value: Any) -> float | tuple[float, ...] | None:
+def _check_bucket_cap(value: object) -> float | tuple[float, ...] | None:
     if value is None:
         return None
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -197,7 +197,7 @@ def _check_bucket_cap(value: Any) -> float | tuple[float, ...] | None:
     return _check_mib(value)
 
 
-def _check_mib(value: Any) -> float:
+def _check_mib(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not (0 < float(value) < math.inf):
         raise OptionError(f"bucket_cap_mb must be a number of MiB above 0, or a list of such, got {value!r}")
     return int(value) if isinstance(value, Integral) else float(value)

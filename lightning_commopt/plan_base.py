@@ -1,4 +1,4 @@
-"""What the plans of all strategies have in common: they are made from mappings and files, and written to them."""
+"""The base of the plans of all strategies, which are read from mappings and files, and written to them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class UnknownOptionError(OptionError, TypeError):
 
 
 class Plan(ABC):
-    """How the gradients of a model travel, for one of the strategies; see `CommPlan` and `ShardedPlan`.
+    """The options of gradient sync for one of the strategies; see `CommPlan` and `ShardedPlan`.
 
-    Concrete plans are frozen dataclasses, whose fields are the options.
+    Concrete plans are frozen dataclasses whose fields are the options.
     """
 
     comm_hook: Any  # the compressor, or None
@@ -45,20 +45,20 @@ class Plan(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The one short name of the plan, for tables and figures: all that differs from the defaults."""
+        """The short name of the plan in all tables and figures, with everything that differs from the defaults."""
 
     @property
     @abstractmethod
     def is_lossy(self) -> bool:
-        """Whether it changes numbers."""
+        """Whether the plan changes numbers."""
 
     def replaced(self, **options: Any) -> Self:
-        """Returns this plan with other options."""
+        """Returns this plan with other values for some options."""
         return type(self)(**{**{name: getattr(self, name) for name in self.options()}, **options})
 
     @classmethod
     def check_names(cls, names: Sequence[str]) -> None:
-        """Raises an UnknownOptionError for a name that is none of the options, or an OptionError that says why not."""
+        """Raises an UnknownOptionError for a name that is not an option, or an OptionError that gives the reason."""
         for name in names:
             if name not in cls.options():
                 hint = did_you_mean(name, cls.options())
@@ -68,25 +68,33 @@ class Plan(ABC):
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Self:
-        """Makes a plan from a mapping of option names to values, as `to_dict` gives it; raises an OptionError."""
+        """Makes a plan from a mapping of option names to values, such as the result of `to_dict`.
+
+        Raises:
+            OptionError: a name is unknown, or a value is out of range.
+        """
         _refuse_records(options)
         cls.check_names([*options])
         return cls(**options)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the options that are set, in types that JSON has; a compressor without a name is a ValueError."""
+        """Returns the options that differ from their defaults, in JSON-serializable types.
+
+        Raises:
+            ValueError: the compressor has no name in configurations.
+        """
         defaults = {field.name: field.default for field in dataclasses.fields(self)}  # type: ignore[arg-type]
         options = {name: getattr(self, name) for name in defaults if getattr(self, name) != defaults[name]}
         for name, value in options.items():
             if isinstance(value, Compressor | ShardedCompressor):
                 options[name] = compressor_to_config(value)
-            elif isinstance(value, tuple):  # plans keep lists as tuples, so that they can be hashed
+            elif isinstance(value, tuple):  # plans hold lists as tuples, which can be hashed
                 options[name] = list(value)
         return options
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Makes a plan from what `to_json` gave; raises an OptionError for other text."""
+        """Makes a plan from the result of `to_json`; raises an OptionError for other text."""
         try:
             options = json.loads(text)
         except (json.JSONDecodeError, RecursionError) as error:
@@ -100,10 +108,15 @@ class Plan(ABC):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Reads a plan that `save` wrote; raises an OptionError that names a file without one, or an OSError."""
+        """Reads a plan that `save` wrote.
+
+        Raises:
+            OptionError: the file has no plan; the message has its path.
+            OSError: the file cannot be read.
+        """
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except ValueError as error:  # UnicodeDecodeError among them
+        except ValueError as error:  # an OptionError, or a UnicodeDecodeError
             kind = type(error) if isinstance(error, OptionError) else OptionError
             raise kind(f"{path} holds no plan: {error}") from error
 
@@ -112,7 +125,7 @@ class Plan(ABC):
 
 
 def _refuse_records(options: Mapping[str, Any]) -> None:
-    """Raises an OptionError that shows where the plan stands, if these are another file's content: a run's."""
+    """Raises an OptionError if the options are the content of another file of ours, and shows where its plan is."""
     if {"status", "sync_method"} <= options.keys():
         what, where = f"the record of a run ({RUN_FILE})", "under 'plan'"
         plan = None
@@ -125,4 +138,4 @@ def _refuse_records(options: Mapping[str, Any]) -> None:
     if not isinstance(plan, Mapping):
         raise OptionError(f"this is {what}, which has no plan")
     shown = json.dumps({name: value for name, value in plan.items() if value is not None}, default=str)
-    raise OptionError(f"this is {what}; its plan stands {where}: save that alone as the plan: {shown}")
+    raise OptionError(f"this is {what}; its plan is {where}. Save only that as the plan: {shown}")

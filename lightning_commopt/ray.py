@@ -1,10 +1,10 @@
-"""CommOptDDP and CommOptModelParallel for workers of Ray Train, with the Trainer of the package that Ray has found."""
+"""CommOptDDP and CommOptModelParallel for workers of Ray Train, for the Lightning package that Ray uses."""
 
 from __future__ import annotations
 
 import operator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning_utilities.core.imports import compare_version
 
@@ -35,6 +35,8 @@ else:
 
 __all__ = ["CommOptDDP", "CommOptModelParallel"]
 
+_T = TypeVar("_T")
+
 
 class _InWorkers:
     cluster_environment: Any
@@ -42,7 +44,7 @@ class _InWorkers:
     @property
     def num_processes(self) -> int:
         """The number of workers on this node; Lightning would count the devices of this worker."""
-        return get_context().get_local_world_size()
+        return int(get_context().get_local_world_size())
 
     def _check_environment(self) -> None:
         if not isinstance(self.cluster_environment, RayLightningEnvironment):
@@ -65,17 +67,17 @@ class CommOptModelParallel(_InWorkers, _CommOptModelParallel):  # noqa: D101
     _is_saving = False
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Saves each worker's shard at the worker's own path: Ray's report puts the files of all workers together."""
+        """Saves each worker's shard at the worker's own path, since Ray's report merges the files of all workers."""
         self._is_saving = True
         try:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         finally:
             self._is_saving = False
 
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Broadcasts an object, but not the path to save at, which rank 0 would share with workers of other nodes."""
+    def broadcast(self, obj: _T, src: int = 0) -> _T:
+        """Broadcasts an object, except for the path to save at, which workers of other nodes must not share."""
         return obj if self._is_saving else super().broadcast(obj, src)
 
 
-# prepare_trainer takes these classes only. Ray's FSDP class is FSDP1's, for which Lightning clips and casts otherwise.
+# prepare_trainer accepts only Ray's own classes. With its FSDP1 class Lightning would clip and cast differently.
 RayDDPStrategy.register(CommOptModelParallel)

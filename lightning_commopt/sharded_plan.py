@@ -1,4 +1,4 @@
-"""ShardedPlan: how the gradients and the parameters of a model travel that FSDP2 shards, validated once, here."""
+"""ShardedPlan: the options of communication for models that FSDP2 shards, which are validated here."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ _WHY_NOT = {
     "lazy_bucket_allocation": _NO_BUCKETS,
     "ddp_comm_hook": "hooks of DDP average whole gradients",
 }
-"""For each option of DDP's plans that FSDP2 has nothing for, the reason."""
+"""For each option of DDP that cannot apply to FSDP2, the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedPlan(Plan):
-    """How the gradients and the parameters of a model travel that FSDP2 shards.
+    """The options of communication for models that FSDP2 shards.
 
     Attributes:
         comm_hook: how gradients travel in FSDP2's reduce-scatters: None or "none" for FSDP2's own; "bf16", "int8" or
             "int4"; or a mapping of a name and options (``{"name": "int8", "error_feedback": True}``), see `ShardedInt8`
-            and its neighbours; "hierarchical" compresses with its ``inner`` across nodes only. Parameters of one
-            dimension travel uncompressed, and so do all-reduces between replicas. Lossy. Needs torch >= 2.9.
+            and the other classes there; "hierarchical" compresses only across nodes, with its ``inner``. Parameters of
+            one dimension and all-reduces between replicas are not compressed. It is lossy, and needs torch >= 2.9.
         param_hook: how parameters travel in FSDP2's all-gathers: None for FSDP2's own, "int8" for blocks of 128 with
             one scale each. Forward and backward then compute with rounded parameters; the optimizer keeps exact ones.
-            Parameters of one dimension travel as they are. Lossy. Needs torch >= 2.9.
-        accumulate_grads: what a rank adds up over ``accumulate_grad_batches``. "sharded": its shard, reduce-scattered
-            in every batch; replicas (HSDP) are averaged only with the last one, which costs no memory. "unsharded":
-            the gradients of all parameters, which are reduce-scattered only with the last batch. Each rank then holds
-            gradients as large as the model during accumulation, in place of its shard of them: the first use prints
-            the number of bytes.
-        separate_reduce_scatter_group: let reduce-scatters have process groups of their own, so that they overlap with
+            Parameters of one dimension are not compressed. It is lossy, and needs torch >= 2.9.
+        accumulate_grads: what a rank adds up over ``accumulate_grad_batches``. "sharded": its shard, which is
+            reduce-scattered in every batch; replicas (HSDP) are averaged only in the last batch, which costs no memory.
+            "unsharded": the gradients of all parameters, which are reduce-scattered only in the last batch. During
+            accumulation each rank then holds gradients as large as the model instead of its shard of them; the first
+            use prints the number of bytes.
+        separate_reduce_scatter_group: give reduce-scatters their own process groups, so that they overlap with
             all-gathers; see ``FSDPModule.set_separate_reduce_scatter_group``, which not all versions of torch have.
-        reduce_scatter_max_input_buffers: of a rank at a time, None for FSDP2's own; see
-            ``FSDPModule.set_reduce_scatter_max_input_buffers``, which not all versions of torch have.
+        reduce_scatter_max_input_buffers: the number of input buffers that a rank may have at a time, None for FSDP2's
+            default; see ``FSDPModule.set_reduce_scatter_max_input_buffers``, which not all versions of torch have.
 
     Raises:
-        OptionError: a value is out of range, or this torch cannot do what it asks for.
+        OptionError: a value is out of range, or needs a newer torch.
     """
 
     comm_hook: ShardedCompressor | None = None
@@ -105,12 +105,12 @@ class ShardedPlan(Plan):
 
     @classmethod
     def of(cls, plan: ShardedPlan | CommPlan | str | Path) -> ShardedPlan:
-        """Returns a plan for FSDP2 as it was given: as one, as a plan of DDP, or as the path of a file.
+        """Returns a plan for FSDP2 from a plan, from a plan of DDP, or from the path of a file with either.
 
-        Of a `CommPlan` the compressor of the same name is taken, with the options that differ from their defaults.
+        A `CommPlan` gives the compressor with the same name, with the options that differ from their defaults.
 
         Raises:
-            OptionError: it is none of these, or it has an option that FSDP2 has nothing for.
+            OptionError: ``plan`` is none of these, or has an option that cannot apply to FSDP2.
         """
         if isinstance(plan, cls):
             return plan
@@ -125,7 +125,7 @@ class ShardedPlan(Plan):
         try:
             return cls.load(plan)
         except OptionError as error:
-            with suppress(OptionError):  # a file of DDP's, whose compressor has options that FSDP2's has not
+            with suppress(OptionError):  # the file may have a plan of DDP, whose compressor has other options
                 return cls.of(CommPlan.load(plan))
             raise error from None
 
@@ -137,7 +137,7 @@ class ShardedPlan(Plan):
 
     @property
     def name(self) -> str:
-        """The one short name of the plan, for tables and figures: all that differs from the defaults.
+        """The short name of the plan in all tables and figures, with everything that differs from the defaults.
 
         >>> ShardedPlan(accumulate_grads="unsharded").name
         'uncompressed, accumulate unsharded'
@@ -155,11 +155,11 @@ class ShardedPlan(Plan):
 
     @property
     def is_lossy(self) -> bool:
-        """Whether it changes numbers."""
+        """Whether the plan changes numbers."""
         return self.comm_hook is not None or self.param_hook is not None
 
     def unit_options(self) -> dict[str, Any]:
-        """Returns what is to be set on each unit, by the method of ``FSDPModule`` that does so."""
+        """Returns the values to set on each unit, by the names of the setters of ``FSDPModule``."""
         given = {
             "set_separate_reduce_scatter_group": self.separate_reduce_scatter_group,
             "set_reduce_scatter_max_input_buffers": self.reduce_scatter_max_input_buffers,
@@ -168,7 +168,7 @@ class ShardedPlan(Plan):
 
 
 def check_available(option: str = "comm_hook") -> None:
-    """Raises an OptionError that names the option if this torch has no comm objects."""
+    """Raises an OptionError with the name of the option if this torch has no comm objects."""
     needed = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms", "set_gradient_divide_factor")
     if not all(hasattr(FSDPModule, name) for name in needed):
         raise OptionError(

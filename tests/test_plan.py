@@ -119,7 +119,7 @@ def test_another_file_of_a_run_shows_its_plan(content: dict[str, Any], message: 
     path = tmp_path / "run.json"
     path.write_text(json.dumps(content))
     for make in (CommPlan.load, CommOptDDP.from_plan, lambda path: CommOptDDP(plan=path)):
-        with pytest.raises(OptionError, match=f"{path} holds no plan: this is {message}.*; its plan stands under") as e:
+        with pytest.raises(OptionError, match=f"{path} holds no plan: this is {message}.*; its plan is under") as e:
             make(path)
         shown = CommPlan.from_json(str(e.value).partition("as the plan: ")[2])
         assert shown == CommPlan.from_dict(_PLAN)
@@ -157,11 +157,11 @@ def test_a_class_or_a_hook_of_torch_as_comm_hook_says_what_to_write() -> None:
 @pytest.mark.parametrize(
     ("inner", "message"),
     [
-        ("powersgd", "'powersgd', which keeps a residual of its own: give 'powersgd' error_feedback=False, or leave"),
-        (ErrorFeedback(inner=BF16), "'error_feedback', which keeps a residual of its own: use one of the two"),
-        ({"name": "hierarchical", "inner": "int8"}, "'int8', which keeps a residual of its own"),
-        ({"name": "by_size", "min_numel": 100, "inner": "int8"}, "'int8', which keeps a residual of its own"),
-        (OwnFeedback(), "'OwnFeedback', which keeps a residual of its own: use one of the two"),
+        ("powersgd", "'powersgd', which keeps a residual itself: give 'powersgd' error_feedback=False, or leave"),
+        (ErrorFeedback(inner=BF16), "'error_feedback', which keeps a residual itself: use one of the two"),
+        ({"name": "hierarchical", "inner": "int8"}, "'int8', which keeps a residual itself"),
+        ({"name": "by_size", "min_numel": 100, "inner": "int8"}, "'int8', which keeps a residual itself"),
+        (OwnFeedback(), "'OwnFeedback', which keeps a residual itself: use one of the two"),
     ],
 )
 def test_error_feedback_within_error_feedback_is_refused(inner: Any, message: str) -> None:

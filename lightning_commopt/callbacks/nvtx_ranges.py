@@ -264,7 +264,8 @@ def _profiled_domain(name: str) -> Any:
 
 
 def _callbacks(trainer: Trainer) -> list[Callback]:
-    return trainer.callbacks  # type: ignore[attr-defined]
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return callbacks
 
 
 def _check_colors(colors: Mapping[str, str | int] | None) -> dict[str, int]:

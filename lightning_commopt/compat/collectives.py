@@ -1,13 +1,13 @@
 """Hooks of process groups, from torch 2.14 on; see `lightning_commopt.compat`.
 
-Private are ``_world.pg_map``, the process groups that exist, and ``_c10d.HookOpName``; the hooks themselves are public.
+The private names are ``_world.pg_map``, the process groups that exist, and ``_c10d.HookOpName``; the hooks are public.
 
-torch keeps the hooks of a group in a C++ map without a lock, which decides how long ours stay in it:
+torch keeps the hooks of a group in a C++ map without a lock. This has two consequences:
 
-1. Taking a hook out frees it, also while another thread is on its way into it: that thread then crashes. So a group
-   keeps its two hooks, and only the Python list of their listeners changes.
-2. torch destroys groups that are still registered after Python has ended, and destroying a hook then takes Python's
-   lock, which is a segmentation fault. So all hooks are taken out when Python begins to end.
+1. Removing a hook frees it, and another thread that is about to call it then crashes. So a group keeps its two hooks,
+   and only the Python list of their listeners changes.
+2. torch destroys groups that are still registered after Python has ended. Destroying a hook then takes the GIL, which
+   is a segmentation fault. So all hooks are removed when Python begins to end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_commopt.text.validation import warn_once
 
 _HOOK_ID = 0x434F4D4D  # "COMM" in ASCII, which other users of these hooks are unlikely to choose
 _EXIT_S = 0.05
-"""For threads that wait for Python's lock in a hook, or to release the tensors of gloo's last collective."""
+"""Pause for threads that wait for the GIL in a hook, ten times the 5 ms after which Python hands it to them."""
 _OPERATIONS = {
     "ALLREDUCE": "all_reduce",
     "ALLGATHER": "all_gather",
@@ -43,12 +43,12 @@ class Issued(Protocol):
     """A collective that was issued."""
 
     def end(self) -> None:
-        """It has completed; called on any thread, once at most."""
+        """Called when it has completed, from any thread and at most once."""
 
 
 Listener = Callable[[str, int], "Issued | None"]
-"""Called on the issuing thread before each collective, with the name of the operation and the size in bytes of its
-inputs or of its outputs, whichever is larger. Returns what observes its completion, if wanted."""
+"""Called on the issuing thread before each collective, with the name of the operation and the bytes of its inputs or
+its outputs, whichever is larger. Returns an object that observes its completion, or None."""
 
 
 def has_collective_hooks() -> bool:
@@ -59,8 +59,13 @@ def has_collective_hooks() -> bool:
 def listen(group: dist.ProcessGroup, listener: Listener, *, sees_end: bool) -> Callable[[], None]:
     """Notifies ``listener`` of every collective that this process issues on a group, until the result is called.
 
-    The group is not kept alive. ``sees_end`` observes completion too, of operations that have a future, for CPU
-    tensors; one listener that wants it is enough for all of the group.
+    The group is not kept alive.
+
+    Args:
+        group: the group.
+        listener: see `Listener`.
+        sees_end: whether to observe completion too, for CPU tensors and operations with a future. If one listener of
+            a group wants this, all of them see it.
     """
     hooks = _HOOKS.get(group)
     if hooks is None:
@@ -71,7 +76,7 @@ def listen(group: dist.ProcessGroup, listener: Listener, *, sees_end: bool) -> C
 
 
 class CollectiveHooks:
-    """Observes every collective that this process issues, until `close`, whoever issues it; see `listen`."""
+    """Observes every collective that this process issues on any group, until `close`; see `listen`."""
 
     def __init__(self, listener: Listener, *, sees_end: bool) -> None:
         self._listener, self._sees_end = listener, sees_end
@@ -90,7 +95,7 @@ class CollectiveHooks:
                 self._removers[group] = listen(group, self._listener, sees_end=self._sees_end)
 
     def close(self) -> None:
-        """Ends. A collective that is under way may still be observed to end."""
+        """Stops observing. The end of a collective that is under way may still be observed."""
         removers, self._removers = self._removers, WeakKeyDictionary()
         for remove in removers.values():
             remove()
@@ -103,7 +108,7 @@ class _GroupHooks:
         self._listeners: tuple[Listener, ...] = ()  # replaced as a whole, since other threads iterate over it
         self._sees_end = False
         self._open: dict[int, list[Issued]] = {}
-        self._without_future: set[Any] = set()
+        self._without_future: set[object] = set()
         members: Mapping[str, Any] = torch._C._distributed_c10d.HookOpName.__members__
         self._names = {value: _name_of(name) for name, value in members.items() if name not in _IGNORED}
         group.register_pre_hook(_HOOK_ID, self._before)
@@ -133,7 +138,7 @@ class _GroupHooks:
         except Exception as error:
             # An exception that leaves a hook would make the user's collective fail.
             self.remove_all()
-            warn_once(f"collectives are not observed any more: {type(error).__name__}: {error}")
+            warn_once(f"collectives can no longer be observed: {type(error).__name__}: {error}")
             return
         if issued and self._sees_end:
             self._open[args.op_id] = issued
@@ -145,14 +150,14 @@ class _GroupHooks:
         if issued is None or args.name in self._without_future or (work := args.work) is None:
             return
 
-        def end(_: Any) -> None:
+        def end(_: object) -> None:
             for watched in issued:
                 watched.end()
 
         try:
             work.get_future().add_done_callback(end)
         except Exception:
-            # gloo's reduce_scatter, for example, has no future. Asking again each time would cost an exception, 40 us.
+            # gloo's reduce_scatter, for example, has no future, and asking for one costs an exception, 40 us.
             self._without_future.add(args.name)
 
 
@@ -165,7 +170,7 @@ def _remove_hooks_at_exit() -> None:
 
 
 def _remove_hooks() -> None:
-    """Takes our hooks out of all groups, once no thread can be on its way into them any more."""
+    """Removes our hooks from all groups, after a pause in which threads that are in a hook leave it."""
     for hooks in _HOOKS.values():
         hooks.remove_all()
     time.sleep(_EXIT_S)

@@ -1,11 +1,11 @@
 """Private names of FSDP2, and observers of its collectives and waits; see `lightning_commopt.compat`.
 
-``_get_fsdp_state`` is the state that modules share which one call of ``fully_shard`` has made a unit, ``_mp_policy`` is
-its policy. ``gradient_divide_factor`` and ``_all_reduce_hook`` of its parameter groups, and their comm objects
-``_all_gather_comm`` and ``_reduce_scatter_comm`` (torch >= 2.9), are what setters set and nothing returns; the
-``_module_info`` of their ``fsdp_params`` has the order of parameters. Hooks that are called with a finished gradient
-are ``_post_accumulate_grad_hooks`` of the parameter. The module ``_fsdp_collectives`` calls collectives as functions of
-its global ``dist`` before torch 2.9.
+``_get_fsdp_state`` returns the state of a unit, which the modules of one call of ``fully_shard`` share, and
+``_mp_policy`` is its policy. ``gradient_divide_factor`` and ``_all_reduce_hook`` of its parameter groups, and their
+comm objects ``_all_gather_comm`` and ``_reduce_scatter_comm`` (torch >= 2.9), have public setters and no getters; the
+``_module_info`` of their ``fsdp_params`` has the order of parameters. ``_post_accumulate_grad_hooks`` of a parameter
+are called with a finished gradient. Before torch 2.9 the module ``_fsdp_collectives`` calls collectives as functions of
+its global ``dist``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def units_of(model: Module) -> list[FSDPModule]:
 
 
 def parameters_of(module: FSDPModule) -> list[tuple[Module, str]]:
-    """Returns owner and attribute of each parameter of a unit, in the order in which FSDP2 lays them out."""
+    """Returns the owner and the attribute of each parameter of a unit, in the order in which FSDP2 lays them out."""
     infos = [parameter._module_info for group in _groups_of(module) for parameter in group.fsdp_params]
     return [(info.module, info.param_name) for info in infos]
 
@@ -44,26 +44,27 @@ def dtypes_of(module: FSDPModule) -> set[torch.dtype]:
     """Returns the dtypes in which parameters and gradients of a unit may travel."""
     policy: Any = getattr(module._get_fsdp_state(), "_mp_policy", None)
     given = [getattr(policy, name, None) for name in ("param_dtype", "reduce_dtype")]
-    return {dtype for dtype in given if dtype is not None} | {each.dtype for each in module.parameters()}  # type: ignore[attr-defined]
+    parameters: Iterator[Tensor] = module.parameters()  # type: ignore[attr-defined]
+    return {dtype for dtype in given if dtype is not None} | {parameter.dtype for parameter in parameters}
 
 
 def has_own_divide_factor(module: FSDPModule) -> bool:
-    """Returns whether somebody has called ``set_gradient_divide_factor``."""
+    """Returns whether ``set_gradient_divide_factor`` was called."""
     return any(getattr(group, "gradient_divide_factor", None) is not None for group in _groups_of(module))
 
 
 def has_all_reduce_hook(module: FSDPModule) -> bool:
-    """Returns whether somebody has called ``set_all_reduce_hook``."""
+    """Returns whether ``set_all_reduce_hook`` was called."""
     return any(getattr(group, "_all_reduce_hook", None) is not None for group in _groups_of(module))
 
 
 def comm_object(unit: FSDPModule, operation: str) -> Any:
-    """Returns one of the `comm_objects` of a unit, whose parameters have one mesh."""
+    """Returns one of the `comm_objects` of a unit whose parameters have a single mesh."""
     return getattr(_groups_of(unit)[0], f"_{operation}_comm")
 
 
 def comm_objects(model: Module) -> Iterator[tuple[str, Any]]:
-    """Yields what issues the "all_gather" and the "reduce_scatter" of each unit; nothing before torch 2.9."""
+    """Yields the objects that issue the "all_gather" and the "reduce_scatter" of each unit; none before torch 2.9."""
     for unit in units_of(model):
         for group in _groups_of(unit):
             for operation in ("all_gather", "reduce_scatter"):
@@ -72,14 +73,14 @@ def comm_objects(model: Module) -> Iterator[tuple[str, Any]]:
 
 
 def keeps_reduced(parameter: Tensor, dtype: torch.dtype) -> bool:
-    """Returns whether a reduced gradient of ``dtype`` becomes that of a parameter as it is, and no hook sees it."""
+    """Returns whether a reduced gradient of ``dtype`` becomes the parameter's without a conversion or a hook."""
     kept = getattr(parameter, "grad_dtype", parameter.dtype) or dtype
     return kept == dtype and not getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
 def _groups_of(module: FSDPModule) -> list[Any]:
     state: Any = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):  # one for each mesh, in newer versions
+    if hasattr(state, "_fsdp_param_groups"):  # newer versions have a group for each mesh
         return list(state._fsdp_param_groups)
     group = state._fsdp_param_group
     return [] if group is None else [group]
@@ -90,7 +91,7 @@ Around = Callable[[], AbstractContextManager[None]]
 
 
 class NotifyingComm:
-    """A comm object of ours, which notifies the ``listener`` by itself, and issues its collectives ``around``."""
+    """Base of our comm objects, which notify the ``listener`` themselves and issue collectives within ``around()``."""
 
     listener: Listener | None = None
     around: Around = nullcontext
@@ -102,9 +103,16 @@ class NotifyingComm:
 class ObservedUnits:
     """Notifies a listener of the collectives of a model that FSDP2 has sharded, until `close`.
 
-    Our comm objects notify by themselves. Others keep their state and get a class derived from their own,
-    which notifies before the call. ``sees_end`` observes completion too: on CPU that of the collective; on CUDA it
-    comes where the stream that issues the collective has waited for it. All is issued in a context of ``around``.
+    Our comm objects notify it themselves. Others keep their state, and get a class derived from their own that notifies
+    before each call.
+
+    Args:
+        model: the model.
+        listener: see `Listener`.
+        operations: the operations to observe.
+        sees_end: whether to observe completion too. On CUDA a collective counts as completed when the stream that
+            issued it has waited for it.
+        around: makes the context in which each collective is issued.
     """
 
     def __init__(
@@ -128,7 +136,7 @@ class ObservedUnits:
                 self._undo += [partial(delattr, comm, name) for name in ("listener", "around")]
             else:
                 undo = partial(setattr, comm, "__class__", type(comm))
-                with suppress(TypeError):  # of somebody's object whose class is fixed
+                with suppress(TypeError):  # the class of a user's object may be fixed
                     comm.__class__ = _observed(type(comm), operation, listener, sees_end=sees_end, around=around)
                     self._undo.append(undo)
 
@@ -145,7 +153,7 @@ def _observed(base: type, operation: str, listener: Listener, *, sees_end: bool,
     def call(self: Any, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> dist.Work | None:
         issued = listener(operation, max(output_tensor.nbytes, input_tensor.nbytes))
         with around():
-            work = base.__call__(self, output_tensor, input_tensor, *args, **kwargs)
+            work: dist.Work | None = base.__call__(self, output_tensor, input_tensor, *args, **kwargs)
         _observe_end(issued if sees_end else None, work)
         return work
 
@@ -155,21 +163,21 @@ def _observed(base: type, operation: str, listener: Listener, *, sees_end: bool,
 def _observe_functions(
     listener: Listener, operations: Collection[str], *, sees_end: bool, around: Around
 ) -> Callable[[], None]:
-    """Notifies of the collectives of all that FSDP2 has sharded in this process, until the result is called."""
+    """Notifies of the collectives of all sharded models in this process, until the result is called."""
 
     class Observed:
-        """Has what ``torch.distributed`` has, and notifies before two of its functions."""
+        """Stands in for ``torch.distributed``, and notifies before two of its functions."""
 
         def __getattr__(self, name: str) -> Any:
-            found = getattr(dist, name)
+            function = getattr(dist, name)
             if (operation := _FUNCTIONS.get(name)) not in operations:
-                return found
+                return function
 
             def call(*args: Any, **kwargs: Any) -> dist.Work | None:
                 tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
                 issued = listener(str(operation), max(tensor.nbytes for tensor in tensors))
                 with around():
-                    work = found(*args, **kwargs)
+                    work: dist.Work | None = function(*args, **kwargs)
                 _observe_end(issued if sees_end else None, work)
                 return work
 
@@ -184,19 +192,21 @@ _FUNCTIONS = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "
 
 
 def _observe_end(issued: Issued | None, work: dist.Work | None) -> None:
-    """Notifies of the end of a collective: at once if nobody is to wait for it any more."""
+    """Notifies of the end of a collective, at once if it has no handle to wait for."""
     if issued is None:
         return
     if work is None:
         issued.end()
-    else:  # on CUDA, torch calls back in a stream that waits for it
+    else:
+        # On CUDA torch calls this in a stream that waits for the collective.
         work.get_future().add_done_callback(lambda _: issued.end())
 
 
 class ComputationWaits:
-    """Observes, until `close`, each time that the stream of a model's computation waits for an event of another one.
+    """Observes, until `close`, every wait of the stream of a model's computation for an event of another stream.
 
-    Public is ``torch.cuda.Stream.wait_event``, which FSDP2 calls before it uses what was gathered, or reduced.
+    It replaces the public ``torch.cuda.Stream.wait_event``, which FSDP2 calls before it uses gathered parameters or
+    reduced gradients.
     """
 
     def __init__(self, device: torch.device, on_wait: Callable[[], Issued | None]) -> None:

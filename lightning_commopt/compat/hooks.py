@@ -1,7 +1,7 @@
-"""Finds out what a thread does, from the files and functions on its stack; see `lightning_commopt.compat`.
+"""Finds out what a thread does from the files and functions on its stack; see `lightning_commopt.compat`.
 
-``trainer/call.py``, the same in ``lightning`` and ``pytorch_lightning``, calls the hooks of callbacks and modules. In
-some files of torch a rank waits for others. This module knows them by name, and imports none of them.
+``trainer/call.py``, which is the same in ``lightning`` and ``pytorch_lightning``, calls the hooks of callbacks and
+modules, and some files of torch are where a rank waits for others. This module knows their names and imports none.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _CALLERS = {
     "_call_lightning_module_hook": "pl_module",
     "_call_lightning_datamodule_hook": "trainer",
 }
-"""Functions that call a hook, with their variable that holds its owner."""
+"""Functions that call a hook, and the name of their variable that holds the owner of the hook."""
 
 _CALL_FILE = "/trainer/call.py"
 _LOGGER_FILE, _LOGS = "/logger_connector/logger_connector.py", "log_metrics"
@@ -30,7 +30,7 @@ _PACKAGES = ("/lightning/pytorch/", "/pytorch_lightning/")
 _DISTRIBUTED = "/torch/distributed/"
 _WAITING = ("distributed_c10d.py", "_functional_collectives.py", "nn/functional.py")
 _OTHERS = ("elastic/", "launcher/", "run.py", "checkpoint/", "c10d_logger.py")
-"""Files that start ranks, write files or wrap functions: their frames are around everything that a rank does."""
+"""Files that start ranks, write files or wrap functions, whose frames surround everything that a rank does."""
 
 _OWN_WAITS = ("/lightning_commopt/watch/epoch_ends.py", "/lightning_commopt/sync/gather.py")
 
@@ -38,17 +38,18 @@ _OWN_WAITS = ("/lightning_commopt/watch/epoch_ends.py", "/lightning_commopt/sync
 class Activity(NamedTuple):
     """What the training thread does within Lightning."""
 
-    # "hook", "data" or "checkpoint"; "SIGTERM" for the handler of that signal, in which Lightning 2.6 waits for other
-    # ranks; "SIGTERM broadcast" for the broadcast before every batch.
+    # This is "hook", "data" or "checkpoint"; "SIGTERM" in the handler of that signal, where Lightning 2.6 waits for
+    # other ranks; or "SIGTERM broadcast" in the broadcast before every batch.
     kind: str
-    owner: str = ""  # whose hook it is: "callback", "module", "datamodule" or "logger"
-    hook: str = ""  # the hook's name
+    owner: str = ""  # the owner of the hook: "callback", "module", "datamodule" or "logger"
+    hook: str = ""  # the name of the hook
 
 
 def activity_of(frames: Sequence[tuple[str, str]]) -> Activity | None:
-    """Returns the innermost activity of a thread from files and functions, innermost first; None if there is none.
+    """Returns the innermost activity of a thread from its files and functions, innermost first; None if it has none.
 
-    Hooks of a module that train, such as ``optimizer_step``, do not count: their names do not begin with "on_".
+    Hooks of a module that are a part of training, such as ``optimizer_step``, do not count; their names do not begin
+    with "on_".
     """
     called = inner = ""
     for file, function in frames:
@@ -96,8 +97,8 @@ def hook_owner(frame: FrameType | None) -> str | None:
 def waited_in(file: str, function: str, *, is_innermost: bool) -> str | None:
     """Returns the operation in which a function on a thread's stack waits for other ranks; None if it does not wait.
 
-    With ``is_innermost`` the function has called no other Python function. Then waiting for a handle, as in FSDP, also
-    counts. Further out the same file may be around a whole forward.
+    With ``is_innermost`` the function has called no other Python function, and waiting for a handle counts too, as in
+    FSDP. Further out on the stack the same file may surround a whole forward.
     """
     if file.endswith(_OWN_WAITS):
         return "a meeting of all ranks"

@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 
 __all__ = [
     "VERSION_BASE",
-    "FileConfigSource",  # a folder of configs; ours adds a hint to the error for an unknown option
+    "FileConfigSource",  # a folder of configs; our subclass adds a hint to the error for an unknown option
     "allow_targets",
-    "get_args_parser",  # separates overrides from flags on a command line
+    "get_args_parser",  # needed to separate overrides from flags on a command line
     "packages_of_targets",
     "register_resolver",
     "store_config",
@@ -33,11 +33,13 @@ def allow_targets(packages: Sequence[str]) -> AbstractContextManager[object]:
     """Allows ``instantiate`` and Hydra's logging objects of more packages; Hydra before 1.4 allows all."""
     if not _HAS_WHITELIST:
         return nullcontext()
-    return hydra.utils.execution_whitelist([f"{package}.*" for package in packages])  # type: ignore[attr-defined]
+    allowing: Any = hydra.utils.execution_whitelist  # type: ignore[attr-defined]
+    context: AbstractContextManager[object] = allowing([f"{package}.*" for package in packages])
+    return context
 
 
 def packages_of_targets(config: object) -> list[str]:
-    """Returns the packages of all ``_target_`` in a resolved configuration, but Python's standard library.
+    """Returns the packages of all ``_target_`` in a resolved configuration, except Python's standard library.
 
     >>> packages_of_targets({"a": {"_target_": "torch.optim.SGD", "b": [{"_target_": "os.system"}]}})
     ['torch']
@@ -57,12 +59,12 @@ def _targets(config: object) -> Iterator[object]:
 
 
 def register_resolver(name: str, resolver: Callable[..., Any]) -> None:
-    """Registers a resolver with OmegaConf, replacing one of that name."""
+    """Registers a resolver with OmegaConf, or replaces the one with that name."""
     register = getattr(OmegaConf, "register_resolver" if _HAS_WHITELIST else "register_new_resolver")
     register(name, resolver, replace=True)
 
 
 def store_config(*, group: str, name: str, node: object) -> None:
-    """Stores a config in Hydra, replacing one of that name."""
+    """Stores a config in Hydra, or replaces the one with that name."""
     replace: dict[str, Any] = {"replace": True} if _HAS_WHITELIST else {}
     ConfigStore.instance().store(group=group, name=name, node=node, **replace)

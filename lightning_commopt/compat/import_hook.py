@@ -1,10 +1,10 @@
 """Runs a function as soon as a module has been imported, without importing it.
 
-``import lightning_commopt`` must add our strategies to Lightning's registries, whichever package is imported first; but
+``import lightning_commopt`` must add our strategies to Lightning's registries, whichever package is imported first. But
 importing Lightning takes seconds, which ``commopt --help`` should not spend. So a finder on ``sys.meta_path`` lets the
 other finders find the module, and wraps its loader, which then calls the function.
 
-The finder stays: a module may be imported later, or reloaded. It costs one dict lookup for each import.
+The finder stays, since a module may be imported later or reloaded. It costs one dict lookup per import.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ AfterImport = Callable[[ModuleType], None]
 
 
 def call_after_import(module: str, function: AfterImport) -> None:
-    """Calls ``function(module)`` after every import of a module, and now if it has been imported.
+    """Calls ``function(module)`` after every import of a module, and at once if it has been imported already.
 
-    Its exceptions are logged: they must not break the user's import.
+    Its exceptions are logged, since they must not break the user's import.
     """
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
@@ -50,7 +50,7 @@ class _Finder(MetaPathFinder):
             return None
         for finder in list(sys.meta_path):
             find_spec = None if finder is self else getattr(finder, "find_spec", None)
-            spec = None if find_spec is None else find_spec(fullname, path, target)
+            spec: ModuleSpec | None = None if find_spec is None else find_spec(fullname, path, target)
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
                     spec.loader = _CallingLoader(spec.loader, functions)
@@ -88,7 +88,7 @@ def _call(function: AfterImport, module: ModuleType) -> None:
     try:
         function(module)
     except Exception:
-        # This is logged, not warned of: the importing code may turn warnings into errors, and know nothing of us.
+        # This is not a warning, because the importing code may turn warnings into errors.
         logging.getLogger(__name__).warning("lightning_commopt: failed after import of %s", module, exc_info=True)
 
 

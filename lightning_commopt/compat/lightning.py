@@ -3,11 +3,11 @@
 They have the same code but different classes: a Trainer accepts only strategies and callbacks of its own package.
 Importing this module imports neither of them. Its classes get their bases when the program imports a package.
 
-Of ``DDPStrategy`` our strategies override ``_configure_launcher``, ``_register_ddp_hooks`` and ``_setup_distributed``
-(Fabric), and read or set ``_accelerator``, ``_ddp_kwargs``, ``_timeout``, ``_start_method``, ``_launcher``,
-``_backward_sync_control`` (Fabric) and ``_pl_static_graph_delay_done``, for which there is no public
-alternative; of ``ModelParallelStrategy`` they override ``_configure_launcher`` and ``_setup_distributed``. Our launcher
-overrides ``_call_children_scripts`` and calls ``_check_can_spawn_children``.
+Our strategies override ``_configure_launcher``, ``_register_ddp_hooks`` and ``_setup_distributed`` (Fabric) of
+``DDPStrategy``, and read or set its ``_accelerator``, ``_ddp_kwargs``, ``_timeout``, ``_start_method``, ``_launcher``,
+``_backward_sync_control`` (Fabric) and ``_pl_static_graph_delay_done``, for which there is no public alternative. They
+override ``_configure_launcher`` and ``_setup_distributed`` of ``ModelParallelStrategy``. Our launcher overrides
+``_call_children_scripts`` and calls ``_check_can_spawn_children``.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lightning_commopt.compat.import_hook import call_after_import
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import DDPStrategy
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-"""The packages that have a Trainer; the first is the default if a program has imported neither."""
+"""The packages with a Trainer; the first is the default if a program has imported neither."""
 
 RUNS_CALLBACKS, SAVES_CHECKPOINTS = "_call_callback_hooks", "save_checkpoint"
 """Functions on the stack of a thread that runs a callback or saves a checkpoint."""
@@ -36,7 +37,7 @@ _FABRICS = ("lightning.fabric", "lightning_fabric")
 if not TYPE_CHECKING:
 
     class _NoCallback:
-        """The first base of `Callback`, because Python replaces only bases that are defined in Python."""
+        """The first base of `Callback`, since Python can replace only bases that are defined in Python."""
 
     class _NoException(Exception):  # noqa: N818
         pass
@@ -48,7 +49,7 @@ if not TYPE_CHECKING:
         """
 
     class MisconfigurationException(_NoException):
-        """The ``MisconfigurationException`` of every package that the program imports, as `Callback` is."""
+        """The ``MisconfigurationException`` of every package that the program imports; see `Callback`."""
 
 
 def _add_base(ours: type, name: str) -> Callable[[ModuleType], None]:
@@ -99,7 +100,7 @@ def package_in_use() -> str:
 
 
 def count_samples(trainer: Trainer, batch: Any) -> int | None:
-    """Returns how many samples Lightning finds in a batch; 0 for None, which it skips; None if it finds no tensor."""
+    """Returns the samples that Lightning counts in a batch; 0 for None, which it skips; None if there is no tensor."""
     if batch is None:
         return 0
     extract_batch_size, misconfiguration = _batch_size_functions(package_of(trainer))
@@ -112,14 +113,14 @@ def count_samples(trainer: Trainer, batch: Any) -> int | None:
 
 @cache
 def _batch_size_functions(package: str) -> tuple[Callable[[Any], int], type[Exception]]:
-    """Returns ``extract_batch_size`` of a Trainer's package, and what it raises; cached, as it is called every step."""
+    """Returns ``extract_batch_size`` of a Trainer's package and its exception; cached for the calls in every step."""
     utilities = f"{package}.utilities"
     misconfiguration = import_module(f"{utilities}.exceptions").MisconfigurationException
     return import_module(f"{utilities}.data").extract_batch_size, misconfiguration
 
 
 def batches_that_stepped(trainer: Trainer) -> int:
-    """Returns the step number that Lightning gives to loggers: ``global_step`` counts each of several optimizers."""
+    """Returns the step number that Lightning gives to loggers; ``global_step`` counts each optimizer separately."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
@@ -129,7 +130,7 @@ def will_accumulate(trainer: Trainer) -> bool:
 
 
 def is_validation_next(trainer: Trainer) -> bool:
-    """Returns whether a validation comes before the next batch; for ``on_train_batch_end``."""
+    """Returns whether a validation comes before the next batch; only valid in ``on_train_batch_end``."""
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None
     return trainer.fit_loop.epoch_loop._should_check_val_fx(fetcher)
@@ -151,14 +152,14 @@ def is_interactive() -> bool:
     return any(module._IS_INTERACTIVE for module in modules if module is not None)
 
 
-def is_lightnings_ddp(strategy: object) -> bool:
-    """Returns whether a strategy is Lightning's ``DDPStrategy`` itself, not a subclass."""
+def is_lightnings_ddp(strategy: object) -> TypeGuard[DDPStrategy]:
+    """Returns whether a strategy is Lightning's ``DDPStrategy`` and not a subclass."""
     cls = type(strategy)
     return cls.__name__ == "DDPStrategy" and cls.__module__ in {f"{package}.strategies.ddp" for package in PACKAGES}
 
 
-def arguments_of_ddp(strategy: Any) -> dict[str, Any]:
-    """Returns what Lightning's ``DDPStrategy`` was made with, except its comm hook and its precision."""
+def arguments_of_ddp(strategy: DDPStrategy) -> dict[str, Any]:
+    """Returns the arguments of Lightning's ``DDPStrategy``, except for its comm hook and its precision."""
     return {
         "parallel_devices": strategy.parallel_devices,
         "cluster_environment": strategy.cluster_environment,
@@ -175,7 +176,7 @@ def comm_hook_of(strategy: object) -> Callable[..., Any] | None:
     return getattr(strategy, "_ddp_comm_hook", None)
 
 
-def wrap_comm_hook(strategy: Any, wrap: Callable[[Any], Any]) -> None:
+def wrap_comm_hook(strategy: object, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Wraps the hook that Lightning's ``DDPStrategy`` will register, before it wraps the model; ignores others."""
     if hasattr(strategy, "_ddp_comm_wrapper"):
         inner = strategy._ddp_comm_wrapper

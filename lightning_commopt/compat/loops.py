@@ -12,7 +12,10 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 
 class LoopEvents:
@@ -30,7 +33,7 @@ class LoopEvents:
 
     def __init__(
         self,
-        trainer: Any,
+        trainer: Trainer,
         *,
         on_data: Callable[[], None],
         on_epoch_start: Callable[[], None],
@@ -80,11 +83,11 @@ class LoopEvents:
             self._undo.pop()()
 
 
-def wrap_method(owner: Any, name: str, around: Callable[..., None]) -> Callable[[], None]:
+def wrap_method(owner: object, name: str, around: Callable[..., None]) -> Callable[[], None]:
     """Makes one object call ``around(method, *args)`` instead of a method; returns a function that undoes it.
 
-    A method may be wrapped several times, the last wrapper outermost, and unwrapped in any order. Keywords are passed
-    on. A function that others have put in its place, before or since, stays there.
+    A method may be wrapped several times, with the last wrapper outermost, and unwrapped in any order. Keyword
+    arguments are passed on. A function that other code has put in the method's place, before or after, stays there.
     """
     own = vars(owner).get(name)
     chain = own if isinstance(own, _Wrapped) else _Wrapped(getattr(owner, name), is_own=own is not None)
@@ -103,7 +106,7 @@ def wrap_method(owner: Any, name: str, around: Callable[..., None]) -> Callable[
 
 
 class _Wrapped:
-    """A method of an object, or with ``is_own`` what it had instead of its class's, and what is called around it."""
+    """A method with the functions that are called around it; ``is_own`` if the object has it, not only its class."""
 
     def __init__(self, inner: Callable[..., None], *, is_own: bool) -> None:
         self.inner = inner
@@ -117,43 +120,48 @@ class _Wrapped:
         call(*args, **kwargs)
 
 
-def num_batches(trainer: Any) -> int | None:
+def num_batches(trainer: Trainer) -> int | None:
     """Returns the number of batches in an epoch of training on this rank, with all limits; None if unknown."""
     number = trainer.fit_loop.max_batches
     return None if math.isinf(number) else int(number)
 
 
-def most_batches_left(trainer: Any) -> float:
-    """Returns after how many batches ``max_steps`` ends the fit at the latest; infinity if unknown."""
+def most_batches_left(trainer: Trainer) -> float:
+    """Returns the largest number of batches before ``max_steps`` ends the fit; infinity if unknown."""
     if trainer.max_steps == -1 or not trainer.lightning_module.automatic_optimization:
         return math.inf
     return float((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
 
 
-def num_begun(trainer: Any) -> int:
-    """Returns how many batches of this epoch this rank has begun."""
+def num_begun(trainer: Trainer) -> int:
+    """Returns the number of batches of this epoch that this rank has begun."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
 
-def batch_is_open(trainer: Any) -> bool:
+def batch_is_open(trainer: Trainer) -> bool:
     """Returns whether a batch of training has begun and not ended."""
-    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current  # Lightning annotates a base class of it
     return bool(batches.started > batches.processed)
 
 
-def limit_batches(trainer: Any, number: int) -> None:
-    """Ends the epochs of this rank after ``number`` batches, which is not above `num_batches`."""
-    limits = trainer.fit_loop._combined_loader.limits
+def limit_batches(trainer: Trainer, number: int) -> None:
+    """Ends the epochs of this rank after ``number`` batches, which must not exceed `num_batches`."""
+    loader = trainer.fit_loop._combined_loader
+    assert loader is not None
+    assert loader.limits is not None
     # The list is changed in place because the iterator of this epoch holds it too.
-    limits[:] = [min(limit, number) for limit in limits]
+    loader.limits[:] = [min(limit, number) for limit in loader.limits]
     _set_length(trainer, number)
 
 
-def repeat_batches(trainer: Any, number: int) -> None:
-    """Makes this rank start over with its batches until there are ``number``, which is above `num_batches`."""
+def repeat_batches(trainer: Trainer, number: int) -> None:
+    """Makes this rank repeat its batches until there are ``number``, which must exceed `num_batches`."""
     loop = trainer.fit_loop
     loader = loop._combined_loader
-    own = [min(len(part), limit) for part, limit in zip(loader.flattened, loader.limits, strict=True)]
+    assert loader is not None
+    assert loader.limits is not None
+    assert loop._data_fetcher is not None
+    own = [int(min(len(part), limit)) for part, limit in zip(loader.flattened, loader.limits, strict=True)]
     # Only in this mode the shortest loader ends the epoch. In all others the longest does, and Lightning repeats the
     # shorter ones or continues without them.
     needs_all = loader._mode == "min_size"
@@ -167,16 +175,17 @@ def repeat_batches(trainer: Any, number: int) -> None:
     _set_length(trainer, number)
 
 
-def _set_length(trainer: Any, number: int) -> None:
-    """Sets what Lightning has derived from the number of batches."""
-    trainer.fit_loop.max_batches = number
-    trainer.fit_loop._data_fetcher.length = number
+def _set_length(trainer: Trainer, number: int) -> None:
+    """Sets the number of batches, and the numbers that Lightning has derived from it."""
+    fetcher = trainer.fit_loop._data_fetcher
+    assert fetcher is not None
+    trainer.fit_loop.max_batches = fetcher.length = number
     if isinstance(trainer.val_check_interval, float) and getattr(trainer, "_val_check_time_interval", None) is None:
         trainer.val_check_batch = max(1, int(number * trainer.val_check_interval))
 
 
 class RepeatedLoader:
-    """A dataloader with a length that starts over after ``num_own`` batches until there are ``number``."""
+    """A dataloader that repeats its ``num_own`` batches until there are ``number``."""
 
     def __init__(self, loader: Any, num_own: int, number: int) -> None:
         self._loader, self._num_own, self._number = loader, num_own, number

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,21 +20,24 @@ from lightning_commopt.compat.hooks import SIGTERM_BROADCAST
 from lightning_commopt.compat.lightning import batches_that_stepped, package_of
 from lightning_commopt.compat.loops import wrap_method
 
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
-def broadcasts_sigterm(trainer: Any) -> bool:
+
+def broadcasts_sigterm(trainer: Trainer) -> bool:
     """Returns whether this Lightning broadcasts SIGTERM before every batch."""
     return hasattr(trainer.fit_loop.epoch_loop, SIGTERM_BROADCAST)
 
 
-def around_broadcasts(trainer: Any, around: Callable[[Callable[[], None]], None]) -> Callable[[], None]:
-    """Calls ``around(broadcast)`` instead of Lightning's broadcast, if it has one; returns a function to undo it."""
+def around_broadcasts(trainer: Trainer, around: Callable[[Callable[[], None]], None]) -> Callable[[], None]:
+    """Calls ``around(broadcast)`` instead of Lightning's broadcast, if there is one; returns a function to undo it."""
     if not broadcasts_sigterm(trainer):
         return lambda: None
     return wrap_method(trainer.fit_loop.epoch_loop, SIGTERM_BROADCAST, around)
 
 
-def report_lost_broadcasts(trainer: Any, report: Callable[[Exception], None]) -> Callable[[], None]:
-    """Reports exceptions of the broadcast, such as timeouts, which Lightning ignores; returns a function to undo it."""
+def report_lost_broadcasts(trainer: Trainer, report: Callable[[Exception], None]) -> Callable[[], None]:
+    """Reports exceptions of the broadcast that Lightning ignores, such as timeouts; returns a function to undo it."""
 
     def around(inner: Callable[[], None]) -> None:
         broadcast = dist.broadcast
@@ -61,7 +65,7 @@ class SigtermCheck:
     the same batch. All ranks must make it, for the same fit, with a Lightning that `broadcasts_sigterm`.
     """
 
-    def __init__(self, trainer: Any, every_n_steps: int) -> None:
+    def __init__(self, trainer: Trainer, every_n_steps: int) -> None:
         self._trainer, self._every_n_steps = trainer, every_n_steps
         self._has_received = False
         self._checked_step = -1
@@ -76,7 +80,7 @@ class SigtermCheck:
         while self._undo:
             self._undo.pop()()
 
-    def _receive(self, inner: Callable[..., None], number: int, frame: Any) -> None:
+    def _receive(self, inner: Callable[..., None], number: int, frame: FrameType | None) -> None:
         launcher = self._trainer.strategy.launcher
         if launcher is not None and not self._has_received:
             # As Lightning does, this passes the signal on to the ranks that this one has started.
@@ -95,7 +99,7 @@ class SigtermCheck:
         self._agree()  # Lightning raises the exception itself when it has ended the epoch
 
     def _agree(self) -> bool:
-        """Returns whether any rank has received SIGTERM; then Lightning on this rank knows."""
+        """Returns whether any rank has received SIGTERM, and in that case tells Lightning on this rank."""
         flag = torch.tensor([self._has_received], dtype=torch.int32, device=self._trainer.strategy.root_device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         if flag.item():

@@ -13,10 +13,10 @@ from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
-# Unlike a collective, the store passes messages even when some ranks are missing.
+# The store passes messages even if some ranks are missing, which a collective cannot do.
 default_store = distributed_c10d._get_default_store
 
-# One call for many small tensors, as torch's optimizers make it.
+# These handle many small tensors in one call; torch's optimizers use them too.
 foreach_copy_, foreach_mul_ = torch._foreach_copy_, torch._foreach_mul_
 
 
@@ -26,7 +26,7 @@ def registered_hooks(model: DistributedDataParallel) -> list[object]:
 
 
 def bucket_parameters(model: DistributedDataParallel) -> list[list[int]]:
-    """Returns the parameters in each bucket, empty before DDP has rebuilt them; not in a backward, which has a lock."""
+    """Returns the parameters in each bucket, or nothing until DDP has rebuilt its buckets. A backward locks this."""
     text = str(model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices", ""))
     return [[int(index) for index in bucket.split()] for bucket in text.split(",") if bucket.strip()]
 
@@ -48,17 +48,17 @@ def first_bucket_parameters(model: DistributedDataParallel, parameters: list[Ten
         static_graph=model.static_graph, find_unused_parameters=model.find_unused_parameters
     )
     buckets, _ = torch.distributed._compute_bucket_assignment_by_size(parameters, limits, [False] * len(parameters))
-    # As DDP does: gradients are produced in about the reverse order of the parameters.
+    # DDP reverses them too, since gradients are produced in about the reverse order of the parameters.
     return buckets[::-1]
 
 
 def stop_reducing(model: DistributedDataParallel) -> None:
-    """Removes DDP's hooks from the parameters before another wrapper adds its own; the destructor may run too late."""
+    """Removes DDP's hooks from the parameters, so that another wrapper can add its own; its destructor may run late."""
     model.reducer._remove_autograd_hooks()
 
 
 def uses_python_reducer(model: DistributedDataParallel) -> bool:
-    """Returns whether DDP has no buckets, because of ``torch._dynamo.config.optimize_ddp`` when it was made."""
+    """Returns whether DDP was made without buckets, because of ``torch._dynamo.config.optimize_ddp``."""
     return bool(model._use_python_reducer)
 
 
@@ -73,15 +73,18 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 
 def sparse_values(tensor: Tensor) -> Tensor:
-    """Returns the values of a tensor that are sent; ``values()`` of a sparse one would need a sort first."""
+    """Returns the values of a tensor that are sent; the public ``values()`` of a sparse tensor needs a sort first."""
     return tensor._values() if tensor.is_sparse else tensor
 
 
 def flight_records() -> dict[str, Any]:
-    """Returns the collectives that torch has recorded in this process, from its JSON, the oldest first; or raises.
+    """Returns the collectives that torch has recorded in this process, as in its JSON, the oldest first.
 
     Each backend may have its own recorder: gloo, NCCL's first backend ("nccl-legacy" since torch 2.15, "nccl" before),
-    and its second one, which records through a hook.
+    and its second backend, which records through a hook.
+
+    Raises:
+        RuntimeError: this torch has no recorder.
     """
     dumps = []
     if (dump := getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)) is not None:

@@ -17,7 +17,7 @@ from lightning_commopt.compressors.registry import register_compressor
 @final
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(Compressor):
-    """Averages the bucket as it is, in its own dtype, with DDP's own arithmetic: scale, then sum."""
+    """Averages the bucket uncompressed, in its dtype and with DDP's arithmetic, which scales before it sums."""
 
     claims = Claims(is_lossy=False)
 

@@ -1,6 +1,6 @@
-"""Alternating power iteration (ACP-SGD): one round a step.
+"""Alternating power iteration (ACP-SGD), with one round per step.
 
-Shapes: as in `powersgd`.
+Shapes are those of `powersgd`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from lightning_commopt.compressors.registry import register_compressor
 class AlternatingLowRank(PowerIteration):
     """Half a step of power iteration for every matrix of the bucket: ``P`` in one step, ``Q`` in the next.
 
-    The factor that is not sent is the orthonormal basis that came out of the step before, the same on all ranks. One
-    message a step, half the arithmetic and about half the bytes of `LowRank`; the subspace follows the gradient half
-    as fast. See `PowerIteration` for the settings, and for what is compressed.
+    The factor that is not sent is the orthonormal basis from the step before, which is the same on all ranks. A step
+    takes one message, half the arithmetic and about half the bytes of `LowRank`, and the subspace follows the gradient
+    half as fast. See `PowerIteration` for the settings and for what is compressed.
 
     Source: Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning", ICDCS
-    2023, algorithm 2. For ``refresh_steps`` see `LowRank`.
+    2023, algorithm 2. ``refresh_steps`` is not from there; see `LowRank`.
     """
 
-    _steps_to_send_both: ClassVar[int] = 2
+    _steps_to_send_both: ClassVar[int] = 2  # a step sends P or Q
 
     def _first_factors(self, layout: Layout, device: torch.device, step: int) -> dict[str, Tensor]:
         parts = self._cut(layout)
@@ -45,7 +45,7 @@ class AlternatingLowRank(PowerIteration):
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
-        """Averages ``P`` in even steps, ``Q`` in odd ones, with what is not compressed; else the bucket as it is."""
+        """Averages ``P`` in even steps and ``Q`` in odd ones, and uncompressed what is not a matrix to compress."""
         parts = self._cut(layout)
         if not parts.matrices:
             return (yield from UNCOMPRESSED.rounds(flat, layout, {}, channel, residual))
@@ -56,7 +56,8 @@ class AlternatingLowRank(PowerIteration):
         own = torch.empty_like(state[sent])
         message = matrices.compress(basis, 1 / channel.size, own, by_rows=sends_p)  # P = M Q, or Q = M^T P
         yield channel.all_reduce(message)
-        mean, kept = message[: own.numel()], basis.clone()  # the residual may need it when the state has another
+        # The residual may be completed in the next step, when the state holds another basis.
+        mean, kept = message[: own.numel()], basis.clone()
         state[sent], finite = orthonormalize(message, shapes, state[sent], self.epsilon)
 
         own_pair, mean_pair = ((own, kept), (mean, basis)) if sends_p else ((kept, own), (basis, mean))
@@ -64,7 +65,7 @@ class AlternatingLowRank(PowerIteration):
         return None
 
     def reference(self, shares: Tensor, layout: Layout, state: State) -> tuple[Tensor, Tensor]:
-        """Returns the average of ``shares`` ``(W, n)``, gradients plus residuals, and what was sent of each."""
+        """Returns the average of ``shares`` ``(W, n)``, gradients plus residuals, and what each rank has sent."""
         parts, mean, sent, new = self._cut(layout), shares.mean(0), shares.clone(), []
         name, other = ("p", "q") if self._begin_step(layout, shares.device, state) % 2 == 0 else ("q", "p")
         shapes = {"p": parts.p_shapes, "q": parts.q_shapes}
@@ -84,9 +85,9 @@ class AlternatingLowRank(PowerIteration):
 @final
 @dataclass(frozen=True, kw_only=True)
 class AlternatingPowerSGD(PowerIterationPreset):
-    """Alternating PowerSGD as it is used: `AlternatingLowRank` with `ErrorFeedback`, `AfterSteps` of exact averages.
+    """Alternating PowerSGD: `AlternatingLowRank` within `ErrorFeedback`, after ``start_step`` uncompressed steps.
 
-    For the settings see `PowerIteration` and `Preset`.
+    The settings are described in `PowerIteration` and `Preset`.
 
     Source: see `AlternatingLowRank`.
     """

@@ -20,18 +20,18 @@ from torch import Tensor
 from lightning_commopt.compressors.channel import Channel, Pending
 
 PIECE_NUMEL = 2**22
-"""Elements in a piece: few enough that a large bucket has several, and so many that a collective's latency does not
-count. A thread that waited for one shares its core with backward, and may get it milliseconds later."""
+"""Elements in a piece, 16 MiB of float32. A large bucket must have several, but a thread that has waited for a piece
+shares its core with backward and may get it back milliseconds later, beside which the time of a piece must be long."""
 
 State = dict[str, Any]
-"""Tensors, ints and lists or dicts of them: what a checkpoint can hold."""
+"""Tensors, ints, and lists or dicts of them, which a checkpoint can hold."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What a bucket holds: the shapes of its gradients, in order, their strides within it, and their dtype.
+    """The shapes of the gradients in a bucket, in order, their strides within it, and their dtype.
 
-    Strides matter: DDP lays a gradient out as its parameter is (channels last, transposed).
+    Strides matter, because DDP lays out a gradient like its parameter, which may be channels-last or transposed.
     """
 
     shapes: tuple[torch.Size, ...]
@@ -46,31 +46,31 @@ class Layout:
         return cls(tuple(x.shape for x in parameters), tuple(_bucket_stride(x) for x in parameters), dtype)
 
     def select(self, mask: Sequence[bool]) -> Layout:
-        """Returns the layout of only those gradients for which ``mask`` is true."""
+        """Returns the layout of the gradients for which ``mask`` is true."""
         shapes = tuple(shape for shape, yes in zip(self.shapes, mask, strict=True) if yes)
         return Layout(shapes, tuple(stride for stride, yes in zip(self.strides, mask, strict=True) if yes), self.dtype)
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
-        """Elements of each gradient."""
+        """Number of elements of each gradient."""
         return tuple(shape.numel() for shape in self.shapes)
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the whole bucket, ``n``."""
+        """Number of elements of the whole bucket, ``n``."""
         return sum(self.numels)
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each gradient begins in the bucket."""
+        """First element of each gradient in the bucket."""
         return tuple(accumulate(self.numels, initial=0))[:-1]
 
     @cached_property
     def matrix_sides(self) -> tuple[tuple[int, int], ...]:
         """Rows and columns of each gradient as a matrix: its outermost dimension in memory by all the others.
 
-        So that every matrix is a contiguous part of the bucket, whatever its strides. A convolution's kernel is
-        output channels by the rest, also in the channels-last format. ``(numel, 1)`` below two dimensions.
+        This makes every matrix a contiguous part of the bucket, whatever its strides. The kernel of a convolution has
+        its output channels as rows, in the channels-last format too. Gradients of one dimension are ``(numel, 1)``.
         """
         sides = []
         for shape, stride, numel in zip(self.shapes, self.strides, self.numels, strict=True):
@@ -86,12 +86,12 @@ class Layout:
 
 
 def as_real(x: Tensor) -> Tensor:
-    """Returns a complex tensor as pairs of real numbers, ``(..., 2)``, as DDP has it in buckets; others as they are."""
+    """Returns a complex tensor as pairs of real numbers, ``(..., 2)``, as in DDP's buckets; others unchanged."""
     return torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x
 
 
 def _bucket_stride(x: Tensor) -> tuple[int, ...]:
-    """Returns the strides of ``x`` if it fills its memory without gaps or overlap, else those of a contiguous one."""
+    """Returns the strides of ``x`` if it fills its memory without gaps or overlap, else contiguous strides."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
         if stride != expected:
@@ -104,7 +104,7 @@ Rounds = Generator[Pending, Tensor, None]
 
 
 def finish(rounds: Rounds, pending: Pending | None = None) -> None:
-    """Drives the rounds of a compressor to their end, from their first collective or from one that is under way."""
+    """Drives the rounds of a compressor to their end, from the start or from a collective that is under way."""
     with suppress(StopIteration):
         pending = next(rounds) if pending is None else pending
         while True:
@@ -118,12 +118,18 @@ def in_pieces(
     multiple: int,
     rounds: Callable[[Tensor, Tensor | None, Channel], Rounds],
 ) -> Rounds:
-    """Runs the rounds of one piece of a bucket after another, two pieces at a time.
+    """Runs the rounds of a bucket piece by piece, so that one piece is computed while another is on the wire.
 
-    While one piece is on the wire, the next one is computed. For compressors that treat every piece as they treat the
-    whole: ``rounds`` gets the gradients of a piece, their residual, and a channel. All pieces but the last have a
-    ``multiple`` of elements. All ranks start the same collectives in the same order. On CUDA a bucket stays whole:
-    there whole buckets overlap, on two streams.
+    Only compressors may use it whose result for a piece does not depend on the rest of the bucket. On CUDA a bucket
+    stays whole, since there whole buckets overlap, on two streams.
+
+    Args:
+        flat: ``(n,)`` the gradients of the bucket.
+        residual: ``(n,)`` their residual, or None.
+        channel: collectives over the ranks; two pieces at a time use its two lanes.
+        multiple: each piece except the last has a multiple of this number of elements.
+        rounds: makes the rounds of a piece from its gradients, its residual and a channel. All ranks start the same
+            collectives in the same order.
     """
     piece_numel = max(1, PIECE_NUMEL // multiple) * multiple
     if flat.is_cuda or flat.numel() <= piece_numel:
@@ -151,21 +157,21 @@ def in_pieces(
 
 @dataclass(frozen=True, kw_only=True)
 class Claims:
-    """What a compressor's class knows about it. Others ask for this, instead of keeping lists of compressors.
+    """What a compressor's class declares about it, for other code that would else keep lists of compressors.
 
-    The laws (``commopt selftest``, and the tests) hold it to the first four.
+    The laws, which ``commopt selftest`` and the tests run, measure the first four.
 
     Attributes:
-        is_lossy: the average can differ from that of a plain all-reduce by more than rounding in the same dtype.
-        error_bound: the error of one average stays below this: its 2-norm over that of the exact average. It is about
-            independent, normally distributed gradients of two to four ranks, and no residual. 1.0 is the error of
-            sending nothing. Lossy compressors must declare it.
-        untracked_error: what neither the averages nor the residual hold stays below this, in the unit of
-            ``error_bound``, a step. The default has room for rounding in float32.
-        keeps_residual: its state holds a residual: what a step left out, and a later one sends.
-        has_c_kernels: its arithmetic has a C form for CPU, which is compiled when gradient sync is set up.
-        is_part: made to stand inside another compressor: no strategy is named after it.
-        is_recommended: predictions try it, and summaries recommend it where it would be faster.
+        is_lossy: whether the average can differ from a plain all-reduce's by more than rounding in the same dtype.
+        error_bound: upper bound of the relative error of one average in the 2-norm, for independent, normally
+            distributed gradients of two to four ranks and no residual. Sending nothing would have the error 1.0. Lossy
+            compressors must declare it.
+        untracked_error: upper bound of what is lost in a step, neither in the average nor in the residual, relative
+            like ``error_bound``. The default leaves room for rounding in float32, about 100 times its epsilon.
+        keeps_residual: whether the state holds a residual, which is what a step left out and a later step sends.
+        has_c_kernels: whether the arithmetic has a C form for CPU, which is compiled when gradient sync is set up.
+        is_part: whether it is meant to be used inside another compressor; no strategy is named after it then.
+        is_recommended: whether predictions try it, and summaries recommend it if it would be faster.
     """
 
     is_lossy: bool = True
@@ -178,25 +184,26 @@ class Claims:
 
 
 class Compressor(ABC):
-    """Settings of one way to average a bucket; what changes from step to step lives in its state.
+    """Settings of one way to average a bucket. What changes from step to step is in a separate state.
 
-    Concrete compressors are frozen dataclasses, compared by value, and final: to change one, wrap it. Those with fast
-    kernels also have ``reference(shares, layout, state)``, in a few lines of plain torch: the average of ``shares``
-    ``(W, n)``, gradients plus residuals, and what was sent of each. The laws compare the two.
+    Concrete compressors are frozen dataclasses that are compared by value, and final; to change one, wrap it. If a
+    compressor has fast kernels, it also has ``reference(shares, layout, state)``, a few lines of plain torch that
+    return the average of ``shares`` ``(W, n)``, which are gradients plus residuals, and what each rank has sent. The
+    laws compare the two.
     """
 
     @property
     def claims(self) -> Claims:
-        """What others need to know of it. ``claims = Claims(error_bound=0.9)`` in the class will do."""
+        """What the compressor declares about itself; a class attribute ``claims = Claims(error_bound=0.9)`` will do."""
         return Claims()
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Returns the state for one bucket, equal on every rank; empty unless a compressor overrides this.
+        """Returns the first state for one bucket, equal on every rank. It is empty unless a compressor overrides this.
 
         Args:
-            layout: what the bucket holds.
-            device: where its gradients are.
-            step: steps that were made before this one, under whatever layout.
+            layout: layout of the bucket.
+            device: device of its gradients.
+            step: number of earlier steps, also in buckets of another layout.
         """
         return {}
 
@@ -207,29 +214,29 @@ class Compressor(ABC):
         """Replaces gradients by their average over the ranks; yields one collective at a time, receives its result.
 
         Every rank must yield the same collectives in the same order, whatever its gradients are. Afterwards all
-        ranks hold the same bits, as far as their processors and libraries compute alike.
+        ranks hold the same bits, provided that their processors and libraries compute alike.
 
         Args:
-            flat: ``(n,)`` this rank's gradients; holds the average afterwards.
-            layout: what ``flat`` holds.
-            state: from `init`; updated in place.
+            flat: ``(n,)`` this rank's gradients; overwritten by the average.
+            layout: layout of ``flat``.
+            state: state from `init`; updated in place.
             channel: collectives over the ranks.
-            residual: ``(n,)`` what earlier steps left out of this rank's share; may have another floating-point
-                dtype. It is added to the gradients, and then holds, completed by the method `residual`, what this step
-                in turn left out: nothing, if the state keeps a residual itself. As before, up to rounding, where the
-                average is not finite. None to drop what is left out.
+            residual: ``(n,)`` what earlier steps left out of this rank's share, of any floating-point dtype; updated
+                in place. It is added to the gradients. Afterwards, once the method `residual` has completed it, it
+                holds what this step left out, or zeros if the state keeps a residual itself. If the average is not
+                finite, it stays as it was, up to rounding. None drops what is left out.
         """
 
     def why_idle(self, layout: Layout) -> str | None:
-        """Returns why it sends all of such a bucket as it is, in a few words; None if it does not.
+        """Returns in a few words why nothing of such a bucket would be compressed; None if something would be.
 
-        Compressors for which that depends on the bucket override this.
+        Compressors that leave some buckets uncompressed override this.
         """
         return None
 
     @abstractmethod
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        """Returns the bytes that `rounds` hands to its channel in one call, once it compresses."""
+        """Returns the bytes that one call of `rounds` hands to its channel once a late start is over."""
 
     def residual(self, layout: Layout, state: State, given: Tensor | None = None) -> Tensor | None:
         """Returns ``(n,)`` what this rank has not sent yet; None if it is not kept.
@@ -238,8 +245,8 @@ class Compressor(ABC):
         this.
 
         Args:
-            layout: what the bucket holds.
-            state: from the last `rounds`; updated in place.
-            given: the residual that `rounds` was given, completed in place; None for the one in the state.
+            layout: layout of the bucket.
+            state: state after the last `rounds`; updated in place.
+            given: the residual that was passed to `rounds`, completed in place; None for the residual in the state.
         """
         return given

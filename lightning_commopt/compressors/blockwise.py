@@ -18,10 +18,10 @@ from lightning_commopt.text.validation import check_power_of_two
 
 
 class Blockwise(Compressor):
-    """Rounds blocks twice: those of each rank's gradients, and those of their mean.
+    """Averages in two transfers of quantized blocks: the ranks' gradients, then their mean.
 
     Each rank quantizes one shard for every peer, receives its own shard from all, sums it in float32, quantizes the
-    mean again, and sends that to all. Lossy; inside `ErrorFeedback` what both roundings leave out is sent later.
+    mean, and sends that to all. It is lossy; inside `ErrorFeedback` a later step sends what both roundings left out.
     """
 
     bits: ClassVar[int]
@@ -29,13 +29,13 @@ class Blockwise(Compressor):
 
     @property
     def block_format(self) -> BlockFormat:
-        """Of what is sent."""
+        """Format of the blocks that are sent."""
         return BlockFormat(self.bits, self.block_size)
 
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
-        """Sends one shard to each rank, then the mean of the own shard to all."""
+        """Sends one shard to each rank, then the mean of this rank's shard to all ranks."""
         yield from in_pieces(flat, residual, channel, channel.size * self.block_format.block_size, self._two_rounds)
 
     def _two_rounds(self, flat: Tensor, residual: Tensor | None, channel: Channel) -> Rounds:
@@ -49,7 +49,7 @@ class Blockwise(Compressor):
         blockwise.encode(flat, residual, message, block_format)  # leaves the rounding errors in the residual
         received = yield channel.all_to_all(message)
         mean = channel.scratch("mean", (row_bytes,), torch.uint8, flat.device)
-        blockwise.reduce(received, mean, own_shard, block_format)  # and those of the mean
+        blockwise.reduce(received, mean, own_shard, block_format)  # adds the rounding errors of the mean
         gathered = yield channel.all_gather(mean)
 
         undo = None
@@ -59,15 +59,14 @@ class Blockwise(Compressor):
         blockwise.decode(gathered, flat, block_format, undo)
 
     def reference(self, shares: Tensor, layout: Layout, state: State) -> tuple[Tensor, Tensor]:
-        """Returns the average of ``shares`` ``(W, n)``, gradients plus residuals, and what was sent of each."""
+        """Returns the average of ``shares`` ``(W, n)``, gradients plus residuals, and what each rank has sent."""
         num_ranks, n = shares.shape
         shard_numel = self.block_format.shard_numel(n, num_ranks)
         padded = torch.nn.functional.pad(shares, (0, num_ranks * shard_numel - n))
         sent = self._round(padded)
         mean = self._round(sent.mean(0))
-        places = torch.arange(
-            num_ranks * shard_numel, device=shares.device
-        )  # each rank knows what rounding the mean of its shard has lost
+        # Each rank knows what rounding the mean of its own shard has lost, and keeps it for a later step.
+        places = torch.arange(num_ranks * shard_numel, device=shares.device)
         sent[places // shard_numel, places] += num_ranks * (mean - sent.mean(0))
         return mean[:n], sent[:, :n]
 
@@ -76,7 +75,7 @@ class Blockwise(Compressor):
         return (rounded.levels * rounded.scales).view_as(values)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        """Returns the bytes of codes and scales, with what fills up the last blocks."""
+        """Returns the bytes of codes and scales, with the padding of the last blocks."""
         return world_size * self.block_format.shard_bytes(layout.numel, world_size)
 
 
@@ -84,14 +83,14 @@ class Blockwise(Compressor):
 @final
 @dataclass(frozen=True, kw_only=True)
 class BlockInt8(Blockwise):
-    """Int8 with one float32 scale a block.
+    """Int8 with one float32 scale per block.
 
-    Each rounding is off by at most half a scale, 1/254 of the largest magnitude in the block; of Gaussian gradients the
-    mean is off by about 0.9 % in the 2-norm. An outlier costs the precision of its own block only.
+    Each rounding is off by at most half a scale, which is 1/254 of the largest magnitude in the block. For Gaussian
+    gradients the error of the mean is about 0.9 % in the 2-norm. An outlier costs only its own block precision.
 
     Attributes:
-        block_size: elements that share a scale, a power of two. Smaller is more exact and sends more: ``1 + 4 /
-            block_size`` bytes an element.
+        block_size: number of elements that share a scale, a power of two. Smaller blocks are more exact and send more:
+            ``1 + 4 / block_size`` bytes per element, 3 % above int8 alone with the default.
 
     Raises:
         ValueError: ``block_size`` is not a power of two from 16 to 256.
@@ -99,26 +98,27 @@ class BlockInt8(Blockwise):
     Source: see `lightning_commopt.compressors.kernels.blockwise`.
     """
 
-    bits: ClassVar = 8
+    bits: ClassVar = 8  # per code
     block_size: int = 128
 
     def __post_init__(self) -> None:
         check_power_of_two("block_size", self.block_size, at_least=16, at_most=256)
 
-    claims = Claims(error_bound=0.02, has_c_kernels=True, is_part=True, is_recommended=True)  # 0.010 with 256
+    # Blocks of 256, the largest, have an error of 0.010; the bound is twice that.
+    claims = Claims(error_bound=0.02, has_c_kernels=True, is_part=True, is_recommended=True)
 
 
 @register_compressor("block_int4")
 @final
 @dataclass(frozen=True, kw_only=True)
 class BlockInt4(Blockwise):
-    """Int4 with one bfloat16 scale a block, and levels that lie closer around zero.
+    """Int4 with one bfloat16 scale per block, and levels that are closer together near zero.
 
-    Of Gaussian gradients the mean is off by about 12 % in the 2-norm.
+    For Gaussian gradients the error of the mean is about 12 % in the 2-norm.
 
     Attributes:
-        block_size: elements that share a scale, a power of two. Smaller is more exact and sends more: ``4 + 16 /
-            block_size`` bits an element.
+        block_size: number of elements that share a scale, a power of two. Smaller blocks are more exact and send more:
+            ``4 + 16 / block_size`` bits per element, 4.5 with the default.
 
     Raises:
         ValueError: ``block_size`` is not a power of two from 32 to 256.
@@ -126,20 +126,21 @@ class BlockInt4(Blockwise):
     Source: see `lightning_commopt.compressors.kernels.blockwise`.
     """
 
-    bits: ClassVar = 4
+    bits: ClassVar = 4  # per code
     block_size: int = 32
 
     def __post_init__(self) -> None:
         check_power_of_two("block_size", self.block_size, at_least=32, at_most=256)
 
-    claims = Claims(error_bound=0.2, has_c_kernels=True, is_part=True, is_recommended=True)  # 0.15 with 256
+    # Blocks of 256, the largest, have an error of 0.15.
+    claims = Claims(error_bound=0.2, has_c_kernels=True, is_part=True, is_recommended=True)
 
 
 @register_compressor("int8")
 @final
 @dataclass(frozen=True, kw_only=True)
 class Int8(Preset):
-    """Int8 as it is used: `BlockInt8` with `ErrorFeedback`. For the settings see these."""
+    """Int8: `BlockInt8` within `ErrorFeedback`, which describe the settings."""
 
     algorithm: ClassVar = BlockInt8
 
@@ -152,11 +153,11 @@ class Int8(Preset):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Int4(Preset):
-    """Int4 as it is used: `BlockInt4`, without `ErrorFeedback` unless asked for. For the settings see these.
+    """Int4: `BlockInt4`, by default without `ErrorFeedback`; these two describe the settings.
 
-    What error feedback adds to a step is rounded with it; a GPT trained with AdamW ended with a lower loss without it,
-    with each of five seeds (docs/compression.md). Where gradients hardly change from step to step, small ones may be
-    rounded to zero in every step without it.
+    Error feedback adds a residual to the gradients before they are rounded, which makes the scales larger. A GPT
+    trained with AdamW ended with a lower loss without it, with each of five seeds (docs/compression.md). But if
+    gradients hardly change from step to step, small ones may be rounded to zero in every step without it.
     """
 
     algorithm: ClassVar = BlockInt4

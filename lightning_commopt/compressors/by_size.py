@@ -1,4 +1,4 @@
-"""Compression of large gradients only."""
+"""Compresses large gradients only."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lightning_commopt.text.validation import check_integer
 @final
 @dataclass(frozen=True, kw_only=True)
 class BySize(Wrapper):
-    """Compresses only the gradients of at least ``min_numel`` elements; the others are averaged as they are.
+    """Compresses the gradients of at least ``min_numel`` elements, and averages the others uncompressed.
 
     Attributes:
-        inner: the compressor for the large ones.
-        min_numel: elements that make a gradient large.
+        inner: the compressor for the large gradients.
+        min_numel: number of elements from which on a gradient is large.
 
     Raises:
         ValueError: ``inner`` is not a compressor, or ``min_numel`` is below 1.
@@ -50,12 +50,12 @@ class BySize(Wrapper):
         for mask, compressor, its_state in parts:
             if any(mask):
                 gradients = _gather(flat, layout, mask)
-                of_selected = None if residual is None else _gather(residual, layout, mask)
-                yield from compressor.rounds(gradients, layout.select(mask), its_state, channel, of_selected)
+                selected = None if residual is None else _gather(residual, layout, mask)
+                yield from compressor.rounds(gradients, layout.select(mask), its_state, channel, selected)
                 if _run(layout, mask) is None:
                     _scatter(gradients, flat, layout, mask)
-                    if residual is not None and of_selected is not None:
-                        _scatter(of_selected, residual, layout, mask)
+                    if residual is not None and selected is not None:
+                        _scatter(selected, residual, layout, mask)
         return None
 
     def why_idle(self, layout: Layout) -> str | None:
@@ -71,12 +71,12 @@ class BySize(Wrapper):
 
     def residual(self, layout: Layout, state: State, given: Tensor | None = None) -> Tensor | None:
         is_large = self._is_large(layout)
-        of_large = None if given is None else _gather(given, layout, is_large)
-        of_large = self.inner.residual(layout.select(is_large), state["inner"], of_large)
-        if of_large is None:
+        large = None if given is None else _gather(given, layout, is_large)
+        large = self.inner.residual(layout.select(is_large), state["inner"], large)
+        if large is None:
             return None
-        residual = of_large.new_zeros(layout.numel) if given is None else given
-        _scatter(of_large, residual, layout, is_large)
+        residual = large.new_zeros(layout.numel) if given is None else given
+        _scatter(large, residual, layout, is_large)
         return residual
 
     def _is_large(self, layout: Layout) -> list[bool]:
@@ -84,7 +84,7 @@ class BySize(Wrapper):
 
 
 def _run(layout: Layout, mask: list[bool]) -> slice | None:
-    """Returns where the selected gradients are, if they are adjacent in the bucket; else None."""
+    """Returns the place of the selected gradients if they are adjacent in the bucket, else None."""
     selected = [index for index, yes in enumerate(mask) if yes]
     if not selected:
         return slice(0, 0)
@@ -95,7 +95,7 @@ def _run(layout: Layout, mask: list[bool]) -> slice | None:
 
 
 def _gather(flat: Tensor, layout: Layout, mask: list[bool]) -> Tensor:
-    """Returns the selected gradients of a bucket, concatenated: a view where they are adjacent, else a copy."""
+    """Returns the selected gradients of a bucket, concatenated: a view if they are adjacent, else a copy."""
     run = _run(layout, mask)
     if run is not None:
         return flat[run]

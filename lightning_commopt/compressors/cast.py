@@ -20,20 +20,20 @@ from lightning_commopt.text.validation import check_choice
 @final
 @dataclass(frozen=True, kw_only=True)
 class Cast(Compressor):
-    """Rounds to ``dtype``, averages, and widens again: half the bytes of float32.
+    """Rounds to ``dtype``, averages, and widens again, which sends half the bytes of float32.
 
-    Lossy: each gradient is rounded once, and what then happens in the sum is up to ``accumulate``. The share of each
-    rank is divided by the number of ranks before it is rounded, so that float16 cannot overflow in the sum; a gradient
-    beyond 65504 times the number of ranks still becomes infinite in it.
+    It is lossy: each gradient is rounded once, and ``accumulate`` decides how often the sum is. Each rank divides its
+    gradients by the number of ranks before it rounds them, so that the sum cannot overflow in float16; a gradient
+    beyond 65504 times the number of ranks still becomes infinite.
 
     Attributes:
         dtype: ``torch.bfloat16`` (float32's range, 8 bits of precision) or ``torch.float16`` (11 bits).
-        accumulate: None for an all-reduce in ``dtype``, which rounds partial sums too, once a hop. "float32" for an
-            all-to-all, a sum in float32 on the rank that owns the shard, and an all-gather: as many bytes, and one
-            more rounding however many ranks there are.
+        accumulate: None for an all-reduce in ``dtype``, which also rounds the partial sums, once per hop. "float32" for
+            an all-to-all, a sum in float32 on the rank that owns the shard, and an all-gather, which send as many bytes
+            and round the sum once, however many ranks there are.
 
     Raises:
-        ValueError: a setting is none of these.
+        ValueError: ``dtype`` or ``accumulate`` is another value.
     """
 
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class Cast(Compressor):
 
     @property
     def claims(self) -> Claims:
-        """One rounding of each gradient and of each sum; no residual sees those inside an all-reduce."""
+        """Each gradient and each sum is rounded once; the roundings inside an all-reduce reach no residual."""
         eps = torch.finfo(self.dtype).eps
         unseen = Claims.untracked_error if self.accumulate else eps / 2
         return Claims(error_bound=eps, untracked_error=unseen, is_recommended=self.dtype == torch.bfloat16)
@@ -53,7 +53,7 @@ class Cast(Compressor):
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
-        """Averages in one round, or in two with ``accumulate``. A bucket that is narrow already is not narrowed."""
+        """Averages in one round, or in two with ``accumulate``. A bucket of 16-bit gradients keeps its dtype."""
         rounds = self._one_round if self.accumulate is None else self._two_rounds
         yield from in_pieces(flat, residual, channel, channel.size, rounds)
 
@@ -71,7 +71,7 @@ class Cast(Compressor):
             widen(flat, residual, mean, scale, all_finite(mean))
 
     def _two_rounds(self, flat: Tensor, residual: Tensor | None, channel: Channel) -> Rounds:
-        """Shapes: ``W`` shards of ``s`` elements; the last ones may be padded, or padding only."""
+        """Averages ``W`` shards of ``s`` elements, of which the last ones may be padded, or nothing but padding."""
         scale, dtype, n = 1 / channel.size, self._wire_dtype(flat.dtype), flat.numel()
         s = -(-n // channel.size)
         message = channel.scratch("message", (channel.size, s), dtype, flat.device)
@@ -92,11 +92,12 @@ class Cast(Compressor):
             add_lost(own_shard, mean[:numel], rounded[:numel], channel.size, finite)
 
     def reference(self, shares: Tensor, layout: Layout, state: State) -> tuple[Tensor, Tensor]:
-        """Returns the average of ``shares`` ``(W, n)``, gradients plus residuals, and what was sent of each."""
+        """Returns the average of ``shares`` ``(W, n)``, gradients plus residuals, and what each rank has sent."""
         num_ranks, n = shares.shape
         rounded = (shares / num_ranks).to(self.dtype).to(shares.dtype)
         mean, sent = rounded.sum(0).to(self.dtype).to(shares.dtype), rounded * num_ranks
-        if self.accumulate is not None:  # then each rank knows what rounding the mean of its shard has lost
+        if self.accumulate is not None:
+            # Each rank knows what rounding the mean of its own shard has lost, and keeps it for a later step.
             places = torch.arange(n, device=shares.device)
             sent[places // -(-n // num_ranks), places] += num_ranks * (mean - rounded.sum(0))
         return mean, sent

@@ -1,4 +1,4 @@
-"""The registered compressors, and which of them are recommended: asked of their classes."""
+"""The registered compressors, and which of them are recommended."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from lightning_commopt.compressors.shards import ShardedCompressor
 
 
 def example_compressors() -> dict[str, Compressor]:
-    """Returns one compressor for each name: with its defaults, and the examples of fields that have none."""
-    found = {}
+    """Returns a compressor for each name, made with its defaults, and with the examples of fields without one."""
+    examples_by_name = {}
     for name, entry in sorted(registered().items()):
         fields = dataclasses.fields(entry.cls)  # type: ignore[arg-type]
         examples = {field.name: field.metadata[EXAMPLE] for field in fields if EXAMPLE in field.metadata}
         compressor = compressor_from_config({"name": name, **examples})
         assert compressor is not None
-        found[name] = compressor
-    return found
+        examples_by_name[name] = compressor
+    return examples_by_name
 
 
 def ready_compressors() -> dict[str, Compressor]:
-    """Returns those with their defaults that are used as they are: neither parts, nor around another one."""
+    """Returns the compressors that need no options, made with their defaults, except those meant as parts of others."""
     ready = {}
     for name, entry in sorted(registered().items()):
-        with suppress(TypeError, ValueError):  # no dataclass, or its defaults do not go together
+        with suppress(TypeError, ValueError):  # the class is not a dataclass, or its defaults contradict each other
             if not any(entry.options.values()) and not (compressor := entry.make()).claims.is_part:
                 ready[name] = compressor
     return ready
 
 
 def ready_shards() -> dict[str, ShardedCompressor]:
-    """Returns the compressors of shards that need no options, with their defaults."""
+    """Returns the compressors of shards that need no options, made with their defaults."""
     ready = {
         name: entry.cls(**entry.fixed) for name, entry in registered_shards().items() if not any(entry.options.values())
     }
@@ -42,6 +42,6 @@ def ready_shards() -> dict[str, ShardedCompressor]:
 
 
 def recommended() -> list[str]:
-    """Returns the names of the compressors that are recommended at all, the most exact one first."""
+    """Returns the names of the recommended compressors, the most exact first."""
     ready = {name: compressor for name, compressor in ready_compressors().items() if compressor.claims.is_recommended}
     return sorted(ready, key=lambda name: ready[name].claims.error_bound or 0.0)

@@ -1,4 +1,4 @@
-"""Collectives over one process group, with a count of the bytes; and those of a rank alone."""
+"""Collectives over one process group, with a count of their bytes; and a stand-in that sends nothing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,12 +18,12 @@ class Pending:
     """A running collective.
 
     Args:
-        tensor: where its result arrives.
-        works: to wait for.
-        finish: makes the result from what has arrived; None if it is the result.
+        tensor: receives what arrives.
+        works: handles that `wait` waits for.
+        finish: makes the result from what has arrived; None if that is the result.
 
     Attributes:
-        is_followed: others of the same bucket are under way when this one has arrived.
+        is_followed: whether other collectives of the same bucket are still under way when this one has arrived.
     """
 
     def __init__(
@@ -52,9 +51,9 @@ class Channel:
 
     Attributes:
         size: number of ranks in the group.
-        rank: of this process in the group.
-        within: a channel over the ranks of this node, if the group is divided into nodes.
-        across: a channel over the ranks of all nodes that have this rank's place in theirs, likewise.
+        rank: rank of this process in the group.
+        within: channel over the ranks of this node; None if the group is not divided into nodes.
+        across: channel over the ranks with this rank's place, one on each node; None if it is not divided.
     """
 
     def __init__(
@@ -66,9 +65,9 @@ class Channel:
         self._group = group
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self.within = Channel(within) if within is not None else None
-        self.across = Channel(across) if across is not None else None
-        self._sent: Counter[str] = Counter()  # also by the lanes, which share it
+        self.within: Channel | None = None if within is None else Channel(within)
+        self.across: Channel | None = None if across is None else Channel(across)
+        self._sent: Counter[str] = Counter()  # shared with the lanes, whose bytes count here
         self._scratch: dict[str, Tensor] = {}
         self._lanes: tuple[Channel, Channel] | None = None
         self._backends = backends_of(group)
@@ -78,15 +77,15 @@ class Channel:
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has handed to collectives so far, in terms of an all-reduce.
 
-        The two halves of an all-reduce (reduce-scatter or all-to-all, and all-gather) move half as much as it does:
-        they count half. What stays within a node is not counted here, but in ``within``.
+        Each half of an all-reduce (reduce-scatter or all-to-all, and all-gather) moves half as much as the whole, and
+        counts half. Bytes that stay within a node are counted by ``within`` only.
         """
         return self._sent["half_bytes"] // 2 + (self.across.bytes_sent if self.across is not None else 0)
 
     def lanes(self) -> tuple[Channel, Channel]:
-        """Returns two channels over this group, whose bytes count here, with scratch memory of their own.
+        """Returns two channels over this group, whose bytes count here, each with its own scratch memory.
 
-        A compressor that has two collectives under way uses one for each.
+        A compressor with two collectives under way uses one lane for each.
         """
         if self._lanes is None:
             self._lanes = self._lane(), self._lane()
@@ -95,9 +94,9 @@ class Channel:
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns uninitialized memory for a message; the next bucket gets the same memory under this name.
 
-        On CPU fresh memory would cost as much as a message's arithmetic: the system clears it page by page.
+        On CPU fresh memory would cost as much as the arithmetic of a message, as the system clears it page by page.
         """
-        if device.type != "cpu":  # torch keeps memory there by itself
+        if device.type != "cpu":  # torch's allocator reuses memory there
             return torch.empty(shape, dtype=dtype, device=device)
         num_bytes = math.prod(shape) * dtype.itemsize
         if name not in self._scratch or self._scratch[name].numel() < num_bytes:
@@ -108,7 +107,7 @@ class Channel:
         """Starts to sum ``tensor`` over the ranks, in place.
 
         Args:
-            tensor: any shape and dtype that the group's backend sums; dense, or sparse where the backend can.
+            tensor: any shape, of a dtype that the group's backend sums; sparse only if the backend supports that.
         """
         self._sent["half_bytes"] += 2 * sparse_values(tensor).nbytes
         return Pending(tensor, [dist.all_reduce(tensor, group=self._group, async_op=True)])
@@ -119,7 +118,7 @@ class Channel:
         Args:
             message: ``(W, s)`` of a dtype that the group's backend sums, contiguous.
         """
-        if self._is_gloo(message):  # which has no such collective in all versions
+        if self._is_gloo(message):  # gloo's own is missing in some versions of torch
             pending = self.all_to_all(message)
             return Pending(pending._tensor, pending._works, lambda received: received.sum(0))
         self._sent["half_bytes"] += message.nbytes
@@ -127,13 +126,13 @@ class Channel:
         return Pending(row, [dist.reduce_scatter_tensor(row, message, group=self._group, async_op=True)])
 
     def all_to_all(self, message: Tensor) -> Pending:
-        """Starts to send row ``i`` of ``message`` to rank ``i``; its row ``i`` becomes the result's row of this rank.
+        """Starts to send row ``i`` of ``message`` to each rank ``i``; row ``i`` of the result is from rank ``i``.
 
         Args:
             message: ``(W, s)`` of any dtype, contiguous.
 
         Returns:
-            In scratch memory, good until the next bucket.
+            The result is in scratch memory, which is valid until the next bucket.
         """
         self._sent["half_bytes"] += message.nbytes
         received = self.scratch("all_to_all", tuple(message.shape), message.dtype, message.device)
@@ -143,13 +142,13 @@ class Channel:
         return Pending(received, [work])
 
     def all_gather(self, part: Tensor) -> Pending:
-        """Starts to send ``part`` to all ranks; the result ``(W, s)`` has one row of each.
+        """Starts to send ``part`` to all ranks; row ``i`` of the result ``(W, s)`` is from rank ``i``.
 
         Args:
             part: ``(s,)`` of any dtype, contiguous.
 
         Returns:
-            In scratch memory, good until the next bucket.
+            The result is in scratch memory, which is valid until the next bucket.
         """
         gathered = self.scratch("all_gather", (self.size, part.numel()), part.dtype, part.device)
         self._sent["half_bytes"] += gathered.nbytes
@@ -169,8 +168,8 @@ class Channel:
     def _swap(self, outgoing: list[Tensor], incoming: list[Tensor]) -> list[dist.Work | None]:
         """Sends to and receives from every rank at once.
 
-        gloo's own all-to-all and all-gather use a link in one direction at a time: a rank that sends before it has
-        asked for its peer's message asks only behind its own. Here all ask first.
+        This differs from gloo's own all-to-all and all-gather in that all receives are posted before any send. There a
+        rank may post its receive only after its own message, so that a link carries one direction at a time.
         """
         incoming[self.rank].copy_(outgoing[self.rank])
         works = []
@@ -184,21 +183,30 @@ class Channel:
 
 
 class AloneChannel(Channel):
-    """Sends nothing, as if the other ranks had sent what this one does.
+    """The collectives of one rank that sends nothing, as if every other rank had sent what this one does.
 
     Args:
-        channel: or what else has ``size``, ``rank``, ``within`` and ``across``.
+        size: number of ranks.
+        rank: place of this process among them.
+        within: stand-in for the ranks of its node; None if the ranks are not divided into nodes.
+        across: stand-in for the ranks with its place, one on each node; None likewise.
 
     Attributes:
         issued: the name of each collective, also of the lanes, and the bytes of its whole message.
     """
 
-    def __init__(self, channel: Any) -> None:
+    def __init__(
+        self, size: int, rank: int = 0, within: AloneChannel | None = None, across: AloneChannel | None = None
+    ) -> None:
         self.issued: list[tuple[str, int]] = []
-        self.size, self.rank = channel.size, channel.rank
-        self.within = None if channel.within is None else type(self)(channel.within)
-        self.across = None if channel.across is None else type(self)(channel.across)
+        self.size, self.rank, self.within, self.across = size, rank, within, across
         self._scratch, self._lanes = {}, None
+
+    @classmethod
+    def like(cls, channel: Channel) -> AloneChannel:
+        """Returns one with the ranks of another channel."""
+        within, across = (None if part is None else cls.like(part) for part in (channel.within, channel.across))
+        return cls(channel.size, channel.rank, within, across)
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         self.issued.append(("all_reduce", tensor.nbytes))
@@ -218,14 +226,14 @@ class AloneChannel(Channel):
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Returns a view that any backend can send; ``(n,)``."""
+    """Returns the memory of a tensor as uint8 ``(num_bytes,)``, which any backend can send."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:
     """Returns the backend that a group has for each kind of device, such as ``{"cpu": "gloo", "cuda": "nccl"}``.
 
-    ``dist.get_backend`` returns what the group was made with: a name, or pairs such as "cuda:nccl".
+    ``dist.get_backend`` instead returns what the group was made with, a name or pairs such as "cuda:nccl".
     """
     pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
     return {device: backend for device, _, backend in pairs}

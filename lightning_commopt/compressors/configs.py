@@ -1,4 +1,4 @@
-"""Compressors from what a configuration has, and back."""
+"""Makes compressors from configurations, and configurations from compressors."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _may_import: ContextVar[bool] = ContextVar("may_import", default=True)
 
 @contextmanager
 def without_imports() -> Iterator[None]:
-    """Imports no module for a compressor within, for configurations that anybody may have written.
+    """Returns a context in which a compressor's name imports no module, for configurations from untrusted sources.
 
-    A class is found there by its import path only if its module has been imported.
+    An import path then names a class only if its module has been imported already.
     """
     token = _may_import.set(False)
     try:
@@ -48,15 +48,15 @@ def compressor_from_config(config: str | Mapping[str, Any] | Compressor | None) 
 
     Args:
         config: a name; a mapping with ``name`` and that compressor's options (``inner`` of a wrapper is again any
-            of these); or a compressor, which is returned as it is. Names are those of `register_compressor`, in any
-            case, with or without underscores; or the import path of a class, see `without_imports`.
+            of these); or a compressor, which is returned as it is. A name is one that `register_compressor` was given,
+            whose case and underscores do not matter, or the import path of a class; see `without_imports`.
 
     Returns:
         The compressor, or None for None and "none".
 
     Raises:
-        ValueError: unknown name or option, or an option's value is out of range.
-        TypeError: ``config`` is none of these.
+        ValueError: a name or an option is unknown, or the value of an option is out of range.
+        TypeError: ``config`` has another type.
     """
     if config is None or isinstance(config, Compressor):
         return config
@@ -76,12 +76,12 @@ def compressor_from_config(config: str | Mapping[str, Any] | Compressor | None) 
     return entry.make(**_checked(entry, options, compressor_from_config))
 
 
-def sharded_from_config(config: Any) -> ShardedCompressor | None:
+def sharded_from_config(config: object) -> ShardedCompressor | None:
     """Builds a compressor of shards from what a user writes; see `compressor_from_config`.
 
     Raises:
-        ValueError: unknown name or option, a compressor that needs whole gradients, or a value is out of range.
-        TypeError: ``config`` is neither a name, a mapping, a compressor nor None.
+        ValueError: a name or an option is unknown, a value is out of range, or the compressor needs whole gradients.
+        TypeError: ``config`` is not a name, a mapping, a compressor or None.
     """
     if config is None or isinstance(config, ShardedCompressor):
         return config
@@ -98,14 +98,14 @@ def sharded_from_config(config: Any) -> ShardedCompressor | None:
     return made
 
 
-def _checked(entry: Entry, options: dict[str, Any], from_config: Callable[[Any], Any]) -> dict[str, Any]:
-    """Returns the options of a compressor, which are known and complete, with what is inside it built."""
+def _checked(entry: Entry, options: dict[str, Any], from_config: Callable[[Any], object]) -> dict[str, Any]:
+    """Returns the options of a compressor once they are known to be valid and complete, with ``inner`` built."""
     check_options(entry.name, entry.options, options)
     return options | ({"inner": from_config(options["inner"])} if "inner" in options else {})
 
 
 def _shards_of(compressor: Compressor) -> ShardedCompressor | None:
-    """Returns the compressor of shards that has the name and the options of one of buckets."""
+    """Returns the compressor of shards with the name and the options of a compressor of buckets."""
     if isinstance(compressor, FromShards):
         return compressor.shards
     entry = entry_of(compressor)
@@ -132,14 +132,13 @@ def split_config(config: str | Mapping[Any, Any], known: Sequence[str]) -> tuple
 
 
 def compressor_to_config(compressor: Compressor | ShardedCompressor, *, with_defaults: bool = True) -> dict[str, Any]:
-    """Returns the mapping that an equal compressor can be made from, in types that JSON has.
+    """Returns the JSON-serializable mapping from which an equal compressor can be made.
 
-    By `compressor_from_config`, or by `sharded_from_config` for a compressor of shards. ``with_defaults`` adds the
-    options that have their defaults.
+    `compressor_from_config` makes it, or `sharded_from_config` for a compressor of shards. ``with_defaults`` includes
+    the options that have their default values.
 
     Raises:
-        ValueError: there is none: the class is no dataclass, was defined in a function, or has a value that JSON has
-            not.
+        ValueError: the class is not a dataclass or was defined in a function, or a value cannot be written as JSON.
     """
     if isinstance(compressor, FromShards):
         compressor = compressor.shards
@@ -165,7 +164,7 @@ def compressor_to_config(compressor: Compressor | ShardedCompressor, *, with_def
     return {"name": entry.name, **options}
 
 
-def _entry(name: Any) -> Entry:
+def _entry(name: object) -> Entry:
     if isinstance(name, str) and "." in name:
         return Entry(name, _import_compressor(name), {})
     entry = entry_named(name)
@@ -176,7 +175,7 @@ def _entry(name: Any) -> Entry:
     return entry
 
 
-def _shards_entry(name: Any) -> Entry:
+def _shards_entry(name: object) -> Entry:
     if isinstance(name, str) and "." in name:
         cls = _import_compressor(name)
         if not issubclass(cls, ShardedCompressor):
@@ -184,8 +183,8 @@ def _shards_entry(name: Any) -> Entry:
         return Entry(name, cls, {})
     entry = shards_entry_named(name)
     if entry is None:
-        if (of_buckets := canonical_name(name)) is not None:
-            raise ValueError(_needs_whole_gradients(of_buckets))
+        if (bucket_name := canonical_name(name)) is not None:
+            raise ValueError(_needs_whole_gradients(bucket_name))
         known = sharded_names()
         raise ValueError(f"{name!r} is unknown; known names: {', '.join(known)}{did_you_mean(name, known)}")
     return entry
@@ -203,18 +202,19 @@ def _import_compressor(path: str) -> type[Compressor] | type[ShardedCompressor]:
     if not _may_import.get() and module_name not in sys.modules:
         raise ValueError(f"{path!r} is in a module that has not been imported, and no file may import one")
     try:
-        found = getattr(importlib.import_module(module_name), class_name)
+        cls = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ValueError(f"{path!r} cannot be imported ({type(error).__name__}: {error})") from error
-    if not isinstance(found, type) or not dataclasses.is_dataclass(found):
-        found = None
-    if found is None or not issubclass(found, Compressor | ShardedCompressor):
-        raise ValueError(f"{path!r} must be a subclass of Compressor and a dataclass, got {found!r}")
-    return found
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls):
+        if issubclass(cls, Compressor):
+            return cls
+        if issubclass(cls, ShardedCompressor):
+            return cls
+    raise ValueError(f"{path!r} must be a subclass of Compressor or ShardedCompressor and a dataclass, got {cls!r}")
 
 
 def check_options(name: str, known: Mapping[str, bool], given: Mapping[str, Any]) -> None:
-    """Raises a ValueError unless all options are ``known``, see `options_of`, and all that must be given are."""
+    """Raises a ValueError if an option is not among the ``known`` (see `options_of`), or a required one is missing."""
     unknown = [option for option in given if option not in known]
     if unknown:
         names, hint = ", ".join(known) or "no options", did_you_mean(unknown[0], known)

@@ -1,4 +1,4 @@
-"""Full precision within a node, any compressor across nodes."""
+"""Averages in full precision within a node, and with any compressor across nodes."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from lightning_commopt.text.validation import check_integer, warn_once
 @final
 @dataclass(frozen=True, kw_only=True)
 class Hierarchical(Wrapper):
-    """Averages within each node without loss, and then with ``inner`` across nodes, each rank a part of the bucket.
+    """Averages within each node without loss, and with ``inner`` across nodes.
 
-    A reduce-scatter within the node, ``inner`` among the ranks that have the same place in their nodes, and an
-    all-gather within the node. Each rank sends only its part to other nodes: the traffic across nodes falls by the
-    ranks per node even without compression. The parts are cut between rows of matrices, so that those stay matrices.
-    With one node only there is nothing to compress, and nothing is lost.
+    A reduce-scatter within the node gives each rank a part of the bucket; ``inner`` averages this part over the ranks
+    with the same place in their nodes; an all-gather within the node collects the parts. Even without compression the
+    traffic across nodes falls by the number of ranks per node. With a single node nothing is compressed or lost.
+
+    This differs from the hierarchical all-reduce of Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4.1,
+    in: 1. A compressor averages across nodes, where they send uncompressed sums. 2. Parts begin and end between rows
+    of matrices, so that ``inner`` sees matrices; the parts are therefore only about equal in size.
 
     Attributes:
         inner: the compressor across nodes.
-        ranks_per_node: consecutive ranks that make a node; None for as many as the launcher started on each.
+        ranks_per_node: number of consecutive ranks on each node; None for the number that the launcher has started.
 
     Raises:
         ValueError: ``inner`` is not a compressor, or ``ranks_per_node`` is below 1.
-
-    Source: hierarchical all-reduce as in Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 4.1; they send
-    uncompressed sums across nodes.
     """
 
     ranks_per_node: int | None = None
@@ -51,7 +51,7 @@ class Hierarchical(Wrapper):
             check_integer("ranks_per_node", self.ranks_per_node, at_least=1)
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Returns an empty state: which part is this rank's, only the channel knows."""
+        """Returns the step only; `rounds` adds the state of ``inner``, since the channel knows this rank's part."""
         return {"step": step}
 
     def rounds(
@@ -73,7 +73,7 @@ class Hierarchical(Wrapper):
         in_bucket = [flat[begin : begin + part.numel] for begin, part in parts]
         sizes = [part.numel for _, part in parts]
         message = within.scratch("message", (within.size, max(sizes)), flat.dtype, flat.device)
-        message[:, min(sizes) :].zero_()  # what is behind a shorter part is sent too
+        message[:, min(sizes) :].zero_()  # the padding of shorter parts is sent too
         foreach_copy_([row[:size] for row, size in zip(message, sizes, strict=True)], in_bucket)
         row = yield within.reduce_scatter(message.mul_(1 / within.size))
         mine = row[: mine_layout.numel]
@@ -87,15 +87,16 @@ class Hierarchical(Wrapper):
         if residual is not None and dropped is not None:
             finite = flat.isfinite().all()
             residual.masked_fill_(finite, 0)
-            its_residual = dropped.mul_(within.size).masked_fill_(~finite, 0)  # it counts once in the mean over a node
+            # The mean over a node divides this residual by the ranks of the node, and no other rank adds to it.
+            its_residual = dropped.mul_(within.size).masked_fill_(~finite, 0)
             residual[start : start + mine_layout.numel].add_(its_residual)
 
     def why_idle(self, layout: Layout) -> str | None:
-        """Returns None: fewer bytes cross nodes even if ``inner`` sends them as they are."""
+        """Returns None, since fewer bytes cross nodes even if ``inner`` compresses nothing."""
         return None
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        """Returns what the rank with the largest part sends across nodes."""
+        """Returns the bytes that the rank with the largest part sends across nodes."""
         if self.ranks_per_node is None:
             raise ValueError("ranks_per_node must be given to compute what crosses nodes, as no training runs")
         num_nodes = world_size // self.ranks_per_node
@@ -103,25 +104,25 @@ class Hierarchical(Wrapper):
         return max((self.inner.wire_bytes(part, num_nodes) for _, part in parts), default=0)
 
     def residual(self, layout: Layout, state: State, given: Tensor | None = None) -> Tensor | None:
-        """Returns what was given, or the residual of ``inner`` in this rank's part, as a mean over ranks counts it."""
+        """Returns the ``given`` residual, else that of ``inner``, multiplied so that a mean over ranks is right."""
         if given is not None or "inner" not in state:
             return given
         start, part = shards(layout, state["ranks_per_node"])[state["rank_in_node"]]
-        of_part = self.inner.residual(part, state["inner"])
-        if of_part is None:
+        part_residual = self.inner.residual(part, state["inner"])
+        if part_residual is None:
             return None
-        residual = of_part.new_zeros(layout.numel)
-        residual[start : start + part.numel] = of_part * state["ranks_per_node"]
+        residual = part_residual.new_zeros(layout.numel)
+        residual[start : start + part.numel] = part_residual * state["ranks_per_node"]
         return residual
 
 
 def place_on_nodes(compressor: Compressor, world_size: int, ranks_per_node: int) -> tuple[Compressor, int | None]:
-    """Sets ``ranks_per_node`` of a `Hierarchical` that leaves it open, wherever it stands in the composition.
+    """Sets ``ranks_per_node`` of a `Hierarchical`, anywhere in the composition, to the launcher's if it is None.
 
-    Returns the compressor, and the ranks per node, None if there is no `Hierarchical` in it.
+    Returns the compressor and the ranks per node, which are None without a `Hierarchical`.
 
     Raises:
-        ValueError: nodes of that many ranks cannot be made of all ranks.
+        ValueError: the number of ranks per node does not divide the number of ranks.
     """
     if isinstance(compressor, Hierarchical):
         size = node_size(compressor.ranks_per_node, ranks_per_node, [world_size], "ranks")
@@ -129,15 +130,17 @@ def place_on_nodes(compressor: Compressor, world_size: int, ranks_per_node: int)
     inner = getattr(compressor, "inner", None)
     if not isinstance(inner, Compressor):
         return compressor, None
-    placed, found = place_on_nodes(inner, world_size, ranks_per_node)
-    return (dataclasses.replace(compressor, inner=placed) if found else compressor), found  # type: ignore[type-var]
+    placed, inner_size = place_on_nodes(inner, world_size, ranks_per_node)
+    if inner_size is None:
+        return compressor, None
+    return dataclasses.replace(compressor, inner=placed), inner_size  # type: ignore[type-var]
 
 
 def node_size(asked: int | None, launched: int, numbers: Collection[int], what: str) -> int:
-    """Returns the ranks per node that were asked for, or that the launcher started; warns where nodes change nothing.
+    """Returns the ranks per node: ``asked``, or ``launched`` if that is None. Warns once if nodes change nothing.
 
     Raises:
-        ValueError: it does not divide one of the ``numbers`` of ranks, or of ``what`` belongs to them.
+        ValueError: it does not divide one of the ``numbers``, which are numbers of ``what``, such as "ranks".
     """
     size = asked or launched
     if indivisible := [number for number in numbers if number % size]:
@@ -147,14 +150,14 @@ def node_size(asked: int | None, launched: int, numbers: Collection[int], what: 
         warn_once(f"comm_hook: 'hierarchical' compresses nothing here: all {what} are on one node.")
     elif size == 1:
         warn_once(
-            "comm_hook: 'hierarchical' has no effect here: each node has one rank, so all is as with its 'inner'."
+            "comm_hook: 'hierarchical' has no effect here: each node has one rank, so its 'inner' does everything."
         )
     return size
 
 
 @lru_cache(maxsize=1024)
 def shards(layout: Layout, num: int) -> tuple[tuple[int, Layout], ...]:
-    """Returns the first element and the layout of ``num`` parts of about the same size, cut between matrix rows."""
+    """Cuts a bucket between matrix rows into ``num`` parts of about equal size; returns their starts and layouts."""
     cuts = [0, *(_nearest_row(layout, layout.numel * i // num) for i in range(1, num)), layout.numel]
     return tuple((start, _between(layout, start, end)) for start, end in pairwise(cuts))
 
@@ -170,7 +173,7 @@ def _nearest_row(layout: Layout, element: int) -> int:
 
 
 def _between(layout: Layout, start: int, end: int) -> Layout:
-    """Returns the layout of a stretch of a bucket that begins and ends between rows."""
+    """Returns the layout of the part of a bucket from ``start`` to ``end``, both of which are between rows."""
     shapes: list[torch.Size] = []
     strides: list[tuple[int, ...]] = []
     for offset, numel, (_, k), shape, stride in zip(

@@ -1,6 +1,6 @@
-"""What the two forms of PowerSGD share: settings, factors to begin with, and the matrices of a bucket.
+"""What the two forms of PowerSGD share: settings, first factors, and the matrices of a bucket.
 
-Shapes: as in `lightning_commopt.compressors.kernels.factors`; ``n`` elements in a bucket.
+Shapes are those of `lightning_commopt.compressors.kernels.factors`; a bucket has ``n`` elements.
 """
 
 from __future__ import annotations
@@ -25,25 +25,27 @@ from lightning_commopt.text.validation import check_integer, warn_once
 
 @dataclass(frozen=True, kw_only=True)
 class PowerIteration(Compressor):
-    """Steps of a power iteration on every matrix of the bucket, whose factors travel instead of it.
+    """Steps of a power iteration on every matrix of the bucket, which send two thin factors instead of the matrix.
 
     A gradient of more than two dimensions is a matrix of its outermost dimension in memory by the rest. Vectors, and
-    matrices that would not shrink enough, are sent as they are. Lossy; meant to stand inside `ErrorFeedback`.
+    matrices that would not shrink enough, are sent uncompressed. It is lossy and meant to be used in `ErrorFeedback`.
+
+    The defaults of ``matrix_rank`` and ``min_compression_rate`` are those of torch's ``PowerSGDState``.
 
     Attributes:
-        matrix_rank: columns of the factors, ``r``; a matrix with a shorter side gets as many as that side.
+        matrix_rank: number of columns of the factors, ``r``, at most the shorter side of the matrix. A larger rank is
+            more exact and sends more.
         min_compression_rate: a matrix is compressed if ``m * k > min_compression_rate * r * (m + k)``.
-        refresh_steps: steps after which the iteration begins again with random factors; None for never.
-        epsilon: added to the norm of a column, in units of that norm, when it is normalized; for ``matrix_rank`` 1
-            only.
-        seed: of the random factors, the same on all ranks.
+        refresh_steps: number of steps after which the iteration begins again with random factors; None for never.
+        epsilon: with ``matrix_rank`` 1, added to the norm of a column when it is normalized, relative to that norm.
+        seed: seed of the random factors, the same on all ranks.
 
     Raises:
         ValueError: a setting is out of range.
     """
 
     _steps_to_send_both: ClassVar[int]
-    """Steps in which both factors travel once."""
+    """Number of steps in which both factors are sent once."""
 
     matrix_rank: int = 1
     min_compression_rate: float = 2.0
@@ -65,7 +67,7 @@ class PowerIteration(Compressor):
 
     @property
     def claims(self) -> Claims:
-        """The error is that of any projection: hardly anything of a random matrix is in a subspace of low rank."""
+        """The error bound is 1, since hardly anything of a random matrix is in a subspace of low rank."""
         return Claims(error_bound=1.0, has_c_kernels=True, is_part=True)
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
@@ -78,7 +80,7 @@ class PowerIteration(Compressor):
         return f"no gradient is a matrix that shrinks enough (min_compression_rate={self.min_compression_rate:g})"
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        """Returns the bytes of a step on average, in float32 at least."""
+        """Returns the bytes per step on average; factors are at least float32."""
         parts, num_steps = self._cut(layout), self._steps_to_send_both
         if not parts.matrices:
             return UNCOMPRESSED.wire_bytes(layout, world_size)
@@ -86,21 +88,21 @@ class PowerIteration(Compressor):
         return (num_factors + num_steps * num_rest) * wide_dtype(layout.dtype).itemsize // num_steps
 
     def residual(self, layout: Layout, state: State, given: Tensor | None = None) -> Tensor | None:
-        """Completes the residual, if `BucketMatrices` has deferred that."""
+        """Completes the residual if `BucketMatrices` has deferred its update."""
         if given is not None and "sent" in state:
             sent = state["sent"]
             finite = torch.ones((), dtype=torch.bool, device=given.device)
             subtract_product(given, self._cut(layout), (sent["p"], sent["q"]), given, finite)
-            for factors in sent.values():  # in place, for whoever has another dict with the same tensors
-                factors.zero_()
+            for factors in sent.values():
+                factors.zero_()  # in place, since copies of the state share these tensors
         return given
 
     @abstractmethod
     def _first_factors(self, layout: Layout, device: torch.device, step: int) -> dict[str, Tensor]:
-        """Returns the random factors to begin with, by their names in the state."""
+        """Returns the random first factors, by their names in the state."""
 
     def _begin_step(self, layout: Layout, device: torch.device, state: State) -> int:
-        """Counts a step, and begins again with random factors where that is due; returns its number, from 0."""
+        """Counts a step, and draws new random factors if that is due; returns the step's number, from 0."""
         step: int = state["step"]
         if step and self._starts_anew(step):
             state.update(self._first_factors(layout, device, step))
@@ -123,22 +125,22 @@ class PowerIteration(Compressor):
 
     def _random_factors(self, shapes: Shapes, device: torch.device, dtype: torch.dtype, step: int) -> Tensor:
         """Returns factors with orthonormal columns, concatenated; the same on every rank."""
-        # Drawn on the CPU, whose generator gives the same numbers on every kind of machine.
+        # The CPU's generator gives the same numbers on every kind of machine.
         generator = torch.Generator().manual_seed(self.seed + step)
         drawn = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
         columns = [orthonormal(x, x, self.epsilon).flatten() for x in drawn]
         factors = torch.cat([torch.empty(0, device="cpu"), *columns]).to(dtype)
         if device.type != "cuda":
             return factors.to(device)
-        return factors.pin_memory().to(device, non_blocking=True)  # no wait for the device
+        return factors.pin_memory().to(device, non_blocking=True)  # does not wait for the device
 
 
 @dataclass(frozen=True, kw_only=True)
 class PowerIterationPreset(Preset):
-    """A power iteration as it is used: with `ErrorFeedback`, `AfterSteps` of exact averages."""
+    """A power iteration within `ErrorFeedback`, after ``start_step`` uncompressed steps."""
 
     matrix_rank: int = PowerIteration.matrix_rank
-    start_step: int = 0
+    start_step: int = 0  # compress from the first step on; torch's hook waits for 1000 steps
     min_compression_rate: float = PowerIteration.min_compression_rate
     error_feedback: bool = True
     residual_dtype: str = ErrorFeedback.residual_dtype
@@ -149,7 +151,7 @@ class PowerIterationPreset(Preset):
 
 @lru_cache(maxsize=1024)
 def _cut(layout: Layout, matrix_rank: int, min_compression_rate: float) -> Parts:
-    """Returns how to cut a bucket; see `PowerIteration` for the settings."""
+    """Returns which matrices of a bucket are compressed, and the rest; see `PowerIteration` for the settings."""
     matrices: list[Matrix] = []
     rest: list[tuple[int, int]] = []
     for start, (m, k) in zip(layout.offsets, layout.matrix_sides, strict=True):
@@ -164,21 +166,21 @@ def _cut(layout: Layout, matrix_rank: int, min_compression_rate: float) -> Parts
 
 
 class BucketMatrices:
-    """The matrices ``M`` of one bucket in one step: its gradients plus the residual.
+    """The matrices ``M`` of one bucket in one step, which are its gradients plus the residual.
 
-    A residual of the bucket's dtype holds these sums until the next step, and the state the factors of what was sent of
-    them; see `lightning_commopt.compressors.kernels.low_rank`.
+    A residual of the bucket's dtype holds these sums until the next step, while the state holds the factors of what was
+    sent; see `lightning_commopt.compressors.kernels.low_rank`.
 
     Args:
-        flat: ``(n,)`` the gradients; the arithmetic is in float32 at least.
-        residual: ``(n,)``, or None.
-        parts: of the bucket; at least one matrix.
-        state: of the compressor.
+        flat: ``(n,)`` the gradients; the arithmetic is at least in float32.
+        residual: ``(n,)`` the residual, or None.
+        parts: how the bucket is cut, with at least one matrix.
+        state: state of the compressor.
     """
 
     def __init__(self, flat: Tensor, residual: Tensor | None, parts: Parts, state: State) -> None:
         self._flat = flat
-        self._bucket = flat.to(wide_dtype(flat.dtype))  # itself, unless it is narrow
+        self._bucket = flat.to(wide_dtype(flat.dtype))  # this is ``flat`` itself unless its dtype is narrow
         self._residual = residual
         self._parts = parts
         self._state = state
@@ -189,8 +191,8 @@ class BucketMatrices:
 
         Args:
             factor: ``Q`` ``(sum of r * k,)`` if ``by_rows``, else ``P`` ``(sum of r * m,)``.
-            scale: factor.
-            own: gets the products without ``scale``, if anybody needs them.
+            scale: multiplies the message.
+            own: receives the products without ``scale``; None if they are not needed.
             by_rows: whether rows of the matrices are summed up, or columns.
         """
         shapes = self._parts.p_shapes if by_rows else self._parts.q_shapes
@@ -200,7 +202,7 @@ class BucketMatrices:
         return message
 
     def compress_transposed(self, p: Tensor, scale: float, own: Tensor) -> Tensor:
-        """Returns the second message, ``Q = M^T P`` of every matrix times ``scale``; ``own`` gets it without that."""
+        """Returns the second message, ``Q = M^T P`` of every matrix times ``scale``, and ``Q`` itself in ``own``."""
         sums = self._residual if self._holds_sums and self._residual is not None else self._bucket
         message = torch.empty_like(own)
         compress(sums, None, self._parts, None, p, message, own, scale, by_rows=False)
@@ -212,10 +214,11 @@ class BucketMatrices:
         """Replaces the gradients by their average, ``P Q^T`` and the rest, and updates the residual.
 
         Args:
-            own: ``P`` ``(sum of r * m,)`` and ``Q`` ``(sum of r * k,)`` of what this rank has sent; used up.
+            own: ``P`` ``(sum of r * m,)`` and ``Q`` ``(sum of r * k,)`` of what this rank has sent; not to be used
+                afterwards.
             mean: ``P`` and ``Q`` of the average.
-            message: the average of the first message.
-            finite: whether the step was, see `decompress`; if not, matrices become NaN, and the residual stays.
+            message: average of the first message.
+            finite: whether the step was finite, see `decompress`. If not, matrices become NaN and the residual stays.
         """
         decompress(self._bucket, self._residual, self._parts, own, mean, message, finite)
         if self._holds_sums:
@@ -224,7 +227,7 @@ class BucketMatrices:
             self._flat.copy_(self._bucket)
 
     def _sent(self) -> tuple[Tensor, Tensor]:
-        """Returns the factors of what was sent of the residual in the last step."""
+        """Returns the factors of what the last step has sent, which is still to be subtracted from the residual."""
         if "sent" in self._state:
             return self._state["sent"]["p"], self._state["sent"]["q"]
         num_p, num_q = (factors_numel(shapes) for shapes in (self._parts.p_shapes, self._parts.q_shapes))

@@ -1,7 +1,7 @@
 """PowerSGD: low-rank gradients by one step of power iteration, in two rounds.
 
-Shapes: a gradient as a matrix ``M`` ``(m, k)``; its factors ``P`` ``(m, r)`` and ``Q`` ``(k, r)``, which are stored
-column by column. A tensor of factors holds those of all matrices of a bucket, concatenated.
+Shapes: a gradient is a matrix ``M`` ``(m, k)``; its factors are ``P`` ``(m, r)`` and ``Q`` ``(k, r)``, stored column by
+column. A tensor of factors is the concatenation over all matrices of a bucket.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from lightning_commopt.text.validation import check_switch, warn_once
 class LowRank(PowerIteration):
     """One step of power iteration for every matrix of the bucket, in two rounds.
 
-    All ``P`` of a bucket travel in one message together with what is not compressed, all ``Q`` in a second one. See
-    `PowerIteration` for the other settings, and for what is compressed.
+    All ``P`` of a bucket travel in one message together with what is not compressed, all ``Q`` in a second message. See
+    `PowerIteration` for the other settings and for what is compressed.
+
+    This differs from algorithm 1 of Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
+    Distributed Optimization", NeurIPS 2019, in: 1. ``Q`` is orthogonalised too, which does not change the subspace.
+    2. With ``refresh_steps`` the iteration begins again now and then, as in PowerSGD+ (Xie, Chen, Yuan, arXiv
+    2509.11254), in case the subspace misses the gradient; they take the new factors from a singular value
+    decomposition, we draw them at random, which costs hardly anything.
 
     Attributes:
-        warm_start: begin with the last step's ``Q``, so that the power iteration goes on from step to step; else
-            with a new random one.
+        warm_start: whether a step begins with the last step's ``Q``, so that the power iteration converges over steps,
+            or with a new random one.
 
     Raises:
         ValueError: a setting is out of range.
-
-    Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-    Optimization", NeurIPS 2019, algorithm 1. We also orthogonalise ``Q``, which changes no subspace. Beginning again
-    now and then is PowerSGD+'s cure (Xie, Chen, Yuan, arXiv 2509.11254) for a subspace that misses the gradient; they
-    take it from a singular value decomposition, we from a random matrix, as that costs nothing.
     """
 
-    _steps_to_send_both: ClassVar[int] = 1
+    _steps_to_send_both: ClassVar[int] = 1  # a step sends P and Q
 
     warm_start: bool = True
 
@@ -68,7 +69,7 @@ class LowRank(PowerIteration):
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
-        """Averages ``P`` and what is not compressed, then ``Q``; a bucket without matrices as it is."""
+        """Averages ``P`` and what is not compressed, then ``Q``; a bucket without matrices is averaged uncompressed."""
         parts = self._cut(layout)
         if not parts.matrices:
             return (yield from UNCOMPRESSED.rounds(flat, layout, {}, channel, residual))
@@ -88,7 +89,7 @@ class LowRank(PowerIteration):
         return None
 
     def reference(self, shares: Tensor, layout: Layout, state: State) -> tuple[Tensor, Tensor]:
-        """Returns the average of ``shares`` ``(W, n)``, gradients plus residuals, and what was sent of each."""
+        """Returns the average of ``shares`` ``(W, n)``, gradients plus residuals, and what each rank has sent."""
         parts, mean, sent, new_q = self._cut(layout), shares.mean(0), shares.clone(), []
         self._begin_step(layout, shares.device, state)
         for matrix, old_q in zip(parts.matrices, views(state["q"], parts.q_shapes), strict=True):
@@ -107,9 +108,9 @@ class LowRank(PowerIteration):
 @final
 @dataclass(frozen=True, kw_only=True)
 class PowerSGD(PowerIterationPreset):
-    """PowerSGD as it is used: `LowRank` with `ErrorFeedback`, `AfterSteps` of exact averages.
+    """PowerSGD: `LowRank` within `ErrorFeedback`, after ``start_step`` uncompressed steps.
 
-    Without error feedback the gradient is biased. For the settings see `LowRank` and `Preset`.
+    Without error feedback the gradient is biased. The settings are described in `LowRank` and `Preset`.
 
     Source: Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
     Optimization", NeurIPS 2019, algorithms 1 and 2.

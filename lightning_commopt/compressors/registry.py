@@ -1,7 +1,7 @@
-"""Compressors by name, as a configuration writes them, and back. Each class registers itself.
+"""Names of compressors in configurations. Each class registers itself.
 
-A name may have a class for DDP's buckets, one for FSDP2's shards, or both. A class for shards alone works with buckets,
-too, as `FromShards`.
+A name may have a class for DDP's buckets, one for FSDP2's shards, or both. A class for shards also works with buckets,
+as `FromShards`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lightning_commopt.text.validation import normalize_name
 
 
 class Entry(NamedTuple):
-    """A name, its class, and the options that the name stands for."""
+    """A name, its class, and the options that the name implies."""
 
     name: str
     cls: type[Compressor] | type[ShardedCompressor]
@@ -29,12 +29,12 @@ class Entry(NamedTuple):
 
     @property
     def options(self) -> dict[str, bool]:
-        """The names of the options, and whether each must be given."""
+        """The names of the options, and whether each is required."""
         return {name: is_needed for name, is_needed in options_of(self.cls).items() if name not in self.fixed}
 
 
 def options_of(cls: type) -> dict[str, bool]:
-    """Returns the names of the options of a dataclass, and whether each must be given."""
+    """Returns the names of the options of a dataclass, and whether each is required."""
     return {
         field.name: field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         for field in dataclasses.fields(cls)
@@ -45,32 +45,32 @@ def options_of(cls: type) -> dict[str, bool]:
 EXAMPLE = "example"
 """Key in the metadata of a field without a default: a value to try the compressor with."""
 
-_OF_BUCKETS: dict[str, Entry] = {}
-_OF_SHARDS: dict[str, Entry] = {}
-"""By the normalized name."""
+_BUCKET_ENTRIES: dict[str, Entry] = {}
+_SHARD_ENTRIES: dict[str, Entry] = {}
+"""Both have the normalized names and aliases as keys."""
 
 _C = TypeVar("_C", bound=type[Compressor] | type[ShardedCompressor])
 
 
 def register_compressor(name: str, *, aliases: Sequence[str] = (), **fixed: Any) -> Callable[[_C], _C]:
-    """Decorates a compressor's class, so that ``comm_hook="<name>"`` makes one, also from YAML and in checkpoints.
+    """Decorates a compressor's class, so that ``comm_hook="<name>"`` makes one, also in YAML and in checkpoints.
 
     A `ShardedCompressor` gets the name for ``CommOptModelParallel``, and for ``CommOptDDP`` unless a `Compressor` has
-    it there. The decorator stands above ``@dataclass(frozen=True, kw_only=True)``. The module must have been imported
-    when the name is used; without that, the import path of the class is a name too: ``comm_hook={"name":
+    it there. Put the decorator above ``@dataclass(frozen=True, kw_only=True)``. The module must have been imported when
+    the name is used; otherwise use the import path of the class as the name, ``comm_hook={"name":
     "my_package.topk.TopK"}``.
 
     Args:
-        name: to write in configurations; case, hyphens and underscores do not count.
-        aliases: further names. What a plan or a checkpoint holds is ``name``.
-        **fixed: options that the name stands for, with their values.
+        name: name in configurations; case, hyphens and underscores do not matter.
+        aliases: further names, which plans and checkpoints replace by ``name``.
+        **fixed: options that the name implies, with their values.
 
     Raises:
-        ValueError: the name is taken, or it has a dot, as import paths do.
+        ValueError: the name is taken, empty or "none", or has a dot, as import paths do.
     """
 
     def register(cls: _C) -> _C:
-        entries = _OF_SHARDS if issubclass(cls, ShardedCompressor) else _OF_BUCKETS
+        entries = _SHARD_ENTRIES if issubclass(cls, ShardedCompressor) else _BUCKET_ENTRIES
         for written in (name, *aliases):
             if "." in written or normalize_name(written) in ("", "none"):
                 raise ValueError(f"a compressor's name must not be empty or 'none', nor have a dot, got {written!r}")
@@ -94,25 +94,25 @@ def sharded_names() -> list[str]:
     return ["none", *registered_shards()]
 
 
-def canonical_name(name: Any) -> str | None:
-    """Returns the name that a plan would hold for a name as the user wrote it; None if there is none."""
+def canonical_name(name: object) -> str | None:
+    """Returns the name that a plan would hold for a name or an alias as the user wrote it; None if it is unknown."""
     entry = entry_named(name)
     return None if entry is None else entry.name
 
 
-def entry_named(name: Any) -> Entry | None:
-    """Returns what is registered for buckets under a name, or an alias, as the user wrote it; None if nothing is."""
+def entry_named(name: object) -> Entry | None:
+    """Returns the entry for buckets of a name or an alias as the user wrote it; None if it is unknown."""
     return spellings().get(normalize_name(name)) if isinstance(name, str) else None
 
 
-def shards_entry_named(name: Any) -> Entry | None:
-    """Returns what is registered for shards under a name, or an alias, as the user wrote it; None if nothing is."""
-    return _OF_SHARDS.get(normalize_name(name)) if isinstance(name, str) else None
+def shards_entry_named(name: object) -> Entry | None:
+    """Returns the entry for shards of a name or an alias as the user wrote it; None if it is unknown."""
+    return _SHARD_ENTRIES.get(normalize_name(name)) if isinstance(name, str) else None
 
 
 def spellings() -> dict[str, Entry]:
-    """Returns what is registered for buckets, by normalized names and aliases."""
-    return _OF_SHARDS | _OF_BUCKETS
+    """Returns the entries for buckets, by normalized names and aliases."""
+    return _SHARD_ENTRIES | _BUCKET_ENTRIES
 
 
 def names_with_option(option: str) -> list[str]:
@@ -121,17 +121,17 @@ def names_with_option(option: str) -> list[str]:
 
 
 def registered() -> dict[str, Entry]:
-    """Returns what is registered for buckets under each name, without aliases."""
+    """Returns the entries for buckets by name, without aliases."""
     return {entry.name: entry for entry in spellings().values()}
 
 
 def registered_shards() -> dict[str, Entry]:
-    """Returns what is registered for shards under each name, without aliases."""
-    return {entry.name: entry for entry in _OF_SHARDS.values()}
+    """Returns the entries for shards by name, without aliases."""
+    return {entry.name: entry for entry in _SHARD_ENTRIES.values()}
 
 
 def compressor_name(compressor: Compressor | ShardedCompressor) -> str:
-    """Returns the name that configurations use, or that of the class where there is none."""
+    """Returns the name that configurations use, or the name of the class if it is not registered."""
     if isinstance(compressor, FromShards):
         compressor = compressor.shards
     entry = entry_of(compressor)
@@ -144,13 +144,13 @@ def import_path(cls: type) -> str:
 
 
 def _is_redefinition(earlier: type, cls: type) -> bool:
-    """Returns whether a module was run once more: reloaded, a notebook's cell, or a script that is also imported."""
+    """Returns whether a module was run again: reloaded, as a notebook's cell, or as a script that is also imported."""
     is_same_module = earlier.__module__ == cls.__module__ or "__main__" in (earlier.__module__, cls.__module__)
     return is_same_module and earlier.__qualname__ == cls.__qualname__
 
 
 def entry_of(compressor: Compressor | ShardedCompressor) -> Entry | None:
-    """Returns under which name, and with which fixed options, a compressor is registered; None without a name."""
+    """Returns the entry of a compressor's class and fixed options; None if it is not registered."""
     for entry in (registered_shards() if isinstance(compressor, ShardedCompressor) else registered()).values():
         if type(compressor) is entry.cls and all(getattr(compressor, key) == entry.fixed[key] for key in entry.fixed):
             return entry

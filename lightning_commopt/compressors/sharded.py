@@ -1,9 +1,9 @@
 """Ways to average gradients whose shards belong to ranks: in bfloat16, and in blocks of int8 or int4.
 
-Half of what compressors for DDP do: each rank sends one message to the owner of each shard, and the owner adds up in
-float32 what all have sent of it. Gradients are rounded once, and the mean is not.
+They do half of what compressors for DDP do: each rank sends one message to the owner of each shard, and the owner adds
+up all messages in float32. Gradients are rounded once, and the mean is not.
 
-Shapes: ``W`` ranks; ``s`` elements in a shard, which are the columns of one or several parameters, one behind another.
+Shapes: ``W`` ranks; a shard has ``s`` elements, the concatenated columns of one or several parameters.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.compressors.shards import ShardedCompressor
 from lightning_commopt.text.validation import check_switch
 
-_RESIDUAL_FORMAT = BlockFormat(8, 128)
+_RESIDUAL_FORMAT = BlockFormat(8, BlockInt8.block_size)
+"""Format of residuals: int8, in blocks of the size that `BlockInt8` has by default. Rounding it loses about 1 %."""
 
 
 @register_compressor("bf16")
 @final
 @dataclass(frozen=True, kw_only=True)
 class ShardedBf16(ShardedCompressor):
-    """Gradients travel in bfloat16, and sums are in float32.
+    """Sends gradients in bfloat16 and sums them in float32.
 
-    A reduce-scatter in bfloat16 would round partial sums too, once a hop.
+    A reduce-scatter in bfloat16 would also round the partial sums, once per hop.
     """
 
     claims = Claims(error_bound=torch.finfo(torch.bfloat16).eps)
@@ -56,7 +57,7 @@ class ShardedBf16(ShardedCompressor):
 @final
 @dataclass(frozen=True, kw_only=True)
 class ShardedExact(ShardedCompressor):
-    """Gradients travel as they are, and in the first step with the residual of a compressor that it takes over from."""
+    """Sends gradients uncompressed; the first step adds the residual of the compressor that it takes over from."""
 
     claims = Claims(is_lossy=False, keeps_residual=True)
 
@@ -80,15 +81,15 @@ class ShardedExact(ShardedCompressor):
 
 
 class ShardedBlockwise(ShardedCompressor):
-    """Gradients travel in blocks with one scale each, and sums are in float32.
+    """Sends gradients in quantized blocks with one scale each, and sums them in float32.
 
-    With ``error_feedback`` what was rounded off is kept as int8 in blocks of 128, with a float32 scale each, and sent
-    in the next step: ``1 + 1 / 32`` bytes for each element of the unsharded gradients. (A residual in float32 would be
-    as large as the model on every rank.) What rounding the residual drops is lost, about 1 % of it. Blocks with a NaN
-    or an infinity keep their residual. In a step that a gradient scaler skips, what was sent of it is lost.
+    With ``error_feedback`` each rank keeps what was rounded off as int8 in blocks of 128 with a float32 scale each, and
+    sends it in the next step. That takes ``1 + 1 / 32`` bytes per element of the unsharded gradients; a residual in
+    float32 would be as large as the model on every rank. Rounding the residual loses about 1 % of it. Blocks with a NaN
+    or an infinity keep their residual. In a step that a gradient scaler skips, the residual that was sent is lost.
 
-    Source: a quantized all-to-all with sums in high precision as in Wang et al., ZeRO++ (arXiv:2306.10209); they have
-    no feedback.
+    This differs from the quantized all-to-all with sums in high precision of Wang et al., ZeRO++ (arXiv:2306.10209), in
+    the error feedback, which they do not have.
     """
 
     bits: ClassVar[int]
@@ -97,7 +98,7 @@ class ShardedBlockwise(ShardedCompressor):
 
     @property
     def block_format(self) -> BlockFormat:
-        """Of what is sent."""
+        """Format of the blocks that are sent."""
         return BlockFormat(self.bits, self.block_size)
 
     def init(self, numel: int, world_size: int, device: torch.device, seed: int = 0) -> State:
@@ -132,7 +133,7 @@ class ShardedBlockwise(ShardedCompressor):
         foreach_copy_(means, mean.split(widths)[:-1])
 
     def message_bytes(self, numel: int, world_size: int) -> int:
-        """Returns the bytes of codes and scales, with what fills up the last block of each shard."""
+        """Returns the bytes of codes and scales, with the padding of the last block of each shard."""
         return world_size * self.block_format.shard_bytes(numel, 1)
 
     def residual(self, state: State, numel: int, world_size: int) -> Tensor | None:
@@ -150,23 +151,23 @@ class ShardedBlockwise(ShardedCompressor):
         return self.block_format.shard_numel(numel, 1)
 
     def _before_rounding(self, rows: Tensor, state: State) -> None:
-        """Changes this rank's gradients, ``(W, s)`` filled up to whole blocks."""
+        """Changes this rank's gradients ``(W, s)``, which are padded to whole blocks, before they are rounded."""
 
 
 @register_compressor("int8")
 @final
 @dataclass(frozen=True, kw_only=True)
 class ShardedInt8(ShardedBlockwise):
-    """Int8 with one float32 scale a block; of Gaussian gradients the mean is off by about 0.6 % in the 2-norm.
+    """Int8 with one float32 scale per block. For Gaussian gradients the error of the mean is about 0.6 % in the 2-norm.
 
     Attributes:
         block_size: see `BlockInt8`.
         error_feedback: see `ShardedBlockwise`.
-        stochastic_rounding: round up or down at random, so that the mean over many steps is exact. A step is off by
-            1.4 times as much.
+        stochastic_rounding: round up or down at random, so that the mean over many steps is exact. The error of a
+            single step is 1.4 times as large.
 
     Raises:
-        ValueError: a setting is out of range, or both ways to lose nothing are asked for.
+        ValueError: a setting is out of range, or ``error_feedback`` and ``stochastic_rounding`` are both true.
     """
 
     bits: ClassVar = BlockInt8.bits
@@ -191,7 +192,7 @@ class ShardedInt8(ShardedBlockwise):
         return super().init(numel, world_size, device)
 
     def _before_rounding(self, rows: Tensor, state: State) -> None:
-        """Replaces gradients by levels of their block, one of the two next to each, which `encode` then hits.
+        """Rounds gradients stochastically to levels of their block, which `encode` then represents exactly.
 
         Blocks that are not finite stay so.
         """
@@ -210,7 +211,7 @@ class ShardedInt8(ShardedBlockwise):
 @final
 @dataclass(frozen=True, kw_only=True)
 class ShardedInt4(ShardedBlockwise):
-    """Int4 with one bfloat16 scale a block; of Gaussian gradients the mean is off by about 9 % in the 2-norm.
+    """Int4 with one bfloat16 scale per block. For Gaussian gradients the error of the mean is about 9 % in the 2-norm.
 
     Attributes:
         block_size: see `BlockInt4`.
@@ -234,12 +235,13 @@ class ShardedInt4(ShardedBlockwise):
 
 
 def uniform_noise(like: Tensor, seed: int) -> Tensor:
-    """Returns float32 numbers in [0, 1), of the shape and on the device of ``like``; others for each 64-bit seed.
+    """Returns random float32 numbers in [0, 1), with the shape and device of ``like``, different for each 64-bit seed.
 
-    The CPU's generator looks at 32 bits of its seed only. So the fractional part of two sequences' sum is taken, each
-    from one half of the mixed seed: for two seeds at least one of the two differs, and with it the sum.
+    The CPU's generator uses only 32 bits of its seed. So each half of the mixed seed gives a sequence, and the result
+    is the fractional part of their sum. Two seeds differ in at least one half, and therefore in the sum.
 
-    Source of the mixing, which is one to one: Steele et al., "Fast Splittable Pseudorandom Number Generators", 2014.
+    Source: the mixing, which is one-to-one, and its constants are the SplitMix64 of Steele et al., "Fast Splittable
+    Pseudorandom Number Generators", 2014.
     """
     mixed = (seed + 0x9E3779B97F4A7C15) % 2**64
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

@@ -1,4 +1,4 @@
-"""Gradients of shards: full precision within a node, any compressor of shards across nodes."""
+"""Averages shards in full precision within a node, and with any compressor of shards across nodes."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ from lightning_commopt.text.validation import check_integer
 @final
 @dataclass(frozen=True, kw_only=True)
 class ShardedHierarchical(ShardedCompressor):
-    """Averages within each node without loss, and then with ``inner`` across nodes.
+    """Averages within each node without loss, and with ``inner`` across nodes.
 
-    A reduce-scatter within the node gives each rank its node's mean of all shards whose owners have its place in their
-    nodes; ``inner`` averages those among the ranks that have this place. What crosses nodes falls by the ranks per node
-    even without compression, and a residual is as much smaller. With one node only nothing is compressed or lost.
+    A reduce-scatter within the node gives each rank the mean over its node of all shards whose owners have its place in
+    their nodes; ``inner`` averages these among the ranks with this place. Even without compression the traffic across
+    nodes and the residual shrink by the number of ranks per node. With a single node nothing is compressed or lost.
 
     Shapes: ``N`` nodes of ``P`` ranks, ``W = N * P``; rank ``n * P + p`` has the place ``p`` in node ``n``.
 
     Attributes:
         inner: the compressor across nodes.
-        ranks_per_node: ``P``, consecutive ranks; None for as many as the launcher started on each.
+        ranks_per_node: ``P``, the number of consecutive ranks on each node; None for the number that the launcher has
+            started.
 
     Raises:
-        ValueError: ``inner`` is no compressor of shards, or one of these; or ``ranks_per_node`` is below 1.
+        ValueError: ``inner`` is not a compressor of shards or is hierarchical itself, or ``ranks_per_node`` is below 1.
 
-    Source: as in `Hierarchical`, up to the all-gather that shards do not need.
+    Source: see `Hierarchical`; shards need no all-gather.
     """
 
     inner: ShardedCompressor
@@ -58,7 +59,7 @@ class ShardedHierarchical(ShardedCompressor):
         return self.inner.claims
 
     def init(self, numel: int, world_size: int, device: torch.device, seed: int = 0) -> State:
-        """Returns the state of ``inner``; the place of this rank is -1 until the first round."""
+        """Returns the state of ``inner`` and the place of this rank, which is -1 until the first call of `rounds`."""
         state = self.inner.init(numel, self._num_nodes(world_size), device, seed)
         return {**state, "place": torch.tensor(-1, device="cpu")}
 
@@ -76,11 +77,11 @@ class ShardedHierarchical(ShardedCompressor):
             message.add_(given.unflatten(0, shape).transpose(0, 1))
         with issued_by("uncompressed reduce-scatter within nodes"):
             pending = within.reduce_scatter(message.view(within.size, -1).mul_(1 / within.size))
-        of_node = (yield pending).view(across.size, -1)
+        node_means = (yield pending).view(across.size, -1)
         if across.size == 1:
-            foreach_copy_(means, of_node[0].split(widths))
+            foreach_copy_(means, node_means[0].split(widths))
         else:
-            yield from self.inner.rounds(list(of_node.split(widths, 1)), means, state, across)
+            yield from self.inner.rounds(list(node_means.split(widths, 1)), means, state, across)
 
     def message_bytes(self, numel: int, world_size: int) -> int:
         """Returns the bytes that cross nodes."""
@@ -88,7 +89,7 @@ class ShardedHierarchical(ShardedCompressor):
         return self.inner.message_bytes(numel, num_nodes) if num_nodes > 1 else 0
 
     def residual(self, state: State, numel: int, world_size: int) -> Tensor | None:
-        """Returns the residual of ``inner``, as a mean over all ranks counts it, and what `set_residual` was given."""
+        """Returns what `set_residual` was given plus that of ``inner``, multiplied so that a mean is right."""
         kept = self.inner.residual(state, numel, self._num_nodes(world_size))
         if kept is None:
             return None
@@ -99,15 +100,15 @@ class ShardedHierarchical(ShardedCompressor):
         return residual.add_(state["given"]) if "given" in state else residual
 
     def set_residual(self, state: State, residual: Tensor) -> None:
-        """Replaces the residual; what it has in rows of other places is averaged within the node in the next step."""
+        """Replaces the residual; the next step averages it within the node before ``inner`` sees it."""
         self.inner.set_residual(state, residual.new_zeros(self._num_nodes(len(residual)), residual.shape[1]))
         state["given"] = residual
 
     def on_nodes(self, numbers_of_shards: Collection[int], ranks_per_node: int) -> ShardedHierarchical:
-        """Returns the same with ``ranks_per_node`` as the launcher started, if it is not set; for shards of all units.
+        """Returns this compressor with ``ranks_per_node``, for units with these numbers of shards; see `node_size`.
 
         Raises:
-            ValueError: nodes of that many ranks cannot be made of the ranks that have shards of one unit.
+            ValueError: the number of ranks per node does not divide one of the numbers of shards.
         """
         size = node_size(self.ranks_per_node, ranks_per_node, numbers_of_shards, "shards")
         return dataclasses.replace(self, ranks_per_node=size)

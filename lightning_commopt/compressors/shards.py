@@ -1,6 +1,6 @@
-"""What a compressor of shards is, for FSDP2: each rank receives the mean of its own shard only.
+"""What a compressor of shards is, for FSDP2, where each rank receives only the mean of its own shard.
 
-Shapes: ``W`` ranks; ``s`` elements in a shard, which are the columns of one or several parameters, one behind another.
+Shapes: ``W`` ranks; a shard has ``s`` elements, the concatenated columns of one or several parameters.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from lightning_commopt.compressors.channel import Channel
 
 
 def first_seed(unit: int, rank: int) -> int:
-    """Returns the seed of a unit and a rank in their first step; each step adds 1.
+    """Returns the seed of a unit on a rank in the first step; each step adds 1.
 
-    Below 65,536 units and ranks, and 2^31 steps, no two seeds are equal.
+    Seeds differ as long as there are at most 65,536 units and ranks, and 2^31 steps.
     """
     return (unit << 47) + (rank << 31)
 
 
 class ShardedCompressor(ABC):
-    """Settings of one way to average shards, a frozen dataclass; what changes from step to step is in its state.
+    """Settings of one way to average shards, a frozen dataclass. What changes from step to step is in a separate state.
 
     `CommOptModelParallel` compresses FSDP2's reduce-scatters with it. With ``CommOptDDP`` a bucket is cut into a shard
-    for each rank, and the means of all shards are gathered as they are; see `FromShards`.
+    per rank, and the means of the shards are gathered uncompressed; see `FromShards`.
     """
 
     @property
     @abstractmethod
     def claims(self) -> Claims:
-        """What others need to know of it; errors are those of the mean of two to four ranks, without a residual."""
+        """What the compressor declares about itself; its errors are those of means over two to four ranks."""
 
     def init(self, numel: int, world_size: int, device: torch.device, seed: int = 0) -> State:
-        """Returns the state for the gradients of one unit.
+        """Returns the first state for the gradients of one unit.
 
         Args:
-            numel: ``s``.
-            world_size: ``W``.
-            device: where the gradients are.
-            seed: of random numbers, from `first_seed`.
+            numel: number of elements of a shard, ``s``.
+            world_size: number of ranks, ``W``.
+            device: device of the gradients.
+            seed: seed of random numbers, from `first_seed`.
         """
         return {}
 
@@ -52,16 +52,16 @@ class ShardedCompressor(ABC):
         """Averages this rank's shard over the ranks; yields one collective, receives its result.
 
         Args:
-            columns: ``(W, s_i)`` each, of ``s`` together: this rank's gradients, row ``r`` those in the shard of rank
-                ``r``; left as they were.
-            means: ``(s_i,)`` each; hold the mean of this rank's row over the ranks afterwards.
-            state: from `init`; updated in place.
+            columns: ``(W, s_i)`` each, with ``s`` columns in all. They are this rank's gradients; row ``r`` belongs to
+                the shard of rank ``r``. Not changed.
+            means: ``(s_i,)`` each; overwritten by the mean over the ranks of the row of this rank.
+            state: state from `init`; updated in place.
             channel: collectives over the ranks.
         """
 
     @abstractmethod
     def message_bytes(self, numel: int, world_size: int) -> int:
-        """Returns the bytes of all messages that a rank hands to the collective, for shards of ``numel`` elements."""
+        """Returns the bytes that a rank hands to the collective, for shards of ``numel`` elements."""
 
     def residual(self, state: State, numel: int, world_size: int) -> Tensor | None:
         """Returns ``(W, s)`` float32, what this rank has not sent yet; None if it is not kept."""
@@ -75,9 +75,9 @@ class ShardedCompressor(ABC):
 @final
 @dataclass(frozen=True, kw_only=True)
 class FromShards(Compressor):
-    """A compressor of shards as one of buckets: each rank averages a shard, and all gather the means as they are.
+    """Adapts a compressor of shards to buckets: each rank averages a shard, and all gather the uncompressed means.
 
-    What ``shards`` rounds off is lost, unless it keeps a residual itself. A bucket is filled up with zeros to a
+    What ``shards`` rounds off is lost, unless it keeps a residual itself. A bucket is padded with zeros to a
     multiple of ``W``.
 
     Attributes:
@@ -88,20 +88,20 @@ class FromShards(Compressor):
 
     @property
     def claims(self) -> Claims:
-        """Those of ``shards``; no residual sees what a step leaves out, unless the state has one."""
+        """The claims of ``shards``; without a residual in its state, everything that a step leaves out is untracked."""
         claims = self.shards.claims
         if claims.keeps_residual or claims.error_bound is None:
             return claims
         return replace(claims, untracked_error=max(claims.untracked_error, claims.error_bound))
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
-        """Returns the step; the first call of `rounds` adds the state of ``shards``, as the channel has the ranks."""
+        """Returns the step only; `rounds` adds the state of ``shards``, since the channel knows the ranks."""
         return {"step": step}
 
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
-        """Runs the round of ``shards``, and gathers the means; a ``residual`` is sent along, and then empty."""
+        """Runs the round of ``shards``, and gathers the means. A ``residual`` is added first, and becomes zero."""
         num_ranks, numel = channel.size, _shard_numel(flat.numel(), channel.size)
         if "shards" not in state:
             seed = first_seed(0, channel.rank) + state["step"]
@@ -116,11 +116,11 @@ class FromShards(Compressor):
         yield from self.shards.rounds([rows.view(num_ranks, numel)], [mean], state["shards"], channel)
         gathered = yield channel.all_gather(mean)
         flat.copy_(gathered.view(-1)[: flat.numel()])
-        if residual is not None:  # where the average is not finite it is sent in the next step
+        if residual is not None:  # it stays, for the next step, if the average is not finite
             residual.masked_fill_(flat.isfinite().all(), 0)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        """Returns half the bytes of both collectives, as the two halves of an all-reduce count."""
+        """Returns half the bytes of both collectives, since each is half an all-reduce."""
         numel = _shard_numel(layout.numel, world_size)
         return (self.shards.message_bytes(numel, world_size) + world_size * numel * layout.dtype.itemsize) // 2
 

@@ -19,9 +19,9 @@ _WORDS = {
 
 
 def short_name(compressor: Compressor | ShardedCompressor) -> str:
-    """Returns the name that configurations use, and what differs from the defaults.
+    """Returns the name that configurations use, and the options that differ from their defaults.
 
-    ``matrix_rank`` is always there, as runs are compared by it. What a wrapper wraps stands in parentheses.
+    ``matrix_rank`` is always included, since runs are compared by it. What a wrapper wraps is in parentheses.
 
     >>> from lightning_commopt.compressors import Hierarchical, Int8, PowerSGD
     >>> short_name(PowerSGD(matrix_rank=4, start_step=500, error_feedback=False))
@@ -46,7 +46,7 @@ def short_name(compressor: Compressor | ShardedCompressor) -> str:
     return f"{compressor_name(compressor)}{inner}{' ' if words else ''}{', '.join(words)}"
 
 
-def option_in_words(name: str, value: Any) -> str:
+def option_in_words(name: str, value: object) -> str:
     """Returns an option and its value in words.
 
     >>> option_in_words("error_feedback", False), option_in_words("start_step", 5)

@@ -1,4 +1,4 @@
-"""Compressors around compressors: what is lost is sent later, and a late start."""
+"""Compressors around compressors: error feedback, a late start, and presets of both."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _RESIDUAL_DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class Wrapper(Compressor):
-    """A compressor around another one, as lossy as that is.
+    """A compressor around another one, with the claims of that one.
 
     Attributes:
-        inner: what it wraps; its state is ``state["inner"]``.
+        inner: the compressor that it wraps, whose state is ``state["inner"]``.
 
     Raises:
         ValueError: ``inner`` is not a compressor.
@@ -55,23 +55,23 @@ class Wrapper(Compressor):
 @final
 @dataclass(frozen=True, kw_only=True)
 class ErrorFeedback(Wrapper):
-    """Adds what ``inner`` dropped in the last step to what it sends in this one.
+    """Adds what ``inner`` left out in one step, the residual, to the gradients of the next step.
 
-    Where the average of a bucket, or of a piece of it, is not finite, the residual stays as it was, on every rank: a
-    gradient scaler skips the step, and overflowed values are discarded. The residual is in the units of the
-    gradients it came from; when a gradient scaler changes its scale, the residual of one step is added at the old
-    scale. Where DDP discards an average, because no rank used the parameter in that step
-    (``find_unused_parameters``), what was sent of its residual is lost.
+    If the average of a bucket, or of a piece of it, is not finite, the residual stays as it was on every rank, since a
+    gradient scaler skips such a step. The residual is in the units of the gradients that it came from: when a gradient
+    scaler changes its scale, the residual of one step is added at the old scale. With ``find_unused_parameters`` DDP
+    discards the average of a parameter that no rank has used in a step, and the residual that was sent is lost.
+
+    This differs from algorithm 2 of Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
+    Schemes", ICML 2019, in that gradients are compressed before the optimizer, as in PowerSGD's algorithm 2, instead of
+    its update after it.
 
     Attributes:
         inner: the lossy compressor.
-        residual_dtype: "float32", or "bfloat16" for half the memory; what that rounds off is lost.
+        residual_dtype: "float32", or "bfloat16", which takes half the memory and loses what it rounds off.
 
     Raises:
-        ValueError: ``inner`` is not a compressor, or ``residual_dtype`` is neither.
-
-    Source: Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019,
-    algorithm 2, before the optimizer instead of after it (as in PowerSGD's algorithm 2).
+        ValueError: ``inner`` is not a compressor, or keeps a residual already; or ``residual_dtype`` is another value.
     """
 
     residual_dtype: str = "float32"
@@ -85,14 +85,14 @@ class ErrorFeedback(Wrapper):
                 owner = owner.inner
             name, is_option = compressor_name(owner), hasattr(owner, "error_feedback")
             raise ValueError(
-                f"'error_feedback' cannot be around {name!r}, which keeps a residual of its own:"
+                f"'error_feedback' cannot be around {name!r}, which keeps a residual itself:"
                 f" {f'give {name!r} error_feedback=False, or' if is_option else 'use one of the two:'} leave out the"
                 " outer 'error_feedback'"
             )
 
     @property
     def claims(self) -> Claims:
-        """Those of ``inner``, with a residual, whose dtype rounds something off."""
+        """The claims of ``inner`` with a residual, which is rounded if it is bfloat16."""
         rounding = 0.0 if self.residual_dtype == "float32" else torch.finfo(torch.bfloat16).eps / 2
         claims = self.inner.claims
         return replace(claims, keeps_residual=True, untracked_error=claims.untracked_error + rounding)
@@ -105,7 +105,7 @@ class ErrorFeedback(Wrapper):
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
-        """Runs the rounds of ``inner`` with the residual; one from outside is sent along."""
+        """Runs the rounds of ``inner`` with the residual, to which a given one is added."""
         if residual is not None:
             state["residual"].add_(residual)
             residual.zero_()
@@ -119,7 +119,7 @@ class ErrorFeedback(Wrapper):
 @final
 @dataclass(frozen=True, kw_only=True)
 class AfterSteps(Wrapper):
-    """Averages without compression in the first ``start_step`` steps, then as ``inner`` does.
+    """Averages without compression in the first ``start_step`` steps, and then with ``inner``.
 
     Attributes:
         inner: the compressor that takes over.
@@ -150,15 +150,15 @@ class AfterSteps(Wrapper):
 
 
 class Preset(Compressor):
-    """An algorithm as it is used: with `ErrorFeedback`, and `AfterSteps` if it has a ``start_step``.
+    """An algorithm within `ErrorFeedback`, and within `AfterSteps` if it has a ``start_step``.
 
-    Concrete presets have the settings of their algorithm as fields, and those below.
+    Concrete presets have the settings of their algorithm as fields, and the following.
 
     Attributes:
-        algorithm: the class that does the work.
-        error_feedback: send later what a step left out.
-        residual_dtype: of what is sent later, "float32" or "bfloat16".
-        start_step: steps that are made uncompressed first; not all presets have it.
+        algorithm: class of the compressor inside.
+        error_feedback: whether a later step sends what a step left out.
+        residual_dtype: dtype of what a later step sends, "float32" or "bfloat16".
+        start_step: number of uncompressed steps at the start; not all presets have it.
 
     Raises:
         ValueError: a setting is out of range.

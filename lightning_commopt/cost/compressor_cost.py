@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -170,7 +169,7 @@ class _ScratchBucket:
         generator = torch.Generator(device).manual_seed(0)  # training's own must not notice
         self._flat = torch.randn(layout.numel, dtype=layout.dtype, device=device, generator=generator)
         self._state = compressor.init(layout, device, _LATE_STEP)
-        self.channel = AloneChannel(SimpleNamespace(size=num_ranks, rank=0, within=None, across=None))
+        self.channel = AloneChannel(num_ranks)
 
     def rounds(self) -> Rounds:
         """Returns the rounds of another step."""

@@ -195,4 +195,5 @@ def _began_s(record: StepRecord) -> float:
 
 def _straggler_s(computing: Sequence[Sequence[float]]) -> float:
     """Returns how much longer than the mean rank the last one takes, from the seconds of each rank's steps."""
-    return median(max(times_s) - fmean(times_s) for times_s in zip(*computing, strict=False))
+    extra_s: float = median(max(times_s) - fmean(times_s) for times_s in zip(*computing, strict=False))
+    return extra_s

@@ -35,7 +35,8 @@ class HostClock:
 
     def seconds(self, mark: Any) -> float:
         """Returns the time of a mark in seconds since the clock's origin. The mark must have passed."""
-        return mark - self._origin
+        since_s: float = mark - self._origin
+        return since_s
 
     def release(self, marks: Iterable[Any]) -> None:
         """Takes back marks that have passed and that nobody will ask for again."""
@@ -65,14 +66,14 @@ class CudaClock:
         return event
 
     def has_passed(self, mark: Any) -> bool:
-        return mark.query()
+        return bool(mark.query())
 
     def wait_for(self, mark: Any) -> None:
         mark.synchronize()
 
     def seconds(self, mark: Any) -> float:
         """Returns the seconds from the origin to the event, to about a microsecond."""
-        since_base_s = self._base.elapsed_time(mark) / 1e3
+        since_base_s: float = self._base.elapsed_time(mark) / 1e3
         at_s = self._base_s + since_base_s
         if since_base_s > self._BASE_LIFE_S:
             self._unused.append(self._base)

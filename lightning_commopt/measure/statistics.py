@@ -225,7 +225,8 @@ def _percentiles(values: Array) -> Array:
     ordered = np.partition(values, [*low, *high], axis=0)
     gaps, shares = ordered[high] - ordered[low], at - low[:, None]
     # numpy interpolates from the nearer neighbour, which decides the last bit.
-    return np.where(shares < 0.5, ordered[low] + gaps * shares, ordered[high] - gaps * (1 - shares)).T
+    between: Array = np.where(shares < 0.5, ordered[low] + gaps * shares, ordered[high] - gaps * (1 - shares))
+    return between.T
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,7 +121,9 @@ def _published_figures(settings: Settings, world_size: int, baseline: Settings) 
 
 @cache
 def _published() -> dict[str, dict[str, Any]]:
-    return yaml.safe_load((files("lightning_commopt.report") / "published.yaml").read_text(encoding="utf-8"))
+    text = (files("lightning_commopt.report") / "published.yaml").read_text(encoding="utf-8")
+    known: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    return known
 
 
 def _title(found_runs: FoundRuns, folders: Sequence[Path]) -> str:

@@ -1,1 +1,1 @@
-"""Lightning's side: the strategy for the Trainer."""
+"""The strategies for Trainers and for Fabric, and what they share."""

@@ -1,6 +1,6 @@
-"""Which class a strategy of ours is for the Trainer of which package, and by which names registries know it.
+"""The classes of our strategies for the Trainers of both packages, and their names in Lightning's registries.
 
-Importing this imports neither torch nor Lightning.
+Importing this module imports neither torch nor Lightning.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from itertools import product
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from lightning_commopt.compat.import_hook import call_after_import
 from lightning_commopt.compat.lightning import MisconfigurationException, package_in_use, package_of
@@ -18,24 +18,31 @@ ADAPTERS = {
     "lightning.pytorch": "lightning_commopt.lightning",
     "pytorch_lightning": "lightning_commopt.pytorch_lightning",
 }
-"""For each package with a Trainer, the module of ours that has its strategies."""
+"""For each package with a Trainer, the module with our strategies for it."""
 
 BASES = {"CommOptDDP": "DDPStrategy", "CommOptModelParallel": "ModelParallelStrategy"}
-"""For each strategy of ours, the one of Lightning that it is derived from."""
+"""For each strategy of ours, the name of Lightning's strategy that it is derived from."""
 
 
 def adapter_for(package: str, name: str = "CommOptDDP") -> Any:
-    """Returns the class for the Trainer of a package."""
+    """Returns the class of a strategy for the Trainer of a package."""
     return getattr(import_module(ADAPTERS[package]), name)
 
 
 def adapter_in_use(name: str) -> Any:
-    """Returns the class for the package that this program imports; see `package_in_use`."""
+    """Returns the class of a strategy for the package that this program imports; see `package_in_use`."""
     return adapter_for(package_in_use(), name)
 
 
-def move_to_package_of(accelerator: object, strategy: Any) -> None:
-    """Makes a strategy of ours that for the package of an accelerator that is set in it."""
+class _OfEitherPackage(Protocol):
+    """A strategy of ours for a Trainer, which remembers what Lightning's own class was made with."""
+
+    _lightnings_arguments: dict[str, Any]
+    _accelerator: object
+
+
+def move_to_package_of(accelerator: object, strategy: _OfEitherPackage) -> None:
+    """Changes the class of a strategy of ours to fit the package of its Trainer's accelerator."""
     package, own = package_of(accelerator), package_of(strategy)
     if package == own:
         return
@@ -46,13 +53,14 @@ def move_to_package_of(accelerator: object, strategy: Any) -> None:
             f"{type(strategy).__name__} is a strategy for {own}.Trainer. For {package}.Trainer it must be"
             f" derived from {adapter.__module__}.{name}."
         )
-    present = {key: vars(strategy)[key] for key in ("_ddp_kwargs",) if key in vars(strategy)}  # of the present plan
+    # A plan that was applied meanwhile has changed these, and not the arguments.
+    present = {key: vars(strategy)[key] for key in ("_ddp_kwargs",) if key in vars(strategy)}
     strategy.__class__ = adapter
     getattr(import_module(f"{package}.strategies"), BASES[name]).__init__(strategy, **strategy._lightnings_arguments)
     vars(strategy).update(present)
 
 
-def _set_accelerator(strategy: Any, accelerator: Any) -> None:
+def _set_accelerator(strategy: _OfEitherPackage, accelerator: object) -> None:
     move_to_package_of(accelerator, strategy)
     strategy._accelerator = accelerator
 
@@ -60,12 +68,12 @@ def _set_accelerator(strategy: Any, accelerator: Any) -> None:
 moving_accelerator: Any = property(
     lambda strategy: strategy._accelerator,
     _set_accelerator,
-    doc="The accelerator of the Trainer, which is the first that a Trainer sets.",
+    doc="The Trainer's accelerator. A Trainer sets it first, and that fits the strategy to the Trainer's package.",
 )
 
 
 def accept_everywhere(adapter: type) -> type:
-    """Makes the Trainers of all packages accept a strategy; the strategy then becomes that of the Trainer's package."""
+    """Makes the Trainers of both packages accept a strategy, which then changes its class to fit the Trainer's."""
 
     def register(module: ModuleType) -> None:
         getattr(module, BASES[adapter.__name__]).register(adapter)
@@ -80,22 +88,22 @@ REGISTRIES: Mapping[str, tuple[str, str]] = {
     "pytorch_lightning.strategies": ("StrategyRegistry", "lightning_commopt.pytorch_lightning"),
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_commopt.fabric"),
 }
-"""For each module that has a registry: the registry's name in it, and the module of ours that has its strategies."""
+"""For each module with a registry of strategies: the registry's name in it, and the module with our strategies."""
 
 MODEL_PARALLEL = "commopt_model_parallel"
 
-# As Lightning names them for ddp.
+# Lightning uses these suffixes for the names of its DDP strategies.
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 _UNUSED_PARAMETERS = {"": None, "_find_unused_parameters_false": False, "_find_unused_parameters_true": True}
 
 
 def aliases() -> dict[str, dict[str, Any]]:
-    """Returns the arguments of `CommOptDDP` that each name stands for: one for each compressor that is used as it is.
+    """Returns the names in registries with the arguments of `CommOptDDP`; see `ready_compressors` for the compressors.
 
     >>> aliases()["commopt_ddp_bf16_spawn_find_unused_parameters_true"]
     {'comm_hook': 'bf16', 'start_method': 'spawn', 'find_unused_parameters': True}
     """
-    # Not at the top: this imports torch, as Lightning's registries have by then.
+    # This imports torch, so it is not at the top; a program that asks a registry has imported torch already.
     from lightning_commopt.compressors.catalog import ready_compressors
 
     return {
@@ -111,7 +119,7 @@ def aliases() -> dict[str, dict[str, Any]]:
 
 
 def register_aliases(registry: Any, strategy: Callable[..., Any]) -> None:
-    """Makes all names known to a registry, of a Trainer or of Fabric, but for those that it knows."""
+    """Registers all names with a registry of a Trainer or of Fabric, except those that it has already."""
     for name, arguments in aliases().items():
         if name not in registry:
             shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items() if value is not None)
@@ -119,16 +127,16 @@ def register_aliases(registry: Any, strategy: Callable[..., Any]) -> None:
 
 
 def register_with(module: ModuleType) -> None:
-    """Makes all names known to the registry in one of the modules of `REGISTRIES`."""
+    """Registers all names with the registry of one of the modules of `REGISTRIES`."""
     registry, ours = REGISTRIES[module.__name__]
 
     def strategy(**arguments: Any) -> Any:
-        return import_module(ours).CommOptDDP(**arguments)  # not before: this imports torch and Lightning
+        return import_module(ours).CommOptDDP(**arguments)  # this imports torch and Lightning, so it waits until here
 
     def model_parallel(**arguments: Any) -> Any:
         return import_module(ours).CommOptModelParallel(**arguments)
 
-    # As in `aliases`.
+    # This is not at the top for the reason in `aliases`.
     from lightning_commopt.compressors.catalog import ready_shards
 
     register_aliases(getattr(module, registry), strategy)

@@ -1,4 +1,4 @@
-"""The arguments of a strategy: documented, checked when it is made, and sorted into a plan and what Lightning gets."""
+"""The arguments of strategies: their documentation, their checks, and which belong to a plan or to Lightning."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_commopt.tune.options import AUTO, TuneOptions, plan_from_option
 from lightning_commopt.watch.uneven_batches import POLICIES
 
 OWN_OPTIONS = ("save_comm_state", "uneven_batches", "sigterm_every_n_steps", "nccl", "watch", "plan", "lossy")
-"""Options that are neither Lightning's nor of a plan."""
+"""Options of our strategies that belong neither to Lightning's nor to a plan."""
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _CHOICES = {
@@ -38,9 +38,9 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def document_plan_options(strategy: _Class) -> _Class:
-    """Puts the descriptions of a plan's options into a docstring that refers to them; LightningCLI's help shows it."""
+    """Replaces the reference to a plan in a docstring by the plan's descriptions, for LightningCLI's help."""
     for plan in (CommPlan, ShardedPlan):
-        if strategy.__doc__ and plan.__doc__:  # python -OO has neither
+        if strategy.__doc__ and plan.__doc__:  # with python -OO there are no docstrings
             options = plan.__doc__.partition("Attributes:\n")[2].partition("\n\n")[0]
             reference = rf"(?m)^ *{plan.options()[0]}: see `{plan.__name__}`.*$"
             strategy.__doc__ = re.sub(reference, options.replace("\\", r"\\"), strategy.__doc__)
@@ -48,10 +48,17 @@ def document_plan_options(strategy: _Class) -> _Class:
 
 
 def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, TuneOptions | None, dict[str, Any]]:
-    """Returns a strategy's plan, what ``plan="auto"`` may change of it, and what Lightning's strategy is made with.
+    """Sorts the arguments of a strategy for DDP.
 
-    The last is its own arguments, the plan's, and ``kwargs`` for ``DistributedDataParallel``. The ``arguments`` are
-    ``locals()`` of the constructor. A wrong or unknown one, or one that is given twice, is an OptionError.
+    Args:
+        arguments: ``locals()`` of the strategy's constructor.
+
+    Returns:
+        The plan; what ``plan="auto"`` may change, else None; and the arguments for Lightning's strategy, among them
+        those for ``DistributedDataParallel``.
+
+    Raises:
+        OptionError: an argument is wrong, unknown or given twice, or arguments contradict each other.
     """
     given = named_arguments(arguments)
     others = dict(arguments["kwargs"])
@@ -80,10 +87,7 @@ def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, TuneOpt
 def sharded_plan_from_arguments(
     arguments: Mapping[str, Any],
 ) -> tuple[ShardedPlan, TuneOptions | None, dict[str, Any]]:
-    """Returns the plan of a strategy for sharded models, what ``plan="auto"`` may choose, and Lightning's arguments.
-
-    The ``arguments`` are ``locals()`` of the constructor. A wrong or unknown one is an OptionError.
-    """
+    """Sorts the arguments of a strategy for sharded models; see `plan_from_arguments`."""
     given, plan_given = named_arguments(arguments), arguments["plan"]
     for name in arguments["kwargs"]:
         if name in (*given, "kwargs") or name not in {*ddp_options(), *plan_options(), "ddp_comm_hook"}:
@@ -98,17 +102,17 @@ def sharded_plan_from_arguments(
     if plan_given is None or plan_given == AUTO:
         return plan, tuned, lightnings
     if besides := [name for name in plan.options() if getattr(plan, name) != getattr(ShardedPlan(), name)]:
-        raise OptionError(f"plan={plan_given!r} is a whole plan, and {', '.join(besides)} cannot be given besides")
+        raise OptionError(f"plan={plan_given!r} is a whole plan, so {', '.join(besides)} cannot be given too")
     return ShardedPlan.of(plan_given), tuned, lightnings
 
 
 def named_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments that a constructor has by name, from its ``locals()``."""
+    """Returns the named arguments of a constructor from its ``locals()``."""
     return {name: value for name, value in arguments.items() if name not in ("self", "__class__", "kwargs")}
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raises an OptionError for a wrong argument of a strategy, among those that are no options of a plan."""
+    """Raises an OptionError for a wrong argument of a strategy that is not an option of a plan."""
     for name, (is_allowed, allowed) in _ALLOWED.items():
         value = arguments.get(name)
         if name in arguments and not is_allowed(value):
@@ -124,7 +128,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def _warn_of_unused(given: Mapping[str, Any], plan: CommPlan) -> None:
-    """Warns once of arguments that do nothing beside the others."""
+    """Warns once about arguments that have no effect because of other arguments."""
     has_hook = given.get("ddp_comm_hook") is not None
     averages = isinstance(given.get("ddp_comm_state"), PostLocalSGDState)
     needs = {
@@ -135,23 +139,23 @@ def _warn_of_unused(given: Mapping[str, Any], plan: CommPlan) -> None:
     for name, (has_effect, needed) in needs.items():
         if given.get(name) is not None and not has_effect:
             warn_once(f"{name} has no effect: it needs {needed}.")
-    # Only then does DDP look for parameters that a backward did not use, with a static graph in the first one.
+    # DDP looks for parameters that a backward has not used only with one of these, with a static graph only once.
     if plan.skip_all_reduce_unused_params and not (plan.find_unused_parameters or plan.static_graph):
         warn_once("skip_all_reduce_unused_params=True has no effect: it needs find_unused_parameters=True.")
 
 
-def _optional(is_allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:
+def _optional(is_allowed: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: value is None or is_allowed(value)
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
 
 
 _CALLABLE = _optional(callable), "a callable or None"
 _NUM_STEPS = _is_count, "a number of steps above 0 or None"
 _SWITCH = (lambda value: isinstance(value, bool)), "true or false"
-_ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
+_ALLOWED: dict[str, tuple[Callable[[object], bool], str]] = {
     "accelerator": (
         lambda value: not isinstance(value, str | int | float),
         'an Accelerator or None; names such as "gpu" are for the Trainer or Fabric',
@@ -175,8 +179,8 @@ _ALLOWED: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
-def _refuse_options_of_compressors(others: Mapping[str, Any], comm_hook: Any) -> None:
-    """Shows where options of a compressor belong that stand beside ``comm_hook``."""
+def _refuse_options_of_compressors(others: Mapping[str, Any], comm_hook: object) -> None:
+    """Raises an OptionError for options of a compressor beside ``comm_hook``, which shows where they belong."""
     misplaced = {name: value for name, value in others.items() if name not in ddp_options() and names_with_option(name)}
     if not misplaced:
         return
@@ -189,6 +193,6 @@ def _refuse_options_of_compressors(others: Mapping[str, Any], comm_hook: Any) ->
     if name in owners:
         owners = [name]
     else:
-        written, name = {}, next((each for each in recommended() if each in owners), owners[0])
+        written, name = {}, next((owner for owner in recommended() if owner in owners), owners[0])
     example = json.dumps({**written, "name": name, **misplaced}, default=repr)
     raise UnknownOptionError(f"{first} is an option of comm_hook {' or '.join(owners)}: write comm_hook={example}")

@@ -1,4 +1,4 @@
-"""CommOptDDP for a Trainer, whichever package the Trainer is from."""
+"""CommOptDDP for the Trainer of either package."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.lightning import optimizer_is_toggled, package_of
 from lightning_commopt.compat.loops import batch_is_open
-from lightning_commopt.compat.sigterm import SigtermCheck
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.launch.nccl_variables import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.strategy import base
+from lightning_commopt.strategy import base, remedies
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
-from lightning_commopt.strategy.lightning_launcher import configure_launcher, forget_previous_job
+from lightning_commopt.strategy.fit_guards import FitGuards
+from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
 from lightning_commopt.sync.checkpoint import KEY, gather_state, read_state
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.ddp.manual_backward import ManualBackwardCheck
 from lightning_commopt.sync.ddp.observed import TorchHook
 from lightning_commopt.tune.auto_plan import FitPlan
-from lightning_commopt.watch.fit_watch import FitWatch
 
 if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
 else:
     _DDPStrategy = object
@@ -40,44 +40,44 @@ else:
 
 @document_plan_options
 class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
-    """Lightning's ``DDPStrategy`` with every option of how gradients travel, and compressors.
+    """Lightning's ``DDPStrategy`` with all options of gradient sync, and with compressors.
 
-    Takes all that ``DDPStrategy`` takes, in the same order, so that its name can be replaced in any project, and the
+    It takes the arguments of ``DDPStrategy`` in the same order, so that it can replace it in any project, and the
     keywords below. None leaves DDP's own default. With one process there is no wrapper and no hook.
 
     Args:
         accelerator: see ``DDPStrategy``, as for all arguments down to ``start_method``.
-        ddp_comm_hook: one of torch's hooks, or any callable that DDP takes. Registered on CPU as well.
+        ddp_comm_hook: one of torch's hooks, or any callable that DDP takes. It is registered on CPU too.
         static_graph: see `CommPlan`, as for all options down to ``lazy_bucket_allocation``.
-        save_comm_state: keep in checkpoints, for all ranks, what ``comm_hook`` needs to go on exactly: with error
-            feedback 4 bytes a parameter and rank. No option of a plan, as all those below.
-        uneven_batches: what to do where ranks have different numbers of training batches, which makes DDP hang:
-            "error"; "drop" to end epochs after the smallest number; "pad" to repeat batches up to the largest; "allow"
-            to compare nothing, for training in which ranks need not step together. "drop" and "pad" need dataloaders
-            with a length.
+        save_comm_state: save in checkpoints, for all ranks, what ``comm_hook`` needs to resume exactly: with error
+            feedback 4 bytes per parameter and rank. This and the options below are not part of the plan.
+        uneven_batches: what to do if ranks have different numbers of training batches, which makes DDP hang: "error" to
+            raise; "drop" to end epochs after the smallest number; "pad" to repeat batches up to the largest; "allow" to
+            compare nothing, for training in which ranks need not step together. "drop" and "pad" need dataloaders with
+            a length.
         sigterm_every_n_steps: let the ranks agree on SIGTERM before every n-th optimizer step and at the end of an
-            epoch, and end together. None for Lightning's own way: since 2.5.2 a broadcast before every batch.
+            epoch, and end together. None leaves Lightning's way, since 2.5.2 a broadcast before every batch.
         nccl: settings of NCCL: the name of a profile ("debug", "pcie", "ethernet", "infiniband"), or a mapping such as
-            ``{"algo": "Ring", "min_nchannels": 16}``; see `NcclOptions`. What the environment has counts first.
+            ``{"algo": "Ring", "min_nchannels": 16}``; see `NcclOptions`. Variables of the environment take precedence.
         watch: report which ranks a process group or an epoch waits for, compare the ranks' numbers of batches, and end
-            a rank that waits in vain; see ``docs/errors.md``. False is as ``DDPStrategy``, without ``uneven_batches``.
+            a rank that waits in vain; see ``docs/errors.md``. With False none of this is done, as in ``DDPStrategy``.
         plan: "auto" to choose buckets and compressors in the first steps of a fit (``docs/tune.md``); or a `CommPlan`
-            or the path of a file with one, without other options of a plan.
-        lossy: "never", or the compressors that ``plan="auto"`` may choose: ``["bf16", "int8"]``.
+            or the path of a file with one, in place of the other options of a plan.
+        lossy: "never", or the compressors that ``plan="auto"`` may choose, such as ``["bf16", "int8"]``.
         **kwargs: further arguments of ``DistributedDataParallel``.
 
     Attributes:
-        gradient_sync: the `GradientSync` that carries the gradients.
-        plan: the `CommPlan` that these options make.
+        gradient_sync: the `GradientSync` that synchronizes the gradients.
+        plan: the `CommPlan` with the options of a plan.
 
     Raises:
-        OptionError: an option is unknown, out of range, in contradiction to another, or not in the installed
+        OptionError: an option is unknown or out of range, contradicts another one, or is missing in the installed
             torch. It is both a ``ValueError`` and Lightning's ``MisconfigurationException``.
     """
 
-    # Whether Lightning's own class ends the first backward of a static graph under manual optimization: 2.5 does not.
+    # Whether Lightning's class ends the first backward of a static graph under manual optimization, as 2.5 does not.
     _flushes_static_graph: ClassVar[bool]
-    _check_environment = base.refuse_ray
+    _check_environment = remedies.refuse_ray
 
     def __init__(
         self,
@@ -118,13 +118,10 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         torch_hook = None if ddp_comm_hook is None else TorchHook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         self.gradient_sync = GradientSync(given, torch_hook)
         self.auto_plan = FitPlan(self, tuned)
-        self._nccl = NcclOptions.from_config(nccl)
+        self._nccl, self._watch = NcclOptions.from_config(nccl), watch
         self._save_comm_state, self.uneven_batches = save_comm_state, uneven_batches
-        self._watch = watch
-        self._sigterm_every_n_steps = sigterm_every_n_steps
-        self._fit_watch: FitWatch | None = None
-        self._sigterm_check: SigtermCheck | None = None
-        self._manual_backward_check: ManualBackwardCheck | None = None
+        self._guards = FitGuards(watch=watch, sigterm_every_n_steps=sigterm_every_n_steps)
+        self._manual_backward_check = ManualBackwardCheck(None, None, ())
         self._next_plan: CommPlan | None = None
         forget_previous_job()
         super().__init__(**self._lightnings_arguments)
@@ -132,18 +129,18 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
     accelerator = moving_accelerator
 
     def __repr__(self) -> str:
-        """Returns what Fabric shows in its error for a strategy that is not its own."""
+        """Returns the text that Fabric shows in its error for a strategy of a Trainer."""
         name = f"{type(self).__module__}.CommOptDDP for {package_of(self)}.Trainer, {self.plan.name}"
         return f"<{name}; for Fabric there is lightning_commopt.fabric.CommOptDDP>"
 
     @property
     def start_method(self) -> str:
-        """How Lightning starts the processes of a node."""
+        """How Lightning starts the processes of a node: "popen", "spawn", "fork" or "forkserver"."""
         return self._start_method
 
     @property
     def plan(self) -> CommPlan:
-        """How gradients travel at present."""
+        """The plan in use."""
         return self.gradient_sync.plan
 
     @property
@@ -159,8 +156,8 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
     def _configure_launcher(self) -> None:
         self._check_environment()
         super()._configure_launcher()
-        configure_launcher(self)
-        base.check_start_method(self._launcher)
+        self._launcher = launcher_for(self)
+        remedies.check_start_method(self._launcher)
 
     def setup_distributed(self) -> None:
         with base.join_group(self, watch=self._watch, nccl=self._nccl):
@@ -168,20 +165,18 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        is_fit = base.is_fit(self)
-        self._fit_watch = FitWatch(self) if self._watch and is_fit and self.world_size > 1 else None
-        self._sigterm_check = base.check_sigterm(self, self._sigterm_every_n_steps)
-        self.auto_plan.start_fit(is_fit=is_fit)
+        self._guards.start(self)
+        self.auto_plan.start_fit(is_fit=base.is_fit(self))
 
-    def setup_optimizers(self, trainer: Any) -> None:
+    def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         if self.world_size > 1:
-            base.warn_of_local_decisions(self.optimizers)
+            remedies.warn_of_local_decisions(self.optimizers)
 
     def configure_ddp(self) -> None:
         """Wraps the model, unless there is only one rank."""
         if self.world_size == 1:
-            base.explain_one_rank(self.gradient_sync.unused_hook)
+            remedies.explain_one_rank(self.gradient_sync.unused_hook)
         else:
             super().configure_ddp()
             self._pl_static_graph_delay_done = False
@@ -190,8 +185,8 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
 
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
-        base.warn_of_fp16_under_scaler(self.plan.comm_hook, self.precision_plugin)
-        base.warn_of_missing_buffers(self.model, self.plan)
+        remedies.warn_of_fp16_under_scaler(self.plan.comm_hook, self.precision_plugin)
+        remedies.warn_of_missing_buffers(self.model, self.plan)
         self.gradient_sync.attach(self.model, timeout=self._timeout, ranks_per_node=self.num_processes)
 
     def on_train_start(self) -> None:
@@ -199,12 +194,11 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         self._manual_backward_check = ManualBackwardCheck(self.model, self.lightning_module, self.optimizers)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        if self._manual_backward_check is not None:
-            self._manual_backward_check.close()
+        self._manual_backward_check.close()
         super().pre_backward(closure_loss)
         if (trainable := self.gradient_sync.trainable) is not None:
             assert self.lightning_module is not None
-            base.check_backward(trainable, self.lightning_module, bool(self.plan.static_graph))
+            remedies.check_backward(trainable, self.lightning_module, bool(self.plan.static_graph))
 
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
@@ -220,15 +214,15 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
                 yield
 
     def apply_plan(self, plan: CommPlan | str | Mapping[str, Any] | Compressor) -> None:
-        """Changes how gradients travel, in the middle of a fit if need be.
+        """Changes the plan, also in the middle of a fit.
 
-        All ranks must call it, with equal plans. Called between two batches it takes effect at once; within a
-        batch, before the next one. Gradients that were accumulated so far are kept. Between lossless plans training
-        goes on as if nothing had happened; a compressor's residual is added to the next gradients.
+        All ranks must call it, with equal plans. Between two batches it takes effect at once, within a batch before the
+        next one. Accumulated gradients are kept, and a compressor's residual is added to the next gradients. A change
+        between lossless plans changes nothing else about training.
 
         Args:
-            plan: the new plan; or what ``comm_hook`` takes ("bf16", a compressor, ...), for the present plan with that
-                ``comm_hook``.
+            plan: the new plan; or a value of ``comm_hook`` ("bf16", a compressor, ...), which replaces only that option
+                of the plan in use.
 
         Raises:
             OptionError: ``plan`` is neither, the strategy has a ``ddp_comm_hook`` too, ``ranks_per_node`` does not
@@ -254,7 +248,7 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         return module is not None and self.gradient_sync.model is not None and batch_is_open(module.trainer)
 
     def _must_rewrap(self) -> bool:
-        """Returns whether parameters were frozen or unfrozen for good since DDP laid out its buckets."""
+        """Returns whether parameters were frozen or unfrozen, and not just toggled, since DDP laid out its buckets."""
         module, trainable = self.lightning_module, self.gradient_sync.trainable
         if trainable is None or module is None or optimizer_is_toggled(module):
             return False
@@ -287,26 +281,23 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         if base.is_fit(self):
             self.auto_plan.resume_choice(saved)
             self.gradient_sync.restore(read_state(saved, self, self.plan.comm_hook))
-            if module is not None and self.gradient_sync.model is not None:  # as the learning rate finder does
+            # The learning rate finder loads a checkpoint when the model is wrapped already.
+            if module is not None and self.gradient_sync.model is not None:
                 self.gradient_sync.resume(module)
         return checkpoint
 
     def on_exception(self, exception: BaseException) -> None:
-        base.explain_error(exception)
-        if self._fit_watch is not None:
-            self._fit_watch.fail(exception)
+        self._guards.fail(exception)
 
     def teardown(self) -> None:
         try:
             if self._save_comm_state and not self._is_in_batch():
                 self.gradient_sync.keep_state()
-            self.gradient_sync.release_wrapper()  # so that Lightning can free its buckets
+            self.gradient_sync.release_wrapper()  # lets Lightning free the buckets
             super().teardown()
         finally:
             self.auto_plan.end_fit()
             self.gradient_sync.end_fit()
-            for guard in (self._sigterm_check, self._fit_watch, self._manual_backward_check):
-                if guard is not None:
-                    guard.close()
-            self._sigterm_check = self._fit_watch = self._manual_backward_check = None
+            self._guards.close()
+            self._manual_backward_check.close()
         self._apply_next_plan()

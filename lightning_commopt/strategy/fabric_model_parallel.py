@@ -22,8 +22,9 @@ from lightning_commopt.plan import CommPlan
 from lightning_commopt.plan_base import OptionError
 from lightning_commopt.sharded_plan import ShardedPlan
 from lightning_commopt.strategy.arguments import document_plan_options, sharded_plan_from_arguments
-from lightning_commopt.strategy.base import WithTimeout, check_plans_agree, join_group, warn_of_local_decisions
-from lightning_commopt.strategy.lightning_launcher import configure_launcher, forget_previous_job
+from lightning_commopt.strategy.base import WithTimeout, check_plans_agree, join_group
+from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
+from lightning_commopt.strategy.remedies import warn_of_local_decisions
 from lightning_commopt.sync.checkpoint import KEY, gather_state, states_of_modules
 from lightning_commopt.sync.fsdp2.checkpoint import resume, save_in_directory
 from lightning_commopt.sync.fsdp2.model_sync import ShardedModelSync, set_unit_options
@@ -36,22 +37,22 @@ _SYNC = "_commopt_sync"
 class CommOptModelParallel(WithTimeout, ModelParallelStrategy):
     """Fabric's ``ModelParallelStrategy`` with compressed gradients and parameters.
 
-    Takes all that ``ModelParallelStrategy`` takes, in the same order, and the keywords below. Each module that Fabric
-    sets up has a sync of its own. ``accumulate_grads`` is no option here: ``fabric.no_backward_sync`` decides.
+    It takes the arguments of ``ModelParallelStrategy`` in the same order, and the keywords below. Each module that
+    Fabric sets up has its own sync. There is no ``accumulate_grads``, since ``fabric.no_backward_sync`` decides that.
 
     Args:
         parallelize_fn: see ``ModelParallelStrategy``, as for all arguments down to ``timeout``. With a ``comm_hook``
-            the default of ``data_parallel_size`` and ``tensor_parallel_size`` is that all ranks are data-parallel.
+            all ranks are data-parallel, if ``data_parallel_size`` and ``tensor_parallel_size`` are both "auto".
         comm_hook: see `ShardedPlan`, as for all options down to ``reduce_scatter_max_input_buffers``.
-        save_comm_state: keep in checkpoints that hold an optimizer what ``comm_hook`` needs to continue exactly.
+        save_comm_state: save in checkpoints that hold an optimizer what ``comm_hook`` needs to resume exactly.
         nccl: see `lightning_commopt.CommOptDDP`.
         watch: report what the process group waits for while it is made, and end a rank that joins in vain.
-        plan: a `ShardedPlan`, a `CommPlan`, or the path of a file with one, as with
+        plan: a `ShardedPlan`, a `CommPlan`, or the path of a file with one; see
             `lightning_commopt.CommOptModelParallel`.
-        **kwargs: none; an option of DDP is an error that says why it cannot apply.
+        **kwargs: nothing; for an option of DDP the error says why it cannot apply.
 
     Raises:
-        OptionError: an option is unknown, out of range, or this torch cannot do what it asks for.
+        OptionError: an option is unknown or out of range, or needs a newer torch.
     """
 
     def __init__(
@@ -83,12 +84,12 @@ class CommOptModelParallel(WithTimeout, ModelParallelStrategy):
 
     @classmethod
     def from_plan(cls, parallelize_fn: Any, plan: ShardedPlan | CommPlan | str | Path, **kwargs: Any) -> Self:
-        """Makes a strategy from a plan, or the path of a file with one, and its other arguments."""
+        """Makes a strategy from a plan, or from a file with one, and other arguments."""
         return cls(parallelize_fn, plan=plan, **kwargs)
 
     @property
     def plan(self) -> ShardedPlan:
-        """How gradients and parameters travel at present."""
+        """The plan in use."""
         return self._plan
 
     @property
@@ -99,7 +100,7 @@ class CommOptModelParallel(WithTimeout, ModelParallelStrategy):
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        configure_launcher(self)
+        self._launcher = launcher_for(self)
 
     def _setup_distributed(self) -> None:
         with join_group(self, watch=self._watch, nccl=self._nccl):
@@ -115,7 +116,7 @@ class CommOptModelParallel(WithTimeout, ModelParallelStrategy):
         set_unit_options(module, self._plan)
         sync = ShardedModelSync(self._plan)
         sync.attach(module, ranks_per_node=self.num_processes, timeout=self._timeout)
-        object.__setattr__(module, _SYNC, sync)  # not as a part of the module
+        object.__setattr__(module, _SYNC, sync)  # an attribute that nn.Module does not manage
         self._modules.add(module)
         return module
 
@@ -125,21 +126,21 @@ class CommOptModelParallel(WithTimeout, ModelParallelStrategy):
         return super().setup_optimizer(optimizer)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Steps an optimizer; a compressor that waits for a residual to be sent then takes over."""
+        """Steps an optimizer; a new compressor that waited for an old residual to be sent takes over after it."""
         output = super().optimizer_step(optimizer, **kwargs)
         for sync in self._syncs():
             sync.end_flush()
         return output
 
     def apply_plan(self, plan: ShardedPlan | CommPlan | str | Mapping[str, Any] | ShardedCompressor) -> None:
-        """Changes how gradients and parameters of all modules travel, in the middle of training if need be.
+        """Changes the plan of all modules, also in the middle of training.
 
-        All ranks must call it, with equal plans, between an optimizer step and the next forward. Else it is as
-        `lightning_commopt.CommOptModelParallel.apply_plan`.
+        All ranks must call it, with equal plans, between an optimizer step and the next forward. Arguments and errors
+        are those of `lightning_commopt.CommOptModelParallel.apply_plan`.
         """
         plan = ShardedPlan.of(plan) if isinstance(plan, ShardedPlan | CommPlan) else self._plan.with_comm_hook(plan)
         _check_plan(plan)
-        gc.collect()  # so that all ranks have the same modules
+        gc.collect()  # all ranks must have the same modules, also of those that nothing refers to any more
         syncs = [*self._syncs()]
         for sync in syncs:
             sync.check_plan(plan)

@@ -1,8 +1,8 @@
 """Lightning's launcher of child processes, corrected for Hydra multiruns and for ranks whose launcher has ended.
 
-In a multirun Lightning's own launcher starts children that repeat the whole sweep. What the first job leaves behind
-(process group, rank variables) makes the next one train with the first one's number of processes, and Lightning's
-observer of the first job's children kills the whole sweep when one of them ends with an error.
+In a multirun Lightning's own launcher starts children that repeat the whole sweep. The process group and the rank
+variables of one job make the next one train with the same number of processes, and Lightning's observer of the first
+job's children kills the whole sweep if one of them ends with an error.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_commopt.launch.environment import RANK_VARIABLES, name_launcher
 from lightning_commopt.sync.groups import leave_process_group
+from lightning_commopt.sync.strategies import RunningStrategy
 from lightning_commopt.watch.waiting import end_waiting_rank, print_now, waits_for_others
 
 if TYPE_CHECKING:
@@ -26,10 +27,15 @@ else:
     _SubprocessScriptLauncher = object
 
 _LOOK_S = 0.2
+"""Two looks at the processes of a job are so far apart. It is a poll of each child, beside graces of many seconds."""
 _FIT_GRACE_S = 30.0
+"""`FitWatch` waits so long in a multirun. Over gloo rank 0 raises when its peer has gone, and the sweep continues,
+which is worth more than an early end; over NCCL rank 0 may wait for ever."""
 _GRACE_S = 45.0
-"""Longer than the watches of joining and of a fit take, whose messages show why a rank has ended."""
+"""The job observer waits so long. It is longer than the watches of joining and of a fit take, whose messages show why a
+rank has ended."""
 _END_S = 5.0
+"""Ranks that wait to join have so long from SIGTERM to SIGKILL. They have no work to save, but a busy machine."""
 
 _launched_job: object | None = None
 _variables_before_launch: dict[str, str | None] = {}
@@ -43,15 +49,12 @@ def multirun_job() -> object | None:
     from hydra.types import RunMode
 
     if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
-        return HydraConfig.instance().cfg  # of this job alone, while jobs may share a directory
+        return HydraConfig.instance().cfg  # each job has its own, while jobs may share a directory
     return None
 
 
 def forget_previous_job() -> None:
-    """Removes the process group and rank variables that an earlier job of the same Hydra multirun left behind.
-
-    What the variables were before that job is restored.
-    """
+    """Removes the process group of an earlier job of the same Hydra multirun, and restores the rank variables."""
     global _launched_job
     if _launched_job is None or multirun_job() in (None, _launched_job):
         return
@@ -65,15 +68,15 @@ def forget_previous_job() -> None:
 
 
 class Launcher(_SubprocessScriptLauncher):
-    """Starts children that know their launcher; in a multirun each as a single run of the job in this process.
+    """Starts children that know their launcher, and in a multirun run only the job of this process.
 
     Attributes:
-        children: processes of the ranks from local rank 1 on, in order; empty where this process has started none.
+        children: processes of the ranks from local rank 1 on, in order; empty if this process has started none.
         has_joined: whether these ranks have made their process group.
-        grace_s: how long a rank may wait for one that has failed before it is ended; None for the default.
+        grace_s: seconds that a rank may wait for one that has failed before it is ended; None for the default.
     """
 
-    strategy: Any
+    strategy: RunningStrategy
     has_joined = False
     _job_ranks: Sequence[subprocess.Popen[bytes]] = ()
 
@@ -83,10 +86,9 @@ class Launcher(_SubprocessScriptLauncher):
 
     @property
     def grace_s(self) -> float | None:
-        # Over gloo this rank raises as soon as the other process has gone, and the sweep goes on: give that time.
         return _FIT_GRACE_S if multirun_job() is not None else None
 
-    def kill(self, signum: Any) -> None:
+    def kill(self, signum: int) -> None:
         for child in self.children:
             child.send_signal(signum)
 
@@ -114,7 +116,7 @@ class Launcher(_SubprocessScriptLauncher):
             command, folder = single_run_command(local_rank)
             environment = {**os.environ, "LOCAL_RANK": str(local_rank)}
             ranks.append(subprocess.Popen(command, env=environment, cwd=folder))
-        # Lightning's observer of ``procs`` would outlive the job and kill the sweep, so they are not among those.
+        # These are not in ``procs``, because Lightning's observer of those would outlive the job and kill the sweep.
         self._job_ranks = ranks
         observe = _JobObserver(self, _launched_job).run
         threading.Thread(target=observe, name="commopt-job-observer", daemon=True).start()
@@ -123,15 +125,15 @@ class Launcher(_SubprocessScriptLauncher):
 class _JobObserver:
     """Ends this process if its job waits in vain for a rank that has failed; ends ranks that a job has left alone.
 
-    A job that raises ends on this rank when Hydra catches the exception: what its other ranks do then is no fault of
-    the next job. Ranks that have a process group with this one are left to end by themselves, as they may still save
-    what they have.
+    Hydra catches an exception that ends a job on this rank, and starts the next job, while the other ranks of the first
+    may still run. If they have a process group with this rank, they are left to end by themselves, since they may still
+    save their work.
     """
 
     def __init__(self, launcher: Launcher, job: object) -> None:
         self._launcher, self._ranks, self._job = launcher, launcher.children, job
         self._first = launcher.cluster_environment.node_rank() * launcher.num_processes
-        self._thread = threading.get_ident()  # which trains
+        self._training_thread = threading.get_ident()
 
     def run(self) -> None:
         waits_since: float | None = None
@@ -139,7 +141,9 @@ class _JobObserver:
             time.sleep(_LOOK_S)
             now = time.monotonic()
             failed = next((rank for rank in self._ranks if rank.poll()), None)
-            is_waiting = failed is not None and waits_for_others(self._thread, self._launcher.strategy.root_device)
+            is_waiting = failed is not None and waits_for_others(
+                self._training_thread, self._launcher.strategy.root_device
+            )
             waits_since = (waits_since or now) if is_waiting else None
             if failed is not None and waits_since is not None and now - waits_since >= _GRACE_S:
                 self._end_job(failed)
@@ -157,11 +161,11 @@ class _JobObserver:
             end_waiting_rank(self._first, reason, _GRACE_S)
 
     def _end_ranks(self) -> None:
-        """Ends the ranks that wait for this one to join them."""
+        """Ends the ranks that wait for this rank to join them."""
         left = [rank for rank in self._ranks if rank.poll() is None]
         if left:
             print_now(
-                f"[rank {self._first}] This job has ended before its process group was made: its other ranks are ended."
+                f"[rank {self._first}] This job has ended before its process group was made. Its other ranks are ended."
             )
         for rank in left:
             rank.terminate()
@@ -172,15 +176,18 @@ class _JobObserver:
                 rank.kill()
 
 
-def configure_launcher(strategy: Any) -> None:
-    """Gives a strategy that starts its other ranks as child processes our launcher in place of Lightning's own."""
-    own = strategy.launcher  # None where something else starts the processes
-    if hasattr(own, "_call_children_scripts"):
-        cls: Any = type(own)
-        launcher = _launcher_class(cls)(own.cluster_environment, own.num_processes, own.num_nodes)
-        strategy._launcher, launcher.strategy = launcher, strategy
+def launcher_for(strategy: RunningStrategy) -> Any:
+    """Returns the launcher for a strategy: Lightning's, or a `Launcher` in its place if it starts child processes."""
+    lightnings: Any = strategy.launcher
+    if not hasattr(lightnings, "_call_children_scripts"):
+        return lightnings
+    base: Any = type(lightnings)
+    cls = _launcher_class(base)
+    launcher = cls(lightnings.cluster_environment, lightnings.num_processes, lightnings.num_nodes)
+    launcher.strategy = strategy
+    return launcher
 
 
 @cache
-def _launcher_class(base: Any) -> Any:
+def _launcher_class(base: type) -> type[Launcher]:
     return type("CommOptLauncher", (Launcher, base), {})

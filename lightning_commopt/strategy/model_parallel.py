@@ -1,4 +1,4 @@
-"""CommOptModelParallel for a Trainer, whichever package the Trainer is from."""
+"""CommOptModelParallel for the Trainer of either package."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import Self
 
 from lightning_commopt.compat.loops import batch_is_open
-from lightning_commopt.compat.sigterm import SigtermCheck
 from lightning_commopt.compressors import ShardedCompressor
 from lightning_commopt.launch.nccl_variables import NcclOptions
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.plan_base import OptionError
 from lightning_commopt.sharded_plan import ShardedPlan
-from lightning_commopt.strategy import base
+from lightning_commopt.strategy import base, remedies
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import document_plan_options, sharded_plan_from_arguments
-from lightning_commopt.strategy.lightning_launcher import configure_launcher, forget_previous_job
+from lightning_commopt.strategy.fit_guards import FitGuards
+from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
 from lightning_commopt.sync.checkpoint import KEY, gather_state
 from lightning_commopt.sync.fsdp2.checkpoint import resume, save_in_directory
 from lightning_commopt.sync.fsdp2.gradients import ShardedSync
@@ -32,11 +32,10 @@ from lightning_commopt.sync.fsdp2.model_sync import (
     require_sync,
     set_unit_options,
 )
-from lightning_commopt.sync.strategies import TrainersStrategy
+from lightning_commopt.sync.strategies import TrainersStrategy, trainer_of
 from lightning_commopt.text.formatting import byte_unit
 from lightning_commopt.text.validation import info, warn_once
 from lightning_commopt.tune.auto_plan import ShardedFitPlan
-from lightning_commopt.watch.fit_watch import FitWatch
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -47,32 +46,32 @@ else:
 
 @document_plan_options
 class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
-    """Lightning's ``ModelParallelStrategy`` with compressed gradients, and less of them while they are accumulated.
+    """Lightning's ``ModelParallelStrategy`` with compressed gradients, and less communication in accumulated batches.
 
-    Takes all that ``ModelParallelStrategy`` takes, in the same order, and the keywords below. Lightning's own
-    reduce-scatters, and with replicas all-reduces, the gradients of every batch that it accumulates.
+    It takes the arguments of ``ModelParallelStrategy`` in the same order, and the keywords below. Lightning's own
+    strategy reduce-scatters the gradients of every accumulated batch, and all-reduces them if there are replicas.
 
     Args:
         data_parallel_size: see ``ModelParallelStrategy``, as for all arguments down to ``timeout``. With a
-            ``comm_hook`` the default of this and ``tensor_parallel_size`` is that all ranks are data-parallel.
+            ``comm_hook`` all ranks are data-parallel if this and ``tensor_parallel_size`` are both "auto".
         comm_hook: see `ShardedPlan`, as for all options down to ``reduce_scatter_max_input_buffers``.
         save_comm_state: save the residuals of ``comm_hook`` in checkpoints, so that training resumes exactly; with
-            another number of ranks their mean is used. In a directory they have a folder of their own.
+            another number of ranks their mean is used. A checkpoint that is a directory has a folder for them.
         uneven_batches: see `lightning_commopt.CommOptDDP`, as for all options down to ``watch``.
-        plan: a `ShardedPlan`, or the path of a file with one, without other options of a plan. Of a `CommPlan` the
-            ``comm_hook`` is taken; its other options are an error, as FSDP2 has nothing for them. "auto" to choose a
+        plan: a `ShardedPlan`, or the path of a file with one, in place of the other options of a plan; or a `CommPlan`
+            with nothing but a ``comm_hook``, since FSDP2 has no other option of DDP; or "auto" to choose a
             ``comm_hook`` in the first steps of a fit (``docs/tune.md``).
-        lossy: the compressors that ``plan="auto"`` may choose: ``["bf16", "int8"]``.
-        **kwargs: none; an option of DDP is an error that says why it cannot apply.
+        lossy: the compressors that ``plan="auto"`` may choose, such as ``["bf16", "int8"]``.
+        **kwargs: nothing; for an option of DDP the error says why it cannot apply.
 
     Attributes:
-        sharded_sync: of the gradients; None without a ``comm_hook``.
+        sharded_sync: the gradient sync that compresses; None without a ``comm_hook``.
 
     Raises:
-        OptionError: an option is unknown, out of range, or this torch cannot do what it asks for.
+        OptionError: an option is unknown or out of range, or needs a newer torch.
     """
 
-    _check_environment = base.refuse_ray
+    _check_environment = remedies.refuse_ray
     start_method = "popen"  # Lightning starts the ranks of sharded models in no other way
 
     def __init__(
@@ -102,9 +101,7 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
         self.auto_plan = ShardedFitPlan(self, tuned)
         self._saves_comm_state, self.uneven_batches = save_comm_state, uneven_batches
         self._nccl, self._watch = NcclOptions.from_config(nccl), watch
-        self._sigterm_every_n_steps = sigterm_every_n_steps
-        self._sigterm_check: SigtermCheck | None = None
-        self._fit_watch: FitWatch | None = None
+        self._guards = FitGuards(watch=watch, sigterm_every_n_steps=sigterm_every_n_steps)
         self._next_plan: ShardedPlan | None = None
         self._has_printed_size = self._has_accumulated = False
         forget_previous_job()
@@ -114,23 +111,23 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
 
     @classmethod
     def from_plan(cls, plan: ShardedPlan | CommPlan | str | Path, **kwargs: Any) -> Self:
-        """Makes a strategy from a plan, or the path of a file with one, and its other arguments."""
+        """Makes a strategy from a plan, or from a file with one, and other arguments."""
         return cls(plan=plan, **kwargs)
 
     @property
     def plan(self) -> ShardedPlan:
-        """How gradients and parameters travel at present."""
+        """The plan in use."""
         return self._sync.plan
 
     @property
     def sharded_sync(self) -> ShardedSync | None:
-        """The gradient sync that compresses reduce-scatters; None where FSDP2's own are used."""
+        """The gradient sync that compresses reduce-scatters; None if FSDP2's own are used."""
         return self._sync.gradients
 
     def _configure_launcher(self) -> None:
         self._check_environment()
         super()._configure_launcher()
-        configure_launcher(self)
+        self._launcher = launcher_for(self)
 
     def _setup_distributed(self) -> None:
         with base.join_group(self, watch=self._watch, nccl=self._nccl):
@@ -141,9 +138,7 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
         if is_data_parallel and self._data_parallel_size == self._tensor_parallel_size == "auto":
             self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1
         super().setup_environment()
-        is_watched = self._watch and base.is_fit(self) and self.world_size > 1
-        self._fit_watch = FitWatch(self) if is_watched else None
-        self._sigterm_check = base.check_sigterm(self, self._sigterm_every_n_steps)
+        self._guards.start(self)
         self.auto_plan.start_fit(is_fit=base.is_fit(self))
 
     def setup(self, trainer: Trainer) -> None:
@@ -160,20 +155,20 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         if self.world_size > 1:
-            base.warn_of_local_decisions(self.optimizers)
+            remedies.warn_of_local_decisions(self.optimizers)
 
     def apply_plan(self, plan: ShardedPlan | CommPlan | str | Mapping[str, Any] | ShardedCompressor) -> None:
-        """Changes how gradients and parameters travel, in the middle of a fit if need be.
+        """Changes the plan, also in the middle of a fit.
 
-        All ranks must call it, with equal plans. Called between two batches it takes effect at once; within a batch,
-        before the next one. A compressor's residual is added to the next gradients.
+        All ranks must call it, with equal plans. Between two batches it takes effect at once, within a batch before the
+        next one. A compressor's residual is added to the next gradients.
 
         Args:
-            plan: the new plan; or what ``comm_hook`` takes ("int8", a compressor, ...), for the present plan with that
-                ``comm_hook``.
+            plan: the new plan; or a value of ``comm_hook`` ("int8", a compressor, ...), which replaces only that option
+                of the plan in use.
 
         Raises:
-            OptionError: ``plan`` is neither, this model cannot go over to it, or the ranks' plans differ. The old plan
+            OptionError: ``plan`` is neither, this model cannot change to it, or the ranks' plans differ. The old plan
                 stays.
         """
         if isinstance(plan, ShardedPlan | CommPlan):
@@ -205,12 +200,12 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
 
     @property
     def comm_hook(self) -> ShardedCompressor | None:
-        """Compresses the reduce-scatters; None where FSDP2's own are used."""
+        """The compressor of the reduce-scatters in use; None if FSDP2's own are used."""
         return self.plan.comm_hook if self.sharded_sync is None else self.sharded_sync.compressor
 
     @property
     def is_lossy(self) -> bool:
-        """Whether ``comm_hook`` or ``param_hook`` change numbers."""
+        """Whether ``comm_hook`` or ``param_hook`` changes numbers."""
         return self.plan.is_lossy
 
     @property
@@ -220,7 +215,7 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Blocks, in backward, what accumulated gradients need only with the last batch; see ``accumulate_grads``."""
+        """Blocks communication that accumulated gradients need only in the last batch; see ``accumulate_grads``."""
         assert self.model is not None
         sharded = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         is_unsharded = self.plan.accumulate_grads == "unsharded"
@@ -262,9 +257,7 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
         return checkpoint
 
     def on_exception(self, exception: BaseException) -> None:
-        base.explain_error(exception)
-        if self._fit_watch is not None:
-            self._fit_watch.fail(exception)
+        self._guards.fail(exception)
         super().on_exception(exception)
 
     def teardown(self) -> None:
@@ -276,13 +269,10 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
             super().teardown()
         finally:
             self.auto_plan.end_fit()
-            for guard in (self._sigterm_check, self._fit_watch):
-                if guard is not None:
-                    guard.close()
-            self._sigterm_check = self._fit_watch = None
+            self._guards.close()
         self._apply_next_plan()
 
 
 def has_stepped(strategy: TrainersStrategy) -> bool:
-    """Returns whether the Trainer that a strategy belongs to is in a fit with an optimizer step behind it."""
-    return base.is_fit(strategy) and bool(strategy.lightning_module.trainer.global_step > 0)
+    """Returns whether a strategy's Trainer is in a fit that has made an optimizer step."""
+    return base.is_fit(strategy) and trainer_of(strategy).global_step > 0

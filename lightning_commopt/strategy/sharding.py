@@ -1,4 +1,4 @@
-"""Shards any module over ranks, block by block, for strategies that need a model that shards itself (FSDP2)."""
+"""Shards any module over ranks, block by block, for strategies whose models shard themselves (FSDP2)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch.nn import Module
 from lightning_commopt.compat.lightning import PACKAGES
 from lightning_commopt.plan import OptionError
 
-_OF_LIGHTNING = "data_parallel"
+_DATA_PARALLEL = "data_parallel"
+"""The name that Lightning's ``device_mesh`` has for its data-parallel dimension."""
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -29,24 +30,24 @@ def shard(
     """Shards parameters, gradients and the optimizer's state of ``module`` over the ranks of ``mesh``, in place.
 
     Call it in ``configure_model``: ``shard(self, self.device_mesh, blocks=Block)``. Each block becomes a unit, whose
-    parameters are gathered when its forward and its backward begin, and freed after them; what is in no block becomes
-    one more unit, whose parameters are gathered in the forward of ``module``; in its steps, such as ``training_step``,
-    where a LightningModule has no forward and no manual optimization. A module that is sharded already is left alone,
-    so that ``configure_model`` may run again.
+    parameters are gathered when its forward and its backward begin, and freed after them. Parameters in no block form
+    one more unit, which is gathered in the forward of ``module``, or in ``training_step`` and the other steps if it is
+    a LightningModule without a forward and without manual optimization. A module that is sharded already is not
+    changed, so that ``configure_model`` may run again.
 
     Args:
-        module: whole, also on the meta device.
-        mesh: of data-parallel ranks, or of replicas and shards (HSDP). Of Lightning's ``device_mesh`` the data-parallel
-            part is taken. None for all ranks.
-        blocks: the classes of the modules that become units; or the least number of parameters of a unit: then each
-            module that has as many, without those of units in it, becomes one. Weights that are used outside of the
-            forward of their module must not be in a block.
-        replicated: keep the parameters between forward and backward: one gathering a step instead of two, and the
-            memory of the whole parameters. Gradients and the optimizer's state are sharded all the same.
+        module: a module that is not sharded; it may be on the meta device.
+        mesh: mesh of data-parallel ranks, or of replicas and shards (HSDP). Only the data-parallel dimension of
+            Lightning's ``device_mesh`` is used. None for all ranks.
+        blocks: the classes of the modules that become units; or the least number of parameters of a unit, for units
+            that are found bottom-up. Weights that are used outside of the forward of their module must not be in a
+            block.
+        replicated: keep the gathered parameters from forward to backward, which gathers once per step instead of twice
+            and takes the memory of all parameters. Gradients and the optimizer's state are still sharded.
         fsdp: further options of ``fully_shard``, such as ``mp_policy``.
 
     Raises:
-        OptionError: ``blocks`` is none of these, or no module is of these classes.
+        OptionError: ``blocks`` has another type, or the module has no module of these classes.
     """
     if isinstance(module, FSDPModule):
         return
@@ -54,8 +55,8 @@ def shard(
     if mesh is None:
         device = "cuda" if "nccl" in dist.get_backend() else "cpu"
         mesh = init_device_mesh(device, (dist.get_world_size(),))
-    elif _OF_LIGHTNING in (mesh.mesh_dim_names or ()):
-        mesh = mesh[_OF_LIGHTNING]
+    elif _DATA_PARALLEL in (mesh.mesh_dim_names or ()):
+        mesh = mesh[_DATA_PARALLEL]
     if replicated:
         fsdp["reshard_after_forward"] = False
     for unit in (*units, module):
@@ -66,27 +67,27 @@ def shard(
 
 
 def _has_steps_only(module: Module) -> bool:
-    """Returns whether it is a LightningModule that defines no forward and leaves backward to the Trainer."""
+    """Returns whether ``module`` is a LightningModule without a forward that leaves backward to the Trainer."""
     owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     is_lightnings = owner.__module__.startswith(tuple(f"{package}." for package in PACKAGES))
     return is_lightnings and bool(getattr(module, "automatic_optimization", False))
 
 
-def _units(module: Module, blocks: Any) -> list[Module]:
+def _units(module: Module, blocks: object) -> list[Module]:
     """Returns the modules below ``module`` that become units, inner ones first."""
     if isinstance(blocks, int) and not isinstance(blocks, bool) and blocks > 0:
         uses = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
         return [unit for unit in _large(module, blocks, uses) if unit is not module]
     if not isinstance(blocks, type | tuple):
         raise OptionError(f"blocks must be a class of modules, several, or a number above 0, got {blocks!r}")
-    found = [part for part in module.modules() if isinstance(part, blocks) and part is not module]
-    if not found:
+    parts = [part for part in module.modules() if isinstance(part, blocks) and part is not module]
+    if not parts:
         raise OptionError(f"blocks={blocks!r}: {type(module).__name__} has no module of this class")
-    return found[::-1]
+    return parts[::-1]
 
 
 def _large(module: Module, min_numel: int, uses: Counter[int]) -> Iterator[Module]:
-    """Yields modules with as many parameters that are in no module that was yielded before."""
+    """Yields modules, inner ones first, with ``min_numel`` parameters that no module yielded before has."""
     taken: set[int] = set()
 
     def visit(part: Module) -> Iterator[Module]:
@@ -94,7 +95,7 @@ def _large(module: Module, min_numel: int, uses: Counter[int]) -> Iterator[Modul
             yield from visit(child)
         free = [p for p in part.parameters() if id(p) not in taken]
         within = Counter(id(p) for inner in part.modules() for p in inner.parameters(recurse=False))
-        is_closed = all(within[id(p)] == uses[id(p)] for p in free)  # tied weights belong into one unit
+        is_closed = all(within[id(p)] == uses[id(p)] for p in free)  # tied weights must be in one unit
         has_forward = type(part).forward is not Module.forward
         if has_forward and is_closed and sum(p.numel() for p in free) >= min_numel:
             taken.update(map(id, free))

@@ -1,1 +1,1 @@
-"""DDP's side of gradient sync: hook, executors, buckets, state, groups."""
+"""Gradient sync: what both strategies share, with DDP's side in ``ddp`` and FSDP2's in ``fsdp2``."""

@@ -1,4 +1,4 @@
-"""Where gradient sync runs while backward goes on: a thread for CPU tensors, streams for CUDA tensors."""
+"""Executors that run gradient sync beside backward: a thread for CPU tensors, streams for CUDA tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +17,20 @@ from torch.futures import Future
 from lightning_commopt.sync.gather import map_tensors
 
 _JOIN_TIMEOUT_S = 1.0
+"""`WorkerThread.close` waits so long for its thread. After a backward the thread has nothing left to do, so only a task
+that waits for a failed peer takes longer, and that delays the end of a fit."""
 
 
 @dataclass(frozen=True, eq=False)
 class BucketFuture:
-    """The future average of a bucket, for DDP, and the buffer that will hold it."""
+    """The future of a bucket's average, which DDP waits for, and the buffer that will hold the average."""
 
     flat: Tensor
     future: Future[Tensor]
     _done: Future[Tensor]
 
     def complete(self, error: Exception | None) -> None:
-        """Completes or fails the future; on CUDA as of the end of what is now in the current stream."""
+        """Completes the future, or fails it; on CUDA it completes when the work now in the current stream is done."""
         if error is None:
             self._done.set_result(self.flat)
         else:
@@ -37,9 +38,9 @@ class BucketFuture:
 
 
 class Executor(ABC):
-    """Runs tasks in the order of submission. After one has failed it runs no more.
+    """Runs tasks in the order of submission. After a task has failed it runs no more.
 
-    A rank that failed is out of step with its peers: its next message would pair with a different one of theirs.
+    A rank that has failed is out of step with its peers, whose next messages would pair with the wrong ones.
     """
 
     def __init__(self) -> None:
@@ -51,18 +52,18 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(self, task: Callable[[], None], futures: Sequence[BucketFuture], lane: int = 0) -> None:
-        """Starts or queues a task, whose end completes ``futures``; tasks of other lanes may overlap with it."""
+        """Starts or queues a task whose end completes ``futures``; tasks of other lanes may overlap with it."""
 
     @abstractmethod
     def close(self) -> bool:
-        """Accepts no more tasks; returns whether all that were submitted have succeeded."""
+        """Accepts no more tasks; returns whether all submitted tasks have succeeded."""
 
-    def protect(self, value: Any) -> None:  # noqa: B027 - on CPU memory is freed when nobody uses it
-        """Keeps the memory of tensors made outside of tasks, or in another lane, until all lanes are done with it."""
+    def protect(self, value: object) -> None:  # noqa: B027 - on CPU memory is freed when nobody uses it
+        """Keeps the memory of tensors that were made outside of tasks or in another lane until all lanes are done."""
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Runs a part of a task after all earlier tasks and before all later ones, whatever their lanes."""
+        """Returns a context, for a part of a task, that runs after all earlier tasks and before all later ones."""
         yield
 
     def _run(self, task: Callable[[], None], futures: Sequence[BucketFuture]) -> None:
@@ -76,7 +77,7 @@ class Executor(ABC):
 
 
 class WorkerThread(Executor):
-    """Runs tasks on CPU tensors one after another on a thread."""
+    """Runs tasks on CPU tensors one after another in a thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +94,7 @@ class WorkerThread(Executor):
         self._tasks.put((task, futures))
 
     def close(self) -> bool:
-        """Waits for the thread, but not long: a task that backward did not wait for may wait for a failed peer."""
+        """Waits briefly for the thread, since a task that no backward has waited for may wait for a failed peer."""
         self._tasks.put(None)
         self._thread.join(_JOIN_TIMEOUT_S)
         if self._error is None and self._thread.is_alive():
@@ -103,17 +104,20 @@ class WorkerThread(Executor):
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             self._run(*task)
-            del task  # else its bucket would stay in memory until the next task
+            del task  # otherwise its bucket would stay in memory until the next task
 
 
 class SideStreams(Executor):
     """Enqueues tasks on CUDA tensors on streams beside the current one, in the caller's thread.
 
-    Lanes use the streams round-robin: while one bucket is on the wire, the next one is compressed and the one before is
-    decompressed. Collectives are issued in the order of tasks, and NCCL runs those of one group in that order. The
-    streams have high priority, so that a bucket need not wait for a kernel of backward that fills the device. All hooks
-    of a device share them. Tasks with collectives over several groups need ``num_streams`` 1: only a common stream can
-    order them.
+    Lanes use the streams round-robin: while one bucket is on the wire, the next one is compressed and the previous one
+    is decompressed. Collectives are issued in the order of tasks, and NCCL runs the collectives of a group in that
+    order. The streams have high priority, so that a bucket need not wait for a kernel of backward that fills the
+    device. All hooks of a device share them.
+
+    Args:
+        device: device of the tensors.
+        num_streams: 2, or 1 if tasks have collectives over several groups, which only a common stream can order.
     """
 
     def __init__(self, device: torch.device, num_streams: int = 2) -> None:
@@ -122,16 +126,16 @@ class SideStreams(Executor):
         self._streams = _side_streams(device)[:num_streams]
 
     def future(self, flat: Tensor) -> BucketFuture:
-        """Returns the future of ``flat``, which is filled by what is now in the current stream."""
+        """Returns the future of ``flat``, which the work now in the current stream fills."""
         done: Future[Tensor] = Future(devices=[self._device])
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(self._device))
         return BucketFuture(flat, done, done)
 
     def submit(self, task: Callable[[], None], futures: Sequence[BucketFuture], lane: int = 0) -> None:
-        """Enqueues a task after what the current stream had when the futures were made; raises its error."""
+        """Enqueues a task after the work that the current stream had when the futures were made; raises its error."""
         with torch.cuda.stream(self._streams[lane % len(self._streams)]):
-            self._run(task, futures)  # completing a future records the stream for those that wait
+            self._run(task, futures)  # a future that is completed in this stream makes its waiters wait for it
         if self._error is not None:
             raise self._error
 
@@ -141,8 +145,8 @@ class SideStreams(Executor):
             torch.cuda.current_stream(self._device).wait_stream(stream)
         return self._error is None
 
-    def protect(self, value: Any) -> None:
-        """Records for the allocator which streams use the tensors: the host frees them before the device reads them."""
+    def protect(self, value: object) -> None:
+        """Tells the allocator which streams use the tensors, since the host frees them before the device reads them."""
         tensors: list[Tensor] = []
         map_tensors(tensors.append, value)
         for tensor in tensors:
@@ -151,7 +155,7 @@ class SideStreams(Executor):
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Makes the current stream wait for the others, and then the others for it."""
+        """Makes the current stream wait for the other streams, and at the end the others for it."""
         current = torch.cuda.current_stream(self._device)
         for stream in self._streams:
             current.wait_stream(stream)

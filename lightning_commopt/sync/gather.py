@@ -13,12 +13,16 @@ from lightning_commopt.compressors.channel import backends_of
 from lightning_commopt.sync.store import key_space, poll
 
 _PIECE_BYTES = 2**23
-_ALL_PIECES_BYTES = 2**26  # of the receiver's device memory, however many ranks send
+"""Bytes of a piece, 8 MiB: beside its time on the wire the latency of a collective is small."""
+_ALL_PIECES_BYTES = 2**26
+"""Bytes of the pieces of all ranks, 64 MiB, which the receiver's device must hold beside a model."""
 _MIN_PIECE_BYTES = 2**16
+"""Bytes of a piece for any number of ranks, 64 KiB: with smaller ones the number of collectives would grow too large.
+From 1,024 ranks on it makes the pieces of all ranks exceed `_ALL_PIECES_BYTES`."""
 
 
-def map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
-    """Returns a copy of nested dicts and lists, with ``fn`` applied to every tensor; other objects are a TypeError."""
+def map_tensors(fn: Callable[[Tensor], object], value: object) -> Any:
+    """Returns a copy of nested dicts and lists with ``fn`` applied to every tensor; other objects raise a TypeError."""
     if isinstance(value, Tensor):
         return fn(value)
     if isinstance(value, dict):
@@ -33,9 +37,13 @@ def map_tensors(fn: Callable[[Any], Any], value: Any) -> Any:
 def all_ranks_ready(position: str | None, patience_s: float, timeout_s: float) -> bool:
     """Returns on all ranks whether all have reached the same point of the training.
 
-    Uses the store of the default group: a collective that some ranks never enter would block the others and leave the
-    group unusable. A rank that cannot take part has no ``position``. Rank 0 waits ``patience_s`` for the others, and
-    they wait ``timeout_s`` for its decision.
+    It uses the store of the default group, since a collective that some ranks never enter would block the others and
+    leave the group unusable.
+
+    Args:
+        position: describes the point, equally on all ranks; None on a rank that cannot take part.
+        patience_s: seconds that rank 0 waits for the others.
+        timeout_s: seconds that the others wait for the decision of rank 0.
     """
     store = key_space("meeting")
     rank, keys = dist.get_rank(), [str(rank) for rank in range(dist.get_world_size())]
@@ -51,18 +59,21 @@ def all_ranks_ready(position: str | None, patience_s: float, timeout_s: float) -
     return agreed
 
 
-def gather_on_rank_0(value: Any, device: torch.device) -> list[Any] | None:
+def gather_on_rank_0(value: object, device: torch.device) -> list[Any] | None:
     """Gathers nested dicts and lists of tensors and numbers over the default group. All ranks must call it.
 
-    Tensors are on any device, and are sent in pieces of at most 8 MiB, and of 64 MiB over all ranks; ``device`` is one
-    whose tensors the group can gather, if not those of the CPU. Returns on rank 0 the values of all ranks, copied to
-    the CPU; None on the others.
+    Args:
+        value: this rank's value, with tensors on any device. They are sent in pieces of at most 8 MiB.
+        device: a device whose tensors the group can gather; the CPU is used instead if the group can gather there.
+
+    Returns:
+        On rank 0 the values of all ranks, on the CPU; None on the other ranks.
     """
     device = torch.device("cpu") if "cpu" in backends_of() else device
     tensors: list[Tensor] = []
 
     def noted(tensor: Tensor) -> Tensor:
-        # Dense, with the same strides: products over other strides may round differently.
+        # A tensor arrives dense and with its strides, since products over other strides may round differently.
         if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
             tensor = tensor.contiguous()
         tensors.append(tensor)
@@ -72,8 +83,8 @@ def gather_on_rank_0(value: Any, device: torch.device) -> list[Any] | None:
     world_size, is_receiver = dist.get_world_size(), dist.get_rank() == 0
     skeletons: list[Any] | None = [None] * world_size if is_receiver else None
     dist.gather_object(skeleton, skeletons)
-    received = [map_tensors(lambda spec: torch.empty_like(spec, device="cpu"), one) for one in skeletons or ()]
-    buffers = [_memory(one_ranks) for one_ranks in received]
+    received = [map_tensors(lambda meta: torch.empty_like(meta, device="cpu"), sent) for sent in skeletons or ()]
+    buffers = [_memory(sent) for sent in received]
     own = [_as_bytes(tensor) for tensor in tensors]
     most_bytes = torch.tensor(sum(len(part) for part in own), device=device)
     dist.all_reduce(most_bytes, dist.ReduceOp.MAX)
@@ -91,7 +102,7 @@ def gather_on_rank_0(value: Any, device: torch.device) -> list[Any] | None:
     return received if is_receiver else None
 
 
-def _memory(value: Any) -> list[Tensor]:
+def _memory(value: object) -> list[Tensor]:
     parts: list[Tensor] = []
     map_tensors(lambda tensor: parts.append(_as_bytes(tensor)), value)
     return parts
@@ -103,7 +114,7 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _overlaps(parts: Sequence[Tensor], start: int, end: int) -> Iterator[tuple[Tensor, slice]]:
-    """Yields each part's overlap with bytes [start, end) of their concatenation, and its offset in there."""
+    """Yields each part's overlap with the bytes [start, end) of the concatenation, and its place in that range."""
     offset = 0
     for part in parts:
         low, high = max(start, offset), min(end, offset + len(part))

@@ -1,6 +1,6 @@
-"""Process groups of our own, beside those that DDP and the user issue collectives on.
+"""Process groups for our own threads, which DDP and the user do not use.
 
-If two threads issue collectives on one group, their order differs between ranks: messages mix, and ranks diverge or
+If two threads issue collectives on one group, the order differs between ranks: messages mix, and ranks diverge or
 abort. So each thread of ours borrows groups that nothing else uses, and returns them for the next.
 """
 
@@ -16,24 +16,25 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 _GLOO_EXIT_S = 0.05
+"""Pause at the end of a process: ten times the 5 ms after which Python hands the GIL to a thread that waits for it."""
 
 
 @dataclass(eq=False)
 class BorrowedGroups:
     """Groups that only their borrower uses, until it returns them."""
 
-    all_ranks: dist.ProcessGroup  # of the group that they were borrowed for
+    all_ranks: dist.ProcessGroup  # all ranks of the group beside which they were borrowed
     within: dist.ProcessGroup | None  # the ranks of this node; None without ``ranks_per_node``
-    across: dist.ProcessGroup | None  # the ranks with this local rank on all nodes; None likewise
+    across: dist.ProcessGroup | None  # the ranks with this rank's place, one on each node; None without it
     is_free: bool = False
 
     def return_to_pool(self) -> None:
-        """Frees them for the next borrower. Only if all collectives on them have succeeded on all ranks."""
+        """Frees the groups for the next borrower. All collectives on them must have succeeded on all ranks."""
         self.is_free = True
 
 
-# By the default group at the time: all groups of one kind, in order of creation, which is the same on all their ranks.
-# No group is ever freed: gloo's threads may still hold tensors for a moment and need the GIL to release them, while the
+# For each default group, all groups of one kind in the order of creation, which is the same on all their ranks. No
+# group is ever freed: gloo's threads may hold tensors for a moment and need the GIL to release them, while the
 # destructor of the group waits for its threads with the GIL held.
 _pools: WeakKeyDictionary[dist.ProcessGroup, dict[object, list[BorrowedGroups]]] = WeakKeyDictionary()
 _shared: WeakKeyDictionary[dist.ProcessGroup, dict[object, tuple[dist.ProcessGroup, dist.ProcessGroup]]] = (
@@ -49,15 +50,16 @@ def borrow_groups(
     timeout: timedelta | None = None,
     backend: str | None = None,
 ) -> BorrowedGroups:
-    """Returns groups of the ranks of ``beside`` for one thread or stream of messages. All ranks of it must call this.
+    """Returns groups of the ranks of ``beside`` for one thread or stream of messages. All its ranks must call this.
 
-    Reuses groups that are free on every rank: ranks may return them at different times, as the garbage collector does.
+    Groups that are free on every rank are reused. Ranks may return them at different times, since a garbage collector
+    may do it.
 
     Args:
-        beside: whose ranks.
-        ranks_per_node: add groups within and across nodes of as many consecutive ranks; divides their number.
-        timeout: of collectives; None for the backend's default.
-        backend: None for that of the default group.
+        beside: the group whose ranks the new groups have.
+        ranks_per_node: if set, there are also groups within and across nodes of this number of consecutive ranks.
+        timeout: limit of collectives; None for the backend's default.
+        backend: name of the backend; None for the default group's.
     """
     ranks = dist.get_process_group_ranks(beside)
     pool = _pools.setdefault(default_group(), {}).setdefault((*ranks, ranks_per_node, timeout, backend), [])
@@ -77,7 +79,11 @@ def borrow_groups(
 
 
 def borrow_host_group() -> BorrowedGroups:
-    """Returns a gloo group of all ranks for small messages of the host, or raises. All ranks must call it."""
+    """Returns a gloo group of all ranks for small messages of the host. All ranks must call it.
+
+    Raises:
+        RuntimeError: the ranks cannot connect.
+    """
     return borrow_groups(default_group(), backend="gloo")
 
 
@@ -86,8 +92,8 @@ def shared_node_groups(
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Returns the groups within and across nodes that all hooks on CUDA share; see `borrow_groups`.
 
-    On CUDA one thread enqueues all collectives on one stream, in one order: a communicator for each hook would only
-    cost memory.
+    On CUDA one thread enqueues all collectives on one stream, in one order, so that separate communicators for each
+    hook would only cost memory.
     """
     ranks = dist.get_process_group_ranks(beside)
     key = (*ranks, ranks_per_node, timeout)
@@ -107,10 +113,10 @@ def leave_process_group() -> None:
 
 @cache
 def let_gloo_finish_at_exit() -> None:
-    """Makes the process wait a moment at its end; registered once.
+    """Makes the process wait a moment at its end.
 
-    gloo's threads release the last collective's tensors a little after it is done, and need the GIL for that. If one
-    requests it while the interpreter shuts down, the process aborts or hangs.
+    gloo's threads release the tensors of the last collective a little after it is done, and need the GIL for that. If a
+    thread requests the GIL while the interpreter shuts down, the process aborts or hangs.
     """
     atexit.register(time.sleep, _GLOO_EXIT_S)
 
@@ -124,16 +130,16 @@ def _node_groups(
 
 
 def _new_group(parts: list[list[int]], timeout: timedelta | None, backend: str | None) -> dist.ProcessGroup:
-    """Makes groups of disjoint parts of the ranks, and returns that of this rank."""
+    """Makes groups of disjoint parts of the ranks, and returns the group of this rank."""
     # With local synchronization torch < 2.15 names a group by the number of groups that a rank is in, which user code
     # may have made unequal; without it, all ranks of the default group must make all groups.
     are_all_here = sum(map(len, parts)) == dist.get_world_size()
     group = None
     for ranks in parts:
         if are_all_here or dist.get_rank() in ranks:
-            made = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=not are_all_here)
+            new = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=not are_all_here)
             if dist.get_rank() in ranks:
-                group = made
+                group = new
     assert isinstance(group, dist.ProcessGroup)
     return group
 

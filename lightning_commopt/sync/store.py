@@ -1,9 +1,9 @@
 """Key spaces in the process group's store that no earlier attempt of a job has written to.
 
-torchrun keeps one TCPStore for all attempts of a job, and torch adds no prefix to an attempt's keys: gloo and NCCL find
-addresses of processes that have ended, and our key "failed" would end a healthy attempt. The number of restarts does
-not identify an attempt: each node's agent counts its own, and not every restart. So rank 0 draws a name, and sends it
-to every rank that asks for it with a token of its own.
+torchrun keeps one TCPStore for all attempts of a job, and torch adds no prefix to the keys of an attempt. So gloo and
+NCCL would find addresses of processes that have ended, and our key "failed" would end a healthy attempt. The number of
+restarts does not identify an attempt, since each node's agent counts separately, and not every restart. Therefore rank
+0 draws a name, and sends it to every rank that asks with a random token.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from lightning_commopt.compat.torch import default_store
 from lightning_commopt.sync.groups import default_group
 
 _FIRST_POLL_S = 0.001
+"""The first pause between two looks at the store. Pauses double, so ranks that come together hardly wait."""
 _LAST_POLL_S = 0.1
+"""The longest pause. A rank may notice so much too late, while each rank asks the store ten times a second."""
 
-# By the default group: where its key spaces are, and how many of each name there have been.
+# For each default group, the store with its key spaces, and a counter for each name of a key space.
 _roots: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
 _numbers: WeakKeyDictionary[dist.ProcessGroup, dict[str, Iterator[int]]] = WeakKeyDictionary()
 
@@ -36,8 +38,12 @@ _numbers: WeakKeyDictionary[dist.ProcessGroup, dict[str, Iterator[int]]] = WeakK
 class Agreement:
     """The ranks of one attempt agree on a name for it, in a store that may hold keys of earlier attempts.
 
-    Nothing here waits: every rank calls `advance` until it has the ``name``, and rank 0 until no rank is ``missing``,
-    of which a rank above 0 only knows itself.
+    Only `wait` blocks; otherwise every rank calls `advance` until it returns true.
+
+    Attributes:
+        store: the store.
+        name: the name of the attempt; None while it is unknown.
+        missing: ranks that do not have the name yet. A rank above 0 knows only about itself.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
@@ -53,7 +59,7 @@ class Agreement:
             self.name = self._token
 
     def advance(self) -> bool:
-        """Answers the ranks that have asked, or looks for the answer; returns whether no rank is missing."""
+        """Answers the ranks that have asked, or reads the answer; returns whether no rank is missing."""
         if self._rank == 0:
             for rank in [*self.missing]:
                 self._answer(rank)
@@ -64,7 +70,7 @@ class Agreement:
         return not self.missing
 
     def wait(self, timeout_s: float) -> str:
-        """Waits until no rank is missing, and returns the name; raises a TimeoutError if some still are."""
+        """Waits until no rank is missing, and returns the name; raises a TimeoutError after ``timeout_s``."""
         if not poll(self.advance, timeout_s):
             who = "rank 0" if self._rank else f"ranks {sorted(self.missing)}"
             raise TimeoutError(f"Rank {self._rank} waited {timeout_s:g} s for {who} to join the process group.")
@@ -75,16 +81,17 @@ class Agreement:
         if self.store.check([f"{self._token}/{rank}"]):
             self.missing.remove(rank)
         elif self.store.check([f"ask/{rank}"]):
-            token = self.store.get(f"ask/{rank}")  # perhaps of an earlier attempt: then nobody confirms the answer
+            # The token may be from an earlier attempt. Then no rank confirms the answer, and a new token follows.
+            token = self.store.get(f"ask/{rank}")
             if token != self._answered.get(rank):
                 self.store.set(f"answer/{token.decode()}", self._token)
                 self._answered[rank] = token
 
 
 def poll(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Waits until a condition is true, and returns whether it was in time.
+    """Waits until a condition is true, and returns false if that takes longer than ``timeout_s``.
 
-    For stores: ``Store.wait`` would block the other threads that use the store.
+    It is used for stores, since ``Store.wait`` would block other threads that use the store.
     """
     deadline, pause_s = time.monotonic() + timeout_s, _FIRST_POLL_S
     while not condition():
@@ -96,16 +103,16 @@ def poll(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def key_space(name: str) -> dist.Store:
-    """Returns an unused part of the default group's store. All ranks must call it equally often for each name."""
+    """Returns an unused part of the default group's store. All ranks must make the same calls for each name."""
     number = next(_numbers.setdefault(default_group(), {}).setdefault(name, itertools.count()))
     return dist.PrefixStore(f"{name}/{number}", prepare_key_spaces())
 
 
 def prepare_key_spaces() -> dist.Store:
-    """Agrees on what `key_space` needs. All ranks must call it; a TimeoutError names those that did not."""
+    """Agrees on the root of all key spaces. All ranks must call it; a TimeoutError names the ranks that did not."""
     group = default_group()
     if group not in _roots:
-        # Who made the group, and whether its store is new, cannot be known.
+        # It is unknown who has made the group, and whether its store has keys of earlier attempts.
         store = default_store()
         name = _agree(store, dist.get_rank(), dist.get_world_size(), default_pg_timeout)
         _roots[group] = dist.PrefixStore(f"commopt/{name}", store)
@@ -114,9 +121,9 @@ def prepare_key_spaces() -> dist.Store:
 
 @contextmanager
 def fresh_default_store() -> Generator[None, None, None]:
-    """Makes process groups that are created inside ignore the keys of earlier attempts in torchrun's store.
+    """Returns a context in which new process groups ignore the keys of earlier attempts in torchrun's store.
 
-    Does nothing where rank 0 makes a store of its own, which is empty.
+    It changes nothing if rank 0 makes a store itself, which is empty.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         yield

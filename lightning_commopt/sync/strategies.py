@@ -1,27 +1,41 @@
-"""What a strategy of ours offers to the rooms below it while it runs: its ranks, its devices, its plan."""
+"""Protocols of what strategies offer to the rooms below them while they run: ranks, devices and a plan."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.nn import Module
 
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.plan_base import Plan
 
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import ClusterEnvironment
+    from lightning.fabric.strategies.launchers.launcher import _Launcher
+    from lightning.pytorch import LightningModule, Trainer
+
+
+class LightningStrategy(Protocol):
+    """A strategy of a Trainer, ours or another one."""
+
+    @property
+    def model(self) -> Module | None:
+        """The module that is trained: with DDP, once it is set up, in its wrapper."""
+
 
 class RunningStrategy(Protocol):
-    """A strategy of a Trainer, or of Fabric, whose ranks have been started; its process group need not exist yet."""
+    """A strategy of a Trainer or of Fabric whose ranks have been started, perhaps without a process group yet."""
 
     @property
     def num_nodes(self) -> int: ...
 
     @property
     def num_processes(self) -> int:
-        """Ranks of each node."""
+        """Number of ranks on each node."""
 
     @property
     def node_rank(self) -> int: ...
@@ -43,23 +57,29 @@ class RunningStrategy(Protocol):
 
     @property
     def timeout(self) -> timedelta:
-        """Of the collectives of its process group."""
+        """Limit of each collective of its process group."""
 
     @property
-    def cluster_environment(self) -> Any:
-        """Lightning's ``ClusterEnvironment``."""
+    def cluster_environment(self) -> ClusterEnvironment | None:
+        """Knows this process's rank and rank 0's address; None if the strategy has not been given to a Trainer."""
 
     @property
-    def launcher(self) -> Any:
-        """Lightning's launcher; None where something else has started the processes."""
+    def launcher(self) -> _Launcher | None:
+        """Lightning's launcher; None if something else has started the processes."""
 
 
 class TrainersStrategy(RunningStrategy, Protocol):
     """A strategy of a Trainer."""
 
     @property
-    def lightning_module(self) -> Any:
+    def lightning_module(self) -> LightningModule | None:
         """The module; None before the Trainer has connected one."""
+
+
+def trainer_of(strategy: TrainersStrategy) -> Trainer:
+    """Returns the Trainer of a strategy that has a module."""
+    assert strategy.lightning_module is not None
+    return strategy.lightning_module.trainer
 
 
 class WatchedStrategy(TrainersStrategy, Protocol):
@@ -67,7 +87,7 @@ class WatchedStrategy(TrainersStrategy, Protocol):
 
     @property
     def uneven_batches(self) -> str:
-        """What happens where ranks have different numbers of batches: one of `POLICIES`."""
+        """What happens if ranks have different numbers of batches: one of `POLICIES`."""
 
     @property
     def start_method(self) -> str:
@@ -81,11 +101,11 @@ class PlannedStrategy(RunningStrategy, Protocol):
     def plan(self) -> Plan: ...
 
     def apply_plan(self, plan: Any) -> None:
-        """Changes the plan, to one of the same class; all ranks must call it, with equal plans."""
+        """Changes the plan. All ranks must call it, with equal plans, of the class that the strategy has now."""
 
 
 class BucketedStrategy(PlannedStrategy, Protocol):
-    """A strategy of DDP, which changes its plan by wrapping its modules anew."""
+    """A strategy that wraps modules in DDP, and wraps them again to change its plan."""
 
     @property
     def plan(self) -> CommPlan: ...
@@ -94,16 +114,12 @@ class BucketedStrategy(PlannedStrategy, Protocol):
     def sync_observers(self) -> Observers: ...
 
     def without_init_sync(self) -> AbstractContextManager[None]:
-        """Makes wrappers within that do not send parameters, which are equal on all ranks, where torch can do that."""
+        """Returns a context in which modules are wrapped without sending parameters, if this torch can do that."""
 
 
-class TunedStrategy(PlannedStrategy, TrainersStrategy, Protocol):
+class TunedStrategy(LightningStrategy, PlannedStrategy, TrainersStrategy, Protocol):
     """A strategy of a Trainer with a plan that may change."""
-
-    @property
-    def model(self) -> Any:
-        """The module, for DDP in its wrapper."""
 
 
 class TunedBuckets(TunedStrategy, BucketedStrategy, Protocol):
-    """A strategy of a Trainer, and of DDP."""
+    """A strategy of a Trainer that wraps its model in DDP."""

@@ -1,4 +1,4 @@
-"""Runs a compressor without the other ranks, so that its kernels are compiled before the first backward."""
+"""Runs a compressor without other ranks, so that its kernels are compiled before the first backward."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lightning_commopt.compressors.kernels import c_library, dispatch
 from lightning_commopt.compressors.shards import ShardedCompressor
 from lightning_commopt.text.validation import warn_once
 
-_NUM_STEPS = 2  # a compressor may alternate
-_FIRST_STEPS = (0, 2**30)  # before and after a late start
-# Triton specialises kernels on whether addresses, offsets and sizes are multiples of 2, 4 or 16. The matrices are large
-# enough to be compressed at every sensible matrix rank.
+_NUM_STEPS = 2  # covers both kinds of steps of a compressor that alternates
+_FIRST_STEPS = (0, 2**30)  # one before a late start of compression and one after it
+# Triton specialises kernels on whether addresses, offsets and sizes are multiples of 2, 4 or 16, so the shapes cover
+# these cases. The matrices are large enough to be compressed at every sensible matrix rank.
 _SHAPES = (
     ((512, 320), (64,)),
     ((257, 513), (7,)),
@@ -26,15 +26,15 @@ _SHAPES = (
     ((7,), (512, 320)),
     ((7,), (257, 513), (5,)),
 )
-_LARGEST_BLOCK = 256
+_LARGEST_BLOCK = 256  # the largest ``block_size`` that `BlockInt8` and `BlockInt4` allow
 SHARD_SIZES = (1, 16 * _LARGEST_BLOCK)
-"""Elements of shards that need all kernels: of a single block, and of a multiple of 16 blocks."""
+"""Numbers of elements of shards that together need all kernels: a single block, and a multiple of 16 blocks."""
 
 
 def prepare_kernels(
     run: Callable[[], None], device: torch.device, *, has_c_kernels: bool = True, option: str = "comm_hook"
 ) -> None:
-    """Compiles what ``run`` needs: the C kernels on CPU, else those in Triton as `compile_kernels` does."""
+    """Compiles the kernels that ``run`` needs: the C kernels on CPU, else the Triton kernels; see `compile_kernels`."""
     if device.type != "cpu":
         compile_kernels(run, device, option=option)
     elif has_c_kernels:
@@ -44,9 +44,10 @@ def prepare_kernels(
 def compile_kernels(
     run: Callable[[], None], device: torch.device, group: dist.ProcessGroup | None = None, *, option: str = "comm_hook"
 ) -> None:
-    """Compiles the Triton kernels that ``run`` needs; if one rank cannot, no rank uses Triton. All ranks must call it.
+    """Compiles the Triton kernels that ``run`` needs. All ranks must call it.
 
-    Triton and plain torch do not compute the same bits. The warning names the option that the kernels are for.
+    If one rank of ``group`` cannot compile them, no rank uses Triton, because Triton and plain torch do not compute the
+    same bits. A warning names the ``option`` that the kernels are for.
     """
     had_triton = dispatch.has_triton()
     error = _try_triton(run) if had_triton else None
@@ -63,7 +64,7 @@ def compile_kernels(
 
 
 def _try_triton(run: Callable[[], None]) -> Exception | None:
-    """Returns what Triton raised; None if plain torch raises as well, as a user's compressor may."""
+    """Returns the exception of Triton; None if plain torch raises too, which a user's compressor may do."""
     try:
         run()
     except Exception as error:
@@ -79,10 +80,10 @@ def _try_triton(run: Callable[[], None]) -> Exception | None:
 def run_on_samples(
     compressor: Compressor, channel: Channel, dtypes: Collection[torch.dtype], device: torch.device
 ) -> None:
-    """Runs a compressor on small buckets that need all its kernels, as if all ranks had the same gradients."""
+    """Runs a compressor on small buckets that together need all its kernels; see `run_alone`."""
     with torch.no_grad():
         for dtype in floating_point(dtypes):
-            for shapes in (*_SHAPES, ((channel.size, 16 * _LARGEST_BLOCK),)):  # every shard has 16 blocks, or more
+            for shapes in (*_SHAPES, ((channel.size, 16 * _LARGEST_BLOCK),)):  # the last gives each shard 16 blocks
                 layout = Layout.of([torch.empty(shape, device="meta") for shape in shapes], dtype)
                 for first_step in _FIRST_STEPS:
                     flat = torch.ones(layout.numel, dtype=dtype, device=device)
@@ -90,8 +91,8 @@ def run_on_samples(
 
 
 def run_alone(compressor: Compressor, layout: Layout, flat: Tensor, channel: Channel, first_step: int = 0) -> None:
-    """Runs two steps, and one with a carried residual, as if all ranks had the same gradients; nothing is sent."""
-    state, alone = compressor.init(layout, flat.device, first_step), AloneChannel(channel)
+    """Runs two steps and one with a given residual, as if all ranks had the same gradients, and sends nothing."""
+    state, alone = compressor.init(layout, flat.device, first_step), AloneChannel.like(channel)
     for carried in (*[None] * _NUM_STEPS, torch.zeros_like(flat)):
         finish(compressor.rounds(flat, layout, state, alone, carried))
     compressor.residual(layout, state)
@@ -100,8 +101,8 @@ def run_alone(compressor: Compressor, layout: Layout, flat: Tensor, channel: Cha
 def run_on_shards(
     compressor: ShardedCompressor, channel: Channel, dtypes: Collection[torch.dtype], device: torch.device
 ) -> None:
-    """Runs a compressor of shards on small ones that need all its kernels; see `run_on_samples`."""
-    alone = AloneChannel(channel)
+    """Runs a compressor of shards on small shards that together need all its kernels; see `run_on_samples`."""
+    alone = AloneChannel.like(channel)
     with torch.no_grad():
         for dtype in floating_point(dtypes):
             for numel in SHARD_SIZES:
@@ -112,5 +113,5 @@ def run_on_shards(
 
 
 def floating_point(dtypes: Collection[torch.dtype]) -> list[torch.dtype]:
-    """Returns those dtypes whose numbers are compressed, each once, in the same order on all ranks."""
+    """Returns the floating-point dtypes, whose numbers are compressed, in the same order on all ranks."""
     return sorted({dtype for dtype in dtypes if dtype.is_floating_point}, key=str)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
-from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -187,14 +186,9 @@ class Setup:
 def alone_channel(size: int, ranks_per_node: int) -> AloneChannel:
     """Returns a channel that sends nothing, over so many consecutive ranks, this one among them, and their nodes."""
     rank = dist.get_rank() % size
-    within, across = (
-        SimpleNamespace(size=its_size, rank=its_rank, within=None, across=None)
-        for its_size, its_rank in (
-            (ranks_per_node, rank % ranks_per_node),
-            (size // ranks_per_node, rank // ranks_per_node),
-        )
-    )
-    return AloneChannel(SimpleNamespace(size=size, rank=rank, within=within, across=across))
+    within = AloneChannel(ranks_per_node, rank % ranks_per_node)
+    across = AloneChannel(size // ranks_per_node, rank // ranks_per_node)
+    return AloneChannel(size, rank, within, across)
 
 
 def take_issued(channel: AloneChannel) -> list[str]:

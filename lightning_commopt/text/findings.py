@@ -7,13 +7,10 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    pass
-
-# Ordered from the worst. With an "error" training fails, hangs or is wrong; with a "warning" it may. The others are a
-# loss of speed, a difference between ranks, and a note.
+# These are ordered from the worst. With an "error" training fails, hangs or is wrong; with a "warning" it may. The
+# others are a loss of speed, a difference between ranks, and a note.
 Severity = Literal["error", "warning", "slow", "differs", "note"]
 
 
@@ -32,7 +29,7 @@ class Finding:
 
     severity: Severity
     what: str  # the fact, with devices or ranks
-    advice: str  # what the user can do about it
+    advice: str  # a remedy for the user
     why: str = ""  # the setting or hardware that causes it, or its cost; may be empty
     code: str = ""  # identifies the kind of finding for scripts; may be empty
     where: str = ""  # host, ranks or communicator; empty if there is only one
@@ -44,7 +41,7 @@ class Finding:
 
 @cache
 def read_texts(path: Path) -> dict[str, dict[str, str]]:
-    """Reads a table of texts: for each word in brackets, its values by their names."""
+    """Reads texts by code and name from a file with codes in brackets, each followed by lines of a name and a text."""
     text = re.sub(r"^#.*\n", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     blocks = [block.partition("]\n") for block in re.split(r"^\[", text, flags=re.MULTILINE)[1:]]
     return {code: dict(line.split(": ", 1) for line in rest.splitlines() if line) for code, _, rest in blocks}

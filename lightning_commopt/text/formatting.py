@@ -12,9 +12,8 @@ K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
 
-# Characters that a terminal obeys instead of showing them: C0 (except tab and line feed), DEL and C1, with which every
-# escape sequence begins; those that reorder text, or end a line in some programs; and surrogates, which cannot be
-# encoded.
+# A terminal obeys these characters instead of showing them: C0 (except tab and line feed), DEL and C1, with which every
+# escape sequence begins, and characters that reorder text or end a line in some programs. Surrogates cannot be encoded.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -34,9 +33,9 @@ class Unit(NamedTuple):
 
 
 def number(value: float, digits: int = 3, max_decimals: int = 99) -> str:
-    """Returns a number with significant digits, and all digits before the point; a dash if it is not finite.
+    """Returns a number with at least ``digits`` significant digits; a dash if it is not finite.
 
-    It has at most ``max_decimals`` after the point; "0" if all of them are zeros.
+    It has at most ``max_decimals`` digits after the point, and is "0" if they would all be zero.
 
     >>> [number(value) for value in (1234.5, 12.345, 0.9996, 0.012345, 0.0, math.nan)]
     ['1234', '12.3', '1.00', '0.0123', '0', '-']
@@ -90,9 +89,9 @@ def list_some(things: Collection[object], num_shown: int = 4) -> str:
 
 
 def escape_controls(text: str) -> str:
-    r"""Returns a text whose control characters are escapes, so that a terminal shows them and does not obey them.
+    r"""Returns a text with control characters as escapes, so that a terminal shows them and does not obey them.
 
-    Everything that prints or logs text from files, or from other ranks, uses it. Escaping twice changes nothing.
+    It must be used to print or log any text from files or from other ranks. Escaping twice changes nothing.
 
     >>> escape_controls("café 中文")
     'café 中文'
@@ -103,7 +102,7 @@ def escape_controls(text: str) -> str:
 
 
 def control_places(text: str) -> list[int]:
-    """Returns where control characters begin and end, as `escape_controls` finds them."""
+    """Returns the places where control characters begin and end; see `escape_controls`."""
     return [place for match in _CONTROLS.finditer(text) for place in match.span()]
 
 
@@ -130,7 +129,7 @@ def runs_of(numbers: Iterable[int]) -> list[list[int]]:
 
 
 def numbers_text(numbers: Iterable[int], num_shown: int = 8) -> str:
-    """Returns numbers, three or more in a row as a range, and the number of those not shown.
+    """Returns numbers, three or more in a row as a range, and the number of numbers that are not shown.
 
     >>> numbers_text([0, 1, 2, 3, 7]), numbers_text([0, 2, 4, 5, 6], 2)
     ('0-3, 7', '0, 2 and 3 more')

@@ -17,9 +17,9 @@ from rich.text import Text
 
 from lightning_commopt.text.formatting import control_places, escape_controls
 
-_ANY_WIDTH = 10_000
-_ROOMY, _TIGHT = (0, 1, 0, 1), (0, 1, 0, 0)
-_BELOW = (0, 0, 0, 2)
+_ANY_WIDTH = 10_000  # wider than any cell, to measure cells that do not wrap
+_ROOMY, _TIGHT = (0, 1, 0, 1), (0, 1, 0, 0)  # padding of cells: a space on both sides, or only on the right
+_BELOW = (0, 0, 0, 2)  # padding of the cells in a list: two spaces on the left
 _ASCII = str.maketrans(
     {
         "\N{NO-BREAK SPACE}": " ",
@@ -38,16 +38,16 @@ _ASCII = str.maketrans(
 
 
 class TextConsole(Console):
-    """Prints text literally: no markup, and control characters as escapes. All output for people goes through one.
+    """Prints text literally, without markup and with control characters as escapes. All output for people uses it.
 
-    A run's files may come from anybody, and a terminal obeys what it is sent.
+    A run's files may come from an untrusted source, and a terminal obeys control characters.
     """
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Renders a text, or what is in a table, with escapes."""
+        """Renders a text, or the cells of a table, with escapes."""
         if isinstance(renderable, str):
             renderable = escape_controls(renderable)
         elif isinstance(renderable, Text):
@@ -67,13 +67,17 @@ def escaped(text: Text) -> Text:
 
 
 class TextTable:
-    """A table for `Console.print` that breaks no word and no number, however narrow the console is.
+    """A table for `Console.print` that never breaks a word or a number, however narrow the console is.
 
-    In a narrow console columns move closer, then text wraps between words. If the longest words do not fit side by
+    In a narrow console columns move closer, and then text wraps between words. If the longest words do not fit side by
     side, it becomes a list: a line for each row's first cell, and below it the other cells after their headings.
 
-    Headings may have several lines. The cells of columns in ``numbers`` are aligned right and never wrap. ``has_rules``
-    draws a line below the headings and between sections.
+    Args:
+        headings: headings of the columns, which may have several lines.
+        numbers: headings of the columns whose cells are aligned right and never wrap.
+        title: text above the table.
+        caption: text below the table.
+        has_rules: whether to draw a line below the headings and between sections.
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class TextTable:
         self._ends_of_sections: set[int] = set()
 
     def add_row(self, *cells: str | Text, style: str = "") -> None:
-        """Adds a row; a str is text, never markup."""
+        """Adds a row; strings are not parsed as markup."""
         assert len(cells) == len(self._headings), (cells, self._headings)
         texts = [Text(escape_controls(cell)) if isinstance(cell, str) else escaped(cell) for cell in cells]
         self._rows.append((texts, style))
@@ -96,7 +100,7 @@ class TextTable:
         self._ends_of_sections.add(len(self._rows) - 1)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        """Yields the table, or the list if the table would have to break words."""
+        """Yields the table, or a list if the table would have to break words."""
         for wraps in (False, True):
             for padding in (_ROOMY, _TIGHT):
                 widths = self._widths(console, options, padding, wraps)
@@ -124,7 +128,7 @@ class TextTable:
     def _widths(
         self, console: Console, options: ConsoleOptions, padding: tuple[int, int, int, int], wraps: bool
     ) -> list[int] | None:
-        """Returns the widths of columns, at least of their longest words if text wraps; None if they do not fit."""
+        """Returns the widths of columns, if text wraps at least those of the longest words; None if they do not fit."""
         unlimited = options.update(max_width=_ANY_WIDTH)
         columns = [
             [Text(heading), *(cells[index] for cells, _ in self._rows)] for index, heading in enumerate(self._headings)
@@ -165,7 +169,7 @@ class TextTable:
 
 
 def print_text(text: str | Text, console: Console, style: str = "") -> None:
-    """Prints a text literally: wrapped between words on a terminal, else in one line."""
+    """Prints a text literally, wrapped between words on a terminal and otherwise in one line."""
     shown = Text(text, style=style) if isinstance(text, str) else text
     console.print(escaped(shown), soft_wrap=not console.is_terminal)
 
@@ -180,7 +184,7 @@ def print_heading(text: str, console: Console) -> None:
 
 
 def print_in_any_encoding() -> None:
-    """Replaces characters that the terminal's encoding lacks, by similar ASCII or escapes; for commands only."""
+    """Makes this process print characters that the encoding lacks as similar ASCII or escapes; only for commands."""
     codecs.register_error("commopt", _in_ascii)
     for stream in (sys.stdout, sys.stderr):
         # In the C locale errors are "surrogateescape", which fails as "strict" does.

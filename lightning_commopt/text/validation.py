@@ -1,4 +1,4 @@
-"""Checks of settings, hints at misspelled names, and warnings that point at the user's line."""
+"""Checks of settings, hints for misspelled names, and warnings that point at the user's line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterable, Sequence
 from functools import cache
 from numbers import Integral, Real
-from typing import Any
 
 from lightning_commopt.text.formatting import escape_controls
 
@@ -22,39 +21,39 @@ _SKIPPED_PACKAGES = frozenset(
 )
 
 
-def check_integer(name: str, value: Any, at_least: int) -> None:
+def check_integer(name: str, value: object, at_least: int) -> None:
     """Raises a ValueError unless a value is an integer of at least ``at_least``."""
     if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < at_least:
         raise ValueError(f"{name} must be an integer of at least {at_least}, got {value!r}")
 
 
-def check_positive(name: str, value: Any) -> None:
+def check_positive(name: str, value: object) -> None:
     """Raises a ValueError unless a value is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
         raise ValueError(f"{name} must be a number above 0, got {value!r}")
 
 
-def check_switch(name: str, value: Any) -> None:
+def check_switch(name: str, value: object) -> None:
     """Raises a ValueError unless a value is a bool; the string "false" is not one."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} must be true or false, got {value!r}")
 
 
-def check_choice(name: str, value: Any, allowed: Sequence[Any]) -> None:
+def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
     """Raises a ValueError with a hint unless a value is one of ``allowed``."""
     if value not in allowed:
         hint = did_you_mean(value, [choice for choice in allowed if isinstance(choice, str)])
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}{hint}")
 
 
-def check_power_of_two(name: str, value: Any, at_least: int, at_most: int) -> None:
+def check_power_of_two(name: str, value: object, at_least: int, at_most: int) -> None:
     """Raises a ValueError unless a value is a power of two within a range."""
-    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
-    if not is_integer or not at_least <= value <= at_most or value & (value - 1):
+    number = int(value) if isinstance(value, Integral) and not isinstance(value, bool) else 0
+    if not at_least <= number <= at_most or number & (number - 1):
         raise ValueError(f"{name} must be a power of two from {at_least} to {at_most}, got {value!r}")
 
 
-def did_you_mean(name: Any, known: Iterable[str]) -> str:
+def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Returns the end of an error message, ``"; did you mean 'x'?"``, or "" if no known name is similar.
 
     >>> did_you_mean("bucket_cap", ["bucket_cap_mb", "static_graph"])
@@ -68,7 +67,7 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
         return ""
     normalized, by_normalized = normalize_name(name), {normalize_name(choice): choice for choice in known}
     near = difflib.get_close_matches(normalized, by_normalized, n=1)
-    # difflib takes names of very different lengths for dissimilar, even if one contains the other.
+    # difflib regards names of very different lengths as dissimilar, even if one contains the other.
     if not near:
         long = [other for other in by_normalized if min(len(other), len(normalized)) >= 4]
         near = [other for other in long if normalized in other or other in normalized]
@@ -76,7 +75,7 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
 
 
 def normalize_name(name: str) -> str:
-    """Returns a name without case, hyphens, underscores and blanks, which users spell differently.
+    """Returns a name in lower case without hyphens, underscores and blanks, which users write differently.
 
     >>> normalize_name("PowerSGD") == normalize_name("power_sgd") == normalize_name("power-SGD")
     True
@@ -85,7 +84,7 @@ def normalize_name(name: str) -> str:
 
 
 def warn(message: str, *, on_every_rank: bool = False) -> None:
-    """Warns on rank 0, or on every rank; the warning points at the user's line, outside of Lightning and us."""
+    """Warns on rank 0, or on every rank; the warning points at the user's line, outside of Lightning and our code."""
     if on_every_rank or _is_rank_0():
         warnings.warn(escape_controls(message), stacklevel=_users_stacklevel())
 
@@ -105,7 +104,7 @@ def info(message: str) -> None:
 
 
 def _is_rank_0() -> bool:
-    # Not at the top of the module, which commands import that should start fast.
+    # This is not at the top of the module, since commands that import the module should start fast.
     from lightning_utilities.core.rank_zero import rank_zero_only
 
     return getattr(rank_zero_only, "rank", 0) == 0  # Lightning sets the attribute when it is imported
@@ -114,7 +113,7 @@ def _is_rank_0() -> bool:
 def _users_stacklevel() -> int:
     """Returns the ``stacklevel`` with which the caller of this function warns at the user's line.
 
-    Python 3.12's ``skip_file_prefixes`` does not suffice: a dataclass's ``__init__`` has no file.
+    Python 3.12's ``skip_file_prefixes`` does not suffice, since a dataclass's ``__init__`` has no file.
     """
     level, frame = 1, sys._getframe(1)
     while frame is not None:

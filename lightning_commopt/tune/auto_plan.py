@@ -7,13 +7,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from torch.nn.parallel import DistributedDataParallel
+
 from lightning_commopt.compat.lightning import MisconfigurationException, batches_that_stepped
 from lightning_commopt.compressors.configs import without_imports
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.plan_base import OptionError, Plan
 from lightning_commopt.sync.groups import borrow_host_group
-from lightning_commopt.sync.strategies import PlannedStrategy, TunedBuckets, TunedStrategy
+from lightning_commopt.sync.strategies import PlannedStrategy, TunedBuckets, TunedStrategy, trainer_of
 from lightning_commopt.text.validation import info, warn
 from lightning_commopt.tune.host import Buckets, Host
 from lightning_commopt.tune.options import TuneOptions
@@ -163,7 +165,7 @@ class _PlanOfFits(AutoPlan):
 
     def _host_with(self, **options: Any) -> Host:
         """Returns the fit that the strategy is in, with what depends on how its model is wrapped."""
-        strategy, trainer = self._strategy, self._strategy.lightning_module.trainer
+        strategy, trainer = self._strategy, trainer_of(self._strategy)
 
         def num_steps_left() -> float:
             try:
@@ -195,13 +197,17 @@ class FitPlan(_PlanOfFits):
     def _host(self) -> Host:
         strategy = self._strategy
 
+        def wrapper() -> DistributedDataParallel:
+            assert isinstance(strategy.model, DistributedDataParallel)
+            return strategy.model
+
         def apply_plan(plan: CommPlan) -> None:
             with strategy.without_init_sync():
                 strategy.apply_plan(plan)
 
         return self._host_with(
-            parameters=lambda: strategy.model.module.named_parameters(),
-            buckets=Buckets(lambda: strategy.model, strategy.sync_observers),
+            parameters=lambda: wrapper().module.named_parameters(),
+            buckets=Buckets(wrapper, strategy.sync_observers),
             apply_plan=apply_plan,
         )
 
@@ -216,8 +222,9 @@ class ShardedFitPlan(_PlanOfFits):
         strategy = self._strategy
         assert self._base is not None
         assert self._options is not None
+        assert strategy.model is not None
         return self._host_with(
-            parameters=lambda: strategy.model.named_parameters(),
+            parameters=strategy.model.named_parameters,
             tries=[self._base.replaced(comm_hook=hook) for hook in self._options.lossy],
             apply_plan=strategy.apply_plan,
         )

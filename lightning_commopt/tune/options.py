@@ -128,7 +128,7 @@ def plan_from_option(plan: Any, options: Mapping[str, Any]) -> CommPlan | None:
         raise OptionError(f"plan must be 'auto', a CommPlan, the path of a file or None, got {plan!r}")
     besides = [name for name in plan_options() if _is_given(name, options)]
     if besides:
-        raise OptionError(f"plan={plan!r} is a whole plan, and {', '.join(besides)} cannot be given besides")
+        raise OptionError(f"plan={plan!r} is a whole plan, so {', '.join(besides)} cannot be given too")
     if isinstance(plan, CommPlan):
         return plan
     if not Path(plan).is_file():

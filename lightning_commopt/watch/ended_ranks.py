@@ -35,6 +35,7 @@ class EndedRanks:
         self._ranks_here = ranks_here
         self._children: Sequence[Any] = getattr(strategy.launcher, "children", ())
         environment = strategy.cluster_environment
+        assert environment is not None
         self._local_rank = environment.local_rank()
         self._launching_rank = launching_rank(environment.main_port) if self._local_rank else None
         names = (_LAUNCHERS.get(cls.__name__) for cls in type(environment).__mro__)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_commopt.compat.loops import LoopEvents, num_begun
 from lightning_commopt.launch.environment import launcher_pid
 from lightning_commopt.sync.store import key_space
-from lightning_commopt.sync.strategies import WatchedStrategy
+from lightning_commopt.sync.strategies import WatchedStrategy, trainer_of
 from lightning_commopt.watch import times
 from lightning_commopt.watch.epoch_ends import EpochEnds
 from lightning_commopt.watch.own_errors import log_own_errors
@@ -44,7 +44,8 @@ class FitWatch:
     """
 
     def __init__(self, strategy: WatchedStrategy) -> None:
-        trainer = self._trainer = strategy.lightning_module.trainer
+        trainer = self._trainer = trainer_of(strategy)
+        assert strategy.cluster_environment is not None
         self._policy = strategy.uneven_batches
         self._device = strategy.root_device
         self._launcher = launcher_pid(strategy.start_method)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,9 @@ import torch.distributed as dist
 from lightning_commopt.compat.loops import limit_batches, most_batches_left, num_batches, repeat_batches
 from lightning_commopt.text.formatting import grouped, ranks_text
 from lightning_commopt.text.validation import warn_once
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 POLICIES = ("error", "drop", "pad", "allow")
 
@@ -30,7 +33,7 @@ class UnevenBatchesError(RuntimeError):
     """Ranks have different numbers of training batches; the message has the numbers and remedies."""
 
 
-def make_even(trainer: Any, policy: str, device: torch.device) -> int | None:
+def make_even(trainer: Trainer, policy: str, device: torch.device) -> int | None:
     """Compares the ranks' numbers of batches, and applies the policy. All ranks must call it.
 
     Args:
@@ -103,7 +106,7 @@ def goes_on_message(left: tuple[int, int], going: tuple[int, int], epoch: int, *
     )
 
 
-def _gather_numbers(trainer: Any, device: torch.device) -> list[int]:
+def _gather_numbers(trainer: Trainer, device: torch.device) -> list[int]:
     """Returns the number of batches of each rank; -1 where it is unknown."""
     number = num_batches(trainer)
     mine = torch.tensor([-1 if number is None else number], device=device)

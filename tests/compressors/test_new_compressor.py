@@ -69,7 +69,7 @@ def is_tried():
 @pytest.fixture
 def new_compressor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """A file with a compressor, imported; the registry is as before afterwards."""
-    monkeypatch.setattr(registry, "_OF_BUCKETS", dict(registry._OF_BUCKETS))
+    monkeypatch.setattr(registry, "_BUCKET_ENTRIES", dict(registry._BUCKET_ENTRIES))
     (tmp_path / "new_float8.py").write_text(_FILE)
     monkeypatch.syspath_prepend(tmp_path)
     yield importlib.import_module("new_float8")

@@ -52,7 +52,7 @@ class Float8(ShardedCompressor):
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The file, imported; the registry is as before afterwards."""
-    monkeypatch.setattr(registry, "_OF_SHARDS", dict(registry._OF_SHARDS))
+    monkeypatch.setattr(registry, "_SHARD_ENTRIES", dict(registry._SHARD_ENTRIES))
     (tmp_path / "new_sharded_float8.py").write_text(_FILE)
     monkeypatch.syspath_prepend(tmp_path)
     yield importlib.import_module("new_sharded_float8")

@@ -40,7 +40,7 @@ class Mine(Averages):
 
 @pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_OF_BUCKETS", dict(registry._OF_BUCKETS))
+    monkeypatch.setattr(registry, "_BUCKET_ENTRIES", dict(registry._BUCKET_ENTRIES))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Compressors in one process, with all ranks having the same gradients."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import Tensor
@@ -38,7 +36,7 @@ def run_steps(compressor: Compressor, device: str, num_matrices: int = 3) -> lis
     parameters = [x for _ in range(num_matrices) for x in (torch.empty(96, 64), torch.empty(33))]
     layout = Layout.of(parameters, torch.float32)
     state = compressor.init(layout, torch.device(device))
-    channel = AloneChannel(SimpleNamespace(size=2, rank=0, within=None, across=None))
+    channel = AloneChannel(2)
     generator = torch.Generator().manual_seed(0)
     flats = [torch.randn(layout.numel, generator=generator) for _ in range(5)]
     flats[3][5] = float("inf")

@@ -157,8 +157,8 @@ def test_only_residuals_of_broken_buckets_are_lost_and_the_warning_names_them(
         assert max(outcome["lost"].values()) < 1e-6
         about_residuals = [text for text in outcome["warnings"] if "residual" in text]
         expected = (
-            f"Rank {rank}: the last gradient sync of {broken[rank]} did not end, so their residuals are lost; those of"
-            " other parameters are kept."
+            f"Rank {rank}: the last gradient sync of {broken[rank]} did not end, so their residuals are lost; the"
+            " residuals of other parameters are kept."
         )
         assert about_residuals == ([expected] if broken[rank] else [])
 

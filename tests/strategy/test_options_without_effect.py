@@ -90,7 +90,7 @@ def test_options_of_fsdp2() -> None:
             " they are."
         ],
         [],
-        ["comm_hook: 'hierarchical' has no effect here: each node has one rank, so all is as with its 'inner'."],
+        ["comm_hook: 'hierarchical' has no effect here: each node has one rank, so its 'inner' does everything."],
         ["separate_reduce_scatter_group has no effect: the model has no unit of FSDP2."],
     ]
 
@@ -125,7 +125,7 @@ def _logged_on_one_rank() -> list[str]:
 def test_sigterm_on_one_rank() -> None:
     """If it fails, nobody learns that one process agrees with nobody."""
     (logged,) = run_ranks(_logged_on_one_rank, world_size=1)
-    assert "sigterm_every_n_steps=3 has no effect: one process has nobody to agree with." in logged
+    assert "sigterm_every_n_steps=3 has no effect: there is only one process." in logged
 
 
 @pytest.mark.skipif("skip_all_reduce_unused_params" not in ddp_options(), reason="DDP has it from torch 2.8 on")

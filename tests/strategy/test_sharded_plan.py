@@ -65,7 +65,7 @@ def test_plans_of_both_kinds_are_taken(plan: Any, hook: ShardedCompressor | None
         ({"plan": CommPlan(comm_hook="powersgd")}, "comm_hook: 'powersgd' averages whole gradients"),  # type: ignore[arg-type]
         ({"plan": "missing.json"}, "there is no file 'missing.json'"),
         ({"plan": 3}, "plan must be a ShardedPlan, a CommPlan, the path of a file or None, got 3"),
-        ({"plan": ShardedPlan(), "param_hook": "int8"}, "is a whole plan, and param_hook cannot be given besides"),
+        ({"plan": ShardedPlan(), "param_hook": "int8"}, "is a whole plan, so param_hook cannot be given too"),
         ({"accumulate_grads": "unshard"}, "accumulate_grads must be one of sharded, unsharded, got 'unshard'; did you"),
         ({"param_hook": "int4"}, "param_hook must be \"int8\" or None, got 'int4'"),
         ({"uneven_batches": "drp"}, "uneven_batches must be one of error, drop, pad, allow, got 'drp'; did you mean"),

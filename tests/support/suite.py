@@ -52,7 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     number, num_parts = map(int, config.getoption("--part").split("/"))
     is_all = config.getoption("--all")
-    left_out, kept = [], []
+    left_out: list[pytest.Item] = []
+    kept: list[pytest.Item] = []
     for item in items:
         is_in_part = is_all and zlib.crc32(item.nodeid.encode()) % num_parts == number - 1
         (kept if is_in_part or not item.get_closest_marker("exhaustive") else left_out).append(item)

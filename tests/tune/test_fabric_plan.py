@@ -301,6 +301,6 @@ def test_bad_options() -> None:
         CommOptDDP(plan="autos")
     with pytest.raises(OptionError, match="needs plan='auto'"):
         CommOptDDP(lossy=["bf16"])
-    with pytest.raises(OptionError, match="bucket_cap_mb cannot be given besides"):
+    with pytest.raises(OptionError, match="bucket_cap_mb cannot be given too"):
         CommOptDDP(plan=_SMALL, bucket_cap_mb=1)
     assert CommOptDDP(plan=_SMALL).plan == _SMALL

@@ -30,7 +30,7 @@ from lightning_commopt.tune.options import TuneOptions
             "lossy=.'int8'. and skip_all_reduce_unused_params=True exclude each other",
         ),
         ({"plan": "auto", "uneven_batches": "allow"}, "plan='auto' and uneven_batches='allow' exclude each other"),
-        ({"plan": CommPlan(), "static_graph": True}, "whole plan, and static_graph cannot be given besides"),
+        ({"plan": CommPlan(), "static_graph": True}, "whole plan, so static_graph cannot be given too"),
     ],
 )
 def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:

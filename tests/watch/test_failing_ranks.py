@@ -104,7 +104,7 @@ class Writer(Callback):
         if batch_idx == 1 and trainer.global_rank == 1:
             os._exit(3)
         if batch_idx == 1:
-            peers = trainer.strategy._fit_watch._peers
+            peers = trainer.strategy._guards.fit_watch._peers
             deadline = time.monotonic() + _LIMIT_S / 2
             while not peers.has_died() and time.monotonic() < deadline:
                 time.sleep(0.02)

@@ -120,7 +120,7 @@ def copy_between_gpus(num_bytes: int) -> list[list[float | None]]:
 
 
 def _rate(source: torch.Tensor, target: torch.Tensor) -> float:
-    times_s = []
+    times_s: list[float] = []
     with torch.cuda.device(source.device):
         for number in range(_NUM_WARMUPS + _NUM_COPIES):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -152,7 +152,8 @@ class _Bench:
                 run()
             end.record()
             end.synchronize()
-            return start.elapsed_time(end) / 1e3
+            elapsed_s: float = start.elapsed_time(end) / 1e3
+            return elapsed_s
         _synchronize_ranks()
         started = time.perf_counter()
         for _ in range(num_iters):

@@ -73,7 +73,7 @@ def _recorded_time(place: Place) -> str:
 
 def _is_collective(event: Any, device_type: str) -> bool:
     if device_type == "cpu":
-        return event.name == "gloo:all_reduce"
+        return bool(event.name == "gloo:all_reduce")
     return "nccl" in event.name.lower() and event.device_type == torch.autograd.DeviceType.CUDA
 
 

@@ -12,9 +12,12 @@ from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_commopt.compat.import_hook import call_after_import
+
+if TYPE_CHECKING:
+    from lightning_commopt.strategy.ddp import CommOptStrategy
 
 VARIABLE = "COMMOPT_TUNE"
 """Holds, as JSON, what the program's processes read: ``lossy``, ``output``, ``verdict`` (a file) and ``ends_fit``."""
@@ -89,8 +92,8 @@ def _change_trainer(module: ModuleType) -> None:
     module.Trainer.__init__ = tuned
 
 
-def tuned_strategy(strategy: Any, ours: Any) -> Any:
-    """Returns what takes the place of a Trainer's strategy.
+def tuned_strategy(strategy: object, ours: type[CommOptStrategy]) -> CommOptStrategy:
+    """Returns the strategy that takes the place of a Trainer's, of the class ``ours`` unless it is one of ours already.
 
     Raises:
         ValueError: the strategy is not DDP, or has a comm hook.

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.sync.strategies import TunedBuckets
+from lightning_commopt.sync.strategies import TunedBuckets, trainer_of
 from lightning_commopt.tune.auto_plan import FitPlan
 from lightning_commopt.tune.options import TuneOptions
 
@@ -29,7 +29,7 @@ class Tuning(FitPlan):
         """Ends the fit when the plan is found."""
         super().begin_batch(batch, batch_idx)
         if self._asked["ends_fit"] and self.has_decided:
-            self._strategy.lightning_module.trainer.should_stop = True
+            trainer_of(self._strategy).should_stop = True
 
     def end_fit(self, keep: Callable[[CommPlan], None] | None = None) -> None:
         super().end_fit(keep)

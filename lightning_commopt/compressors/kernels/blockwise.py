@@ -1,13 +1,13 @@
 """Arithmetic of an average whose two transfers are blocks of int8 or int4 with one scale each.
 
 A rank encodes its gradients, one shard for each peer (`encode`); after an all-to-all it averages its own shard and
-rounds the mean again (`reduce`); after an all-gather it has the whole mean (`decode`). A rank that needs its own shard
-only averages it without rounding (`average`), and is done. The collectives are the caller's. `decode` also brings the
-residual back when the step turned out not to be finite (`is_finite`).
+rounds the mean (`reduce`); after an all-gather it decodes the whole mean (`decode`). A rank that needs only its own
+shard averages it without rounding (`average`). The caller issues the collectives. If the step turns out not to be
+finite (`is_finite`), `decode` also restores the residual.
 
-Shapes, formats and messages: as in `blockwise_format`.
+Shapes, formats and messages are described in `blockwise_format`.
 
-Per block, with ``top`` its largest magnitude, in float32 and with one rounding an operation::
+For each block, where ``top`` is its largest magnitude, in float32 and with one rounding per operation::
 
     scale = max(top * K, 2**-126), 0 where top is 0
 
@@ -15,32 +15,32 @@ Per block, with ``top`` its largest magnitude, in float32 and with one rounding 
 
     codes = round(c * (1 / scale))                     half to even, in [-127, 127]; K is 1/127 less 2**-22 of it
 
-One rounding is off by at most ``0.50005 * scale``, which is at most ``max(top / 253.9, 2**-127)``. The floor keeps
-``1 / scale`` finite, and K is so small that no decoded magnitude exceeds ``top``.
+The error of a rounding is at most ``0.50005 * scale``, which is at most ``max(top / 253.9, 2**-127)``. The lower limit
+of the scale keeps ``1 / scale`` finite, and K is small enough that no decoded magnitude exceeds ``top``.
 
-4 bits: codes ``k`` stand for ``k (|k| + 4)``, so that steps grow from 5 near zero to 19 at the ends: 0, 5, 12, 21, 32,
-45, 60, 77 and, on one side, 96. Blocks of gradients have few large elements, and Adam divides by the size of each: the
-small ones need precision of their own. The scale is cut to bfloat16, and has the sign that gives the largest magnitude
+4 bits: a code ``k`` stands for ``k (|k| + 4)``, so that steps grow from 5 near zero to 19 at the ends: 0, 5, 12, 21,
+32, 45, 60, 77 and, on one side, 96. Blocks of gradients have few large elements, and Adam divides by the size of each
+element, so small ones need more precision. The scale is truncated to bfloat16, and its sign gives the largest magnitude
 the code -8::
 
     codes = round(sqrt(|c| / scale + 3.75) - 2)        the nearest level; with the sign of c / scale, at most 7
 
-One rounding is off by at most ``top / 10`` in the direction of ``top`` and ``top / 5`` against it.
+The error of a rounding is at most ``top / 10`` in the direction of ``top`` and ``top / 5`` against it.
 
-A block with a NaN or an infinity has one as its scale, and its codes mean nothing.
+A block with a NaN or an infinity has a NaN or an infinity as its scale, and its codes are meaningless.
 
 Example, 8 bits, B = 4: ``[1, -0.5, 0.1, 0]`` has scale 0.007874 and codes ``[127, -64, 13, 0]``, and decodes to
 ``[1, -0.5039, 0.1024, 0]``; ``[0, 0.0039, -0.0024, 0]`` stay in the residual. 4 bits: it has scale -0.01038 and codes
 ``[-8, 5, -2, 0]``, and decodes to ``[0.9961, -0.4669, 0.1245, 0]``.
 
-All forms, in plain torch, Triton and C, multiply and add with one rounding where a sum follows a product; plain torch
-does so wherever its vectors do (AVX2, AVX-512). There all give the same bits, but for the last one of a residual;
-elsewhere means differ in the last bit, and codes by one where ``c / scale`` is half way between two. Blocks of less
-than 32 are slow in plain torch on CPU, which does not vectorise maxima over so few.
+All forms (plain torch, Triton and C) round once where a sum follows a product; plain torch does so on processors whose
+vectors do (AVX2, AVX-512). There all forms give the same bits, except for the last bit of a residual; on other
+processors means differ in the last bit, and codes by one if ``c / scale`` is half way between two. Blocks of fewer than
+32 elements are slow in plain torch on CPU, which does not vectorise maxima over so few.
 
-Source: blocks as in Dettmers et al., 8-bit Optimizers (arXiv:2110.02861); there 8-bit levels grow by a table, here 8
-bits are even and 4 bits quadratic; two quantized transfers around a float32 sum as in Wang et al., ZeRO++
-(arXiv:2306.10209), we keep what is rounded off.
+This differs from its sources in: 1. The blocks of Dettmers et al., 8-bit Optimizers (arXiv:2110.02861), have 8-bit
+levels from a table; here levels are evenly spaced with 8 bits and quadratic with 4. 2. The two quantized transfers
+around a sum of Wang et al., ZeRO++ (arXiv:2306.10209), drop what is rounded off; here it can be kept.
 """
 
 from __future__ import annotations
@@ -68,10 +68,11 @@ def encode(flat: Tensor, residual: Tensor | None, message: Tensor, block_format:
     """Writes ``c = flat + residual`` to ``message``, one row for each peer; what is rounded off is the new residual.
 
     Args:
-        flat: ``(n,)`` any floating dtype; left as it was. Beyond the range of float32 it counts as infinite.
-        residual: ``(n,)`` float32 or bfloat16, or None for zeros that stay zeros. Blocks that are not finite keep it.
-        message: ``(W, shard_bytes)`` uint8.
-        block_format: of the blocks.
+        flat: ``(n,)`` of any floating dtype; not changed. Values beyond the range of float32 count as infinite.
+        residual: ``(n,)`` float32 or bfloat16; updated in place, except in blocks that are not finite. None for zeros,
+            if what is rounded off is to be dropped.
+        message: ``(W, shard_bytes)`` uint8; overwritten.
+        block_format: format of the blocks.
     """
     parts = block_format.split_for(flat, message)
     assert residual is None or residual.shape == flat.shape
@@ -90,15 +91,15 @@ def encode(flat: Tensor, residual: Tensor | None, message: Tensor, block_format:
 def reduce(received: Tensor, mean_message: Tensor, residual_shard: Tensor | None, block_format: BlockFormat) -> None:
     """Averages what all ranks sent of one shard, and rounds the mean to ``mean_message``.
 
-    Each rank's share is divided by ``W`` before it is added, so that the sum overflows no earlier than a share.
+    Each rank's share is divided by ``W`` before it is added, so that the sum cannot overflow unless a share does.
 
     Args:
         received: ``(W, shard_bytes)`` uint8.
-        mean_message: ``(shard_bytes,)`` uint8.
-        residual_shard: ``(<= s,)`` this rank's residual in its shard, shorter or empty where the bucket ends, or None.
-            ``W`` times what was rounded off is added, so that the mean residual grows by what the mean lost; blocks
-            that are not finite keep it.
-        block_format: of the blocks.
+        mean_message: ``(shard_bytes,)`` uint8; overwritten.
+        residual_shard: ``(<= s,)`` this rank's residual in its shard, shorter or empty at the end of the bucket, or
+            None. ``W`` times what was rounded off is added, so that the mean of the residuals grows by the error of
+            the mean; blocks that are not finite keep their residual.
+        block_format: format of the blocks.
     """
     shares, mean = block_format.split(received), block_format.split(mean_message)
     assert shares.codes.shape[1:] == mean.codes.shape[1:]
@@ -118,8 +119,8 @@ def average(received: Tensor, mean: Tensor, block_format: BlockFormat) -> None:
 
     Args:
         received: ``(W, shard_bytes)`` uint8.
-        mean: ``(s,)`` any floating dtype; not finite where a block of a rank is not.
-        block_format: of the blocks.
+        mean: ``(s,)`` of any floating dtype; overwritten. A block is not finite if a rank's block is not.
+        block_format: format of the blocks.
     """
     shares = block_format.split(received)
     assert mean.numel() == shares.scales.shape[1] * block_format.block_size
@@ -132,7 +133,7 @@ def is_finite(message: Tensor, block_format: BlockFormat) -> Tensor:
     """Returns whether all values in ``message`` ``(W, shard_bytes)`` are finite, from its scales.
 
     Returns:
-        0-dim bool, or ``(k,)`` bool, of parts of the message.
+        0-dim bool, or ``(k,)`` bool with one element for each part of the message.
     """
     return block_format.split(message).scales.amax().isfinite()
 
@@ -143,9 +144,9 @@ def decode(message: Tensor, flat: Tensor, block_format: BlockFormat, undo: Undo 
 
     Args:
         message: ``(W, shard_bytes)`` uint8, the ``mean_message`` of every rank.
-        flat: ``(n,)`` any floating dtype; with ``undo`` as `encode` had it.
-        block_format: of the blocks.
-        undo: if the step was not finite, first brings its residual back to what it was before `encode`, up to a
+        flat: ``(n,)`` of any floating dtype; overwritten. With ``undo`` it must still hold what `encode` was given.
+        block_format: format of the blocks.
+        undo: if the step was not finite, its residual is first restored to what it was before `encode`, up to a
             rounding of ``flat + residual``; blocks that were not finite have kept it. None if there is no residual.
     """
     parts = block_format.split_for(flat, message)
@@ -158,9 +159,9 @@ def decode(message: Tensor, flat: Tensor, block_format: BlockFormat, undo: Undo 
 
 
 def _undo_reduce(undo: Undo, block_format: BlockFormat) -> None:
-    """Takes back, up to a rounding, what `reduce` added to the residual.
+    """Subtracts, up to a rounding, what `reduce` added to the residual.
 
-    The mean is computed anew: steps that are finite need no memory for what to take back.
+    The mean is computed again, so that steps that are finite need no memory for this.
     """
     shares, mean = block_format.split(undo.received), block_format.split(undo.mean_message)
     size = block_format.shard_numel(undo.residual.numel(), len(undo.received))
@@ -172,7 +173,7 @@ def _undo_reduce(undo: Undo, block_format: BlockFormat) -> None:
 
 
 def _undo_encode(flat: Tensor, undo: Undo, block_format: BlockFormat) -> None:
-    """Brings the residual back to what it was before `encode`, up to a rounding of ``flat + residual``."""
+    """Restores the residual to what it was before `encode`, up to a rounding of ``flat + residual``."""
     assert undo.residual.shape == flat.shape
     for elements, codes, scales in chunks(block_format.split_for(flat, undo.message), block_format.block_size):
         sent = read_levels(codes, block_format).mul_(scales.float().unsqueeze(1))

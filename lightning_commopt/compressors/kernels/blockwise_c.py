@@ -1,4 +1,4 @@
-"""The operations of `blockwise` in C, for float32 on CPU; what they do is defined there."""
+"""The operations of `blockwise` in C, for float32 on CPU; `blockwise` defines what they do."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat, 
 from lightning_commopt.compressors.kernels.c_library import call
 
 _MAX_BLOCK_SIZE = 256
+"""``MAX_IN_BLOCK`` of the C source, whose local arrays have a block; `BlockInt8` and `BlockInt4` allow no more."""
 _MIN_INT4_BLOCK_SIZE = 32
+"""Half a block of int4 must fill the 16 lanes of an AVX-512 vector."""
 
 
 def encode(flat: Tensor, residual: Tensor | None, message: Tensor, block_format: BlockFormat) -> object:
-    """Writes ``flat + residual`` to ``message``; what is rounded off is the new residual."""
+    """Writes ``flat + residual`` to ``message``, and what is rounded off to the residual."""
     bits, block_size = block_format
     if not _has_loops_for(block_format):
         return NotImplemented
@@ -49,7 +51,7 @@ def average(received: Tensor, mean: Tensor, block_format: BlockFormat) -> object
 
 
 def decode(message: Tensor, flat: Tensor, block_format: BlockFormat, undo: Undo | None = None) -> object:
-    """Decodes ``message`` into ``flat``; plain torch undoes a step."""
+    """Decodes ``message`` into ``flat``. If a step is to be undone, plain torch does it."""
     bits, block_size = block_format
     if not _has_loops_for(block_format) or not (undo is None or undo.finite):
         return NotImplemented
@@ -66,6 +68,6 @@ def _has_loops_for(block_format: BlockFormat) -> bool:
 
 
 def _span(row: int, shard_numel: int, flat: Tensor) -> tuple[int, int]:
-    """Returns where the elements of a row begin in a bucket, and how many there are."""
+    """Returns the first element of a row in the bucket, and the number of its elements there."""
     start = min(row * shard_numel, flat.numel())
     return start, min(shard_numel, flat.numel() - start)

@@ -1,4 +1,4 @@
-"""Tiles of blocks in Triton: what the kernels of `blockwise_triton` load, compute and store; see there for shapes."""
+"""Tiles of blocks in Triton, which the kernels of `blockwise_triton` load and store; shapes are those there."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _MAGIC = tl.constexpr(ROUNDING_MAGIC)
 _CURVE = tl.constexpr(INT4_CURVE)
 _OFFSET = tl.constexpr(INT4_OFFSET)
 _MAX_CODE_4 = tl.constexpr(MAX_CODE_4)
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-_INFINITE = tl.constexpr(0x7F800000)
-_UPPER_HALF = tl.constexpr(-0x10000)
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # all bits of a float32 except the sign
+_INFINITE = tl.constexpr(0x7F800000)  # the bits of infinity, above which every magnitude is a NaN
+_UPPER_HALF = tl.constexpr(-0x10000)  # the bits that a bfloat16 keeps of a float32
 
 
 @triton.jit
 def inverse_of(x, SHAPE: tl.constexpr):
-    """Returns ``1 / x`` rounded as float32 rounds: an estimate, and two steps of Newton's method in float64.
+    """Returns ``1 / x`` correctly rounded to float32, from an estimate and two steps of Newton's method in float64.
 
     ``tl.div_rn`` flushes subnormal numbers in some versions of Triton, and a division in float64 spills registers.
     """
@@ -39,7 +39,7 @@ def inverse_of(x, SHAPE: tl.constexpr):
 
 @triton.jit
 def over_ranks(x, WORLD_SIZE: tl.constexpr, SHAPE: tl.constexpr):
-    """Returns ``x / WORLD_SIZE`` rounded as float32 rounds: a product with the inverse, corrected in float64."""
+    """Returns ``x / WORLD_SIZE`` correctly rounded to float32: a product with the inverse, corrected in float64."""
     wide, inverse = x.to(tl.float64), tl.full(SHAPE, 1 / WORLD_SIZE, tl.float64)
     quotient = wide * inverse
     rest = tl.fma(-quotient, tl.full(SHAPE, WORLD_SIZE, tl.float64), wide)
@@ -48,7 +48,7 @@ def over_ranks(x, WORLD_SIZE: tl.constexpr, SHAPE: tl.constexpr):
 
 @triton.jit
 def row_at(message, row, num_blocks, ROWS_ALIGNED: tl.constexpr, B: tl.constexpr, H: tl.constexpr):
-    """Returns where the codes of this ``row`` of a message begin, and where its scales begin."""
+    """Returns pointers to the codes and to the scales of a ``row`` of a message."""
     if ROWS_ALIGNED:
         num_blocks = tl.multiple_of(num_blocks, 16)
     codes = message.to(tl.pointer_type(tl.int8)) + tl.cast(row, tl.int64) * num_blocks * (B // H + 4 // H)
@@ -58,11 +58,11 @@ def row_at(message, row, num_blocks, ROWS_ALIGNED: tl.constexpr, B: tl.constexpr
 
 @triton.jit
 def positions(number, first_block, num_blocks, numel, TILE: tl.constexpr, B: tl.constexpr, H: tl.constexpr):
-    """Returns which blocks of the row, and which elements, are in the tile of this number, and which of them there are.
+    """Returns the blocks and the elements of a tile, and which of them exist.
 
-    In order: ``blocks`` ``(TILE,)``; ``elements`` ``(TILE, H, B / H)``, counted from ``-first_block * B``; whether all
-    blocks are within the row; which elements are among the ``numel``; whether all are. Where all are, memory is read
-    and written without a mask, in wide accesses.
+    In order: ``blocks`` ``(TILE,)`` of the row; ``elements`` ``(TILE, H, B / H)``, counted from ``-first_block * B``;
+    whether all blocks are within the row; which elements are among the ``numel``; whether all are. If all are, memory
+    is read and written without a mask, in wide accesses.
     """
     blocks = number * TILE + tl.arange(0, TILE)
     first = (tl.cast(first_block, tl.int64) + blocks) * B
@@ -76,7 +76,7 @@ def positions(number, first_block, num_blocks, numel, TILE: tl.constexpr, B: tl.
 
 @triton.jit
 def level_of(code, H: tl.constexpr):
-    """Returns what codes in float32 stand for, before the scale."""
+    """Returns the levels of codes in float32."""
     if H == 2:
         code = code * (tl.abs(code) + _CURVE)
     return code
@@ -84,7 +84,7 @@ def level_of(code, H: tl.constexpr):
 
 @triton.jit
 def read_tile(message, row, blocks, num_blocks, fits, ROWS_ALIGNED: tl.constexpr, B: tl.constexpr, H: tl.constexpr):
-    """Returns a tile's levels in float32 and its scales ``(TILE, 1, 1)`` from this ``row`` of a message."""
+    """Returns the levels of a tile in float32 and its scales ``(TILE, 1, 1)`` from a ``row`` of a message."""
     codes, scales = row_at(message, row, num_blocks, ROWS_ALIGNED, B, H)
     at = blocks[:, None, None] * (B // H) + tl.arange(0, B // H)[None, None, :]
     inside = blocks < num_blocks
@@ -109,9 +109,9 @@ def average_tile(
     B: tl.constexpr,
     H: tl.constexpr,
 ):
-    """Returns the mean ``(TILE, H, B / H)`` over the rows of a message; ``num_rows`` is ``WORLD_SIZE`` again.
+    """Returns the mean ``(TILE, H, B / H)`` over the rows of a message; ``num_rows`` equals ``WORLD_SIZE``.
 
-    The compiler unrolls the loop over the rows if it knows their number, which is faster and takes many registers.
+    The compiler unrolls the loop over the rows if it knows ``num_rows``, which is faster but takes many registers.
     """
     mean = tl.zeros((TILE, H, B // H), tl.float32)
     for rank in range(num_rows):
@@ -129,8 +129,8 @@ def largest(x):
 
 @triton.jit
 def find_scales(c, K: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr):
-    """Returns the scales ``(TILE,)`` of blocks, and the inverses of their magnitudes."""
-    # As integers magnitudes have the same order, with NaN above infinity: one maximum that loses neither.
+    """Returns the scales ``(TILE,)`` of blocks and the inverses of their magnitudes."""
+    # Magnitudes have the same order as integers, with NaN above infinity, so one maximum finds both.
     bits = c.to(tl.int32, bitcast=True)
     top = largest(bits & _MAGNITUDE)
     wanted = top.to(tl.float32, bitcast=True) * K
@@ -142,7 +142,7 @@ def find_scales(c, K: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr):
     inverse = inverse_of(scale, (TILE,))
     scale = tl.where(top == 0, 0.0, scale)
     if H == 2:
-        # As signed integers all negative numbers are below the positive ones.
+        # As signed integers all negative numbers are below the positive ones, so this maximum ignores them.
         turned = (largest(bits) == top) & (top < _INFINITE) & (top > 0)
         scale = tl.where(turned, -scale, scale)
     return scale, inverse
@@ -162,7 +162,7 @@ def write_tile(
     B: tl.constexpr,
     H: tl.constexpr,
 ):
-    """Writes ``c`` ``(TILE, H, B / H)`` to a message; returns what that leaves out, and which blocks are finite."""
+    """Writes ``c`` ``(TILE, H, B / H)`` to a message; returns what is rounded off, and which blocks are finite."""
     scale, inverse = find_scales(c, K, H, TILE)
     inverse = tl.broadcast_to(inverse[:, None, None], (TILE, H, B // H))
     if H == 2:

@@ -1,12 +1,12 @@
-"""The operations of `blockwise` in Triton, one kernel each; what they do is defined there.
+"""The operations of `blockwise` in Triton, one kernel each; `blockwise` defines what they do.
 
-A program works on a tile ``(TILE, H, B / H)``: whole blocks of one shard, each in as many parts as a byte has codes:
-``H`` is 1 for 8 bits and 2 for 4. Where a multiplication and an addition are fused it is explicit (``fma``), and the
-compiler may fuse no others: the numbers are those of plain torch.
+A program works on a tile ``(TILE, H, B / H)`` of whole blocks of one shard. Each block has ``H`` parts, the number of
+codes in a byte, which is 1 for 8 bits and 2 for 4. Multiplications and additions are fused only where ``fma`` is
+written, and the compiler may fuse no others, so that the numbers are those of plain torch.
 
-Arguments of all kernels: messages, uint8 ``(W, shard_bytes)``; ``num_blocks`` in a row of them, and whether that is a
-multiple of 16 (``ROWS_ALIGNED``), so that codes of all rows can be read in wide accesses. Otherwise kernels are not
-compiled anew for other sizes.
+Arguments of all kernels: messages, uint8 ``(W, shard_bytes)``; ``num_blocks`` in a row of them; and whether this number
+is a multiple of 16 (``ROWS_ALIGNED``), so that the codes of all rows can be read in wide accesses. Kernels are compiled
+once for both cases, and not again for other sizes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,13 @@ from lightning_commopt.compressors.kernels.elementwise_triton import load, store
 from lightning_commopt.compressors.kernels.launch_triton import launch
 
 _TILE_NUMEL = 4096
+"""Elements of a tile: 16 for each of the 256 threads of 8 warps, so that a thread has several wide accesses under way,
+and spills no registers (``benchmarks/compiled_kernels.py``)."""
 _SIZES = ["num_blocks", "numel", "num_rows", "rank"]
+# Scales are few: 32 programs read 1024 at a time, so that there are few flags, which every program of `_decode` reads.
 _NUM_FLAGS, _NUM_SCALES = 32, 1024
-_UNDO_PARTS = tl.constexpr(8)  # of a tile: taking back holds more values at a time than decoding
+# A tile is undone in parts, since that holds more values at a time than decoding: 48 registers instead of 109.
+_UNDO_PARTS = tl.constexpr(8)
 
 
 def encode(flat: Tensor, residual: Tensor | None, message: Tensor, block_format: BlockFormat) -> None:
@@ -68,7 +72,7 @@ def is_finite(message: Tensor, block_format: BlockFormat) -> Tensor:
 
 
 def decode(message: Tensor, flat: Tensor, block_format: BlockFormat, undo: Undo | None = None) -> None:
-    """Decodes ``message`` into ``flat``; before, brings the residual back, unless the step was finite."""
+    """Decodes ``message`` into ``flat``, and first restores the residual unless the step was finite."""
     assert message.shape[1] == block_format.shard_bytes(flat.numel(), len(message))
     constants: dict[str, Any] = {"HAS_UNDO": undo is not None, "FLAGS": 1, "WORLD_SIZE": 1}
     given: tuple[Any, ...] = (flat, message, message, message, message, 0)
@@ -79,7 +83,7 @@ def decode(message: Tensor, flat: Tensor, block_format: BlockFormat, undo: Undo 
 
 
 def _launch(kernel: Any, block_format: BlockFormat, message: Tensor, *args: Any, **constants: Any) -> None:
-    """Runs ``kernel`` over all blocks of a message of several rows or one; its first argument is the message."""
+    """Runs ``kernel`` over all blocks of a message of one or several rows, which is its first argument."""
     bits, block_size = block_format
     num_blocks, tile = message.shape[-1] // block_format.block_bytes, max(_TILE_NUMEL // block_size, 1)
     grid = (-(-num_blocks // tile), len(message) if message.dim() > 1 else 1, 1)
@@ -155,7 +159,7 @@ def _average(
 
 @triton.jit(do_not_specialize=_SIZES)
 def _find_bad_scales(message, flags, num_rows, num_blocks, B: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes one flag a program: whether all scales that it reads are finite."""
+    """Writes one flag per program: whether all scales that it reads are finite."""
     total = tl.cast(num_rows, tl.int64) * num_blocks
     is_bad = tl.zeros((BLOCK,), tl.int32)
     for first in range(tl.program_id(0).to(tl.int64) * BLOCK, total, tl.num_programs(0) * BLOCK):
@@ -189,13 +193,13 @@ def _decode(
     H: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Decodes one tile. If the step was not ``finite``, it first takes back what `_reduce`, then what `_encode` did."""
+    """Decodes one tile. If the step was not ``finite``, it first undoes what `_reduce`, then what `_encode` did."""
     row = tl.program_id(1)
     tile, first = tl.program_id(0), row.to(tl.int64) * num_blocks
     blocks, elements, fits, inside, is_whole = positions(tile, first, num_blocks, numel, TILE, B, H)
     if HAS_UNDO:  # noqa: SIM102 - Triton would compute both sides of `and`
         if tl.min(tl.load(finite + tl.arange(0, FLAGS)).to(tl.int32), 0) == 0:
-            # With a number of parts that the compiler does not know, it does not unroll them.
+            # The compiler does not know the number of parts, and therefore does not unroll the loop.
             end = tl.minimum((tile + 1) * _UNDO_PARTS, tl.cdiv(num_blocks, TILE // _UNDO_PARTS))
             for number in range(tile * _UNDO_PARTS, end):
                 # fmt: off
@@ -204,7 +208,7 @@ def _decode(
                     WORLD_SIZE, ROWS_ALIGNED, B, H, TILE // _UNDO_PARTS,
                 )
                 # fmt: on
-            tl.debug_barrier()  # all gradients are read before any is overwritten
+            tl.debug_barrier()  # all threads must have read the gradients before any overwrites them
     level, scale = read_tile(message, row, blocks, num_blocks, fits, ROWS_ALIGNED, B, H)
     store(flat + elements, (level * scale).to(flat.dtype.element_ty), inside, is_whole)
 
@@ -227,7 +231,7 @@ def _undo_part(
     H: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Takes back what `_reduce` and `_encode` did to a part of the residual."""
+    """Undoes what `_reduce` and `_encode` did to a part of the residual."""
     first = row.to(tl.int64) * num_blocks
     blocks, elements, _, inside, _ = positions(number, first, num_blocks, numel, TILE, B, H)
     kept = tl.load(residual + elements, inside, 0)

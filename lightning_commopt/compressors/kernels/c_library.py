@@ -1,6 +1,6 @@
-"""The library of the kernels in C: compiled once for each machine, with its own compiler, and kept.
+"""The library of the C kernels, compiled once on each machine with the machine's own compiler, and kept.
 
-Without a compiler the plain torch forms run, which do the same, slower. ``CC`` names another compiler.
+Without a compiler the plain torch forms run, which are slower. ``CC`` names another compiler.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from lightning_commopt.text.validation import info, warn_once
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.c"))
 _FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-shared", "-fPIC")
-_THREADS = "-fopenmp"  # which not every compiler has
-_TIMEOUT_S = 180  # on a machine that is busy
+_THREADS = "-fopenmp"  # left out if the compiler does not know it
+_TIMEOUT_S = 180  # limit of a compilation, which takes about 2 s; ranks on a busy machine share few cores
 
 _logger = logging.getLogger(__name__)
 
 
 @cache
 def load() -> ctypes.CDLL | None:
-    """Returns the library, compiled if this machine has none yet; other processes that call this wait for it.
+    """Returns the library, and compiles it first if this machine has none yet; other processes wait meanwhile.
 
-    Called when gradient sync is set up, so that no backward waits for a compiler.
+    It is called when gradient sync is set up, so that no backward waits for a compiler.
 
     Returns:
-        None where it cannot be made; why is logged at level INFO.
+        The library; None if it cannot be made, for a reason that is logged at level INFO.
     """
     try:
         compiler = shlex.split(os.environ.get("CC", "cc"))
@@ -51,13 +51,14 @@ def load() -> ctypes.CDLL | None:
 
 
 def call(name: str, *arguments: int | Tensor | None) -> int:
-    """Calls a kernel, with the number of threads that torch uses before its other arguments.
+    """Calls a kernel, whose first argument is the number of threads that torch uses.
 
     Args:
-        name: of the C function; all its numbers are ``ptrdiff_t``.
-        arguments: numbers, tensors for pointers to their first element, None for NULL.
+        name: name of the C function, whose integers are all ``ptrdiff_t``.
+        arguments: the other arguments: numbers, tensors for pointers to their first element, None for NULL.
     """
-    return getattr(load(), name)(ctypes.c_ssize_t(torch.get_num_threads()), *map(_as_c, arguments))
+    status: int = getattr(load(), name)(ctypes.c_ssize_t(torch.get_num_threads()), *map(_as_c, arguments))
+    return status
 
 
 def _as_c(argument: int | Tensor | None) -> ctypes.c_ssize_t | ctypes.c_void_p | None:
@@ -67,8 +68,8 @@ def _as_c(argument: int | Tensor | None) -> ctypes.c_ssize_t | ctypes.c_void_p |
 
 
 def _load(compiler: list[str]) -> ctypes.CDLL:
-    """Loads the kept library of this source, compiler and processor; compiles it if there is none yet."""
-    # Among what a compiler predefines are its version and what the processor has.
+    """Loads the kept library for this source, compiler and processor, or compiles it if there is none yet."""
+    # The macros that a compiler predefines include its version and the features of the processor.
     predefined = _run([*compiler, "-march=native", "-dM", "-E", "-"])
     contents = [*(source.read_bytes() for source in _SOURCES), predefined, repr(compiler).encode()]
     digest = hashlib.sha256(b"\0".join(contents)).hexdigest()
@@ -83,18 +84,18 @@ def _load(compiler: list[str]) -> ctypes.CDLL:
             return library
     except UntrustedError as error:
         warn_once(f"The C kernels are compiled anew in each process, because what is in the cache is not safe: {error}")
-    except (OSError, RuntimeError) as error:  # no home, or one that cannot be written, or that nothing may run from
+    except (OSError, RuntimeError) as error:  # there is no home, or it is read-only or mounted with noexec
         _logger.info("The C kernels are compiled anew in each process, because the cache cannot be used: %s", error)
     return _compile(compiler, name, keep_in=None)
 
 
 def _open(folder: PrivateFolder, name: str) -> ctypes.CDLL | None:
-    """Loads a kept library; None if there is none."""
+    """Loads a kept library; returns None if there is none."""
     fd = folder.open(name)
     if fd is None:
         return None
-    opened = f"/proc/self/fd/{fd}"  # the file that was checked, whatever has this name now
-    if not os.path.exists(opened):  # not on Linux
+    opened = f"/proc/self/fd/{fd}"  # the file that was checked, even if the name has another file by now
+    if not os.path.exists(opened):  # this system is not Linux
         return ctypes.CDLL(str(folder.path / name))
     # The descriptor stays open: the linker takes a second library with an equal name for the first one.
     return ctypes.CDLL(str(folder.path / name), handle=ctypes.CDLL(opened)._handle)

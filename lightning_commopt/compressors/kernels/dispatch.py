@@ -1,4 +1,4 @@
-"""One operation in several forms: plain torch defines it, Triton runs it on CUDA, C on CPU."""
+"""Operations with several forms: plain torch defines an operation, Triton runs it on CUDA, and C on CPU."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _Result = TypeVar("_Result")
 
 
 def also_in(*forms: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """Makes a plain torch operation run in Triton or in C where it can.
+    """Decorates a plain torch operation that has other forms, so that it runs in Triton or C if possible.
 
-    The other forms have the same name and arguments, in a module beside that of the operation: ``low_rank_triton`` and
-    ``low_rank_c`` beside ``low_rank``. That module is imported when it is first needed. A form that does not support
-    what it is given returns ``NotImplemented``, as operators do, and the plain one runs.
+    The other forms have the same name and arguments. Their modules are beside that of the operation, such as
+    ``low_rank_triton`` and ``low_rank_c`` beside ``low_rank``, and are imported when they are first needed. A form that
+    does not support its arguments returns ``NotImplemented``, as operators do, and the plain one runs.
 
     Args:
-        forms: "triton", "c" or both.
+        forms: names of the other forms, "triton", "c" or both.
     """
 
     def decorate(plain: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -36,7 +36,7 @@ def also_in(*forms: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_
         def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
             form = form_for(forms, *args, *kwargs.values())
             if form != "torch":
-                result = _in_form(form, plain.__module__, plain.__name__)(*args, **kwargs)
+                result: _Result = _in_form(form, plain.__module__, plain.__name__)(*args, **kwargs)
                 if result is not NotImplemented:
                     return result
             return plain(*args, **kwargs)
@@ -50,12 +50,12 @@ def form_for(forms: Sequence[str], *args: Any) -> str:
     """Returns the form in which an operation runs.
 
     Args:
-        forms: that it has besides plain torch.
-        *args: of the operation, the first of which is a tensor.
+        forms: names of its forms besides plain torch.
+        *args: arguments of the operation, the first of which is a tensor.
 
     Returns:
-        "triton" on CUDA where Triton works, "c" on CPU where there is a C compiler and all floating-point
-        tensors are float32, else "torch".
+        "triton" on CUDA if Triton works, "c" on CPU if there is a C compiler and all floating-point tensors are
+        float32, else "torch".
     """
     if _is_plain:
         return "torch"
@@ -69,19 +69,19 @@ def form_for(forms: Sequence[str], *args: Any) -> str:
 
 
 def has_triton() -> bool:
-    """Returns whether Triton is installed, and nobody has found that it does not work."""
+    """Returns whether Triton is installed and has not been found not to work."""
     return _uses_triton and not _is_plain and _finds_triton()
 
 
 def do_without_triton() -> None:
-    """Makes all operations of this process run in plain torch on CUDA, from now on."""
+    """Makes all operations of this process run in plain torch on CUDA from this call on."""
     global _uses_triton
     _uses_triton = False
 
 
 @contextmanager
 def in_plain_torch() -> Iterator[None]:
-    """Makes all operations of this process run in plain torch for a while."""
+    """Returns a context in which all operations of this process run in plain torch."""
     global _is_plain
     before, _is_plain = _is_plain, True
     try:

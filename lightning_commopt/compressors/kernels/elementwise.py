@@ -1,11 +1,11 @@
 """Operations on every element of a bucket: rounding to a narrower dtype, what that drops, and whether all are finite.
 
-With ``c = flat + residual``, what is sent of it is ``rounded(c * scale)``, and what stays behind for the next step is
-``c - rounded(c * scale) / scale``. Example in bfloat16, whose numbers above 0.5 are 2**-8 apart, with ``scale = 0.5``:
-``flat = [1]`` and ``residual = [2**-10]`` send ``[0.5]`` and keep ``[2**-10]``.
+With ``c = flat + residual``, a rank sends ``rounded(c * scale)`` and keeps ``c - rounded(c * scale) / scale`` for the
+next step. Example in bfloat16, whose numbers above 0.5 are 2**-8 apart, with ``scale = 0.5``: ``flat = [1]`` and
+``residual = [2**-10]`` send ``[0.5]`` and keep ``[2**-10]``.
 
-Plain torch forms, which define the operations and run on CPU in chunks that stay in its cache, so that a bucket passes
-through memory once. On CUDA one fused kernel each, with the same bits.
+The plain torch forms define the operations. On CPU they work in chunks that stay in the cache, so that a bucket passes
+through memory once. On CUDA each operation is one fused kernel, which gives the same bits.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 from lightning_commopt.compressors.kernels.dispatch import also_in
 
 CHUNK_NUMEL = 2**19
-"""Elements: a few chunks stay in the last-level cache, and calls for each of them cost little. Measured on one core
-with 1 MiB of second-level and 32 MiB of shared cache: parts that fit the smaller one cost more in calls than they save.
-"""
+"""Elements in a chunk, 2 MiB of float32: a few chunks fit in the last-level cache, and the calls for each of them cost
+little. On a core with 1 MiB of second-level and 32 MiB of shared cache, chunks that fit the smaller one cost more in
+calls than they saved."""
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype of the arithmetic: float32 at least."""
+    """Returns the dtype in which to compute, which is at least float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _add_up(values: Tensor, residual: Tensor | None, out: Tensor) -> Tensor:
-    """Returns ``values + residual`` in ``out``, rounded to no dtype but that of ``out``."""
+    """Returns ``values + residual`` in ``out``, rounded only to the dtype of ``out``."""
     if residual is None:
         return out.copy_(values)
     return torch.add(values, residual, out=out) if values.dtype == out.dtype else out.copy_(values).add_(residual)
@@ -38,10 +38,10 @@ def narrow(flat: Tensor, residual: Tensor | None, scale: float, out: Tensor) -> 
     """Rounds ``(flat + residual) * scale`` to the dtype of ``out``.
 
     Args:
-        flat: ``(n,)`` floating point; left as it was.
-        residual: ``(n,)`` floating point, or None for zeros; left as it was.
-        scale: factor.
-        out: narrower floating point, ``(n,)`` or more, the end of which becomes zero.
+        flat: ``(n,)`` floating point; not changed.
+        residual: ``(n,)`` floating point, or None for zeros; not changed.
+        scale: multiplies the sums.
+        out: ``(>= n,)`` of a narrower floating-point dtype; overwritten. Elements from ``n`` on become zero.
     """
     out[flat.numel() :].zero_()
     scratch = flat.new_empty(min(CHUNK_NUMEL, flat.numel()), dtype=wide_dtype(flat.dtype))
@@ -54,13 +54,13 @@ def narrow(flat: Tensor, residual: Tensor | None, scale: float, out: Tensor) -> 
 
 @also_in("triton")
 def sum_rows(rows: Tensor, out: Tensor | None, rounded: Tensor, dtype: torch.dtype) -> None:
-    """Adds up the rows, first to last, in ``dtype``, and rounds the sums.
+    """Adds up the rows, from the first to the last, in ``dtype``, and rounds the sums.
 
     Args:
         rows: ``(W, s)`` floating point.
-        out: ``(s,)`` of ``dtype``, gets the sums; None if nobody needs them.
-        rounded: ``(s,)`` floating point, gets the sums, rounded to its dtype.
-        dtype: wider floating point.
+        out: ``(s,)`` of ``dtype``, receives the sums; None if they are not needed.
+        rounded: ``(s,)`` floating point, receives the sums rounded to its dtype.
+        dtype: a wider floating-point dtype.
     """
     numel = rounded.numel()
     scratch, sums = rows.new_empty(2, min(CHUNK_NUMEL, numel), dtype=dtype)
@@ -78,11 +78,11 @@ def widen(flat: Tensor, residual: Tensor, mean: Tensor, scale: float, finite: Te
     """Writes what `narrow` dropped to ``residual``, if the step was finite, and then the mean to ``flat``.
 
     Args:
-        flat: ``(n,)`` as `narrow` had it; overwritten.
-        residual: ``(n,)`` as `narrow` had it; updated in place.
-        mean: ``(n,)`` the result of all that was sent, in the dtype of ``out`` in `narrow`.
-        scale: as `narrow` had it.
-        finite: see `all_finite`; if any is false, ``residual`` stays. On CUDA the host does not wait for it.
+        flat: ``(n,)`` the argument of `narrow`; overwritten.
+        residual: ``(n,)`` the argument of `narrow`; updated in place.
+        mean: ``(n,)`` the average of what all ranks sent, in the dtype that `narrow` rounded to.
+        scale: the argument of `narrow`.
+        finite: flags from `all_finite`; if any is false, ``residual`` stays. On CUDA the host does not wait for them.
     """
     if not finite.all():
         flat.copy_(mean)
@@ -106,9 +106,9 @@ def add_lost(residual: Tensor, values: Tensor, rounded: Tensor, factor: int, fin
     Args:
         residual: ``(n,)`` floating point; updated in place.
         values: ``(n,)`` float32 or float64; overwritten.
-        rounded: ``(n,)`` the same, rounded.
-        factor: how many times what is lost is added.
-        finite: see `all_finite`; if any is false, ``residual`` stays. On CUDA the host does not wait for it.
+        rounded: ``(n,)`` the rounded ``values``.
+        factor: multiplies the difference.
+        finite: flags from `all_finite`; if any is false, ``residual`` stays. On CUDA the host does not wait for them.
     """
     if finite.all():
         residual.add_(values.sub_(rounded).mul_(factor))
@@ -122,10 +122,10 @@ def all_finite(values: Tensor) -> Tensor:
         values: ``(n,)`` floating point, contiguous.
 
     Returns:
-        0-dim bool on the device of ``values``, or ``(k,)`` bool of parts of them: all true if all values are finite.
+        0-dim bool on the device of ``values``, or ``(k,)`` bool with one element for each part of them.
     """
     if not values.numel():
         return torch.ones((), dtype=torch.bool, device=values.device)
-    # NaN is both extremes. On CPU isfinite().all() takes 30 times as long as this one pass.
+    # If there is a NaN, both extremes are NaN. On CPU isfinite().all() takes 30 times as long as this single pass.
     lowest, highest = torch.aminmax(values)
     return lowest.isfinite() & highest.isfinite()

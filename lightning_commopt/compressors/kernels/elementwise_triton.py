@@ -1,11 +1,11 @@
-"""The operations of `elementwise` in Triton, one kernel each; what they do is defined there.
+"""The operations of `elementwise` in Triton, one kernel each; `elementwise` defines what they do.
 
-Arguments of all kernels: ``flat``, ``residual``, ``mean`` ... ``(numel,)`` as in `elementwise`; ``finite``, bools that
-are read on the device, ``num_flags`` of them; ``WIDE``, the dtype of the arithmetic. A program works on ``BLOCK``
-elements. The compiler may fuse no multiplication with an addition: the numbers are those of plain torch.
+Arguments of all kernels: ``flat``, ``residual``, ``mean`` and others ``(numel,)`` as in `elementwise`; ``finite``,
+``num_flags`` bools that are read on the device; ``WIDE``, the dtype of the arithmetic. A program works on ``BLOCK``
+elements. The compiler may not fuse multiplications with additions, so that the numbers are those of plain torch.
 
-The last tile of a bucket is read and written with a mask, all others in wide accesses: a mask that depends on a size
-which Triton does not know to be a multiple of 16 makes every access a narrow one.
+Only the last tile of a bucket is read and written with a mask. A mask that depends on a size which Triton does not know
+to be a multiple of 16 makes every access narrow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from torch import Tensor
 from lightning_commopt.compressors.kernels.launch_triton import launch
 
 _BLOCK = 4096
+"""Elements per program: 16 for each of the 256 threads of 8 warps, so that a thread has several wide accesses under
+way, and spills no registers (``benchmarks/compiled_kernels.py``)."""
 _FINITE_BLOCK = 8192
+"""Elements per flag. A check only reads, so its registers suffice for twice `_BLOCK`, with half as many flags."""
 
 
 def narrow(flat: Tensor, residual: Tensor | None, scale: float, out: Tensor) -> None:
@@ -67,7 +70,7 @@ def _launch(kernel: Any, dtype: torch.dtype, first: Tensor, *args: Any, **consta
 
 @triton.jit
 def load(pointers, inside, is_whole):
-    """Returns what is ``inside``, which is all of the tile if it ``is_whole``; zeros for the rest."""
+    """Returns the elements that are ``inside``, and zeros for the others; a tile that ``is_whole`` has no others."""
     if is_whole:  # noqa: SIM108
         values = tl.load(pointers)
     else:
@@ -77,7 +80,7 @@ def load(pointers, inside, is_whole):
 
 @triton.jit
 def store(pointers, values, inside, is_whole):
-    """Writes what is ``inside``, which is all of the tile if it ``is_whole``."""
+    """Writes the elements that are ``inside``, which are all if the tile ``is_whole``."""
     if is_whole:
         tl.store(pointers, values)
     else:
@@ -86,7 +89,7 @@ def store(pointers, values, inside, is_whole):
 
 @triton.jit
 def all_set(flags, num_flags):
-    """Returns whether all flags are set, which are bools on the device."""
+    """Returns whether all of the flags, bools on the device, are true."""
     is_bad = tl.zeros((128,), tl.int32)
     for first in range(0, num_flags, 128):
         at = first + tl.arange(0, 128)
@@ -96,7 +99,7 @@ def all_set(flags, num_flags):
 
 @triton.jit
 def rounded_for(pointer, values):
-    """Returns ``values`` as what ``pointer`` points to; on its way to 16 bits float64 becomes float32, as in torch."""
+    """Returns ``values`` in the dtype of ``pointer``. As in torch, float64 becomes 16 bits by way of float32."""
     if pointer.dtype.element_ty != tl.float64:
         values = values.to(tl.float32)
     return values.to(pointer.dtype.element_ty)
@@ -104,7 +107,7 @@ def rounded_for(pointer, values):
 
 @triton.jit
 def _elements(numel, BLOCK: tl.constexpr):
-    """Returns which elements are this program's, which of them there are, and whether all are."""
+    """Returns the elements of this program, which of them exist, and whether all do."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     elements = first + tl.arange(0, BLOCK)
     return elements, elements < numel, first + BLOCK <= numel

@@ -1,18 +1,18 @@
-"""Where the matrices of a bucket lie, how their thin factors are stored, and orthonormal bases of these.
+"""The matrices in a bucket, how their thin factors are stored, and orthonormal bases of the factors.
 
-Shapes: a matrix ``M`` ``(m, k)``, contiguous within the bucket; its factors ``P`` ``(m, r)`` and ``Q`` ``(k, r)``,
-which stand for ``P Q^T``. Factors are stored column by column, as tensors ``(r, m)`` and ``(r, k)``. Those of all
-matrices of a bucket are concatenated in one tensor: ``p`` ``(sum of r * m,)`` and ``q`` ``(sum of r * k,)``. A column
-of a factor is a row ``(side,)`` of its tensor ``X`` ``(r, side)``; where bases are made, it is called so.
+Shapes: a matrix ``M`` ``(m, k)`` is contiguous within the bucket. Its factors are ``P`` ``(m, r)`` and ``Q``
+``(k, r)``, which represent ``P Q^T``. They are stored column by column, as tensors ``(r, m)`` and ``(r, k)``, and
+concatenated over all matrices of a bucket: ``p`` ``(sum of r * m,)`` and ``q`` ``(sum of r * k,)``. So a column of a
+factor is a row ``(side,)`` of its tensor ``X`` ``(r, side)``, and is called a row where bases are made.
 
-Row ``i`` of a basis is what is left of row ``i`` of ``X`` after the rows before it are projected out, with norm 1. A
-row of which nothing is left, or so little that it has no digits left, is replaced by something orthonormal to the
-others, so that no row ever dies.
+Row ``i`` of a basis is row ``i`` of ``X`` with the earlier rows projected out, scaled to norm 1. If nothing of a row is
+left, or so little that it has no correct digits, it is replaced by a row that is orthonormal to the others, so that no
+row stays zero.
 
 Example: ``[[3, 4], [4, 3]]`` becomes ``[[0.6, 0.8], [0.8, -0.6]]``; ``[[3, 4], [6, 8]]`` becomes the same or
 ``[[0.6, 0.8], [-0.8, 0.6]]``.
 
-Plain torch forms, which run on CPU. On CUDA bases take two fused kernels for all factors at once, three for many rows.
+The plain torch forms run on CPU. On CUDA two fused kernels make the bases of all factors, or three for many rows.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from lightning_commopt.compressors.kernels.dispatch import also_in
 from lightning_commopt.compressors.kernels.elementwise import all_finite
 
 Shapes: TypeAlias = tuple[tuple[int, int], ...]
-"""Columns and rows of each factor, as it is stored."""
+"""Columns and rows of each factor, the shape in which it is stored."""
 
 
 class Matrix(NamedTuple):
-    """Where a matrix lies in its bucket, and how thin its factors are."""
+    """The place of a matrix in its bucket, its shape, and the number of columns of its factors."""
 
-    start: int  # its first element
-    m: int  # rows
-    k: int  # columns
-    r: int  # columns of each of its factors
+    start: int  # first element in the bucket
+    m: int  # number of rows
+    k: int  # number of columns
+    r: int  # number of columns of each factor
 
     def of(self, flat: Tensor) -> Tensor:
         """Returns the view ``(m, k)`` of a bucket."""
@@ -47,14 +47,14 @@ class Matrix(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """How a bucket is cut: matrices that are worth compressing, and the rest. Compared by identity, as a fast key."""
+    """How a bucket is cut into matrices that are compressed, and the rest. Compared by identity, to be a fast key."""
 
-    matrices: tuple[Matrix, ...]  # that are compressed
-    rest: tuple[tuple[int, int], ...] = ()  # begin and end of each stretch of the bucket that is sent as it is
+    matrices: tuple[Matrix, ...]  # the matrices to compress
+    rest: tuple[tuple[int, int], ...] = ()  # begin and end of each part of the bucket that is sent uncompressed
 
     @cached_property
     def rest_numels(self) -> list[int]:
-        """Elements of each stretch that is sent as it is."""
+        """Number of elements of each part that is sent uncompressed."""
         return [end - start for start, end in self.rest]
 
     @cached_property
@@ -68,12 +68,12 @@ class Parts:
         return tuple((matrix.r, matrix.k) for matrix in self.matrices)
 
     def rest_of(self, flat: Tensor) -> list[Tensor]:
-        """Returns the views of a bucket that are sent as they are."""
+        """Returns views of the parts of a bucket that are sent uncompressed."""
         return [flat[start:end] for start, end in self.rest]
 
 
 def factors_numel(shapes: Shapes) -> int:
-    """Returns the elements of all factors."""
+    """Returns the number of elements of all factors."""
     return sum(r * side for r, side in shapes)
 
 
@@ -84,7 +84,7 @@ def views(factors: Tensor, shapes: Shapes) -> list[Tensor]:
 
 
 def per_matrix(parts: Parts, *pairs: tuple[Tensor, Tensor]) -> Iterator[tuple[Any, ...]]:
-    """Gives each matrix with its views of pairs of factors, ``P`` and ``Q`` of all matrices."""
+    """Yields each matrix with its views of some pairs of factors, each pair ``P`` and ``Q`` of all matrices."""
     ps, qs = parts.p_shapes, parts.q_shapes
     return zip(parts.matrices, *(zip(views(p, ps), views(q, qs), strict=True) for p, q in pairs), strict=True)
 
@@ -96,20 +96,21 @@ def orthonormalize(
     """Returns an orthonormal basis of the rows of every factor, and whether the step has been finite so far.
 
     Args:
-        message: float32 or float64; begins with the factors, ``(sum of r * side,)``. Left as it was.
+        message: float32 or float64, not changed; its first ``(sum of r * side,)`` elements are the factors.
         shapes: ``(r, side)`` of each factor, ``r <= side``.
-        old: as the factors, orthonormal rows: the result if the step was not finite, and what rows are replaced by.
-            None for zeros.
+        old: orthonormal rows with the shapes of the factors, which are the result if the step was not finite, and from
+            which rows are replaced. None for zeros.
         epsilon: a single row gets the norm ``1 / (1 + epsilon)``.
-        before: whether the step was finite before this message, as it is returned here. None if nothing was before.
+        before: the second result of an earlier call in the same step; None if there was none.
 
     Returns:
-        The basis, as the factors, and ``(k,)`` or 0-dim bool, all true if the whole message and what was ``before`` are
-        finite. On CUDA the host does not wait for that.
+        The basis, with the shapes of the factors; and a ``(k,)`` or 0-dim bool tensor that is all true if the whole
+        message and everything ``before`` are finite. On CUDA the host does not wait for it.
 
-        In float32 the scalar products of rows are exact to 1e-5, in most cases to 1e-6. The two forms agree to that if
-        ``X`` is far from a lower rank; else they may replace rows differently. Plain torch replaces several rows
-        without ``old``; on CUDA rows are replaced if less than 2**-16 of their norm is left, by old ones or zeros.
+        In float32 the scalar products of rows are exact to 1e-5, in most cases to 1e-6. Plain torch and Triton agree to
+        this precision if ``X`` is far from a lower rank; otherwise they may replace rows differently. Plain torch uses
+        ``old`` only for a single row; Triton replaces a row by an old one, or by zeros, if less than 2**-16 of its norm
+        is left.
     """
     finite = all_finite(message).all() if before is None else all_finite(message).all() & before.all()
     x = message[: factors_numel(shapes)]
@@ -122,14 +123,15 @@ def orthonormalize(
 
 
 def orthonormal(x: Tensor, fallback: Tensor, epsilon: float) -> Tensor:
-    """Returns an orthonormal basis of the rows of ``x`` ``(r, side)``; ``fallback`` for a single row of zeros.
+    """Returns an orthonormal basis of the rows of ``x`` ``(r, side)``, or ``fallback`` for a single row of zeros.
 
-    By QR instead of Gram-Schmidt, so that a matrix of a rank below ``r`` keeps all its rows in use.
+    It uses QR instead of Gram-Schmidt, which gives ``r`` orthonormal rows even if the rank of ``x`` is lower.
     """
     if len(x) > 1:
+        basis: Tensor
         basis, triangle = torch.linalg.qr(x.T)
-        # Else rows could change sides from step to step.
+        # QR leaves the signs of rows open; without this they could change from step to step.
         return basis.mul_(torch.copysign(x.new_ones(()), triangle.diagonal())).T
-    x = x / x.abs().amax().clamp_min(torch.finfo(x.dtype).tiny)  # the square of a large number overflows
+    x = x / x.abs().amax().clamp_min(torch.finfo(x.dtype).tiny)  # so that no square overflows
     norm = torch.linalg.vector_norm(x)
     return torch.where(norm > 0, x / (norm * (1 + epsilon)), fallback)

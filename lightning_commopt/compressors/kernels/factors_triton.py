@@ -1,16 +1,16 @@
-"""The operation of `factors` in Triton, for all factors of a bucket at once; what it does is defined there.
+"""The operation of `factors` in Triton, for all factors of a bucket at once; `factors` defines what it does.
 
-Gram-Schmidt by the scalar products of all rows alone, in float64: one kernel computes these products tile by tile, and
-one finds for every factor the combinations of rows that are orthonormal and applies them. For few rows each program
-finds them anew, which saves a launch. The first kernel also looks for numbers that are not finite: of its programs the
-first ones have a tile of a factor each, the others a chunk of the rest. The squares of float32 numbers neither overflow
-in float64 nor lose digits, so that rows are orthonormal to 1e-5 even if only 2**-16 of their norm was left, the least
-that is not replaced, and to float32's precision if it was 2**-12.
+Gram-Schmidt needs only the scalar products of all rows, here in float64: one kernel computes these products tile by
+tile, and another finds the orthonormal combinations of rows for every factor and applies them. If there are few rows,
+each program finds the combinations itself, which saves a launch. The first kernel also looks for numbers that are not
+finite: its first programs have a tile of a factor each, the others a chunk of the rest. The squares of float32 numbers
+neither overflow in float64 nor lose digits. Therefore rows are orthonormal to 1e-5 even if only 2**-16 of their norm
+was left, below which they are replaced, and to float32's precision if 2**-12 was left.
 
-Multiplications and additions are fused, on every rank whatever its Triton does by default.
+Multiplications and additions are fused on every rank, whatever its version of Triton does by default.
 
-Candidates ``C`` ``(2 R, side)`` for the basis are the rows of ``X``, from row 0 on, and the old rows, from row ``R``
-on, where ``R`` is a power of two that is not below ``r``; what lies between is zero.
+Candidates ``C`` ``(2 R, side)`` for the basis are the rows of ``X`` from row 0 on, and the old rows from row ``R`` on,
+where ``R`` is a power of two of at least ``r``; the rows between are zero.
 """
 
 from __future__ import annotations
@@ -28,19 +28,23 @@ from lightning_commopt.compressors.kernels.elementwise_triton import all_set
 from lightning_commopt.compressors.kernels.factors import Shapes
 from lightning_commopt.compressors.kernels.launch_triton import launch
 
-# Of the square of a row's norm: of what is left beneath this the products have too few digits.
+# A row is replaced if less than this share of its squared norm is left, since the products then have too few digits.
 _TOLERANCE = tl.constexpr(2.0**-32)
+# A tile has at most this many elements and columns. The candidates of a tile are held in float64, so that a thread of 8
+# warps has 32 of them at most; longer tiles of few candidates would leave too few programs for small factors.
 _TILE_NUMEL, _LONGEST_TILE = 8192, 1024
-_REST_BLOCK = 8192
+_REST_BLOCK = 8192  # elements that a program only checks, as many as a tile has
+# A program adds up at most this many partial products at once, of at most this many tiles: 16 numbers for each thread.
 _SUM_NUMEL, _MAX_SPLITS = 4096, 32
+# With 64 rows and as many old ones the products in float64 would take 128 KiB, half of a processor's registers.
 _MAX_ROWS = 32
-_MAX_COMBINED = 16  # candidates up to which every program finds the combinations by itself
+_MAX_COMBINED = 16  # up to so many candidates every program finds the combinations itself, which saves a launch
 
 
 def orthonormalize(
     message: Tensor, shapes: Shapes, old: Tensor | None, epsilon: float, before: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Returns orthonormal rows, ``old`` ones if not finite, and flags; of float32 factors without very many rows."""
+) -> object:
+    """Returns orthonormal rows and flags, for float32 factors of up to `_MAX_ROWS` rows."""
     if message.dtype != torch.float32 or max(r for r, _ in shapes) > _MAX_ROWS:
         return NotImplemented
     plan = _plan_for(shapes, old is not None, message.device)
@@ -65,26 +69,28 @@ def orthonormalize(
 
 
 class _Plan(NamedTuple):
-    """What the kernels have to know of the factors of a bucket."""
+    """What the kernels have to know about the factors of a bucket.
 
-    # ``(tiles, 8)`` int64: where the partial sums of the factor begin, how many tiles it has, r, where the transform
-    # that the tile needs begins; where the factor begins, its side, the first column of the tile, where its own partial
-    # sums begin.
+    A row of ``tiles`` ``(tiles, 8)``, int64, has: the first partial sum of the factor, its number of tiles, ``r``, the
+    first element of the transform that the tile needs; the first element of the factor, its side, the first column of
+    the tile, and the tile's first partial sum. A row of ``factors`` ``(factors, 4)`` has the first four of these.
+    """
+
     tiles: Tensor
-    factors: Tensor  # ``(factors, 4)`` int64: as the first four of a tile
+    factors: Tensor
     num_tiles: int
-    num_factors: int  # elements of all factors
-    num_sums: int  # elements that hold partial sums, ``(tiles, NUM, NUM)``, and behind them the transforms
-    # Of all kernels: ``R``, a power of two that is not below any ``r``; ``NUM`` candidates, ``R`` if there are no old
-    # rows, else ``2 R``; Triton's.
+    num_factors: int  # number of elements of all factors
+    num_sums: int  # number of elements of all partial sums, ``(tiles, NUM, NUM)``, and of the transforms behind them
+    # Constants of all kernels: ``R``, a power of two of at least every ``r``; ``NUM``, the number of candidates, ``R``
+    # without old rows and ``2 R`` with them; and Triton's own options.
     options: dict[str, int | bool]
-    block: int  # columns of a tile
-    num_splits: int  # tiles whose partial sums are added up at once
-    combines: bool  # each tile has a transform of its own
+    block: int  # number of columns of a tile
+    num_splits: int  # number of tiles whose partial sums are added up at once
+    combines: bool  # whether every program finds the combinations itself, so that each tile has a transform
 
 
-# Tables are made once for each bucket layout, as only then the host waits for the device. They stay, as kernels of
-# several streams read them.
+# The host waits for the device when it makes a table, so it makes one only once for each bucket layout. Tables are
+# never freed, because kernels on several streams read them.
 @cache
 def _plan_for(shapes: Shapes, has_old: bool, device: torch.device) -> _Plan:
     most = max(2, triton.next_power_of_2(max(r for r, _ in shapes)))
@@ -125,9 +131,9 @@ def _multiply_candidates(
     BLOCK: tl.constexpr,
     REST_BLOCK: tl.constexpr,
 ):
-    """Writes a tile's share of ``C @ C.T`` but for rows and columns of zeros, or looks at a chunk of the rest.
+    """Writes a tile's share of ``C @ C.T`` without rows and columns of zeros, or checks a chunk of the rest.
 
-    Each program writes whether that and what was ``before`` is finite.
+    Each program writes whether its numbers and everything ``before`` are finite.
     """
     if tl.program_id(0) < num_tiles:
         tile = tiles + tl.program_id(0) * 8
@@ -174,10 +180,11 @@ def _combine(
 def _combine_rows(
     factor, sums, transforms, R: tl.constexpr, NUM: tl.constexpr, SINGLE_NORM: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Writes the combinations ``T`` ``(r, NUM)`` of the candidates of a ``factor`` whose rows are orthonormal.
+    """Writes the combinations ``T`` ``(r, NUM)`` of the candidates of a ``factor`` that are orthonormal rows.
 
-    Gram-Schmidt in float64 and in the scalar product ``G = C @ C.T``, whose own rounding is above what a second pass
-    removes. Of every candidate it keeps the square of what the rows so far leave of it.
+    This is Gram-Schmidt in float64, with the scalar product ``G = C @ C.T``. A second pass would not help, since the
+    rounding of ``G`` is larger than what it would remove. ``left`` is the squared norm of what the rows found so far
+    leave of each candidate.
     """
     begin, num_tiles, r = tl.load(factor), tl.load(factor + 1), tl.load(factor + 2)
     flat = tl.arange(0, NUM * NUM)
@@ -238,7 +245,7 @@ def _apply(
     is_finite = all_set(flags, num_flags)
     if COMBINES:
         _combine_rows(tile, sums, sums, R, NUM, SINGLE_NORM, SPLITS)
-        tl.debug_barrier()  # all threads have written the combinations before any reads them
+        tl.debug_barrier()  # all threads must have written the combinations before any reads them
     r, start, side = tl.load(tile + 2), tl.load(tile + 4), tl.load(tile + 5)
     columns = tl.load(tile + 6) + tl.arange(0, BLOCK)
     inside = columns < side

@@ -1,4 +1,4 @@
-"""Launches of Triton kernels that a bucket repeats in every step: only the first one asks Triton what to run."""
+"""Launches Triton kernels; a launch that a bucket repeats in every step skips Triton's own look-up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-# Before, kernels do not take the constants that they were compiled with. On ROCm Triton also looks at sizes of tensors.
+# Before Triton 3.3 a compiled kernel does not take its constants. On ROCm Triton also specialises on tensor sizes.
 _repeats = tuple(map(int, version("triton").split(".")[:2])) >= (3, 3) and torch.version.hip is None
 _prepared: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = {}
 
@@ -19,14 +19,14 @@ _prepared: dict[tuple[Any, ...], tuple[Callable[..., None], tuple[Any, ...]]] = 
 def launch(kernel: Any, grid: tuple[int, int, int], *args: Tensor | int, **constants: Any) -> None:
     """Runs ``kernel`` on the device of its tensors.
 
-    Triton takes 20 to 50 us to find what it has compiled for some arguments. The same device, grid, dtypes, constants,
-    integers, and addresses that are multiples of 16 as before, need the same: then it is launched at once.
+    Triton takes 20 to 50 us to find the compiled kernel for some arguments. If device, grid, dtypes, constants,
+    integers and the alignment of addresses are those of an earlier launch, its compiled kernel is launched at once.
 
     Args:
-        kernel: from `triton.jit`.
-        grid: programs in each dimension.
-        *args: of the kernel, up to the first constant; first a tensor.
-        **constants: the rest of them, in any order, and Triton's options.
+        kernel: a function that `triton.jit` decorates.
+        grid: number of programs in each dimension.
+        *args: arguments of the kernel up to the first constant; the first is a tensor.
+        **constants: its constants, in any order, and Triton's options.
     """
     first = args[0]
     assert isinstance(first, Tensor)
@@ -45,9 +45,9 @@ def launch(kernel: Any, grid: tuple[int, int, int], *args: Tensor | int, **const
         else:
             given.append(arg)
             key.append(arg)
-    found = _prepared.get(tuple(key))
-    if found is not None:
-        found[0](*given, *found[1])
+    prepared = _prepared.get(tuple(key))
+    if prepared is not None:
+        prepared[0](*given, *prepared[1])
         return
     with torch.cuda.device_of(first):
         compiled = kernel[grid](*args, **constants)

@@ -1,21 +1,20 @@
-"""What low-rank compressors do to a bucket before and after a collective: products of its matrices with thin factors.
+"""The arithmetic of low-rank compressors before and after a collective: products of matrices with thin factors.
 
-Shapes: as in `factors`; ``n`` elements in a bucket. Factors are stored column by column: in memory ``p`` is ``(r, m)``
-and ``q`` is ``(r, k)``. A message holds the factors of all matrices, and behind them what is sent as it is, the rest.
+Shapes are those of `factors`; a bucket has ``n`` elements. Factors are stored column by column: in memory ``p`` is
+``(r, m)`` and ``q`` is ``(r, k)``. A message holds the factors of all matrices, and then the uncompressed rest.
 
-The residual update is deferred to the next step, which saves one read and one write of all matrices: 8 of 28 bytes for
-each element in a step of two rounds. Between the steps a residual holds the sums, of gradient and residual, that were
-to be sent, and beside it are the factors of what was sent of them. `fold_and_multiply` makes the sums of the next step
-from these.
+The residual update is deferred to the next step, which saves one read and one write of all matrices: 8 of 28 bytes per
+element in a step of two rounds. Between two steps the residual holds the sums of gradients and residual that were to be
+sent, and the state holds the factors of what was sent. `fold_and_multiply` makes the sums of the next step from both.
 
 Example: the bucket ``[1, 2, 3, 4, 5]`` holds ``Matrix(start=1, m=2, k=2, r=1)``, which is ``[[2, 3], [4, 5]]``. With
 a residual of zeros and ``q = [1, 0]``, `fold_and_multiply` by rows gives its first column, ``p = [2, 4]``, and leaves
-the matrix in the residual. With ``p = [0, 1]``, `multiply` by columns gives its last row, ``q = [4, 5]``. This row is
-sent: `write_product` makes ``[1, 0, 0, 4, 5]`` of the bucket, and by `subtract_product` the residual is
+the matrix in the residual. With ``p = [0, 1]``, `multiply` by columns gives its last row, ``q = [4, 5]``. When this row
+has been sent, `write_product` turns the bucket into ``[1, 0, 0, 4, 5]``, and `subtract_product` the residual into
 ``[2, 3, 0, 0]``.
 
-`compress` and `decompress` are a few kernels for the whole bucket on CUDA. On CPU they are made of the other
-operations, which run in plain torch in chunks that stay in its cache; most are fused for float32, in C.
+On CUDA `compress` and `decompress` are a few kernels for the whole bucket. On CPU they consist of the other operations,
+which in plain torch work in chunks that stay in the cache; most have a fused form in C for float32.
 """
 
 from __future__ import annotations
@@ -29,13 +28,14 @@ from lightning_commopt.compressors.kernels.elementwise import CHUNK_NUMEL
 from lightning_commopt.compressors.kernels.factors import Matrix, Parts, factors_numel, per_matrix
 
 MAX_COLUMNS_ONE_BY_ONE = 4
-"""Columns of the factors up to which they are multiplied one after another; more in a product of matrices."""
+"""Up to this many columns of the factors are multiplied one after another, where torch's product of thin matrices is
+slower; more in one product."""
 
 
 def holds_sums(residual: Tensor | None, bucket: Tensor) -> bool:
     """Returns whether the residual keeps the sums until the next step.
 
-    One of another dtype would round them: then they are in the bucket, and the residual is updated at once.
+    A residual of another dtype would round the sums, so it is updated at once instead.
     """
     return residual is not None and residual.dtype == bucket.dtype
 
@@ -54,18 +54,18 @@ def compress(
 ) -> None:
     """Sets ``message`` to ``scale`` times ``P = M Q`` of every matrix (or ``Q = M^T P``), and of the rest.
 
-    ``M`` is a matrix of the bucket, plus its residual: these sums are in the residual afterwards if it `holds_sums`,
-    else in the bucket.
+    ``M`` is the sum of a matrix of the bucket and its residual. Afterwards these sums are in the residual if it
+    `holds_sums`, else in the bucket.
 
     Args:
         bucket: ``(n,)`` float32 or float64.
         residual: ``(n,)`` of any floating-point dtype, or None for zeros.
-        parts: of the bucket.
-        sent: ``P`` and ``Q`` of what was sent of a residual that `holds_sums`; else None.
-        factor: ``Q`` of all matrices if ``by_rows``, else ``P``; of the dtype of the bucket.
-        message: factors and rest, of that dtype; overwritten. Without its end, the rest is not sent.
-        own: factors, of that dtype: gets the products without ``scale``. None if nobody needs them.
-        scale: factor.
+        parts: how the bucket is cut.
+        sent: ``P`` and ``Q`` that the last step has sent of a residual that `holds_sums`; else None.
+        factor: ``Q`` of all matrices if ``by_rows``, else ``P``, in the dtype of the bucket.
+        message: factors and rest, in that dtype; overwritten. The rest is left out if the message ends before it.
+        own: receives the products without ``scale``, in that dtype; None if they are not needed.
+        scale: multiplies the message.
         by_rows: whether rows of the matrices are summed up, or columns.
     """
     num_factors = factors_numel(parts.p_shapes if by_rows else parts.q_shapes)
@@ -97,19 +97,19 @@ def decompress(
     message: Tensor,
     finite: Tensor,
 ) -> None:
-    """Sets the matrices to ``P Q^T`` of the mean and the rest to that of the message; updates the residual.
+    """Sets the matrices to ``P Q^T`` of the mean, copies the rest of the message, and updates the residual.
 
     Args:
-        bucket: ``(n,)`` as `compress` left it; overwritten.
-        residual: ``(n,)`` as `compress` left it; its rest becomes zero, and its matrices hold what was not sent, or
-            still sums if it `holds_sums`. As it was before `compress` if the step was not finite. None if there is
-            none.
-        parts: of the bucket.
-        own: ``P`` and ``Q`` of what this rank has sent. If the step was not finite they become zero where the residual
-            `holds_sums`, and are the caller's to keep.
+        bucket: ``(n,)`` after `compress`; overwritten.
+        residual: ``(n,)`` after `compress`, or None; updated in place. Its rest becomes zero; its matrices hold what
+            was not sent, or still the sums if it `holds_sums`. If the step was not finite, it becomes what it was
+            before `compress`.
+        parts: how the bucket is cut.
+        own: ``P`` and ``Q`` of what this rank has sent, which the caller keeps for the next step. If the step was not
+            finite and the residual `holds_sums`, they become zero.
         mean: ``P`` and ``Q`` of the average.
-        message: the average of the message with the rest.
-        finite: 0-dim bool, or ``(k,)`` bool of parts of the step; if any is false, matrices become NaN. On CUDA the
+        message: average of the message with the rest.
+        finite: 0-dim bool, or ``(k,)`` bool for parts of the step; if any is false, matrices become NaN. On CUDA the
             host does not wait for it.
     """
     finite, folded = finite.all(), residual if holds_sums(residual, bucket) else None
@@ -119,7 +119,8 @@ def decompress(
     elif residual is not None:
         subtract_product(bucket, parts, own, residual, finite)
     if residual is not None and parts.rest:
-        foreach_mul_(parts.rest_of(residual), (~finite).to(residual.dtype))  # it is always finite itself
+        # The residual itself is always finite, so this product is zero or the residual.
+        foreach_mul_(parts.rest_of(residual), (~finite).to(residual.dtype))
     write_product(bucket, folded, parts, mean, finite)
     if parts.rest:
         rest = message[message.numel() - sum(parts.rest_numels) :]
@@ -136,15 +137,15 @@ def fold_and_multiply(
     q: Tensor,
     by_rows: bool,
 ) -> None:
-    """Sets ``residual += gradient - P Q^T`` of ``sent``, and multiplies that as `multiply` does, for every matrix.
+    """Sets ``residual += gradient - P Q^T`` with the factors ``sent``, and then multiplies it as `multiply` does.
 
-    A gradient that is not finite makes elements of the product so, and is not added to the residual.
+    A gradient that is not finite makes elements of the product not finite, and is not added to the residual.
 
     Args:
         gradient: ``(n,)`` the bucket, float32 or float64.
-        residual: ``(n,)`` of the same dtype; overwritten at the matrices.
-        parts: of the bucket.
-        sent: ``(sum of r * m,)`` and ``(sum of r * k,)``, what was sent of the residual.
+        residual: ``(n,)`` of the same dtype; its matrices are overwritten.
+        parts: how the bucket is cut.
+        sent: ``(sum of r * m,)`` and ``(sum of r * k,)``, the factors of what was sent of the residual.
         p: ``(sum of r * m,)``, of the same dtype; overwritten if ``by_rows``.
         q: ``(sum of r * k,)``, of the same dtype; overwritten if not.
         by_rows: see `multiply`.
@@ -167,7 +168,7 @@ def multiply(flat: Tensor, parts: Parts, p: Tensor, q: Tensor, by_rows: bool) ->
 
     Args:
         flat: ``(n,)`` float32 or float64.
-        parts: of the bucket.
+        parts: how the bucket is cut.
         p: ``(sum of r * m,)``, of the dtype of ``flat``; overwritten if ``by_rows``.
         q: ``(sum of r * k,)``, of the same dtype; overwritten if not.
         by_rows: whether rows of the matrices are summed up, or columns.
@@ -179,13 +180,13 @@ def multiply(flat: Tensor, parts: Parts, p: Tensor, q: Tensor, by_rows: bool) ->
 
 @also_in("triton", "c")
 def subtract_product(flat: Tensor, parts: Parts, factors: tuple[Tensor, Tensor], out: Tensor, finite: Tensor) -> None:
-    """Sets ``out = M - P Q^T`` for every matrix. In place with the bits that `fold_and_multiply` would have of it.
+    """Sets ``out = M - P Q^T`` for every matrix; in place it gives the same bits as `fold_and_multiply`.
 
     Args:
         flat: ``(n,)`` float32 or float64.
-        parts: of the bucket.
+        parts: how the bucket is cut.
         factors: ``(sum of r * m,)`` and ``(sum of r * k,)``, of the dtype of ``flat``.
-        out: ``(n,)`` of any floating-point dtype, or ``flat`` itself; overwritten at the matrices.
+        out: ``(n,)`` of any floating-point dtype, or ``flat`` itself; its matrices are overwritten.
         finite: see `decompress`; if any is false, ``out`` stays.
     """
     if not finite.all():
@@ -205,14 +206,14 @@ def write_product(
 ) -> None:
     """Sets ``M = P Q^T`` for every matrix, or to NaN after a step that is not finite.
 
-    Then the gradients are taken out of the residual again, which gives the residual before this step, up to the
-    rounding of sums with them; zero where that is not finite. All ranks get the same bits of a product, whether they
-    have a compiler or not.
+    In that case the gradients are subtracted from the residual again, which gives the residual before this step, up to
+    the rounding of the sums, or zero if that is not finite. All ranks get the same bits of a product, whether they have
+    a compiler or not.
 
     Args:
         flat: ``(n,)`` the bucket with its gradients, float32 or float64; its matrices are overwritten.
         residual: ``(n,)`` of the same dtype, from `fold_and_multiply`; None if nothing was folded.
-        parts: of the bucket.
+        parts: how the bucket is cut.
         factors: ``(sum of r * m,)`` and ``(sum of r * k,)``, of the same dtype.
         finite: 0-dim bool. On CUDA the host does not wait for it.
     """
@@ -233,7 +234,7 @@ def _row_chunks(matrix: Matrix) -> list[slice]:
 
 
 def _multiply(part: Tensor, rows: slice, p: Tensor, q: Tensor, by_rows: bool) -> Tensor:
-    """Multiplies some rows of a matrix, from the first ones on; returns their own part of the product."""
+    """Multiplies some rows of a matrix, chunk after chunk from the first; returns their part of the product."""
     if by_rows:
         return torch.mm(q, part.T, out=p[:, rows])
     product = p[:, rows] @ part
@@ -245,7 +246,7 @@ def _multiply(part: Tensor, rows: slice, p: Tensor, q: Tensor, by_rows: bool) ->
 
 
 def _subtract_product(part: Tensor, p: Tensor, q: Tensor, out: Tensor) -> None:
-    """Sets ``out = part - P Q^T``, one column of the factors after another: faster on CPU than a thin product."""
+    """Sets ``out = part - P Q^T``, one column of the factors after another, which on CPU is faster than one product."""
     rest = out if out.dtype == part.dtype else torch.empty_like(part)
     torch.addcmul(part, p[0].unsqueeze(1), q[0], value=-1, out=rest)
     for column_p, column_q in zip(p[1:], q[1:], strict=True):
@@ -265,4 +266,5 @@ def _write_product(matrix: Matrix, p: Tensor, q: Tensor, out: Tensor) -> None:
         product = scratch[: len(part)]
         torch.mul(p[0, rows].unsqueeze(1), q[0], out=part)
         for column_p, column_q in zip(p[1:, rows], q[1:], strict=True):
-            part.add_(torch.mul(column_p.unsqueeze(1), column_q, out=product))  # in two roundings everywhere
+            # The product and the sum are rounded separately, as on every rank.
+            part.add_(torch.mul(column_p.unsqueeze(1), column_q, out=product))

@@ -1,4 +1,4 @@
-"""The operations of `low_rank` in C, for float32 on CPU; what they do is defined there."""
+"""The operations of `low_rank` in C, for float32 on CPU; `low_rank` defines what they do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def fold_and_multiply(
     q: Tensor,
     by_rows: bool,
 ) -> None:
-    """Sets ``residual += gradient - P Q^T`` of ``sent``, and multiplies that."""
+    """Sets ``residual += gradient - P Q^T`` with the factors ``sent``, and multiplies it."""
     for matrix, its_sent, (its_p, its_q) in per_matrix(parts, sent, (p, q)):
         name, factors = ("fold_rows", (its_q, its_p)) if by_rows else ("fold_columns", (its_p, its_q))
         _call(name, matrix, matrix.of(gradient), matrix.of(residual), *its_sent, *factors)
@@ -50,7 +50,7 @@ def write_product(
     factors: tuple[Tensor, Tensor],
     finite: Tensor,
 ) -> object:
-    """Sets ``M = P Q^T`` if ``finite``, each product and each sum rounded by itself; factors of few columns only."""
+    """Sets ``M = P Q^T`` if ``finite``, rounding each product and each sum, for factors of few columns."""
     if not finite or max(matrix.r for matrix in parts.matrices) > MAX_COLUMNS_ONE_BY_ONE:
         return NotImplemented
     for matrix, (p, q) in per_matrix(parts, factors):

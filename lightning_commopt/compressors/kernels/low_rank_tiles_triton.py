@@ -1,7 +1,7 @@
-"""Which parts of a bucket the programs of `low_rank_triton` work on, as tables on the device, and tiles of matrices.
+"""Tables on the device of what the programs of `low_rank_triton` work on, and tiles of matrices.
 
-A program holds one tile of one matrix in registers, whatever the rank of the factors, and goes through their columns.
-Where the tiles are, it reads from a table that stays on the device, one row of integers for each.
+A program holds one tile of one matrix in registers, whatever the rank of the factors, and iterates over their columns.
+It reads the place of its tile from a table that stays on the device, with one row of integers for each tile.
 
 Source: tiles as in Triton's tutorials.
 """
@@ -21,19 +21,20 @@ from torch import Tensor
 from lightning_commopt.compressors.kernels.factors import Parts
 
 SUM_BLOCK = 64
-"""Sums that one program adds up."""
+"""Sums that one program makes. Factors are small, so more for each program would leave most of the device idle."""
 REST_BLOCK = 2048
-"""Elements that one program sends or receives as they are."""
+"""Elements that one program copies uncompressed: half of a tile by rows, since most of the rest is short vectors."""
 
-# Rows and columns of a tile. Wide where a row is summed up, tall where a column is: few partial sums.
+# Rows and columns of a tile, of 32 KiB at most in float32, so that it fits in registers. A tile is wide if rows are
+# summed up and tall if columns are, which makes few partial sums.
 _TILES = {True: (32, 128), False: (256, 32), None: (32, 128)}
 
 
 class Plan(NamedTuple):
-    """What a kernel has to know of a bucket."""
+    """What a kernel has to know about a bucket."""
 
-    # Constants of the kernels, and Triton's options. Of them, all matrices and their rows begin at a multiple of
-    # ``ALIGNED`` elements, so that loads can be wide.
+    # Constants of the kernels and Triton's options. All matrices and their rows begin at a multiple of ``ALIGNED``
+    # elements, so that loads can be wide.
     options: dict[str, Any]
     tiles: Tensor  # ``(tiles, 9)`` int64, see `load_tile`
     rest: Tensor  # ``(chunks, 3)`` int64, see `low_rank_triton`
@@ -41,18 +42,18 @@ class Plan(NamedTuple):
     num_tiles: int
     num_chunks: int
     num_sums: int
-    num_rest: int  # elements of the rest
-    num_factors: int  # elements of the message before the rest; 0 if the plan is not about a message
-    num_partials: int  # elements that hold partial sums
+    num_rest: int  # number of elements of the rest
+    num_factors: int  # number of elements of the message before the rest; 0 if the plan is not for a message
+    num_partials: int  # number of partial sums
 
 
-# Tables are made once for each bucket layout, as only then the host waits for the device. They stay, as kernels of
-# several streams read them.
+# The host waits for the device when it makes a table, so it makes one only once for each bucket layout. Tables are
+# never freed, because kernels on several streams read them.
 @cache
 def plan_for(parts: Parts, device: torch.device, by_rows: bool | None = None) -> Plan:
-    """Returns the plan of a product, ``P`` if ``by_rows``, else ``Q``; with None of what is done with every element.
+    """Returns the plan of a product, ``P`` if ``by_rows``, else ``Q``; None for an operation on every element.
 
-    The partial sums of a matrix are ``(splits, r, m)`` or ``(splits, r, k)``; with None nobody needs them.
+    The partial sums of a matrix are ``(splits, r, m)`` or ``(splits, r, k)``; with None there are none.
     """
     tile_m, tile_k = _TILES[by_rows]
     tiles, sums = [], []
@@ -86,13 +87,13 @@ def plan_for(parts: Parts, device: torch.device, by_rows: bool | None = None) ->
 def load_tile(tiles, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.constexpr):
     """Reads this program's row of the table.
 
-    A row is: start, m, k and r of the matrix; first row and column of the tile; where the matrix's ``P`` and ``Q``
-    begin, and this tile's share of a product. Factors are stored column by column.
+    A row has: start, m, k and r of the matrix; the first row and column of the tile; the first elements of the matrix's
+    ``P`` and ``Q``, and of this tile's share of a product. Factors are stored column by column.
 
     Returns:
-        m, k and r; the rows ``(TILE_M,)`` and columns ``(TILE_K,)``; where their elements are in the bucket and which
-        of them there are, both ``(TILE_M, TILE_K)``; the three places. Not as tuples within the tuple, which Triton
-        3.2 does not compile.
+        m, k and r; the rows ``(TILE_M,)`` and columns ``(TILE_K,)``; the places of their elements in the bucket and
+        which of them exist, both ``(TILE_M, TILE_K)``; and the last three elements of the table's row. The result is
+        flat because Triton 3.2 does not compile nested tuples.
     """
     tile = tiles + tl.program_id(0) * 9
     start = tl.multiple_of(tl.load(tile), ALIGNED)
@@ -108,7 +109,7 @@ def load_tile(tiles, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.con
 
 @triton.jit
 def product_tile(factor_p, factor_q, m, k, r, rows, columns, zeros):
-    """Returns this tile of ``P Q^T``; ``factor_p`` and ``factor_q`` point to the matrix's."""
+    """Returns this tile of ``P Q^T``; ``factor_p`` and ``factor_q`` point to the factors of the matrix."""
     product = zeros
     for i in range(r):
         thin_p = tl.load(factor_p + i * m + rows, rows < m, 0)

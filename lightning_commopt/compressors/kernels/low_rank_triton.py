@@ -1,13 +1,13 @@
-"""Operations of `low_rank` in Triton; what they do is defined there.
+"""Operations of `low_rank` in Triton; `low_rank` defines what they do.
 
-The first programs of a launch have a tile of a matrix each, the others a chunk of the rest. Sums over tiles are written
-apart and added up in a fixed order by a second kernel: no result depends on which program comes first.
+The first programs of a launch have a tile of a matrix each, the others a chunk of the rest. Each tile writes partial
+sums, which a second kernel adds up in a fixed order, so that no result depends on the order of programs.
 
-A row of the table ``rest`` is: where a chunk begins in the bucket, where it begins in the message, how many elements it
-has. ``RESIDUAL`` is 0 without one, 1 if it holds the sums, 2 if it is added to the bucket.
+A row of the table ``rest`` has: the first element of a chunk in the bucket, its first element in the message, and its
+number of elements. ``RESIDUAL`` is 0 without a residual, 1 if it holds the sums, 2 if it is added to the bucket.
 
-Products are sums of float32 (float64) products, never TF32. Multiplications and additions are fused, on every rank
-whatever its Triton does by default.
+Products are sums of float32 or float64 products, never TF32. Multiplications and additions are fused on every rank,
+whatever its version of Triton does by default.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from lightning_commopt.compressors.kernels.low_rank_tiles_triton import (
     product_tile,
 )
 
-_SUM_SPLITS = 16
+_SUM_SPLITS = 16  # partial sums that are added up at once: with `SUM_BLOCK` 8 numbers for each thread of 4 warps
 
 
 def compress(
@@ -66,7 +66,7 @@ def decompress(
     message: Tensor,
     finite: Tensor,
 ) -> None:
-    """Sets the matrices to ``P Q^T`` and the rest to that of the message; updates the residual."""
+    """Sets the matrices to ``P Q^T``, copies the rest of the message, and updates the residual."""
     kind, added = _kind(residual, bucket), bucket if residual is None else residual
     if kind == 2:
         subtract_product(bucket, parts, own, added, finite)
@@ -109,7 +109,7 @@ def _compress(
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Multiplies a tile with the factor's part for it, or sends a chunk of the rest; before, adds the residual."""
+    """Adds the residual, and multiplies a tile by its part of the factor, or copies a chunk of the rest."""
     if tl.program_id(0) < num_tiles:
         m, k, r, rows, columns, elements, inside, p, q, out = load_tile(tiles, ALIGNED, TILE_M, TILE_K)
         values = tl.load(bucket + elements, inside, 0)
@@ -139,7 +139,7 @@ def _compress(
 
 @triton.jit
 def _load_chunk(rest, num_tiles, BLOCK: tl.constexpr):
-    """Reads this program's row of the table: where elements are in the bucket, in the message, and which there are."""
+    """Returns the places of this program's elements in the bucket and in the message, and which of them exist."""
     row = rest + (tl.program_id(0) - num_tiles) * 3
     i = tl.arange(0, BLOCK)
     return tl.load(row) + i, tl.load(row + 1) + i, i < tl.load(row + 2)
@@ -151,8 +151,8 @@ def _add_up(
 ):
     """Adds up partial sums, always in the same order.
 
-    A row of ``sums`` is: the first element in ``partials``, how many there are to add, the distance between them; where
-    the sum goes in ``out``; how many sums there are from here on.
+    A row of ``sums`` has: the first element in ``partials``, the number of elements to add and the distance between
+    them; the place of the sum in ``out``; and the number of sums from there to the end.
     """
     row = sums + tl.program_id(0) * 5
     begin, num, stride = tl.load(row), tl.load(row + 1), tl.load(row + 2)
@@ -192,7 +192,7 @@ def _decompress(
 ):
     """Writes a tile, or a chunk of the rest.
 
-    If the step was not finite, takes the gradients out of the sums, and what was sent is zero.
+    If the step was not finite, it subtracts the gradients from the sums, and sets the sent factors to zero.
     """
     is_finite = all_set(finite, num_flags)
     if tl.program_id(0) < num_tiles:
@@ -232,7 +232,7 @@ def _subtract_product(
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
 ):
-    """Subtracts from one tile."""
+    """Subtracts the product from one tile."""
     if all_set(finite, num_flags):
         m, k, r, rows, columns, elements, inside, p, q, _ = load_tile(tiles, ALIGNED, TILE_M, TILE_K)
         rest = tl.load(flat + elements, inside, 0)

@@ -138,4 +138,5 @@ class BenchSettings:
             raise ValueError(f"block_s must be a number of seconds above 0, up to 600, got {self.block_s!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        return json.loads(json.dumps(dataclasses.asdict(self)))
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return plain

@@ -126,7 +126,8 @@ def _sums(points: Sequence[Point]) -> list[list[float]]:
         weight, inverse, rate = point.weight, 1 / point.time_s, point.size_bytes / point.time_s
         a, b = weight * inverse, weight * rate
         terms.append((weight, a, b, a * inverse, a * rate, b * rate))
-    return np.cumsum(terms, axis=0).tolist()
+    sums: list[list[float]] = np.cumsum(terms, axis=0).tolist()
+    return sums
 
 
 def _fit_line(first: Point, last: Point, one: float, a1: float, b1: float, aa: float, ab: float, bb: float) -> _Fitted:

@@ -42,7 +42,8 @@ class PlanStyle:
     @property
     def outline(self) -> str:
         """The symbol as an SVG path in a square from -5 to 5."""
-        return _SYMBOLS[self.symbol]
+        path: str = _SYMBOLS[self.symbol]
+        return path
 
     def variant(self, number: int) -> PlanStyle:
         """Returns the look of the plan's n-th line in a chart, in the same color; 0 is the plan's own look."""

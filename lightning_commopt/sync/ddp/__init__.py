@@ -1,1 +1,1 @@
-"""Gradient sync in DDP: its buckets, the hook that drives a compressor, and what is observed."""
+"""Gradient sync in DDP: buckets, the hook that drives a compressor, and observers."""

@@ -1,4 +1,4 @@
-"""Attaches a compressor to DDP, and unwraps a model in the middle of training, keeping what the next wrapper needs."""
+"""Attaches a compressor to DDP, and unwraps a model in the middle of training without losing gradients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 def place_compressor(
     model: DistributedDataParallel, compressor: Compressor, ranks_per_node: int | None
 ) -> tuple[Compressor, int | None]:
-    """Returns the compressor for the nodes of ``model``, and the ranks per node if it uses them; or an OptionError."""
+    """Returns the compressor for the nodes of ``model``, and the ranks per node if it uses nodes.
+
+    Raises:
+        OptionError: the model is neither on CPU nor on CUDA, or the ranks cannot be divided into these nodes.
+    """
     if model.device_type not in ("cpu", "cuda"):
         raise OptionError(f"comm_hook works on cpu and cuda, but the model is on {model.device_type}")
     world_size = dist.get_world_size(model.process_group)
@@ -60,23 +64,26 @@ def attach_bucket_hook(
     """Makes DDP average its gradients with ``compressor``. All ranks must call it.
 
     On CPU a thread runs the compressor on one bucket after another during backward, so that all ranks issue the same
-    collectives in the same order. It has process groups of its own: the main thread may issue collectives at the same
-    time (SyncBatchNorm, metrics), and so do the hooks of other modules, whose backwards may have another order on
-    another rank. On CUDA the thread that runs backward enqueues everything on two side streams, shared by all hooks,
-    over DDP's own group.
+    collectives in the same order. It has its own process groups: the main thread may issue collectives at the same time
+    (SyncBatchNorm, metrics), and so may the hooks of other modules, whose backwards may have another order on another
+    rank. On CUDA the thread that runs backward enqueues everything on two side streams, which all hooks share, over
+    DDP's own group.
 
     Args:
-        model: just wrapped; DDP accepts one hook for its lifetime.
-        compressor: see `place_compressor`, whose errors this raises too.
-        timeout: of collectives in the thread's groups; None for the backend's default.
+        model: a model that was just wrapped; DDP accepts one hook in its lifetime.
+        compressor: the compressor, which is placed on the nodes by `place_compressor`.
+        timeout: limit of collectives in the thread's groups; None for the backend's default.
         step: number of earlier gradient syncs.
-        ranks_per_node: None for torchrun's ``LOCAL_WORLD_SIZE``, else all ranks.
+        ranks_per_node: number of ranks on each node; None for torchrun's ``LOCAL_WORLD_SIZE``, or without it all ranks.
         observers: notified of every bucket.
+
+    Raises:
+        OptionError: the compressor cannot work with this model, its devices or its ranks.
     """
     compressor, ranks_per_node = place_compressor(model, compressor, ranks_per_node)
     if uses_python_reducer(model):
         raise OptionError(
-            "comm_hook needs DDP's buckets, and torch._dynamo.config.optimize_ddp='python_reducer' does without: set it"
+            "comm_hook needs DDP's buckets, and torch._dynamo.config.optimize_ddp='python_reducer' makes none: set it"
             " to 'ddp_optimizer', its default, or to 'no_optimization'"
         )
     group: dist.ProcessGroup = model.process_group
@@ -87,7 +94,7 @@ def attach_bucket_hook(
     executor: Executor
     if model.device_type == "cpu":
         if compressor.claims.has_c_kernels:
-            c_library.load()  # here, so that no backward waits for a compiler
+            c_library.load()  # no backward should wait for a compiler
         groups = borrow_groups(group, ranks_per_node=ranks_per_node, timeout=timeout)
         channel, executor = Channel(groups.all_ranks, groups.within, groups.across), WorkerThread()
     else:
@@ -103,19 +110,19 @@ def attach_bucket_hook(
 
 
 def warn_if_idle(compressor: Compressor, parameters: Iterable[Tensor]) -> None:
-    """Warns once if a compressor sends the gradients of all parameters as they are."""
+    """Warns once if a compressor sends the gradients of all parameters uncompressed."""
     by_dtype = grouped((as_real(parameter).dtype, as_real(parameter)) for parameter in parameters)
-    reasons = {compressor.why_idle(Layout.of(its_own, dtype)) for dtype, its_own in by_dtype.items()}
+    reasons = {compressor.why_idle(Layout.of(alike, dtype)) for dtype, alike in by_dtype.items()}
     if reasons and None not in reasons:
         shown = "; ".join(sorted(map(str, reasons)))
         warn_once(f"comm_hook {short_name(compressor)!r} saves nothing here: {shown}.")
 
 
 def warn_of_launch_order(module: Module) -> None:
-    """Warns if our collectives and those of SyncBatchNorm may run on several communicators at a time.
+    """Warns if our collectives and SyncBatchNorm's may run on several communicators at the same time.
 
-    Our stream orders ours among each other, but not with those of SyncBatchNorm: their order on the device may differ
-    between ranks, which is a deadlock.
+    Our stream keeps our collectives in order, but not relative to SyncBatchNorm's. Their order on the device may differ
+    between ranks, which can deadlock.
 
     Source: NCCL's user guide, "Using multiple NCCL communicators concurrently".
     """
@@ -127,7 +134,7 @@ def warn_of_launch_order(module: Module) -> None:
 
 
 class Trainable:
-    """Which parameters of a model required a gradient when it was wrapped: those that DDP synchronizes."""
+    """The parameters of a model that required a gradient when it was wrapped, which DDP synchronizes."""
 
     def __init__(self, model: Module) -> None:
         parameters = list(model.parameters())
@@ -160,14 +167,16 @@ def unwrap(model: DistributedDataParallel) -> Module:
     stop_reducing(model)
     for parameter in model.module.parameters():
         if parameter.grad is not None and model.gradient_as_bucket_view:
-            parameter.grad = parameter.grad.clone()  # was a view of a bucket that is freed
-    return model.module
+            parameter.grad = parameter.grad.clone()  # it was a view of a bucket, which will be freed
+    module: Module = model.module
+    return module
 
 
 class ResidualAdder:
-    """Adds residuals to the next gradients of their parameters, once; those of frozen ones are left out.
+    """Adds residuals to the next gradients of their parameters, once. Residuals of frozen parameters are dropped.
 
-    ``residuals`` are those not added yet, of the parameter's shape, or for a complex one as pairs of real numbers.
+    ``residuals`` has those that are not added yet, in the parameter's shape, or as pairs of real numbers if it is
+    complex.
     """
 
     def __init__(self, module: Module, residuals: dict[str, Tensor]) -> None:
@@ -181,7 +190,8 @@ class ResidualAdder:
             total = as_real(gradient) + self.residuals.pop(name).to(as_real(gradient))
             return torch.view_as_complex(total) if gradient.is_complex() else total
 
-        return parameter.register_hook(add)
+        handle: RemovableHandle = parameter.register_hook(add)
+        return handle
 
     def cancel(self) -> None:
         for handle in self._handles.values():

@@ -1,7 +1,7 @@
-"""Which parameters DDP synchronizes, and in which bucket; and the buckets of a checkpoint until DDP has the same.
+"""The buckets of DDP and their parameters, and the buckets of a checkpoint until DDP has the same.
 
 DDP rebuilds its buckets after one iteration, or two with a static graph; a checkpoint has the states of the rebuilt
-ones. In other buckets the limits of blocks and the order of sums differ: not the same bits.
+buckets. With other buckets the limits of blocks and the order of sums differ, so the bits would not be the same.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from lightning_commopt.measure.observer import BucketSync, BucketSyncs
 from lightning_commopt.sync.executors import BucketFuture
 
 _MAX_BACKWARDS = 3
+"""DDP's buckets are final after so many backwards: it rebuilds them in the second, with a static graph in the third."""
 
 
 class BucketOrder:
-    """Counts buckets where DDP does not: in the first backward of a static graph, of ``num_parameters`` gradients.
+    """Counts buckets in the first backward of a static graph, of ``num_parameters`` gradients.
 
-    DDP calls all of them number 0 then and, unless there is one only, none the last.
+    DDP does not: it calls all of them number 0, and none the last unless there is only one.
 
     >>> order = BucketOrder(num_parameters=3)
     >>> order.place(0, False, ("a", "b")), order.place(0, False, ("c",))
@@ -41,7 +42,7 @@ class BucketOrder:
         if index or is_last:
             self._seen.clear()
             return index, is_last
-        if any(name in self._seen for name in names):  # an earlier backward has broken off
+        if any(name in self._seen for name in names):  # an earlier backward was interrupted
             self._seen.clear()
         index = len(set(self._seen.values()))
         self._seen.update(dict.fromkeys(names, index))
@@ -52,29 +53,29 @@ class BucketOrder:
 
 
 def synced_parameters(model: DistributedDataParallel) -> dict[str, Parameter]:
-    """Returns the parameters whose gradients DDP synchronizes, by name, in DDP's order; for a model just wrapped.
+    """Returns the parameters that DDP synchronizes, by name and in DDP's order, of a model that was just wrapped.
 
-    Like DDP: an ignored parameter is synchronized if it has another name as well, and so is one of the root module,
-    whose name begins with a dot for DDP.
+    As in DDP, an ignored parameter is synchronized if it also has another name, or if it belongs to the root module,
+    since DDP then looks for a name that begins with a dot.
     """
     synced = {
         parameter
-        for of_module, module in model.module.named_modules()
+        for module_name, module in model.module.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.requires_grad and f"{of_module}.{name}" not in model.parameters_to_ignore
+        if parameter.requires_grad and f"{module_name}.{name}" not in model.parameters_to_ignore
     }
     return {name: parameter for name, parameter in model.module.named_parameters() if parameter in synced}
 
 
 def gradient_bytes(model: DistributedDataParallel) -> int:
-    """Returns the size of all gradients that one backward synchronizes."""
+    """Returns the bytes of all gradients that one backward synchronizes."""
     return sum(parameter.numel() * parameter.element_size() for parameter in synced_parameters(model).values())
 
 
 def bucket_names(model: object) -> dict[int, list[str]]:
-    """Returns the names of the parameters in each bucket of a DDP without a hook, in the order of their all-reduces.
+    """Returns the names of the parameters in each bucket of a DDP without a hook, by the order of the all-reduces.
 
-    Empty for another model, before DDP has rebuilt its buckets, and where it never does. Between two batches only.
+    It is empty for other models, and until DDP has rebuilt its buckets. Must be called between two batches.
     """
     if not isinstance(model, DistributedDataParallel) or registered_hooks(model):
         return {}
@@ -84,14 +85,14 @@ def bucket_names(model: object) -> dict[int, list[str]]:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One bucket of DDP or of a checkpoint: ``flat``, ``(n,)``, is both input and output; ``step`` counts from 0."""
+    """One bucket of DDP or of a checkpoint in a gradient sync."""
 
-    index: int
-    flat: Tensor
+    index: int  # its number in the backward, from 0
+    flat: Tensor  # ``(n,)`` its gradients, which are replaced by their average
     layout: Layout
-    names: tuple[str, ...]
-    step: int
-    sync: BucketSync
+    names: tuple[str, ...]  # the names of its parameters, in order
+    step: int  # the number of the gradient sync, from 0
+    sync: BucketSync  # notifies observers
 
     @property
     def is_compressible(self) -> bool:
@@ -102,7 +103,7 @@ class Bucket:
 
 
 class Relayout:
-    """Holds DDP's buckets until the last one is ready, to use the ``saved`` ones, by index, in their place."""
+    """Holds back DDP's buckets until the last one is ready, to use the ``saved`` buckets, by index, instead."""
 
     def __init__(self, saved: dict[int, tuple[tuple[str, ...], Layout]]) -> None:
         self._saved = dict(sorted(saved.items()))
@@ -110,7 +111,7 @@ class Relayout:
         self._num_backwards = 0
 
     def hold(self, bucket: Bucket, future: BucketFuture) -> bool:
-        """Holds a bucket back if it can be compressed; returns whether it does."""
+        """Holds back a bucket if it can be compressed, and returns whether it can."""
         if bucket.index == 0:  # an earlier backward may have been interrupted
             self._held = HeldBuckets([], [], {})
         if bucket.is_compressible:
@@ -134,7 +135,7 @@ class Relayout:
 
     @property
     def is_over(self) -> bool:
-        """Whether DDP has the checkpoint's buckets by now, or never will."""
+        """Whether DDP has the checkpoint's buckets, or will never have them."""
         return self._num_backwards >= _MAX_BACKWARDS
 
 
@@ -144,7 +145,7 @@ class HeldBuckets:
 
     buckets: list[Bucket]
     futures: list[BucketFuture]
-    # names and layouts of the checkpoint's buckets for the same gradients, by index; empty if the gradients differ
+    # These are names and layouts of the checkpoint's buckets for the same gradients; empty if the gradients differ.
     saved: dict[int, tuple[tuple[str, ...], Layout]]
 
     def has_gradients_of(self, saved: dict[int, tuple[tuple[str, ...], Layout]]) -> bool:

@@ -34,11 +34,20 @@ from lightning_commopt.text.validation import warn
 
 
 class GradientSync:
-    """The gradient sync of one model: the plan, DDP's hook, its observers, state and bytes.
+    """The gradient sync of one model: the plan, DDP's hook, observers, state and bytes.
 
     A strategy owns it, wraps the model in DDP, calls `attach` for every wrapper, and `detach` before it drops the
-    wrapper, which this object does not keep alive. A ``torch_hook`` is used instead of a compressor; both are an
-    OptionError.
+    wrapper, which this object does not keep alive. The hook is the plan's compressor or the ``torch_hook``.
+
+    Attributes:
+        plan: the plan in use.
+        observers: notified of every bucket.
+        num_syncs: number of gradient syncs in this fit, including those before a checkpoint that it resumed.
+        hook: drives the plan's compressor, while attached.
+        trainable: the parameters that DDP synchronizes, while attached.
+
+    Raises:
+        OptionError: the plan has a compressor, and there is a ``torch_hook`` too.
     """
 
     def __init__(self, plan: CommPlan, torch_hook: TorchHook | None = None, observers: Observers | None = None) -> None:
@@ -48,18 +57,18 @@ class GradientSync:
         self.check_plan(plan)
         self.plan = plan
         self.observers = observers if observers is not None else Observers()
-        self.num_syncs = 0  # of this fit, with those before a checkpoint that it resumed
-        self.hook: BucketHook | None = None  # drives the plan's compressor, while attached
-        self.trainable: Trainable | None = None  # which parameters DDP synchronizes, while attached
+        self.num_syncs = 0
+        self.hook: BucketHook | None = None
+        self.trainable: Trainable | None = None
         self._residual_adder: ResidualAdder | None = None
         self._is_graph_recorded = False
         self._gradient_bytes = 0
         self._earlier_bytes = 0
         self._restored: AnyState | None = None
-        self._of_last_fit: CommState | None = None
+        self._last_fit_state: CommState | None = None
 
     def check_plan(self, plan: CommPlan) -> None:
-        """Raises an OptionError if DDP would have two hooks, or while attached, as `place_compressor` does."""
+        """Raises an OptionError if DDP would have two hooks; while attached, also those of `place_compressor`."""
         if plan.comm_hook is None:
             return
         if self._torch_hook is not None:
@@ -73,14 +82,14 @@ class GradientSync:
 
     @property
     def unused_hook(self) -> str | None:
-        """The name of the option whose hook has nothing to do where there is only one rank."""
+        """The name of the option whose hook is not used if there is only one rank."""
         if self.plan.comm_hook is not None:
             return "comm_hook"
         return "ddp_comm_hook" if self._torch_hook is not None else None
 
     @property
     def wire_bytes(self) -> int:
-        """Payload bytes of gradients passed to collectives so far; without a compressor, their size in each sync."""
+        """Payload bytes of gradients passed to collectives so far; without a compressor, the gradients' own bytes."""
         return self._earlier_bytes + (self.hook.bytes_sent if self.hook is not None else 0)
 
     def attach(
@@ -108,14 +117,15 @@ class GradientSync:
 
     @property
     def must_sync(self) -> bool:
-        """Whether the next backward must be synchronized: in the first one DDP records a static graph."""
+        """Whether the next backward must be synchronized, because DDP records a static graph in the first one."""
         return bool(self.plan.static_graph) and not self._is_graph_recorded
 
     def end_backward(self, *, ends_static_graph: bool) -> None:
         """Counts a backward, if it was synchronized.
 
-        With ``ends_static_graph`` it ends the first backward of a static graph, as under manual optimization neither
-        DDP nor Lightning does.
+        Args:
+            ends_static_graph: whether to end the first backward of a static graph, which under manual optimization
+                neither DDP nor Lightning does.
         """
         model = self.model
         if model is None or not model.require_backward_grad_sync:
@@ -151,13 +161,14 @@ class GradientSync:
         if hook is not None and hook.lost:
             warn(
                 f"Rank {dist.get_rank()}: the last gradient sync of {list_some(hook.lost, 8)} did not end, so their"
-                " residuals are lost; those of other parameters are kept.",
+                " residuals are lost; the residuals of other parameters are kept.",
                 on_every_rank=True,
             )
-        num_syncs = torch.tensor(self.num_syncs, device=device)  # differs where the last one failed on some ranks only
+        # The numbers differ if the last gradient sync has failed on some ranks only.
+        num_syncs = torch.tensor(self.num_syncs, device=device)
         dist.all_reduce(num_syncs, dist.ReduceOp.MAX)
         self.num_syncs = int(num_syncs)
-        with kept_buffers(module):  # wrapping sends those of rank 0 to the others
+        with kept_buffers(module):  # wrapping overwrites them by rank 0's
             _synchronize(device)  # Lightning wraps on a stream that does not wait for the last step
             wrap(module)
             _synchronize(device)
@@ -165,13 +176,13 @@ class GradientSync:
             self._resume(resumed, module)
         elif self.hook is not None:
             self.hook.add_residuals(residuals)
-        elif hook is not None and hook.compressor.claims.keeps_residual:  # also on a rank that has lost its residuals
+        elif hook is not None and hook.compressor.claims.keeps_residual:  # even if this rank has lost its residuals
             self._residual_adder = ResidualAdder(module, residuals)
 
     def state(self) -> CommState | None:
-        """Returns the state of this fit, or of one that has just ended, not copied; None if there is none."""
-        if self._of_last_fit is not None:
-            return self._of_last_fit
+        """Returns the state of this fit, or of one that has just ended, without copying; None if there is none."""
+        if self._last_fit_state is not None:
+            return self._last_fit_state
         if self.hook is not None:
             return self.hook.state()
         if self._residual_adder is not None:
@@ -183,7 +194,7 @@ class GradientSync:
 
     def resume(self, module: Module) -> None:
         """Resumes once from the state of a checkpoint, if there is one. All ranks must call it, between two batches."""
-        self._of_last_fit = None
+        self._last_fit_state = None
         if self._restored is not None:
             state, self._restored = self._restored, None
             self._resume(state, module)
@@ -210,10 +221,10 @@ class GradientSync:
         return residuals
 
     def keep_state(self) -> None:
-        """Keeps the state for checkpoints that are saved after the fit. Only between two batches."""
+        """Keeps the state for checkpoints that are saved after the fit. Must be called between two batches."""
         state = self.state()
         if state is not None:
-            self._of_last_fit = state.on_cpu()
+            self._last_fit_state = state.on_cpu()
 
     def release_wrapper(self) -> None:
         """Drops the wrapper, before the end of a fit."""
@@ -237,7 +248,7 @@ class GradientSync:
 
 
 def _start_step(compressor: Compressor | None) -> int:
-    """Returns the step in which the first compressor around others that starts late begins; 0 if none does."""
+    """Returns ``start_step`` of the outermost compressor that has one; 0 if none has."""
     while compressor is not None and not hasattr(compressor, "start_step"):
         compressor = getattr(compressor, "inner", None)
     return getattr(compressor, "start_step", 0)

@@ -1,7 +1,7 @@
-"""DDP's side of a compressor.
+"""The comm hook that drives a compressor in DDP, bucket by bucket.
 
-DDP compares the annotations of a hook by identity and reads its ``__qualname__``: hence no
-``from __future__ import annotations`` here, and a bound method as the hook.
+DDP compares the annotations of a hook by identity and reads its ``__qualname__``. Therefore this module has no
+``from __future__ import annotations``, and the hook is a bound method.
 """
 
 import contextlib
@@ -29,8 +29,17 @@ class GradientSyncError(RuntimeError):
 class BucketHook:
     """Gives DDP's buckets to one compressor; `reduce` is the hook that DDP calls.
 
-    ``names`` are those of the parameters whose gradients DDP synchronizes, by ``id``; ``step`` is the number of earlier
-    gradient syncs; ``groups`` are those of ``channel``, if they were borrowed for this hook.
+    Args:
+        compressor: averages the buckets.
+        channel: collectives over the ranks.
+        names: names of the parameters that DDP synchronizes, by ``id``.
+        executor: runs the compressor during backward.
+        step: number of earlier gradient syncs.
+        observers: notified of every bucket.
+        groups: process groups of ``channel`` that were borrowed for this hook, if any.
+
+    Attributes:
+        lost: names of the parameters whose residuals `close` had to drop.
     """
 
     def __init__(
@@ -56,7 +65,7 @@ class BucketHook:
         self._residuals: dict[str, Tensor] = {}
         self._relayout: Relayout | None = None
         self._under_way: set[int] = set()
-        self.lost: tuple[str, ...] = ()  # parameters whose residuals `close` had to drop
+        self.lost: tuple[str, ...] = ()
 
     @property
     def bytes_sent(self) -> int:
@@ -82,18 +91,21 @@ class BucketHook:
 
     @property
     def has_only_resumed(self) -> bool:
-        """Whether it has states from a checkpoint, and no gradient sync since."""
+        """Whether its states are from a checkpoint, without a gradient sync since."""
         return self._relayout is not None and self._relayout.is_unused
 
     def state(self) -> CommState:
-        """Returns the state of the gradient syncs so far, not copied. Between two backwards only."""
+        """Returns the state of the gradient syncs so far, without copying. Must be called between two backwards."""
         return CommState(self.compressor, self._step, dict(self._states), dict(self._residuals))
 
     def resume(self, buckets: BucketStates, residuals: dict[str, Tensor], step: int) -> None:
-        """Continues where another hook was. Between two backwards only; all ranks must call it.
+        """Continues from the state of another hook. All ranks must call it, between two backwards.
 
-        ``buckets`` are this rank's states of the same compressor, used in the buckets that they were made for even
-        while DDP still has others; ``residuals`` are those that are not in them.
+        Args:
+            buckets: this rank's states of the same compressor, which are used with the buckets that they were made for
+                even while DDP still has other buckets.
+            residuals: residuals that are not in these states.
+            step: number of earlier gradient syncs.
         """
         self._states, self._residuals, self._step = dict(buckets), dict(residuals), step
         self._protect_states()
@@ -109,8 +121,9 @@ class BucketHook:
     def close(self) -> dict[str, Tensor]:
         """Ends the executor, drops all states, and returns borrowed groups unless ranks may be out of step.
 
-        Returns this rank's residuals by parameter name; after a failure without those of buckets whose gradient sync
-        did not end, as they may be half updated.
+        Returns:
+            This rank's residuals by parameter name. After a failure the residuals of buckets whose gradient sync did
+            not end are left out, since they may be half updated.
         """
         if self._executor.close() and self._groups is not None:
             self._groups.return_to_pool()
@@ -137,7 +150,7 @@ class BucketHook:
             self._retire_states_alone()
             for bucket in held.buckets:
                 self._sync(bucket)
-        self._protect_states()  # each will be used in the lane of its own bucket
+        self._protect_states()  # they were made in one lane, and later syncs use each in the lane of its bucket
 
     def _sync_as_saved(self, held: HeldBuckets) -> None:
         bytes_before = self._channel.bytes_sent
@@ -153,7 +166,7 @@ class BucketHook:
 
     def _sync(self, bucket: Bucket) -> None:
         try:
-            # Under manual optimization the thread that calls the hook has the user's autocast on.
+            # Under manual optimization the user's autocast is on in the thread that calls the hook.
             with torch.no_grad(), torch.autocast(bucket.flat.device.type, enabled=False):
                 bytes_before = self._channel.bytes_sent
                 self._under_way.add(bucket.index)
@@ -192,12 +205,12 @@ class BucketHook:
         return state
 
     def _retire_states(self) -> None:
-        """Drops the states but keeps their residuals, by parameter name."""
+        """Drops the states, and keeps their residuals by parameter name."""
         self._residuals = residuals_by_name(self.compressor, self._states, self._residuals)
         self._states.clear()
 
     def _retire_states_alone(self) -> None:
-        """Retires states in a task, also those of other lanes."""
+        """Retires the states of all lanes from within a task."""
         with self._executor.alone():
             self._retire_states()
         self._executor.protect(self._residuals)
@@ -206,7 +219,7 @@ class BucketHook:
         self._executor.protect([state for _, _, state in self._states.values()])
 
     def _carried_residual(self, bucket: Bucket) -> Tensor | None:
-        """Takes ``(n,)`` this bucket's residuals that dropped states have left; None if there are none."""
+        """Takes the residuals ``(n,)`` of this bucket that dropped states have left; None if there are none."""
         if not self._residuals or not any(name in self._residuals for name in bucket.names):
             return None
         residual = torch.zeros_like(bucket.flat)
@@ -217,7 +230,7 @@ class BucketHook:
 
 
 def _run(rounds: Rounds, sync: BucketSync) -> None:
-    """Drives ``rounds`` to its end; collectives that overlap count as one on the wire."""
+    """Drives ``rounds`` to its end. Collectives that overlap are marked as one on the wire."""
     with contextlib.suppress(StopIteration):
         pending, is_sending = next(rounds), False
         while True:

@@ -1,33 +1,38 @@
-"""Finds manual optimization whose backwards DDP never sees: each rank then trains weights of its own."""
+"""Finds manual optimization whose backwards DDP never sees, so that each rank trains its own weights."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_commopt.sync.ddp.buckets import synced_parameters
 from lightning_commopt.text.validation import warn_once
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
 
 
 class ManualBackwardCheck:
     """Warns once if an optimizer steps on gradients although no backward of the fit could be synchronized.
 
-    Lightning has DDP's forward prepare nothing under manual optimization: ``self.manual_backward(loss)`` prepares the
-    reducer, and ``loss.backward()`` does not. A program is left alone as soon as one backward is known to be prepared,
-    also within ``no_sync``, or as it calls the wrapper by itself. Nothing is sent, and nothing waits.
+    Under manual optimization Lightning keeps DDP's forward from preparing the reducer; ``self.manual_backward(loss)``
+    prepares it, and ``loss.backward()`` does not. The check ends as soon as one backward is known to be prepared, even
+    within ``no_sync``, or when the program calls the wrapper itself. It sends nothing and waits for nothing.
 
     Args:
-        model: the wrapper, or anything else that the strategy trains, which is not checked.
-        module: the LightningModule.
-        optimizers: those of the fit.
+        model: the wrapper; another model, or None, is not checked.
+        module: the LightningModule; None to check nothing.
+        optimizers: the optimizers of the fit.
     """
 
-    def __init__(self, model: object, module: Any, optimizers: Iterable[Any]) -> None:
-        self._handles: list[Any] = []
+    def __init__(self, model: object, module: LightningModule | None, optimizers: Iterable[Optimizer]) -> None:
+        self._handles: list[RemovableHandle] = []
         self._has_warned = False
-        if not isinstance(model, DistributedDataParallel) or module.automatic_optimization:
+        if not isinstance(model, DistributedDataParallel) or module is None or module.automatic_optimization:
             return
         self._synced = {*synced_parameters(model).values()}
         self._handles = [model.register_forward_hook(self._end_forward)]
@@ -36,16 +41,16 @@ class ManualBackwardCheck:
                 self._handles.append(optimizer.register_step_post_hook(self._end_step))
 
     def close(self) -> None:
-        """Ends the check; must be called before every backward that Lightning knows of, and at the end of the fit."""
+        """Ends the check. Must be called before every backward that Lightning runs, and at the end of the fit."""
         while self._handles:
             self._handles.pop().remove()
 
-    def _end_forward(self, model: DistributedDataParallel, *args: Any) -> None:
-        if model.require_backward_grad_sync:  # a call of the user's: Lightning's own calls switch it off until they end
+    def _end_forward(self, model: DistributedDataParallel, *args: object) -> None:
+        if model.require_backward_grad_sync:  # Lightning switches it off in its own calls, so the user has called
             self.close()
 
-    def _end_step(self, optimizer: Any, *args: Any) -> None:
-        if self._has_warned:  # the hooks stay until `close`: torch iterates over them when it calls this one
+    def _end_step(self, optimizer: Optimizer, *args: object) -> None:
+        if self._has_warned:  # the hooks stay until `close`, since torch iterates over them while it calls this one
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(parameter.grad is not None and parameter in self._synced for parameter in parameters):
@@ -53,5 +58,5 @@ class ManualBackwardCheck:
             warn_once(
                 "Gradients are not synchronized: an optimizer has stepped, and no backward went through Lightning."
                 " Under manual optimization call self.manual_backward(loss) instead of loss.backward(). Otherwise each"
-                " rank trains weights of its own, unless your code averages gradients or weights itself."
+                " rank trains its own weights, unless your code averages gradients or weights itself."
             )

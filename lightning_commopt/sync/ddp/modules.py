@@ -1,4 +1,4 @@
-"""A GradientSync for each of the modules that a program sets up, which no strategy runs; and their checkpoints."""
+"""The gradient syncs of modules whose training loop is the user's, as in Fabric, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ from lightning_commopt.sync.strategies import BucketedStrategy
 
 
 class SyncedModule:
-    """The gradient sync of a module, and its synchronized backwards, followed by hooks on the outputs of its forward.
+    """The gradient sync of a module, and hooks on the outputs of its forward, which follow its synchronized backwards.
 
-    The methods `forward`, `begin` and `end` are called through this object, so that others can be called around them. A
-    backward `is_running` from its begin to its end or another forward; it `is_awaited` while outputs of a forward still
-    wait for it.
+    The methods `forward`, `begin` and `end` are called through this object, so that they can be wrapped.
+
+    Attributes:
+        sync: the gradient sync.
+        is_running: whether a backward has begun and neither ended nor been followed by another forward.
+        is_awaited: whether outputs of a forward still wait for their backward.
     """
 
     def __init__(self, sync: GradientSync, syncs: ModuleSyncs) -> None:
@@ -37,26 +40,26 @@ class SyncedModule:
         self.is_running = self.is_awaited = False
 
     def follow(self, model: DistributedDataParallel) -> None:
-        """Follows a wrapper that was just made, instead of the one before."""
+        """Follows a wrapper that was just made, instead of the previous one."""
         self._wrapping += 1
         self.is_running = self.is_awaited = False
         model.register_forward_hook(torch.compiler.disable(self._after_forward), with_kwargs=True)
 
-    def forward(self, inputs: Any) -> None:
-        """Is called after every forward, with what it was given."""
+    def forward(self, inputs: object) -> None:
+        """Called after every forward, with its inputs."""
 
     def begin(self) -> None:
-        """Is called when a backward reaches an output, before any gradient."""
+        """Called when a backward reaches an output, before any gradient is computed."""
         before_backward(self.sync.model)
 
     def end(self) -> None:
-        """Is called when a backward is over, unless it raised.
+        """Called when a backward has ended without an exception.
 
-        Its gradients are averaged, but for the first backward of a static graph.
+        Its gradients have been averaged, except in the first backward of a static graph.
         """
         self._syncs.end_backward(self)
 
-    def _after_forward(self, model: DistributedDataParallel, args: Any, kwargs: Any, outputs: Any) -> None:
+    def _after_forward(self, model: DistributedDataParallel, args: object, kwargs: object, outputs: object) -> None:
         self.forward((args, kwargs))
         if not torch.is_grad_enabled() or not model.require_backward_grad_sync:
             return
@@ -72,7 +75,7 @@ class SyncedModule:
             if not self.is_running:
                 self.is_running = True
                 self.begin()
-                # DDP waits for its all-reduces in a callback between the two.
+                # DDP waits for its all-reduces in a callback that runs between these two.
                 call_after_backward(lambda: call_after_backward(self._finish))
 
         def register(output: Tensor) -> Tensor:
@@ -89,30 +92,35 @@ class SyncedModule:
 
 
 class ModuleSyncs:
-    """The `GradientSync` of each module that was set up and is still alive, with common ``observers``.
+    """The `GradientSync` of each module that was set up and is still alive, with common observers.
 
-    The ``strategy`` for Fabric has the plan of modules that are not set up yet, and the ranks.
+    Args:
+        strategy: strategy of Fabric, which has the ranks and the plan of modules that are not set up yet.
+
+    Attributes:
+        observers: notified of every bucket of every module.
     """
 
     def __init__(self, strategy: BucketedStrategy) -> None:
         self._strategy = strategy
         self.observers = Observers()
-        self._entries: dict[int, SyncedModule] = {}  # by id of what was set up
-        self._early_states: dict[int, AnyState] = {}  # by id of a module that is not set up yet
+        # The first has the ids of modules that were set up, the second those of modules that will be.
+        self._entries: dict[int, SyncedModule] = {}
+        self._early_states: dict[int, AnyState] = {}
         self._earlier_bytes = 0
 
     @property
     def wire_bytes(self) -> int:
-        """Payload bytes of gradients that this rank has passed to collectives, for all modules so far."""
+        """Payload bytes of gradients that this rank has passed to collectives so far, for all modules."""
         return self._earlier_bytes + sum(entry.sync.wire_bytes for entry in tuple(self._entries.values()))
 
     def of(self, module: object) -> GradientSync | None:
-        """Returns the sync of a module, given in its wrapper or without; None if it was not set up."""
+        """Returns the sync of a module, which may be its wrapper; None if it was not set up."""
         entry = self._find(module)
         return None if entry is None else entry.sync
 
     def attached(self) -> list[GradientSync]:
-        """Returns the syncs of wrappers that are alive, in order of setup."""
+        """Returns the syncs of wrappers that are alive, in the order in which they were set up."""
         return [entry.sync for entry in self._entries.values() if entry.sync.model is not None]
 
     def add(self, module: Module, attach: Callable[[DistributedDataParallel, GradientSync], None]) -> None:
@@ -131,7 +139,7 @@ class ModuleSyncs:
             sync.resume(bare)
 
     def end_backward(self, entry: SyncedModule) -> None:
-        """Counts a backward of a module; is called when its gradients are averaged, through this object."""
+        """Counts a backward of a module. Called when its gradients are averaged, so that it can be wrapped."""
         entry.sync.end_backward(ends_static_graph=False)
 
     def follow(self, model: DistributedDataParallel) -> None:
@@ -152,8 +160,9 @@ class ModuleSyncs:
     def restore(self, saved: Any, modules: Mapping[str, Any]) -> None:
         """Resumes from what `gather` saved, at once or when a module is set up. All ranks must call it.
 
-        ``saved`` is None if the checkpoint has no state; ``modules`` are what is loaded, by their names in the
-        checkpoint.
+        Args:
+            saved: the state in the checkpoint; None if it has none.
+            modules: the objects that are loaded, by their names in the checkpoint.
         """
         loaded = {name: module for name, module in modules.items() if isinstance(module, Module)}
         states = states_of_modules(saved, loaded)

@@ -1,7 +1,7 @@
-"""Observes the gradient sync of strategies, with hooks that do what DDP does without one.
+"""Observes the gradient sync of strategies, with hooks that average as DDP does without a hook.
 
-DDP compares the annotations of a hook by identity and reads its ``__qualname__``: hence no
-``from __future__ import annotations`` here, and a bound method as the hook.
+DDP compares the annotations of a hook by identity and reads its ``__qualname__``. Therefore this module has no
+``from __future__ import annotations``, and the hook is a bound method.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,7 @@ from lightning_commopt.compat.torch import registered_hooks, sparse_values
 from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketInfo, Observers, SyncObserver
 from lightning_commopt.sync.ddp.buckets import BucketOrder, synced_parameters
 from lightning_commopt.sync.ddp.observed_reducer import ObservedReducer, can_observe_reducer
+from lightning_commopt.sync.strategies import LightningStrategy
 from lightning_commopt.text.validation import warn, warn_once
 
 _HOOKS_THAT_CAST_TO_16_BITS = (
@@ -28,48 +29,61 @@ _HOOKS_THAT_CAST_TO_16_BITS = (
     "bf16_compress_wrapper_hook",
 )
 
-# DDP rebuilds its buckets once, in the second or third backward.
+# DDP rebuilds its buckets once, in the second or third backward, so from the fifth on nothing has to be looked up.
 _SETTLING_BACKWARDS = 4
 
-# By the model: to be called before every backward. The values do not refer to the model.
+# For each model, a function to call before every backward. The functions do not refer to the model.
 _BEFORE_BACKWARD: WeakKeyDictionary[DistributedDataParallel, Callable[[], None]] = WeakKeyDictionary()
 
 DDPHook = Callable[[Any, Any], torch.futures.Future[Any]]
 
 
 class _AddedObservers(Observers):
-    """Observers of a strategy that has none by itself."""
+    """Observers of a strategy that has no ``sync_observers`` itself."""
 
 
-def observe(strategy: Any, observer: SyncObserver) -> None:
-    """Notifies ``observer`` of every bucket of a strategy. Call it before the strategy wraps the model.
+def observe(strategy: LightningStrategy, observer: SyncObserver) -> None:
+    """Notifies ``observer`` of every bucket of a strategy.
 
-    Then call `observe_wrapped` when it has, and `before_backward` before every backward.
+    Call it before the strategy wraps the model, `observe_wrapped` after that, and `before_backward` before every
+    backward. Our strategies have ``sync_observers``, and notify them without the other two calls.
 
-    Without ``comm_hook`` the all-reduces that DDP issues are observed, on CPU from torch 2.14 on. Elsewhere they are
-    called from Python, with the same arithmetic: the same bits, and one more pass over the gradients. Where gradient
-    sync cannot be observed it warns once. Our strategies notify their ``sync_observers`` by themselves.
+    Without a ``comm_hook``, the all-reduces that DDP issues are observed on CPU from torch 2.14 on. On CUDA, and with
+    older versions, they are issued from Python with the same arithmetic, which gives the same bits and takes one more
+    pass over the gradients. If gradient sync cannot be observed, this warns once.
     """
-    if not hasattr(strategy, "sync_observers"):
-        strategy.sync_observers = observers = _AddedObservers()
-        wrap_comm_hook(strategy, lambda hook: ObservedHook(hook, strategy.model, observers).reduce)
-    strategy.sync_observers.add(observer)
+    observers = _observers_of(strategy)
+    if observers is None:
+        added = observers = _AddedObservers()
+        vars(strategy)["sync_observers"] = added
+
+        def observed(hook: DDPHook) -> DDPHook:
+            assert isinstance(strategy.model, DistributedDataParallel)
+            return ObservedHook(hook, strategy.model, added).reduce
+
+        wrap_comm_hook(strategy, observed)
+    observers.add(observer)
 
 
-def stop_observing(strategy: Any, observer: SyncObserver) -> None:
+def stop_observing(strategy: LightningStrategy, observer: SyncObserver) -> None:
     """Reverts `observe`, if it was called."""
-    if hasattr(strategy, "sync_observers"):
-        strategy.sync_observers.remove(observer)
+    if (observers := _observers_of(strategy)) is not None:
+        observers.remove(observer)
 
 
-def observe_wrapped(strategy: Any) -> None:
+def _observers_of(strategy: LightningStrategy) -> Observers | None:
+    return getattr(strategy, "sync_observers", None)
+
+
+def observe_wrapped(strategy: LightningStrategy) -> None:
     """Completes `observe` once the strategy has wrapped the model."""
-    model, observers = strategy.model, getattr(strategy, "sync_observers", None)
+    model, observers = strategy.model, _observers_of(strategy)
     if not isinstance(observers, _AddedObservers) or not observers:
         return
     if not isinstance(model, DistributedDataParallel):
         if getattr(strategy, "world_size", 1) > 1:
-            sees_more = has_collective_hooks() or next(comm_objects(model), None) is not None
+            has_units = model is not None and next(comm_objects(model), None) is not None
+            sees_more = has_collective_hooks() or has_units
             seen = "step phases are timed, and their collectives" if sees_more else "only phases are timed"
             warn_once(f"{type(strategy).__name__} has no buckets whose gradient sync could be observed: {seen}.")
         return
@@ -78,11 +92,11 @@ def observe_wrapped(strategy: Any) -> None:
     if not registered_hooks(model):
         observe_all_reduce(model, observers)
     elif not any(isinstance(owner, ObservedBuckets) for owner in registered_hooks(model)):
-        warn_once("a comm hook that the strategy does not know of cannot be observed: only step phases are timed.")
+        warn_once("a comm hook that the strategy has not registered cannot be observed: only step phases are timed.")
 
 
 def observe_all_reduce(model: DistributedDataParallel, observers: Observers) -> None:
-    """Notifies ``observers`` of DDP's own average; for a model that was just wrapped, without a hook."""
+    """Notifies ``observers`` of DDP's own average, for a model that was just wrapped and has no hook."""
     if can_observe_reducer(model):
         _BEFORE_BACKWARD[model] = ObservedReducer(model, observers).before_backward
     else:
@@ -92,7 +106,7 @@ def observe_all_reduce(model: DistributedDataParallel, observers: Observers) -> 
 
 
 def before_backward(model: object) -> None:
-    """Must be called before every backward through a model that may be observed."""
+    """Prepares observers for a backward. Must be called before every backward of a model that may be observed."""
     if isinstance(model, DistributedDataParallel) and (call := _BEFORE_BACKWARD.get(model)) is not None:
         call()
 
@@ -124,7 +138,7 @@ class ObservedHook(ObservedBuckets):
     """Wraps a hook of DDP that does not notify observers; `reduce` is the hook.
 
     All time between the call and the result counts as on the wire. The number of bytes is known for torch's casts and
-    its PowerSGD; other hooks are assumed to send the gradients' size.
+    its PowerSGD; other hooks are assumed to send as many bytes as the gradients have.
     """
 
     def __init__(self, hook: DDPHook, model: DistributedDataParallel, observers: Observers) -> None:
@@ -148,18 +162,18 @@ class ObservedHook(ObservedBuckets):
             value = done.value()
             sync.note(ARRIVE)
             sync.note(END, num_bytes)
-            return value[0] if isinstance(value, list) else value
+            averaged: torch.Tensor = value[0] if isinstance(value, list) else value
+            return averaged
 
         return future.then(finish)
 
 
 class ObservedAllReduce(ObservedBuckets):
-    """What DDP does without a hook: every rank's gradients are divided by the number of ranks, then summed.
+    """Averages as DDP does without a hook, bit for bit; `reduce` is the hook.
 
-    DDP multiplies gradients by the reciprocal when it copies them into the bucket, and divides those that are views of
-    it, kept from earlier batches. The two differ where the reciprocal is rounded.
-
-    `reduce` is the hook. `look_for_kept_gradients` must be called before every backward.
+    DDP multiplies gradients by the reciprocal of the number of ranks when it copies them into the bucket, but divides
+    gradients that are views of the bucket, kept from earlier batches. The results differ if the reciprocal is rounded.
+    `look_for_kept_gradients` must therefore be called before every backward.
     """
 
     def __init__(self, model: DistributedDataParallel, observers: Observers) -> None:
@@ -172,7 +186,7 @@ class ObservedAllReduce(ObservedBuckets):
         self._kept: dict[int, int] = {}
 
     def look_for_kept_gradients(self) -> None:
-        """Records the addresses of gradients before a backward, by parameter."""
+        """Records the addresses of the gradients that exist before a backward."""
         if self._kept_gradients_matter:
             self._kept = {id(p): p.grad.data_ptr() for p in self._parameters if p.grad is not None}
 
@@ -188,13 +202,14 @@ class ObservedAllReduce(ObservedBuckets):
         elif self._world_size > 1:
             flat.mul_(1 / self._world_size)
 
-        def finish(done: torch.futures.Future[Any]) -> torch.Tensor:
+        def finish(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             (averaged,) = done.value()
             sync.note(ARRIVE)
             sync.note(END, info.gradient_bytes)
             return averaged
 
-        return self._group.allreduce([flat]).get_future().then(finish)  # what DDP calls; dist.all_reduce is slower
+        # DDP calls this method of the group too; dist.all_reduce is slower.
+        return self._group.allreduce([flat]).get_future().then(finish)
 
     def _divide_where_kept(self, bucket: dist.GradBucket) -> None:
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -205,7 +220,7 @@ class ObservedAllReduce(ObservedBuckets):
 
 
 def _numel_after_compression(state: object) -> int:
-    return getattr(state, "total_numel_after_compression", 0)  # PowerSGDState counts
+    return getattr(state, "total_numel_after_compression", 0)  # torch's PowerSGDState has this counter
 
 
 class TorchHook(NamedTuple):
@@ -216,7 +231,7 @@ class TorchHook(NamedTuple):
     wrapper: Callable[..., Any] | None = None
 
     def attach(self, model: DistributedDataParallel, observers: Observers) -> None:
-        """Registers the hook with a new wrapper. If torch refuses that on CPU it warns, and DDP all-reduces."""
+        """Registers the hook with a new wrapper. If torch refuses it on CPU, this warns, and DDP all-reduces."""
         hook = self.hook if self.wrapper is None else self.wrapper(self.hook)
         if observers:
             hook = ObservedHook(hook, model, observers).reduce

@@ -1,4 +1,4 @@
-"""Observes the all-reduces that DDP issues by itself, without a comm hook: on CPU, from torch 2.14 on."""
+"""Observes the all-reduces that DDP itself issues without a comm hook, on CPU and from torch 2.14 on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_commopt.sync.ddp.buckets import synced_parameters
 
 
 def can_observe_reducer(model: DistributedDataParallel) -> bool:
-    """Returns whether `ObservedReducer` sees the buckets of a model: dense gradients, over gloo."""
+    """Returns whether `ObservedReducer` sees the buckets of a model, which must be dense and travel over gloo."""
     return (
         has_collective_hooks()
         and model.device_type == "cpu"
@@ -34,14 +34,17 @@ def can_observe_reducer(model: DistributedDataParallel) -> bool:
 
 
 class ObservedReducer:
-    """Notifies observers of DDP's buckets as its all-reduces are issued and end; changes nothing that DDP does.
+    """Notifies observers when DDP's all-reduces are issued and end, and changes nothing that DDP does.
 
     DDP all-reduces its buckets in order. An all-reduce within a backward that has the size of the next bucket is taken
-    for that bucket's. Backward waits for all of them, so what has not been seen to end has ended with it: the thread
-    that notifies of the end may get Python's lock after the one that waited.
+    to be that bucket's. Backward waits for all of them, so an all-reduce whose end was not seen has ended with it: the
+    thread that reports the end may get the GIL only after the thread that waited.
 
-    `before_backward` must be called before every backward. The model was just wrapped, without a hook, and is not kept
-    alive.
+    `before_backward` must be called before every backward.
+
+    Args:
+        model: a model that was just wrapped, without a hook. It is not kept alive.
+        observers: notified of every bucket.
     """
 
     def __init__(self, model: DistributedDataParallel, observers: Observers) -> None:
@@ -57,7 +60,7 @@ class ObservedReducer:
         weakref.finalize(model, remove).atexit = False
 
     def before_backward(self) -> None:
-        """Expects the buckets of a backward."""
+        """Prepares for the buckets of a backward."""
         model = self._model()
         if model is not None and not self._is_settled and self._observers:
             refresh_bucket_parameters(model)
@@ -77,7 +80,8 @@ class ObservedReducer:
         if bucket.is_last:
             self._next = None
             with suppress(RuntimeError):  # a static graph's first all-reduces may come after their backward
-                call_after_backward(lambda: call_after_backward(self._end))  # DDP waits in a callback between the two
+                # DDP waits for its all-reduces in a callback that runs between these two.
+                call_after_backward(lambda: call_after_backward(self._end))
         sync = self._observers.ready(bucket)
         sync.note(START)
         sync.note(SEND)
@@ -109,7 +113,7 @@ class _IssuedBucket:
         self._under_way, self._num_bytes = [sync], num_bytes
 
     def end(self) -> None:
-        """Ends once, whichever thread comes first."""
+        """Notes the end, once; two threads may call it."""
         try:
             sync = self._under_way.pop()
         except IndexError:

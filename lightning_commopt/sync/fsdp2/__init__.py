@@ -1,1 +1,1 @@
-"""Gradient sync of models that FSDP2 shards: the comm objects of their units, and what carries out a plan."""
+"""Gradient sync of models that FSDP2 shards: the comm objects of their units, and what makes them from a plan."""

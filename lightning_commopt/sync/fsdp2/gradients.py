@@ -37,20 +37,21 @@ from lightning_commopt.sync.warm_up import prepare_kernels, run_on_shards
 from lightning_commopt.text.validation import warn_once
 
 _MAX_UNDER_WAY = 2
-"""Units whose gradients are in memory at a time, besides the one that backward is at."""
+"""Number of units whose gradients may be in memory besides the current unit's. One is on the wire while the next one
+waits; each more would only take memory, since the thread works on one at a time."""
 
 
 class ShardedSync:
     """The gradient sync of a model that FSDP2 shards, with compressed reduce-scatters.
 
-    Parameters of one dimension (biases, norms) travel uncompressed: they are few, and each of them matters. The
+    Parameters of one dimension (biases, norms) travel uncompressed, since they are small and each element matters. The
     ``compressor`` is for all others.
     """
 
     def __init__(self, compressor: ShardedCompressor) -> None:
         self.compressor = compressor
         self.units: list[UnitReduceScatter] = []
-        self._replaced: dict[FSDPModule, Any] = {}  # by the module of a unit: its comm object before `attach`
+        self._replaced: dict[FSDPModule, Any] = {}  # the comm object that each unit had before `attach`
         self._channels = Channels()
 
     @property
@@ -61,28 +62,30 @@ class ShardedSync:
     def attach(self, model: Module, *, ranks_per_node: int | None = None, timeout: timedelta | None = None) -> None:
         """Gives each unit of ``model`` a comm object, once all are sharded. All ranks must call it.
 
-        ``ranks_per_node`` is what the launcher started, None for all ranks; ``timeout`` is for collectives in groups
-        that are made for this.
+        Args:
+            model: the model, whose units are sharded.
+            ranks_per_node: number of ranks that the launcher has started on each node; None for all ranks.
+            timeout: limit of collectives in groups that this makes; None for the backend's default.
 
         Raises:
             OptionError: torch is too old, a unit is sharded in a way that is not supported here, or ``ranks_per_node``
                 does not divide its shards.
         """
-        residuals = self.residuals()  # of an earlier fit
-        found = sharded_units(model)
+        earlier_residuals = self.residuals()
+        units = sharded_units(model)
         self._channels.timeout = timeout
-        self.compressor = place_on_nodes(self.compressor, found, ranks_per_node)
+        self.compressor = place_on_nodes(self.compressor, units, ranks_per_node)
         if isinstance(self.compressor, ShardedHierarchical):
             self._channels.ranks_per_node = self.compressor.ranks_per_node
         self.units = []
-        for index, (module, columns) in enumerate(found):
+        for index, (module, columns) in enumerate(units):
             unit = UnitReduceScatter(self.compressor, self._channels, index, columns)
             self._register(module, unit, replicas_and_shards(columns)[0])
-        self.add_residuals(residuals)
+        self.add_residuals(earlier_residuals)
         if not any(column.is_compressed for unit in self.units for column in unit.columns):
             what = "parameters of one dimension only, which travel as they are" if self.units else "one shard"
             warn_once(f"comm_hook has no effect here: each unit of the model has {what}.")
-        if self.units:  # here, so that no backward waits for a compiler
+        if self.units:  # no backward should wait for a compiler
             device, dtypes = self.units[0].device, set().union(*map(dtypes_of, self._replaced))
             channels = {unit.num_shards: self._channels.of(unit.group) for unit in self.units}
 
@@ -104,7 +107,7 @@ class ShardedSync:
             self._channels.overlap = None
 
     def allow_overlap(self) -> None:
-        """Lets reduce-scatters run beside backward on CPU; all end, or raise, before it. All ranks must call it."""
+        """Lets reduce-scatters run beside backward on CPU. Backward waits for all of them. All ranks must call it."""
         groups = {unit.group: None for unit in self.units if unit.may_overlap}
         if groups:
             self._channels.overlap = Overlap(list(groups), self._channels)
@@ -141,7 +144,7 @@ class ShardedSync:
             module.set_custom_reduce_scatter(unit)  # type: ignore[arg-type]  # the base class is private
         except ValueError as error:
             raise OptionError(f"comm_hook does not work with the unit of {unit.name}: {error}") from error
-        # The comm object averages over the shards; what is left to divide by are replicas.
+        # The comm object averages over the shards, so FSDP2 only has to divide by the number of replicas.
         module.set_gradient_divide_factor(float(num_replicas))
         module.set_force_sum_reduction_for_comms(True)
         unit.may_overlap = unit.may_overlap and not has_all_reduce_hook(module)
@@ -150,35 +153,41 @@ class ShardedSync:
 
 
 class Channels:
-    """The collectives of the units of a model, and the thread that they may run on."""
+    """The collectives of the units of a model, and the thread that they may run in.
+
+    Attributes:
+        overlap: the thread, if there is one.
+        ranks_per_node: if set, channels have parts within and across nodes of this number of consecutive ranks.
+        timeout: limit of collectives within and across nodes; None for the backend's default.
+    """
 
     def __init__(self) -> None:
-        self.overlap: Overlap | None = None  # the thread
-        self.ranks_per_node: int | None = None  # with channels within and across nodes of as many consecutive ranks
-        self.timeout: timedelta | None = None  # of their collectives; None for the backend's default
-        self._of_groups: dict[dist.ProcessGroup, Channel] = {}
+        self.overlap: Overlap | None = None
+        self.ranks_per_node: int | None = None
+        self.timeout: timedelta | None = None
+        self._by_group: dict[dist.ProcessGroup, Channel] = {}
 
     @property
     def bytes_sent(self) -> int:
-        return sum(channel.bytes_sent for channel in self._of_groups.values())
+        return sum(channel.bytes_sent for channel in self._by_group.values())
 
     def of(self, group: dist.ProcessGroup) -> Channel:
-        """Returns the collectives over a group. With nodes, all ranks must make the first call for these ranks."""
-        if group not in self._of_groups:
+        """Returns the collectives over a group. With nodes, all ranks must make the first call for a group."""
+        if group not in self._by_group:
             size = self.ranks_per_node
             nodes = () if size is None else shared_node_groups(group, size, self.timeout)
-            self._of_groups[group] = Channel(group, *nodes)
-        return self._of_groups[group]
+            self._by_group[group] = Channel(group, *nodes)
+        return self._by_group[group]
 
     def of_borrowed(self, groups: BorrowedGroups) -> Channel:
         """Returns the collectives over borrowed groups."""
-        return self._of_groups.setdefault(groups.all_ranks, Channel(groups.all_ranks, groups.within, groups.across))
+        return self._by_group.setdefault(groups.all_ranks, Channel(groups.all_ranks, groups.within, groups.across))
 
 
 class Overlap:
-    """A thread for reduce-scatters of CPU tensors while backward goes on; on CUDA, FSDP2's streams do that.
+    """A thread for reduce-scatters of CPU tensors beside backward; on CUDA, FSDP2's own streams do that.
 
-    It has process groups of its own. All ranks must make one at the same time.
+    It has its own process groups. All ranks must make one at the same time.
     """
 
     def __init__(self, groups: list[dist.ProcessGroup], channels: Channels) -> None:
@@ -193,7 +202,7 @@ class Overlap:
     def submit(self, task: Callable[[Channel], None], output: Tensor, group: dist.ProcessGroup) -> None:
         """Starts a task that fills ``output`` before this backward ends; waits until few enough are under way.
 
-        Raises what an earlier task has raised, as `wait` does.
+        If an earlier task has raised an exception, this raises it, and so does `wait`.
         """
 
         def run() -> None:
@@ -205,7 +214,7 @@ class Overlap:
         self._under_way.append(future)
         try:
             call_after_backward(self.wait)
-        except RuntimeError:  # FSDP2 reduces after backward, as asked for
+        except RuntimeError:  # no backward is running: the user has told FSDP2 to reduce after it
             self.wait()
         while len(self._under_way) > _MAX_UNDER_WAY:
             self._under_way.popleft().future.wait()
@@ -225,9 +234,10 @@ class Overlap:
 def place_on_nodes(
     compressor: ShardedCompressor, units: Sequence[tuple[FSDPModule, list[Column]]], ranks_per_node: int | None
 ) -> ShardedCompressor:
-    """Returns the compressor for the nodes that the shards of units are on; or an OptionError.
+    """Returns the compressor for the nodes that the shards of units from `sharded_units` are on.
 
-    ``units`` are from `sharded_units`; ``ranks_per_node`` is what the launcher started, None for all ranks.
+    ``ranks_per_node`` is the number of ranks that the launcher has started on each node, None for all ranks. If the
+    shards of a unit cannot be divided into these nodes, this raises an OptionError.
     """
     if not isinstance(compressor, ShardedHierarchical):
         return compressor
@@ -239,12 +249,12 @@ def place_on_nodes(
 
 
 def sharded_units(model: Module) -> list[tuple[FSDPModule, list[Column]]]:
-    """Returns the units of a model that have several shards, with their parameters; or an OptionError."""
+    """Returns the units of a model that have several shards, with their parameters, or raises an OptionError."""
     check_available()
     names = {module: name for name, module in model.named_modules()}
     units = []
     for module in units_of(model):
-        module.reshard()  # what the last forward has gathered
+        module.reshard()  # the last forward may have left its parameters gathered
         columns = list(_columns(module, names))
         if columns and replicas_and_shards(columns)[1] > 1:
             units.append((module, columns))
@@ -252,12 +262,12 @@ def sharded_units(model: Module) -> list[tuple[FSDPModule, list[Column]]]:
 
 
 def _columns(module: FSDPModule, names: dict[Module, str]) -> Iterator[Column]:
-    """Returns the parameters of a unit as FSDP2 lays them out."""
+    """Yields the parameters of a unit in the order in which FSDP2 lays them out."""
     for owner, attribute in parameters_of(module):
         parameter: DTensor = getattr(owner, attribute)
         name = ".".join(filter(None, (names[owner], attribute)))
         *replicated, sharded = parameter.placements
-        if type(sharded) is not Shard or not all(type(each) is Replicate for each in replicated):
+        if type(sharded) is not Shard or not all(type(placement) is Replicate for placement in replicated):
             raise OptionError(
                 f"comm_hook works with data parallelism only, but {name} has the placements {parameter.placements}:"
                 " shard with fully_shard alone, over a mesh of shards, or of replicas and shards"
@@ -266,11 +276,11 @@ def _columns(module: FSDPModule, names: dict[Module, str]) -> Iterator[Column]:
 
 
 def replicas_and_shards(columns: Sequence[Column]) -> tuple[int, int]:
-    """Returns how many ranks have the same shard, and how many shards there are."""
+    """Returns the number of ranks that have the same shard, and the number of shards."""
     meshes = {getattr(column.owner, column.attribute).device_mesh for column in columns}
     if len(meshes) > 1:
         raise OptionError(
-            f"comm_hook needs one mesh for all parameters of a unit, but that of {columns[0].name} has several"
+            f"comm_hook needs one mesh for all parameters of a unit, but the unit of {columns[0].name} has several"
         )
     (mesh,) = meshes
     num_shards = mesh.size(mesh.ndim - 1)

@@ -1,4 +1,4 @@
-"""ShardedModelSync: how a model communicates that FSDP2 shards, for a strategy, and changes of it."""
+"""ShardedModelSync: carries out the plan of a strategy in a model that FSDP2 shards, and changes of the plan."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from lightning_commopt.text.validation import warn_once
 
 
 class ShardedModelSync:
-    """The plan of a strategy, and what carries it out: comm objects in the units of the model.
+    """The plan of a strategy, and the comm objects in the units of the model that carry it out.
 
-    A residual outlives a change of the plan. Where the new plan has nothing to keep it in, the gradients of one
-    backward travel uncompressed, with the residual; then the new plan begins.
+    A residual outlives a change of the plan. If the new compressor keeps none, the gradients of one backward travel
+    uncompressed together with the residual, and then the new compressor takes over.
 
     Attributes:
-        gradients: compresses reduce-scatters; None where FSDP2's own are used.
+        plan: the plan in use.
+        gradients: compresses reduce-scatters; None if FSDP2's own are used.
     """
 
     def __init__(self, plan: ShardedPlan) -> None:
@@ -51,7 +52,7 @@ class ShardedModelSync:
         """Carries out the plan in a model whose units are sharded. All ranks must call it.
 
         Raises:
-            OptionError: the model has no unit, or its units are not what the plan can be carried out with.
+            OptionError: the model has no unit, or the plan cannot be carried out with its units.
         """
         self._model, self._ranks_per_node, self._timeout = model, ranks_per_node, timeout
         if not self.has_units and self.plan.is_lossy:
@@ -74,7 +75,7 @@ class ShardedModelSync:
         return self._model is not None
 
     def check_plan(self, plan: ShardedPlan) -> None:
-        """Raises an OptionError if this model cannot go over to a plan."""
+        """Raises an OptionError if this model cannot change to a plan."""
         if self._model is not None and plan.unit_options() != self.plan.unit_options():
             setters = {**plan.unit_options(), **self.plan.unit_options()}
             names = ", ".join(setter.removeprefix("set_") for setter in setters)
@@ -86,7 +87,7 @@ class ShardedModelSync:
         """Switches to a plan that is the same on all ranks, which must call it between two batches.
 
         Raises:
-            OptionError: the units are not what the plan can be carried out with; the old plan stays.
+            OptionError: the plan cannot be carried out with the units of the model; the old plan stays.
         """
         old, self.plan = self.plan, plan
         self._has_compressed |= plan.comm_hook is not None
@@ -113,13 +114,13 @@ class ShardedModelSync:
             sync.restore(state)
 
     def end_flush(self) -> None:
-        """Goes over to the compressor of the plan once a backward has sent a residual. Between two batches."""
+        """Changes to the plan's compressor if a backward has sent the old residual. Must be called between batches."""
         sync = self.gradients
         if sync is not None and isinstance(sync.compressor, ShardedExact) and sync.wire_bytes > 0:
             self._replace(self.plan.comm_hook, CommState(num_syncs=sync.state().num_syncs))
 
     def detach(self) -> None:
-        """Gives the units their own collectives back; the state stays for checkpoints and a further fit."""
+        """Gives the units their own collectives back, and keeps the state for checkpoints and a further fit."""
         for comm_objects in (self.gradients, self._parameters):
             if comm_objects is not None:
                 comm_objects.detach()
@@ -139,7 +140,7 @@ class ShardedModelSync:
     def _replace(self, compressor: ShardedCompressor | None, state: CommState[UnitLayout] | None = None) -> None:
         """Replaces what compresses reduce-scatters; residuals are kept, or those of ``state`` take their place."""
         assert self._model is not None
-        if compressor is not None:  # before a residual is sent for its sake
+        if compressor is not None:  # raises before anything changes
             place_on_nodes(compressor, sharded_units(self._model), self._ranks_per_node)
         old = self.gradients
         if state is None:
@@ -164,11 +165,11 @@ class ShardedModelSync:
         self.gradients = new
 
     def _count_bytes(self) -> None:
-        """Keeps the bytes of `gradients`, which are about to be replaced."""
+        """Adds up the bytes of `gradients`, which is about to be replaced."""
         self._earlier_bytes += 0 if self.gradients is None else self.gradients.wire_bytes
 
     def _gather_parameters(self) -> None:
-        """Makes all-gathers what the plan wants them to be."""
+        """Compresses all-gathers if the plan has a ``param_hook``, else restores FSDP2's own."""
         assert self._model is not None
         is_wanted = self.plan.param_hook is not None
         if is_wanted and self._parameters is None:
@@ -184,30 +185,25 @@ def _sync_for(compressor: ShardedCompressor | None) -> ShardedSync | None:
 
 
 def set_unit_options(model: Module, plan: ShardedPlan) -> None:
-    """Sets what a plan wants of FSDP2's units; warns once if the model has none."""
+    """Sets the options of a plan for FSDP2's units; warns once if the model has no units."""
     covered: set[Module] = set()
     for module in model.modules():
         if isinstance(module, FSDPModule) and module not in covered:
-            covered.update(module.modules())  # at once: units over the same ranks then share a group
+            covered.update(module.modules())  # setting it once for all of them lets their units share groups
             for setter, value in plan.unit_options().items():
                 getattr(module, setter)(value)
-    if not covered:
-        _warn_of_missing_units(plan)
-
-
-def _warn_of_missing_units(plan: ShardedPlan) -> None:
-    """Warns once of options for units of a model that has none."""
-    if names := ", ".join(setter.removeprefix("set_") for setter in plan.unit_options()):
+    names = ", ".join(setter.removeprefix("set_") for setter in plan.unit_options())
+    if names and not covered:
         warn_once(f"{names} has no effect: the model has no unit of FSDP2.")
 
 
 def gradient_bytes(sharded: Iterable[Module]) -> tuple[int, int]:
-    """Returns the bytes of all gradients that a rank has without sharding and with it, in the parameters' dtype."""
+    """Returns the bytes of a rank's gradients without sharding and with it, in the parameters' dtype."""
     unsharded_bytes = sharded_bytes = 0
     for parameter in {parameter for module in sharded for parameter in module.parameters()}:
         if isinstance(parameter, DTensor) and parameter.requires_grad:
             local = parameter.to_local()
-            # Of a mesh of replicas, shards and parts of a tensor the first sharded dimension is that of FSDP.
+            # In a mesh of replicas, shards and tensor parallelism, the first sharded dimension is FSDP's.
             dimension = next(
                 (i for i, placement in enumerate(parameter.placements) if not placement.is_replicate()), None
             )
@@ -218,7 +214,7 @@ def gradient_bytes(sharded: Iterable[Module]) -> tuple[int, int]:
 
 
 def require_sync(sharded: Iterable[FSDPModule], is_required: bool, *, unsharded: bool) -> None:
-    """Sets whether the next backward reduces gradients: all of them, or only between replicas."""
+    """Sets whether the next backward reduces gradients, between all ranks if ``unsharded``, else between replicas."""
     for module in sharded:
         if unsharded:
             module.set_requires_gradient_sync(is_required, recurse=False)

@@ -1,4 +1,4 @@
-"""Parameters as int8 in FSDP2's all-gathers, by a comm object for each unit (torch >= 2.9)."""
+"""Sends parameters as int8 in FSDP2's all-gathers, with a comm object for each unit (torch >= 2.9)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.nn import Module
 
 from lightning_commopt.compat.fsdp import comm_object, dtypes_of
 from lightning_commopt.compat.torch import foreach_copy_
+from lightning_commopt.compressors.blockwise import BlockInt8
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.kernels import blockwise
 from lightning_commopt.compressors.kernels.blockwise_format import BlockFormat
@@ -22,15 +23,16 @@ from lightning_commopt.sync.fsdp2.unit import Column, CompressedUnit, runs_of
 from lightning_commopt.sync.warm_up import SHARD_SIZES, floating_point, prepare_kernels
 from lightning_commopt.text.validation import warn_once
 
-_FORMAT = BlockFormat(8, 128)
+_FORMAT = BlockFormat(8, BlockInt8.block_size)
+"""Parameters travel in the format that `BlockInt8` has by default."""
 
 
 class GatheredParameters:
-    """The all-gathers of a model that FSDP2 shards, with parameters of two dimensions or more as int8."""
+    """The all-gathers of a model that FSDP2 shards, with parameters of at least two dimensions as int8."""
 
     def __init__(self) -> None:
         self._channels = Channels()
-        self._replaced: dict[FSDPModule, Any] = {}  # by the module of a unit: its comm object before `attach`
+        self._replaced: dict[FSDPModule, Any] = {}  # the comm object that each unit had before `attach`
 
     @property
     def wire_bytes(self) -> int:
@@ -42,7 +44,7 @@ class GatheredParameters:
             comm = UnitAllGather(self._channels, columns)
             self._replaced[module] = comm_object(module, "all_gather")
             module.set_custom_all_gather(comm)  # type: ignore[arg-type]  # duck typing
-        if self._replaced:  # here, so that no forward waits for a compiler
+        if self._replaced:  # no forward should wait for a compiler
             device, dtypes = comm.device, set().union(*map(dtypes_of, self._replaced))
             prepare_kernels(lambda: round_samples(dtypes, device), device, option="param_hook")
 
@@ -54,13 +56,17 @@ class GatheredParameters:
 
 
 class UnitAllGather(CompressedUnit):
-    """The comm object of one unit: what ``set_custom_all_gather`` takes.
+    """The comm object of one unit, for ``set_custom_all_gather``.
 
-    Forward and backward then use parameters that were rounded to int8 in blocks of 128 with one scale each, the same on
-    all ranks; the optimizer goes on with those that were not. Parameters of one dimension travel as they are. The
-    ``columns`` are the parameters in the order in which FSDP2 lays them out.
+    Forward and backward use parameters that were rounded to int8 in blocks of 128 with one scale each, the same on all
+    ranks, while the optimizer keeps exact ones. Parameters of one dimension travel uncompressed.
 
-    Source: quantized weights as in Wang et al., ZeRO++ (arXiv:2306.10209), who have a second copy within each node.
+    Args:
+        channels: the collectives of the units.
+        columns: the parameters of the unit in the order in which FSDP2 lays them out.
+
+    This differs from the quantized weights of Wang et al., ZeRO++ (arXiv:2306.10209), in that there is no second copy
+    of the parameters within each node.
     """
 
     def __init__(self, channels: Channels, columns: Sequence[Column]) -> None:
@@ -73,16 +79,15 @@ class UnitAllGather(CompressedUnit):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Writes the shards ``(W * columns,)`` of all ranks, rounded, to the output.
+        """Writes the rounded shards of all ranks to the output ``(W * columns,)``.
 
-        The input, ``(columns,)``, may be a part of it. What is returned can be waited for, if it is not None.
+        The input ``(columns,)`` may be a part of the output. The result is a handle to wait for, or None if the
+        collective has ended.
         """
         widths = [width for width, _ in self._runs]
         is_whole = input_tensor.numel() == sum(widths) and group.size() == self._num_shards
         if not is_whole or not input_tensor.is_floating_point():
-            warn_once(
-                f"param_hook: the unit of {self._name} is gathered as it is, since it is laid out in another way."
-            )
+            warn_once(f"param_hook: the unit of {self._name} is gathered uncompressed, since its layout has changed.")
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
         rows = output_tensor.view(self._num_shards, -1)
         num_bytes = self._num_shards * self._message_bytes(input_tensor.element_size())
@@ -99,7 +104,7 @@ class UnitAllGather(CompressedUnit):
 def gather(
     mine: Sequence[Tensor], all_ranks: Sequence[Tensor], runs: Sequence[tuple[int, bool]], channel: Channel
 ) -> None:
-    """Gathers ``(s_i,)`` of each rank into ``(W, s_i)``, rounded where ``runs`` are compressed."""
+    """Gathers ``(s_i,)`` of each rank into ``(W, s_i)``, rounded if the run is compressed."""
     first, second = channel.lanes()
     pending = exact = None
     parts = list(zip(mine, all_ranks, [is_compressed for _, is_compressed in runs], strict=True))
@@ -125,7 +130,7 @@ def gather(
 
 
 def round_samples(dtypes: Collection[torch.dtype], device: torch.device) -> None:
-    """Rounds small shards that need all kernels of `gather`."""
+    """Rounds small shards, so that all kernels of `gather` are compiled."""
     for dtype in floating_point(dtypes):
         for numel in SHARD_SIZES:
             message = torch.empty(1, _FORMAT.shard_bytes(numel, 1), dtype=torch.uint8, device=device)

@@ -1,7 +1,7 @@
 """The comm object of one unit of FSDP2, which compresses its reduce-scatter.
 
-FSDP2 lays out the gradients of a unit as ``(W, columns)``: row ``r`` holds the shards of rank ``r``, those of one
-parameter behind those of another, each filled up with zeros to the size of the largest.
+FSDP2 lays out the gradients of a unit as ``(W, columns)``. Row ``r`` holds the shards of rank ``r``, concatenated over
+the parameters, and each shard is padded with zeros to the size of the parameter's largest.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ SavedUnit = tuple[tuple[str, ...], UnitLayout, State]
 
 
 class Column(NamedTuple):
-    """A parameter of a unit: an attribute of its owner, as a whole of ``shape``, cut into shards in ``dim``."""
+    """A parameter of a unit, which is an attribute of its owner."""
 
-    name: str
+    name: str  # its name in the model
     owner: Module
-    attribute: str
-    shape: torch.Size
-    dim: int
+    attribute: str  # its name in the owner
+    shape: torch.Size  # its shape without sharding
+    dim: int  # the dimension in which it is cut into shards
 
     @property
     def is_compressed(self) -> bool:
@@ -62,7 +62,7 @@ def layout_of(columns: Sequence[Column], num_shards: int) -> UnitLayout:
 
 
 def full_name(compressor: ShardedCompressor) -> str:
-    """Returns the name that configurations use, and that of the compressor inside.
+    """Returns the names in configurations of a compressor and of the compressor inside it.
 
     >>> from lightning_commopt.compressors import ShardedHierarchical, ShardedInt8
     >>> full_name(ShardedHierarchical(inner=ShardedInt8()))
@@ -73,13 +73,13 @@ def full_name(compressor: ShardedCompressor) -> str:
 
 
 def runs_of(columns: Sequence[Column], num_shards: int) -> list[tuple[int, bool]]:
-    """Returns how many adjacent elements of a row are compressed, or are not."""
+    """Returns the runs of a row: numbers of adjacent elements, and whether these are compressed."""
     widths = [(column.width(num_shards), column.is_compressed) for column in columns]
-    return [(sum(width for width, _ in run), key) for key, run in groupby(widths, lambda each: each[1])]
+    return [(sum(width for width, _ in run), key) for key, run in groupby(widths, lambda pair: pair[1])]
 
 
 class CompressedUnit(NotifyingComm):
-    """A comm object that compresses; it notifies of each collective as one, with the bytes of all messages."""
+    """A comm object that compresses, and notifies of all messages of a collective as one, with their bytes."""
 
     @contextmanager
     def _notifying(self, operation: str, source: str, num_bytes: int) -> Iterator[None]:
@@ -92,10 +92,17 @@ class CompressedUnit(NotifyingComm):
 
 
 class UnitReduceScatter(CompressedUnit):
-    """The comm object of one unit: what ``set_custom_reduce_scatter`` takes.
+    """The comm object of one unit, for ``set_custom_reduce_scatter``.
 
-    The ``compressor`` is for parameters with two dimensions or more; ``columns`` are all parameters of the unit, in the
-    order in which FSDP2 lays them out, and sharded now. The unit has the ``index`` and the name of its first parameter.
+    Args:
+        compressor: compresses parameters of at least two dimensions.
+        channels: the collectives of the units.
+        index: number of the unit in the model.
+        columns: all parameters of the unit, which are sharded, in the order in which FSDP2 lays them out.
+
+    Attributes:
+        name: the name of the unit, which is that of its first parameter.
+        may_overlap: whether its reduce-scatters may run in a thread.
     """
 
     def __init__(
@@ -106,13 +113,13 @@ class UnitReduceScatter(CompressedUnit):
         self._compressor = compressor
         self._source = f"{full_name(compressor)} reduce-scatter"
         self._channels = channels
-        self.first_seed = first_seed(index, dist.get_rank())  # among replicas the rank of a shard is not unique
+        self.first_seed = first_seed(index, dist.get_rank())  # the rank in the group is not unique among replicas
         self._sharded: list[DTensor] = [getattr(column.owner, column.attribute) for column in columns]
         mesh = self._sharded[0].device_mesh
         self.group = mesh.get_group(mesh.ndim - 1)
         self.num_shards = self.group.size()
         self.device = torch.device(mesh.device_type)
-        self.may_overlap = mesh.device_type == "cpu" and mesh.ndim == 1  # its reduce-scatters may run on a thread
+        self.may_overlap = mesh.device_type == "cpu" and mesh.ndim == 1
         self._used: tuple[Column, ...] = ()
         self._runs: list[tuple[int, bool]] = []
         self._num_columns = 0
@@ -129,9 +136,9 @@ class UnitReduceScatter(CompressedUnit):
         op: dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> None:
-        """Writes the mean of this rank's row of the input ``(W * columns,)`` over all ranks to the output.
+        """Writes the mean over all ranks of this rank's row of the input ``(W * columns,)`` to the output.
 
-        The input is left as it was. ``op`` is the sum, which `ShardedSync.attach` has made FSDP2 ask for.
+        The input is not changed. ``op`` is the sum, since `ShardedSync.attach` makes FSDP2 ask for it.
         """
         assert op == dist.ReduceOp.SUM
         assert not async_op
@@ -259,9 +266,9 @@ def _reduce_scatter(
         rounds = compressor.rounds([part for part, _ in compressed], [mean for _, mean in compressed], state, lanes[0])
         pending = next(rounds)
     if others:
-        its_widths = [part.shape[1] for part, _ in others]
-        message = lanes[1].scratch("uncompressed", (channel.size, sum(its_widths)), rows.dtype, rows.device)
-        foreach_copy_(message.split(its_widths, 1), [part for part, _ in others])
+        other_widths = [part.shape[1] for part, _ in others]
+        message = lanes[1].scratch("uncompressed", (channel.size, sum(other_widths)), rows.dtype, rows.device)
+        foreach_copy_(message.split(other_widths, 1), [part for part, _ in others])
         if carried is not None:
             message.add_(carried)
         with issued_by("uncompressed reduce-scatter"):
@@ -269,4 +276,4 @@ def _reduce_scatter(
     if rounds is not None:
         finish(rounds, pending)
     if exact is not None:
-        foreach_copy_([mean for _, mean in others], exact.wait().div_(channel.size).split(its_widths))
+        foreach_copy_([mean for _, mean in others], exact.wait().div_(channel.size).split(other_widths))

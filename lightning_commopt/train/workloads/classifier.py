@@ -37,7 +37,8 @@ class Classifier(LightningModule):
             shard(self, self.device_mesh, blocks=_MIN_UNIT_NUMEL)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.net(inputs)
+        outputs: Tensor = self.net(inputs)
+        return outputs
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         inputs, labels = batch

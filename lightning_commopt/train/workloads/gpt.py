@@ -51,7 +51,8 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
         x = x + self.attention_out(mixed)
-        return x + self.mlp(x)
+        mapped: Tensor = x + self.mlp(x)
+        return mapped
 
 
 class GPT(LightningModule):

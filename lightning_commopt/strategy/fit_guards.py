@@ -1,0 +1,59 @@
+"""FitGuards: what watches the ranks of a Trainer's strategy during a fit."""
+
+from __future__ import annotations
+
+from lightning_commopt.compat.sigterm import SigtermCheck, broadcasts_sigterm
+from lightning_commopt.strategy.base import is_fit
+from lightning_commopt.strategy.remedies import explain_error
+from lightning_commopt.sync.strategies import TrainersStrategy, WatchedStrategy, trainer_of
+from lightning_commopt.text.validation import info, warn_once
+from lightning_commopt.watch.fit_watch import FitWatch
+
+
+class FitGuards:
+    """The watch of a fit of several ranks, and their agreement on SIGTERM, from `start` to `close`.
+
+    Args:
+        watch: whether fits are watched.
+        sigterm_every_n_steps: number of optimizer steps between two agreements; None for Lightning's own way.
+    """
+
+    def __init__(self, *, watch: bool, sigterm_every_n_steps: int | None) -> None:
+        self._watches, self._sigterm_every_n_steps = watch, sigterm_every_n_steps
+        self._sigterm_check: SigtermCheck | None = None
+        self.fit_watch: FitWatch | None = None
+
+    def start(self, strategy: WatchedStrategy) -> None:
+        """Starts the guards if the strategy is about to fit. All ranks must call it."""
+        if is_fit(strategy):
+            self.fit_watch = FitWatch(strategy) if self._watches and strategy.world_size > 1 else None
+            self._sigterm_check = _check_sigterm(strategy, self._sigterm_every_n_steps)
+
+    def fail(self, exception: BaseException) -> None:
+        """Explains an exception that ends the fit, and reports it to the other ranks."""
+        explain_error(exception)
+        if self.fit_watch is not None:
+            self.fit_watch.fail(exception)
+
+    def close(self) -> None:
+        for guard in (self._sigterm_check, self.fit_watch):
+            if guard is not None:
+                guard.close()
+        self._sigterm_check = self.fit_watch = None
+
+
+def _check_sigterm(strategy: TrainersStrategy, every_n_steps: int | None) -> SigtermCheck | None:
+    """Replaces Lightning's check for SIGTERM in a fit of several ranks; returns None if there is nothing to replace."""
+    if every_n_steps is None:
+        return None
+    if strategy.world_size == 1:
+        info(f"sigterm_every_n_steps={every_n_steps} has no effect: there is only one process.")
+        return None
+    trainer = trainer_of(strategy)
+    if not broadcasts_sigterm(trainer):
+        warn_once(
+            f"sigterm_every_n_steps={every_n_steps} has no effect: this version of Lightning does not broadcast SIGTERM"
+            " between batches; those from 2.5.2 on do."
+        )
+        return None
+    return SigtermCheck(trainer, every_n_steps)

@@ -1,0 +1,129 @@
+"""Errors and warnings of strategies about the model, the optimizers and the environment, each with a remedy."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from lightning_commopt.compat.lightning import MisconfigurationException, is_interactive, optimizer_is_toggled
+from lightning_commopt.compressors import Cast, Compressor
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.strategy.base import is_baseline
+from lightning_commopt.sync.strategies import RunningStrategy
+from lightning_commopt.text.validation import info, warn, warn_once
+
+if TYPE_CHECKING:
+    from lightning.fabric.strategies.launchers.launcher import _Launcher
+    from lightning.pytorch import LightningModule
+    from torch.nn.parallel import DistributedDataParallel
+
+    from lightning_commopt.sync.ddp.attach import Trainable
+
+_EXPLANATIONS = {
+    "Expected to have finished reduction in the prior iteration": (
+        "It looks like your LightningModule has parameters that were not used in producing the loss returned by"
+        " training_step. If that is intended (two optimizers that are toggled, for instance), use"
+        " strategy=CommOptDDP(find_unused_parameters=True)."
+    ),
+    "got mixed torch.Tensor and DTensor": (
+        "A sharded parameter was used while it was not gathered, which its unit does in forward only. Parameters in no"
+        " block are gathered by the forward of the module that was sharded: call self(...) in training_step rather than"
+        " a part of the module, or shard that part, with shard(self.part, self.device_mesh, blocks=...)."
+    ),
+    "First bucket should be smaller/equal to other buckets": (
+        "torch.compile cuts a module's graph at DDP's buckets, the first time after 1 MiB, and takes no smaller"
+        " bucket_cap_mb: use at least 1, or torch._dynamo.config.optimize_ddp = 'no_optimization', which leaves the"
+        " graph whole, so that all its gradients are ready at the same time."
+    ),
+}
+"""For a part of an error message of torch, the message that replaces it."""
+
+
+def refuse_ray(strategy: RunningStrategy) -> None:
+    """Raises in a worker of Ray Train, which accepts only subclasses of its own strategies."""
+    has_environment = any(cls.__module__.startswith("ray.train.") for cls in type(strategy.cluster_environment).__mro__)
+    is_worker = "ray.train" in sys.modules and dist.is_available() and dist.is_initialized()
+    if has_environment or (is_worker and dist.get_world_size() != strategy.num_nodes * strategy.num_processes):
+        name = "CommOptDDP" if is_baseline(strategy) else type(strategy).__name__
+        raise MisconfigurationException(
+            f"In a worker of Ray Train use lightning_commopt.ray.{name}, with"
+            " Trainer(plugins=[ray.train.lightning.RayLightningEnvironment()])."
+        )
+
+
+def check_start_method(launcher: _Launcher | None) -> None:
+    """Raises if a launcher cannot start processes from a notebook, before Lightning's error recommends its own DDP."""
+    if is_interactive() and launcher is not None and not launcher.is_interactive_compatible:
+        raise MisconfigurationException(
+            "CommOptDDP cannot start its processes in a notebook or an interactive interpreter with this start_method:"
+            " use strategy='commopt_ddp_notebook' ('commopt_ddp_bf16_notebook', ...), CommOptDDP(start_method='fork',"
+            " ...), or a script."
+        )
+
+
+def explain_one_rank(unused_hook: str | None) -> None:
+    """Logs why a single rank has no wrapper, and names the option whose hook is therefore not used, if any."""
+    info(
+        "CommOptDDP: one process, so there are no gradients to synchronize: the model is trained without the"
+        f" DistributedDataParallel wrapper{f'; {unused_hook} is not used' if unused_hook else ''}."
+    )
+
+
+def warn_of_local_decisions(optimizers: Iterable[object]) -> None:
+    """Warns about LBFGS if it decides by this rank's loss how often it calls its closure, which runs a backward."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS) and any(
+            group["line_search_fn"] is not None or group["tolerance_change"] > 0 for group in optimizer.param_groups
+        ):
+            warn_once(
+                "LBFGS decides by the loss, which differs between ranks, how often it evaluates its closure: a rank"
+                " that evaluates it once more waits for the others in gradient sync until the timeout. Use"
+                " LBFGS(line_search_fn=None, tolerance_change=0), which decides by the gradients only, or return a"
+                " loss of the same value on all ranks: mean + (loss - loss.detach()), with the all-reduced mean."
+            )
+
+
+def warn_of_fp16_under_scaler(comm_hook: Compressor | None, precision: object) -> None:
+    """Warns if gradients that a precision plugin's scaler has multiplied are rounded to float16."""
+    if getattr(precision, "scaler", None) is None:
+        return
+    while isinstance(inner := getattr(comm_hook, "inner", None), Compressor):
+        comm_hook = inner
+    if isinstance(comm_hook, Cast) and comm_hook.dtype == torch.float16:
+        warn(
+            "comm_hook='fp16' rounds gradients that a gradient scaler has multiplied: those beyond float16's"
+            " 65504 become infinite, and the scaler then skips the step. comm_hook='bf16' has float32's range."
+        )
+
+
+def warn_of_missing_buffers(model: DistributedDataParallel, plan: CommPlan) -> None:
+    """Warns once about options for buffers if the wrapped model has no buffers."""
+    for name in ("broadcast_buffers", "forward_sync_buffers"):
+        value = getattr(plan, name)
+        if value is not None and not any(True for _ in model.module.buffers()):
+            warn_once(f"{name}={value} has no effect: the model has no buffers.")
+
+
+def check_backward(trainable: Trainable, module: LightningModule, is_static: bool) -> None:
+    """Raises if DDP, as it was set up, would not synchronize all gradients of the backward that begins."""
+    if trainable.some_unfrozen():
+        raise MisconfigurationException(
+            "A parameter was unfrozen within the training step, after DDP had laid out its buckets: each rank"
+            " would train it by itself. Unfreeze in on_train_batch_start or earlier; or, if parameters are trained"
+            " alternately, leave all unfrozen when fit starts and use CommOptDDP(find_unused_parameters=True)."
+        )
+    if is_static and optimizer_is_toggled(module) and len(module.trainer.optimizers) > 1:
+        raise MisconfigurationException(
+            "static_graph=True cannot be used with toggle_optimizer: each optimizer's backward gives gradients"
+            " to other parameters. Use CommOptDDP(find_unused_parameters=True) without static_graph."
+        )
+
+
+def explain_error(exception: BaseException) -> None:
+    """Replaces messages of torch that show no remedy; see `_EXPLANATIONS`."""
+    for message, explanation in _EXPLANATIONS.items():
+        exception.args = tuple(explanation if message in str(arg) else arg for arg in exception.args)
