@@ -30,8 +30,8 @@ from scipy.stats import binom
 
 from commopt_diagnose.bench.measure import _Bench
 from commopt_diagnose.bench.operations import prepare, ranks_by_scope, views
-from lightning_commopt.measure.link.bench_result import Case
-from lightning_commopt.measure.link.bench_settings import BenchSettings
+from commopt_diagnose.bench.result import Case
+from commopt_diagnose.bench.settings import BenchSettings
 from lightning_commopt.testing.ranks import run_ranks
 
 SIZES_BYTES = (8, 2**12, 2**16, 2**20, 2**23)

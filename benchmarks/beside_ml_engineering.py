@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from results_file import write_result
 
+from commopt_diagnose.bench.settings import BenchSettings
 from commopt_diagnose.bench.start import start_bench
 from lightning_commopt.launch.lab import NetLab
-from lightning_commopt.measure.link.bench_settings import BenchSettings
 
 _ROW = re.compile(r"\|\s*([\d.]+)([KMG])iB \|\s*([\d.]+)GBps \|\s*([\d.]+)GBps \|")
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30}

@@ -17,10 +17,10 @@ from typing import Any
 
 from results_file import write_result
 
+from commopt_diagnose.bench.model import Curve
+from commopt_diagnose.bench.result import BenchResult, Row
+from commopt_diagnose.bench.settings import BenchSettings, size_text
 from commopt_diagnose.bench.start import start_bench
-from lightning_commopt.measure.link.bench_result import BenchResult, Row
-from lightning_commopt.measure.link.bench_settings import BenchSettings, size_text
-from lightning_commopt.measure.link.model import Curve
 
 LARGEST_BYTES = {"100mbit": 2**22, "1gbit": 2**25, "10gbit": 2**26, "unlimited": 2**26}
 TCP_SHARE = 1448 / 1514

@@ -66,10 +66,12 @@ def test_of_torch():
 
 
 @pytest.mark.parametrize("workers", sampled(["-n=0", "-n=1"], by_default=["-n=0"]))
-def test_only_warnings_within_tests_are_errors(pytester: pytest.Pytester, workers: str) -> None:
+def test_only_warnings_within_tests_are_errors(
+    pytester: pytest.Pytester, workers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If it fails, tests do not start where somebody has another plugin, or a warning of ours goes unnoticed."""
     pytester.makeconftest((Path(__file__).parent / "conftest.py").read_text())
-    pytester.syspathinsert()
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     pytester.makepyfile(noisy=NOISY, test_sample=WARNING)
     pytester.makeini("[pytest]\nmarkers =\n    gpu: needs a device")
     result = pytester.runpytest_subprocess(workers, "-p", "no:cacheprovider", "-p", "noisy")

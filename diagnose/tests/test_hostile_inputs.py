@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 import commopt_diagnose
+from commopt_diagnose.bench.model import LinkModel
 from diagnose_support.nccl_sample_logs import SLOW
 from diagnose_support.sample_bench import result_of, sample
 from diagnose_support.topology_samples import DOCUMENTED
-from lightning_commopt.measure.link.model import LinkModel
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.diagnosis import diagnose
 from lightning_commopt.watch.hangs.marks import Mark

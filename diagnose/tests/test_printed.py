@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from commopt_diagnose.bench.result import Row
 from commopt_diagnose.bench.terminal import print_bench
 from commopt_diagnose.doctor.terminal import print_findings, print_hang_report
 from commopt_diagnose.nccl_log.findings import find_all
@@ -17,7 +18,6 @@ from commopt_diagnose.topology.terminal import print_topology
 from diagnose_support.nccl_sample_logs import BROKEN, SLOW, SampleJob
 from diagnose_support.sample_bench import result_of, sample
 from diagnose_support.topology_samples import DOCUMENTED
-from lightning_commopt.measure.link.bench_result import Row
 from lightning_commopt.text.findings import Finding
 from lightning_commopt.watch.hangs.diagnosis import diagnose
 from lightning_commopt.watch.hangs.records import HangReport, Records

@@ -76,9 +76,20 @@ def _add_missing(name: str) -> None:
         raise typer.Exit(2)
 
 
-_others = entry_points(group=GROUP)
-for _entry_point in _others:
-    app.registered_commands += _entry_point.load().registered_commands
-if "diagnose" not in _others.names:
-    for _name in ("bench", "doctor", "nccl-log", "nsys", "topo"):
-        _add_missing(_name)
+def _add_others() -> None:
+    """Adds the commands of other distributions; one that cannot be loaded keeps no other command from running."""
+    is_diagnose_missing = True
+    for entry_point in entry_points(group=GROUP):
+        try:
+            app.registered_commands += entry_point.load().registered_commands
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            echo(f"commopt: the commands of {entry_point.name} cannot be loaded ({reason})", err=True)
+        else:
+            is_diagnose_missing = is_diagnose_missing and entry_point.name != "diagnose"
+    if is_diagnose_missing:
+        for name in ("bench", "doctor", "nccl-log", "nsys", "topo"):
+            _add_missing(name)
+
+
+_add_others()

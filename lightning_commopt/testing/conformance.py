@@ -6,7 +6,6 @@ import pickle
 import re
 import textwrap
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from lightning_commopt.testing.places import Place
 from lightning_commopt.testing.ranks import DIED, RankError, find_place, prepare_rank, run_on
 from lightning_commopt.testing.sharded_laws import SHARDED_LAWS, ShardedSetup, why_unavailable
 from lightning_commopt.testing.steps import Setup
-from lightning_commopt.text.validation import check_choice
+from lightning_commopt.text.validation import check_choice, warn
 
 # Else each rank imports these anew, which takes longer than all laws; who needs more in ranks sets another list later.
 ranks.PROCESSES.set_forkserver_preload([__name__, "torch._dynamo"])
@@ -167,7 +166,7 @@ def _possible(trials: list[_Trial], place: Place) -> list[_Trial]:
     if not possible:
         raise OptionError(reason)
     if len(possible) < len(trials):
-        warnings.warn(f"the laws for FSDP2 are not checked: {reason}", stacklevel=3)
+        warn(f"the laws for FSDP2 are not checked: {reason}")
     return possible
 
 

@@ -23,6 +23,8 @@ from lightning_commopt import (
 )
 from lightning_commopt.callbacks import CommTimeMonitor, HangMonitor, NVTXRanges, RunRecorder, SpeedMonitor
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt8
+from lightning_commopt.measure.runs.record import RunRecord
+from lightning_commopt.measure.runs.settings import nested
 from support.lightnings import Callback
 from support.ranks import run_ranks, run_ranks_or_raise
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer
@@ -282,14 +284,10 @@ def test_a_run_has_its_plan(tmp_path: Path) -> None:
     run_ranks(_record, tmp_path, limit_s=_LIMIT_S)
     record = json.loads((tmp_path / "run.json").read_text())
     assert (record["sync_method"], record["plan_name"], record["is_lossy"]) == ("int8", "int8, int8 parameters", True)
-    settings = {name: value for name, value in record["settings"].items() if name.startswith("plan.")}
-    assert settings == {
-        "plan.comm_hook.name": "int8",
-        "plan.comm_hook.block_size": 128,
-        "plan.comm_hook.error_feedback": False,
-        "plan.comm_hook.stochastic_rounding": False,
-        "plan.param_hook": "int8",
-    }
+    options = {"name": "int8", "block_size": 128, "error_feedback": False, "stochastic_rounding": False}
+    known = nested(RunRecord.load(tmp_path).settings.plan_options)
+    assert known == {"comm_hook": options, "param_hook": "int8"}
+    assert record["plan_type"] == "ShardedPlan"
 
 
 def _uneven(policy: str) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
+from commopt_diagnose.bench.result import Case
+from commopt_diagnose.bench.settings import BenchSettings
 from lightning_commopt.compressors import compressor_from_config, compressor_to_config
 from lightning_commopt.measure.files import read_run
-from lightning_commopt.measure.link.bench_result import Case
-from lightning_commopt.measure.link.bench_settings import BenchSettings
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.text.validation import check_integer
 

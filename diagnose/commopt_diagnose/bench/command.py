@@ -12,10 +12,10 @@ from lightning_commopt.commands.errors import check_outputs, echo, echo_notices,
 from lightning_commopt.text.terminal import TextConsole, print_text
 
 if TYPE_CHECKING:
+    from commopt_diagnose.bench.model import LinkModel
+    from commopt_diagnose.bench.result import BenchResult
+    from commopt_diagnose.bench.settings import BenchSettings
     from commopt_diagnose.bench.start import OnProgress
-    from lightning_commopt.measure.link.bench_result import BenchResult
-    from lightning_commopt.measure.link.bench_settings import BenchSettings
-    from lightning_commopt.measure.link.model import LinkModel
 
 _NAMES = (
     "all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all, send_recv;"
@@ -175,15 +175,15 @@ def bench(
 
     Exit status 1 if a result is wrong or a rank fails, 2 for mistakes in the arguments.
     """
-    from lightning_commopt.measure.link.bench_result import BenchResult, kind_of
-    from lightning_commopt.measure.link.bench_settings import (
+    from commopt_diagnose.bench.model import MODEL_KIND, LinkModel
+    from commopt_diagnose.bench.result import BenchResult, kind_of
+    from commopt_diagnose.bench.settings import (
         COLLECTIVES,
         PLACES,
         BenchSettings,
         parse_size,
         sizes_between,
     )
-    from lightning_commopt.measure.link.model import MODEL_KIND, LinkModel
 
     check_outputs(output, csv, page, model)
     if load is not None and from_run is not None:
@@ -198,7 +198,7 @@ def bench(
     if load is not None:
         result = BenchResult.load(load)
     elif from_run is not None:
-        from lightning_commopt.measure.link.run_result import result_of_run
+        from commopt_diagnose.bench.run_result import result_of_run
 
         result = result_of_run(from_run)
         echo_notices(from_run)
@@ -243,8 +243,8 @@ def bench(
 
 def _show(shown: "BenchResult | LinkModel", json: bool, sizes_bytes: Sequence[int]) -> None:
     """Prints a result with the link model of it, or a link model alone."""
+    from commopt_diagnose.bench.model import LinkModel
     from commopt_diagnose.bench.terminal import condition_lines, model_lines, predictions, print_bench
-    from lightning_commopt.measure.link.model import LinkModel
 
     model = shown if isinstance(shown, LinkModel) else LinkModel.fit(shown) if shown.measured else None
     if json:
@@ -262,7 +262,7 @@ def _show(shown: "BenchResult | LinkModel", json: bool, sizes_bytes: Sequence[in
 
 
 def _write(result: "BenchResult", output: Path | None, csv: Path | None, page: Path | None, model: Path | None) -> None:
-    from lightning_commopt.measure.link.model import LinkModel
+    from commopt_diagnose.bench.model import LinkModel
 
     if output is not None:
         result.save(output)

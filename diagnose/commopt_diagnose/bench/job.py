@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from commopt_diagnose.bench.measure import measure, reduce_value
+from commopt_diagnose.bench.result import BenchResult
+from commopt_diagnose.bench.settings import BenchSettings
 from commopt_diagnose.bench.start import PROGRESS, OnProgress
 from lightning_commopt.launch.environment import RankIdentity, find_rank_identity
-from lightning_commopt.measure.link.bench_result import BenchResult
-from lightning_commopt.measure.link.bench_settings import BenchSettings
 from lightning_commopt.measure.runs.machine import devices, nccl_version, versions
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit
 from lightning_commopt.text.validation import check_choice

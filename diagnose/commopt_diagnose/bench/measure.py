@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from commopt_diagnose.bench.cases import cases_of, num_ranks_of_scopes
 from commopt_diagnose.bench.operations import Call, Ranks, prepare, prepare_hook, ranks_by_scope
+from commopt_diagnose.bench.result import Case, Row
+from commopt_diagnose.bench.settings import BenchSettings
 from commopt_diagnose.bench.start import OnProgress
 from lightning_commopt.compressors.channel import Channel
-from lightning_commopt.measure.link.bench_result import Case, Row
-from lightning_commopt.measure.link.bench_settings import BenchSettings
 
 _BURST_SHARE_BYTES = 2**26  # a message of this size is much larger than the burst that a rate limiter allows
 _MAX_ITERS = 100_000

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commopt_diagnose.bench.cases import has_nodes
+from commopt_diagnose.bench.result import Case
 from lightning_commopt.compressors import Compressor, Layout, compressor_from_config
 from lightning_commopt.compressors.base import finish
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.hierarchical import place_on_nodes
 from lightning_commopt.compressors.kernels import c_library
-from lightning_commopt.measure.link.bench_result import Case
 from lightning_commopt.sync.groups import borrow_groups
 
 _REDOPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}

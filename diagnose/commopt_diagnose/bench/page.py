@@ -8,10 +8,10 @@ from pathlib import Path
 
 from plotly import graph_objects as go
 
+from commopt_diagnose.bench.model import Curve, LinkModel
+from commopt_diagnose.bench.result import BenchResult, Row
+from commopt_diagnose.bench.settings import COMPOUND, SINGLE, size_text
 from commopt_diagnose.bench.terminal import against_link, payoffs, peer_lines, where_lines
-from lightning_commopt.measure.link.bench_result import BenchResult, Row
-from lightning_commopt.measure.link.bench_settings import COMPOUND, SINGLE, size_text
-from lightning_commopt.measure.link.model import Curve, LinkModel
 from lightning_commopt.report.figures.style import (
     Chart,
     Line,

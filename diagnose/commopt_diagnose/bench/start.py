@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from commopt_diagnose.bench.cases import num_ranks_of_scopes
+from commopt_diagnose.bench.result import BenchResult
+from commopt_diagnose.bench.settings import BenchSettings, size_text
 from lightning_commopt.launch.lab import NetLab, parse_rate, why_not
 from lightning_commopt.launch.process import run_ranks
-from lightning_commopt.measure.link.bench_result import BenchResult
-from lightning_commopt.measure.link.bench_settings import BenchSettings, size_text
 from lightning_commopt.text.validation import check_integer
 
 PROGRESS = "COMMOPT PROGRESS "

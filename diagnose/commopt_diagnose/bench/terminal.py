@@ -8,9 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_commopt.measure.link.bench_result import BenchResult, Case, Row
-from lightning_commopt.measure.link.bench_settings import size_text
-from lightning_commopt.measure.link.model import LinkModel
+from commopt_diagnose.bench.model import LinkModel
+from commopt_diagnose.bench.result import BenchResult, Case, Row
+from commopt_diagnose.bench.settings import size_text
 from lightning_commopt.text.formatting import count, grouped, number
 from lightning_commopt.text.terminal import TextTable, print_text
 

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from commopt_diagnose.bench.cases import messages_of
+from commopt_diagnose.bench.model import LinkModel
+from commopt_diagnose.bench.result import BenchResult
+from commopt_diagnose.bench.run_result import result_of_run
+from commopt_diagnose.bench.settings import BenchSettings
 from commopt_diagnose.bench.start import start_bench
 from diagnose_support.sample_bench import result_of, sample
 from lightning_commopt.launch import process as processes
 from lightning_commopt.launch.process import InterruptedRun, raise_signals
 from lightning_commopt.measure.files import StepWriter, rank_file
-from lightning_commopt.measure.link.bench_result import BenchResult
-from lightning_commopt.measure.link.bench_settings import BenchSettings
-from lightning_commopt.measure.link.model import LinkModel
-from lightning_commopt.measure.link.run_result import result_of_run
 from lightning_commopt.plan import CommPlan
 from support.commopt import commopt, refusal
 from support.marked_processes import Program

@@ -12,8 +12,8 @@ from commopt_diagnose.bench import measure as measuring
 from commopt_diagnose.bench import operations
 from commopt_diagnose.bench.measure import measure
 from commopt_diagnose.bench.operations import Ranks
-from lightning_commopt.measure.link.bench_result import Case, Row
-from lightning_commopt.measure.link.bench_settings import COLLECTIVES, PLACES, BenchSettings
+from commopt_diagnose.bench.result import Case, Row
+from commopt_diagnose.bench.settings import COLLECTIVES, PLACES, BenchSettings
 from support.ranks import run_ranks
 
 

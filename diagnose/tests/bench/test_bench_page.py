@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from commopt_diagnose.bench.model import LinkModel
 from commopt_diagnose.bench.page import bench_charts, write_bench_page
+from commopt_diagnose.bench.result import BenchResult, Row
 from diagnose_support.sample_bench import case, result_of, sample
-from lightning_commopt.measure.link.bench_result import BenchResult, Row
-from lightning_commopt.measure.link.model import LinkModel
 from support.browser import CHROMIUM, NO_CHROMIUM, opened, started_browser
 from support.known import known
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from commopt_diagnose.bench.result import BenchResult, Row, bus_factor
+from commopt_diagnose.bench.settings import BenchSettings, parse_size, sizes_between
 from commopt_diagnose.bench.terminal import payoffs, print_bench
 from diagnose_support.sample_bench import case, result_of, sample
-from lightning_commopt.measure.link.bench_result import BenchResult, Row, bus_factor
-from lightning_commopt.measure.link.bench_settings import BenchSettings, parse_size, sizes_between
 
 # nccl-tests, doc/PERFORMANCE.md.
 PUBLISHED = {

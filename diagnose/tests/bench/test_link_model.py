@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from commopt_diagnose.bench.fit import Point, fit_segments, time_at
+from commopt_diagnose.bench.model import Curve, LinkModel
+from commopt_diagnose.bench.result import BenchResult
 from diagnose_support.sample_bench import SIZES, result_of, sample
-from lightning_commopt.measure.link.bench_result import BenchResult
-from lightning_commopt.measure.link.fit import Point, fit_segments, time_at
-from lightning_commopt.measure.link.model import Curve, LinkModel
 
 
 def _line(size: int) -> float:

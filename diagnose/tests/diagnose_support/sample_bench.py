@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lightning_commopt.measure.link.bench_result import BenchResult, Case, Row
-from lightning_commopt.measure.link.bench_settings import BenchSettings
+from commopt_diagnose.bench.result import BenchResult, Case, Row
+from commopt_diagnose.bench.settings import BenchSettings
 
 SIZES = [2**power for power in range(3, 27)]
 

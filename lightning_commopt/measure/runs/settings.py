@@ -10,8 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import yaml
-
 Value: TypeAlias = object
 """A bool, an int, a float, a text, None, or a tuple of these. Numbers are equal if they are as numbers: 25 and 25.0."""
 
@@ -45,16 +43,17 @@ class Settings:
         return {name: self.get(name) for name in map(override_name, self.overrides)}
 
     @cached_property
-    def _options(self) -> dict[str, Value]:
+    def plan_options(self) -> dict[str, Value]:
+        """All options of the plan and of its compressor, by dotted names; empty without a plan."""
         return {**self.plan_defaults, **(self.plan or {})}
 
     def __contains__(self, name: str) -> bool:
         """Returns whether the configuration has a name, or the plan has this option of a strategy."""
-        return name in self.values or name.rpartition("strategy.")[2] in self._options
+        return name in self.values or name.rpartition("strategy.")[2] in self.plan_options
 
     def get(self, name: str) -> Value:
         """Returns the value of a name of the configuration; None if it is unset, or unknown."""
-        return self.values[name] if name in self.values else self._options.get(name.rpartition("strategy.")[2])
+        return self.values[name] if name in self.values else self.plan_options.get(name.rpartition("strategy.")[2])
 
     def with_plan(self, plan: Mapping[str, Value], plan_defaults: Mapping[str, Value], plan_type: str) -> Settings:
         """Returns these settings with a plan, whose options the configuration does not repeat."""
@@ -192,8 +191,13 @@ def text_of(value: Value) -> str:
 
 def _list_in(value: Any) -> Any:
     """Returns the list that a value is in Hydra's notation, as lists of overrides were recorded; else the value."""
-    with suppress(yaml.YAMLError):
-        return yaml.safe_load(value) if isinstance(value, str) and value.startswith("[") else value
+    if not isinstance(value, str) or not value.startswith("["):
+        return value
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import OverrideParseException
+
+    with suppress(OverrideParseException):
+        return _unquoted(OverridesParser.create().parse_override(f"list={value}").value())
     return value
 
 

@@ -12,9 +12,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_commopt.measure.link.bench_result import BenchResult, Case, Row
-from lightning_commopt.measure.link.bench_settings import size_text
-from lightning_commopt.measure.link.fit import Point, Segment, errors_left_out, fit_segments, time_at
+from commopt_diagnose.bench.fit import Point, Segment, errors_left_out, fit_segments, time_at
+from commopt_diagnose.bench.result import BenchResult, Case, Row
+from commopt_diagnose.bench.settings import size_text
 from lightning_commopt.measure.median import CONFIDENCE
 from lightning_commopt.measure.plain import from_plain, load_json, write_json
 from lightning_commopt.text.formatting import count, number, short_percent

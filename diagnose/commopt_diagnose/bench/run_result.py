@@ -9,8 +9,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from commopt_diagnose.bench.result import BenchResult, Case, Row
 from lightning_commopt.measure.files import common_steps, read_run
-from lightning_commopt.measure.link.bench_result import BenchResult, Case, Row
 from lightning_commopt.measure.link.from_steps import MIN_TIMES, NUM_LAST_STEPS
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.text.formatting import grouped
