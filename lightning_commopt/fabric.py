@@ -55,11 +55,11 @@ class CommOptDDP(NamedStrategy, DDPStrategy):
         accelerator: see ``DDPStrategy``, as for all arguments down to ``start_method``.
         static_graph: see `CommPlan`, as for all options down to ``lazy_bucket_allocation``.
         save_comm_state: save in checkpoints that hold an optimizer, for all ranks, what ``comm_hook`` needs to resume
-            exactly; see ``docs/state.md``.
+            exactly; see ``docs/how_to/resume.md``.
         nccl: see `lightning_commopt.CommOptDDP`.
         watch: report what the process group waits for while it is made, and end a rank that joins in vain.
         plan: "auto" to choose buckets and compressors while the loop runs; see `lightning_commopt.CommOptDDP` and
-            ``docs/tune.md``.
+            ``docs/how_to/auto.md``.
         lossy: see `lightning_commopt.CommOptDDP`.
         **kwargs: further arguments of ``DistributedDataParallel``.
 

@@ -1,6 +1,6 @@
 """The statistics of steps as `torchmetrics.Metric`, which can be logged, merged, plotted and put in collections.
 
-Update them with `CommTimeMonitor.new_steps`; ``docs/comm_time.md`` shows how, and lists the numbers.
+Update them with `CommTimeMonitor.new_steps`; ``docs/reference/metrics.md`` shows how, and lists the numbers.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def project(environment: Path, tmp_path: Path) -> ForeignProject:
 def test_groups_are_those_that_the_documentation_names() -> None:
     plans = {"none", "bf16", "fp16", "int8", "int4", "powersgd", "alternating_powersgd", "buckets"}
     assert set(_YAML) == {*plans, "auto", "fsdp2_int8"}
-    page = (REPOSITORY / "docs" / "hydra.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs" / "how_to" / "hydra.md").read_text(encoding="utf-8")
     assert all(f"`+commopt={name}`" in page for name in _YAML)
 
 

@@ -1,4 +1,4 @@
-"""This distribution uses of the library what docs/stability.md promises to tools, and nothing else."""
+"""This distribution uses of the library what docs/reference/stability.md promises to tools, and nothing else."""
 
 import ast
 import importlib
@@ -9,7 +9,7 @@ from pathlib import Path
 import commopt_diagnose
 import lightning_commopt
 
-_PAGE = Path(__file__).parents[2] / "docs" / "stability.md"
+_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "stability.md"
 
 
 def promised() -> set[tuple[str, str]]:

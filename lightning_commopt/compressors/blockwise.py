@@ -156,7 +156,7 @@ class Int4(Preset):
     """Int4: `BlockInt4`, by default without `ErrorFeedback`; these two describe the settings.
 
     Error feedback adds a residual to the gradients before they are rounded, which makes the scales larger. A GPT
-    trained with AdamW ended with a lower loss without it, with each of five seeds (docs/compression.md). But if
+    trained with AdamW ended with a lower loss without it, with each of five seeds (docs/evidence/int4.md). But if
     gradients hardly change from step to step, small ones may be rounded to zero in every step without it.
     """
 

@@ -25,7 +25,7 @@ LARGE_BYTES = 2**24
 
 _ISSUE_S = 0.4e-3
 """Issuing a collective from a thread takes so much processor time on CPU: it is Python with cold caches. Chosen on jobs
-of the network lab, see ``docs/predict.md``."""
+of the network lab, see ``docs/evidence/predict.md``."""
 
 _NUM_BUCKETS = 3
 """There are so many scratch buckets of each size. Three large ones are 48 MiB, more than the caches of most processors,

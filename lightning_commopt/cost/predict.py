@@ -24,7 +24,7 @@ from lightning_commopt.text.validation import check_integer
 
 MODEL_ERROR = 0.05
 """The model's error over a step has this standard deviation where it does not extrapolate. It is about the mean
-absolute error of predictions in the network lab, see ``docs/predict.md``."""
+absolute error of predictions in the network lab, see ``docs/evidence/predict.md``."""
 
 COST_RATIO = 1.5
 """The arithmetic of a compressor in training lies within this ratio of that on scratch buckets. Chosen on the MLP of

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 WAKE_S = 3e-3
 """The threads of a message wait so long for one that has their core: about a slice of time of Linux's scheduler. Chosen
-on a ViT and an MLP in the network lab, see ``docs/predict.md``."""
+on a ViT and an MLP in the network lab, see ``docs/evidence/predict.md``."""
 
 GLOO_CPU_S = 0.9e-3
 """A collective of two ranks over gloo takes so much processor time, whatever its size: its threads are woken and wait.
@@ -24,7 +24,7 @@ Chosen on the same models as `WAKE_S`. What a run has used beyond it counts as w
 _INTERRUPTS_PER_SAMPLE = 2.0
 """Sampled interrupts take so many times what the samples find, as a tick of the timer waits while interrupts are off.
 Chosen on arithmetic beside transfers in the network lab at 0.3 to 2.5 Gbit/s, which took longer by 1.5 to 2.5 times
-what ticks had found (``benchmarks/interrupts.py``, ``docs/predict.md``)."""
+what ticks had found (``benchmarks/interrupts.py``, ``docs/evidence/predict.md``)."""
 
 _MAX_INTERRUPTED_SHARE = 0.5
 """Interrupts take this share of backward at most: a larger one is more likely a wrong count than true (a judgement)."""

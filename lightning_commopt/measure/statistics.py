@@ -135,7 +135,7 @@ class Steps(NamedTuple):
         return self._replace(values=sample([self.values], [num_steps], max_steps)) if num_steps > max_steps else self
 
     def statistics(self, world_size: int | None = None) -> dict[str, float]:
-        """Returns all statistics, by the names that ``docs/comm_time.md`` defines.
+        """Returns all statistics, by the names that ``docs/reference/metrics.md`` defines.
 
         The names are always the same; an unknown value is NaN. Unknown are shares of communication, its ratio and its
         bandwidths if there was none, the waits if steps of some ranks are missing, the samples if no batch shows how
@@ -253,7 +253,7 @@ def find_straggler(*, wire_s: Array, step_s: Array, exposed_s: Array) -> Straggl
       for some 10 % longer. The exposed time counts it once.
 
     The exposed time alone is not enough either: a rank may be slow in backward while no other waits for it, because the
-    link is slower still. ``docs/comm_time.md`` has the errors in a simulation, and in fits.
+    link is slower still. ``docs/reference/metrics.md`` has the errors in a simulation, and in fits.
 
     Args:
         wire_s: ``(world_size, num_steps)``, seconds in which a rank had a collective under way.

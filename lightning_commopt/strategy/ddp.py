@@ -60,9 +60,10 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         nccl: settings of NCCL: the name of a profile ("debug", "pcie", "ethernet", "infiniband"), or a mapping such as
             ``{"algo": "Ring", "min_nchannels": 16}``; see `NcclOptions`. Variables of the environment take precedence.
         watch: report which ranks a process group or an epoch waits for, compare the ranks' numbers of batches, and end
-            a rank that waits in vain; see ``docs/errors.md``. With False none of this is done, as in ``DDPStrategy``.
-        plan: "auto" to choose buckets and compressors in the first steps of a fit (``docs/tune.md``); or a `CommPlan`
-            or the path of a file with one, in place of the other options of a plan.
+            a rank that waits in vain; see ``docs/troubleshoot/errors.md``. With False none of this is done, as in
+            ``DDPStrategy``.
+        plan: "auto" to choose buckets and compressors in the first steps of a fit (``docs/how_to/auto.md``); or a
+            `CommPlan` or the path of a file with one, in place of the other options of a plan.
         lossy: "never", or the compressors that ``plan="auto"`` may choose, such as ``["bf16", "int8"]``.
         **kwargs: further arguments of ``DistributedDataParallel``.
 

@@ -60,7 +60,7 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
         uneven_batches: see `lightning_commopt.CommOptDDP`, as for all options down to ``watch``.
         plan: a `ShardedPlan`, or the path of a file with one, in place of the other options of a plan; or a `CommPlan`
             with nothing but a ``comm_hook``, since FSDP2 has no other option of DDP; or "auto" to choose a
-            ``comm_hook`` in the first steps of a fit (``docs/tune.md``).
+            ``comm_hook`` in the first steps of a fit (``docs/how_to/auto.md``).
         lossy: the compressors that ``plan="auto"`` may choose, such as ``["bf16", "int8"]``.
         **kwargs: nothing; for an option of DDP the error says why it cannot apply.
 

@@ -1,6 +1,6 @@
 """What a checkpoint holds of gradient sync, version 3: how it is gathered, written and read.
 
-``docs/state.md`` has the keys. Values are tensors, numbers, strings, lists and dicts, so that
+``docs/how_to/resume.md`` has the keys. Values are tensors, numbers, strings, lists and dicts, so that
 ``torch.load(weights_only=True)`` reads them.
 """
 
@@ -48,7 +48,7 @@ _DTYPES = {
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 }
 """The dtypes of buckets by their names in a checkpoint, so that no name in a file is looked up in torch."""
-_PATIENCE_S = 60.0  # how far apart ranks may reach a checkpoint; docs/assumptions.md has what depends on it
+_PATIENCE_S = 60.0  # how far apart ranks may reach a checkpoint; docs/explanation/watchers.md has what depends on it
 
 
 def to_plain(state: AnyState) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The state of gradient sync: what a compressor keeps from step to step, and what all ranks resume from.
 
 A state is of DDP's buckets or of FSDP2's units. Both hold residuals, which belong to parameters: so they can move to
-other buckets, other units, another compressor, or the other strategy. ``docs/state.md`` has the rules.
+other buckets, other units, another compressor, or the other strategy. ``docs/how_to/resume.md`` has the rules.
 """
 
 from __future__ import annotations

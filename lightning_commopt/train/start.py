@@ -21,7 +21,8 @@ usage: commopt-train [-m] [GROUP=OPTION ...] [name.of.a.value=VALUE ...]
 groups (GROUP=OPTION):
 """
 _FLAGS = """
---cfg job prints the configuration, --hydra-help the other flags of Hydra. docs/experiments.md has the experiments.
+--cfg job prints the configuration, --hydra-help the other flags of Hydra.
+docs/how_to/experiments.md has the experiments.
 """
 
 

@@ -28,7 +28,7 @@ NUM_STEPS = 6
 """A calibration observes so many steps: `_NUM_SETTLING_STEPS`, and three whose median counts."""
 
 MEASURING_S = 0.2
-"""Measuring a compressor takes so many seconds on a processor that does nothing else, see ``docs/tune.md``."""
+"""Measuring a compressor takes so many seconds on a processor that does nothing else: ``docs/explanation/auto.md``."""
 
 MAX_CANDIDATES = 6
 """A shortlist has so many plans at most: a first search tries half of them, and one that follows the rest."""

@@ -8,7 +8,7 @@ no measurement is named a number is a judgement, and its text says what it weigh
 
 MAX_STEPS = 49
 """A search has so many steps at most, of all plans together: with the 11 before it, a fit searches for 60, which
-docs/tune.md states. More would find smaller gains, and keep a slow plan for longer."""
+docs/explanation/auto.md states. More would find smaller gains, and keep a slow plan for longer."""
 
 MAX_ARMS = 3
 """So many candidates take part at most. Each must be visited twice, in six steps or more, with the user's plan in

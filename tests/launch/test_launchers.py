@@ -1,4 +1,4 @@
-"""The forms of docs/launchers.md: torchrun, srun, and Hydra's launcher for SLURM."""
+"""The forms of docs/how_to/launchers.md: torchrun, srun, and Hydra's launcher for SLURM."""
 
 import os
 import re
@@ -24,7 +24,7 @@ from lightning_commopt.train.sweep.display import SweepDisplay
 from lightning_commopt.train.sweep.launcher import register_with_hydra
 from support.tiny_runs import TINY
 
-PAGE = Path(__file__).parents[2] / "docs" / "launchers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how_to" / "launchers.md"
 LIMIT_S = 240
 
 

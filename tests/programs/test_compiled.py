@@ -91,7 +91,7 @@ if "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel).parameters
 
 @pytest.mark.parametrize(("options", "mib"), _CUTS, ids=str)
 def test_graphs_are_cut_after_one_mib_and_then_at_the_bucket_size(options: dict[str, Any], mib: list[float]) -> None:
-    """If it fails, docs/plans.md is wrong about torch.compile, or the hook misses gradients of compiled graphs."""
+    """If it fails, docs/how_to/ddp.md is wrong about torch.compile, or the hook misses gradients of compiled graphs."""
     sizes, wire_bytes = run_ranks(_graphs, options)[0]
     assert sizes == mib
     assert wire_bytes == 3 * _NUM_LAYERS * 2**20 // (2 if "comm_hook" in options else 1)

@@ -20,7 +20,7 @@ NUM_SWEEPS = 100
     ],
 )
 def test_up_to_five_values_the_interval_is_their_range(values, ends):
-    """If it fails, docs/report.md says something wrong of it."""
+    """If it fails, docs/explanation/statistics.md says something wrong of it."""
     finite = [value for value in values if value == value]
     expected = Interval(median=statistics.median(finite), low=ends[0], high=ends[1], num_values=len(finite))
     assert median_interval(values) == expected

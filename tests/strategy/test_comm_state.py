@@ -1,4 +1,4 @@
-"""The state of gradient sync in checkpoints: resumed exactly, or by the rules of docs/state.md."""
+"""The state of gradient sync in checkpoints: resumed exactly, or by the rules of docs/how_to/resume.md."""
 
 import warnings
 from collections.abc import Callable

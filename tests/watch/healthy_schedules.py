@@ -1,7 +1,7 @@
 """Healthy programs drawn from a seed: what is trained, and which rank takes its time where.
 
-A delay is given in units of ``after_s`` and stays within what ``docs/hangs.md`` allows for its place. No delay is drawn
-where the other ranks would wait in a collective for longer than that.
+A delay is given in units of ``after_s`` and stays within what ``docs/troubleshoot/hangs.md`` allows for its place. No
+delay is drawn where the other ranks would wait in a collective for longer than that.
 """
 
 from __future__ import annotations
