@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 REPOSITORY = Path(__file__).parents[1]
-LIMIT_S = 120
+LIMIT_S = 300
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _NAMED_PAGE = re.compile(r"(?<![\w./-])(?:diagnose/)?docs/[\w./-]+\.md(?:#[\w-]+)?")
