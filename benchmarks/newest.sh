@@ -9,7 +9,7 @@ rm -rf "$environment"
 uv venv --quiet --python 3.13 "$environment"
 # --no-config: the pins under tool.uv are the versions that CI runs.
 install() { uv pip install --no-config --quiet --python "$environment/bin/python" "$@"; }
-install --group dev --editable .
+install --group dev --editable . --editable ./diagnose
 # One after another: a pre-release that does not install, or that is older than the release, leaves the release in place.
 for package in torch torchvision lightning pytorch-lightning hydra-core hydra-submitit-launcher omegaconf; do
   install --prerelease allow --upgrade "$package" || echo "$package: no pre-release installs, the release stays" >&2

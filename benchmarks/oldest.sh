@@ -8,7 +8,7 @@ environment=build/oldest
 rm -rf "$environment"  # uv would keep newer versions that an earlier run left here
 uv venv --quiet --python 3.10 "$environment"
 # --no-config: the pins under tool.uv are the newest versions.
-uv pip install --no-config --python "$environment/bin/python" --resolution lowest-direct --group dev --editable .
+uv pip install --no-config --python "$environment/bin/python" --resolution lowest-direct --group dev --editable . --editable ./diagnose
 "$environment/bin/python" -c '
 import sys
 from importlib.metadata import version

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 environment=build/programs
 [ -d "$environment" ] || uv venv --quiet --python 3.11 "$environment"
 install() { uv pip install --quiet --python "$environment/bin/python" "$@"; }
-install --group dev --editable '.[ray]' transformers pytorch-forecasting
+install --group dev --editable '.[ray]' --editable ./diagnose transformers pytorch-forecasting
 # Its requirements and those of transformers exclude each other; the tests use its model only.
 install --no-deps litgpt psutil
 "$environment/bin/python" -c '

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from lightning_commopt.measure.verdict import Verdict
 from lightning_commopt.metrics import StepStatistics
 from lightning_commopt.sync.ddp.observed import observe, stop_observing
 from lightning_commopt.sync.groups import BorrowedGroups
-from lightning_commopt.text.terminal import TextConsole
+from lightning_commopt.text.terminal import TextConsole, print_text
 from lightning_commopt.text.validation import check_choice, check_integer, check_switch, info, warn
 
 if TYPE_CHECKING:
@@ -309,4 +310,8 @@ class CommTimeMonitor(PhaseCallback):
             info(f"CommTimeMonitor: {why}")
         self.verdict = summary.verdict
         if self._print_summary and trainer.is_global_zero:
-            TextConsole().print(summary.table())
+            console = TextConsole()
+            console.print(summary.table())
+            if self._files is not None:
+                folder, command = self._files.folder, "predict" if about.get("forecasts") else "trace"
+                print_text(f"Files: {folder}. Next: commopt {command} {quote(str(folder))}", console)

@@ -189,7 +189,7 @@ class StepFiles:
     """Writes this rank's steps, and the prediction. After a failure it warns and stops writing that file."""
 
     def __init__(self, folder: str | Path, header: Mapping[str, Any]) -> None:
-        self._folder = Path(folder)
+        self.folder = Path(folder)
         self._writer = StepWriter(rank_file(folder, header["rank"]), header)
         self._failed: set[str] = set()
 
@@ -198,7 +198,7 @@ class StepFiles:
 
     def save_basis(self, basis: Basis, forecasts: Sequence[Forecast]) -> None:
         """Writes the fitted inputs for predictions of other plans, and these predictions."""
-        self._save("prediction", partial(basis.save, self._folder, forecasts))
+        self._save("prediction", partial(basis.save, self.folder, forecasts))
 
     def _save(self, what: str, save: Callable[[], None]) -> None:
         if what in self._failed:

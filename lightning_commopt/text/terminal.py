@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import codecs
 import io
+import re
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from rich import box
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.segment import Segment
@@ -45,6 +46,7 @@ class TextConsole(Console):
 
     def __init__(self, *, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
+        self.push_render_hook(_TrimmingHook())
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Renders a text, or the cells of a table, with escapes."""
@@ -53,6 +55,35 @@ class TextConsole(Console):
         elif isinstance(renderable, Text):
             renderable = escaped(renderable)
         return super().render(renderable, options)
+
+
+class _TrimmingHook(RenderHook):
+    """Leaves out the spaces with which tables and paddings fill their lines, as whoever copies a line gets them too."""
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Trimmed(renderable) for renderable in renderables]
+
+
+class _Trimmed:
+    """What is printed of another renderable, without spaces at the ends of lines."""
+
+    def __init__(self, renderable: ConsoleRenderable) -> None:
+        self._renderable = renderable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        spaces: list[Segment] = []  # held back, as the line may end after them
+        for segment in console.render(self._renderable, options):
+            for text in (segment.text,) if segment.control else re.split(r"(\n)", segment.text):
+                kept = text if segment.control else text.rstrip(" ")
+                if kept == "\n":
+                    spaces.clear()
+                if kept:
+                    yield from spaces
+                    spaces.clear()
+                    yield Segment(kept, segment.style, segment.control)
+                if len(kept) < len(text):
+                    spaces.append(Segment(text[len(kept) :], segment.style))
+        yield from spaces
 
 
 def escaped(text: Text) -> Text:

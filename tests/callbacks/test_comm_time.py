@@ -69,7 +69,7 @@ class SlowRank(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, *args: Any) -> None:
         if trainer.global_rank == 1:
-            time.sleep(0.05)
+            time.sleep(0.2)
 
 
 class Failure(Callback):
@@ -139,7 +139,7 @@ def slow_rank() -> dict[str, float]:
 def test_the_rank_that_the_others_wait_for_is_named() -> None:
     for summary in run_ranks(slow_rank):
         assert summary["straggler_rank"] == 1
-        assert summary["wait_s_max"] >= 0.04  # rank 0's; rank 1 sleeps 0.05 s
+        assert summary["wait_s_max"] >= 0.16  # rank 0's; rank 1 sleeps 0.2 s, longer than other processes disturb it
 
 
 def save_steps(folder: str, options: dict[str, Any]) -> None:
@@ -299,7 +299,9 @@ def test_a_short_fit_has_no_summary(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_summary_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(CommTimeMonitor(num_warmup_steps=0, dirpath=tmp_path), devices=1)
-    assert "forward" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(" forward ") for line in lines)
+    assert lines[-1] == f"Files: {tmp_path}. Next: commopt trace {tmp_path}"
     fit(CommTimeMonitor(num_warmup_steps=0, dirpath=tmp_path, print_summary=False), devices=1)
     assert capsys.readouterr().out == ""
 

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+from rich.console import Console, Group
+from rich.padding import Padding
 from rich.text import Text
 
 from lightning_commopt.commands.info.info import collect, print_info
@@ -13,7 +14,7 @@ from lightning_commopt.commands.selftest.run import Outcome, print_outcome, prog
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.report.model import Report
 from lightning_commopt.report.terminal import print_report
-from lightning_commopt.text.terminal import TextTable
+from lightning_commopt.text.terminal import TextConsole, TextTable
 from lightning_commopt.train.train import run_table
 from support.narrow import ASCII, check_numbers_are_whole, printed, printed_in_ascii
 from support.sample_runs import SampleRun, four_methods_report, sample_report, write_run
@@ -36,6 +37,18 @@ def test_a_table_keeps_words_whole() -> None:
 def test_a_table_becomes_a_list_where_it_does_not_fit() -> None:
     lines = [line.rstrip() for line in printed(lambda console: console.print(table()), 30).splitlines()]
     assert lines[:4] == ["title 7, name", "first name", "  value (ms) 12345678.25, what", "  it is several words with"]
+
+
+def test_no_line_ends_in_spaces(capsys: pytest.CaptureFixture[str]) -> None:
+    """If it fails, whoever copies a line of a table gets a tail of spaces, or a space within a line is lost."""
+    console = TextConsole()
+    console.print(Group(table(), Padding(Text("a  b"), (0, 0, 0, 2))))
+    console.print("no line break ", end="")
+    console.print("here")
+    lines = capsys.readouterr().out.split("\n")
+    assert [line for line in lines if line != line.rstrip()] == []
+    assert lines[-3:] == ["  a  b", "no line break here", ""]
+    assert any(re.search(r"first name +12345678.25 ", line) for line in lines)
 
 
 def test_what_a_run_was() -> None:
