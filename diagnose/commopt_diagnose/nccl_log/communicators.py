@@ -18,6 +18,7 @@ from commopt_diagnose.nccl_log.facts import (
     Progress,
     RasReport,
     Timeout,
+    TornLines,
 )
 from commopt_diagnose.nccl_log.inspector import Inspected, Matched
 from lightning_commopt.text.findings import Line
@@ -98,6 +99,7 @@ class NcclLog:
     num_lines: int = 0  # number of lines from NCCL
     silent_files: list[str] = field(default_factory=list)  # files without a line from NCCL
     damaged_files: dict[str, str] = field(default_factory=dict)  # damaged compressed files, with the error
+    torn: dict[str, TornLines] = field(default_factory=dict)  # files in which processes cut each other's lines
     versions: dict[str, Fact] = field(default_factory=dict)  # versions in lines that no process wrote
     packages: dict[str, Fact] = field(default_factory=dict)  # NCCL's Python packages; the job may load another NCCL
     listed: dict[int, tuple[str, int, int, str]] = field(default_factory=dict)  # nccl-tests' host, pid, device, bus id
@@ -105,6 +107,7 @@ class NcclLog:
     communicators: list[Communicator] = field(default_factory=list)
     warnings: list[LoggedWarning] = field(default_factory=list)
     timeouts: dict[tuple[object, ...], Timeout] = field(default_factory=dict)  # each once, as PyTorch repeats them
+    failed_ranks: set[int] = field(default_factory=set)  # ranks with an error of PyTorch that is no whole timeout
     progress: dict[tuple[int, str], Progress] = field(default_factory=dict)  # the last line of each rank and group
     ras: list[RasReport] = field(default_factory=list)
     choices: Counter[Choice] = field(default_factory=Counter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,6 +35,15 @@ class Timeout:
     line: Line
 
     @property
+    def num_ranks(self) -> int | None:
+        """The number of ranks that the sizes of a gather or a scatter prove; None for other operations."""
+        sizes = dict(part.split("=") for part in self.sizes.split(", ") if part.startswith("Numel"))
+        numbers = [int(sizes.get(name, "0")) for name in ("NumelIn", "NumelOut")]
+        small, large = sorted(numbers)
+        is_known = re.search("ALL_?GATHER|REDUCE_?SCATTER", self.operation) and small > 0 and large % small == 0
+        return large // small if is_known else None
+
+    @property
     def call(self) -> str:
         """The operation with its number and sizes, which are the same on all ranks where these match."""
         number = "" if self.sequence is None else f" {self.sequence}"
@@ -57,6 +67,19 @@ class RasReport(NamedTuple):
     status: str
     line: Line
     details: list[str]
+
+
+@dataclass(kw_only=True)
+class TornLines:
+    """The lines of a file in which several processes wrote into each other."""
+
+    first: Line
+    count: int = 0
+    last_number: int = 0  # number of the last such line
+
+    @property
+    def line(self) -> Line:
+        return self.first
 
 
 class Choice(NamedTuple):

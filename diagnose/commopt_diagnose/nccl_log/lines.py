@@ -22,9 +22,13 @@ _LARGE_BYTES = 16 << 20  # a file of this size shows its progress
 _MAX_RAS_LINES = 600  # lines that are read after the head of a RAS report
 _OF_INTEREST = re.compile(
     rb"atchdog|enqueued|Last error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|Test CUDA"
-    rb"|[nr]ccl.?version|nvidia-nccl-cu|using nccl|nccl\w+ failed:",
+    rb"|[nr]ccl.?version|nvidia-nccl-cu|using nccl|nccl\w+ failed:|nccl\w+(?:Error|Usage|Argument): |dump signal"
+    rb"|currently unknown|mismatch between coll|destroy_process_group\(\) was|\]: ?\[E.*ProcessGroupNCCL"
+    rb"|^\s*(?:Channel|Ring) \d+.* via |^\s*(?:NET/|Using network )",
     re.IGNORECASE,
 )
+# Lines whose next lines belong to them: an error of NCCL, or a line of the watchdog that a terminal has wrapped.
+_CONTINUED = re.compile(rb"Last error:|atchdog caught|nccl\w+(?:Error|Usage|Argument): ")
 _RAS = re.compile(rb"(?:#\d+-\d+ \(\w+\) )?(?:INCOMPLETE|DEAD|ERROR|MISMATCH|TIMEOUT)\r?\n")
 # Before 2.3 NCCL does not write its name before the level. Then the head must have a host, or a device and a place.
 _MARK = re.compile(r"NCCL (INFO|WARN|TRACE)\b ?|(?<=[\d\]] )(INFO|WARN) (?=\S)")
@@ -35,6 +39,12 @@ _HEAD = re.compile(
     r"(?P<place>(?:[^\s:]+\.\w+|\w+):\d+ +(?:\([^()]*\) +)?)?$"
 )
 _PLAIN = re.compile(r"([A-Za-z][\w.-]*):(\d{1,10}):(\d{1,10}) \[(\d{1,3})\] NCCL INFO (?!.*NCCL )(.{0,4000})")
+# Lines of NCCL whose head was left out, by a filter or an editor.
+_BARE = re.compile(
+    r"\s*((?:Channel|Ring) \d+(?:/\d+)? : \d+(?:\[\w+\])? -> \d+.* via (?:P2P|SHM|NET|direct).*"
+    r"|NET/(?:IB|Socket|Plugin) ?: (?:No |Using |Could not find|dlerror|Plugin load|GPU Direct).*"
+    r"|Using network \S+.{0,40})$"
+)
 _FRAME = " \t\r│|"  # what a terminal's window may draw around a line
 _CLOCK = re.compile(r"\d{1,2}$")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[\d{1,2}m(?= )|\x00")
@@ -58,6 +68,7 @@ class Message:
     level: str = ""  # INFO, WARN or TRACE; "" for a line that NCCL did not write in this form
     text: str  # the line behind its head
     is_whole: bool = True  # False for the end of a file that stops in the middle of a line
+    is_alone: bool = True  # False if another message follows in the same line
 
     @property
     def thread(self) -> tuple[int | None, int | None]:
@@ -82,8 +93,7 @@ def read_messages(path: Path) -> Iterator[Message]:
         lines = _raw_lines(_open(path, stack), stack)
         wanted = 0
         for number, raw in enumerate(lines, start=1):
-            # What follows "Last error:" or a wrapped line of the watchdog is in the next lines.
-            wanted = 3 if b"Last error:" in raw or b"atchdog caught" in raw else wanted - 1
+            wanted = 3 if _CONTINUED.search(raw) else wanted - 1
             if _RAS.match(raw):
                 wanted = _MAX_RAS_LINES
             if b"NCCL" in raw or wanted >= 0 or _OF_INTEREST.search(raw):
@@ -148,6 +158,9 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
         host, numbers = _writer(head)
         if mark[1] or host or (head["device"] and head["place"]):
             starts.append((mark, head, host, numbers))
+    if not starts and (bare := _BARE.match(text)):
+        yield Message(file=file, number=number, whole_line=text, level="INFO", text=bare[1].strip(), is_whole=is_whole)
+        return
     if not starts:
         rest = text.strip() if text.startswith('{"') else text.strip()[:_MAX_CHARACTERS]  # JSON has its own limits
         yield Message(file=file, number=number, whole_line=text, text=rest, is_whole=is_whole)
@@ -158,6 +171,7 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
         message = Message(file=file, number=number, whole_line=text, level=mark[1] or mark[2], text=rest)
         message.host, (message.pid, message.tid, message.device) = host, numbers
         message.place, message.is_whole = (head["place"] or "").strip(), is_whole and following is None
+        message.is_alone = following is None
         yield message
 
 

@@ -42,7 +42,8 @@ def _table() -> list[WarnText]:
     for code, values in read_texts(Path(__file__).with_name("warn_texts.txt")).items():
         place, pattern = re.compile(values.get("in", "")), re.compile(values["text"], re.IGNORECASE)
         severity: Any = values.get("as", "error")
-        table.append(WarnText(code, place, pattern, Reason(values["why"], values["try"]), severity))
+        confidence: Any = values.get("is", "likely")
+        table.append(WarnText(code, place, pattern, Reason(values["why"], values["try"], (), confidence), severity))
     return table
 
 
@@ -168,10 +169,12 @@ def _reason(group: str, timeouts: list[Timeout], num_calls: int, log: NcclLog) -
 
 def _silent_reason(group: str, ranks: set[int], log: NcclLog) -> Reason:
     """Returns the reason if all ranks that timed out wait in one collective; the log may not have all ranks."""
-    world_size = max((communicator.num_ranks or 0 for communicator in log.communicators), default=0)
+    named = [communicator.num_ranks for communicator in log.communicators]
+    named += [timeout.num_ranks for timeout in log.timeouts.values() if timeout.group == group]
+    world_size = max(filter(None, named), default=0)
     seen = {rank for communicator in log.communicators for rank in communicator.members}
     seen |= {last.rank for last in log.progress.values()}
-    silent = sorted(set(range(world_size or max(ranks) + 1)) - ranks)
+    silent = sorted(set(range(world_size or max(ranks) + 1)) - ranks - log.failed_ranks)
     if len(silent) >= len(ranks) and log.warnings:
         return reason("warned")
     unknown = "" if world_size else "; whether there are other ranks, the log does not say"
@@ -179,7 +182,7 @@ def _silent_reason(group: str, ranks: set[int], log: NcclLog) -> Reason:
     if silent and (len(silent) < len(ranks) or (world_size and seen.issuperset(silent))):
         outside = "are not in this group, " if group and not re.match(r"PG (?:ID )?0\b|.*default", group) else ""
         return reason("silent_ranks", ranks=ranks_text(silent), outside=outside, unknown=unknown)
-    if world_size and not silent:
+    if world_size and not silent and not log.failed_ranks - ranks:
         return reason("all_wait")
     unknown = unknown or "; what the others do, the log does not say"
     return reason("known_wait", ranks=ranks_text(ranks), unknown=unknown)
