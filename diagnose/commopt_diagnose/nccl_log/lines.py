@@ -23,7 +23,7 @@ _MAX_RAS_LINES = 600  # lines that are read after the head of a RAS report
 _OF_INTEREST = re.compile(
     rb"atchdog|enqueued|Last error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|Test CUDA"
     rb"|[nr]ccl.?version|nvidia-nccl-cu|using nccl|nccl\w+ failed:|nccl\w+(?:Error|Usage|Argument): |dump signal"
-    rb"|currently unknown|mismatch between coll|destroy_process_group\(\) was|\]: ?\[E.*ProcessGroupNCCL"
+    rb"|currently unknown|mismatch between coll|destroy_process_group\(\) was|with exception: CUDA|acquire GIL|\]: ?\[E.*ProcessGroupNCCL"
     rb"|^\s*(?:Channel|Ring) \d+.* via |^\s*(?:NET/|Using network )",
     re.IGNORECASE,
 )

@@ -88,7 +88,8 @@ def read_rank_line(process: Process, message: Message) -> None:
     """Adds what a message reports of a rank to a member of its process; of an unknown message only its place."""
     text = message.text
     if " opCount " in text:
-        return  # NCCL logs each call of a collective, which is not used here
+        _read_call(process, message)
+        return
     member = None
     if " comm 0x" in f" {text}" and " rank " in text and (match := _RANK["identity"].search(text)):
         member = _read_identity(process, message, match)
@@ -104,6 +105,15 @@ def read_rank_line(process: Process, message: Message) -> None:
     member = member or process.find_member(message)
     if member is not None:
         member.last = message
+
+
+def _read_call(process: Process, message: Message) -> None:
+    """Reads the number of ranks from a call of a collective, if no line before has named the communicator."""
+    if not process.by_address and (match := _RANK["call"].search(message.text)) and _are_ranks([int(match[2])]):
+        member = process.member(message)
+        member.address = member.address or match[1]
+        member.num_ranks = member.num_ranks or int(match[2])
+        process.by_address[match[1]] = member
 
 
 def _read_identity(process: Process, message: Message, match: re.Match[str]) -> Member | None:

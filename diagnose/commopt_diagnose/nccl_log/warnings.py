@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,8 @@ _RESULTS = (
 # The watchdog looks every few seconds. If it noticed a timeout later than this multiple of the limit, and a minute, it
 # did not run itself.
 _LATE = 1.5
+# What PyTorch writes after a timeout, which is another finding.
+_OF_TIMEOUTS = ("local_timeout", "dump_signal")
 
 
 class WarnText(NamedTuple):
@@ -67,18 +69,27 @@ def find_warnings(log: NcclLog) -> Iterator[Finding]:
     unknown = re.compile(r"[0-9a-fx]{3,}|[0-9]+")
     groups = grouped((explain(w.text, w.place) or unknown.sub("#", w.text)[:80], w) for w in log.warnings)
     has_cause = any(isinstance(kind, str) or kind.severity == "error" for kind in groups)
+    first = None if has_cause else _first_of_consequences(groups)
     for kind, warnings in groups.items():
-        text = max((warning.text for warning in warnings), key=len)[:200] or "without text"
+        # The first text, unless it is cut and a later one is whole.
+        whole = (warning.text for warning in warnings if warning.text.startswith(warnings[0].text))
+        text = max(whole, key=len)[:200] or "without text"
         what = f"{_who(warnings)}: {text}" + (f" ({len(warnings)} times)" if len(warnings) > 1 else "")
         if isinstance(kind, str):
             yield finding("warning", "warning", *warnings[:3], what=what, why=reason("no_explanation"))
-        elif kind.severity == "follows" and has_cause:
+        elif (kind.severity == "follows" and kind is not first) or (kind.code in _OF_TIMEOUTS and log.timeouts):
             why = kind.reason._replace(advice="begin with the other errors")
             yield finding("note", kind.code, *warnings[:3], what=what, why=why)
         else:
             severity: Severity = "error" if kind.severity == "follows" else kind.severity
             yield finding(severity, kind.code, *warnings[:3], what=what, why=kind.reason)
     yield from _find_silent_errors(log)
+
+
+def _first_of_consequences(kinds: Iterable[WarnText | str]) -> WarnText | None:
+    """Returns the kind to begin with if all are consequences: the first in the log that says more than torch's errors."""
+    known = [kind for kind in kinds if isinstance(kind, WarnText) and kind.severity == "follows"]
+    return min(known, key=lambda kind: kind.code in ("torch_error", "refused_call", "after_error"), default=None)
 
 
 def _who(warnings: list[LoggedWarning]) -> str:
@@ -150,7 +161,10 @@ def _behind(group: str, log: NcclLog) -> Reason | None:
             groups.setdefault(progress.group, {})[progress.rank] = progress
     for name, by_rank in groups.items():
         most = max(progress.enqueued for progress in by_rank.values())
-        behind = sorted(rank for rank, progress in by_rank.items() if progress.enqueued < most)
+        # A rank that has started the collective in which others wait is not what they wait for.
+        waited = max((timeout.sequence or 0 for timeout in log.timeouts.values() if timeout.group == group), default=0)
+        limit = min(most, waited) if waited else most
+        behind = sorted(rank for rank, progress in by_rank.items() if progress.enqueued < limit)
         if behind and (name or len(groups) == 1):
             last = by_rank[behind[0]]
             return reason("behind", last, ranks=ranks_text(behind), number=last.enqueued, most=most)
