@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,7 +106,8 @@ class NcclLog:
     listed: dict[int, tuple[str, int, int, str]] = field(default_factory=dict)  # nccl-tests' host, pid, device, bus id
     processes: list[Process] = field(default_factory=list)
     communicators: list[Communicator] = field(default_factory=list)
-    warnings: list[LoggedWarning] = field(default_factory=list)
+    warnings: list[LoggedWarning] = field(default_factory=list)  # each text of a rank once
+    known_warnings: dict[tuple[object, ...], LoggedWarning] = field(default_factory=dict)
     timeouts: dict[tuple[object, ...], Timeout] = field(default_factory=dict)  # each once, as PyTorch repeats them
     failed_ranks: set[int] = field(default_factory=set)  # ranks with an error of PyTorch that is no whole timeout
     progress: dict[tuple[int, str], Progress] = field(default_factory=dict)  # the last line of each rank and group
@@ -114,6 +116,15 @@ class NcclLog:
     choice_lines: dict[Choice, Line] = field(default_factory=dict)  # the first line with each choice
     inspected: Inspected = field(default_factory=Inspected)
     matched: list[Matched] = field(default_factory=list)  # the Inspector's records that match a run's steps
+
+    def warn(self, text: str, line: Line, *, rank: int | None = None, host: str = "", place: str = "") -> None:
+        """Adds a warning, or counts it if its rank has written it before."""
+        warning = LoggedWarning(text=text, place=place, host=host, rank=rank, line=line)
+        known = self.known_warnings.setdefault((text, place, host, rank), warning)
+        if known is warning:
+            self.warnings.append(warning)
+        else:
+            known.times += 1
 
     def rest(self) -> Communicator:
         """Processes that name no communicator."""
@@ -239,27 +250,42 @@ def _communicator(members: Sequence[Member]) -> Communicator:
 def _join_open(communicators: Sequence[Communicator], group: Sequence[Member]) -> list[Member]:
     """Adds members to the one communicator that lacks them, and returns the others."""
     left = []
-    incomplete = [c for c in communicators if c.count == 1 and c.missing] if group else []
+    places = [_OpenPlaces(c) for c in communicators if c.count == 1 and c.missing] if group else []
     for member in group:
-        open_ones = [
-            communicator
-            for communicator in incomplete
-            if member.num_ranks in (None, communicator.num_ranks)
-            and member.min_ranks <= (communicator.num_ranks or 0)
-            and (
-                member.rank in communicator.missing
-                if member.rank is not None
-                else len(communicator.missing) > len(communicator.unknown)
-            )
-            and member.owner not in [other.owner for other in communicator.all_members]
-        ]
-        if len(open_ones) != 1 or (member.rank is None and member.num_ranks is not None):
+        fitting = list(itertools.islice((open_ones for open_ones in places if open_ones.fit(member)), 2))
+        if len(fitting) != 1 or (member.rank is None and member.num_ranks is not None):
             left.append(member)
-        elif member.rank is None:
-            open_ones[0].unknown.append(member)
         else:
-            open_ones[0].members = dict(sorted([*open_ones[0].members.items(), (member.rank, member)]))
+            fitting[0].add(member)
     return left
+
+
+class _OpenPlaces:
+    """The ranks that a communicator lacks. A log may have thousands of communicators, so they are kept."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self.num_ranks = communicator.num_ranks or 0
+        self.missing = set(communicator.missing)
+        self.owners = {member.owner for member in communicator.all_members}
+
+    def fit(self, member: Member) -> bool:
+        """Returns whether a member can have one of them."""
+        if member.num_ranks not in (None, self.num_ranks) or member.min_ranks > self.num_ranks:
+            return False
+        if member.rank is None and len(self.missing) <= len(self.communicator.unknown):
+            return False
+        return (member.rank is None or member.rank in self.missing) and member.owner not in self.owners
+
+    def add(self, member: Member) -> None:
+        """Gives a member its place."""
+        self.owners.add(member.owner)
+        if member.rank is None:
+            self.communicator.unknown.append(member)
+        else:
+            self.missing.discard(member.rank)
+            members = [*self.communicator.members.items(), (member.rank, member)]
+            self.communicator.members = dict(sorted(members))
 
 
 def _by_size(size: int | None, members: Sequence[Member]) -> list[Communicator]:

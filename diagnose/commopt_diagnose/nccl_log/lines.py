@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -23,7 +23,8 @@ _MAX_RAS_LINES = 600  # lines that are read after the head of a RAS report
 _OF_INTEREST = re.compile(
     rb"atchdog|enqueued|Last error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|Test CUDA"
     rb"|[nr]ccl.?version|nvidia-nccl-cu|using nccl|nccl\w+ failed:|nccl\w+(?:Error|Usage|Argument): |dump signal"
-    rb"|currently unknown|mismatch between coll|destroy_process_group\(\) was|with exception: CUDA|acquire GIL|\]: ?\[E.*ProcessGroupNCCL"
+    rb"|currently unknown|mismatch between coll|destroy_process_group\(\) was|with exception: CUDA|acquire GIL"
+    rb"|\]: ?\[E.*ProcessGroupNCCL"
     rb"|^\s*(?:Channel|Ring) \d+.* via |^\s*(?:NET/|Using network )",
     re.IGNORECASE,
 )
@@ -79,7 +80,29 @@ class Message:
         return Line(file=self.file, number=self.number, text=self.whole_line.strip()[:_SHOWN_CHARACTERS])
 
 
-def read_messages(path: Path) -> Iterator[Message]:
+@dataclass
+class Calls:
+    """Lines about calls of collectives that are only counted: a large log mostly consists of them.
+
+    The first call of each writer is read, as it has the number of ranks.
+    """
+
+    num_skipped: int = 0
+    writers: set[bytes] = field(default_factory=set)
+
+    def skips(self, raw: bytes) -> bool:
+        """Returns whether a line is a further call of a known writer."""
+        place = raw.find(b" NCCL INFO ")
+        if raw.find(b" NCCL ", place + 10) >= 0:
+            return False  # another line has been written into it
+        if raw[:place] in self.writers:
+            self.num_skipped += 1
+            return True
+        self.writers.add(raw[:place])
+        return False
+
+
+def read_messages(path: Path, calls: Calls | None = None) -> Iterator[Message]:
     """Reads the lines of a log that may be NCCL's or of PyTorch's watchdog, and leaves out all others.
 
     A file may be compressed by gzip and in UTF-16; ``-`` is the standard input. A large file shows its progress.
@@ -92,13 +115,24 @@ def read_messages(path: Path) -> Iterator[Message]:
         name = "standard input" if str(path) == "-" else str(path)
         lines = _raw_lines(_open(path, stack), stack)
         wanted = 0
+        calls = calls or Calls()
         for number, raw in enumerate(lines, start=1):
-            wanted = 3 if _CONTINUED.search(raw) else wanted - 1
-            if _RAS.match(raw):
-                wanted = _MAX_RAS_LINES
-            if b"NCCL" in raw or wanted >= 0 or _OF_INTEREST.search(raw):
-                text = raw.decode("utf-8", errors="replace")
-                yield from split_line(text.rstrip("\r\n"), name, number, is_whole=raw.endswith(b"\n"))
+            is_info = b" NCCL INFO " in raw
+            if is_info and b": opCount " in raw and calls.skips(raw):
+                wanted -= 1
+                continue
+            if not is_info or b"rror:" in raw or b"atchdog" in raw:
+                wanted = 3 if _CONTINUED.search(raw) else wanted - 1
+                if _RAS.match(raw):
+                    wanted = _MAX_RAS_LINES
+            else:
+                wanted -= 1
+            if is_info or b"NCCL" in raw or wanted >= 0 or _OF_INTEREST.search(raw):
+                text = raw.decode("utf-8", errors="replace").rstrip("\r\n")
+                if plain := _PLAIN.match(text):
+                    yield _plain_message(plain, text, name, number, is_whole=raw.endswith(b"\n"))
+                else:
+                    yield from split_line(text, name, number, is_whole=raw.endswith(b"\n"))
 
 
 def _open(path: Path, stack: ExitStack) -> io.BufferedReader[Any] | gzip.GzipFile:
@@ -145,10 +179,7 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
     (None, 0, 'misc/socket.cc:446', 'WARN', 'wrong type 3 != 4')
     """
     if plain := _PLAIN.match(text):
-        message = Message(file=file, number=number, whole_line=text, level="INFO", text=plain[5].strip())
-        message.host, message.pid, message.tid, message.device = plain[1], int(plain[2]), int(plain[3]), int(plain[4])
-        message.is_whole = is_whole
-        yield message
+        yield _plain_message(plain, text, file, number, is_whole=is_whole)
         return
     text = _ESCAPES.sub("", text)
     starts = []
@@ -173,6 +204,22 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
         message.place, message.is_whole = (head["place"] or "").strip(), is_whole and following is None
         message.is_alone = following is None
         yield message
+
+
+def _plain_message(plain: re.Match[str], text: str, file: str, number: int, *, is_whole: bool) -> Message:
+    host, pid, tid, device, message = plain.groups()
+    return Message(
+        file=file,
+        number=number,
+        whole_line=text,
+        host=host,
+        pid=int(pid),
+        tid=int(tid),
+        device=int(device),
+        level="INFO",
+        text=message.strip(),
+        is_whole=is_whole,
+    )
 
 
 def _writer(head: re.Match[str]) -> tuple[str | None, list[int | None]]:

@@ -133,12 +133,13 @@ def _read_identity(process: Process, message: Message, match: re.Match[str]) -> 
         member.num_nodes = int(part[1])
         member.reach(1)
     if "COMPLETE" in rest and "Destroy" not in rest and "Abort" not in rest and "Revoke" not in rest:
-        member.finished = member.finished or message.line
+        member.finished, member.is_repeated = member.finished or message.line, False
     elif "Destroy" in rest or "Abort" in rest:
         member.ended = member.ended or message.line
         if "COMPLETE" in rest:
             process.by_address.pop(address, None)
     elif "Init START" in rest:
+        member.is_repeated = member.started is not None
         member.started = member.started or message.line
     return member
 

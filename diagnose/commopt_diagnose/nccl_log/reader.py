@@ -12,9 +12,9 @@ from gzip import BadGzipFile
 from pathlib import Path
 
 from commopt_diagnose.nccl_log.communicators import NcclLog, add_listed, add_unnamed, group_members
-from commopt_diagnose.nccl_log.facts import Choice, Fact, LoggedWarning, RasReport
+from commopt_diagnose.nccl_log.facts import Choice, Fact, RasReport
 from commopt_diagnose.nccl_log.inspector import Inspected
-from commopt_diagnose.nccl_log.lines import Message, read_messages
+from commopt_diagnose.nccl_log.lines import Calls, Message, read_messages
 from commopt_diagnose.nccl_log.messages import find_version, read_process_line, read_rank_line
 from commopt_diagnose.nccl_log.torch_lines import TorchLines
 from commopt_diagnose.nccl_log.warnings import explain
@@ -39,11 +39,12 @@ def read_log(paths: Sequence[Path], *, keeps_order: bool = False) -> NcclLog:
     for path in paths:
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a directory; name the files in it, such as {path}/*.log")
-        before = reader.num_lines
+        before, calls = reader.num_lines, Calls()
         try:
-            reader.read(read_messages(path))
+            reader.read(read_messages(path, calls))
         except (EOFError, zlib.error, BadGzipFile) as error:
             damaged[str(path)] = str(error)
+        reader.log.num_lines += calls.num_skipped
         reader.log.files.append(str(path))
         if reader.num_lines == before:
             reader.log.silent_files.append(str(path))
@@ -111,10 +112,7 @@ class LogReader:
             ranks = {m.rank for m in ([member] if member else process.members) if m.device == message.device}
             rank = ranks.pop() if len(ranks) == 1 else None
             if message.is_whole or explain(message.text, message.place) is not None:
-                warning = LoggedWarning(
-                    text=message.text, place=message.place, host=process.host, rank=rank, line=message.line
-                )
-                self.log.warnings.append(warning)
+                self.log.warn(message.text, message.line, rank=rank, host=process.host, place=message.place)
             read_process_line(process, message)
         elif " Bytes -> " in message.text:
             choice = _parse_choice(message.text) if message.is_whole else None

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from commopt_diagnose.nccl_log.communicators import NcclLog
-from commopt_diagnose.nccl_log.facts import LoggedWarning, Progress, Timeout
+from commopt_diagnose.nccl_log.facts import Progress, Timeout
 from commopt_diagnose.nccl_log.lines import Message
 from commopt_diagnose.nccl_log.warnings import explain
 from lightning_commopt.text.findings import Line, read_texts
@@ -24,12 +24,11 @@ class TorchLines:
         self._result_number = -1  # number of the last line with the name of NCCL's result, which the error follows
         self._wrapped: Message | None = None  # a line of the watchdog that a terminal broke
 
-    def _warn(self, text: str, line: Line, *, rank: int | None = None, host: str = "", place: str = "") -> None:
-        self.log.warnings.append(LoggedWarning(text=text, place=place, host=host, rank=rank, line=line))
-
     def read_error(self, message: Message) -> bool:
         """Reads an error that PyTorch raised. What follows "Last error:", perhaps in the next line, explains most."""
         text, rank = message.text, self._last_error
+        if rank is None and message.number != self._result_number + 1 and not _PATTERNS["error_words"].search(text):
+            return False  # most lines, and the other patterns take longer
         if rank is not None and text:
             self._last_error = None
             text = _PATTERNS["rank"].sub("", _PATTERNS["label"].sub("", text, count=1))
@@ -42,22 +41,22 @@ class TorchLines:
                 return True
         elif error := _PATTERNS["torch_error"].search(text):
             who = _group_and_rank(text[: error.start()])
-            self._warn(error[1], message.line, rank=None if who is None else who[1])
+            self.log.warn(error[1], message.line, rank=None if who is None else who[1])
             return True
         elif match := _PATTERNS["torch_text"].search(text):
             who = _group_and_rank(text[: match.start()])
-            self._warn(match[1], message.line, rank=None if who is None else who[1], place="torch")
+            self.log.warn(match[1], message.line, rank=None if who is None else who[1], place="torch")
             return True
         elif self._follows_result(message):
             rank = -1
         elif match := _PATTERNS["test_failure"].search(text):
-            self._warn(match[3] or (f"Cuda failure '{match[2]}'" if match[1] == "CUDA" else match[2]), message.line)
+            self.log.warn(match[3] or (f"Cuda failure '{match[2]}'" if match[1] == "CUDA" else match[2]), message.line)
             return True
         else:
             return False
         text = text.strip()
         if not _PATTERNS["no_error"].match(text):
-            self._warn(text, message.line, rank=None if rank == -1 else rank, place="Last error")
+            self.log.warn(text, message.line, rank=None if rank == -1 else rank, place="Last error")
         return True
 
     def _follows_result(self, message: Message) -> bool:
@@ -72,8 +71,11 @@ class TorchLines:
 
     def read_watchdog(self, message: Message) -> bool:
         """Reads a line of PyTorch's watchdog; terminals and mails break it in two."""
-        text, line, first = message.text, message.line, self._wrapped
+        text, first = message.text, self._wrapped
         self._wrapped = None
+        if first is None and not ("atchdog" in text or "nqueued" in text or "[E" in text):
+            return False
+        line = message.line
         if first is not None and "atchdog caught" not in text and _parse_timeout(first.text + text, first.line):
             text, line = first.text + text, first.line
         timeout, progress = _parse_timeout(text, line), _parse_progress(text, line)

@@ -71,10 +71,11 @@ def find_warnings(log: NcclLog) -> Iterator[Finding]:
     has_cause = any(isinstance(kind, str) or kind.severity == "error" for kind in groups)
     first = None if has_cause else _first_of_consequences(groups)
     for kind, warnings in groups.items():
+        times = sum(warning.times for warning in warnings)
         # The first text, unless it is cut and a later one is whole.
         whole = (warning.text for warning in warnings if warning.text.startswith(warnings[0].text))
         text = max(whole, key=len)[:200] or "without text"
-        what = f"{_who(warnings)}: {text}" + (f" ({len(warnings)} times)" if len(warnings) > 1 else "")
+        what = f"{_who(warnings)}: {text}" + (f" ({times} times)" if times > 1 else "")
         if isinstance(kind, str):
             yield finding("warning", "warning", *warnings[:3], what=what, why=reason("no_explanation"))
         elif (kind.severity == "follows" and kind is not first) or (kind.code in _OF_TIMEOUTS and log.timeouts):
@@ -87,7 +88,7 @@ def find_warnings(log: NcclLog) -> Iterator[Finding]:
 
 
 def _first_of_consequences(kinds: Iterable[WarnText | str]) -> WarnText | None:
-    """Returns the kind to begin with if all are consequences: the first in the log that says more than torch's errors."""
+    """Returns the kind to begin with if all are consequences: the first that says more than torch's errors."""
     known = [kind for kind in kinds if isinstance(kind, WarnText) and kind.severity == "follows"]
     return min(known, key=lambda kind: kind.code in ("torch_error", "refused_call", "after_error"), default=None)
 
