@@ -146,6 +146,8 @@ class LogReader:
         return False
 
     def _read_version(self, message: Message) -> bool:
+        if "ccl" not in message.text and "CCL" not in message.text:
+            return False
         version = find_version(message.text) if message.is_whole else None
         if version is not None:
             self.log.versions.setdefault(version, Fact(version, message.line))
@@ -154,7 +156,8 @@ class LogReader:
         return version is not None
 
     def _read_listed(self, message: Message) -> bool:
-        if match := _PATTERNS["listed"].search(message.text):
+        match = _PATTERNS["listed"].search(message.text) if "#" in message.text else None
+        if match is not None:
             host, pid, device, bus = match[3], int(match[2]), int(match[4]), match[5].lower()
             self.log.listed[int(match[1])] = (host, pid, device, f"{bus}000")
         return match is not None

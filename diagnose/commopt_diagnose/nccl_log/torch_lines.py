@@ -84,7 +84,7 @@ class TorchLines:
             self.log.timeouts.setdefault(key, timeout)
         elif "atchdog caught" in text:
             self._wrapped = message
-        if timeout is None and (match := _PATTERNS["watchdog_error"].search(text)):
+        if timeout is None and "[E" in text and (match := _PATTERNS["watchdog_error"].search(text)):
             self.log.failed_ranks.add(int(match[1]))
         if progress is not None:
             self.log.progress[progress.rank, progress.group] = progress
@@ -93,7 +93,7 @@ class TorchLines:
 
 def _parse_timeout(text: str, line: Line) -> Timeout | None:
     """Parses a line of PyTorch's watchdog that gives a collective up."""
-    match = _PATTERNS["timeout"].search(text)
+    match = _PATTERNS["timeout"].search(text) if "atchdog caught" in text else None
     who = _group_and_rank(text[: match.start()]) if match else None
     if match is None or who is None:
         return None
@@ -113,7 +113,7 @@ def _parse_timeout(text: str, line: Line) -> Timeout | None:
 
 def _parse_progress(text: str, line: Line) -> Progress | None:
     """Parses a line of PyTorch's watchdog about how far a rank is; what cannot be true is left out."""
-    match = _PATTERNS["progress"].search(text)
+    match = _PATTERNS["progress"].search(text) if "nqueued" in text else None
     who = _group_and_rank(text[: match.start()]) if match else None
     if match is None or who is None or int(match[3]) > int(match[2]):
         return None

@@ -135,7 +135,7 @@ def _with_groups(log: NcclLog) -> list[Timeout]:
 
 def _timeout(group: str, timeouts: list[Timeout], log: NcclLog) -> Finding:
     calls = grouped((timeout.call, timeout.rank) for timeout in timeouts)
-    why = _asleep(timeouts) or _behind(group, log) or _reason(group, timeouts, len(calls), log)
+    why = _asleep(timeouts) or _behind(group, timeouts, log) or _reason(group, timeouts, len(calls), log)
     texts = [f"{ranks_text(ranks)} in {call}" for call, ranks in calls.items()]
     shown = list_some(texts, 8).replace(", rank", "; rank")
     waited = max((timeout.waited_s for timeout in timeouts if timeout.waited_s is not None), default=None)
@@ -154,7 +154,7 @@ def _asleep(timeouts: list[Timeout]) -> Reason | None:
     return None
 
 
-def _behind(group: str, log: NcclLog) -> Reason | None:
+def _behind(group: str, timeouts: list[Timeout], log: NcclLog) -> Reason | None:
     """Returns the reason if ranks have started fewer collectives of this group than others, by their own lines."""
     groups: dict[str, dict[int, Progress]] = {}
     for progress in log.progress.values():
@@ -163,7 +163,7 @@ def _behind(group: str, log: NcclLog) -> Reason | None:
     for name, by_rank in groups.items():
         most = max(progress.enqueued for progress in by_rank.values())
         # A rank that has started the collective in which others wait is not what they wait for.
-        waited = max((timeout.sequence or 0 for timeout in log.timeouts.values() if timeout.group == group), default=0)
+        waited = max(timeout.sequence or 0 for timeout in timeouts)
         limit = min(most, waited) if waited else most
         behind = sorted(rank for rank, progress in by_rank.items() if progress.enqueued < limit)
         if behind and (name or len(groups) == 1):

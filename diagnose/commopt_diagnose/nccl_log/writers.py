@@ -56,6 +56,9 @@ class Writers:
         if len(owners) == 1:
             return owners[0]
         last = self._last_in_file.get((message.file, message.device))
+        if last is None and message.device is None:
+            in_file = {process for (file, _), process in self._last_in_file.items() if file == message.file}
+            last = in_file.pop() if len(in_file) == 1 else None
         # The first line of another process begins like this.
         begins = message.text.startswith("Bootstrap")
         is_other = begins and last is not None and not last.host and any(member.finished for member in last.members)
