@@ -72,8 +72,9 @@ def find_warnings(log: NcclLog) -> Iterator[Finding]:
     first = None if has_cause else _first_of_consequences(groups)
     for kind, warnings in groups.items():
         times = sum(warning.times for warning in warnings)
-        # The first text, unless it is cut and a later one is whole.
-        whole = (warning.text for warning in warnings if warning.text.startswith(warnings[0].text))
+        # The first text of NCCL itself, unless it is cut and a later one is whole.
+        begin = next((warning for warning in warnings if warning.place), warnings[0]).text
+        whole = (warning.text for warning in warnings if warning.text.startswith(begin))
         text = max(whole, key=len)[:200] or "without text"
         what = f"{_who(warnings)}: {text}" + (f" ({times} times)" if times > 1 else "")
         if isinstance(kind, str):
