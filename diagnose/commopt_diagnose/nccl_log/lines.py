@@ -41,8 +41,9 @@ _RAS = re.compile(rb"(?:#\d+-\d+ \(\w+\) )?(?:INCOMPLETE|DEAD|ERROR|MISMATCH|TIM
 _MARK = re.compile(r"NCCL (INFO|WARN|TRACE)\b ?|(?<=[\d\]] )(INFO|WARN) (?=\S)")
 _HEAD = re.compile(
     r"(?:(?P<host><[\w.-]+>|[^\s:<>()\[\]{}`*'\"]+):(?P<pid>\d{1,10}):(?P<tid>\d{1,10}) +"
-    r"|(?P<host_only>(?!\d+:)[^\s:/<>()\[\]{}]+):(?P<pid_only>\d{1,10}) +(?=\[))?"
-    r"(?:\[(?P<device>-?\d{1,10})\] +)?"
+    r"|(?P<host_only>(?!\d+:)[^\s:/<>()\[\]{}]+):(?P<pid_only>\d{1,10}) +(?=\[)"
+    r"|(?<![\w:])\d*:?(?P<tid_only>\d{5,10}) +(?=\[))?"  # the rest of a head of which the beginning is torn off
+    r"(?:\[(?P<device>-?\d{1,10})\] +)?(?:\d+\.\d+ +)?"  # TRACE has a time
     r"(?P<place>(?:[^\s:]+\.\w+|\w+):\d+ +(?:\([^()]*\) +)?)?$"
 )
 _PLAIN = re.compile(r"([A-Za-z][\w.-]*):(\d{1,10}):(\d{1,10}) \[(\d{1,3})\] NCCL INFO (?!.*NCCL )(.{0,4000})")
@@ -233,7 +234,7 @@ def _plain_message(plain: re.Match[str], text: str, file: str, number: int, *, i
 def _writer(head: re.Match[str]) -> tuple[str | None, list[int | None]]:
     """Returns the host, and pid, tid and device. A time of day in front of a missing head has the same form."""
     host = head["host"] or head["host_only"]
-    pid, tid, device = head["pid"] or head["pid_only"], head["tid"], head["device"]
+    pid, tid, device = head["pid"] or head["pid_only"], head["tid"] or head["tid_only"], head["device"]
     if host is not None and all(part is not None and _CLOCK.match(part) for part in (host, pid, tid)):
         host = pid = tid = None
     if device is not None and abs(int(device)) > 1023:

@@ -91,6 +91,8 @@ class LogReader:
         """
         known: dict[str, set[str]] = {}
         for p in self._writers.processes:
+            if self.log.torn and self._writers.is_fragment(p):
+                continue
             if p.members or any((p.settings, p.bootstrap, p.network, p.notes, p.gdr, p.failed_at, p.interfaces)):
                 self.log.processes.append(p)
                 p.address = "" if p.bootstrap is None else p.bootstrap.value.partition(":")[2]

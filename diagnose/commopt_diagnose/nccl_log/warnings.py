@@ -169,7 +169,9 @@ def _behind(group: str, timeouts: list[Timeout], log: NcclLog) -> Reason | None:
         behind = sorted(rank for rank, progress in by_rank.items() if progress.enqueued < limit)
         if behind and (name or len(groups) == 1):
             last = by_rank[behind[0]]
-            return reason("behind", last, ranks=ranks_text(behind), number=last.enqueued, most=most)
+            numbers = sorted({by_rank[rank].enqueued for rank in behind})
+            number = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else numbers[0]
+            return reason("behind", last, ranks=ranks_text(behind), number=number, most=most)
     return None
 
 
@@ -194,6 +196,8 @@ def _silent_reason(group: str, ranks: set[int], log: NcclLog) -> Reason:
     if len(silent) >= len(ranks) and log.warnings:
         return reason("warned")
     unknown = "" if world_size else "; whether there are other ranks, the log does not say"
+    if any(timeout.line.file in log.torn for timeout in log.timeouts.values()):
+        return reason("known_wait", ranks=ranks_text(ranks), unknown="; lines are torn, so others may do so too")
     # If most ranks are silent, the log may just lack them, unless it has other lines of all these ranks.
     if silent and (len(silent) < len(ranks) or (world_size and seen.issuperset(silent))):
         outside = "are not in this group, " if group and not re.match(r"PG (?:ID )?0\b|.*default", group) else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from commopt_diagnose.nccl_log.facts import Process, TornLines
@@ -11,6 +12,9 @@ from commopt_diagnose.nccl_log.lines import Message
 _ADDRESS = re.compile(r"\bcomm (0x[0-9a-fA-F]+) rank ")
 # Containers number their processes from 1, so smaller numbers are often equal on different hosts by chance.
 _MIN_UNIQUE_PID = 4096
+# In logs of mpiexec about one line in 100 is torn, and a tenth of those lose their whole head. A log of which some
+# lines were written without heads has more of them.
+_MAX_FRAGMENTS = 3
 
 
 class Writers:
@@ -26,6 +30,7 @@ class Writers:
         self._by_thread: dict[tuple[str | None, int | None, int | None, int | None], Process] = {}
         self._by_pid: dict[int | None, list[Process]] = {}
         self._last_in_file: dict[tuple[str, int | None], Process] = {}
+        self._num_headless: Counter[Process] = Counter()  # lines of processes without a host
 
     def process_of(self, message: Message) -> Process:
         """Returns the process of a line; if the head is missing, the owner of its communicator or the last writer."""
@@ -36,7 +41,13 @@ class Writers:
             if message.host is not None:
                 self._by_thread[key] = process
         self._last_in_file[message.file, message.device] = process
+        if not process.host:
+            self._num_headless[process] += 1
         return process
+
+    def is_fragment(self, process: Process) -> bool:
+        """Returns whether a process stands for a few lines without heads, in a log whose lines have heads."""
+        return 0 < self._num_headless[process] <= _MAX_FRAGMENTS and any(other.host for other in self.processes)
 
     def note_torn(self, message: Message) -> None:
         """Notes that processes wrote into each other's lines in this file."""
@@ -51,6 +62,9 @@ class Writers:
         return process
 
     def _without_head(self, message: Message) -> Process | None:
+        if message.tid is not None and (process := self._with_thread(message.tid, message.device)):
+            self.note_torn(message)
+            return process
         named = _ADDRESS.search(message.text) if "comm 0x" in message.text else None
         owners = [process for process in self.processes if named[1] in process.by_address] if named else []
         if len(owners) == 1:
@@ -69,14 +83,16 @@ class Writers:
         if message.host is None:
             return None
         host, same_pid = message.host, self._by_pid.get(message.pid, [])
-        for process in same_pid:
-            if process.host == host:
-                return process
+        if message.tid is None and (process := self._with_thread(message.pid, message.device)):
+            self.note_torn(message)
+            return process  # the host and the process number are cut, and this is the thread's
+        if process := self._same_name(host, same_pid):
+            return process
         for process in same_pid:
             if process.host and (host.endswith(process.host) or self._is_torn(message, host, process)):
                 self.note_torn(message)
-                if process.host.endswith(host) and (self._is_host(host) or len(list(self._keys(process))) == 1):
-                    process.host = host  # the first line of this process was torn, not this one
+                if self._is_truer(host, process):
+                    process.host = host  # the line that named this process first was torn
                 return process
         if self._is_host(host):
             return None
@@ -87,17 +103,34 @@ class Writers:
                 return self._same_name(name, same_pid) or self._add(name, message.pid)
         return None
 
+    def _with_thread(self, tid: int | None, device: int | None) -> Process | None:
+        if (tid or 0) < _MIN_UNIQUE_PID:
+            return None
+        owners = {process for key, process in self._by_thread.items() if key[2:] == (tid, device)}
+        return owners.pop() if len(owners) == 1 else None
+
+    def _is_truer(self, host: str, process: Process) -> bool:
+        """Returns whether a name is likelier than the one of a process: other processes have it, or one of its form."""
+        others = [other.host for other in self.processes if other is not process]
+
+        def score(name: str) -> tuple[int, int]:
+            return others.count(name), list(map(_shape, others)).count(_shape(name))
+
+        known, new = score(process.host), score(host)
+        is_first = process.host.endswith(host) and len(list(self._keys(process))) == 1
+        return new > known or (new == known and is_first)
+
     def _same_name(self, name: str, processes: list[Process]) -> Process | None:
         return next((process for process in processes if process.host == name), None)
 
     def _is_torn(self, message: Message, host: str, process: Process) -> bool:
         """Returns whether a host of the same process number is not another host, but what is left of the name."""
-        if (message.pid or 0) < _MIN_UNIQUE_PID or len(host) == len(process.host) or self._is_host(host):
-            return False
-        if _shape(host) == _shape(process.host):
+        if (message.pid or 0) < _MIN_UNIQUE_PID or _shape(host) == _shape(process.host):
             return False  # such as node9 and node10
         if process.host.endswith(host):
             return True
+        if len(host) == len(process.host) or self._is_host(host):
+            return False
         is_known_thread = any(key[1:] == (message.pid, message.tid, message.device) for key in self._keys(process))
         return is_known_thread and message.tid != message.pid
 
