@@ -196,7 +196,7 @@ def _silent_reason(group: str, ranks: set[int], log: NcclLog) -> Reason:
     if len(silent) >= len(ranks) and log.warnings:
         return reason("warned")
     unknown = "" if world_size else "; whether there are other ranks, the log does not say"
-    if any(timeout.line.file in log.torn for timeout in log.timeouts.values()):
+    if silent and any(timeout.line.file in log.torn for timeout in log.timeouts.values()):
         return reason("known_wait", ranks=ranks_text(ranks), unknown="; lines are torn, so others may do so too")
     # If most ranks are silent, the log may just lack them, unless it has other lines of all these ranks.
     if silent and (len(silent) < len(ranks) or (world_size and seen.issuperset(silent))):
