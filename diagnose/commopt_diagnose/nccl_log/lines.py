@@ -21,16 +21,29 @@ _SHOWN_CHARACTERS = 400
 _LARGE_BYTES = 16 << 20  # a file of this size shows its progress
 _MAX_RAS_LINES = 600  # lines that are read after the head of a RAS report
 _OF_INTEREST = re.compile(
-    rb"atchdog|enqueued|Last error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|Test CUDA"
+    rb"atchdog|enqueued|Last error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|(?:CUDA|NCCL) failure "
     rb"|[nr]ccl.?version|nvidia-nccl-cu|using nccl|nccl\w+ failed:|nccl\w+(?:Error|Usage|Argument): |dump signal"
     rb"|currently unknown|mismatch between coll|destroy_process_group\(\) was|with exception: CUDA|acquire GIL"
-    rb"|\]: ?\[E.*ProcessGroupNCCL"
+    rb"|\[rank\d+\]: ?\[E"
     rb"|^\s*(?:Channel|Ring) \d+.* via |^\s*(?:NET/|Using network )",
     re.IGNORECASE,
 )
 # One of these is in each line of interest. To look for them takes less time than the pattern.
 _WORDS = (
-    *(b"atchdog", b"nqueued", b"rror:", b"Rank", b"INFO", b"WARN", b'{"', b"Test CUDA", b"ccl", b"CCL", b"signal"),
+    *(
+        b"atchdog",
+        b"nqueued",
+        b"rror:",
+        b"Rank",
+        b"INFO",
+        b"WARN",
+        b'{"',
+        b"failure",
+        b"ccl",
+        b"CCL",
+        b"signal",
+        b"[rank",
+    ),
     *(b"currently unknown", b"mismatch", b"destroy_process", b"with exception", b"GIL", b"ProcessGroup", b" via "),
     *(b"NET/", b"Using network"),
 )

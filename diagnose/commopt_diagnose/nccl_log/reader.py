@@ -93,7 +93,8 @@ class LogReader:
         for p in self._writers.processes:
             if self.log.torn and self._writers.is_fragment(p):
                 continue
-            if p.members or any((p.settings, p.bootstrap, p.network, p.notes, p.gdr, p.failed_at, p.interfaces)):
+            told = (p.settings, p.bootstrap, p.version, p.network, p.notes, p.gdr, p.failed_at, p.interfaces)
+            if p.members or any(told):
                 self.log.processes.append(p)
                 p.address = "" if p.bootstrap is None else p.bootstrap.value.partition(":")[2]
                 known.setdefault(p.host, set()).update({p.address} - {""})

@@ -50,7 +50,10 @@ class TorchLines:
         elif self._follows_result(message):
             rank = -1
         elif match := _PATTERNS["test_failure"].search(text):
-            self.log.warn(match[3] or (f"Cuda failure '{match[2]}'" if match[1] == "CUDA" else match[2]), message.line)
+            self.log.warn(
+                match[3] or (f"Cuda failure '{match[2]}'" if match[1] and match[1] != "NCCL" else match[2]),
+                message.line,
+            )
             return True
         else:
             return False

@@ -182,13 +182,14 @@ def _reason(group: str, timeouts: list[Timeout], num_calls: int, log: NcclLog) -
             return reason("unnamed_groups")
         late = min(timeouts, key=lambda timeout: (timeout.sequence is None, timeout.sequence or 0))
         return reason("late_rank", late, rank=late.rank)
-    return reason("different_calls") if num_calls > 1 else _silent_reason(group, ranks, log)
+    return reason("different_calls") if num_calls > 1 else _silent_reason(group, timeouts, log)
 
 
-def _silent_reason(group: str, ranks: set[int], log: NcclLog) -> Reason:
+def _silent_reason(group: str, timeouts: list[Timeout], log: NcclLog) -> Reason:
     """Returns the reason if all ranks that timed out wait in one collective; the log may not have all ranks."""
+    ranks = {timeout.rank for timeout in timeouts}
     named = [communicator.num_ranks for communicator in log.communicators]
-    named += [timeout.num_ranks for timeout in log.timeouts.values() if timeout.group == group]
+    named += [timeout.num_ranks for timeout in timeouts]
     world_size = max(filter(None, named), default=0)
     seen = {rank for communicator in log.communicators for rank in communicator.members}
     seen |= {last.rank for last in log.progress.values()}

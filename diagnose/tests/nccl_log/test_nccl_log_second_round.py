@@ -249,3 +249,16 @@ def test_a_rank_that_timed_out_itself() -> None:
     assert "another rank" in other["dump_signal"].why
     beside = findings(f"{signal} dump signal due to a collective timeout from this local rank\n", watchdog(1, 5))
     assert beside["local_timeout"].severity == "note"
+
+
+def test_the_version_of_a_process_that_only_warns() -> None:
+    text = (
+        told("NCCL version 2.26.2+cuda12.2")
+        + "a:7:9 [0] include/alloc.h:228 NCCL WARN Cuda failure 2 'out of memory'\n"
+    )
+    assert versions_of(read(text)) == ["2.26.2+cuda12.2"]
+
+
+def test_a_failure_of_old_tests_of_nccl() -> None:
+    text = "Cuda failure common.cu:891 'CUDA driver version is insufficient for CUDA runtime version'\n"
+    assert "driver_too_old" in findings(text)
