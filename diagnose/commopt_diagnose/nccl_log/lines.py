@@ -138,7 +138,8 @@ def read_messages(path: Path, calls: Calls | None = None) -> Iterator[Message]:
         calls = calls or Calls()
         for number, raw in enumerate(lines, start=1):
             is_info = b" NCCL INFO " in raw
-            if not is_info and wanted <= 0 and not any(word in raw for word in _WORDS) and not _RAS.match(raw):
+            is_dull = not is_info and (b"frame #" in raw or not any(word in raw for word in _WORDS))
+            if is_dull and wanted <= 0 and not _RAS.match(raw):
                 continue
             if is_info and b": opCount " in raw and calls.skips(raw):
                 wanted -= 1
