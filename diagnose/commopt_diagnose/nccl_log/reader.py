@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from gzip import BadGzipFile
 from pathlib import Path
 
-from commopt_diagnose.nccl_log.communicators import NcclLog, add_listed, add_unnamed, group_members
+from commopt_diagnose.nccl_log.communicators import NcclLog
 from commopt_diagnose.nccl_log.facts import Choice, Fact, RasReport
+from commopt_diagnose.nccl_log.grouping import add_listed, add_unnamed, group_members
 from commopt_diagnose.nccl_log.inspector import Inspected
 from commopt_diagnose.nccl_log.lines import Calls, Message, read_messages
 from commopt_diagnose.nccl_log.messages import find_version, read_process_line, read_rank_line
