@@ -262,3 +262,21 @@ def test_the_version_of_a_process_that_only_warns() -> None:
 def test_a_failure_of_old_tests_of_nccl() -> None:
     text = "Cuda failure common.cu:891 'CUDA driver version is insufficient for CUDA runtime version'\n"
     assert "driver_too_old" in findings(text)
+
+
+def test_lines_that_come_again_are_one_communicator_and_one_warning() -> None:
+    """A file may be named twice, or hold its lines several times: an id belongs to one communicator."""
+    warning = f"{FIRST[0].partition('NCCL INFO')[0]}init.cc:9 NCCL WARN Duplicate GPU detected : rank 1 and rank 0"
+    ended = [line.replace("Init COMPLETE", "Abort COMPLETE") for line in (FIRST[-1], SECOND[-1])]
+    text = "\n".join([*FIRST, *SECOND, *ended, warning]) + "\n"
+    log = read(text, text, text)
+    assert [(each.num_ranks, len(each.members), each.unknown) for each in log.communicators] == [(2, 2, [])]
+    assert [warning.times for warning in log.warnings] == [3]
+    assert "(3 times)" in {finding.code: finding for finding in find_all(log)}["same_gpu"].what
+
+
+def test_a_call_into_which_another_line_was_written_is_read(tmp_path: Path) -> None:
+    call = told("AllReduce: opCount 1 sendbuff 0x7f recvbuff 0x7f count 8 comm 0x7fa0 [nranks=8] stream 0x9")
+    path = tmp_path / "log"
+    path.write_text(call + call.rstrip() + told("NET/IB : No device found.", host=" node-b", pid=9000))
+    assert {process.host for process in read_log([path]).processes} == {"a", "node-b"}
