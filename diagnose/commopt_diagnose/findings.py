@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, get_args
 from rich.console import Console
 from rich.text import Text
 
-from lightning_commopt.text.findings import Finding, Line, Severity, read_texts
+from lightning_commopt.text.findings import Confidence, Finding, Line, Severity, read_texts
 from lightning_commopt.text.terminal import print_text
 
 _STYLES = {"error": "bold red", "warning": "yellow", "slow": "yellow", "differs": "magenta", "note": "cyan"}
@@ -26,6 +26,7 @@ class Reason(NamedTuple):
     why: str
     advice: str
     evidence: tuple[Any, ...] = ()  # None is left out
+    confidence: Confidence = "certain"
 
 
 class FindingTexts:
@@ -37,7 +38,8 @@ class FindingTexts:
     def reason(self, code: str, /, *evidence: Any, **values: object) -> Reason:
         """Returns the reason of a code."""
         why, advice = (self._texts[code].get(part, "").format(**values) for part in ("why", "try"))
-        return Reason(why, advice, evidence)
+        confidence: Any = self._texts[code].get("is", "certain")
+        return Reason(why, advice, evidence, confidence)
 
     def finding(
         self,
@@ -48,21 +50,33 @@ class FindingTexts:
         what: str = "",
         why: Reason | None = None,
         where: str = "",
+        confidence: Confidence | None = None,
         **values: object,
     ) -> Finding:
-        """Returns a finding, with the texts of its code unless others are given, and each line of evidence once."""
+        """Returns a finding, with the texts of its code unless others are given, and each line of evidence once.
+
+        Its confidence is that of its reason unless another is given.
+        """
         what, why = what or self._texts[code]["what"].format(**values), why or self.reason(code, **values)
         facts = [fact for fact in (*evidence, *why.evidence) if fact is not None]
         lines = tuple(dict.fromkeys(fact if isinstance(fact, Line) else fact.line for fact in facts))
         return Finding(
-            severity=severity, what=what, advice=why.advice, why=why.why, code=code, where=where, evidence=lines
+            severity=severity,
+            what=what,
+            advice=why.advice,
+            why=why.why,
+            code=code,
+            where=where,
+            confidence=confidence or why.confidence,
+            evidence=lines,
         )
 
 
 def print_findings(findings: Iterable[Finding], console: Console) -> None:
     """Prints each finding with its reason, advice and evidence."""
     for finding in findings:
-        severity = (f"{finding.severity}: ", _STYLES[finding.severity])
+        doubt = " (possible)" if finding.confidence == "possible" else ""
+        severity = (f"{finding.severity}{doubt}: ", _STYLES[finding.severity])
         where = f"{finding.where}: " if finding.where else ""
         print_text(Text.assemble(severity, where, finding.what), console)
         details = [("why", finding.why), ("try", finding.advice)]

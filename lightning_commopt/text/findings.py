@@ -12,6 +12,9 @@ from typing import Any, Literal
 # These are ordered from the worst. With an "error" training fails, hangs or is wrong; with a "warning" it may. The
 # others are a loss of speed, a difference between ranks, and a note.
 Severity = Literal["error", "warning", "slow", "differs", "note"]
+# How sure a finding is: "certain" if what was read says so itself, "likely" if it is the usual reason of what was read,
+# and "possible" if it may as well be otherwise, as where lines are damaged.
+Confidence = Literal["certain", "likely", "possible"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +36,7 @@ class Finding:
     why: str = ""  # the setting or hardware that causes it, or its cost; may be empty
     code: str = ""  # identifies the kind of finding for scripts; may be empty
     where: str = ""  # host, ranks or communicator; empty if there is only one
+    confidence: Confidence = "certain"
     evidence: tuple[Line, ...] = ()  # lines of logs
 
     def to_plain(self) -> dict[str, Any]:

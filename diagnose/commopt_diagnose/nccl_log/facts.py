@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from commopt_diagnose.nccl_log.lines import Message
 from lightning_commopt.text.findings import Line
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class LoggedWarning:
     """An ``NCCL WARN`` line, or an error of NCCL that PyTorch reports."""
 
@@ -17,7 +18,8 @@ class LoggedWarning:
     place: str = ""  # file and line in NCCL's source
     host: str
     rank: int | None
-    line: Line
+    line: Line  # the first with this text
+    times: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,15 @@ class Timeout:
     limit_s: float | None
     waited_s: float | None
     line: Line
+
+    @property
+    def num_ranks(self) -> int | None:
+        """The number of ranks that the sizes of a gather or a scatter prove; None for other operations."""
+        sizes = dict(part.split("=") for part in self.sizes.split(", ") if part.startswith("Numel"))
+        numbers = [int(sizes.get(name, "0")) for name in ("NumelIn", "NumelOut")]
+        small, large = sorted(numbers)
+        is_known = re.search("ALL_?GATHER|REDUCE_?SCATTER", self.operation) and small > 0 and large % small == 0
+        return large // small if is_known else None
 
     @property
     def call(self) -> str:
@@ -57,6 +68,19 @@ class RasReport(NamedTuple):
     status: str
     line: Line
     details: list[str]
+
+
+@dataclass(kw_only=True)
+class TornLines:
+    """The lines of a file in which several processes wrote into each other."""
+
+    first: Line
+    count: int = 0
+    last_number: int = 0  # number of the last such line
+
+    @property
+    def line(self) -> Line:
+        return self.first
 
 
 class Choice(NamedTuple):
@@ -139,6 +163,7 @@ class Process:
     # In the order of their first lines. Threads that have not named a communicator have a member of their own here.
     members: list[Member] = field(default_factory=list)
     by_address: dict[str, Member] = field(default_factory=dict)  # members that are not destroyed
+    by_comm: dict[tuple[str, str, int], Member] = field(default_factory=dict)  # by communicator, address and rank
     by_thread: dict[tuple[int | None, int | None], Member] = field(default_factory=dict)  # what each thread named last
 
     @property
@@ -153,7 +178,7 @@ class Process:
     def member(self, message: Message, *, begins: bool = False, rank: int | None = None) -> Member:
         """Returns the member that a line belongs to: a new one if its thread has none, or a communicator begins."""
         member = self.find_member(message)
-        if member is not None and begins and member.finished is not None:
+        if member is not None and begins and member.finished is not None and not member.is_repeated:
             member = None
         if member is not None and rank is not None and member.rank not in (None, rank):
             # The thread may be setting up another communicator at the same time, or the log may not name threads.
@@ -171,6 +196,8 @@ class Process:
         Once a communicator is destroyed, another may have its address; the log need not show that.
         """
         member = self.by_address.get(address)
+        if member is None and comm_id and (again := self.by_comm.get((comm_id, address, rank))):
+            member, again.ended = again, None  # an id belongs to one communicator, so this line is repeated
         is_known = member is not None and (member.rank, member.num_ranks) == (rank, num_ranks)
         if member is None or not is_known or (comm_id and member.comm_id not in (None, comm_id)):
             member = self.find_member(message)
@@ -178,6 +205,8 @@ class Process:
             if member is None or not is_open or member.rank not in (None, rank) or member.min_ranks > num_ranks:
                 member = self._new_member(message)
         member.address, member.rank, member.num_ranks = address, rank, num_ranks
+        if comm_id:
+            self.by_comm[comm_id, address, rank] = member
         self.by_address[address] = self.by_thread[message.thread] = member
         return member
 
@@ -223,6 +252,7 @@ class Member:
     started: Line | None = None
     finished: Line | None = None
     ended: Line | None = None  # destroyed or aborted
+    is_repeated: bool = False  # whether its first line came again: the log has these lines several times
     last: Message | None = None
     stage: int = 0  # how far its lines prove that it got, as an index of `findings.STAGES`
     connections: dict[tuple[int, int, int, str, str], Connection] = field(default_factory=dict)

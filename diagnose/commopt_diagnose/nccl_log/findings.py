@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 
 from commopt_diagnose.findings import worst_first
+from commopt_diagnose.nccl_log import network_paths, paths
 from commopt_diagnose.nccl_log.communicators import Communicator, NcclLog, ranks_of
 from commopt_diagnose.nccl_log.facts import Fact, Process
-from commopt_diagnose.nccl_log.paths import SLOW_PATHS, finding, reason
+from commopt_diagnose.nccl_log.paths import finding, reason
 from commopt_diagnose.nccl_log.warnings import find_ras, find_timeouts, find_warnings
-from lightning_commopt.text.findings import Finding, Severity
-from lightning_commopt.text.formatting import grouped, list_some, ranks_text
+from lightning_commopt.text.findings import Confidence, Finding, Severity
+from lightning_commopt.text.formatting import count, grouped, list_some, ranks_text
 
+_PATH_FINDERS = (*paths.FINDERS, *network_paths.FINDERS)
 _FORCED = re.compile(r"NCCL_(ALGO|PROTO|NTHREADS|BUFFSIZE|M(IN|AX)_(NCHANNELS|CTAS|NRINGS)|LAUNCH_MODE)$")
 _SETTINGS = (("forced_settings", _FORCED), ("topology_file", re.compile(r"NCCL_(TOPO|GRAPH)_FILE$")))
 _LARGE_BYTES = 16 << 20  # messages from this size on are slow with the protocol LL
@@ -42,12 +45,12 @@ def find_all(log: NcclLog) -> list[Finding]:
     """Finds what is wrong, slow or unequal, and what could not be judged; once if communicators share it."""
     findings = [*find_warnings(log), *find_timeouts(log), *find_ras(log.ras), *_find_differences(log)]
     for communicator in log.communicators:
-        for find in (_find_missing, _find_unfinished, *SLOW_PATHS):
+        for find in (_find_missing, _find_unfinished, *_PATH_FINDERS):
             where = f"communicator {communicator.number}" if communicator.count == 1 else "communicators without an id"
             findings += [replace(slow, where=where) for slow in find(communicator)]
     rest = log.rest()
-    findings += [slow for find in SLOW_PATHS for slow in find(rest)]
-    findings += [*_find_settings(log), *_find_small_protocol(log)]
+    findings += [slow for find in _PATH_FINDERS for slow in find(rest)]
+    findings += [*_find_settings(log), *_find_small_protocol(log), *_find_torn(log)]
     findings += _find_unknown(log, findings)
     once: dict[tuple[str, str, str], Finding] = {}
     for known in findings:
@@ -62,6 +65,12 @@ def _find_settings(log: NcclLog) -> Iterator[Finding]:
         if facts:
             settings = ", ".join(f"{name}={fact.value}" for name, fact in facts.items())
             yield finding("note", code, *facts.values(), settings=settings)
+
+
+def _find_torn(log: NcclLog) -> Iterator[Finding]:
+    """Finds files in which processes wrote into each other's lines."""
+    for file, torn in log.torn.items():
+        yield finding("note", "torn_lines", torn, count=count(torn.count, "line"), file=Path(file).name)
 
 
 def _find_small_protocol(log: NcclLog) -> Iterator[Finding]:
@@ -106,19 +115,25 @@ def _find_differences(log: NcclLog) -> Iterator[Finding]:
         ):
             facts = {p: fact for p in communicator.processes if (fact := getattr(p, code)) is not None}
             yield from _differing(code, name, advice, facts, ranks)
-        ready = dict.fromkeys(m.process for m in communicator.all_members if m.finished and m.started)
+        ready = {m.process: m.file for m in communicator.all_members if m.finished and m.started}
         settings = {process: process.settings for process in ready if process.bootstrap is not None}
-        yield from _find_setting_differences(settings, ranks)
+        torn = {process for process, file in ready.items() if file in log.torn}
+        yield from _find_setting_differences(settings, ranks, torn)
 
 
 def _find_setting_differences(
-    settings: Mapping[Process, Mapping[str, Fact]], ranks: Mapping[Process, str]
+    settings: Mapping[Process, Mapping[str, Fact]], ranks: Mapping[Process, str], torn: Set[Process]
 ) -> Iterator[Finding]:
+    """Finds settings that differ. Where lines are torn, one that is missing may just be damaged."""
     for name in sorted({name for of_process in settings.values() for name in of_process} - set(_OF_ONE_RANK)):
         have = {key: of_process[name] for key, of_process in settings.items() if name in of_process}
-        absent = [key for key in settings if key not in have]
+        absent = [key for key in settings if key not in have and key not in torn]
         if len({fact.value for fact in have.values()}) > 1:
-            yield from _differing("settings", f"values of {name}", f"set {name} alike on all hosts", have, ranks)
+            doubt: Confidence = "possible" if torn & have.keys() else "certain"
+            for difference in _differing(
+                "settings", f"values of {name}", f"set {name} alike on all hosts", have, ranks
+            ):
+                yield replace(difference, confidence=doubt)
         elif absent and name in _READ_BY_ALL:
             first = next(iter(have.values()))
             what = f"{name}={first.value} is set on {_named(have, ranks)}, not on {_named(absent, ranks)}"

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -21,20 +21,51 @@ _SHOWN_CHARACTERS = 400
 _LARGE_BYTES = 16 << 20  # a file of this size shows its progress
 _MAX_RAS_LINES = 600  # lines that are read after the head of a RAS report
 _OF_INTEREST = re.compile(
-    rb"atchdog|enqueued|Last error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|Test CUDA"
-    rb"|[nr]ccl.?version|nvidia-nccl-cu|using nccl|nccl\w+ failed:",
+    rb"atchdog|enqueued|Last error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|(?:CUDA|NCCL) failure "
+    rb"|[nr]ccl.?version|nvidia-nccl-cu|using nccl|nccl\w+ failed:|nccl\w+(?:Error|Usage|Argument): |dump signal"
+    rb"|currently unknown|mismatch between coll|destroy_process_group\(\) was|with exception: CUDA|acquire GIL"
+    rb"|\[rank\d+\]: ?\[E"
+    rb"|^\s*(?:Channel|Ring) \d+.* via |^\s*(?:NET/|Using network )",
     re.IGNORECASE,
 )
+# One of these is in each line of interest. To look for them takes less time than the pattern.
+_WORDS = (
+    *(
+        b"atchdog",
+        b"nqueued",
+        b"rror:",
+        b"Rank",
+        b"INFO",
+        b"WARN",
+        b'{"',
+        b"failure",
+        b"ccl",
+        b"CCL",
+        b"signal",
+        b"[rank",
+    ),
+    *(b"currently unknown", b"mismatch", b"destroy_process", b"with exception", b"GIL", b"ProcessGroup", b" via "),
+    *(b"NET/", b"Using network"),
+)
+# Lines whose next lines belong to them: an error of NCCL, or a line of the watchdog that a terminal has wrapped.
+_CONTINUED = re.compile(rb"Last error:|atchdog caught|nccl\w+(?:Error|Usage|Argument): ")
 _RAS = re.compile(rb"(?:#\d+-\d+ \(\w+\) )?(?:INCOMPLETE|DEAD|ERROR|MISMATCH|TIMEOUT)\r?\n")
 # Before 2.3 NCCL does not write its name before the level. Then the head must have a host, or a device and a place.
 _MARK = re.compile(r"NCCL (INFO|WARN|TRACE)\b ?|(?<=[\d\]] )(INFO|WARN) (?=\S)")
 _HEAD = re.compile(
     r"(?:(?P<host><[\w.-]+>|[^\s:<>()\[\]{}`*'\"]+):(?P<pid>\d{1,10}):(?P<tid>\d{1,10}) +"
-    r"|(?P<host_only>(?!\d+:)[^\s:/<>()\[\]{}]+):(?P<pid_only>\d{1,10}) +(?=\[))?"
-    r"(?:\[(?P<device>-?\d{1,10})\] +)?"
+    r"|(?P<host_only>(?!\d+:)[^\s:/<>()\[\]{}]+):(?P<pid_only>\d{1,10}) +(?=\[)"
+    r"|(?<![\w:])\d*:?(?P<tid_only>\d{5,10}) +(?=\[))?"  # the rest of a head of which the beginning is torn off
+    r"(?:\[(?P<device>-?\d{1,10})\] +)?(?:\d+\.\d+ +)?"  # TRACE has a time
     r"(?P<place>(?:[^\s:]+\.\w+|\w+):\d+ +(?:\([^()]*\) +)?)?$"
 )
 _PLAIN = re.compile(r"([A-Za-z][\w.-]*):(\d{1,10}):(\d{1,10}) \[(\d{1,3})\] NCCL INFO (?!.*NCCL )(.{0,4000})")
+# Lines of NCCL whose head was left out, by a filter or an editor.
+_BARE = re.compile(
+    r"\s*((?:Channel|Ring) \d+(?:/\d+)? : \d+(?:\[\w+\])? -> \d+.* via (?:P2P|SHM|NET|direct).*"
+    r"|NET/(?:IB|Socket|Plugin) ?: (?:No |Using |Could not find|dlerror|Plugin load|GPU Direct).*"
+    r"|Using network \S+.{0,40})$"
+)
 _FRAME = " \t\r│|"  # what a terminal's window may draw around a line
 _CLOCK = re.compile(r"\d{1,2}$")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[\d{1,2}m(?= )|\x00")
@@ -58,6 +89,7 @@ class Message:
     level: str = ""  # INFO, WARN or TRACE; "" for a line that NCCL did not write in this form
     text: str  # the line behind its head
     is_whole: bool = True  # False for the end of a file that stops in the middle of a line
+    is_alone: bool = True  # False if another message follows in the same line
 
     @property
     def thread(self) -> tuple[int | None, int | None]:
@@ -68,7 +100,29 @@ class Message:
         return Line(file=self.file, number=self.number, text=self.whole_line.strip()[:_SHOWN_CHARACTERS])
 
 
-def read_messages(path: Path) -> Iterator[Message]:
+@dataclass
+class Calls:
+    """Lines about calls of collectives that are only counted: a large log mostly consists of them.
+
+    The first call of each writer is read, as it has the number of ranks.
+    """
+
+    num_skipped: int = 0
+    writers: set[bytes] = field(default_factory=set)
+
+    def skips(self, raw: bytes) -> bool:
+        """Returns whether a line is a further call of a known writer."""
+        place = raw.find(b" NCCL INFO ")
+        if raw.find(b" NCCL ", place + 10) >= 0:
+            return False  # another line has been written into it
+        if raw[:place] in self.writers:
+            self.num_skipped += 1
+            return True
+        self.writers.add(raw[:place])
+        return False
+
+
+def read_messages(path: Path, calls: Calls | None = None) -> Iterator[Message]:
     """Reads the lines of a log that may be NCCL's or of PyTorch's watchdog, and leaves out all others.
 
     A file may be compressed by gzip and in UTF-16; ``-`` is the standard input. A large file shows its progress.
@@ -81,14 +135,27 @@ def read_messages(path: Path) -> Iterator[Message]:
         name = "standard input" if str(path) == "-" else str(path)
         lines = _raw_lines(_open(path, stack), stack)
         wanted = 0
+        calls = calls or Calls()
         for number, raw in enumerate(lines, start=1):
-            # What follows "Last error:" or a wrapped line of the watchdog is in the next lines.
-            wanted = 3 if b"Last error:" in raw or b"atchdog caught" in raw else wanted - 1
-            if _RAS.match(raw):
-                wanted = _MAX_RAS_LINES
-            if b"NCCL" in raw or wanted >= 0 or _OF_INTEREST.search(raw):
-                text = raw.decode("utf-8", errors="replace")
-                yield from split_line(text.rstrip("\r\n"), name, number, is_whole=raw.endswith(b"\n"))
+            is_info = b" NCCL INFO " in raw
+            is_dull = not is_info and (b"frame #" in raw or not any(word in raw for word in _WORDS))
+            if is_dull and wanted <= 0 and not _RAS.match(raw):
+                continue
+            if is_info and b": opCount " in raw and calls.skips(raw):
+                wanted -= 1
+                continue
+            if not is_info or b"rror:" in raw or b"atchdog" in raw:
+                wanted = 3 if _CONTINUED.search(raw) else wanted - 1
+                if _RAS.match(raw):
+                    wanted = _MAX_RAS_LINES
+            else:
+                wanted -= 1
+            if is_info or b"NCCL" in raw or wanted >= 0 or _OF_INTEREST.search(raw):
+                text = raw.decode("utf-8", errors="replace").rstrip("\r\n")
+                if plain := _PLAIN.match(text):
+                    yield _plain_message(plain, text, name, number, is_whole=raw.endswith(b"\n"))
+                else:
+                    yield from split_line(text, name, number, is_whole=raw.endswith(b"\n"))
 
 
 def _open(path: Path, stack: ExitStack) -> io.BufferedReader[Any] | gzip.GzipFile:
@@ -135,10 +202,7 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
     (None, 0, 'misc/socket.cc:446', 'WARN', 'wrong type 3 != 4')
     """
     if plain := _PLAIN.match(text):
-        message = Message(file=file, number=number, whole_line=text, level="INFO", text=plain[5].strip())
-        message.host, message.pid, message.tid, message.device = plain[1], int(plain[2]), int(plain[3]), int(plain[4])
-        message.is_whole = is_whole
-        yield message
+        yield _plain_message(plain, text, file, number, is_whole=is_whole)
         return
     text = _ESCAPES.sub("", text)
     starts = []
@@ -148,6 +212,9 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
         host, numbers = _writer(head)
         if mark[1] or host or (head["device"] and head["place"]):
             starts.append((mark, head, host, numbers))
+    if not starts and (bare := _BARE.match(text)):
+        yield Message(file=file, number=number, whole_line=text, level="INFO", text=bare[1].strip(), is_whole=is_whole)
+        return
     if not starts:
         rest = text.strip() if text.startswith('{"') else text.strip()[:_MAX_CHARACTERS]  # JSON has its own limits
         yield Message(file=file, number=number, whole_line=text, text=rest, is_whole=is_whole)
@@ -158,13 +225,30 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
         message = Message(file=file, number=number, whole_line=text, level=mark[1] or mark[2], text=rest)
         message.host, (message.pid, message.tid, message.device) = host, numbers
         message.place, message.is_whole = (head["place"] or "").strip(), is_whole and following is None
+        message.is_alone = following is None
         yield message
+
+
+def _plain_message(plain: re.Match[str], text: str, file: str, number: int, *, is_whole: bool) -> Message:
+    host, pid, tid, device, message = plain.groups()
+    return Message(
+        file=file,
+        number=number,
+        whole_line=text,
+        host=host,
+        pid=int(pid),
+        tid=int(tid),
+        device=int(device),
+        level="INFO",
+        text=message.strip(),
+        is_whole=is_whole,
+    )
 
 
 def _writer(head: re.Match[str]) -> tuple[str | None, list[int | None]]:
     """Returns the host, and pid, tid and device. A time of day in front of a missing head has the same form."""
     host = head["host"] or head["host_only"]
-    pid, tid, device = head["pid"] or head["pid_only"], head["tid"], head["device"]
+    pid, tid, device = head["pid"] or head["pid_only"], head["tid"] or head["tid_only"], head["device"]
     if host is not None and all(part is not None and _CLOCK.match(part) for part in (host, pid, tid)):
         host = pid = tid = None
     if device is not None and abs(int(device)) > 1023:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable
+from functools import lru_cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from commopt_diagnose.nccl_log.facts import Connection, Fact, Member, Process, SearchResult
 from commopt_diagnose.nccl_log.lines import Message
@@ -88,7 +90,8 @@ def read_rank_line(process: Process, message: Message) -> None:
     """Adds what a message reports of a rank to a member of its process; of an unknown message only its place."""
     text = message.text
     if " opCount " in text:
-        return  # NCCL logs each call of a collective, which is not used here
+        _read_call(process, message)
+        return
     member = None
     if " comm 0x" in f" {text}" and " rank " in text and (match := _RANK["identity"].search(text)):
         member = _read_identity(process, message, match)
@@ -104,6 +107,15 @@ def read_rank_line(process: Process, message: Message) -> None:
     member = member or process.find_member(message)
     if member is not None:
         member.last = message
+
+
+def _read_call(process: Process, message: Message) -> None:
+    """Reads the number of ranks from a call of a collective, if no line before has named the communicator."""
+    if not process.by_address and (match := _RANK["call"].search(message.text)) and _are_ranks([int(match[2])]):
+        member = process.member(message)
+        member.address = member.address or match[1]
+        member.num_ranks = member.num_ranks or int(match[2])
+        process.by_address[match[1]] = member
 
 
 def _read_identity(process: Process, message: Message, match: re.Match[str]) -> Member | None:
@@ -123,19 +135,31 @@ def _read_identity(process: Process, message: Message, match: re.Match[str]) -> 
         member.num_nodes = int(part[1])
         member.reach(1)
     if "COMPLETE" in rest and "Destroy" not in rest and "Abort" not in rest and "Revoke" not in rest:
-        member.finished = member.finished or message.line
+        member.finished, member.is_repeated = member.finished or message.line, False
     elif "Destroy" in rest or "Abort" in rest:
         member.ended = member.ended or message.line
         if "COMPLETE" in rest:
             process.by_address.pop(address, None)
     elif "Init START" in rest:
+        member.is_repeated = member.started is not None
         member.started = member.started or message.line
     return member
 
 
-def _parse_connection(message: Message) -> Connection | None:
+class _Link(NamedTuple):
+    """What a line says of a connection, without the communicator, and what identifies it there."""
+
+    key: tuple[int, int, int, str, str]
+    fields: tuple[Any, ...]  # of `Connection`, up to its line
+    own: int  # the rank that wrote the line
+    kind: str
+    named: tuple[str, ...]  # the address of the communicator and what follows, where the line has them
+
+
+@lru_cache(maxsize=1 << 16)  # large logs repeat the lines of connections
+def _parse_link(text: str) -> _Link | None:
     """Parses a line such as ``Channel 02/0 : 7[7] -> 8[0] [send] via NET/IB/0(3)/GDRDMA``."""
-    match = _RANK["connection"].match(message.text)
+    match = _RANK["connection"].match(text)
     if match is None:
         return None
     channel, sender, receiver, via = int(match[1]), int(match[2]), int(match[4]), match[7].strip()
@@ -145,36 +169,34 @@ def _parse_connection(message: Message) -> Connection | None:
     is_known = not is_cut and (kind in ("P2P", "SHM") or net is not None)
     if not (is_known and _are_ranks([sender, receiver]) and channel < _MAX_CHANNELS):
         return None
-    return Connection(
-        channel=channel,
-        sender=sender,
-        receiver=receiver,
-        direction=match[6] or "",
+    direction, method = match[6] or "", sys.intern(method if net is None else net[1])
+    nic, proxy = (None, None) if net is None else (int(net[2]), None if net[3] is None else int(net[3]))
+    has_gdr = net is not None and "/GDRDMA" in net[4]
+    labels = sys.intern(match[3] or ""), sys.intern(match[5] or "")
+    path = "/".join(filter(None, (kind, method, "GDRDMA" if has_gdr else "")))
+    _, named, address = text.partition(" comm 0x")
+    return _Link(
+        key=(channel, sender, receiver, direction, path),
+        fields=(channel, sender, receiver, direction, kind, method, nic, proxy, has_gdr, labels),
+        own=receiver if direction == "receive" else sender,
         kind=kind,
-        method=sys.intern(method if net is None else net[1]),
-        nic=None if net is None else int(net[2]),
-        proxy_rank=None if net is None or net[3] is None else int(net[3]),
-        has_gdr=net is not None and "/GDRDMA" in net[4],
-        labels=(sys.intern(match[3] or ""), sys.intern(match[5] or "")),
-        line=message.line,
+        named=tuple(address.split()[:3]) if named else (),
     )
 
 
 def _read_connection(process: Process, message: Message) -> Member | None:
-    connection = _parse_connection(message)
-    if connection is None:
+    link = _parse_link(message.text)
+    if link is None:
         return None
-    own = connection.receiver if connection.direction == "receive" else connection.sender
-    _, named, address = message.text.partition(" comm 0x")
-    words = address.split() if named else []
-    member = process.by_address.get(f"0x{words[0]}") if words else None
+    own, named = link.own, link.named
+    member = process.by_address.get(f"0x{named[0]}") if named else None
     member = member if member is not None and member.rank == own else process.member(message, rank=own)
-    if member.num_ranks is None and words[1:2] == ["nRanks"] and words[-1].isdecimal() and int(words[-1]) > own:
-        member.num_ranks = int(words[-1])  # RCCL
-    key = (connection.channel, *connection.pair, connection.direction, connection.path)
-    member.connections.setdefault(key, connection)
-    member.reach(3, *connection.pair)
-    process.uses_p2p |= connection.kind == "P2P"
+    if member.num_ranks is None and named[1:2] == ("nRanks",) and named[-1].isdecimal() and int(named[-1]) > own:
+        member.num_ranks = int(named[-1])  # RCCL
+    if link.key not in member.connections:
+        member.connections[link.key] = Connection._make((*link.fields, message.line))
+        member.reach(3, *link.key[1:3])
+        process.uses_p2p |= link.kind == "P2P"
     return member
 
 

@@ -233,6 +233,8 @@ def _size_text(communicator: Communicator) -> str:
     present, size = len(communicator.members), communicator.num_ranks
     if communicator.count > 1:
         return f"each of {count(size, 'rank') if size else f'at least {communicator.min_ranks} ranks'}"
+    if not present and size:
+        return f"{count(size, 'rank')}, which of them is unknown"
     if size is None:
         return f"{present} of at least {count(communicator.min_ranks, 'rank')}" if present else "ranks unknown"
     return count(size, "rank") if present == size else f"{present} of {count(size, 'rank')}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,8 @@ _RESULTS = (
 # The watchdog looks every few seconds. If it noticed a timeout later than this multiple of the limit, and a minute, it
 # did not run itself.
 _LATE = 1.5
+# What PyTorch writes after a timeout, which is another finding.
+_OF_TIMEOUTS = ("local_timeout", "dump_signal")
 
 
 class WarnText(NamedTuple):
@@ -42,7 +44,8 @@ def _table() -> list[WarnText]:
     for code, values in read_texts(Path(__file__).with_name("warn_texts.txt")).items():
         place, pattern = re.compile(values.get("in", "")), re.compile(values["text"], re.IGNORECASE)
         severity: Any = values.get("as", "error")
-        table.append(WarnText(code, place, pattern, Reason(values["why"], values["try"]), severity))
+        confidence: Any = values.get("is", "likely")
+        table.append(WarnText(code, place, pattern, Reason(values["why"], values["try"], (), confidence), severity))
     return table
 
 
@@ -66,18 +69,29 @@ def find_warnings(log: NcclLog) -> Iterator[Finding]:
     unknown = re.compile(r"[0-9a-fx]{3,}|[0-9]+")
     groups = grouped((explain(w.text, w.place) or unknown.sub("#", w.text)[:80], w) for w in log.warnings)
     has_cause = any(isinstance(kind, str) or kind.severity == "error" for kind in groups)
+    first = None if has_cause else _first_of_consequences(groups)
     for kind, warnings in groups.items():
-        text = max((warning.text for warning in warnings), key=len)[:200] or "without text"
-        what = f"{_who(warnings)}: {text}" + (f" ({len(warnings)} times)" if len(warnings) > 1 else "")
+        times = sum(warning.times for warning in warnings)
+        # The first text of NCCL itself, unless it is cut and a later one is whole.
+        begin = next((warning for warning in warnings if warning.place), warnings[0]).text
+        whole = (warning.text for warning in warnings if warning.text.startswith(begin))
+        text = max(whole, key=len)[:200] or "without text"
+        what = f"{_who(warnings)}: {text}" + (f" ({times} times)" if times > 1 else "")
         if isinstance(kind, str):
             yield finding("warning", "warning", *warnings[:3], what=what, why=reason("no_explanation"))
-        elif kind.severity == "follows" and has_cause:
+        elif (kind.severity == "follows" and kind is not first) or (kind.code in _OF_TIMEOUTS and log.timeouts):
             why = kind.reason._replace(advice="begin with the other errors")
             yield finding("note", kind.code, *warnings[:3], what=what, why=why)
         else:
             severity: Severity = "error" if kind.severity == "follows" else kind.severity
             yield finding(severity, kind.code, *warnings[:3], what=what, why=kind.reason)
     yield from _find_silent_errors(log)
+
+
+def _first_of_consequences(kinds: Iterable[WarnText | str]) -> WarnText | None:
+    """Returns the kind to begin with if all are consequences: the first that says more than torch's errors."""
+    known = [kind for kind in kinds if isinstance(kind, WarnText) and kind.severity == "follows"]
+    return min(known, key=lambda kind: kind.code in ("torch_error", "refused_call", "after_error"), default=None)
 
 
 def _who(warnings: list[LoggedWarning]) -> str:
@@ -122,7 +136,7 @@ def _with_groups(log: NcclLog) -> list[Timeout]:
 
 def _timeout(group: str, timeouts: list[Timeout], log: NcclLog) -> Finding:
     calls = grouped((timeout.call, timeout.rank) for timeout in timeouts)
-    why = _asleep(timeouts) or _behind(group, log) or _reason(group, timeouts, len(calls), log)
+    why = _asleep(timeouts) or _behind(group, timeouts, log) or _reason(group, timeouts, len(calls), log)
     texts = [f"{ranks_text(ranks)} in {call}" for call, ranks in calls.items()]
     shown = list_some(texts, 8).replace(", rank", "; rank")
     waited = max((timeout.waited_s for timeout in timeouts if timeout.waited_s is not None), default=None)
@@ -141,7 +155,7 @@ def _asleep(timeouts: list[Timeout]) -> Reason | None:
     return None
 
 
-def _behind(group: str, log: NcclLog) -> Reason | None:
+def _behind(group: str, timeouts: list[Timeout], log: NcclLog) -> Reason | None:
     """Returns the reason if ranks have started fewer collectives of this group than others, by their own lines."""
     groups: dict[str, dict[int, Progress]] = {}
     for progress in log.progress.values():
@@ -149,10 +163,15 @@ def _behind(group: str, log: NcclLog) -> Reason | None:
             groups.setdefault(progress.group, {})[progress.rank] = progress
     for name, by_rank in groups.items():
         most = max(progress.enqueued for progress in by_rank.values())
-        behind = sorted(rank for rank, progress in by_rank.items() if progress.enqueued < most)
+        # A rank that has started the collective in which others wait is not what they wait for.
+        waited = max(timeout.sequence or 0 for timeout in timeouts)
+        limit = min(most, waited) if waited else most
+        behind = sorted(rank for rank, progress in by_rank.items() if progress.enqueued < limit)
         if behind and (name or len(groups) == 1):
             last = by_rank[behind[0]]
-            return reason("behind", last, ranks=ranks_text(behind), number=last.enqueued, most=most)
+            numbers = sorted({by_rank[rank].enqueued for rank in behind})
+            number = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else numbers[0]
+            return reason("behind", last, ranks=ranks_text(behind), number=number, most=most)
     return None
 
 
@@ -163,23 +182,28 @@ def _reason(group: str, timeouts: list[Timeout], num_calls: int, log: NcclLog) -
             return reason("unnamed_groups")
         late = min(timeouts, key=lambda timeout: (timeout.sequence is None, timeout.sequence or 0))
         return reason("late_rank", late, rank=late.rank)
-    return reason("different_calls") if num_calls > 1 else _silent_reason(group, ranks, log)
+    return reason("different_calls") if num_calls > 1 else _silent_reason(group, timeouts, log)
 
 
-def _silent_reason(group: str, ranks: set[int], log: NcclLog) -> Reason:
+def _silent_reason(group: str, timeouts: list[Timeout], log: NcclLog) -> Reason:
     """Returns the reason if all ranks that timed out wait in one collective; the log may not have all ranks."""
-    world_size = max((communicator.num_ranks or 0 for communicator in log.communicators), default=0)
+    ranks = {timeout.rank for timeout in timeouts}
+    named = [communicator.num_ranks for communicator in log.communicators]
+    named += [timeout.num_ranks for timeout in timeouts]
+    world_size = max(filter(None, named), default=0)
     seen = {rank for communicator in log.communicators for rank in communicator.members}
     seen |= {last.rank for last in log.progress.values()}
-    silent = sorted(set(range(world_size or max(ranks) + 1)) - ranks)
+    silent = sorted(set(range(world_size or max(ranks) + 1)) - ranks - log.failed_ranks)
     if len(silent) >= len(ranks) and log.warnings:
         return reason("warned")
     unknown = "" if world_size else "; whether there are other ranks, the log does not say"
+    if silent and any(timeout.line.file in log.torn for timeout in log.timeouts.values()):
+        return reason("known_wait", ranks=ranks_text(ranks), unknown="; lines are torn, so others may do so too")
     # If most ranks are silent, the log may just lack them, unless it has other lines of all these ranks.
     if silent and (len(silent) < len(ranks) or (world_size and seen.issuperset(silent))):
         outside = "are not in this group, " if group and not re.match(r"PG (?:ID )?0\b|.*default", group) else ""
         return reason("silent_ranks", ranks=ranks_text(silent), outside=outside, unknown=unknown)
-    if world_size and not silent:
+    if world_size and not silent and not log.failed_ranks - ranks:
         return reason("all_wait")
     unknown = unknown or "; what the others do, the log does not say"
     return reason("known_wait", ranks=ranks_text(ranks), unknown=unknown)

@@ -15,6 +15,7 @@ from lightning_commopt.text.findings import Finding
 from lightning_commopt.text.formatting import count, list_some
 
 _MAX_SHOWN = 8
+_MAX_SOCKETS = 2  # of most machines with GPUs; with more NUMA nodes than that, a socket mostly has several
 _RDMA = re.compile(r"(NIC\d|mlx|bnxt_re|irdma|hfi|efa|rdma|roce|ib|erdma|hns|qedr|mana)", re.IGNORECASE)
 _finding = FindingTexts(Path(__file__).with_name("findings.txt")).finding
 
@@ -79,7 +80,9 @@ def _find_ring(machine: Machine) -> Iterator[Finding]:
         nodes = {gpu.numa_node for gpu in machine.gpus}
         hidden = "; the GPUs are on one NUMA node: a virtual machine or the BIOS may hide the PCIe switches"
         smaller = f"; for small models {len(island)} GPUs without it: CUDA_VISIBLE_DEVICES={numbers}"
-        texts["hidden"] = hidden if len(nodes) == 1 and None not in nodes else ""
+        parted = "; with several NUMA nodes on a socket (NPS, SNC), it may stay within one"
+        several = parted if len(nodes - {None}) > _MAX_SOCKETS else ""
+        texts["hidden"] = hidden if len(nodes) == 1 and None not in nodes else several
         yield _finding("slow", "ring_over_sockets", **texts, smaller=smaller if len(island) > 1 else "")
     elif ring.worst != "NV" and any(link.kind == "NV" for link in machine.links.values()):
         yield _finding("slow", "ring_leaves_nvlink", **texts)

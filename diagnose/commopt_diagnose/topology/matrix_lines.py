@@ -41,7 +41,7 @@ class Table:
     @property
     def cells(self) -> list[str]:
         """All cells that are between two devices."""
-        return [cell for row in self.rows.values() for cell in row.cells if cell != "X"]
+        return [cell for row in self.rows.values() for cell in row.cells if cell not in ("X", "")]
 
     @property
     def is_topology(self) -> bool:
@@ -71,6 +71,26 @@ def find_tables(lines: Sequence[str]) -> list[Table]:
             tables.append(Table(line=index))
         tables[-1].rows[row.label] = row
     return [table for table in tables if table.rows]
+
+
+def add_missing_columns(table: Table) -> list[str]:
+    """Adds columns for rows that the head does not name, as where it is cut; returns their labels.
+
+    The X of a row shows its column. A row without one gets an empty column at the end.
+    """
+    extra = [row for row in table.rows.values() if row.label not in table.labels] if table.labels else []
+    if not extra:
+        return []
+    known = len(table.labels)
+    places = {words.index("X"): row.label for row in extra if "X" in (words := [*row.cells, *row.tail])}
+    num_columns = max([known - 1, *places]) + 1
+    table.labels += [places.get(place, f"?{place}") for place in range(known, num_columns)]
+    table.labels += [row.label for row in extra if row.label not in table.labels]
+    for row in list(table.rows.values()):
+        words = [*row.cells, *row.tail]
+        cells = [*words[:num_columns], *[""] * (len(table.labels) - num_columns)]
+        table.rows[row.label] = row._replace(cells=cells, tail=words[num_columns:])
+    return [row.label for row in extra]
 
 
 def split_rows(text: str) -> list[str]:

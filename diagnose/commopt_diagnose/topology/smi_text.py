@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from commopt_diagnose.topology.machine import Gpu, Link, Machine, Nic, TopologyError, parse_cpus, parse_link
-from commopt_diagnose.topology.matrix_lines import GPU, Row, Table, find_tables, split_rows
+from commopt_diagnose.topology.matrix_lines import GPU, Row, Table, add_missing_columns, find_tables, split_rows
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\([A-Z0-9]|\[\d{0,3}(?:;\d{1,3})*m|[\x00-\x08\x0b\x0c\x0e-\x1f]")
 _NIC_NAME = re.compile(r"(?:^|[\s>:#])(NIC\d{1,4})\s*[:=]\s*([A-Za-z][\w.\-]{0,60})\s*$")
@@ -20,6 +20,7 @@ _COMMAND = re.compile(r"topo\s+(-mp\b|-m\b|--matrix|-p2p\s+\w+)")
 _NO_NIC = re.compile(r"GPU\d+$|\?")
 _P2P = {"OK", "CNS", "GNS", "TNS", "DR", "NS", "U"}
 _COHERENT = re.compile(r"\b(GH|GB)[123]00\b")
+_AMD = re.compile(r"ROCm|rocm-smi|amd-smi|\bXGMI\b|LINK TYPE TABLE")
 _MARKDOWN = str.maketrans("|*`", "   ")
 _MAX_CHARACTERS = 4000  # the rest of a longer line is ignored
 
@@ -38,8 +39,12 @@ def read_smi_text(text: str, source: str) -> Machine:
     topologies = [table for table in tables if table.is_topology]
     about_p2p = [table for table in tables if _P2P & set(table.cells)]
     if not topologies and not about_p2p:
-        raise TopologyError(f"{source}: no matrix of nvidia-smi topo -m, and no XML of NCCL_TOPO_DUMP_FILE")
+        amd = (
+            "; tables of rocm-smi and amd-smi are not read, but the XML that RCCL dumps is" if _AMD.search(text) else ""
+        )
+        raise TopologyError(f"{source}: no matrix of nvidia-smi topo -m, and no XML of NCCL_TOPO_DUMP_FILE{amd}")
     table = (topologies or about_p2p)[0]
+    without_column = add_missing_columns(table)
     _drop_cut_word(table, text.rsplit(None, 1)[-1])
     labels = table.labels or _labels_of_rows(list(table.rows.values()))
     links, conflicts = _links_of(table, labels)
@@ -55,8 +60,13 @@ def read_smi_text(text: str, source: str) -> Machine:
         links=links,
         p2p=_read_p2p(tables, lines),
         without_nvlink="the output of nvidia-smi topo -mp" if is_without else "",
-        notices=tuple(_notices(table, labels, conflicts, len(topologies))),
+        notices=(*_notices(table, labels, conflicts, len(topologies)), *_about_columns(without_column)),
     )
+
+
+def _about_columns(labels: Sequence[str]) -> Iterator[str]:
+    if labels:
+        yield f"no column for {', '.join(labels)} in the head: their links are read from their rows"
 
 
 def _drop_cut_word(table: Table, last_word: str) -> None:

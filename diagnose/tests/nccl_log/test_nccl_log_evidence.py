@@ -155,7 +155,7 @@ def test_each_reason_has_a_text() -> None:
     """If it fails, a finding has no text, or a text no finding."""
     texts = read_texts(Path(nccl_log.__file__).with_name("findings.txt"))
     sources = "".join(path.read_text() for path in Path(nccl_log.__file__).parent.glob("*.py"))
-    assert all(text.keys() - {"what"} == {"why", "try"} for text in texts.values())
+    assert all(text.keys() - {"what", "is"} == {"why", "try"} for text in texts.values())
     assert set(re.findall(r'\breason\("(\w+)"', sources)) <= texts.keys()
     without_what = re.findall(r'\bfinding\("\w+", "(\w+)"(?![^\n]*what=)', sources)
     assert [code for code in without_what if "what" not in texts[code]] == []
@@ -165,7 +165,9 @@ def test_each_reason_has_a_text() -> None:
 def test_each_pattern_is_used() -> None:
     """If it fails, a pattern was renamed in one of the two places, or is left over."""
     table = read_texts(Path(nccl_log.__file__).with_name("patterns.txt"))
-    sources = "".join(Path(nccl_log.__file__).with_name(name).read_text() for name in ("messages.py", "reader.py"))
+    sources = "".join(
+        Path(nccl_log.__file__).with_name(name).read_text() for name in ("messages.py", "reader.py", "torch_lines.py")
+    )
     used = re.findall(r'_(PROCESS|RANK|PATTERNS)\["(\w+)"\]', sources)
     sections = {"PROCESS": "process", "RANK": "rank", "PATTERNS": "other"}
     assert {(sections[of], name) for of, name in used} == {(of, name) for of in sections.values() for name in table[of]}

@@ -107,7 +107,8 @@ def test_findings_need_no_connections(text: str, code: str, words: str) -> None:
 
 def test_a_far_nic_matters_between_hosts_only() -> None:
     search = ["Pattern 4, crossNic 0, nChannels 2, bw 9.0/9.0, type NVL/PHB, sameChannels 1"]
-    assert "far_nic" in findings(SampleJob(hosts=("a", "b"), gpus=1, notes=search).mixed())
+    assert "far_nic" in findings(SampleJob(hosts=("a", "b"), gpus=1, notes=search, between="NET/IB/0").mixed())
+    assert "far_nic" not in findings(SampleJob(hosts=("a", "b"), gpus=1, notes=search).mixed()), "GPUDirect RDMA works"
     assert "far_nic" not in findings(SampleJob(notes=search).mixed())
     assert "far_nic" in findings(told("Pattern 3, crossNic 0, nChannels 1, bw 24.0/12.0, type LOC/PHB, sameChannels 1"))
 
@@ -175,7 +176,7 @@ SHM = "Error while attaching to shared memory segment /dev/shm/nccl-x (size {}),
         ("transport/nvls.cc:598", "Cuda failure 1 'invalid argument'", "nvls"),
         ("include/alloc.h:39", "Cuda failure 1 'invalid argument'", "cuda_failure"),
         ("misc/argcheck.cc:39", "Recv : invalid root 7 (root should be in the 0..0 range)", "wrong_call"),
-        ("nccl_net_ofi.cpp:969", "NET/OFI Creating new endpoint for domain 0x7f failed: Invalid argument", "ofi"),
+        ("nccl_net_ofi.cpp:969", "NET/OFI Creating new endpoint for domain 0x7f failed: Invalid argument", "ofi_setup"),
         ("transport/net_ib.cc:148", "NET/IB : Unable to open device mlx5_bond_0", "ib_open"),
         ("misc/ibvwrap.cc:262", "Call to ibv_modify_qp failed with 110 Connection timed out", "ib_unreachable"),
         ("transport/net_ib.cc:1", "NET/IB : req 0/1 tag 0 peer 10.0.0.2<5> collective mismatch error, local size 4",
@@ -192,7 +193,7 @@ SHM = "Error while attaching to shared memory segment /dev/shm/nccl-x (size {}),
         ("net_ib.cc:9", "NET/IB : Got async event : CQ error", "ib_queue"),
         ("net_ib.cc:9", "NET/IB : Got async event : port error", "ib_link"),
         ("net_ib.cc:9", "NET/IB : mlx5_1:1 Got non-fatal async event: GID table change(18)", "ib_event"),
-        ("", "connecting to address  with family 5 is neither AF_INET(2) nor AF_INET6(10)", "no_interface"),
+        ("", "connecting to address  with family 5 is neither AF_INET(2) nor AF_INET6(10)", "no_address"),
     ],
 )  # fmt: skip
 def test_one_text_one_cause(place: str, text: str, code: str) -> None:

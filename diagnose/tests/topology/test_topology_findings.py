@@ -236,3 +236,18 @@ def test_grace_blackwell() -> None:
     machine = Machine(source="sent", gpus=gpus, nics=(Nic(label="NIC0", name="mlx5_0"),), links=links)
     assert expect_between_gpus(Link("NV", 18), gpus[0]).bytes_per_s == 900e9  # type: ignore[union-attr]
     assert [pair.expectation for pair in nic_pairs(machine)] == [None]
+
+
+def test_several_numa_nodes_on_a_socket() -> None:
+    """With NPS4 (AMD) or SNC (Intel), SYS is between NUMA nodes, which may be on one socket."""
+    head = "\t".join(["", *(f"GPU{number}" for number in range(4)), "CPU Affinity", "NUMA Affinity"])
+    rows = [
+        "\t".join(
+            [f"GPU{row}", *(" X " if row == column else "SYS" for column in range(4)), f"{row * 8}-{row * 8 + 7}"]
+        )
+        for row in range(4)
+    ]
+    for nodes, is_parted in ((range(4), True), ((0, 0, 1, 1), False)):
+        text = "\n".join([head, *(f"{row}\t{node}" for row, node in zip(rows, nodes, strict=True))])
+        (ring,) = [f for f in find_all(read_smi_text(text, "a")) if f.code == "ring_over_sockets"]
+        assert ("NPS" in ring.why) == is_parted

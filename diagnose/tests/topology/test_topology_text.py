@@ -202,3 +202,37 @@ def test_words_that_a_terminal_has_glued() -> None:
     machine = read_smi_text("\n".join(rows), "sent")
     assert [str(machine.link("GPU1", f"NIC{index}")) for index in range(3)] == ["NODE", "NODE", "PXB"]
     assert [gpu.numa_node for gpu in machine.gpus] == [0, 1]
+
+
+CUT_HEAD = """\
+        GPU0    GPU1    CPU Affinity    NUMA Affinity
+GPU0     X      NV12    SYS     SYS     0-15    0
+GPU1    NV12     X      SYS     SYS     0-15    0
+GPU2    SYS     SYS      X      NV12    16-31   1
+GPU3    SYS     SYS     NV12     X      16-31   1
+"""
+
+
+def test_more_rows_than_columns() -> None:
+    """The X of a row shows the column that a cut head does not name."""
+    machine = read_smi_text(CUT_HEAD, "a")
+    assert [gpu.label for gpu in machine.gpus] == ["GPU0", "GPU1", "GPU2", "GPU3"]
+    assert [gpu.numa_node for gpu in machine.gpus] == [0, 0, 1, 1]
+    pairs = ("GPU0", "GPU1"), ("GPU0", "GPU3"), ("GPU2", "GPU3")
+    assert [str(machine.link(*pair)) for pair in pairs] == ["NV12", "SYS", "NV12"]
+    assert "no column for GPU2, GPU3 in the head" in machine.notices[-1]
+
+
+def test_a_row_without_a_column_says_what_is_between_it_and_the_others() -> None:
+    lines = CUT_HEAD.splitlines()
+    narrow = [line[:24] + line[40:] if number else line for number, line in enumerate(lines)]
+    machine = read_smi_text("\n".join(narrow), "a")
+    assert str(machine.link("GPU1", "GPU2")) == "SYS"
+    assert machine.link("GPU2", "GPU3") is None
+    assert [gpu.numa_node for gpu in machine.gpus] == [0, 0, 1, 1]
+
+
+def test_tables_of_amd_are_refused_by_their_name() -> None:
+    text = "=== Link Type between two GPUs ===\n      GPU0      GPU1\nGPU0  0         XGMI\nGPU1  XGMI      0\n"
+    with pytest.raises(TopologyError, match="rocm-smi and amd-smi are not read"):
+        read_smi_text(text, "a")

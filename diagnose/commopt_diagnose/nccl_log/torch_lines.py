@@ -1,0 +1,132 @@
+"""Reads what PyTorch writes of NCCL: errors that it raises, and its watchdog's lines of timeouts and progress."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from commopt_diagnose.nccl_log.communicators import NcclLog
+from commopt_diagnose.nccl_log.facts import Progress, Timeout
+from commopt_diagnose.nccl_log.lines import Message
+from commopt_diagnose.nccl_log.warnings import explain
+from lightning_commopt.text.findings import Line, read_texts
+
+_TEXTS = read_texts(Path(__file__).with_name("patterns.txt"))["other"]
+_PATTERNS = {name: re.compile(text) for name, text in _TEXTS.items()}
+
+
+class TorchLines:
+    """Reads lines of PyTorch into a log."""
+
+    def __init__(self, log: NcclLog) -> None:
+        self.log = log
+        self._last_error: int | None = None  # the rank whose "Last error:" continues in the next line; -1 if unknown
+        self._result_number = -1  # number of the last line with the name of NCCL's result, which the error follows
+        self._wrapped: Message | None = None  # a line of the watchdog that a terminal broke
+
+    def read_error(self, message: Message) -> bool:
+        """Reads an error that PyTorch raised. What follows "Last error:", perhaps in the next line, explains most."""
+        text, rank = message.text, self._last_error
+        if rank is None and message.number != self._result_number + 1 and not _PATTERNS["error_words"].search(text):
+            return False  # most lines, and the other patterns take longer
+        if rank is not None and text:
+            self._last_error = None
+            text = _PATTERNS["rank"].sub("", _PATTERNS["label"].sub("", text, count=1))
+        elif marked := _PATTERNS["last_error"].search(text):
+            start, text = text[: marked.start()], text[marked.end() :]
+            match = _PATTERNS["rank"].search(start)
+            rank = -1 if match is None else int(match[1] or match[2])
+            if not text.strip():
+                self._last_error = rank
+                return True
+        elif error := _PATTERNS["torch_error"].search(text):
+            who = _group_and_rank(text[: error.start()])
+            self.log.warn(error[1], message.line, rank=None if who is None else who[1])
+            return True
+        elif match := _PATTERNS["torch_text"].search(text):
+            who = _group_and_rank(text[: match.start()])
+            self.log.warn(match[1], message.line, rank=None if who is None else who[1], place="torch")
+            return True
+        elif self._follows_result(message):
+            rank = -1
+        elif match := _PATTERNS["test_failure"].search(text):
+            self.log.warn(
+                match[3] or (f"Cuda failure '{match[2]}'" if match[1] and match[1] != "NCCL" else match[2]),
+                message.line,
+            )
+            return True
+        else:
+            return False
+        text = text.strip()
+        if not _PATTERNS["no_error"].match(text):
+            self.log.warn(text, message.line, rank=None if rank == -1 else rank, place="Last error")
+        return True
+
+    def _follows_result(self, message: Message) -> bool:
+        """Returns whether a line is an error of NCCL below its result, such as ``ncclSystemError: ...``.
+
+        "Last error:" may be missing between them. As any line may stand there, only known errors count.
+        """
+        if _PATTERNS["result_line"].search(message.text):
+            self._result_number = message.number
+            return False
+        return message.number == self._result_number + 1 and explain(message.text, "Last error") is not None
+
+    def read_watchdog(self, message: Message) -> bool:
+        """Reads a line of PyTorch's watchdog; terminals and mails break it in two."""
+        text, first = message.text, self._wrapped
+        self._wrapped = None
+        if first is None and not ("atchdog" in text or "nqueued" in text or "[E" in text):
+            return False
+        line = message.line
+        if first is not None and "atchdog caught" not in text and _parse_timeout(first.text + text, first.line):
+            text, line = first.text + text, first.line
+        timeout, progress = _parse_timeout(text, line), _parse_progress(text, line)
+        if timeout is not None:
+            key = (timeout.rank, timeout.group, timeout.sequence, timeout.operation, timeout.sizes)
+            self.log.timeouts.setdefault(key, timeout)
+        elif "atchdog caught" in text:
+            self._wrapped = message
+        if timeout is None and "[E" in text and (match := _PATTERNS["watchdog_error"].search(text)):
+            self.log.failed_ranks.add(int(match[1]))
+        if progress is not None:
+            self.log.progress[progress.rank, progress.group] = progress
+        return timeout is not None or progress is not None
+
+
+def _parse_timeout(text: str, line: Line) -> Timeout | None:
+    """Parses a line of PyTorch's watchdog that gives a collective up."""
+    match = _PATTERNS["timeout"].search(text) if "atchdog caught" in text else None
+    who = _group_and_rank(text[: match.start()]) if match else None
+    if match is None or who is None:
+        return None
+    named = dict(re.findall(r"(\w+(?:\(ms\))?) ?= ?(\[[^\]]*\]|[^,\s)]+)", match[1]))
+    sequence = named.get("SeqNum", "")
+    return Timeout(
+        rank=who[1],
+        group=who[0],
+        sequence=int(sequence) if sequence.isdecimal() else None,
+        operation=named.get("OpType", "a collective"),
+        sizes=", ".join(f"{key}={named[key]}" for key in ("TensorShape", "NumelIn", "NumelOut") if key in named),
+        limit_s=int(named["Timeout(ms)"]) / 1000 if named.get("Timeout(ms)", "").isdecimal() else None,
+        waited_s=None if match[2] is None else int(match[2]) / 1000,
+        line=line,
+    )
+
+
+def _parse_progress(text: str, line: Line) -> Progress | None:
+    """Parses a line of PyTorch's watchdog about how far a rank is; what cannot be true is left out."""
+    match = _PATTERNS["progress"].search(text) if "nqueued" in text else None
+    who = _group_and_rank(text[: match.start()]) if match else None
+    if match is None or who is None or int(match[3]) > int(match[2]):
+        return None
+    work = int(match[1]) if match[1] else None
+    return Progress(rank=who[1], group=who[0], work=work, enqueued=int(match[2]), line=line)
+
+
+def _group_and_rank(text: str) -> tuple[str, int] | None:
+    """Returns the rank that stands last in front of a message, and its process group, if it is named."""
+    matches = _PATTERNS["group_and_rank"].finditer(text)
+    named = [(match[1] or "", int(match[2] or match[3])) for match in matches]
+    groups = [group for group, rank in named if group and rank == named[-1][1]]
+    return ((groups or [""])[0], named[-1][1]) if named else None
