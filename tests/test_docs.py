@@ -81,7 +81,7 @@ def test_links_lead_somewhere() -> None:
 def test_pages_that_code_names_exist() -> None:
     """Docstrings, comments, messages and scripts name pages by their path in the repository, or in its diagnose/."""
     wrong = []
-    for name in tracked("*.md", "*.py", "*.sh", "*.yaml", "*.toml", "*.txt", ".ci", ":!*.tsv"):
+    for name in tracked("*.md", "*.py", "*.sh", "*.yaml", "*.yml", "*.cff", "*.toml", "*.txt", ".ci", ":!*.tsv"):
         for mention in _NAMED_PAGE.findall((REPOSITORY / name).read_text(encoding="utf-8")):
             roots = [root for root in ("", "diagnose") if name.startswith(root)]
             problems = [what_is_wrong(name, mention, root) for root in roots]
