@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
@@ -14,7 +15,9 @@ _WIDTH = {"COLUMNS": "88", "TERMINAL_WIDTH": "88", "NO_COLOR": "1", "TERM": "dum
 
 def markdown(_: Path) -> str:
     """Returns a section for each command."""
-    names = sorted(get_command(app).commands)  # type: ignore[attr-defined]
+    group = get_command(app)
+    assert isinstance(group, TyperGroup)
+    names = sorted(group.commands)
     sections = [_section("commopt", _help([]))]
     sections += [_section(f"commopt {name}", _help([name])) for name in names]
     train = [sys.executable, "-c", "from lightning_commopt.train.start import main; main()", "--help"]
