@@ -40,9 +40,9 @@ def test_each_question_has_a_chart_with_the_links_rate() -> None:
         "all_reduce: alone, and while the device computes",
         "Within and across nodes",
     ]
-    figure = known(charts["Bus bandwidth"].figure)
-    assert [list(trace.y) for trace in figure.data][-1] == [0.125, 0.125]
-    assert figure.data[0].y[-1] == pytest.approx(0.11, rel=0.03)
+    plot = known(charts["Bus bandwidth"].plot)
+    assert [point.y for point in plot.traces[-1].points] == [0.125, 0.125]
+    assert plot.traces[0].points[-1].y == pytest.approx(0.11, rel=0.03)
     assert [line.name for line in charts["Comm hooks: effective bandwidth"].lines][:2] == ["all_reduce", "int8"]
 
 
@@ -66,5 +66,5 @@ def test_the_page_draws_itself_and_asks_nobody(tmp_path: Path) -> None:
         for width in (400, 1280):
             with opened(browser, tmp_path / "bench.html", width=width) as page:
                 assert (page.complaints, page.requests) == ([], [])
-                assert page.page.locator(".plot svg.main-svg").count() >= 6
+                assert page.page.locator(".plot > svg").count() >= 6
                 assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
