@@ -22,7 +22,14 @@ from lightning_commopt.callbacks.speed import SpeedMonitor
 from lightning_commopt.compat.lightning import Callback
 from lightning_commopt.measure.runs.losses import LossCurve, LossPoint, read_losses, write_losses
 from lightning_commopt.measure.runs.machine import PeakMemory
-from lightning_commopt.measure.runs.record import RunRecord, fail_rank, find_metric, how_to_name_loss, new_record
+from lightning_commopt.measure.runs.record import (
+    RunRecord,
+    fail_rank,
+    find_metric,
+    how_to_name_loss,
+    load_average,
+    new_record,
+)
 from lightning_commopt.measure.runs.settings import Settings, hydra_settings
 from lightning_commopt.text.validation import check_switch, info, warn
 
@@ -203,6 +210,7 @@ class RunRecorder(Callback):
         results: dict[str, Any] = {
             "status": "finished" if self._ends_run else "running",
             "seconds": time.perf_counter() - self._created,
+            "load_at_end": load_average(),
             "metrics": metrics,
             "metric_names": {field: name for field, name in found.items() if name is not None},
         }

@@ -78,6 +78,7 @@ def test_what_a_run_was_and_what_came_out_is_recorded(tmp_path):
     assert record.val_loss == 5.0 + 6
     assert record.metrics["val/acc"] == 0.25
     assert not any(name.startswith("comm_time/") for name in record.metrics), "those are in comm_time already"
+    assert all(load is not None and load >= 0 for load in (record.load_at_start, record.load_at_end))
     assert record.peak_memory_bytes is not None
     assert record.peak_memory_bytes > 1e7  # no Python with torch in it holds less
     assert record.seconds is not None
