@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import Strategy
 
-_NUM_BACKWARDS = 10
-_NUM_STEPS = 100
+_NUM_BACKWARDS = 10  # hooks on every parameter slow these down, so only a few are timed
+_NUM_STEPS = 100  # enough for a spread; the buckets of more would cost memory
 _MAX_PROBE_BYTES = 2**26  # larger messages take as long per byte
 
 # Ranks may end the fit later than rank 0, for example after a slow callback. After this time the link is not probed.

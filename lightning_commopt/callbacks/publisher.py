@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import Logger
 
-_POLL_S = 0.001
+_POLL_S = 0.001  # short against a step, which a late matrix delays
 
 PREFIX = "comm_time/"
 

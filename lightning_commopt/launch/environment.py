@@ -26,7 +26,7 @@ _LAUNCHER_VARIABLE = "COMMOPT_LAUNCHER"
 """Holds the process of the rank that has started this one as its child, and the port where these ranks meet."""
 
 _SLURM_PORTS = range(20_000, 30_000)  # these are below the ports that Linux gives to clients
-_MAX_HOSTS = 100_000
+_MAX_HOSTS = 100_000  # more than a cluster has; a damaged list of hosts must not fill the memory
 
 
 def is_lab_rank() -> bool:

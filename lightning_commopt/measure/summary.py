@@ -28,7 +28,7 @@ from lightning_commopt.measure.verdict import Verdict, verdict
 from lightning_commopt.text.formatting import count, number, percent
 from lightning_commopt.text.terminal import TextTable
 
-DEFAULT_NUM_WARMUP_STEPS = 10
+DEFAULT_NUM_WARMUP_STEPS = 10  # DDP lays its buckets out anew after the first; caches and allocators need some more
 _PHASES = (
     ("data", "data_s"),
     ("forward", "forward_s"),
@@ -46,8 +46,9 @@ _COMMUNICATION = (
 )
 _COLUMNS = {"mean": "", "p50": "_p50", "p95": "_p95", "max": "_max"}
 _WORTH_SAYING = 0.1  # a smaller share of backward that waits for the host is not shown
+# rich's padding: lines above, columns to the right, lines below, columns to the left.
 _INDENT = (0, 0, 0, 1)
-_INDENT_BELOW = (1, 0, 0, 1)
+_INDENT_BELOW = (1, 0, 0, 1)  # below an empty line
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,8 +18,8 @@ from lightning_commopt.measure.files import FOLDER, RankRecords, notices, read_r
 from lightning_commopt.measure.record import BucketSpan, StepRecord, clock_shift_s
 from lightning_commopt.text.formatting import count
 
-DEFAULT_NUM_STEPS = 100
-_NAMES_SHOWN = 8
+DEFAULT_NUM_STEPS = 100  # files of many more steps are slow to load in a viewer
+_NAMES_SHOWN = 8  # Perfetto lists them below each other in the details of a slice
 
 # Viewers compute in binary fractions and draw a slice that ends after the next begins as its parent: eighths of a
 # microsecond are exact, so adjoining slices stay adjoining.

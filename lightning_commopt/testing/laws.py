@@ -23,8 +23,9 @@ from lightning_commopt.testing.steps import (
     run_steps,
 )
 
+# The gradients are at most some units, and sums in another order differ by a few of float32's epsilons of 1.2e-7.
 _ATOL_LOSSLESS = 1e-5
-_SCALES = (0.0, 1e-20, 1e4)
+_SCALES = (0.0, 1e-20, 1e4)  # no scale at all; squares below float32's range; values near fp16's largest, 65504
 
 Holds = Callable[[Setup, str, Any], None]
 """Runs on every rank. Raises an AssertionError that says what is wrong, after the last collective."""

@@ -31,7 +31,7 @@ Answer = tuple[Any, str | None]
 DIED = "it died before it answered"
 """Stands for the traceback of a rank that could not send one."""
 
-_SECONDS_AFTER_A_FAILURE = 5
+_SECONDS_AFTER_A_FAILURE = 5  # time for ranks with errors of their own to report them; the others wait in vain
 LIMIT_S: float = 120
 """`run_on` ends ranks that have not answered after so long. No measure of speed: a law takes seconds on busy cores."""
 

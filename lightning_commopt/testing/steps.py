@@ -112,7 +112,7 @@ def in_bucket(layout: Layout, gradients: Mapping[str, Tensor]) -> Tensor:
     return flat
 
 
-NUM_STEPS = 8
+NUM_STEPS = 8  # even, as some compressors alternate; errors of later steps need residuals of earlier ones
 
 
 @dataclass(frozen=True, kw_only=True)

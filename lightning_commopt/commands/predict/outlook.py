@@ -21,7 +21,7 @@ from lightning_commopt.launch.lab import parse_rate
 from lightning_commopt.text.formatting import count, number
 from lightning_commopt.text.terminal import TextTable
 
-_MAX_BUCKETS_IN_NAME = 4
+_MAX_BUCKETS_IN_NAME = 4  # more sizes would fill a terminal's width
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,10 @@ from lightning_commopt.sync.ddp.observed import before_backward
 from lightning_commopt.testing.places import Place
 from lightning_commopt.testing.steps import NUM_STEPS, Setup, large_setup, send
 
+# Marks around a collective include the gap before its kernel begins, which is a large part of a small collective.
 _RTOL_PROFILER = 0.2
 _SHAPES = ((1024, 4096), (4096,), (2304, 1024), (1024,))  # 25 MiB in float32
+# The warm-up compiles kernels and fills the allocator's cache. The least of five times leaves out interrupted ones.
 _NUM_WARM_UP, _NUM_TIMED, _NUM_PROFILED = 3, 5, 3
 
 

@@ -37,13 +37,14 @@ from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.flight_recorder import parse_collectives
 from lightning_commopt.watch.hangs.rank_side import WatchedRank
 
-NUM_STEPS = 25
+NUM_STEPS = 25  # a race shows in some steps only; each costs time with all compressors, three times
 _SANITIZER = "compute-sanitizer"
-_SANITIZER_S = 120.0
+_SANITIZER_S = 120.0  # a sanitizer that hangs must leave time for the other checks
+# One more than powers of two, so that the last tile of a kernel has a single row, column or element.
 _ODD_SHAPES = ((257, 129), (7,), (33, 65), (4097,))
-_AFTER_S = 2.0
-_LIMIT_S = 60.0
-_FAULTY_STEP = 3
+_AFTER_S = 2.0  # the healthy steps take milliseconds, so a report this early is no false one
+_LIMIT_S = 60.0  # many times `_AFTER_S`, as collecting stacks and reports takes seconds on a busy machine
+_FAULTY_STEP = 3  # the steps before it show that the ranks train
 _RECORDER = dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
 
 

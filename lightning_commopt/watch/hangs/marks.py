@@ -68,6 +68,7 @@ PHASES = (
         )
     ),
 )
+# Indices into `PHASES`, in its order.
 SETUP, DATA_START, DATA, FORWARD, BACKWARD, OPTIMIZER, CALLBACKS, EPOCH_END, CHECKPOINT, END = range(10)
 EVALUATION_START, EVALUATION_BATCH, EVALUATION_DATA = range(3)
 """To be added to `first_of_stage`."""

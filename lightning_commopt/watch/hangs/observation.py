@@ -41,7 +41,7 @@ class WatcherSettings:
     action: str = "report"  # or "abort"
     folder: str = ""  # where the files of watchers are written
     key: str = ""  # secret that all watchers share
-    world_size: int = 1
+    world_size: int = 1  # number of ranks
     has_gpu: bool = False
 
 
