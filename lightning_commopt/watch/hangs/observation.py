@@ -14,8 +14,9 @@ from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs import process as processes
 from lightning_commopt.watch.hangs.flight_recorder import Collective
 from lightning_commopt.watch.hangs.marks import NUM_BYTES, PHASES, Mark, PhaseTimes, read_marks
-from lightning_commopt.watch.hangs.process import ComputingProbe, Frame
+from lightning_commopt.watch.hangs.process import ComputingProbe
 from lightning_commopt.watch.hangs.snapshot import SIGTERM_BROADCAST, RankSnapshot, place_in_training
+from lightning_commopt.watch.hangs.stacks import Frame, collective_in, dump_stack, is_compiling, user_place
 from lightning_commopt.watch.hangs.transport import RankLink
 
 _MAX_WORKERS = 4
@@ -196,7 +197,7 @@ class Observation:
             processes.is_asleep(self._pid, thread)
             or processes.thread_cpu_s(self._pid, thread) - cpu_s > times.HOLDS_GIL_S
         ):
-            stacks = {ident: processes.dump_stack(self._pid, thread, self._stacks_fd, times.STACK_S)}
+            stacks = {ident: dump_stack(self._pid, thread, self._stacks_fd, times.STACK_S)}
         else:
             stacks = {}
         frames = stacks.get(ident, [])
@@ -204,16 +205,16 @@ class Observation:
             snapshot.missing.append(f"stacks: the process has not answered within {times.ANSWER_S:g} s")
         snapshot.stacks[f"process {self._pid}"] = {hex(key): list(map(str, stack)) for key, stack in stacks.items()}
         self._add_thread(snapshot, frames)
-        snapshot.is_compiling = processes.is_compiling(frames)
+        snapshot.is_compiling = is_compiling(frames)
         if snapshot.phase in _DATALOADER:
             self._add_workers(snapshot)
         return answer is not None
 
     def _add_thread(self, snapshot: RankSnapshot, frames: list[Frame]) -> None:
         """Adds what a thread does: other callbacks have no marks, and may run after ours has set the next phase."""
-        snapshot.place = _text_of(processes.user_place(frames))
+        snapshot.place = _text_of(user_place(frames))
         snapshot.innermost = _text_of(next(iter(frames), None))
-        snapshot.called = processes.collective_in(frames)
+        snapshot.called = collective_in(frames)
         activity = activity_of([(frame.file, frame.function) for frame in frames])
         if activity is None:
             return
@@ -237,9 +238,9 @@ class Observation:
             if not processes.is_asleep(pid, pid):
                 snapshot.missing.append(f"stack of process {pid}: it is running, and the signal could crash it")
                 continue
-            frames = processes.dump_stack(pid, pid, self._stacks_fd, times.STACK_S)
+            frames = dump_stack(pid, pid, self._stacks_fd, times.STACK_S)
             snapshot.stacks[f"process {pid}"] = {"main": list(map(str, frames))}
-            if (place := processes.user_place(frames)) is not None:
+            if (place := user_place(frames)) is not None:
                 snapshot.worker_places.append(str(place))
 
     def _add_dump(self, snapshot: RankSnapshot) -> None:

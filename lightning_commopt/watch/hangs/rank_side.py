@@ -29,7 +29,7 @@ from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.marks import MarkWriter
 from lightning_commopt.watch.hangs.observation import WatcherSettings
-from lightning_commopt.watch.hangs.process import MAX_FRAMES, make_dumpable, own_stacks
+from lightning_commopt.watch.hangs.stacks import MAX_FRAMES, make_dumpable, own_stacks
 from lightning_commopt.watch.hangs.transport import RankLink, find_own_ip, is_loopback
 from lightning_commopt.watch.hangs.watcher import SETTINGS_VARIABLE
 from lightning_commopt.watch.waiting import end_process
