@@ -177,7 +177,8 @@ def basis_of_run(run_dir: Path) -> Basis:
 
     Raises:
         FileNotFoundError: the run has no records.
-        ValueError: they have no buckets, or too few; or its comm hook is none of ours; or it is a run of FSDP2.
+        ValueError: they have no buckets, or too few; or its comm hook is not from this package; or it is a run of
+            FSDP2.
     """
     path = run_dir / PREDICTION_FILE
     with without_imports():  # a run may be anybody's
@@ -222,4 +223,6 @@ def _plan_of(run_dir: Path, records: RankRecords) -> CommPlan:
     try:
         return CommPlan(comm_hook=name)  # type: ignore[arg-type]
     except OptionError:
-        raise ValueError(f"{run_dir}: its comm hook, {name!r}, is none of ours, so its cost is not known") from None
+        raise ValueError(
+            f"{run_dir}: its comm hook, {name!r}, is not from lightning_commopt, so its cost is unknown"
+        ) from None

@@ -143,7 +143,7 @@ def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> t
     steps = list(common.values())[num_warmup_steps:]
     if not steps:
         recorded = f"{run_dir} has {count(len(common), 'step')} that all ranks have recorded"
-        raise ValueError(f"{recorded}, and num_warmup_steps={num_warmup_steps} are left out")
+        raise ValueError(f"{recorded}, and num_warmup_steps={num_warmup_steps} leaves all of them out")
     comm_hook = str(header.get("comm_hook", "none"))
     operations = OperationTotals()
     operations.add(first for first, *_ in steps)

@@ -63,7 +63,8 @@ def write_trace(
     inside = recorded.intersection(window := range(first, first + num_steps))
     if not inside:
         raise ValueError(
-            f"first_step={first}, num_steps={num_steps}: {run_dir} has steps {min(recorded)} to {max(recorded)}"
+            f"first_step={first} and num_steps={num_steps} select no step: {run_dir} has steps {min(recorded)} to"
+            f" {max(recorded)}"
         )
     trace = to_trace(ranks, window)
     path = Path(run_dir) / FOLDER / "trace.json" if output is None else Path(output)

@@ -126,7 +126,7 @@ def _choose(compressor: Compressor | ShardedCompressor, laws: Iterable[str] | No
     for name in wanted:
         check_choice(f"a law of {type(compressor).__name__}", name, known)
     if not wanted:
-        raise ValueError("laws must name one law at least, got none")
+        raise ValueError("laws must name at least one law, got none")
     trials = []
     for strategy in strategies:
         if names := wanted & _LAWS_OF[strategy].keys():

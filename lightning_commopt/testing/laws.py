@@ -73,7 +73,7 @@ _STEPS_ALONE = {
     "NaN on the last rank": torch.nan,
     "finite gradients after NaN": 1.0,
 }
-"""What the gradients are, and what those of the last rank are multiplied by."""
+"""What the gradients are, and the factor of the last rank's gradients."""
 
 
 @law(
@@ -174,7 +174,7 @@ def as_reference(setup: Setup, name: str, compressor: Compressor) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     assert dist.group.WORLD is not None
     layout, channel = Layout.of(list(setup.net().parameters()), torch.float32), Channel(dist.group.WORLD)
-    state, its_state = compressor.init(layout, setup.device), compressor.init(layout, torch.device("cpu"))
+    state, reference_state = compressor.init(layout, setup.device), compressor.init(layout, torch.device("cpu"))
     residual, residuals = torch.zeros(layout.numel, device=setup.device), torch.zeros(world_size, layout.numel)
     pairs = []
     for step in range(NUM_STEPS):
@@ -183,7 +183,7 @@ def as_reference(setup: Setup, name: str, compressor: Compressor) -> None:
         flat = shares[rank].clone().to(setup.device)
         finish(compressor.rounds(flat, layout, state, channel, residual))
         compressor.residual(layout, state, residual)
-        mean, sent = compressor.reference(shares + residuals, layout, its_state)
+        mean, sent = compressor.reference(shares + residuals, layout, reference_state)
         residuals += shares - sent
         pairs += [(flat.cpu(), mean), (residual.clone().cpu(), residuals[rank].clone())]
     atol = max(1e-3, 4 * compressor.claims.untracked_error)
@@ -275,8 +275,8 @@ def small_and_unused(setup: Setup, name: str, compressor: Compressor) -> None:
 
 
 @law(
-    "a resumed compressor goes on bit for bit",
-    "a run that is resumed goes on in another way than one without an interruption, as a checkpoint lacks a part of the"
+    "a resumed compressor continues bit for bit",
+    "a run that is resumed continues differently from one without an interruption, as a checkpoint lacks a part of the"
     " state",
 )
 def resume(setup: Setup, name: str, compressor: Compressor) -> None:

@@ -33,7 +33,8 @@ DIED = "it died before it answered"
 
 _SECONDS_AFTER_A_FAILURE = 5  # time for ranks with errors of their own to report them; the others wait in vain
 LIMIT_S: float = 120
-"""`run_on` ends ranks that have not answered after so long. No measure of speed: a law takes seconds on busy cores."""
+"""Time after which `run_on` ends ranks that have not answered. It is no measure of speed: a law takes seconds on busy
+cores."""
 
 
 class RankError(RuntimeError):

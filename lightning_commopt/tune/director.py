@@ -21,8 +21,8 @@ CALIBRATE = -1
 """The arm of a visit with the user's plan that is observed."""
 
 WATCH_STEPS = 100
-"""So many steps lie between two looks at the step time, each of which is a message of a kilobyte between all ranks. It
-bounds how late a change is noticed."""
+"""Steps between two looks at the step time. Each look is a message of a kilobyte between all ranks; fewer looks would
+notice a change later."""
 
 Status = Literal["measuring", "too short", "unpredictable", "nothing promising", "searching", "resumed"]
 _Visits = Generator[Visit, Report, None]
@@ -41,7 +41,7 @@ class Director:
     Args:
         num_steps: steps that the fit will still take; infinite if unknown. Then what was trained so far pays for
             searches.
-        arm: the plan to begin with: 1 for one that a checkpoint holds, which is then only watched.
+        arm: the plan to begin with. 1 is a plan from a checkpoint, which is only watched.
         has_known: plan 1 was chosen by an earlier fit, and is tried before any prediction.
         max_regret: share of the fit's time, over all its steps, that searching may cost.
         num_settling_steps: see `Search`.
@@ -208,7 +208,7 @@ class Director:
 
     @property
     def needed_steps(self) -> int:
-        """The steps of a fit that can pay for one calibration more, and for a search."""
+        """The fewest steps of a fit that can pay for one more calibration and a search."""
         # A search needs as many changes of the plan as a calibration at least.
         num_changes = limits.MIN_CHANGES * (2 + self._num_calibrations)
         return math.ceil(num_changes * limits.MIN_CHANGE_STEPS / self._max_regret)

@@ -94,8 +94,8 @@ class TuneOptions:
             raise OptionError(f"plan='auto' has nothing to choose beside comm_hook={hook!r}: give one of the two")
         if not allowed:
             raise OptionError(
-                "plan='auto' has nothing to choose: of sharded models it chooses among compressors, which are lossy:"
-                " list what it may choose, such as lossy=['bf16', 'int8']"
+                "plan='auto' has nothing to choose: for sharded models it chooses among lossy compressors only. List"
+                " those it may choose, such as lossy=['bf16', 'int8']"
             )
         return cls(lossy=allowed)
 

@@ -69,7 +69,7 @@ def test_a_run_of_fsdp2_is_refused_with_the_reason(operation: str, source: str, 
     StepWriter(rank_file(tmp_path, 0), header).write([record])
     message = refusal("predict", tmp_path)
     assert ("FSDP2's reduce-scatters" in message) == (operation != "all_reduce")
-    assert ("is none of ours" in message) == (operation == "all_reduce")
+    assert ("is not from lightning_commopt" in message) == (operation == "all_reduce")
 
 
 def test_the_runs_own_plan_is_what_was_measured(run_dir: Path) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.commands.selftest.checks import Found, NotChecked, check
+from lightning_commopt.commands.selftest.checks import Measured, NotChecked, check
 from lightning_commopt.compressors import Compressor, Int8, Layout
 from lightning_commopt.compressors.catalog import example_compressors, ready_compressors
 from lightning_commopt.compressors.channel import Channel
@@ -115,14 +115,14 @@ def _memory(place: Place) -> str:
 
 
 @check("what a bucket of 25 MiB costs", is_extra=True)
-def _bucket(place: Place) -> Found:
+def _bucket(place: Place) -> Measured:
     device = place.device(dist.get_rank())
     costs = {name: bucket_cost(compressor, device) for name, compressor in ready_compressors().items()}
     lines = []
     for name, cost in costs.items():
         kernels = f", {cost['launches']:.0f} launches, {cost['device_us']:.0f} us of device" if cost["launches"] else ""
         lines.append(f"{name}: {cost['host_us']:.0f} us of host{kernels}, {cost['bucket_gb_per_s']:.3g} GB/s")
-    return Found("\n".join(lines), costs)
+    return Measured("\n".join(lines), costs)
 
 
 def bucket_cost(
@@ -175,11 +175,11 @@ def count_kernels(events: Any, num_steps: int) -> tuple[float, float]:
 
 
 @check("what measuring costs", is_extra=True)
-def _monitor(place: Place) -> Found:
+def _monitor(place: Place) -> Measured:
     without_s, with_s = (step_seconds(place, is_measured) for is_measured in (False, True))
     cost_us = 1e6 * (with_s - without_s)
     numbers = {"step_us": 1e6 * without_s, "measured_step_us": 1e6 * with_s}
-    return Found(f"{cost_us:.0f} us of a step of {1e3 * without_s:.3g} ms, by the median of 50", numbers)
+    return Measured(f"{cost_us:.0f} us of a step of {1e3 * without_s:.3g} ms, by the median of 50", numbers)
 
 
 def step_seconds(place: Place, is_measured: bool, num_steps: int = 50) -> float:

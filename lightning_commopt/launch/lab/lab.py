@@ -160,7 +160,7 @@ class NetLab:
         """
         bits_per_s = parse_rate(rate)
         if bits_per_s is None:
-            raise ValueError(f"rate must be a limit, got {rate!r}")
+            raise ValueError(f"rate must be a limit such as '1gbit', got {rate!r}")
         self._opened()
         is_new, self._bits_per_s = self._bits_per_s is None, bits_per_s
         for host in range(self.num_hosts):

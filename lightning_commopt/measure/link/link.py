@@ -12,12 +12,12 @@ PAYLOAD_SHARE = 1448 / 1514
 """Payload over bytes on an Ethernet link with TCP and timestamps, in full frames of 1500 bytes."""
 
 TYPICAL_HOP_S = 1e-4
-"""A message without content takes so long where steps do not show it. A judgement: it is usual for TCP between hosts of
-a rack."""
+"""Time of a message without content where steps do not show it. A judgement: it is usual for TCP between hosts of a
+rack."""
 
 _MAX_EXTRAPOLATION = 2.0
-"""A link is used as it is for steps that send up to so many times the bytes that were seen. A judgement: half of a
-message of the size seen may be latency, and twice the bytes then take 1.5 times as long instead of twice."""
+"""Multiple of the bytes that were seen up to which a link is used as it is. A judgement: half of a message of the size
+seen may be latency, and twice the bytes then take 1.5 times as long instead of twice."""
 
 
 @dataclass(frozen=True, kw_only=True)

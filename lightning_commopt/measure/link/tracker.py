@@ -1,4 +1,4 @@
-"""LinkTracker: the link behind the last steps of a fit that goes on, from the times of all ranks."""
+"""LinkTracker: fits the link to the last steps of a running fit, from the times of all ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LinkTracker:
 
     def __init__(self, num_ranks: int, *, has_trees: bool = False) -> None:
         self.fit: LinkFit | None = None
-        self.steps: deque[SentStep] = deque(maxlen=NUM_LAST_STEPS)  # with the least times of all ranks
+        self.steps: deque[SentStep] = deque(maxlen=NUM_LAST_STEPS)  # times are the least of all ranks
         self._num_ranks = num_ranks
         self._has_trees = has_trees
         self._comm_hook: str | None = None

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from lightning_commopt.text.formatting import grouped
 
 _MAX_CONTEXT = 12
-"""The order of so many collectives is compared with earlier ones at most. A judgement: enough to tell the places of a
-step apart in which the same collective occurs, and more would only cost time."""
+"""The most collectives whose order is compared with earlier ones. A judgement: enough to tell apart the places of a
+step in which the same collective occurs, and more would only cost time."""
 
 
 class Signature(NamedTuple):

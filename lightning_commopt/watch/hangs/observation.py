@@ -20,8 +20,8 @@ from lightning_commopt.watch.hangs.stacks import Frame, collective_in, dump_stac
 from lightning_commopt.watch.hangs.transport import RankLink
 
 _MAX_WORKERS = 4
-"""The stacks of so many workers of a dataloader are read, as each may take `times.STACK_S` and more, which
-`times.STATE_S` allows for. Workers that hang mostly wait for the same."""
+"""The most workers of a dataloader whose stacks are read: each may take `times.STACK_S` and more, which `times.STATE_S`
+allows for. Workers that hang mostly wait for the same."""
 
 _DATALOADER = {
     kinds.DATA,
@@ -180,7 +180,7 @@ class Observation:
         return snapshot
 
     def _add_stacks(self, snapshot: RankSnapshot) -> bool:
-        """Adds the stacks that the process reports, or if it does not answer that of the training thread.
+        """Adds the stacks that the process reports or, if it does not answer, the stack of the training thread.
 
         Returns:
             Whether it has answered.

@@ -15,7 +15,7 @@ from lightning_commopt.watch.hangs.transport import Address, GoneError, Unreacha
 _T = TypeVar("_T")
 
 _MAX_AT_ONCE = 32
-"""So many watchers are asked at a time, each by a thread. A lost host takes seconds to be found, which many ranks would
+"""Watchers that are asked at a time, each by a thread. A lost host takes seconds to be found, which many ranks would
 otherwise wait for one after another; more threads would only compete for one core."""
 
 

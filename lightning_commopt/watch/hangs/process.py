@@ -29,8 +29,8 @@ _EXIT_CODE = 49
 `process_fields` leaves out."""
 
 _COMPUTING_SHARE = 0.1
-"""A thread computes if it uses so much of a core. One that waits uses none; one that computes may wait for most of the
-time for data, or for a core that it shares with others."""
+"""Share of a core from which on a thread counts as computing. One that waits uses none; one that computes may wait most
+of the time for data, or for a core that it shares with others."""
 
 
 @dataclass(frozen=True)

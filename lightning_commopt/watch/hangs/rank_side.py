@@ -35,7 +35,7 @@ from lightning_commopt.watch.hangs.watcher import SETTINGS_VARIABLE
 from lightning_commopt.watch.waiting import end_process
 
 _NUM_EVENTS = 256
-"""The events of so many buckets on the device are kept: those of some steps, by which the host may be ahead of it."""
+"""Events of buckets on the device that are kept: enough for the steps by which the host may be ahead of it."""
 
 
 class WatchedRank:
@@ -176,7 +176,7 @@ def exchange_addresses(
 ) -> None:
     """Makes the watcher listen on the interface towards the others, and sends it their addresses.
 
-    ``exchange`` writes a value to the store under a name, and returns those of all ranks.
+    ``exchange`` writes a value to the store under a name, and returns the values of all ranks.
 
     Raises:
         EOFError: the watcher has ended.

@@ -32,8 +32,8 @@ class RankSnapshot:
     """The state of one rank."""
 
     rank: int
-    host: str  # its host's name
-    pid: int = 0  # number of its process
+    host: str  # name of its host
+    pid: int = 0  # number of its process in the kernel
     # "running", "stopped", "died", "failed" (has raised), "interrupted" (Ctrl-C or SIGINT), "terminated" (SIGTERM),
     # "finished" (has ended its fit), "unreachable" (its host does not answer), "unwatched" (its watcher has ended) or
     # "silent" (its watcher could never be reached)

@@ -28,8 +28,8 @@ from lightning_commopt.watch.hangs.marks import anonymous_file
 from lightning_commopt.watch.hangs.process import catches
 
 MAX_FRAMES = 200
-"""So many of the innermost frames of a thread are sent. The stack of a fit has some tens; an endless recursion would
-fill the report."""
+"""The most frames of a thread that are sent, the innermost ones. The stack of a fit has some tens; an endless recursion
+would fill the report."""
 
 SIGNAL = getattr(signal, "SIGRTMIN", 34) + 7
 """The signal in which a thread writes its stack. Real-time signals have no meaning of their own, and other programs

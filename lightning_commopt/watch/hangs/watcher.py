@@ -166,7 +166,7 @@ class Watcher:
             diagnosis, snapshots = self._own_report
             idle_s = max(rank.idle_s for rank in snapshots)
             what = ", so it was slow and no hang" if diagnosis.verdict is not None else ""
-            _print(f"HangMonitor: rank {self._settings.rank} goes on after {idle_s:.0f} s or more{what}.")
+            _print(f"HangMonitor: rank {self._settings.rank} continues after {idle_s:.0f} s or more{what}.")
             if diagnosis.verdict is not None:
                 slow = diagnosis.verdict.replace("hang", "slow")
                 self._records.report(replace(diagnosis, verdict=slow), snapshots, idle_s)
