@@ -97,7 +97,7 @@ class PredictionRecorder:
 
         Args:
             comm_hook: name of what averages the gradients.
-            files: for the prediction; None to keep nothing.
+            files: writes the prediction; None to keep nothing.
             sent: what the last steps of all ranks had on the wire; empty if this rank's alone are known.
         """
         self.close()

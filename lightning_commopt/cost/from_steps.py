@@ -163,8 +163,8 @@ def even_gradients(steps: Sequence[StepRecord], shapes: Mapping[str, Shape] | No
 
     Args:
         steps: the steps of one rank; the last one has the layout of buckets.
-        shapes: by name of a parameter. One that is missing counts as a float32 vector, of an equal share of what the
-            others leave of its bucket.
+        shapes: shapes of parameters by name. A missing one counts as a float32 vector, with an equal share of the rest
+            of its bucket.
     """
     layout, shapes = steps[-1].layout, shapes or {}
     ready_s: defaultdict[int, list[float]] = defaultdict(list)

@@ -39,7 +39,7 @@ class ProbedSize(NamedTuple):
     """An all-reduce of one size, on this rank."""
 
     num_bytes: int
-    time_s: float  # least of the repetitions, which others' work disturbed least
+    time_s: float  # least time of the repetitions
     cpu_s: float  # processor time of this process's other threads; 0 on CUDA
 
 
@@ -47,13 +47,13 @@ def probe_link(group: dist.ProcessGroup, device: torch.device, max_bytes: int) -
     """Times all-reduces of growing size; all ranks of ``group`` must call it, while nothing else is under way.
 
     Args:
-        group: all its ranks take part, with the same ``max_bytes``.
-        device: the device of the messages, which gradients are on.
+        group: the group of gradient sync, whose ranks all pass the same ``max_bytes``.
+        device: the device of the gradients, and so of the messages.
         max_bytes: the largest message, usually the largest bucket.
 
     Returns:
-        By size. The last size is below ``max_bytes`` where the link would need more than half a second for it. The
-        number of sizes is the same on all ranks.
+        The sizes in ascending order, as many on all ranks. The last is below ``max_bytes`` if all repetitions of a
+        larger one would take more than a second.
     """
     probed: list[ProbedSize] = []
     num_bytes = min(_FIRST_BYTES, max_bytes)

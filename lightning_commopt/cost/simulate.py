@@ -24,8 +24,8 @@ threads, and on CUDA buckets take turns on two streams."""
 class Phase(NamedTuple):
     """A part of what one piece of a bucket needs."""
 
-    on_link: bool  # sends; else computes
-    duration_s: float  # alone
+    on_link: bool  # whether it sends; otherwise it computes
+    duration_s: float  # duration if nothing slows it down
     cpu_share: float  # share of a processor that it keeps busy meanwhile
 
 

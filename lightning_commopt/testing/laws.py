@@ -36,7 +36,7 @@ class Law:
     """What holds for every compressor. ``law(setup, name, compressor)`` checks it, on every rank of a process group.
 
     Attributes:
-        name: to choose it by, in ``check_compressor(..., laws=[name])``.
+        name: its name in ``check_compressor(..., laws=[name])``.
         statement: what holds, in a line.
         consequence: what it means for training if it does not hold, likewise.
         holds: raises an AssertionError that begins with the compressor's name and says what is wrong.
@@ -78,7 +78,7 @@ _STEPS_ALONE = {
 
 @law(
     "all ranks issue the same collectives, whatever their gradients are",
-    "ranks wait for each other for ever, or add up messages that do not belong together",
+    "ranks wait for each other forever, or add up messages that do not belong together",
 )
 def same_collectives(setup: Setup, name: str, compressor: Any) -> None:
     """Runs the compressor without the others, as if they sent what this rank does: so no rank waits in vain."""
@@ -151,7 +151,7 @@ def ranks_agree(setup: Setup, name: str, compressor: Compressor) -> None:
 
 @law(
     "bytes on the wire are those that a compressor declares",
-    "predictions, and what they choose and recommend, take a step for faster or slower than it is",
+    "predictions, and what they choose and recommend, assume faster or slower steps than there are",
 )
 def bytes_as_declared(setup: Setup, name: str, compressor: Compressor) -> None:
     """Where ranks send parts that differ in size, the largest part of each bucket is declared."""
@@ -159,7 +159,7 @@ def bytes_as_declared(setup: Setup, name: str, compressor: Compressor) -> None:
     counts, declared = of_all_ranks(steps.bytes_per_step), steps.declared_bytes
     is_even = setup.has_even_parts or len(set(counts)) == 1
     assert set(counts) == {declared} if is_even else 0.8 * declared <= max(counts) <= declared, (
-        f"{name}: {max(counts):.0f} bytes a step, declared {declared}"
+        f"{name}: {max(counts):.0f} bytes per step, declared {declared}"
     )
 
 

@@ -63,9 +63,9 @@ def run_ranks(
         fn: a function at module level; it and what it returns are pickled.
         args: handed to ``fn`` on every rank.
         world_size: number of ranks.
-        limit_s: seconds that all of it may take; no measure of speed, only against waiting for ever.
+        limit_s: seconds after which ranks that have not answered are ended.
         group_timeout_s: seconds after which a collective without an answer raises.
-        backend: of the process group.
+        backend: backend of the process group.
         environment: variables of each rank, by its number as text.
 
     Returns:

@@ -156,7 +156,7 @@ class Shortlist(NamedTuple):
     Attributes:
         base: the user's plan.
         candidates: the most promising first; empty if nothing promises to be faster.
-        not_allowed: by name of a compressor that was not allowed, the share of a step that it would save at most.
+        not_allowed: the largest share of a step that each compressor that was not allowed would save, by its name.
     """
 
     base: Candidate

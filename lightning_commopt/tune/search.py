@@ -74,7 +74,7 @@ class Search:
             it is found to save less than 2 % of a step.
         is_start: the fit has just begun.
         num_settling_steps: after a change of plan, not timed: DDP lays out its buckets after the first of them.
-        handicaps: by arm, extra saving that is required of it, as a share of a step.
+        handicaps: extra saving that is required of a plan, as a share of a step, by arm.
         earlier: visits of searches before this one that still count.
         tried: arms that searches have timed whose visits count no longer. Without ``earlier`` others go before them.
 

@@ -112,7 +112,7 @@ def _choice(director: Director, plans: Sequence[Plan]) -> str:
         why = left[-1] if result.arm and left else _WHY.get(result.why, result.why)
         return f"{own}, after {result.num_steps} steps of search: {why}."
     gain, base_s = result.gains[arm], result.base_s
-    after = f"{MILLISECONDS.text(base_s * (1 - gain.gain))} a step instead of {MILLISECONDS.text(base_s)}"
+    after = f"{MILLISECONDS.text(base_s * (1 - gain.gain))} per step instead of {MILLISECONDS.text(base_s)}"
     between = f"{short_percent(gain.gain)} less, {short_percent(gain.low)} to {short_percent(gain.high)}"
     measured = f"{after} ({between}){_predicted(director, arm)}"
     return f"Chosen after {result.num_steps} steps of search: {plans[arm].name}, {measured}."

@@ -30,7 +30,7 @@ class Check:
     name: str  # what holds if it passes
     run: Runner  # does the check, and returns what was checked
     is_extra: bool = False  # whether it runs with ``--full`` only
-    is_on_ranks: bool = True  # runs on every rank; else in the command's process, and starts ranks itself
+    is_on_ranks: bool = True  # whether every rank runs it; otherwise the command's process does, and it starts ranks
 
 
 CHECKS: list[Check] = []

@@ -68,7 +68,7 @@ def _recorded_time(place: Place) -> str:
     ]
     assert len(theirs) == len(ours), f"{len(ours)} collectives, torch.profiler has {len(theirs)}"
     ours_s, theirs_s = covered_s(ours), covered_s(theirs)
-    shown = f"{1e3 * ours_s / NUM_STEPS:.3g} ms a step, torch.profiler {1e3 * theirs_s / NUM_STEPS:.3g} ms"
+    shown = f"{1e3 * ours_s / NUM_STEPS:.3g} ms per step, torch.profiler {1e3 * theirs_s / NUM_STEPS:.3g} ms"
     assert device.type == "cpu" or abs(ours_s / theirs_s - 1) < _RTOL_PROFILER, shown
     return shown
 
@@ -165,7 +165,7 @@ def bucket_cost(
 
 
 def count_kernels(events: Any, num_steps: int) -> tuple[float, float]:
-    """Returns kernels a step and their seconds, of the profiler's events, without those of NCCL."""
+    """Returns the number and the seconds of kernels per step in the profiler's events, without NCCL's."""
     kernels = [
         event
         for event in events

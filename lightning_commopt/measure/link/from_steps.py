@@ -146,7 +146,7 @@ class LinkFit:
     # Time of the smallest message; NaN, as is the bandwidth, where sizes do not separate the two.
     latency_s: float
     bandwidth: float  # bus bandwidth, bytes per second
-    takes_turns: bool  # messages are single buckets; else whole steps
+    takes_turns: bool  # whether messages are single buckets and not whole steps
 
 
 def fit_link(

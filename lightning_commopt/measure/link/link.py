@@ -31,7 +31,7 @@ class Link:
     low_ratio: float = 0.9  # 2.5th percentile of measured over expected times of all messages of a step
     high_ratio: float = 1.1  # 97.5th percentile
     seen_bytes: float | None = None  # payload of a step that the rate was learned from; None where it was probed
-    has_trees: bool = False  # collectives may use trees, as NCCL's do; else rings only
+    has_trees: bool = False  # whether collectives may use trees, as NCCL's do, and not rings only
     source: str = ""  # what it was measured on, in words
 
     def at_rate(self, bits_per_s: float) -> Link:

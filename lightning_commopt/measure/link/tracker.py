@@ -84,7 +84,7 @@ class LinkTracker:
             return f"{names}, as the buckets of a step share the link: a step is one message, always of the same size."
         first_bytes, last_bytes = self.fit.sizes_bytes[0], self.fit.sizes_bytes[-1]
         if last_bytes >= SIZES_RATIO * first_bytes:
-            return f"{names}, as large buckets took hardly longer than small ones."
+            return f"{names}, as large buckets took little longer than small ones."
         unit = byte_unit(last_bytes)
         sizes = "the same size" if first_bytes == last_bytes else f"{unit.text(first_bytes)} to {unit.text(last_bytes)}"
         return f"{names}, as the buckets have {sizes}: the largest must be twice as large as the smallest."

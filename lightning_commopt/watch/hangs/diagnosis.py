@@ -96,7 +96,7 @@ def _may_progress(rank: RankSnapshot, after_s: float) -> bool:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why training stands still."""
+    """Why training hangs or is slow."""
 
     sentence: str  # the diagnosis in words
     # "died", "failed", "interrupted", "terminated", "unreachable", "stopped", "ended", "late", "mismatch" or "waiting"

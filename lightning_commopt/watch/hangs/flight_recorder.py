@@ -48,7 +48,7 @@ class Difference:
 
     ranks: tuple[int, ...]  # the ranks at fault; all sides if it is unknown which
     number: int  # the number of the collective in its group
-    # What each rank has called under that number; None if it has not called it yet
+    # What each rank has called under that number; None if it has not called it yet.
     called: Mapping[int, Signature | None]
     is_certain: bool  # whether the side at fault is known, as it departs from the earlier order
 

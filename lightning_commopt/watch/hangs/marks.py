@@ -43,7 +43,7 @@ class Phase:
 
     name: str  # its name in reports
     where: str  # completes "is still" in sentences
-    # Whether it is always allowed ``10 * after_s``, as anything may run in it: a checkpoint, a first batch
+    # Whether it may always last ``10 * after_s``, because anything may run in it, as in a checkpoint or a first batch.
     is_slow: bool = False
 
 

@@ -39,8 +39,8 @@ class WatcherSettings:
     pid: int
     fit_thread: tuple[int, int]  # ident of the training thread, and its number in the kernel
     after_s: float  # seconds that every phase may last without progress
-    action: str = "report"  # or "abort"
-    folder: str = ""  # where the files of watchers are written
+    action: str = "report"  # "report" or "abort"
+    folder: str = ""  # folder for the files of watchers
     key: str = ""  # secret that all watchers share
     world_size: int = 1  # number of ranks
     has_gpu: bool = False
@@ -49,13 +49,17 @@ class WatcherSettings:
 class Observation:
     """Follows one rank through its marks, and takes snapshots of it.
 
-    The descriptors are of the memory with the rank's marks and the file that it writes stacks to.
+    Args:
+        settings: what the rank has passed to its watcher.
+        marks_fd: descriptor of the shared memory with the rank's marks.
+        stacks_fd: descriptor of the file that the rank writes stacks to.
+        link: the connection to the rank.
 
     Attributes:
         ended: "finished", "failed", "interrupted" or "terminated" once the rank has reported that; "died" if its
             process has ended without a report.
-        detail: the exception of a rank that has failed, or how the process of one that has died has ended.
-        ended_unix_s: when it has ended, in seconds since 1970; None before.
+        detail: the exception if the rank has failed; how its process has ended if it has died.
+        ended_unix_s: the time of its end, in seconds since 1970; None before.
     """
 
     def __init__(self, settings: WatcherSettings, *, marks_fd: int, stacks_fd: int, link: RankLink) -> None:

@@ -23,7 +23,7 @@ class PeerWatchers:
     """The watchers of all other ranks, once their addresses are known.
 
     Attributes:
-        notices: by rank, `RankSnapshot.to_plain` of those that have ended.
+        notices: `RankSnapshot.to_plain` of the ranks that have ended, by rank.
     """
 
     def __init__(self, rank: int, key: str) -> None:

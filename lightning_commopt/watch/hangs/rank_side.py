@@ -105,7 +105,7 @@ class WatchedRank:
         """Reports the parameters of buckets.
 
         Args:
-            names: by the index of a bucket.
+            names: names of each bucket's parameters, by its index.
             are_all: whether these are all buckets of a model, each of which is one all-reduce without marks.
         """
         self._link.send(buckets=[[index, list(parameters)] for index, parameters in names.items()], are_all=are_all)
