@@ -234,7 +234,7 @@ def test_mistakes_are_one_line(tmp_path):
     write_run(tmp_path, num_steps=3)
     assert _command(tmp_path, "--first-step", 3) == (
         2,
-        f"commopt: first_step=3, num_steps=100: {tmp_path} has steps 0 to 2\n",
+        f"commopt: first_step=3 and num_steps=100 select no step: {tmp_path} has steps 0 to 2\n",
     )
     status, output = _command(tmp_path, "--output", tmp_path)
     assert (status, len(output.splitlines())) == (2, 1)

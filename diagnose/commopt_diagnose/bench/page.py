@@ -25,8 +25,8 @@ from lightning_commopt.report.page import render
 from lightning_commopt.text.formatting import number
 
 _COLUMNS = ("size (B)", "count", "type", "redop", "time (µs)", "interval", "algbw (GB/s)", "busbw (GB/s)", "#wrong")
-_MAX_TICKS = 7
-_MODEL_POINTS = 60
+_MAX_TICKS = 7  # labels of an axis that do not overlap
+_MODEL_POINTS = 60  # enough for a smooth curve on a logarithmic axis
 
 
 def write_bench_page(result: BenchResult, path: Path) -> None:

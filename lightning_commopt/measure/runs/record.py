@@ -24,7 +24,7 @@ _OPTIONS: dict[Value, str] = {
     "callbacks": "callbacks.commopt_run.val_loss=NAME",
     "trainer": "trainer.callbacks.2.val_loss=NAME",
 }
-_GIT_LIMIT_S = 5
+_GIT_LIMIT_S = 5  # git looks at every tracked file, and the fit does not begin before it answers
 _VALIDATION = ("val", "valid", "validation")
 # The words that may follow "val", "valid" or "validation" in the name of the metric for a field of `RunRecord`.
 ENDINGS = {"val_loss": ("loss",), "val_accuracy": ("accuracy", "acc")}

@@ -170,7 +170,7 @@ class TestOpenLab:
                 lab.change_rate("100mbit")
 
         with NetLab(num_hosts, "1gbit") as lab:
-            with pytest.raises(ValueError, match="rate must be a limit, got 'unlimited'"):
+            with pytest.raises(ValueError, match="rate must be a limit such as '1gbit', got 'unlimited'"):
                 lab.change_rate("unlimited")
             lab.run(["sh", "-c", waits], timeout_s=60, on_output=change)
             output = lab.run([*PYTHON, TRANSFER, "2000000", "to_first"], timeout_s=120)[0]

@@ -35,22 +35,24 @@ from lightning_commopt.watch.hangs.marks import (
 )
 from lightning_commopt.watch.hangs.observation import Observation, WatcherSettings
 from lightning_commopt.watch.hangs.process import (
-    SIGNAL,
     ComputingProbe,
-    Frame,
     catches,
-    collective_in,
     descendants,
-    dump_stack,
     find_exit,
     is_alive,
     is_asleep,
     process_state,
     thread_cpu_s,
-    user_place,
 )
 from lightning_commopt.watch.hangs.records import Records, read_hang_report
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot, place_in_training
+from lightning_commopt.watch.hangs.stacks import (
+    SIGNAL,
+    Frame,
+    collective_in,
+    dump_stack,
+    user_place,
+)
 from lightning_commopt.watch.hangs.transport import RankLink
 from support.commopt import commopt
 
@@ -143,7 +145,7 @@ def test_limits_follow_what_a_run_has_shown() -> None:
 
 _STUCK = """
 import sys, threading, time
-from lightning_commopt.watch.hangs.process import make_dumpable
+from lightning_commopt.watch.hangs.stacks import make_dumpable
 fd = make_dumpable()
 def in_thread():
     while True:
@@ -182,7 +184,7 @@ def test_stack_of_a_thread_that_is_stuck() -> None:
 
 _BUSY = """
 import socket, sys, threading, time
-from lightning_commopt.watch.hangs.process import make_dumpable, own_stacks
+from lightning_commopt.watch.hangs.stacks import make_dumpable, own_stacks
 from lightning_commopt.watch.hangs.transport import RankLink
 link = RankLink(socket.socket(fileno=int(sys.argv[1])))
 link.start(lambda question: {"stacks": own_stacks()})
