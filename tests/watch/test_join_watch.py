@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -43,51 +44,36 @@ def _arrival(rank: int, address: str | None = None, **changes: object) -> Arriva
     return replace(arrival, **changes)  # type: ignore[arg-type]
 
 
-def test_missing_ranks_are_named() -> None:
-    """If it fails, one looks for the wrong rank."""
-    told = missing_text(_STORE, [_arrival(0), _arrival(1)], [2, 3], {})
-    assert told.startswith(f"rank 0 on h0 waits at {_STORE} for ranks 2, 3; ranks 0, 1 are here (h0, h1). ")
-    assert "for rank 1; only rank 0 is here." in missing_text(_STORE, [_arrival(0)], [1], {})
+_NOWHERE = Listening(variable="NCCL_SOCKET_IFNAME", value="eth7", interface=None, address=None)
+_TWO_NETWORKS = {"wrong0": "9.9.9.9/24", "eth0": "10.0.0.1/24"}
+_UNCONNECTED: dict[str, tuple[list[Arrival], list[int], list[int], str | None]] = {
+    **{
+        name: ([_arrival(0), _arrival(1, address), _arrival(2)], [2], odd, "10.0.0.1")
+        for name, address, odd in (
+            ("loopback", "127.0.1.1/8", [1]),
+            ("another network", "9.9.9.9/24", [1]),
+            ("the same address twice", "10.0.0.1/24", [0, 1]),
+            ("addresses that fit", "10.0.0.77/24", []),
+        )
+    },
+    "of two networks that of the store": (
+        *([_arrival(0, "9.9.9.9/24", interfaces=_TWO_NETWORKS), _arrival(1)], [], [0], "10.0.0.1"),
+    ),
+    "an interface that is not there": ([_arrival(0), _arrival(1, listening=_NOWHERE, network="0")], [], [1], None),
+}
+"""Who has come, who of them has connected, who is blamed, and the address of the store."""
 
 
-@pytest.mark.parametrize(
-    ("address", "odd", "why"),
-    [
-        ("127.0.1.1/8", [1], "which other hosts cannot reach"),
-        ("9.9.9.9/24", [1], "which is not in 10.0.0.0/24 as the others' addresses are"),
-        ("10.0.0.1/24", [0, 1], "an address that several hosts have"),
-        ("10.0.0.77/24", [], ""),
-    ],
-)
-def test_addresses_that_do_not_fit_are_named(address: str, odd: list[int], why: str) -> None:
-    """If it fails, the rank with the wrong interface is not the one that is named."""
-    arrivals = [_arrival(0), _arrival(1, address), _arrival(2)]
-    found, reason = find_misplaced(arrivals, "10.0.0.1")
-    assert [arrival.rank for arrival in found] == odd
-    assert reason.startswith(why)
-    told = unconnected_text(_STORE, arrivals, [2], "10.0.0.1")
-    assert told.startswith(f"all 3 ranks have reached {_STORE}, but ranks 0, 1 have not connected to the others: ")
-    if odd:
-        assert told.endswith(f"Set GLOO_SOCKET_IFNAME=eth0 on {'rank 1' if odd == [1] else 'ranks 0, 1'}")
-    else:
-        assert "probably a firewall blocks ports between them" in told
-
-
-def test_of_two_networks_that_of_the_store_is_right() -> None:
-    """If it fails, one of two ranks is told to take the wrong interface of the other."""
-    interfaces = {"wrong0": "9.9.9.9/24", "eth0": "10.0.0.1/24"}
-    arrivals = [_arrival(0, "9.9.9.9/24", interfaces=interfaces), _arrival(1)]
-    assert [arrival.rank for arrival in find_misplaced(arrivals, "10.0.0.1")[0]] == [0]
-    assert unconnected_text(_STORE, arrivals, [], "10.0.0.1").endswith("Set GLOO_SOCKET_IFNAME=eth0 on rank 0")
-
-
-def test_an_interface_that_is_not_there() -> None:
-    """If it fails, a misspelt interface is taken for a firewall."""
-    nowhere = Listening(variable="NCCL_SOCKET_IFNAME", value="eth7", interface=None, address=None)
-    arrivals = [_arrival(0), _arrival(1, listening=nowhere, network="0")]
-    told = unconnected_text(_STORE, arrivals, [], None)
-    assert "rank 1 on h1 has no IPv4 address to listen on (NCCL_SOCKET_IFNAME=eth7), so the interface" in told
-    assert told.endswith("Set NCCL_SOCKET_IFNAME=eth0 on rank 1")
+def test_ranks_that_are_waited_for_are_named(golden: Callable[[str, str], None]) -> None:
+    """If it fails, one looks for the wrong rank, or the wrong interface, or a misspelt one is taken for a firewall."""
+    blocks = [
+        missing_text(_STORE, [_arrival(0), _arrival(1)], [2, 3], {}),
+        missing_text(_STORE, [_arrival(0)], [1], {}),
+    ]
+    for name, (arrivals, connected, odd, store) in _UNCONNECTED.items():
+        assert [arrival.rank for arrival in find_misplaced(arrivals, store)[0]] == odd
+        blocks.append(f"[{name}]\n{unconnected_text(_STORE, arrivals, connected, store)}")
+    golden("join_texts", "\n\n".join(blocks))
 
 
 @pytest.mark.parametrize(
