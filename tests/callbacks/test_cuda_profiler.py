@@ -332,26 +332,3 @@ def test_the_captured_range_holds_whole_nvtx_ranges(events, monkeypatch, is_firs
     assert captured[0] == ("push", f"Batch {first}")
     assert captured[1] == ("push", "get batch")
     assert captured[-2:] == [("pop", f"Batch {first + 1}"), "wait"]
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"start_step": -1}, "start_step must be an integer of at least 0, got -1"),
-        ({"start_step": [3, -2]}, "start_step must be an integer of at least 0, got -2"),
-        ({"start_step": "10"}, "start_step must be an integer of at least 0, got '10'"),
-        ({"start_step": 1.5}, "start_step must be an integer of at least 0, got 1.5"),
-        ({"start_step": []}, r"start_step must name at least one step, got \[\]"),
-        ({"start_step": [20, 10, 12]}, "at least num_steps=3 apart to not overlap, got 10 and 12"),
-        ({"start_step": [5, 5], "num_steps": 1}, "at least num_steps=1 apart to not overlap, got 5 and 5"),
-        ({"num_steps": 0}, "num_steps must be an integer of at least 1, got 0"),
-        ({"num_steps": True}, "num_steps must be an integer of at least 1, got True"),
-        ({"ranks": [-1]}, "ranks must be an integer of at least 0, got -1"),
-        ({"ranks": []}, r"ranks must be a list of at least one rank, or None for all, got \[\]"),
-        ({"ranks": 0}, "ranks must be a list of at least one rank, or None for all, got 0"),
-        ({"ranks": "0"}, "ranks must be a list of at least one rank, or None for all, got '0'"),
-    ],
-)
-def test_wrong_settings_are_refused(values, message):
-    with pytest.raises(ValueError, match=message):
-        CUDAProfilerWindow(**values)

@@ -217,18 +217,3 @@ def test_a_missing_monitor_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -
         monitor.on_validation_epoch_end(trainer, module)
         monitor.on_validation_start(trainer, module)
     assert watched.num_waits == 1
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
-        ("after_s", 0, "after_s must be a number above 0, got 0"),
-        ("after_s", float("nan"), "after_s must be a number above 0, got nan"),
-        ("after_s", "60", "after_s must be a number above 0, got '60'"),
-        ("action", "kill", "action must be one of 'report', 'abort', got 'kill'"),
-    ],
-)
-def test_bad_options_are_refused(option: str, value: Any, message: str) -> None:
-    """If it fails, a mistake shows itself when the run hangs."""
-    with pytest.raises(ValueError, match=message):
-        HangMonitor(**{option: value})
