@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
@@ -190,21 +190,6 @@ def test_wire_bytes() -> None:
         assert wire_bytes == reductions * (message_bytes + sizes["bytes"]) // 2
 
 
-@pytest.mark.parametrize(
-    ("comm_hook", "message"),
-    [
-        ("powersgd", "comm_hook: 'powersgd' averages whole gradients on every rank, .*: use CommOptDDP"),
-        ("int9", "comm_hook: 'int9' is unknown; known names: none, bf16, int8, int4, hierarchical"),
-        ({"name": "int8", "blocksize": 1}, "'int8' has no option 'blocksize'.*did you mean 'block_size'"),
-        (5, "comm_hook: must be a name"),
-    ],
-)
-def test_values(comm_hook: Any, message: str) -> None:
-    """If it fails, a wrong option is noticed in the middle of a fit."""
-    with pytest.raises(OptionError, match=message):
-        CommOptModelParallel(comm_hook=comm_hook)
-
-
 def test_torch_without_comm_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, gradients travel uncompressed in silence, or a fit ends with an AttributeError."""
     monkeypatch.delattr(FSDPModule, "set_custom_reduce_scatter", raising=False)
@@ -230,13 +215,6 @@ def test_a_model_that_is_not_sharded() -> None:
     """If it fails, every rank trains on its own, or gradients are not compressed though the user asked for it."""
     for message in run_ranks(_fit_whole):
         assert "comm_hook: configure_model has not sharded the model" in message
-
-
-def test_blocks() -> None:
-    """If it fails, a wrong argument is noticed by torch only, or not at all."""
-    for blocks, message in [(0, "a number above 0, got 0"), (nn.LSTM, "has no module of this class"), ("x", "got 'x'")]:
-        with pytest.raises(OptionError, match=message):
-            shard(Tiny(), object(), blocks=blocks)  # type: ignore[arg-type]
 
 
 _OPTIONS: dict[str, Any] = {"separate_reduce_scatter_group": True, "reduce_scatter_max_input_buffers": 2}

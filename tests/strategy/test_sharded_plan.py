@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_commopt import (
-    CommOptDDP,
     CommOptModelParallel,
     CommPlan,
     OptionError,
@@ -55,38 +54,6 @@ def test_plans_of_both_kinds_are_taken(plan: Any, hook: ShardedCompressor | None
     assert CommOptModelParallel.from_plan(tmp_path / "plan.json").plan == strategy.plan
     plan.save(tmp_path / "given.json")
     assert CommOptModelParallel(plan=tmp_path / "given.json").plan.comm_hook == hook
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"plan": CommPlan(bucket_cap_mb=25)}, "bucket_cap_mb is an option of DDP.*no buckets.*blocks"),
-        ({"plan": CommPlan(static_graph=False)}, "static_graph is an option of DDP.*records no graph"),
-        ({"bucket_cap_mb": 25}, "bucket_cap_mb is an option of DDP"),
-        ({"comm_hok": "int8"}, "unknown option 'comm_hok'; did you mean 'comm_hook'"),
-        ({"plan": CommPlan(comm_hook="powersgd")}, "comm_hook: 'powersgd' averages whole gradients"),  # type: ignore[arg-type]
-        ({"plan": "missing.json"}, "there is no file 'missing.json'"),
-        ({"plan": 3}, "plan must be a ShardedPlan, a CommPlan, the path of a file or None, got 3"),
-        ({"plan": ShardedPlan(), "param_hook": "int8"}, "is a whole plan, so param_hook cannot be given too"),
-        ({"accumulate_grads": "unshard"}, "accumulate_grads must be one of sharded, unsharded, got 'unshard'; did you"),
-        ({"param_hook": "int4"}, "param_hook must be \"int8\" or None, got 'int4'"),
-        ({"uneven_batches": "drp"}, "uneven_batches must be one of error, drop, pad, allow, got 'drp'; did you mean"),
-        ({"uneven_batches": "pad", "watch": False}, "uneven_batches='pad' needs watch=True"),
-    ],
-    ids=str,
-)
-def test_values(options: dict[str, Any], message: str) -> None:
-    """If it fails, an option that cannot apply is ignored, or refused without the reason."""
-    with pytest.raises(OptionError, match=message):
-        CommOptModelParallel(**options)
-
-
-def test_plans_of_ddp_refuse_what_is_fsdps() -> None:
-    """If it fails, a plan of FSDP2 is refused by DDP as if its option did not exist."""
-    with pytest.raises(OptionError, match="param_hook is an option of CommOptModelParallel"):
-        CommPlan.from_dict({"param_hook": "int8"})
-    with pytest.raises(OptionError, match="accumulate_grads is an option of CommOptModelParallel"):
-        CommOptDDP(accumulate_grads="unsharded")
 
 
 class _Sharded(Tiny):
