@@ -10,15 +10,12 @@ import pytest
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_commopt import CommOptDDP, CommOptModelParallel
-from lightning_commopt.compat.hydra import allow_targets
 from lightning_commopt.compressors import compressor_from_config, compressor_to_config, registry
 from lightning_commopt.compressors.catalog import example_compressors, ready_shards
 from lightning_commopt.compressors.configs import sharded_from_config
 from lightning_commopt.compressors.shards import FromShards
 from lightning_commopt.strategy.adapters import aliases
 from lightning_commopt.testing import check_compressor
-from lightning_commopt.train.sweep.config import check_config
-from support.composed import composed
 from support.cross_section import sampled
 
 _FILE = '''
@@ -72,16 +69,6 @@ def test_both_strategies_know_its_name(module: ModuleType) -> None:
     assert aliases()["commopt_ddp_fp8_spawn"]["comm_hook"] == "fp8"
     assert example_compressors()["fp8"] == FromShards(shards=module.Float8())
     assert ready_shards()["fp8"] == module.Float8()
-
-
-@pytest.mark.usefixtures("module")
-def test_its_yaml_is_an_option_of_commopt_train(tmp_path: Path) -> None:
-    """If it fails, a YAML in the group is not enough."""
-    folder = tmp_path / "conf" / "strategy" / "comm_hook"
-    folder.mkdir(parents=True)
-    (folder / "fp8.yaml").write_text("name: fp8\n")
-    with allow_targets(["lightning_commopt", "lightning"]):
-        check_config(composed("strategy/comm_hook=fp8", f"hydra.searchpath=[file://{tmp_path / 'conf'}]"))
 
 
 @pytest.mark.skipif(
