@@ -174,14 +174,6 @@ def test_the_sample_is_even() -> None:
     assert quarters.min() >= 6  # of 16 expected; the sample is the same in every run
 
 
-def test_all_is_kept_as_long_as_it_fits() -> None:
-    statistics = StepStatistics(max_sampled_values=2 * 100 * (len(QUANTITIES) + 2))
-    values = random_steps(2, 100)
-    statistics.update(values[:, :60])
-    statistics.update(values[:, 60:])
-    assert np.array_equal(statistics.steps.values[:, :, : len(QUANTITIES)].swapaxes(0, 1), values)
-
-
 def test_what_was_handed_in_is_left_alone() -> None:
     statistics = StepStatistics(max_sampled_values=1)
     values = random_steps(2, 64)
