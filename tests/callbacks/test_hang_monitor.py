@@ -105,11 +105,8 @@ def test_phases_that_take_long_are_no_hangs(tmp_path: Path) -> None:
 def run_program(fault: str, strategy: str, folder: Path) -> tuple[str, int]:
     """Returns what a job on two ranks has printed, and its status; all its processes have ended by themselves."""
     program = Program([str(Path(__file__).parent / "hanging_fits.py"), str(folder), fault, strategy], folder)
-    try:
-        assert program.wait(240), f"{program.processes()} are left: {program.output}"
-    finally:
-        program.kill()
-    return program.output, program.process.returncode
+    status = program.finish(240)
+    return program.output, status
 
 
 @pytest.mark.exhaustive

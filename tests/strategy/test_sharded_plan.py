@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_commopt import (
@@ -24,14 +23,14 @@ from lightning_commopt.callbacks import CommTimeMonitor, HangMonitor, NVTXRanges
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt8
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.measure.runs.settings import nested
+from support.collectives import takes_collectives
+from support.kept_states import Sharded
 from support.lightnings import Callback
 from support.ranks import run_ranks, run_ranks_or_raise
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer
 from support.vanishing import Vanishing, check_that_both_end, prepare_rank
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
-)
+pytestmark = takes_collectives
 _LIMIT_S = 60
 _FEEDBACK = {"name": "int4", "error_feedback": True}
 
@@ -56,14 +55,6 @@ def test_plans_of_both_kinds_are_taken(plan: Any, hook: ShardedCompressor | None
     assert CommOptModelParallel(plan=tmp_path / "given.json").plan.comm_hook == hook
 
 
-class _Sharded(Tiny):
-    def configure_model(self) -> None:
-        shard(self, self.device_mesh, blocks=150)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-
 class _Changing(Callback):
     """Applies plans before the batches with these numbers; keeps the bytes that were handed over in each batch."""
 
@@ -80,7 +71,7 @@ class _Changing(Callback):
 
 
 def _fit(plans: dict[int, Any], **options: Any) -> tuple[Params, list[Any], list[str]]:
-    model, changing = _Sharded(), _Changing(plans)
+    model, changing = Sharded(), _Changing(plans)
     strategy = CommOptModelParallel(data_parallel_size=2, tensor_parallel_size=1, **options)
     run = trainer(strategy, max_epochs=2, callbacks=[changing])
     with torch.random.fork_rng():
@@ -199,7 +190,7 @@ def _apply_different_plans() -> str:
     differing = Differing()
     strategy = CommOptModelParallel(data_parallel_size=2, tensor_parallel_size=1)
     run = trainer(strategy, max_epochs=1, callbacks=[differing])
-    run.fit(_Sharded(), loader(32))
+    run.fit(Sharded(), loader(32))
     assert run.strategy.plan == ShardedPlan()  # type: ignore[attr-defined]
     return differing.message
 
@@ -223,7 +214,7 @@ def _apply_impossible_plan() -> tuple[str, Params, Params]:
 
     trained = []
     for callbacks in ([failing := Failing()], []):
-        model = _Sharded()
+        model = Sharded()
         with torch.random.fork_rng():
             trainer(CommOptModelParallel(comm_hook=_FEEDBACK), max_epochs=2, callbacks=callbacks).fit(model, loader(32))
         trained.append({name: value.full_tensor().numpy() for name, value in model.state_dict().items()})
@@ -243,7 +234,7 @@ def _record(folder: Path) -> None:
         *(SpeedMonitor(num_warmup_steps=1), HangMonitor(dirpath=folder / "hangs"), NVTXRanges()),
     ]
     strategy = CommOptModelParallel(comm_hook="int8", param_hook="int8")
-    trainer(strategy, max_epochs=1, callbacks=recorders).fit(_Sharded(), loader(32))
+    trainer(strategy, max_epochs=1, callbacks=recorders).fit(Sharded(), loader(32))
 
 
 def test_a_run_has_its_plan(tmp_path: Path) -> None:
@@ -262,7 +253,7 @@ def _uneven(policy: str) -> int:
     rows = DataLoader(Subset(loader(64).dataset, range(num_batches)))
     strategy = CommOptModelParallel(uneven_batches=policy)  # type: ignore[arg-type]
     run = trainer(strategy, max_epochs=2, use_distributed_sampler=False, limit_val_batches=0)
-    run.fit(_Sharded(), rows)
+    run.fit(Sharded(), rows)
     return int(run.global_step)
 
 
@@ -275,7 +266,7 @@ def test_uneven_batches() -> None:
     assert run_ranks(_uneven, "pad", limit_s=_LIMIT_S) == [10, 10]
 
 
-class _VanishingShards(Vanishing, _Sharded):
+class _VanishingShards(Vanishing, Sharded):
     pass
 
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_commopt import CommOptDDP, CommOptModelParallel, CommPlan, OptionError, ShardedPlan, shard
 from lightning_commopt.baselines import InterleavedDP, NaiveDP
 from lightning_commopt.plan import UnknownOptionError
+from support.collectives import takes_collectives
 from support.refusals import one_by_one, refusals
 from support.strategy_models import Tiny
 
@@ -20,6 +20,9 @@ def shard_tiny(blocks: Any) -> None:
 
 DDP = [
     *one_by_one(CommOptDDP, save_comm_state=[None, "yes", 1], accumulate_grads=["unsharded"]),
+    *one_by_one(CommOptDDP, uneven_batches=["dropp"], watch=["off"], sigterm_every_n_steps=[0, -1, 2.5, True, "5"]),
+    *((CommOptDDP, {"uneven_batches": policy, "watch": False}) for policy in ("drop", "pad")),
+    (CommOptDDP, {"uneven_batches": "allow", "sigterm_every_n_steps": 5}),
     (CommPlan.from_dict, {"options": {"param_hook": "int8"}}),
 ]
 BASELINES = [
@@ -42,7 +45,8 @@ FSDP2 = [
     *one_by_one(CommOptModelParallel, plan=[CommPlan.from_dict({"comm_hook": "powersgd"}), "missing.json", 3]),
     *one_by_one(CommOptModelParallel, bucket_cap_mb=[25], accumulate_grads=["unshard"], param_hook=["int4"]),
     *one_by_one(CommOptModelParallel, comm_hook=["powersgd", "int9", {"name": "int8", "blocksize": 1}, 5]),
-    *one_by_one(CommOptModelParallel, uneven_batches=["drp"]),
+    *one_by_one(CommOptModelParallel, uneven_batches=["drp"], sigterm_every_n_steps=[0], timeout=[5]),
+    *one_by_one(CommOptModelParallel, reduce_scatter_max_input_buffers=[0], separate_reduce_scatter_group=[1]),
     (CommOptModelParallel, {"plan": ShardedPlan(), "param_hook": "int8"}),
     (CommOptModelParallel, {"uneven_batches": "pad", "watch": False}),
     *one_by_one(shard_tiny, blocks=[0, nn.LSTM, "x"]),
@@ -54,9 +58,7 @@ def test_of_ddp(golden: Callable[[str, str], None]) -> None:
     golden("refused_options", refusals([*DDP, *BASELINES], OptionError))
 
 
-@pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
-)
+@takes_collectives
 def test_of_fsdp2(golden: Callable[[str, str], None]) -> None:
     """If it fails, an option that cannot apply is ignored, or refused without the reason."""
     golden("refused_options_of_fsdp2", refusals(FSDP2, OptionError))

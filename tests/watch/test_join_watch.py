@@ -187,52 +187,36 @@ _CASES: dict[str, tuple[object, ...]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def told(lab_machine: None) -> dict[str, list[list[str]]]:
-    """What the watch of each rank reports, in each case, all side by side. In all of them some rank fails."""
-
-    def run(case: tuple[object, ...]) -> list[list[str]]:
-        num_hosts, *arguments = case
-        assert isinstance(num_hosts, int)
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_SCRIPT.parents[1])}
-        with TemporaryDirectory() as folder, NetLab(num_hosts) as lab:
-            command = (sys.executable, "-W", "ignore", str(_SCRIPT), folder, *map(str, arguments))
-            with pytest.raises(RankError) as failed:
-                lab.run(command, environment=environment, timeout_s=2 * _LIMIT_S)
-        outputs = failed.value.outputs
-        return [[line for line in said.splitlines() if " s in init_process_group: " in line] for said in outputs]
-
-    with ThreadPoolExecutor(len(_CASES)) as pool:
-        return dict(zip(_CASES, pool.map(run, _CASES.values()), strict=True))
+def _told_on_hosts(case: tuple[object, ...]) -> list[str]:
+    """Returns what the watch of each rank reports, in one case in which some rank fails."""
+    num_hosts, *arguments = case
+    assert isinstance(num_hosts, int)
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_SCRIPT.parents[1])}
+    with TemporaryDirectory() as folder, NetLab(num_hosts) as lab:
+        command = (sys.executable, "-W", "ignore", str(_SCRIPT), folder, *map(str, arguments))
+        with pytest.raises(RankError) as failed:
+            lab.run(command, environment=environment, timeout_s=2 * _LIMIT_S)
+    outputs = failed.value.outputs
+    return ["\n".join(line for line in x.splitlines() if " s in init_process_group: " in line) for x in outputs]
 
 
 @pytest.mark.exhaustive
-class TestOnHosts:
-    """Each host is a network namespace of its own."""
-
-    def test_a_rank_never_comes(self, told: dict[str, list[list[str]]]) -> None:
-        """If it fails, one host of many that was not started is looked for by hand."""
-        first, _, _ = told["a rank never comes"]
-        assert f"waits at {_STORE} for rank 2; ranks 0, 1 are here" in "".join(first)
-
-    def test_a_blocked_port(self, told: dict[str, list[list[str]]]) -> None:
-        """If it fails, a firewall looks like a slow start."""
-        first, second = told["a blocked port"]
-        assert f"rank 1 on {socket.gethostname()} cannot reach rank 0: {_STORE} does not answer" in second[0]
-        assert f"waits at {_STORE} for rank 1; only rank 0 is here" in first[0]
-
-    def test_ranks_that_cannot_reach_each_other(self, told: dict[str, list[list[str]]]) -> None:
-        """If it fails, ranks that wait for each other say nothing, as rank 0 has all its connections."""
-        _, second, _ = told["no connection"]
-        assert f"all 3 ranks have reached {_STORE}, but ranks 1, 2 have not connected" in second[0]
-        assert "probably a firewall blocks ports between them" in second[0]
-
-    def test_a_wrong_interface(self, told: dict[str, list[list[str]]]) -> None:
-        """If it fails, the message is gloo's, which names no rank."""
-        first, _ = told["a wrong interface"]
-        assert "rank 1 on" in first[0]
-        assert "listens on 9.9.9.9 (wrong0, GLOO_SOCKET_IFNAME=wrong0), which is not in 10.0.0.0/24" in first[0]
-        assert first[0].endswith("Set GLOO_SOCKET_IFNAME=eth0 on rank 1.")
+@pytest.mark.usefixtures("lab_machine")
+def test_on_hosts_of_their_own() -> None:
+    """If it fails, a host that was not started, or a firewall, looks like a slow start; gloo's words name no rank."""
+    with ThreadPoolExecutor(len(_CASES)) as pool:
+        told = dict(zip(_CASES, pool.map(_told_on_hosts, _CASES.values()), strict=True))
+    assert f"waits at {_STORE} for rank 2; ranks 0, 1 are here" in told["a rank never comes"][0]
+    first, second = told["a blocked port"]
+    assert f"rank 1 on {socket.gethostname()} cannot reach rank 0: {_STORE} does not answer" in second
+    assert f"waits at {_STORE} for rank 1; only rank 0 is here" in first
+    _, second, _ = told["no connection"]
+    assert f"all 3 ranks have reached {_STORE}, but ranks 1, 2 have not connected" in second
+    assert "probably a firewall blocks ports between them" in second
+    first, _ = told["a wrong interface"]
+    assert "rank 1 on" in first
+    assert "listens on 9.9.9.9 (wrong0, GLOO_SOCKET_IFNAME=wrong0), which is not in 10.0.0.0/24" in first
+    assert "Set GLOO_SOCKET_IFNAME=eth0 on rank 1." in first
 
 
 def test_a_process_that_still_starts_is_found_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
