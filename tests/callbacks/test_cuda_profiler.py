@@ -8,7 +8,7 @@ from typing import Any
 import nvtx  # type: ignore[import-untyped]
 import pytest
 import torch
-from line import Line
+from line import Line, trainer_for
 from recorded_domain import RecordedDomain
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,7 +26,6 @@ from support.lightnings import (
     ModelCheckpoint,
 )
 from support.ranks import run_ranks
-from support.strategy_models import trainer
 
 START, STOP = ["wait", "start"], ["wait", "stop"]
 
@@ -79,23 +78,10 @@ def loader(num_batches=4, num_ranks=1):
     return DataLoader(TensorDataset(torch.ones(4 * num_batches * num_ranks, 3)), batch_size=4)
 
 
-def trainer_for(callbacks, **settings):
-    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    return trainer(
-        **{
-            "strategy": "auto",
-            "callbacks": callbacks,
-            "enable_checkpointing": saves,
-            "max_epochs": 1,
-            "limit_val_batches": 0,
-            **settings,
-        }
-    )
-
-
 def fit(window, events, model=None, data=None, ckpt_path=None, callbacks=(), trainer=None, **settings):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        settings = {"limit_val_batches": 0, **settings}
         trainer = trainer or trainer_for([window, *callbacks, Events(events)], **settings)
         data = loader() if data is None else data
         trainer.fit(model or Line(), data, data, ckpt_path=ckpt_path)
