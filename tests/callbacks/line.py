@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.lightnings import LightningModule, ModelCheckpoint, Trainer
+from support.lightnings import LightningModule, ModelCheckpoint
 from support.strategy_models import trainer
 
 
@@ -25,7 +25,7 @@ class Line(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
-def trainer_for(callbacks: list[Any], **settings: Any) -> Trainer:
+def trainer_for(callbacks: list[Any], **settings: Any) -> Any:
     """Returns a Trainer of one epoch in this process, which saves if a callback does."""
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     options = {"strategy": "auto", "callbacks": callbacks, "enable_checkpointing": saves, "max_epochs": 1}
