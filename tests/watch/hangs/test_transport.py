@@ -3,11 +3,14 @@
 import json
 import socket
 import threading
+import time
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
+from lightning_commopt.watch import times
+from lightning_commopt.watch.hangs import transport
 from lightning_commopt.watch.hangs.transport import (
     Address,
     GoneError,
@@ -131,6 +134,18 @@ def test_a_stranger_is_not_answered(sent: bytes, server: Server, asked: list[dic
     with pytest.raises(GoneError):
         ask(address(server.port), "another key", {"abort": True}, 60)
     assert asked == []
+
+
+def test_strangers_cannot_keep_watchers_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, connections that send nothing take a thread each, for ever, or shut watchers out."""
+    monkeypatch.setattr(times, "HELLO_S", 0.2)
+    before = threading.active_count()
+    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(3 * transport._MAX_STRANGERS)]
+    time.sleep(0.1)
+    assert threading.active_count() - before <= transport._MAX_STRANGERS
+    assert ask(address(server.port), KEY, {"hello": True}, 60) == {"seen": 1}
+    for connection in idle:
+        connection.close()
 
 
 def test_it_listens_at_one_interface_only(server: Server) -> None:
