@@ -45,8 +45,8 @@ from small_gpt import train_gpt
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, CUDAProfilerWindow, HangMonitor, NVTXRanges
 from lightning_commopt.compat import collectives
+from lightning_commopt.measure.marks import IssuedCollective
 from lightning_commopt.measure.observer import SyncObserver
-from lightning_commopt.measure.recorder import _IssuedCollective
 from lightning_commopt.sync.ddp.observed import ObservedAllReduce, observe, stop_observing
 from lightning_commopt.sync.ddp.observed_reducer import _IssuedBucket
 
@@ -252,7 +252,7 @@ def time_host(arguments: argparse.Namespace, num_steps: int, num_sharded_layers:
         time_method(ObservedAllReduce, "reduce", "DDP's hook")
         for owner, name in (
             *((collectives._GroupHooks, name) for name in ("_before", "_after")),
-            *((owner, "end") for owner in (_IssuedBucket, _IssuedCollective)),
+            *((owner, "end") for owner in (_IssuedBucket, IssuedCollective)),
         ):
             time_method(owner, name, "process groups' hooks")
         fit(arguments, num_steps, folder, [*callbacks, times], num_sharded_layers=num_sharded_layers)

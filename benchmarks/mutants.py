@@ -10,6 +10,7 @@ notices is printed with its line: a test is missing, or the fault changes nothin
     python benchmarks/mutants.py --output mutants.jsonl --part 2/8      # every eighth one, from the second on
     python benchmarks/mutants.py --files 'lightning_commopt/sync/*' --kinds wait
     python benchmarks/mutants.py --kinds wait --tests tests/streams/test_fake_device.py  # whether those alone notice
+    python benchmarks/mutants.py --part 1/20 --default-run  # whether the default run notices: minutes, not hours
 """
 
 from __future__ import annotations
@@ -61,6 +62,13 @@ TESTS = {
     "lightning_commopt/cost/*.py": ("tests/cost", "tests/tune"),
     "lightning_commopt/watch/hangs/*.py": ("tests/watch/hangs", "tests/test_hang_judge.py"),
     "lightning_commopt/watch/*.py": ("tests/watch",),
+    "lightning_commopt/callbacks/*.py": ("tests/callbacks",),
+    "lightning_commopt/launch/*.py": ("tests/launch",),
+    "lightning_commopt/measure/*.py": ("tests/measure",),
+    "lightning_commopt/measure/*/*.py": ("tests/measure",),
+    "lightning_commopt/strategy/*.py": ("tests/strategy",),
+    "lightning_commopt/train/*.py": ("tests/train",),
+    "lightning_commopt/train/*/*.py": ("tests/train",),
     f"{_FOLDER}/sharded*.py": ("tests/sync", "-k", "sharded"),
     f"{_FOLDER}/channel.py": ("tests/cost/test_compressor_cost.py", *_COMPRESSORS),
     f"{_FOLDER}/*.py": _COMPRESSORS,
@@ -74,7 +82,8 @@ TESTS = {
     f"{_FOLDER}/kernels/*": _compiled("low_rank", "low_rank_rounds", "orthonormal", "c_library"),
 }
 """What is about a file; its first pattern counts. Arguments of pytest, or programs."""
-_BRANCHES = ("sync", "tune", "cost", "watch")  # rooms whose conditions are reversed, too
+_BRANCHES = ("callbacks", "cost", "launch", "measure", "strategy", "sync", "train", "tune", "watch")
+"""Rooms whose conditions are reversed, too."""
 WAITS = {"wait", "wait_stream", "wait_event", "record_stream", "protect", "synchronize"}
 _RESULTS = {"pending.wait", "exact.wait"}
 LIMIT_S = 1200
@@ -210,8 +219,9 @@ def _mutants_of_c(file: str, source: str) -> Iterator[Mutant]:
 class Checkout:
     """A copy of the checkout in which tests run, with one fault at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_exhaustive: bool) -> None:
         self._folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self._has_exhaustive = has_exhaustive
         files = subprocess.check_output(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=ROOT, text=True)
         for file in filter(None, files.split("\0")):
             (self._root / file).parent.mkdir(parents=True, exist_ok=True)
@@ -242,7 +252,7 @@ class Checkout:
         path = os.pathsep.join(map(str, (self._root, self._root / "lightning_commopt" / "plugins")))
         environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         commands = [["-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *tests]]
-        if is_mutant and "--all" not in tests:  # what the default run has missed
+        if is_mutant and self._has_exhaustive and "--all" not in tests:  # what the default run has missed
             commands.append([*commands[0], "--all", "-m", "exhaustive"])
         if tests[0] == "python":
             commands, environment["TRITON_INTERPRET"] = [[program] for program in tests[1:]], "1"
@@ -299,6 +309,7 @@ def main() -> None:
     parser.add_argument("--tests", nargs="+", help="files; the default is what TESTS has of each file with a fault")
     parser.add_argument("--part", default="1/1", help="2/8: every eighth mutant, from the second on")
     parser.add_argument("--num-at-once", type=int, default=2)
+    parser.add_argument("--default-run", action="store_true", help="leave out what is marked exhaustive")
     parser.add_argument("--list", action="store_true", help="print them, and run nothing")
     parser.add_argument("--output", type=Path, help="a line of JSON for each; what is in there is not run again")
     arguments = parser.parse_args()
@@ -315,7 +326,7 @@ def main() -> None:
         return
     free: queue.SimpleQueue[Checkout] = queue.SimpleQueue()
     for _ in range(arguments.num_at_once):
-        free.put(Checkout())
+        free.put(Checkout(has_exhaustive=not arguments.default_run))
 
     def run(mutant: Mutant | None, tests: tuple[str, ...]) -> dict[str, Any]:
         checkout = free.get()

@@ -29,7 +29,6 @@ def picture(report: Path, path: Path, width: int, height: int | None) -> None:
         browser = playwright.chromium.launch(executable_path=chromium, args=list(_ARGUMENTS))
         page = browser.new_page(viewport={"width": width, "height": height or 900})
         page.goto(report.resolve().as_uri())
-        page.wait_for_selector("html[data-charts=drawn]", state="attached")
         page.screenshot(path=str(path), full_page=height is None)
         browser.close()
 

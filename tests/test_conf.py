@@ -107,7 +107,7 @@ def test_every_model_is_made(model):
         (["strategy/comm_hook=powersgd", "strategy.comm_hook.matrix_rank=0"], "matrix_rank must be .* got 0"),
         (["strategy.comm_hook=bf17"], "'bf17' is unknown; known names: none, "),
         (["strategy.static_graph=3"], "static_graph must be true, false or None, got 3"),
-        (["strategy=commopt_fsdp", "strategy.plan=auto"], "plan='auto' has nothing to choose: of sharded models"),
+        (["strategy=commopt_fsdp", "strategy.plan=auto"], "plan='auto' has nothing to choose: for sharded models"),
         (["strategy=commopt_fsdp", "strategy.comm_hook=powersgd"], "'powersgd' averages whole gradients"),
         (["strategy=single", "trainer.devices=2"], "one device, got trainer.devices=2"),
         (["seed=${nowhere}"], "nowhere"),

@@ -3,13 +3,9 @@
 import dataclasses
 import json
 import os
-import re
 import signal
-import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import gpu
 import gpu_fits
@@ -17,11 +13,10 @@ import gpu_ladder
 import gpu_parts
 import pytest
 from gpu_parts import PARTS, Part, Program, Setting
-from gpu_ranks import ROW, Place, last_error, run_cases
-from gpu_report import Report, slug
-from gpu_rows import fault_rows, kernel_rows, known_memory, row, selftest_rows
+from gpu_ranks import ROW, Place, run_cases
+from gpu_report import Report
+from gpu_rows import row
 
-from lightning_commopt.commands.selftest.run import Outcome, SelfTest
 from support.marked_processes import Program as MarkedProgram
 from support.marked_processes import marked_processes
 
@@ -53,25 +48,6 @@ def _rows(report, part="a"):
 
 
 class TestParts:
-    def test_a_failure_is_a_row_and_the_next_part_runs(self, report, setting, monkeypatch):
-        """If it fails, one fault costs all evidence behind it."""
-        fails = _python("raise ArithmeticError('broken on purpose')")
-        says = _python(f"print({ROW!r} + '{json.dumps(row('x', 'done'))}')")
-        monkeypatch.setitem(PARTS, "a", _part(fails, says))
-        monkeypatch.setitem(PARTS, "b", _part(says))
-        gpu.run_all(["a", "b"], setting, report, 60.0)
-        verdict, result = _rows(report)["a script"]
-        assert verdict == "failed"
-        assert "ArithmeticError: broken on purpose" in result
-        assert _rows(report)["x"] == _rows(report, "b")["x"] == ("measured", "done")
-
-    def test_a_file_that_cannot_be_read_is_a_failure(self, report, setting, tmp_path, monkeypatch):
-        output = tmp_path / "other.json"
-        writes = _python(f"open({str(output)!r}, 'w').write('{{}}')", output=output, read=kernel_rows)
-        monkeypatch.setitem(PARTS, "a", _part(writes))
-        gpu.run_all(["a"], setting, report, 60.0)
-        assert _rows(report)["a script, its file"] == ("failed", "KeyError: 'hooks'")
-
     def test_rows_before_a_cut_are_kept_and_no_process_is_left(self, report, setting, monkeypatch):
         """If it fails, a program that hangs takes its results along, or goes on beside the next measurement."""
         waits = "import time; time.sleep(600)"
@@ -83,11 +59,6 @@ class TestParts:
         assert _rows(report)["x"] == ("measured", "done")
         assert _rows(report)["a script: what is left"][0] == "cut"
         assert not marked_processes(f"{gpu._MARK}=")
-
-    def test_what_has_no_time_left_is_not_run(self, report, setting, monkeypatch):
-        monkeypatch.setitem(PARTS, "a", dataclasses.replace(_part(), least_s=100))
-        gpu.run_all(["a"], setting, report, 60.0)
-        assert _rows(report)["a part"] == ("not run", "not run: no time left")
 
     def test_the_cases_are_those_of_the_scripts(self):
         """If it fails, a part asks for cases that there are not, or leaves some out."""
@@ -105,56 +76,6 @@ class TestParts:
                 scripts = [word for word in command[1:] if word.endswith(".py")]
                 assert all(Path(word).exists() for word in scripts), command
                 assert ("--share-gpu" in command) == place.shares_gpu or "hangs.py" not in command[1]
-
-
-class TestReport:
-    def test_a_row_replaces_that_of_its_name(self, report):
-        report.begin("a", "a part", 1.0)
-        for result in ("one turn", "two turns"):
-            report.add("a", row("x", result))
-        assert _rows(report) == {"x": ("measured", "two turns")}
-
-    def test_the_files_have_every_row_at_once(self, report):
-        """If it fails, what cuts the run takes rows along."""
-        report.begin("a", "a part", 1.0)
-        report.add("a", row("x", "one | two\nthree", "right", seconds=2.0))
-        stored = json.loads(report.path.read_text())
-        assert stored["parts"]["a"]["rows"][0]["numbers"] == {"seconds": 2.0}
-        assert stored["versions"]["torch"]
-        table = report.path.with_suffix(".md").read_text().splitlines()[-3:]
-        assert table[0] == "| part | what | result | verdict | hardware | date |"
-        assert table[2].startswith("| a part | x | one \\| two three | right | ")
-        assert "nowhere" in table[2]
-        assert len(os.listdir(report.folder)) == 2
-
-    def test_names_of_files(self):
-        assert slug("NVIDIA H200") == "nvidia-h200"
-
-
-class TestRows:
-    def test_of_the_selftest(self):
-        outcomes = [
-            Outcome(name="it adds", status="passed", detail="17", numbers={"us": 1.0}),
-            Outcome(name="it waits", status="failed", detail="no"),
-            Outcome(name="it is on CUDA", status="not checked", detail="no CUDA device"),
-        ]
-        found = SelfTest(place="here", refused={}, outcomes=outcomes, is_whole=True, info={})
-        verdicts = [each["verdict"] for each in selftest_rows(dataclasses.asdict(found))]
-        assert verdicts == ["right", "wrong", "not run"]
-
-    def test_of_a_hang_whose_phase_is_wrong(self):
-        rights = {f"right_{what}": what != "phase" for what in ("rank", "phase", "operation", "sentence")}
-        run = {**rights, "in_time": True, "all_ended": True, "reported_s": 7.0, "sentence": "rank 1 is stopped"}
-        (found,) = fault_rows({"results": [{"fault": "stopped", "runs": [run]}]})
-        assert found["verdict"] == "wrong"
-        assert found["result"] == "rank 1 is stopped after 7.0 s; but not the right phase"
-
-    def test_of_memory_are_those_of_the_ladder(self):
-        turns = [{"peak_bytes": 2**20}, {"peak_bytes": 2**21}]
-        numbers: dict[str, Any] = {"plan": "ddp", "model": "vit", "turns": turns}
-        (found,) = known_memory({"ladder": {"rows": [row("10 Gbit/s: DDP", "1 ms", **numbers)]}})
-        assert (found["name"], found["result"]) == ("DDP, vit", "2 MiB at its peak")
-        assert known_memory({}) == []
 
 
 @pytest.mark.exhaustive
@@ -198,39 +119,6 @@ for case in sys.argv[sys.argv.index("--cases") + 1].split(","):
         assert found["last"]["verdict"] == "not run"
 
 
-@pytest.mark.parametrize(
-    ("output", "line"),
-    [
-        ("Traceback\n[rank1]: torch.OutOfMemoryError: CUDA out of memory\nW123 ended", "CUDA out of memory"),
-        ("[rank0]: ValueError: no\n  x\nsubprocess.CalledProcessError: Command ['x']", "ValueError: no"),
-        ("Timeout (0:01:30)!\nThread 0x1\n  File x", "Timeout (0:01:30)!"),
-        ("some words\n\n", "some words"),
-        ("", "no output"),
-    ],
-)
-def test_the_error_of_an_output(output, line):
-    assert last_error(output).endswith(line)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--parts", "parity,speed"], "--parts must be of selftest, parity, .*, got 'speed'"),
-        (["--limit", "0"], "--limit must be a number of seconds above 0, got 0"),
-        (["--limit", "nan"], "--limit must be a number of seconds above 0, got nan"),
-        (["--commit", "main"], "--commit must be 7 to 40 hexadecimal digits, got 'main'"),
-        (["--output", __file__], "--output must be a folder, got "),
-        (["--device", "cuda"], "--device must be cpu, a dry run, as torch finds no CUDA device here; got 'cuda'"),
-    ],
-)
-def test_refused_options(options, words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["gpu.py", *options])
-    monkeypatch.setattr(gpu.torch, "cuda", SimpleNamespace(device_count=lambda: 0))
-    with pytest.raises(SystemExit):
-        gpu.parse()
-    assert re.search(words, capsys.readouterr().err)
-
-
 def _dry_run(tmp_path, *options):
     arguments = [_SCRIPT, "--device", "cpu", "--output", str(tmp_path / "found"), *options]
     return MarkedProgram(arguments, tmp_path)
@@ -245,11 +133,7 @@ def _stored(tmp_path):
 def test_a_dry_run_of_one_part(tmp_path):
     """If it fails, nothing can be learned from a GPU."""
     program = _dry_run(tmp_path, "--parts", "memory", "--limit", "6000")
-    try:
-        assert program.wait(_LIMIT_S), f"{program.processes()} are left: {program.output}"
-    finally:
-        program.kill()
-    assert program.process.returncode == 0, program.output
+    assert program.finish(_LIMIT_S) == 0, program.output
     rows = _stored(tmp_path)["parts"]["memory"]["rows"]
     assert [each["verdict"] for each in rows] == ["measured"] * len(gpu_parts.FEW_PLANS), rows
 
@@ -258,11 +142,7 @@ def test_a_dry_run_of_one_part(tmp_path):
 def test_a_whole_dry_run(tmp_path):
     """If it fails, a part cannot run, or what is right on the CPU is not."""
     program = _dry_run(tmp_path, "--limit", "3000")
-    try:
-        assert program.wait(_LIMIT_S), f"{program.processes()} are left: {program.output}"
-    finally:
-        program.kill()
-    assert program.process.returncode == 0, program.output
+    assert program.finish(_LIMIT_S) == 0, program.output
     parts = _stored(tmp_path)["parts"]
     assert parts.keys() == PARTS.keys()
     verdicts = {name: {each["verdict"] for each in part["rows"]} for name, part in parts.items()}

@@ -17,7 +17,7 @@ import lightning_commopt
 
 PACKAGE = Path(lightning_commopt.__file__).parent
 AROUND_THE_LIBRARY = {"commands", "train", "report", "plugins"}
-OF_COMMANDS = ("plotly", "scipy", "jinja2", "typer")
+OF_COMMANDS = ("scipy", "jinja2", "typer")
 
 
 def modules() -> dict[str, Path]:
@@ -121,7 +121,7 @@ assert not {*missing} & {*sys.modules}
 
 @pytest.mark.exhaustive
 def test_the_library_imports_without_what_commands_need() -> None:
-    """If it fails, a strategy needs plotly, scipy, jinja2 or typer to be installed."""
+    """If it fails, a strategy needs scipy, jinja2 or typer to be installed."""
     library = sorted(
         name
         for name in modules()

@@ -174,7 +174,7 @@ class CommTimeMonitor(PhaseCallback):
             if not self._receive(trainer, _LAST_WINDOW_LIMIT_S):
                 warn(
                     f"CommTimeMonitor: not all ranks have sent their last steps within {_LAST_WINDOW_LIMIT_S:g} s; the"
-                    " summary is without them."
+                    " summary leaves these steps out."
                 )
                 self._all_ranks = None
             self._send(trainer)
@@ -182,8 +182,8 @@ class CommTimeMonitor(PhaseCallback):
         self._conclude(trainer, is_complete=True)
         if not self.summary and self._print_summary:
             info(
-                f"CommTimeMonitor: no summary, as the fit had {self._num_gathered} steps"
-                f" and num_warmup_steps={self._num_warmup_steps} are left out."
+                f"CommTimeMonitor has no summary: the fit had {self._num_gathered} steps, and"
+                f" num_warmup_steps={self._num_warmup_steps} leaves all of them out."
             )
         self._publisher.share(trainer, self.summary)
         if self._group is not None and self._all_ranks is not None:
@@ -204,7 +204,9 @@ class CommTimeMonitor(PhaseCallback):
                 self._conclude(trainer)
         except Exception as error:
             # Raised from here, it would keep Lightning from ending the strategy, which notifies the other ranks.
-            info(f"CommTimeMonitor: no summary of what came before the exception ({type(error).__name__}: {error}).")
+            info(
+                f"CommTimeMonitor could not summarize the steps before the exception ({type(error).__name__}: {error})."
+            )
         finally:
             self.teardown(trainer, pl_module, "fit")  # Lightning does not call it after an exception
 
@@ -269,7 +271,7 @@ class CommTimeMonitor(PhaseCallback):
             values = self._all_ranks.take(limit_s)
         except RuntimeError as error:
             self._all_ranks = None
-            warn(f"CommTimeMonitor: gathering the ranks' times failed and stops ({error}).", on_every_rank=True)
+            warn(f"CommTimeMonitor failed to gather the ranks' times, and stops ({error}).", on_every_rank=True)
             return True
         if values is None:
             return False

@@ -89,7 +89,7 @@ class CUDAProfilerWindow(Callback):
         self._profiles = self._ranks is None or trainer.global_rank in self._ranks
         self._is_active = _uses_cuda(trainer)
         if not self._is_active:
-            warn_once("CUDAProfilerWindow does nothing: there is no CUDA device in this training.")
+            warn_once("CUDAProfilerWindow has no effect: this training uses no CUDA device.")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # While an epoch is resumed, Lightning has not yet corrected its count of steps.
@@ -123,8 +123,8 @@ class CUDAProfilerWindow(Callback):
         never = [start for start in self._start_steps if start not in self._captured]
         if self._is_active and never:
             warn(
-                f"start_step: training ended after {batches_that_stepped(trainer)} steps; "
-                f"the CUDA profiler was never started at {', '.join(map(str, never))}."
+                f"start_step: training ended after {batches_that_stepped(trainer)} steps, so the CUDA profiler was"
+                f" never started at step {', '.join(map(str, never))}."
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

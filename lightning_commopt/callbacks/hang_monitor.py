@@ -46,7 +46,7 @@ class HangMonitor(PhaseCallback):
     The first time of each phase, a checkpoint, a callback, the start of a dataloader, and the start and end of an epoch
     or a validation may take ten times ``after_s``; every phase three times its longest duration so far in this run. If
     no rank waits for others, none is ended, and after the last batch nothing is reported. Works with every strategy
-    whose ranks have a process group; with one rank it does nothing. Needs Linux. See ``docs/troubleshoot/hangs.md``.
+    whose ranks have a process group; with one rank it has no effect. Needs Linux. See ``docs/troubleshoot/hangs.md``.
 
     Args:
         after_s: seconds without progress before a report.
@@ -75,7 +75,7 @@ class HangMonitor(PhaseCallback):
         if trainer.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
             return
         if sys.platform != "linux":
-            warn_once("HangMonitor does nothing here: it needs Linux.")
+            warn_once("HangMonitor has no effect: it needs Linux.")
             return
         # Lightning's own strategies need it too: a rank that aborts while Python ends would end the job.
         let_gloo_finish_at_exit()

@@ -22,7 +22,7 @@ class PhaseCallback(Callback):
     """
 
     _between = "other"
-    _global_step = 0
+    _global_step = 0  # the Trainer's count of optimizer steps, read when training starts
     _handles: tuple[RemovableHandle, ...] = ()
     _manual_backward_check: ManualBackwardCheck | None = None
 

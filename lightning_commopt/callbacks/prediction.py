@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import Strategy
 
-_NUM_BACKWARDS = 10
-_NUM_STEPS = 100
+_NUM_BACKWARDS = 10  # hooks on every parameter slow these down, so only a few are timed
+_NUM_STEPS = 100  # enough for a spread; the buckets of more would cost memory
 _MAX_PROBE_BYTES = 2**26  # larger messages take as long per byte
 
 # Ranks may end the fit later than rank 0, for example after a slow callback. After this time the link is not probed.
@@ -97,7 +97,7 @@ class PredictionRecorder:
 
         Args:
             comm_hook: name of what averages the gradients.
-            files: for the prediction; None to keep nothing.
+            files: writes the prediction; None to keep nothing.
             sent: what the last steps of all ranks had on the wire; empty if this rank's alone are known.
         """
         self.close()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import Logger
 
-_POLL_S = 0.001
+_POLL_S = 0.001  # short against a step, which a late matrix delays
 
 PREFIX = "comm_time/"
 
@@ -113,8 +113,8 @@ class CollectiveWatch:
             self._closers.append(ObservedUnits(model, recorder.call, ["reduce_scatter"], sees_end=True).close)
         if self._hooks is None:
             info(
-                "CommTimeMonitor: before torch 2.14 only gradient sync and FSDP2's all-gathers and reduce-scatters"
-                " are observed, and no other collective."
+                "CommTimeMonitor observes only gradient sync and FSDP2's all-gathers and reduce-scatters; torch reports"
+                " other collectives from version 2.14 on."
             )
 
     def update(self) -> None:
@@ -138,8 +138,8 @@ def gathering_group() -> BorrowedGroups | None:
         return borrow_host_group()
     except RuntimeError as error:
         warn(
-            f"CommTimeMonitor: the ranks cannot connect over gloo ({error}), so each logs its own times; perhaps"
-            " GLOO_SOCKET_IFNAME must name the network device.",
+            f"CommTimeMonitor: the ranks cannot connect over gloo ({error}), so each logs its own times."
+            " If gloo chose a wrong network device, set GLOO_SOCKET_IFNAME to the right one.",
             on_every_rank=True,
         )
         return None
@@ -176,7 +176,7 @@ class MetricPublisher:
                 self._failed_loggers.append(logger)
                 warn(
                     f"CommTimeMonitor: {type(logger).__name__} failed to log ({type(error).__name__}: {error});"
-                    " it gets no further metrics, and training goes on."
+                    " it gets no further metrics, and training continues."
                 )
 
     def _with_prefix(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -207,5 +207,5 @@ class StepFiles:
             save()
         except (OSError, ValueError) as error:  # a compressor without a name cannot be written
             self._failed.add(what)
-            about = f"CommTimeMonitor: saving the {what} failed and stops ({error}); training goes on."
+            about = f"CommTimeMonitor: saving the {what} failed, and stops ({error}); training continues."
             warn(about, on_every_rank=True)

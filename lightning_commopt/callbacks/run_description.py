@@ -86,10 +86,10 @@ def describe_hook(strategy: Strategy) -> dict[str, Any]:
 def describe_tuning(strategy: Strategy) -> dict[str, Any]:
     """Returns the fields of the run's record that ``plan="auto"`` has decided by now; empty without it."""
     auto_plan, plan = getattr(strategy, "auto_plan", None), plan_of(strategy)
-    found = {} if auto_plan is None else auto_plan.describe()
-    if not found or plan is None:
+    tuning = {} if auto_plan is None else auto_plan.describe()
+    if not tuning or plan is None:
         return {}
-    return {"tuning": found, "plan_name": f"auto: {plan.name}", "is_lossy": plan.is_lossy}
+    return {"tuning": tuning, "plan_name": f"auto: {plan.name}", "is_lossy": plan.is_lossy}
 
 
 def nccl_settings() -> dict[str, str]:
@@ -107,7 +107,7 @@ def with_plan(settings: Settings, strategy: Strategy) -> Settings:
         return settings
     values = dict(settings.values)
     if isinstance(plan, ShardedPlan) and not any(name.endswith("data_parallel_size") for name in values):
-        mesh = strategy.device_mesh  # type: ignore[attr-defined]  # of all strategies with such a plan
+        mesh = strategy.device_mesh  # type: ignore[attr-defined]  # every strategy with a ShardedPlan has one
         values |= {f"strategy.{dimension}_size": mesh[dimension].size() for dimension in mesh.mesh_dim_names}
     given, whole = flat(_plan_options(plan, is_short=True)), flat(_plan_options(plan))
     defaults = {name: value for name, value in whole.items() if name not in given}

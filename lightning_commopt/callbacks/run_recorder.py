@@ -22,14 +22,21 @@ from lightning_commopt.callbacks.speed import SpeedMonitor
 from lightning_commopt.compat.lightning import Callback
 from lightning_commopt.measure.runs.losses import LossCurve, LossPoint, read_losses, write_losses
 from lightning_commopt.measure.runs.machine import PeakMemory
-from lightning_commopt.measure.runs.record import RunRecord, fail_rank, find_metric, how_to_name_loss, new_record
+from lightning_commopt.measure.runs.record import (
+    RunRecord,
+    fail_rank,
+    find_metric,
+    how_to_name_loss,
+    load_average,
+    new_record,
+)
 from lightning_commopt.measure.runs.settings import Settings, hydra_settings
 from lightning_commopt.text.validation import check_switch, info, warn
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-# What both monitors measure: names in the summary of `CommTimeMonitor`, and those of `SpeedMonitor` and the record
+# Both monitors measure these: names in `CommTimeMonitor`'s summary, and names in `SpeedMonitor` and the record.
 _TWINS = {"steps_per_s": "steps_per_s", "samples_per_s": "samples_per_s", "wire_bytes": "wire_bytes_per_step"}
 
 
@@ -42,7 +49,7 @@ class RunRecorder(Callback):
     the ranks that have one, and of validation. Training never waits for the device; the ranks average once after it.
 
     Args:
-        dirpath: the run's directory; None for that of the Hydra run, else the Trainer's ``default_root_dir``.
+        dirpath: the run's directory; None for the Hydra run's directory, else the Trainer's ``default_root_dir``.
         val_loss: name of the metric for the validation loss; None to find it by its name, see `find_metric`:
             ``val_loss``, ``val/loss``, ``model/validation_loss``.
         val_accuracy: the same for the validation accuracy.
@@ -64,7 +71,7 @@ class RunRecorder(Callback):
         self._dirpath = dirpath
         self._settings = Settings()
         self._started_in = Path.cwd()
-        if HydraConfig.initialized():  # which it is not in ranks that are spawned later
+        if HydraConfig.initialized():  # false in ranks that are spawned later
             job = HydraConfig.get()
             self._started_in = Path(get_original_cwd())
             self._dirpath = job.runtime.output_dir if dirpath is None else dirpath
@@ -167,7 +174,7 @@ class RunRecorder(Callback):
             self._save_losses(folder, losses)
             self._record.save(folder)
         except OSError as error:
-            warn(f"RunRecorder: the run cannot be recorded ({error}); training goes on.")
+            warn(f"RunRecorder: the run cannot be recorded ({error}); training continues.")
 
     def _save_losses(self, folder: Path, losses: Sequence[LossPoint]) -> None:
         points = [*self._other_points, *losses]
@@ -188,7 +195,7 @@ class RunRecorder(Callback):
         name = record.metric_names.get("val_loss")
         if record.val_loss is None and self._has_validated:
             hint = how_to_name_loss(record.metrics, record.settings)
-            info(f"RunRecorder: no final loss is recorded: {hint}.")
+            info(f"RunRecorder recorded no final loss: {hint}.")
         elif name is not None and self._names["val_loss"] is None and name != "val_loss":
             info(f"RunRecorder: the final loss is the metric {name!r}.")
 
@@ -199,12 +206,13 @@ class RunRecorder(Callback):
             for name, value in trainer.callback_metrics.items()
             if value.numel() == 1 and not name.startswith(PREFIX)  # those are in ``comm_time``
         }
-        found = {field: self._metric_name(field, metrics) for field in self._names}
+        metric_names = {field: self._metric_name(field, metrics) for field in self._names}
         results: dict[str, Any] = {
             "status": "finished" if self._ends_run else "running",
             "seconds": time.perf_counter() - self._created,
+            "load_at_end": load_average(),
             "metrics": metrics,
-            "metric_names": {field: name for field, name in found.items() if name is not None},
+            "metric_names": {field: name for field, name in metric_names.items() if name is not None},
         }
         results |= describe_tuning(trainer.strategy)
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]

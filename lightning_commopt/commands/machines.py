@@ -83,7 +83,7 @@ def tune(
         raise typer.Exit(1)
     echo(verdict)
     if not json_text.loads(output.read_text(encoding="utf-8")):
-        echo(f"{output} is empty, as DDP's own defaults are the plan.")
+        echo(f"The plan is DDP's own defaults, so {output} sets no options.")
         return
     echo(f"{output}: CommOptDDP(plan={str(output)!r}) trains with this plan.")
     echo(f"With Hydra: strategy.plan={output}. With LightningCLI: --trainer.strategy.plan={output}.")

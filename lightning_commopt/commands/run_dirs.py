@@ -16,14 +16,14 @@ def newest_run(folder: Path, *names: str) -> Path:
     """
     if not folder.is_dir() or any((folder / name).exists() for name in names):
         return folder
-    found: list[Path] = []
+    runs: list[Path] = []
     for path, folders, files in os.walk(folder):
         if any(name in folders or name in files for name in names):
-            found.append(Path(path))
+            runs.append(Path(path))
             folders.clear()  # a run holds no other run
-    if not found:
+    if not runs:
         return folder
-    newest = max(found, key=lambda path: max((path / name).stat().st_mtime for name in names if (path / name).exists()))
-    others = f", the newest of {len(found)} runs below {folder}" if len(found) > 1 else ""
+    newest = max(runs, key=lambda path: max((path / name).stat().st_mtime for name in names if (path / name).exists()))
+    others = f", the newest of {len(runs)} runs below {folder}" if len(runs) > 1 else ""
     echo(f"commopt: {newest}{others}", err=True)
     return newest

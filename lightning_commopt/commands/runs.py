@@ -42,7 +42,7 @@ def trace(
 def summary(
     run_dir: RunDir,
     num_warmup_steps: Annotated[
-        int | None, typer.Option(min=0, help="First steps to exclude; by default as many as CommTimeMonitor did.")
+        int | None, typer.Option(min=0, help="First steps to exclude; by default those that CommTimeMonitor left out.")
     ] = None,
 ) -> None:
     """Prints where the time of a step went, and what to try: the table at the end of a fit, from its files.
@@ -115,7 +115,7 @@ def predict(
     run_dir: RunDir,
     ranks: Annotated[int | None, typer.Option(min=1, help="Number of ranks; by default as many as trained.")] = None,
     link: Annotated[
-        str | None, typer.Option(metavar="RATE", help="Of each rank's link, such as 25gbit; by default the run's.")
+        str | None, typer.Option(metavar="RATE", help="Rate of each rank's link, such as 25gbit; by default the run's.")
     ] = None,
     accumulate: Annotated[
         int | None, typer.Option(min=1, help="Batches to accumulate for a step; by default as many as the run did.")

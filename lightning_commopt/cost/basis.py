@@ -42,20 +42,20 @@ class _Numbers(NamedTuple):
     """What a file has besides the parts of a `Basis`."""
 
     step_s: float
-    scale: float = 1.0
+    scale: float = 1.0  # the first files with predictions had no factor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Basis:
     """The workload, the link and the costs of compressors, fitted to one run."""
 
-    plan: CommPlan  # the run's own
+    plan: CommPlan  # the plan of the run
     workload: Workload
     link: Link
     costs: Costs  # each compressor's arithmetic on the run's device
     step_s: float  # the median of the run's steps
     arithmetic_factor: float = 1.0  # compressors took this many times as long in training as alone
-    scale: float = 1.0  # measured over modelled step of `plan`; below 1 where the parts are longer than the whole
+    scale: float = 1.0  # measured over modelled step of `plan`; below 1 if the parts add up to more than the step
 
     @classmethod
     def of_steps(
@@ -78,16 +78,16 @@ class Basis:
 
         Args:
             plan: the plan of these steps.
-            ranks: the same steps of each rank, or of some.
-            costs: measured alone; in processor time where ``slowdown`` is not 1.
+            ranks: the same steps of all ranks, or of some ranks.
+            costs: arithmetic of compressors, measured outside of training; in processor time if ``slowdown`` is not 1.
             num_ranks: ranks in the run.
-            gradients: see `GradientTimes`, as for the next three.
+            gradients: measured by `GradientTimes`, as are the next three.
             comm_cpu_s: processor time of threads other than backward's.
             slowdown: factor by which other processes stretch arithmetic.
             interrupts: time that the kernel took of backward's core.
-            step_s: a step as it is without recording; None for the median of these steps.
-            probe: what the idle link takes. Without it, its latency is guessed, and the rate behind a compressed run is
-                extrapolated from its few bytes.
+            step_s: time of a step that is not recorded; None for the median of these steps.
+            probe: times of messages on the idle link. Without them the latency is assumed, and the rate behind a
+                compressed run is extrapolated from its few bytes.
             sent: see `link_of_steps`.
             workload: see `workload_of_steps`.
 
@@ -177,7 +177,8 @@ def basis_of_run(run_dir: Path) -> Basis:
 
     Raises:
         FileNotFoundError: the run has no records.
-        ValueError: they have no buckets, or too few; or its comm hook is none of ours; or it is a run of FSDP2.
+        ValueError: they have no buckets, or too few; or its comm hook is not from this package; or it is a run of
+            FSDP2.
     """
     path = run_dir / PREDICTION_FILE
     with without_imports():  # a run may be anybody's
@@ -222,4 +223,6 @@ def _plan_of(run_dir: Path, records: RankRecords) -> CommPlan:
     try:
         return CommPlan(comm_hook=name)  # type: ignore[arg-type]
     except OptionError:
-        raise ValueError(f"{run_dir}: its comm hook, {name!r}, is none of ours, so its cost is not known") from None
+        raise ValueError(
+            f"{run_dir}: its comm hook, {name!r}, is not from lightning_commopt, so its cost is unknown"
+        ) from None

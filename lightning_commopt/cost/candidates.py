@@ -18,16 +18,15 @@ from lightning_commopt.measure.link.link import Link
 from lightning_commopt.plan import CommPlan, ddp_options
 
 _NUM_BATCHES = 4
-"""A forecast of accumulation is for so many batches in a step: enough to show what it saves, and a number that users
-try."""
+"""Batches in a step for which accumulation is forecast: enough to show what it saves, and a number that users try."""
 
 _CAPS_MB = (1, 2, 5, 10, 25, 50, 100, 200, 400)
 """Caps that users try: each is about twice the one before, beside which finer steps change little; 25 is DDP's own."""
 
 _MAX_GROUPS = (96, 16, 6)
-"""Layouts are calculated for so many groups of neighbours at most. 96 are exact for many models, and the time grows
-with their square; with 16 and 6 there are fewer buckets than in the layout that ends first, which take less of a core
-that backward needs."""
+"""The most groups of neighbours for which layouts are calculated. 96 are exact for many models, and the time grows with
+their square; with 16 and 6 there are fewer buckets than in the layout that ends first, which take less of a core that
+backward needs."""
 
 
 class Candidate(NamedTuple):
@@ -44,7 +43,7 @@ def candidates(
     num_ranks: int | None = None,
     with_lists: bool = True,
 ) -> list[Candidate]:
-    """Returns plans with other buckets and compressors than that of ``basis``, and this one, by predicted time.
+    """Returns the plan of ``basis`` and plans with other buckets and compressors, by predicted time.
 
     For each compressor, None being DDP's own average, there are DDP's own layout with the usual caps and, if
     ``with_lists``, the best layout as a list of caps, also with few neighbours taken together. Lists need a torch that
@@ -74,7 +73,7 @@ def candidates(
 
 
 def best_of_each(basis: Basis, compressors: Iterable[Compressor | None], **options: Any) -> list[Candidate]:
-    """Returns the best candidate with each compressor, the fastest first; ``options`` are those of `candidates`."""
+    """Returns the best candidate with each compressor, the fastest first; ``options`` go to `candidates`."""
     best: dict[Compressor | None, Candidate] = {}
     for candidate in candidates(basis, compressors, **options):
         if candidate.plan != basis.plan:
@@ -141,7 +140,7 @@ def _groups(gradients: Sequence[Gradient], max_groups: int) -> list[int]:
 
 
 def caps_for(sizes: Sequence[int], gradients: Sequence[Gradient]) -> tuple[float, ...]:
-    """Returns the ``bucket_cap_mb`` list for buckets of so many gradients each, all of one dtype.
+    """Returns the ``bucket_cap_mb`` list for buckets with these numbers of gradients, all of one dtype.
 
     >>> two = [Gradient(name, (256, 1024), 4, 0.1) for name in "ab"]
     >>> caps_for((1, 1), two), caps_for((2,), two)

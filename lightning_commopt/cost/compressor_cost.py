@@ -21,15 +21,15 @@ from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.text.validation import warn_once
 
 LARGE_BYTES = 2**24
-"""The larger of two kinds of scratch buckets has so many bytes, which is one piece of those that `in_pieces` cuts."""
+"""Size of the larger of two kinds of scratch buckets: one piece of those that `in_pieces` cuts."""
 
 _ISSUE_S = 0.4e-3
-"""Issuing a collective from a thread takes so much processor time on CPU: it is Python with cold caches. Chosen on jobs
-of the network lab, see ``docs/evidence/predict.md``."""
+"""Processor time of issuing a collective from a thread on CPU, which is Python with cold caches. Chosen on jobs of the
+network lab, see ``docs/evidence/predict.md``."""
 
 _NUM_BUCKETS = 3
-"""There are so many scratch buckets of each size. Three large ones are 48 MiB, more than the caches of most processors,
-so none finds its own memory there when its turn comes."""
+"""Scratch buckets of each size. Three large ones are 48 MiB, more than the caches of most processors, so none of them
+is still in a cache when its turn comes."""
 
 _LATE_STEP = 2**30
 """Compressors are measured as in this step, in which one that starts late has long started."""

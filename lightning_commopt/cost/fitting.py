@@ -21,7 +21,7 @@ judgement: threads that share a core with others take a few times as long, and n
 alone."""
 
 _NUM_HALVINGS = 16
-"""The range of factors is halved so often, on a logarithmic scale, which finds the factor to better than 0.01 %."""
+"""Halvings of the range of factors, on a logarithmic scale, which find the factor to better than 0.01 %."""
 
 _EXPOSED_SHARE = 0.02
 """Gradient sync counts as hidden if it exposes less than this share of a step, so that the step does not show how long
@@ -40,9 +40,9 @@ class FittedParts(NamedTuple):
 def fit_to_step(parts: FittedParts, plan: CommPlan, step_s: float) -> FittedParts:
     """Returns the parts such that a step of ``plan`` takes ``step_s``, the measured median of a run with that plan.
 
-    A run without compression shows the link at full load: its factor is that of all messages, and of arithmetic as far
-    as the processor is what limits the link. A compressed run shows too few bytes for that: its factor is that of
-    arithmetic, and of messages as far as they are the processor's work. The factor is from 1/4 to 8, and 1 where
+    A run without compression shows the link at full load: its factor applies to all messages, and to arithmetic as far
+    as the processor limits the link. A compressed run shows too few bytes for that: its factor applies to arithmetic,
+    and to messages as far as they are the processor's work. The factor is from 1/4 to 8, and 1 where
     backward hides gradient sync. What the step takes beyond that is added to the part that no plan changes. A step that
     is shorter than its parts stays unexplained.
     """
@@ -113,5 +113,5 @@ def _compressed_parts(parts: FittedParts, factor: float) -> FittedParts:
 
 
 def _processor_s_per_byte(link: Link) -> float:
-    """Returns the processor time for a byte on its way: that of its sender and that of its receiver."""
+    """Returns the processor time for a byte on its way, of its sender and its receiver together."""
     return 2 * link.cpu_s_per_byte

@@ -28,7 +28,7 @@ def workload_of_steps(
 ) -> Workload:
     """Returns the workload of the same steps of each rank, or of some; see `Workload` for the other arguments.
 
-    Without ``gradients``, from `GradientTimes`, those of `even_gradients` count.
+    Without ``gradients``, from `GradientTimes`, the ready times are estimated by `even_gradients`.
 
     Raises:
         ValueError: no step has buckets.
@@ -88,7 +88,8 @@ def link_of_steps(
         cost: arithmetic of the compressor of these steps: the part of ``comm_cpu_s`` that is not the link's.
         has_trees: see `Link`.
         probe: what the idle link takes. It gives the link of a compressed run, and the latency of every run.
-        sent: what steps of all ranks had on the wire; empty for that of ``ranks``, which may wait for others.
+        sent: messages of the steps with the least times of all ranks; if empty, the messages of ``ranks`` count, whose
+            times may include waiting for other ranks.
 
     Raises:
         ValueError: fewer than three buckets of one size were on the wire.
@@ -98,7 +99,7 @@ def link_of_steps(
     hop_s = None if idle is None else idle.hop_s
     fit = fit_link(sent or sent_steps(ranks, num_ranks), num_ranks, hop_s=hop_s, has_trees=has_trees)
     if fit is None:
-        raise ValueError(f"no bucket of its steps was on the wire {MIN_TIMES} times on all ranks")
+        raise ValueError(f"no bucket of its steps was on the wire {MIN_TIMES} times on all ranks: train for more steps")
     if idle is not None and compressor is not None and compressor.claims.is_lossy:
         return idle
     buckets = ranks[0][-1].buckets
@@ -111,9 +112,9 @@ def link_of_steps(
 def _link_cpu_s(
     buckets: Sequence[BucketSpan], wakes: float, comm_cpu_s: float, cost: CompressorCost | None
 ) -> tuple[float, float]:
-    """Returns the processor time of a byte on the wire, and that of a collective of two ranks besides.
+    """Returns the processor time of a byte on the wire, and the time that a collective of two ranks takes besides.
 
-    A collective of these ranks takes ``wakes`` times that.
+    A collective of these ranks takes ``wakes`` times the latter.
     """
     computed_s = 0.0 if cost is None else sum(cost.compute_s(bucket.gradient_bytes) for bucket in buckets)
     left_s = max(0.0, comm_cpu_s - computed_s)
@@ -162,8 +163,8 @@ def even_gradients(steps: Sequence[StepRecord], shapes: Mapping[str, Shape] | No
 
     Args:
         steps: the steps of one rank; the last one has the layout of buckets.
-        shapes: by name of a parameter. One that is missing counts as a float32 vector, of an equal share of what the
-            others leave of its bucket.
+        shapes: shapes of parameters by name. A missing one counts as a float32 vector, with an equal share of the rest
+            of its bucket.
     """
     layout, shapes = steps[-1].layout, shapes or {}
     ready_s: defaultdict[int, list[float]] = defaultdict(list)

@@ -86,12 +86,12 @@ class GradientTimes:
 
     @property
     def slowdown(self) -> float:
-        """How much longer forward took for waiting for its core: what other processes leave of it."""
+        """Factor by which waiting for its core, which other processes use too, made forward longer."""
         return max(1.0, median(self._slowdowns)) if self.has_cpu_times and self._slowdowns else 1.0
 
     @property
     def shares_core(self) -> bool:
-        """Whether gradient sync has no processor of its own: one core for this rank, on CPU."""
+        """Whether gradient sync shares its core with backward: on CPU, with one core for this rank."""
         return self.has_cpu_times and len(_cores()) <= self._ranks_on_host
 
     @property
@@ -106,7 +106,7 @@ class GradientTimes:
 
     @property
     def interrupts(self) -> Interrupts:
-        """The interrupts in a step where gradient sync has no core of its own; the packets of the link cause them."""
+        """The interrupts of a step, mostly for packets of the link, if gradient sync shares backward's core."""
         if len(self._interrupts) < 2:
             return NO_INTERRUPTS
         (first_s, _), (last_s, in_threads) = self._interrupts[0], self._interrupts[-1]

@@ -18,28 +18,28 @@ from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.link.link import Link, num_wakes
 
 _FIRST_BYTES = 2**12
-"""The first message is so small that it shows the latency alone: 4 KiB take 33 µs at 1 Gbit/s."""
+"""Size of the first message, which shows the latency alone: 4 KiB take 33 µs at 1 Gbit/s."""
 
 _GROWTH = 16
-"""Each size is so many times the one before. Four sizes up to 16 MiB suffice for a line, in a fraction of a second."""
+"""Ratio of each size to the next smaller one. Four sizes up to 16 MiB suffice for a line, in a fraction of a second."""
 
 _NUM_SMALL, _NUM_LARGE = 7, 3
-"""Sizes below `_LARGE_BYTES`, and from it on, are repeated so often. The least time counts, so more repetitions find a
-moment without other work; small messages are the more disturbed ones, and the cheaper ones."""
+"""Repetitions of sizes below `_LARGE_BYTES`, and from it on. The least time counts, so more repetitions find a moment
+without other work; small messages are disturbed more, and cost less."""
 
 _LARGE_BYTES = 2**20
 """A message is large from here on: 1 MiB takes 8 ms at 1 Gbit/s, beside which a delay of the scheduler is small."""
 
 _MAX_SIZE_S = 1.0
-"""All repetitions of a size may take so long; a larger one is left out if it is expected to take longer. A judgement:
-nobody should wait for the probe at the end of a fit, but slow links need a large message."""
+"""Time limit of all repetitions of a size; a size that is expected to take longer is left out. A judgement: nobody
+should wait for the probe at the end of a fit, but slow links need a large message."""
 
 
 class ProbedSize(NamedTuple):
     """An all-reduce of one size, on this rank."""
 
     num_bytes: int
-    time_s: float  # least of the repetitions, which others' work disturbed least
+    time_s: float  # least time of the repetitions
     cpu_s: float  # processor time of this process's other threads; 0 on CUDA
 
 
@@ -47,13 +47,13 @@ def probe_link(group: dist.ProcessGroup, device: torch.device, max_bytes: int) -
     """Times all-reduces of growing size; all ranks of ``group`` must call it, while nothing else is under way.
 
     Args:
-        group: all its ranks take part, with the same ``max_bytes``.
-        device: the device of the messages, which gradients are on.
+        group: the group of gradient sync, whose ranks all pass the same ``max_bytes``.
+        device: the device of the gradients, and so of the messages.
         max_bytes: the largest message, usually the largest bucket.
 
     Returns:
-        By size. The last size is below ``max_bytes`` where the link would need more than half a second for it. The
-        number of sizes is the same on all ranks.
+        The sizes in ascending order, as many on all ranks. The last is below ``max_bytes`` if all repetitions of a
+        larger one would take more than a second.
     """
     probed: list[ProbedSize] = []
     num_bytes = min(_FIRST_BYTES, max_bytes)
@@ -94,7 +94,7 @@ def _cpu_of_others_s() -> float:
 def link_of_probe(sizes: Sequence[ProbedSize], num_ranks: int, *, has_trees: bool = False) -> Link:
     """Returns the idle link behind a probe: its latency from the smallest size, its rate from the largest.
 
-    The sizes are those of `probe_link`, at least one. Where there is one only, its time counts as latency.
+    The sizes are from `probe_link`, at least one. The time of a single size counts as latency.
     """
     small, large = sizes[0], sizes[-1]
     num_bytes = max(1, large.num_bytes - small.num_bytes)

@@ -81,7 +81,7 @@ def predict(
         workload: what a step computes.
         link: between the ranks.
         costs: arithmetic of compressors; a compressor that is missing is taken to compute nothing.
-        num_ranks: number of ranks; None for that of the workload's own run.
+        num_ranks: number of ranks; None for the workload's own run.
         fitted: the plan that all this was fitted to, whose step is known, and its errors. An error of the link counts
             only as far as it changes the difference to that plan; so does one of arithmetic with the same compressor.
 
@@ -91,14 +91,14 @@ def predict(
     num_ranks = workload.num_ranks if num_ranks is None else num_ranks
     check_integer("num_ranks", num_ranks, at_least=1)
     num_bytes = sent_bytes(plan, workload, num_ranks)
-    its_link = link.for_bytes(num_bytes)
-    expected = outcome_of(plan, workload, its_link, costs, num_ranks)
+    planned_link = link.for_bytes(num_bytes)
+    expected = outcome_of(plan, workload, planned_link, costs, num_ranks)
     step_s = fixed_s(workload, num_ranks) + expected.end_s
     reasons = _reasons(plan, workload, link, costs, num_ranks)
-    is_extrapolated = its_link is not link
+    is_extrapolated = planned_link is not link
     if is_extrapolated:
         reasons = (*reasons, _extrapolation(num_bytes, link.seen_bytes or 0.0))
-    errors = errors_of(plan, workload, its_link, costs, num_ranks)
+    errors = errors_of(plan, workload, planned_link, costs, num_ranks)
     if fitted is not None:
         errors = _beside(
             fitted, errors, has_same_hook=plan.comm_hook == fitted[0].comm_hook, is_seen=not is_extrapolated
@@ -129,13 +129,15 @@ def errors_of(plan: CommPlan, workload: Workload, link: Link, costs: Costs, num_
 def _beside(fitted: tuple[CommPlan, Errors], errors: Errors, *, has_same_hook: bool, is_seen: bool) -> Errors:
     """Returns the errors of a step beside the one that the parts were fitted to.
 
-    A link that is off changes both, unless the step sends far more than was seen. So does the arithmetic of one
-    compressor; that of two is off independently of each other.
+    An error of the link changes both steps, unless this one sends far more than was seen. So does an error of the
+    arithmetic if both have the same compressor; the arithmetic of two compressors has independent errors.
     """
     own = fitted[1]
-    of_link = [error - its_own for error, its_own in zip(errors[:2], own[:2], strict=True)] if is_seen else errors[:2]
+    of_link = (
+        [error - own_error for error, own_error in zip(errors[:2], own[:2], strict=True)] if is_seen else errors[:2]
+    )
     if has_same_hook:
-        of_arithmetic = [error - its_own for error, its_own in zip(errors[2:], own[2:], strict=True)]
+        of_arithmetic = [error - own_error for error, own_error in zip(errors[2:], own[2:], strict=True)]
     else:
         of_arithmetic = [
             -math.hypot(errors.fast_arithmetic_s, own.slow_arithmetic_s),
@@ -162,7 +164,7 @@ def _extrapolation(num_bytes: float, seen_bytes: float) -> str:
 def fixed_s(workload: Workload, num_ranks: int) -> float:
     """Returns the part of a step outside of the synchronized backward.
 
-    In it a step waits for its last rank: the expected largest of so many normal deviations.
+    It includes the wait for the last rank: the expected largest of one normal deviation for each rank.
     """
     deviation_s = workload.spread_s
     if workload.num_ranks > 1:
@@ -185,7 +187,7 @@ def jobs_of(
         is_cut = device == "cpu" and plan.comm_hook is not None
         num_pieces = max(1, math.ceil(numel / PIECE_NUMEL)) if is_cut else 1
         hook = plan.comm_hook
-        # Bytes are those of an all-reduce that would send as much.
+        # Payload is counted in terms of an all-reduce, as in `BucketSpan.wire_bytes`.
         sent = gradient_bytes if hook is None else hook.wire_bytes(layout_of(bucket), num_ranks)
         phases = _phases(cost, gradient_bytes / num_pieces, sent / num_pieces, link, num_ranks)
         jobs += [Job(index, ready_s, phases)] * num_pieces
@@ -224,7 +226,7 @@ def _phases(cost: CompressorCost, gradient_bytes: float, sent: float, link: Link
 
 
 def _expected_largest(num: int) -> float:
-    """Returns the expected largest of so many standard normal numbers, to about 1 %.
+    """Returns the expected largest of ``num`` standard normal numbers, to about 1 %.
 
     Source: Blom, "Statistical Estimates and Transformed Beta-Variables", 1958.
     """

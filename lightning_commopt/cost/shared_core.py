@@ -14,17 +14,17 @@ from statistics import fmean
 from typing import NamedTuple
 
 WAKE_S = 3e-3
-"""The threads of a message wait so long for one that has their core: about a slice of time of Linux's scheduler. Chosen
-on a ViT and an MLP in the network lab, see ``docs/evidence/predict.md``."""
+"""Time that the threads of a message wait for another thread on their core, about a time slice of Linux's scheduler.
+Chosen on a ViT and an MLP in the network lab, see ``docs/evidence/predict.md``."""
 
 GLOO_CPU_S = 0.9e-3
-"""A collective of two ranks over gloo takes so much processor time, whatever its size: its threads are woken and wait.
-Chosen on the same models as `WAKE_S`. What a run has used beyond it counts as work on the bytes."""
+"""Processor time of a collective of two ranks over gloo besides its bytes: its threads are woken and wait. Chosen on
+the same models as `WAKE_S`. What a run has used beyond it counts as work on the bytes."""
 
 _INTERRUPTS_PER_SAMPLE = 2.0
-"""Sampled interrupts take so many times what the samples find, as a tick of the timer waits while interrupts are off.
-Chosen on arithmetic beside transfers in the network lab at 0.3 to 2.5 Gbit/s, which took longer by 1.5 to 2.5 times
-what ticks had found (``benchmarks/interrupts.py``, ``docs/evidence/predict.md``)."""
+"""True time in interrupts over the sampled time, as a tick of the timer waits while interrupts are off. Chosen on
+arithmetic beside transfers in the network lab at 0.3 to 2.5 Gbit/s, which took longer by 1.5 to 2.5 times what ticks
+had found (``benchmarks/interrupts.py``, ``docs/evidence/predict.md``)."""
 
 _MAX_INTERRUPTED_SHARE = 0.5
 """Interrupts take this share of backward at most: a larger one is more likely a wrong count than true (a judgement)."""
@@ -44,7 +44,7 @@ NO_INTERRUPTS = Interrupts(0.0, False)
 
 
 def competing_threads(slowdown: float) -> float:
-    """Returns how many threads of other programs want a core, on average, if they slow its own down so many times."""
+    """Returns how many other threads want a core, on average, if its own takes ``slowdown`` times as long."""
     return slowdown - 1
 
 
@@ -80,7 +80,7 @@ def core_rates(needs: Sequence[float]) -> list[float]:
 
 
 def message_cpu_s(cpu_s: float, wakes: float) -> float:
-    """Returns the processor time of a collective of two ranks, if collectives with so many wakes took ``cpu_s``."""
+    """Returns the processor time of a collective of two ranks, if collectives with ``wakes`` wakes took ``cpu_s``."""
     return min(GLOO_CPU_S, cpu_s / wakes)
 
 

@@ -17,15 +17,15 @@ _TINY_S = 1e-12
 """Differences below it are rounding: a step of training has 1e-4 s or more, and a double 16 digits of it."""
 
 _NUM_LANES = 2
-"""So many jobs are under way at a time: on CPU a piece is computed while another is sent, DDP's own average has two
+"""Jobs that are under way at a time: on CPU a piece is computed while another is sent, DDP's own average has two
 threads, and on CUDA buckets take turns on two streams."""
 
 
 class Phase(NamedTuple):
     """A part of what one piece of a bucket needs."""
 
-    on_link: bool  # sends; else computes
-    duration_s: float  # alone
+    on_link: bool  # whether it sends; otherwise it computes
+    duration_s: float  # duration if nothing slows it down
     cpu_share: float  # share of a processor that it keeps busy meanwhile
 
 

@@ -1,4 +1,4 @@
-"""Workload: what a step computes, which predictions are made of beside the `Link`."""
+"""Workload: what a step computes. Predictions are made from it and a `Link`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Gradient(NamedTuple):
     """The gradient of one parameter."""
 
     name: str  # name of the parameter
-    shape: tuple[int, ...]  # shape of both
+    shape: tuple[int, ...]  # shape of the gradient and its parameter
     itemsize: int  # bytes of an element
     ready_s: float  # time from the start of backward until it is computed, if nothing else used the processor
 
@@ -39,7 +39,7 @@ class Gradient(NamedTuple):
 class Workload:
     """One optimizer step of one rank without communication. Times are medians over steps and ranks."""
 
-    gradients: tuple[Gradient, ...]  # those that are ready first come first, as in DDP's buckets
+    gradients: tuple[Gradient, ...]  # in the order in which they are ready, as in DDP's buckets
     forward_s: float  # forward of the model, in all accumulated batches
     backward_s: float  # computation of the backward that is synchronized
     rest_s: float  # everything else in a step: optimizer, hooks, backwards that are not synchronized
@@ -51,14 +51,14 @@ class Workload:
     shares_core: bool = False  # gradient sync has no processor of its own, so that its arithmetic slows backward down
     num_others: float = 0.0  # threads of other programs that want this rank's processor, on average
     device: str = "cpu"  # "cpu" or "cuda"
-    is_per_gradient: bool = True  # `Gradient.ready_s` was measured for each; else interpolated between buckets
+    is_per_gradient: bool = True  # whether each `Gradient.ready_s` was measured, and not interpolated between buckets
 
     @cached_property
     def gradient_bytes(self) -> int:
         return sum(gradient.num_bytes for gradient in self.gradients)
 
     def accumulating(self, num_batches: int) -> Workload:
-        """Returns the same with another number of batches in a step; what is not done for each batch stays.
+        """Returns the same with another number of batches in a step; times that do not depend on it stay.
 
         Raises:
             ValueError: ``num_batches`` is below 1.

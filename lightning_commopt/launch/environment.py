@@ -26,7 +26,7 @@ _LAUNCHER_VARIABLE = "COMMOPT_LAUNCHER"
 """Holds the process of the rank that has started this one as its child, and the port where these ranks meet."""
 
 _SLURM_PORTS = range(20_000, 30_000)  # these are below the ports that Linux gives to clients
-_MAX_HOSTS = 100_000
+_MAX_HOSTS = 100_000  # more than a cluster has; a damaged list of hosts must not fill the memory
 
 
 def is_lab_rank() -> bool:
@@ -127,7 +127,9 @@ def find_rank_identity(
     if hosts is not None:
         if is_torchrun or is_srun:
             launcher = "torchrun" if is_torchrun else "srun"
-            raise ValueError(f"--hosts is for hosts without a launcher: {launcher} knows them, leave --hosts out")
+            raise ValueError(
+                f"--hosts is for hosts without a launcher; {launcher} knows its hosts, so leave --hosts out"
+            )
         return _from_list(hosts, DEFAULT_PORT if port is None else port)
     if is_torchrun:
         return _from_torchrun(environment, port)
@@ -140,7 +142,9 @@ def _from_torchrun(environment: Mapping[str, str], port: int | None) -> RankIden
         if not text.isdecimal():
             raise ValueError(f"RANK is set, so {name} must be a number, got {text!r}; unset RANK to run on one host")
     if not environment.get("MASTER_ADDR"):
-        raise ValueError("RANK is set, so MASTER_ADDR must be where rank 0 is; unset RANK to run on one host")
+        raise ValueError(
+            "RANK is set, so MASTER_ADDR must be the address of rank 0's host; unset RANK to run on one host"
+        )
     rank = int(numbers["RANK"])
     return RankIdentity(
         rank=rank,

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B  # linux/sockios.h
-_IFF_UP = 1
-_REQUEST_BYTES = 256  # at least the size of struct ifreq
+_IFF_UP = 1  # linux/if.h
+_REQUEST_BYTES = 256  # no smaller than struct ifreq
 _ADDRESS = slice(20, 24)  # where struct ifreq with a sockaddr_in has the address
 _REASONS = {
     errno.ECONNREFUSED: "refused, though the port is open there: a firewall rejects it",

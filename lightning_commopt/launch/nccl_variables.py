@@ -26,9 +26,9 @@ _NAMES = Path(__file__).with_name("nccl_names.txt")
 _MISSPELT_PREFIX = re.compile(r"(?:N+C*L*C*|CNCL)_?(?=[A-Z])")
 _OPPOSITES = {"DISABLE": "ENABLE", "ENABLE": "DISABLE"}
 # Similarities from 0 to 1 from which on a name, or a word of it, counts as misspelt. The first is high enough that
-# NCCL_DEBUG_FLAG is not taken for NCCL_DEBUG_FILE.
-_NEAR = 0.88
-_ALIKE = 0.65
+# NCCL_DEBUG_FLAG is not taken for NCCL_DEBUG_FILE. The second is above the 4/7 of NET and NVTX, and below the 2/3 that
+# two of three letters have.
+_NEAR, _ALIKE = 0.88, 0.65
 _OLDEST = (2, 21)  # the version that comes with the oldest supported torch
 
 
@@ -186,7 +186,7 @@ def _with_right_prefix(name: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class NcclOptions:
-    """Settings of NCCL.
+    """Settings of NCCL, set as environment variables before a process group is made.
 
     Attributes:
         settings: values by name, ``"NCCL_ALGO"`` or ``"algo"`` for short. True and False stand for 1 and 0.
@@ -208,7 +208,9 @@ class NcclOptions:
     def from_config(cls, config: Any) -> NcclOptions | None:
         """Makes options from what a strategy was given.
 
-        It is options; the name of a profile; a mapping of settings, also with ``override`` and ``profile``; or None.
+        Args:
+            config: options, the name of a profile, or a mapping of settings that may also have ``override`` and
+                ``profile``; None for none.
 
         Raises:
             OptionError: there is no such profile or setting.
@@ -235,7 +237,10 @@ class NcclOptions:
             if self.override or environment.get(name, value) == value:
                 chosen[name] = value
             else:
-                info(f"{name}={environment[name]} of the environment is kept, not {value}: nccl has no override=True.")
+                info(
+                    f"{name}={environment[name]} of the environment takes precedence over nccl's {value}; override=True"
+                    " in nccl replaces it."
+                )
         environment.update(chosen)
         return chosen
 

@@ -14,9 +14,9 @@ from functools import partial
 from multiprocessing.connection import wait
 from typing import Any
 
-_POLL_S = 0.1
+_POLL_S = 0.1  # output is forwarded at once; only ends, signals and time limits are noticed this much later
 _PIPE_BYTES = 2**20  # one read of this size empties any pipe of Linux
-_LINES_IN_MESSAGE = 40
+_LINES_IN_MESSAGE = 40  # a screenful: a traceback, and some lines before it
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

@@ -23,7 +23,7 @@ class HostClock:
         self._origin = time.perf_counter()
         self.origin_unix_s = time.time()
 
-    # The function itself, without a method around it, as it is called some twenty times a step.
+    # This is the bare function, because a step calls it some twenty times and a method would add to each call.
     mark: Any = staticmethod(time.perf_counter)
 
     def has_passed(self, mark: Any) -> bool:

@@ -58,7 +58,11 @@ class Forecast(NamedTuple):
 
 
 def read_forecasts(run_dir: Path) -> Sequence[Forecast]:
-    """Returns the forecasts of a run, none if its fit has not ended; a ValueError if the file holds something else."""
+    """Returns the forecasts of a run, none if its fit has not ended.
+
+    Raises:
+        ValueError: the file holds something else.
+    """
     path = run_dir / PREDICTION_FILE
     if not path.exists():
         return ()
@@ -75,9 +79,9 @@ def read_forecasts(run_dir: Path) -> Sequence[Forecast]:
 class Present(NamedTuple):
     """The present run, with which forecasts are compared."""
 
-    step_s: float  # mean over steps, as `exposed_s`
-    exposed_s: float
-    median_step_s: float
+    step_s: float  # mean over steps
+    exposed_s: float  # mean over steps
+    median_step_s: float  # median over steps
     comm_hook: str  # name of what averages the gradients
     is_lossy: bool  # whether the comm hook changes gradients
 

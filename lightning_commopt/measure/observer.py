@@ -63,7 +63,7 @@ class Observers(list[SyncObserver]):
 
 
 class BucketSyncs(BucketSync):
-    """Several syncs as one: of several observers, or of several buckets that travel together."""
+    """Several syncs as one: those of several observers, or of several buckets that travel together."""
 
     def __init__(self, syncs: list[BucketSync]) -> None:
         self._syncs = syncs

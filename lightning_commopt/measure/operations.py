@@ -14,13 +14,13 @@ from lightning_commopt.measure.statistics import ratio
 from lightning_commopt.text.formatting import number, percent
 
 MAX_DECIMALS = 4  # Milliseconds are shown to a tenth of a microsecond.
-_UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+_UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}  # powers of 1000, as rates of links
 
 
 class Operation(NamedTuple):
     """All collectives of one kind on one rank: their mean number, bytes and times per step."""
 
-    operation: str  # this and the next two are those of `Collective`
+    operation: str  # defined by `Collective`, as are the next two
     phase: str
     source: str
     num_calls: float  # collectives in a step

@@ -87,7 +87,10 @@ def load_json(path: Path, kind: str, newest_format: int, read: Callable[[dict[st
     if plain.get("kind") != kind:
         raise ValueError(f"{path} is not a result of {kind}: its kind is {plain.get('kind')!r}")
     if not isinstance(plain.get("format"), int) or plain["format"] > newest_format:
-        raise ValueError(f"{path} has format {plain.get('format')!r}; this version reads up to {newest_format}")
+        raise ValueError(
+            f"{path} has format {plain.get('format')!r}, and this version reads up to {newest_format}:"
+            " install a later lightning_commopt"
+        )
     with errors_naming(path):
         result = read(plain)
         check_numbers(result)
@@ -130,7 +133,7 @@ def errors_naming(path: Path) -> Generator[None, None, None]:
         raise ValueError(f"{path} is damaged: {error}") from None
 
 
-def check_numbers(found: Any, name: str = "") -> None:
+def check_numbers(value: Any, name: str = "") -> None:
     """Checks a number, or all in dataclasses, named tuples and sequences; ``name`` is the field that holds it.
 
     They must be finite, and times and sizes not negative. Numbers that a mapping holds, as metrics, may be anything.
@@ -138,21 +141,21 @@ def check_numbers(found: Any, name: str = "") -> None:
     Raises:
         ValueError: a number is not; the message has its place and its value.
     """
-    if isinstance(found, Mapping):
-        for key, value in found.items():
-            if not isinstance(value, float):
-                check_numbers(value, f"{name}[{key!r}]")
-    elif names := getattr(found, "_fields", None) or tuple(getattr(found, "__dataclass_fields__", ())):
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if not isinstance(inner, float):
+                check_numbers(inner, f"{name}[{key!r}]")
+    elif names := getattr(value, "_fields", None) or tuple(getattr(value, "__dataclass_fields__", ())):
         for field in names:
-            check_numbers(getattr(found, field, None), f"{name}.{field}".removeprefix("."))
-    elif isinstance(found, (list, tuple)):
-        for index, value in enumerate(found):
-            check_numbers(value, f"{name}[{index}]")
-    elif isinstance(found, (int, float)):
-        if not math.isfinite(found):
-            raise ValueError(f"{name} is {found}, which is not a finite number")
-        if found < 0 and re.sub(r"\[\d+\]", "", name).endswith(_AMOUNTS):
-            raise ValueError(f"{name} is {found}, which is below 0")
+            check_numbers(getattr(value, field, None), f"{name}.{field}".removeprefix("."))
+    elif isinstance(value, (list, tuple)):
+        for index, inner in enumerate(value):
+            check_numbers(inner, f"{name}[{index}]")
+    elif isinstance(value, (int, float)):
+        if not math.isfinite(value):
+            raise ValueError(f"{name} is {value}, which is not a finite number")
+        if value < 0 and re.sub(r"\[\d+\]", "", name).endswith(_AMOUNTS):
+            raise ValueError(f"{name} is {value}, which is below 0")
 
 
 def from_plain(cls: type[_T], plain: Any) -> _T:

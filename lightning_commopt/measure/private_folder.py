@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
-_POLL_S = 0.05
+_POLL_S = 0.05  # a lock is held while a compiler runs, for about 2 s
 
 
 def cache_folder() -> Path:

@@ -60,8 +60,8 @@ class Collective(NamedTuple):
 
     operation: str  # its name in ``torch.distributed``: "all_reduce", "broadcast", ...
     phase: str  # the phase in which it was issued; "pause" between two steps, for example in a validation
-    # Who issued it: "lightning" for Lightning's check for SIGTERM before each batch; for this package, what it belongs
-    # to, such as "CommTimeMonitor" or "int8 reduce-scatter"; "" for everybody else.
+    # Who issued it: "lightning" for Lightning's check for SIGTERM before each batch; for this package, the part that
+    # did, such as "CommTimeMonitor" or "int8 reduce-scatter"; "" for everybody else.
     source: str
     num_bytes: int  # size of its inputs or of its outputs on this rank, whichever is larger
     start_s: float | None  # when it was issued, or when its stream reached it; None if that is unknown on CUDA

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_commopt.measure.clock import Clock, HostClock
-from lightning_commopt.measure.observer import END, BucketInfo, BucketSync, SyncObserver
-from lightning_commopt.measure.record import BucketSpan, Collective, Phase, StepRecord
+from lightning_commopt.measure.marks import BlockingCall, DeviceWait, IssuedCollective, RecordedSync, StepMarks
+from lightning_commopt.measure.observer import BucketInfo, BucketSync, SyncObserver
+from lightning_commopt.measure.record import Collective, Phase, StepRecord
 
 # Most steps that `StepRecorder.end_step` turns into records. Each call adds one step, so 2 lets it catch up.
 _RESOLVED_AT_ONCE = 2
@@ -47,45 +48,45 @@ class StepRecorder(SyncObserver):
         self.clock = clock
         self._mark = clock.mark
         self._phases: list[tuple[str | None, Any]] = []
-        self._syncs: list[_RecordedSync] = []
-        self._collectives: list[_IssuedCollective] = []
-        self._waits: list[_Wait] = []
+        self._syncs: list[RecordedSync] = []
+        self._collectives: list[IssuedCollective] = []
+        self._waits: list[DeviceWait] = []
         # A device may run collectives in another stream than the caller's, where a mark would not show their time.
         self._collective_mark = clock.mark if isinstance(clock, HostClock) else lambda: None
         self._has_passed = None if isinstance(clock, HostClock) else clock.has_passed
         self._backward = 0
         self._resolved: deque[StepRecord] = deque()
-        self._pending: deque[_Marks] = deque()
+        self._pending: deque[StepMarks] = deque()
 
     def enter(self, phase: str | None) -> None:
         """Ends the current phase and begins another, or a pause (None), which belongs to no step."""
         self._phases.append((phase, self._mark()))
 
     def ready(self, bucket: BucketInfo) -> BucketSync:
-        sync = _RecordedSync(self._mark, bucket, self._backward, self._has_passed)
+        sync = RecordedSync(self._mark, bucket, self._backward, self._has_passed)
         self._syncs.append(sync)
         self._backward += bucket.is_last
         return sync
 
-    def issue(self, operation: str, num_bytes: int) -> _IssuedCollective | None:
+    def issue(self, operation: str, num_bytes: int) -> IssuedCollective | None:
         """Records that a collective is issued, on any thread; see `Collective`. None for a part of a recorded one."""
         return None if _is_part.get() else self._issue(self._collective_mark, operation, num_bytes)
 
-    def issue_in_stream(self, operation: str, num_bytes: int) -> _IssuedCollective:
+    def issue_in_stream(self, operation: str, num_bytes: int) -> IssuedCollective:
         """Records a collective that the current stream of the device waits for, until the result's ``end``.
 
         Between two steps it has no times, as a validation may issue any number of collectives there.
         """
         return self._issue(self._mark if self._is_in_step else self._collective_mark, operation, num_bytes)
 
-    def wait(self) -> _Wait | None:
+    def wait(self) -> DeviceWait | None:
         """Records that the device's computation waits for another stream, until the result's ``end``.
 
         None between two steps.
         """
         if not self._is_in_step:
             return None
-        wait = _Wait(self._mark)
+        wait = DeviceWait(self._mark)
         self._waits.append(wait)
         return wait
 
@@ -93,9 +94,9 @@ class StepRecorder(SyncObserver):
     def _is_in_step(self) -> bool:
         return bool(self._phases) and self._phases[-1][0] is not None
 
-    def call(self, operation: str, num_bytes: int) -> _BlockingCall:
+    def call(self, operation: str, num_bytes: int) -> BlockingCall:
         """Records when a blocking call returns, as the end of its collectives where these report none."""
-        return _BlockingCall(operation, self._collectives)
+        return BlockingCall(operation, self._collectives)
 
     def end_step(self, step: int, num_samples: int) -> None:
         """Ends a step, which consists of all marks since the last one.
@@ -103,7 +104,7 @@ class StepRecorder(SyncObserver):
         Where reading marks takes time, it is spread over steps: a few are resolved here, if the device has passed them.
         """
         self.enter(None)
-        self._pending.append(_Marks(step, num_samples, self._phases, self._syncs, self._collectives, self._waits))
+        self._pending.append(StepMarks(step, num_samples, self._phases, self._syncs, self._collectives, self._waits))
         self._phases, self._syncs, self._collectives, self._waits, self._backward = [], [], [], [], 0
         for _ in range(_RESOLVED_AT_ONCE if self.clock.num_lag_steps else 0):
             if len(self._pending) > self.clock.num_lag_steps and self.clock.has_passed(self._pending[0].end):
@@ -128,9 +129,9 @@ class StepRecorder(SyncObserver):
         """Steps that have ended and are not taken yet."""
         return len(self._resolved) + len(self._pending)
 
-    def _issue(self, mark: Callable[[], Any], operation: str, num_bytes: int) -> _IssuedCollective:
+    def _issue(self, mark: Callable[[], Any], operation: str, num_bytes: int) -> IssuedCollective:
         phase = self._phases[-1][0] if self._phases else None
-        issued = _IssuedCollective(mark, operation, phase or "pause", _source.get(), num_bytes)
+        issued = IssuedCollective(mark, operation, phase or "pause", _source.get(), num_bytes)
         self._collectives.append(issued)
         return issued
 
@@ -139,7 +140,7 @@ class StepRecorder(SyncObserver):
         self._resolved.append(self._resolve(marks))
         self.clock.release(marks.all())
 
-    def _resolve(self, marks: _Marks) -> StepRecord:
+    def _resolve(self, marks: StepMarks) -> StepRecord:
         seconds = self.clock.seconds
         for collective in [issued for issued in marks.collectives if issued.ended is not None]:
             # The device may have ended the step before a stream that nothing waited for reaches its mark.
@@ -162,119 +163,6 @@ class StepRecorder(SyncObserver):
         )
 
 
-class _Marks(NamedTuple):
-    """The marks of a step: the start of each phase or pause (None), and the marks of buckets, collectives and waits."""
-
-    step: int
-    num_samples: int
-    phases: list[tuple[str | None, Any]]
-    syncs: list[_RecordedSync]
-    collectives: list[_IssuedCollective]
-    waits: list[_Wait]
-
-    @property
-    def end(self) -> Any:
-        return self.phases[-1][1]
-
-    def all(self) -> Iterator[Any]:
-        """Yields every mark on the device, once each."""
-        yield from (mark for _, mark in self.phases)
-        for sync in self.syncs:
-            yield from sync.marks
-        for collective in self.collectives:
-            yield from (mark for mark in (collective.started, collective.ended) if mark is not None)
-        for wait in self.waits:
-            yield from (mark for mark in (wait.began, wait.ended) if mark is not None)
-
-
-class _RecordedSync(BucketSync):
-    """Marks the sync of one bucket: ready, start, send and arrival of each collective, end."""
-
-    __slots__ = ("_backward", "_has_passed", "_mark", "_wire_bytes", "bucket", "is_device_idle", "marks")
-
-    def __init__(
-        self,
-        mark: Callable[[], Any],
-        bucket: BucketInfo,
-        backward: int,
-        has_passed: Callable[[Any], bool] | None = None,
-    ) -> None:
-        self._mark, self._has_passed = mark, has_passed
-        self.marks = [mark()]
-        self.is_device_idle = False  # whether the device had computed the bucket before the host went on with backward
-        self._wire_bytes: int | None = None
-        self._backward = backward
-        self.bucket = bucket
-
-    def note(self, event: int, wire_bytes: int = 0) -> None:
-        self.marks.append(self._mark())
-        if event == END:
-            self._wire_bytes = wire_bytes
-            if self._has_passed is not None:
-                self.is_device_idle = self._has_passed(self.marks[0])
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the span is complete; after a failure it is not."""
-        return self._wire_bytes is not None
-
-    def span(self, seconds: Callable[[Any], float]) -> BucketSpan:
-        """Returns the marks in seconds; the sync must have ended."""
-        assert self._wire_bytes is not None
-        ready_s, start_s, *wire_s, end_s = map(seconds, self.marks)
-        return BucketSpan(
-            index=self.bucket.index,
-            backward=self._backward,
-            gradient_bytes=self.bucket.gradient_bytes,
-            wire_bytes=self._wire_bytes,
-            ready_s=ready_s,
-            start_s=start_s,
-            end_s=end_s,
-            wire=tuple(zip(wire_s[::2], wire_s[1::2], strict=True)),
-        )
-
-
-class _IssuedCollective:
-    """A collective and its marks; without an end where torch does not report it."""
-
-    __slots__ = ("_mark", "about", "ended", "started")
-
-    def __init__(self, mark: Callable[[], Any], operation: str, phase: str, source: str, num_bytes: int) -> None:
-        self._mark = mark
-        self.about = operation, phase, source, num_bytes
-        self.started, self.ended = mark(), None
-
-    def end(self) -> None:
-        self.ended = self._mark()
-
-
-class _Wait:
-    """A wait of the device and its marks."""
-
-    __slots__ = ("_mark", "began", "ended")
-
-    def __init__(self, mark: Callable[[], Any]) -> None:
-        self._mark = mark
-        self.began, self.ended = mark(), None
-
-    def end(self) -> None:
-        self.ended = self._mark()
-
-
-class _BlockingCall:
-    """A call that issues collectives of an operation and waits for them."""
-
-    __slots__ = ("_collectives", "_num_before", "_operation")
-
-    def __init__(self, operation: str, collectives: list[_IssuedCollective]) -> None:
-        self._operation, self._collectives, self._num_before = operation, collectives, len(collectives)
-
-    def end(self) -> None:
-        for collective in self._collectives[self._num_before :]:
-            if collective.ended is None and collective.about[0] == self._operation:
-                collective.end()
-
-
 def _host_bound_s(phases: list[Phase], ready: list[tuple[float, bool]]) -> float:
     """Returns the time of the pieces of backward, each up to a ready bucket, that end with an idle device."""
     total_s = 0.0
@@ -287,7 +175,7 @@ def _host_bound_s(phases: list[Phase], ready: list[tuple[float, bool]]) -> float
 
 
 def _spans(
-    issued: list[_IssuedCollective], boundaries_s: list[float], seconds: Callable[[Any], float]
+    issued: list[IssuedCollective], boundaries_s: list[float], seconds: Callable[[Any], float]
 ) -> tuple[Collective, ...]:
     """Returns collectives in seconds. One without an end has blocked its thread until the next event."""
     starts_s = [None if collective.started is None else seconds(collective.started) for collective in issued]

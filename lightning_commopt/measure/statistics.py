@@ -33,10 +33,10 @@ TIMES = (
 MAX_SAMPLED_VALUES = 2**20  # 8 MiB
 _MIN_SAMPLED_STEPS = 64  # steps that are kept however many ranks they have
 # Thresholds of `find_straggler`; its docstring says why both a share of steps and a slowdown are needed.
-MIN_STEPS = 8
-_LATE = 0.05
-_LATE_STEPS = 0.75
-_SLOWDOWN = 0.12
+MIN_STEPS = 8  # docs/reference/metrics.md has the errors with 10 and more
+_LATE = 0.05  # wait in a step, as a share of computing time
+_LATE_STEPS = 0.75  # share of steps with such a wait; of two ranks that are late alternately, each has a half
+_SLOWDOWN = 0.12  # lateness of the last gradient, as a share of computing time
 _SUFFIXES = ("", "_p50", "_p95", "_max")
 _WAITS = ("wait_s", "exposed_wait_s")
 

@@ -28,7 +28,7 @@ from lightning_commopt.measure.verdict import Verdict, verdict
 from lightning_commopt.text.formatting import count, number, percent
 from lightning_commopt.text.terminal import TextTable
 
-DEFAULT_NUM_WARMUP_STEPS = 10
+DEFAULT_NUM_WARMUP_STEPS = 10  # DDP lays its buckets out anew after the first; caches and allocators need some more
 _PHASES = (
     ("data", "data_s"),
     ("forward", "forward_s"),
@@ -46,8 +46,9 @@ _COMMUNICATION = (
 )
 _COLUMNS = {"mean": "", "p50": "_p50", "p95": "_p95", "max": "_max"}
 _WORTH_SAYING = 0.1  # a smaller share of backward that waits for the host is not shown
+# rich's padding: lines above, columns to the right, lines below, columns to the left.
 _INDENT = (0, 0, 0, 1)
-_INDENT_BELOW = (1, 0, 0, 1)
+_INDENT_BELOW = (1, 0, 0, 1)  # below an empty line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +143,7 @@ def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> t
     steps = list(common.values())[num_warmup_steps:]
     if not steps:
         recorded = f"{run_dir} has {count(len(common), 'step')} that all ranks have recorded"
-        raise ValueError(f"{recorded}, and num_warmup_steps={num_warmup_steps} are left out")
+        raise ValueError(f"{recorded}, and num_warmup_steps={num_warmup_steps} leaves all of them out")
     comm_hook = str(header.get("comm_hook", "none"))
     operations = OperationTotals()
     operations.add(first for first, *_ in steps)

@@ -18,8 +18,8 @@ from lightning_commopt.measure.files import FOLDER, RankRecords, notices, read_r
 from lightning_commopt.measure.record import BucketSpan, StepRecord, clock_shift_s
 from lightning_commopt.text.formatting import count
 
-DEFAULT_NUM_STEPS = 100
-_NAMES_SHOWN = 8
+DEFAULT_NUM_STEPS = 100  # files of many more steps are slow to load in a viewer
+_NAMES_SHOWN = 8  # Perfetto lists them below each other in the details of a slice
 
 # Viewers compute in binary fractions and draw a slice that ends after the next begins as its parent: eighths of a
 # microsecond are exact, so adjoining slices stay adjoining.
@@ -63,7 +63,8 @@ def write_trace(
     inside = recorded.intersection(window := range(first, first + num_steps))
     if not inside:
         raise ValueError(
-            f"first_step={first}, num_steps={num_steps}: {run_dir} has steps {min(recorded)} to {max(recorded)}"
+            f"first_step={first} and num_steps={num_steps} select no step: {run_dir} has steps {min(recorded)} to"
+            f" {max(recorded)}"
         )
     trace = to_trace(ranks, window)
     path = Path(run_dir) / FOLDER / "trace.json" if output is None else Path(output)

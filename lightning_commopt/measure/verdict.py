@@ -24,7 +24,7 @@ from lightning_commopt.measure.operations import Operation
 from lightning_commopt.measure.statistics import ratio
 from lightning_commopt.text.formatting import byte_unit, short_percent
 
-_SMALL_BYTES = 2**16  # collectives of fewer bytes a step are taken for metrics, not for gradients or weights
+_SMALL_BYTES = 2**16  # collectives of fewer bytes per step are taken for metrics, not for gradients or weights
 _DATA_DOMINATES = 0.2  # share of a step above which waiting for data is worth a recommendation
 
 
@@ -128,7 +128,7 @@ def _without_sync(world_size: int, costs: Costs, operations: Sequence[Operation]
     num_calls = sum(operation.num_calls for operation in sharded)
     # Each receive is the other end of a send, which counts already.
     num_bytes = sum(operation.num_bytes for operation in sharded if operation.operation != "recv")
-    issued = f"Forward and backward issue {num_calls:.3g} collectives a step, of {byte_unit(num_bytes).text(num_bytes)}"
+    issued = f"Forward and backward issue {num_calls:.3g} collectives per step, {byte_unit(num_bytes).text(num_bytes)}"
     if all(operation.exposed_s is None for operation in sharded):
         return f"{issued} in all. How long the step waits for them is not measured.", False
     exposed_s = sum(operation.exposed_s or 0.0 for operation in sharded)
@@ -159,7 +159,7 @@ def _for_sharded(comm_hook: str, operations: Sequence[Operation]) -> list[str]:
             num_calls = sum(operation.num_calls for operation in scattered)
             recommendations.append(
                 'CommOptModelParallel(accumulate_grads="unsharded"), exact but for the order of sums:'
-                f" {num_calls:.3g} reduce-scatters a step, of every accumulated batch, become"
+                f" {num_calls:.3g} reduce-scatters per step, for every accumulated batch, become"
                 f" {num_calls / num_backwards:.3g}; each rank then holds gradients as large as the model."
             )
         return recommendations
@@ -178,8 +178,8 @@ def _for_operations(costs: Costs, operations: Sequence[Operation]) -> list[str]:
         seconds = operation.seconds or 0.0
         if operation.source == "lightning" and operation.operation == "broadcast" and operation.num_calls > 1:
             recommendations.append(
-                f"{operation.num_calls:.3g} broadcasts a step are Lightning's own check for SIGTERM before every batch"
-                f" ({costs.share(seconds)} of the step): sigterm_every_n_steps=10, of CommOptDDP and"
+                f"{operation.num_calls:.3g} broadcasts per step are Lightning's own check for SIGTERM before every"
+                f" batch ({costs.share(seconds)} of the step): sigterm_every_n_steps=10, of CommOptDDP and"
                 " CommOptModelParallel, checks every tenth step."
             )
         elif (
@@ -193,7 +193,8 @@ def _for_operations(costs: Costs, operations: Sequence[Operation]) -> list[str]:
                 remedy = "broadcast_buffers=False, if these are DDP's buffers and ranks may keep their own"
             recommendations.append(
                 f"{costs.share(seconds)} of the step is {operation.label} in {operation.phase},"
-                f" {operation.num_calls:.3g} a step of {operation.num_bytes / operation.num_calls:.0f} bytes: {remedy}."
+                f" {operation.num_calls:.3g} per step with {operation.num_bytes / operation.num_calls:.0f} bytes each:"
+                f" {remedy}."
             )
     return recommendations
 

@@ -6,6 +6,6 @@ Raises:
 
 from importlib.util import find_spec
 
-_missing = [name for name in ("jinja2", "plotly", "scipy") if find_spec(name) is None]
+_missing = [name for name in ("jinja2", "scipy") if find_spec(name) is None]
 if _missing:
     raise ImportError(f"a report needs {', '.join(_missing)}: pip install 'lightning-commopt[report]'")

@@ -176,7 +176,7 @@ def _without_winner(first: Setting, others: Sequence[Setting], baseline: Setting
     if promising:
         what = f"has the highest throughput{where}" if promising[0] is first else "has a higher throughput"
         lead, loss = _lead(promising[0], baseline, what), compare_losses(promising[0], baseline).sentence
-        return Answer((lead, *filter(None, [loss]), *_too_few_runs(uncertain)), None)
+        return Answer(_with_doubt([lead, *filter(None, [loss])], uncertain), None)
     than = in_quotes(baseline.name)
     if first is baseline:
         what = ("has the highest throughput" if uncertain else "is the fastest") + where
@@ -186,7 +186,14 @@ def _without_winner(first: Setting, others: Sequence[Setting], baseline: Setting
     if others:
         noise = ", which is within noise" if others[0].difference == "no difference" else ""
         sentences.append(f"{in_quotes(others[0].name)}, the nearest, is {_compared(others[0], baseline)}{noise}.")
-    return Answer((*sentences, *_too_few_runs(uncertain)), baseline)
+    return Answer(_with_doubt(sentences, uncertain), baseline)
+
+
+def _with_doubt(sentences: Sequence[str], uncertain: Sequence[Setting]) -> tuple[str, ...]:
+    """Adds that there are too few runs; it comes first for single runs, as these shall never be a headline."""
+    doubt = _too_few_runs(uncertain)
+    is_single = any(setting.speedup is not None and setting.speedup.num_values == 1 for setting in uncertain)
+    return (*doubt, *sentences) if is_single else (*sentences, *doubt)
 
 
 def _too_few_runs(uncertain: Sequence[Setting]) -> list[str]:
@@ -202,7 +209,7 @@ def _too_few_runs(uncertain: Sequence[Setting]) -> list[str]:
     else:
         repeat = f"running each setting with {needed} seeds"
     if num_runs == 1:
-        return [f"A single run does not show noise: {repeat} shows which differences hold up."]
+        return [f"Measured once, which does not show noise: {repeat} shows which differences hold up."]
     return [f"{num_runs} repetitions are too few to tell that from noise: {repeat} would show it."]
 
 

@@ -62,6 +62,24 @@ def compare_settings(setting: Setting, other: Setting) -> Comparison | None:
     return compare(*([rate for _, rate in sample] for sample in samples), is_paired=False)
 
 
+def loss_change(setting: Setting, baseline: Setting) -> Interval | None:
+    """Returns the change of a setting's final loss against the baseline's median, as a share of it.
+
+    The ends are those of the setting's own losses, so for the baseline they are the band in which a change is noise.
+    None if one of the two has no loss, or a run diverged, or the baseline's loss is zero.
+    """
+    ours, theirs = setting.val_loss, baseline.val_loss
+    if ours is None or theirs is None or not theirs.median or setting.num_diverged or baseline.num_diverged:
+        return None
+
+    def change(loss: float | None) -> float | None:
+        return None if loss is None else (loss - theirs.median) / abs(theirs.median)
+
+    low, high = change(ours.low), change(ours.high)
+    median = (ours.median - theirs.median) / abs(theirs.median)
+    return Interval(median=median, low=low, high=high, num_values=ours.num_values)
+
+
 def speedup_limit(setting: Setting, baseline: Setting) -> float | None:
     """Returns the largest speed-up that another plan can give: steps of the baseline without exposed communication.
 

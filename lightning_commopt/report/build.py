@@ -20,6 +20,7 @@ from lightning_commopt.report.baseline import (
     choose_baseline,
     compare_settings,
     find_scalings,
+    loss_change,
     one_process_for,
     speedup_limit,
 )
@@ -27,7 +28,7 @@ from lightning_commopt.report.grouping import GroupRuns, group_runs
 from lightning_commopt.report.model import Group, Published, Report, Run, Setting
 from lightning_commopt.report.names import display_name, link_of
 from lightning_commopt.report.runs import FoundRuns, read_runs
-from lightning_commopt.text.formatting import grouped
+from lightning_commopt.text.formatting import count, grouped
 
 _NUM_COMMIT_DIGITS = 10
 
@@ -90,6 +91,7 @@ def _compare_setting(setting: Setting, baseline: Setting, settings: Sequence[Set
         setting,
         speedup=None if comparison is None else comparison.ratio,
         difference=None if comparison is None else comparison.difference,
+        loss_change=loss_change(setting, baseline),
         speedup_limit=None if comparison is None else speedup_limit(setting, baseline),
         efficiency=None if over_one is None else over_one.ratio.median / setting.world_size,
         published=_published_figures(setting.runs[0].settings, setting.world_size, baseline.runs[0].settings),
@@ -189,10 +191,10 @@ def _distinct(values: Iterable[str | None]) -> list[str]:
 def _hardware(record: RunRecord) -> str:
     shown = Counter(
         f"{device.get('name', device.get('kind', 'unknown'))}"
-        + (f", {device['num_cores']} cores" if device.get("kind") == "cpu" and "num_cores" in device else "")
+        + (f", {count(device['num_cores'], 'core')}" if device.get("kind") == "cpu" and "num_cores" in device else "")
         for device in record.hardware
     )
-    return " + ".join(name if count == 1 else f"{count}x {name}" for name, count in shown.items())
+    return " + ".join(name if num == 1 else f"{num}x {name}" for name, num in shown.items())
 
 
 def _num_parameters(record: RunRecord) -> str | None:

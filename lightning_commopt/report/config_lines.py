@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import yaml
 
@@ -16,6 +16,7 @@ from lightning_commopt.report.model import Run
 _CONFIG_GROUPS = re.compile(
     r".*[/@].*|(variant|method|experiment|model|data|strategy|callbacks|trainer|commopt|plan|world_size)"
 )
+_COMMAND, _PYTHON = "# on the command line: ", "# in Python: "
 _CLASSES = {"CommPlan": "CommOptDDP", "ShardedPlan": "CommOptModelParallel"}
 # Options of the strategy beside its plan without which other ranks would share a model.
 _BESIDES = ("data_parallel_size", "tensor_parallel_size")
@@ -28,7 +29,7 @@ def config_lines(run: Run, varied: Mapping[str, Value]) -> tuple[str, ...]:
     """
     settings = run.settings
     words = [override for override in settings.overrides if changes_training(override_name(override))]
-    lines = [f"# on the command line: {shlex.join(words)}"] if words else []
+    lines = [f"{_COMMAND}{shlex.join(words)}"] if words else []
     known = {name: value for name, value in settings.values.items() if value is not None}
     strategy = next(filter(None, (nested(known, prefix) for prefix in STRATEGIES)), {})
     options = None
@@ -46,8 +47,23 @@ def config_lines(run: Run, varied: Mapping[str, Value]) -> tuple[str, ...]:
     lines += yaml.safe_dump(nodes, sort_keys=False, width=1000).splitlines() if nodes else []
     if options is not None:
         arguments = [f"{option}={value if option in code else repr(value)}" for option, value in options.items()]
-        lines.append(f"# in Python: {name}({', '.join(arguments)})")
+        lines.append(f"{_PYTHON}{name}({', '.join(arguments)})")
     return tuple(lines)
+
+
+def config_forms(lines: Iterable[str]) -> dict[str, str]:
+    """Returns the lines of `config_lines` by the place that they are for, each form whole and ready to paste."""
+    shown = list(lines)
+    python = [line.removeprefix(_PYTHON) for line in shown if line.startswith(_PYTHON)]
+    imports = [f"from lightning_commopt import {line.partition('(')[0]}\n\nstrategy = " for line in python]
+    command = [line.removeprefix(_COMMAND) for line in shown if line.startswith(_COMMAND)]
+    config = [line for line in shown if not line.startswith((_COMMAND, _PYTHON))]
+    forms = {
+        "Python": "".join(map("".join, zip(imports, python, strict=True))),
+        "YAML": "\n".join(config),
+        "Command line": "".join(command),
+    }
+    return {place: text for place, text in forms.items() if text}
 
 
 def _others(run: Run, varied: Mapping[str, Value]) -> dict[str, Value]:

@@ -184,6 +184,7 @@ def _measure(name: str, values: _Values, runs: tuple[Run, ...]) -> Setting:
         samples_per_s=median_interval(run.throughput for run in runs),
         steps_per_s=median_interval(record.steps_per_s for record in records),
         step_s=median_interval(record.comm_time.get("step_s") for record in records),
+        step_s_p95=median_interval(record.comm_time.get("step_s_p95") for record in records),
         comm_s=median_interval(record.comm_time.get("comm_s") for record in observed),
         exposed_s=median_interval(record.comm_time.get("exposed_s") for record in observed),
         exposed_share=median_interval(record.exposed_share for record in observed),

@@ -95,6 +95,7 @@ class Setting:
     # `CommTimeMonitor` measures these four; they are None without it. The last three are also None if the gradient sync
     # was not observed.
     step_s: Interval | None  # duration of a step
+    step_s_p95: Interval | None = None  # the duration that 95 % of the steps of a run stay below
     comm_s: Interval | None  # communication in a step
     exposed_s: Interval | None  # exposed communication in a step
     exposed_share: Interval | None  # exposed communication as a share of the step, 0 to 1
@@ -104,6 +105,9 @@ class Setting:
     val_accuracy: Interval | None  # final validation accuracy, 0 to 1
     published: tuple[Published, ...] = ()  # figures that others have published for the same setting
     is_lossy: bool = False  # whether the compressor changes gradients
+    # Change of `val_loss` against the baseline's median, as a share of it; the baseline's own is 0, and its ends are
+    # the spread of its losses. None without both losses.
+    loss_change: Interval | None = None
     num_diverged: int = 0  # runs whose loss became NaN or infinite
 
     @property
@@ -190,7 +194,7 @@ def difference_in_words(setting: Setting) -> str:
     if setting.is_beyond_limit:
         return "machine busy?"
     if setting.difference == "unknown" and setting.speedup is not None:
-        return "in one run" if setting.speedup.num_values == 1 else "uncertain"
+        return "measured once" if setting.speedup.num_values == 1 else "uncertain"
     return setting.difference or ""
 
 
@@ -225,6 +229,37 @@ def _loss(val_loss: Interval | None, setting: Setting, group: Group) -> Cell:
     return Cell(cell.text or ("-" if diverged else ""), "\n".join(filter(None, [cell.small, diverged])), cell.value)
 
 
+def loss_change_text(change: Interval) -> str:
+    """Returns a relative change of the loss as a percentage with its sign, and the ends of its interval.
+
+    >>> loss_change_text(Interval(median=0.0123, low=0.01, high=0.02, num_values=3))
+    '+1.23 % (+1.00 to +2.00 %)'
+    """
+    ends = _signed_ends(change)
+    return f"{_signed(change.median)} %{f' ({ends} %)' if ends else ''}"
+
+
+def _signed(share: float) -> str:
+    return f"{100 * share:+.2f}" if round(100 * share, 2) else "0"
+
+
+def _signed_ends(change: Interval) -> str:
+    return "" if change.low is None or change.high is None else f"{_signed(change.low)} to {_signed(change.high)}"
+
+
+def _loss_change(change: Interval | None, setting: Setting, group: Group) -> Cell:
+    """Returns the change of the loss; for the baseline the band in which a change is noise."""
+    if change is None or len(group.settings) == 1:
+        return Cell()
+    small = _signed_ends(change) or "measured once"
+    text = "baseline" if setting is group.baseline else _signed(change.median)
+    return Cell(text, f"band {small}" if text == "baseline" and change.low is not None else small, change.median)
+
+
+def _milliseconds(time_s: Interval | None, *_: object) -> Cell:
+    return Cell() if time_s is None else _interval(time_s.scaled(1e3))
+
+
 def _published(figures: Sequence[Published], *_: object) -> Cell:
     speedups = [figure.speedup for figure in figures if figure.speedup is not None]
     return Cell("\n".join(figure.label for figure in figures), value=max(speedups, default=None))
@@ -236,9 +271,11 @@ COLUMNS = (
     Column(key="speedup", title="speed-up", heading="speed-up", first="descending", show=speedup_cell),
     Column(key="steps_per_s", title="steps/s", first="descending", show=_interval),
     Column(key="efficiency", title="efficiency", heading="efficiency", first="descending", show=_share),
+    Column(key="step_s_p95", title="p95 of steps (ms)", show=_milliseconds),
     Column(key="exposed_share", title="exposed share of a step", heading="exposed", show=_share),
     Column(key="wire_bytes", title="MB sent per step and rank", heading="MB sent", show=_megabytes),
     Column(key="val_loss", title="final validation loss", heading="final loss", show=_loss),
+    Column(key="loss_change", title="change of loss (%)", show=_loss_change),
     Column(key="val_accuracy", title="final validation accuracy", first="descending", show=_share),
     Column(key="peak_memory_bytes", title="peak memory (MB)", heading="peak MB", show=_megabytes),
     Column(

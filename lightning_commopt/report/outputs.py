@@ -16,7 +16,16 @@ from lightning_commopt.report.model import COLUMNS, Group, Report, Run, Setting
 FORMAT = 1  # version of the JSON, raised when a key changes its meaning; new keys keep it
 
 _RUN_FIELDS = (
-    *("samples_per_s", "steps_per_s", "seconds", "exposed_share", "wire_bytes_per_step", "peak_memory_bytes"),
+    *(
+        "samples_per_s",
+        "steps_per_s",
+        "seconds",
+        "load_at_start",
+        "load_at_end",
+        "exposed_share",
+        "wire_bytes_per_step",
+        "peak_memory_bytes",
+    ),
     *("val_loss", "val_accuracy"),
 )
 _SETTING_FIELDS = (
@@ -55,7 +64,7 @@ def write_files(report: Report, output: Path, table: Path | None = None) -> tupl
     ``output`` is a folder, which is made, or, with the suffix ``.html``, the page. Without a path the table is
     ``report.csv`` beside the page, or has the page's name with ``.csv``.
     """
-    # Not at the top of the module, as a report on the terminal should not wait for plotly and jinja2.
+    # Not at the top of the module, as a report on the terminal should not wait for jinja2.
     from lightning_commopt.report.page import write_page
 
     if output.suffix == ".html":

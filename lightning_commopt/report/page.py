@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
@@ -10,20 +11,27 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
+from lightning_commopt.report.config_lines import config_forms
+from lightning_commopt.report.figures.decision import decision
 from lightning_commopt.report.figures.loss import loss_curves
 from lightning_commopt.report.figures.scaling import scaling_charts
-from lightning_commopt.report.figures.style import Chart, Key, PlanStyle, Rows, plan_styles
+from lightning_commopt.report.figures.style import SYMBOLS, Chart, Key, PlanStyle, Rows, plan_styles
 from lightning_commopt.report.figures.throughput import bucket_sizes, overlap, peak_memory, step_parts, throughput
 from lightning_commopt.report.figures.timeline import KEYS, timelines
 from lightning_commopt.report.figures.tuning import tuning_charts
 from lightning_commopt.report.intervals import TIMES, kinds_of_intervals
-from lightning_commopt.report.model import Cell, Column, Group, Report, Setting, columns_of, speedup_cell
+from lightning_commopt.report.model import Cell, Column, Group, Report, Run, Setting, columns_of, speedup_cell
+from lightning_commopt.text.formatting import number
 
 _PACKAGE = "lightning_commopt.report"
+# A blank between a number and its unit, where no line may end.
+_BLANK_BEFORE_UNIT = re.compile(
+    r"(?<=\d) (?=%|(?:[KMG]?i?B|kB|[mµn]?s|(?:samples|steps|[kMG]?bit|[KMG]B)/s|times|M|h|min"
+    r"|(?:rank|core|host|node|run|step|repetition|bucket)s?)(?!\w))"
+)
+_MINUTE_S, _HOUR_S = 60, 3600
 
 
 class Section(NamedTuple):
@@ -39,10 +47,9 @@ class Section(NamedTuple):
 def write_page(report: Report, path: Path) -> None:
     """Writes the page of a report into an existing folder."""
     styles = plan_styles(setting.sync_method for group in report.groups for setting in group.settings)
-    groups = [(group, settings_table(group), sections(group, styles)) for group in report.groups]
+    groups = [GroupPage(group, styles) for group in report.groups]
     page = render(
         "report.html",
-        has_charts=any(charts for _, _, charts in groups),
         title=report.title,
         report=report,
         groups=groups,
@@ -52,13 +59,23 @@ def write_page(report: Report, path: Path) -> None:
     path.write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
-def render(template: str, *, has_charts: bool, package: str = _PACKAGE, **values: Any) -> str:
-    """Returns a self-contained page from a template, which gets style sheet and scripts besides these values.
+class GroupPage:
+    """What the page shows of a group."""
+
+    def __init__(self, group: Group, styles: Mapping[str, PlanStyle]) -> None:
+        self.group = group
+        self.decision = decision(group, styles)
+        self.table = settings_table(group)
+        self.sections = sections(group, styles)
+        self.runs = runs_table(group)
+
+
+def render(template: str, *, package: str = _PACKAGE, **values: Any) -> str:
+    """Returns a self-contained page from a template, which gets style sheet and script besides these values.
 
     Args:
         template: name of a file in the folder ``templates`` of ``package``; it may extend ``base.html`` and import from
             ``macros.html``, which are this package's.
-        has_charts: whether the page needs plotly.js.
         package: import name of the package.
         values: what the template calls by these names.
     """
@@ -68,13 +85,14 @@ def render(template: str, *, has_charts: bool, package: str = _PACKAGE, **values
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_keep_units,
     )
-    environment.filters["chart_json"] = chart_json
+    environment.filters["config_forms"] = config_forms
     return environment.get_template(template).render(
         **values,
         css=Markup(template_text("report.css")),
         script=Markup(template_text("report.js")),
-        plotly_js=Markup(get_plotlyjs() if has_charts else ""),
+        symbols=SYMBOLS,
     )
 
 
@@ -98,11 +116,11 @@ def sections(group: Group, styles: Mapping[str, PlanStyle]) -> list[Section]:
     return [section for section in (*narrow, *wide) if section.charts]
 
 
-def chart_json(chart: Chart) -> Markup:
-    """Returns a figure as JSON for a script element, with markup escaped."""
-    assert chart.figure is not None
-    figure = json.loads(chart.figure.to_json(engine="json"))
-    return htmlsafe_json_dumps(figure, separators=(",", ":"), ensure_ascii=False)
+def _keep_units(value: object) -> object:
+    """Returns a text whose numbers no line break parts from their units; markup, and what is to be copied, as it is."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return _BLANK_BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", value)
+    return value
 
 
 def template_text(name: str) -> str:
@@ -111,12 +129,13 @@ def template_text(name: str) -> str:
 
 
 class Table(NamedTuple):
-    """A table of settings, the sources of published figures, and the kind of the throughputs' intervals, if any."""
+    """A table of settings, the sources of published figures, the kind of intervals, and whether there are losses."""
 
     columns: list[Column]
     rows: list[tuple[str, list[Cell]]]
     sources: list[str]
     intervals: str
+    has_loss: bool
 
 
 def settings_table(group: Group) -> Table:
@@ -128,7 +147,37 @@ def settings_table(group: Group) -> Table:
         rows=[(setting.name, [cells[row] for _, cells in shown]) for row, setting in enumerate(group.settings)],
         sources=list(dict.fromkeys(figure.source for setting in group.settings for figure in setting.published)),
         intervals=kinds_of_intervals(setting.samples_per_s for setting in group.settings),
+        has_loss=any(setting.val_loss is not None or setting.num_diverged for setting in group.settings),
     )
+
+
+def runs_table(group: Group) -> Rows:
+    """Returns a row for each run of a group: when it ran, for how long, on how busy a machine, and by which command."""
+    rows = [
+        (
+            Cell(setting.name, run.name),
+            Cell((run.record.started_at or "")[:16].replace("T", " ") or "-"),
+            Cell("-" if run.record.seconds is None else _duration(run.record.seconds)),
+            Cell(_load(run)),
+            Cell("-" if run.throughput is None else number(run.throughput)),
+            Cell(shlex.join(run.settings.overrides) or "-"),
+        )
+        for setting in group.settings
+        for run in setting.runs
+    ]
+    return Rows("Runs", ("run", "started", "duration", "load before and after", "samples/s", "overrides"), rows)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < _MINUTE_S:
+        return f"{number(seconds, 2)} s"
+    hours, minutes = divmod(round(seconds / _MINUTE_S), _HOUR_S // _MINUTE_S)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min"
+
+
+def _load(run: Run) -> str:
+    loads = run.record.load_at_start, run.record.load_at_end
+    return "-" if loads == (None, None) else " to ".join("?" if load is None else f"{load:.1f}" for load in loads)
 
 
 def glance(groups: Sequence[Group]) -> Rows | None:

@@ -67,25 +67,25 @@ def check_compressor(
     `ShardedHierarchical` only with FSDP2. Where FSDP2 takes no compressors (torch before 2.9, or gloo on a GPU) its
     laws are left out, with a warning.
 
-    Nothing waits for ever. The law `same_collectives` is tried first, whatever ``laws`` are: without messages, it finds
-    ranks that would wait for each other. What waits all the same ends after a minute if it waits for a collective,
-    after two otherwise, and the laws behind it are not tried. No process of a rank is left when this returns or raises,
-    also by Ctrl-C.
+    The law `same_collectives` is tried first, whatever ``laws`` are: it sends nothing, and finds ranks that would wait
+    for each other. A law that hangs all the same ends after one minute if it waits for a collective, after two
+    otherwise, and the laws after it are not tried. No process of a rank is left when this returns or raises, also by
+    Ctrl-C.
 
     Args:
-        compressor: of any class at the top level of a module, registered or not. The ranks get it by pickle, and import
+        compressor: its class is at the top level of a module, registered or not. The ranks get it by pickle, and import
             its module by name. A script calls this below ``if __name__ == "__main__":``, as they import it, too.
         num_ranks: 2, 3 or 4, which is what `Claims.error_bound` is about.
         device: "cpu" with gloo; "cuda", where NCCL takes a GPU for each rank, or one that they share, and gloo takes
             over where NCCL refuses; "auto" for CUDA where there is a device.
-        laws: the names of those to check, in any order; None for all. A name in `LAWS` and in `SHARDED_LAWS` is checked
+        laws: names of the laws to check, in any order; None for all. A name in `LAWS` and in `SHARDED_LAWS` is checked
             with both strategies.
 
     Raises:
-        AssertionError: laws are broken. It lists all of them: what is wrong, and what that means for training. A law is
-            broken, too, if the compressor raises, or if a rank's process dies.
-        TypeError: not an instance of either class, or one that cannot be pickled.
-        ValueError: an unknown law, number of ranks or device, or a device that is not here.
+        AssertionError: laws are broken. The message lists what is wrong with each, and what that means for training. A
+            law is broken, too, if the compressor raises, or if a rank's process dies.
+        TypeError: ``compressor`` is not an instance of either class, or cannot be pickled.
+        ValueError: a law, the number of ranks or the device is unknown, or this machine has no such device.
         OptionError: FSDP2 takes no compressors here, and none of the ``laws`` is about DDP.
         RankError: ranks cannot start here; a RuntimeError.
     """
@@ -126,7 +126,7 @@ def _choose(compressor: Compressor | ShardedCompressor, laws: Iterable[str] | No
     for name in wanted:
         check_choice(f"a law of {type(compressor).__name__}", name, known)
     if not wanted:
-        raise ValueError("laws must name one law at least, got none")
+        raise ValueError("laws must name at least one law, got none")
     trials = []
     for strategy in strategies:
         if names := wanted & _LAWS_OF[strategy].keys():

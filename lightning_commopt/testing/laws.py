@@ -23,8 +23,9 @@ from lightning_commopt.testing.steps import (
     run_steps,
 )
 
+# The gradients are at most some units, and sums in another order differ by a few of float32's epsilons of 1.2e-7.
 _ATOL_LOSSLESS = 1e-5
-_SCALES = (0.0, 1e-20, 1e4)
+_SCALES = (0.0, 1e-20, 1e4)  # no scale at all; squares below float32's range; values near fp16's largest, 65504
 
 Holds = Callable[[Setup, str, Any], None]
 """Runs on every rank. Raises an AssertionError that says what is wrong, after the last collective."""
@@ -35,7 +36,7 @@ class Law:
     """What holds for every compressor. ``law(setup, name, compressor)`` checks it, on every rank of a process group.
 
     Attributes:
-        name: to choose it by, in ``check_compressor(..., laws=[name])``.
+        name: its name in ``check_compressor(..., laws=[name])``.
         statement: what holds, in a line.
         consequence: what it means for training if it does not hold, likewise.
         holds: raises an AssertionError that begins with the compressor's name and says what is wrong.
@@ -72,12 +73,12 @@ _STEPS_ALONE = {
     "NaN on the last rank": torch.nan,
     "finite gradients after NaN": 1.0,
 }
-"""What the gradients are, and what those of the last rank are multiplied by."""
+"""What the gradients are, and the factor of the last rank's gradients."""
 
 
 @law(
     "all ranks issue the same collectives, whatever their gradients are",
-    "ranks wait for each other for ever, or add up messages that do not belong together",
+    "ranks wait for each other forever, or add up messages that do not belong together",
 )
 def same_collectives(setup: Setup, name: str, compressor: Any) -> None:
     """Runs the compressor without the others, as if they sent what this rank does: so no rank waits in vain."""
@@ -150,7 +151,7 @@ def ranks_agree(setup: Setup, name: str, compressor: Compressor) -> None:
 
 @law(
     "bytes on the wire are those that a compressor declares",
-    "predictions, and what they choose and recommend, take a step for faster or slower than it is",
+    "predictions, and what they choose and recommend, assume faster or slower steps than there are",
 )
 def bytes_as_declared(setup: Setup, name: str, compressor: Compressor) -> None:
     """Where ranks send parts that differ in size, the largest part of each bucket is declared."""
@@ -158,7 +159,7 @@ def bytes_as_declared(setup: Setup, name: str, compressor: Compressor) -> None:
     counts, declared = of_all_ranks(steps.bytes_per_step), steps.declared_bytes
     is_even = setup.has_even_parts or len(set(counts)) == 1
     assert set(counts) == {declared} if is_even else 0.8 * declared <= max(counts) <= declared, (
-        f"{name}: {max(counts):.0f} bytes a step, declared {declared}"
+        f"{name}: {max(counts):.0f} bytes per step, declared {declared}"
     )
 
 
@@ -173,7 +174,7 @@ def as_reference(setup: Setup, name: str, compressor: Compressor) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     assert dist.group.WORLD is not None
     layout, channel = Layout.of(list(setup.net().parameters()), torch.float32), Channel(dist.group.WORLD)
-    state, its_state = compressor.init(layout, setup.device), compressor.init(layout, torch.device("cpu"))
+    state, reference_state = compressor.init(layout, setup.device), compressor.init(layout, torch.device("cpu"))
     residual, residuals = torch.zeros(layout.numel, device=setup.device), torch.zeros(world_size, layout.numel)
     pairs = []
     for step in range(NUM_STEPS):
@@ -182,7 +183,7 @@ def as_reference(setup: Setup, name: str, compressor: Compressor) -> None:
         flat = shares[rank].clone().to(setup.device)
         finish(compressor.rounds(flat, layout, state, channel, residual))
         compressor.residual(layout, state, residual)
-        mean, sent = compressor.reference(shares + residuals, layout, its_state)
+        mean, sent = compressor.reference(shares + residuals, layout, reference_state)
         residuals += shares - sent
         pairs += [(flat.cpu(), mean), (residual.clone().cpu(), residuals[rank].clone())]
     atol = max(1e-3, 4 * compressor.claims.untracked_error)
@@ -274,8 +275,8 @@ def small_and_unused(setup: Setup, name: str, compressor: Compressor) -> None:
 
 
 @law(
-    "a resumed compressor goes on bit for bit",
-    "a run that is resumed goes on in another way than one without an interruption, as a checkpoint lacks a part of the"
+    "a resumed compressor continues bit for bit",
+    "a run that is resumed continues differently from one without an interruption, as a checkpoint lacks a part of the"
     " state",
 )
 def resume(setup: Setup, name: str, compressor: Compressor) -> None:

@@ -16,14 +16,14 @@ _NCCL_THAT_SHARES_A_GPU = (2, 30)  # the first version with NCCL_MULTI_RANK_GPU_
 class Place:
     """Devices and backend of some ranks."""
 
-    name: str  # as tables and errors show it
+    name: str  # name in tables and errors
     device_type: str  # "cpu" or "cuda"
-    backend: str  # of the process group
-    indices: tuple[int, ...] = (0, 0)  # the CUDA device of each rank, so as many as there are ranks
-    # Variables of each rank, by its number as text, that must be set before the group is made
+    backend: str  # backend of the process group
+    indices: tuple[int, ...] = (0, 0)  # index of each rank's CUDA device; its length is the number of ranks
+    # Environment variables of each rank, by its number as text. They must be set before the group is made.
     environment: dict[str, dict[str, str]] = field(default_factory=dict)
-    timeout_s: float = 60  # after which a collective without an answer raises; ranks are seconds late at most
-    ends_at: float = math.inf  # ranks that have not answered by this value of time.monotonic() are ended
+    timeout_s: float = 60  # time limit of a collective; ranks are late by seconds at most
+    ends_at: float = math.inf  # value of time.monotonic() at which ranks without an answer are ended
 
     @property
     def num_ranks(self) -> int:

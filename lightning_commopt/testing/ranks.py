@@ -31,9 +31,10 @@ Answer = tuple[Any, str | None]
 DIED = "it died before it answered"
 """Stands for the traceback of a rank that could not send one."""
 
-_SECONDS_AFTER_A_FAILURE = 5
+_SECONDS_AFTER_A_FAILURE = 5  # time for ranks with errors of their own to report them; the others wait in vain
 LIMIT_S: float = 120
-"""`run_on` ends ranks that have not answered after so long. No measure of speed: a law takes seconds on busy cores."""
+"""Time after which `run_on` ends ranks that have not answered. It is no measure of speed: a law takes seconds on busy
+cores."""
 
 
 class RankError(RuntimeError):
@@ -62,9 +63,9 @@ def run_ranks(
         fn: a function at module level; it and what it returns are pickled.
         args: handed to ``fn`` on every rank.
         world_size: number of ranks.
-        limit_s: seconds that all of it may take; no measure of speed, only against waiting for ever.
+        limit_s: seconds after which ranks that have not answered are ended.
         group_timeout_s: seconds after which a collective without an answer raises.
-        backend: of the process group.
+        backend: backend of the process group.
         environment: variables of each rank, by its number as text.
 
     Returns:

@@ -43,7 +43,7 @@ class Unit(nn.Module):
         """Returns ``sum(parameter * gradient)``, of the parts too."""
         own = [p * gradients[prefix + name] for name, p in self.named_parameters(recurse=False) if p.requires_grad]
         losses = [part(gradients, f"{prefix}parts.{index}.") for index, part in enumerate(self.parts)]
-        return torch.stack([*(each.sum() for each in own), *losses]).sum()
+        return torch.stack([*(product.sum() for product in own), *losses]).sum()
 
 
 def new_model() -> Unit:
@@ -56,11 +56,11 @@ def new_model() -> Unit:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedSetup(Setup):
-    """How a model is sharded; ``options`` are those of ``fully_shard``."""
+    """How a model is sharded; ``options`` go to ``fully_shard``."""
 
     place: Place = CPU
     net: Callable[[], nn.Module] = new_model
-    num_replicas: int = 1  # of each shard; above 1 this is HSDP
+    num_replicas: int = 1  # replicas of each shard; HSDP if above 1
     has_even_parts: ClassVar[bool] = True  # FSDP2 pads its shards
 
     def wrap(self, compressor: Any, module: nn.Module | None = None, **fsdp: Any) -> tuple[Any, Any]:
@@ -166,7 +166,7 @@ def only_matrices(setup: Setup, name: str, compressor: ShardedCompressor) -> Non
     model, _ = setup.wrap(compressor)
     received, every = run_step(model, gradients), of_all_ranks({key: x.cpu() for key, x in gradients.items()})
     for key, average in received.items():
-        error = (average.double() - torch.stack([each[key].double() for each in every]).mean(0)).abs().max()
+        error = (average.double() - torch.stack([gradient[key].double() for gradient in every]).mean(0)).abs().max()
         if key == "parts.0.p2":
             assert not average.isfinite().all(), f"{name}: hides an overflow"
         elif average.dim() == 1:
@@ -177,7 +177,7 @@ def only_matrices(setup: Setup, name: str, compressor: ShardedCompressor) -> Non
 
 
 @law(
-    "what is rounded at random is exact in the mean",
+    "what is rounded at random is exact on average",
     "errors of rounding add up over the steps of a training, where they should cancel",
     _SHARDED_LAWS,
 )
@@ -188,11 +188,11 @@ def unbiased(setup: Setup, name: str, compressor: ShardedCompressor) -> None:
     """
     steps = run_steps(setup, compressor, repeat=True)
     exact = torch.stack(of_all_ranks(steps.sent)).mean(0)[0]
-    one, mean = (steps.received[0] - exact).norm(), (steps.received.mean(0) - exact).norm()
-    falls = bool(mean < 0.6 * one)  # of independent errors of 8 steps it is 0.35
+    first, mean = (steps.received[0] - exact).norm(), (steps.received.mean(0) - exact).norm()
+    falls = bool(mean < 0.6 * first)  # with independent errors in 8 steps the ratio is 1 / sqrt(8) = 0.35
     rounding = getattr(compressor, "inner", compressor)
     is_expected = compressor.claims.keeps_residual or getattr(rounding, "stochastic_rounding", False)
     assert falls == is_expected, (
-        f"{name}: off by {one:.3g} in a step, by {mean:.3g} in the mean of all; the mean must be closer if and only"
-        " if the compressor keeps a residual, or has stochastic_rounding=True"
+        f"{name}: off by {first:.3g} in the first step, by {mean:.3g} on average; the average must be closer if and"
+        " only if the compressor keeps a residual, or has stochastic_rounding=True"
     )

@@ -85,7 +85,7 @@ def _shapes(net: Callable[[], nn.Module]) -> dict[str, torch.Size]:
 
 
 def send(model: DistributedDataParallel, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Sends gradients through DDP: those of the loss ``sum(parameter * gradient)``.
+    """Sends gradients through DDP, as gradients of the loss ``sum(parameter * gradient)``.
 
     Returns:
         The average, as the optimizer would see it.
@@ -112,7 +112,7 @@ def in_bucket(layout: Layout, gradients: Mapping[str, Tensor]) -> Tensor:
     return flat
 
 
-NUM_STEPS = 8
+NUM_STEPS = 8  # even, as some compressors alternate; errors of later steps need residuals of earlier ones
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +120,10 @@ class Setup:
     """How gradients travel, but for the compressor: here through DDP."""
 
     place: Place  # devices of the ranks
-    net: Callable[[], nn.Module] = Net  # whose gradients they are
-    options: Mapping[str, Any] = field(default_factory=dict)  # of DDP
-    ranks_per_node: int = 1  # for the hierarchical compressor; 1 is as if each rank were on a node of its own
-    has_even_parts: ClassVar[bool] = False  # all ranks send as many bytes, whatever the shapes
+    net: Callable[[], nn.Module] = Net  # makes the network that has the gradients
+    options: Mapping[str, Any] = field(default_factory=dict)  # keywords of DistributedDataParallel
+    ranks_per_node: int = 1  # used by the hierarchical compressor; 1 places each rank on a node of its own
+    has_even_parts: ClassVar[bool] = False  # whether all ranks send the same number of bytes for any shapes
 
     @property
     def device(self) -> torch.device:
@@ -184,7 +184,7 @@ class Setup:
 
 
 def alone_channel(size: int, ranks_per_node: int) -> AloneChannel:
-    """Returns a channel that sends nothing, over so many consecutive ranks, this one among them, and their nodes."""
+    """Returns a channel that sends nothing, over ``size`` consecutive ranks, including this one, and their nodes."""
     rank = dist.get_rank() % size
     within = AloneChannel(ranks_per_node, rank % ranks_per_node)
     across = AloneChannel(size // ranks_per_node, rank // ranks_per_node)
@@ -195,15 +195,15 @@ def take_issued(channel: AloneChannel) -> list[str]:
     """Returns what was issued since the last call, in words; nodes may have messages of their own sizes."""
     issued = [f"{name} of {num_bytes} bytes" for name, num_bytes in channel.issued]
     channel.issued.clear()
-    for level, its_channel in (("within a node", channel.within), ("across nodes", channel.across)):
-        if isinstance(its_channel, AloneChannel):
-            issued += [f"{name} {level}" for name, _ in its_channel.issued]
-            its_channel.issued.clear()
+    for level, level_channel in (("within a node", channel.within), ("across nodes", channel.across)):
+        if isinstance(level_channel, AloneChannel):
+            issued += [f"{name} {level}" for name, _ in level_channel.issued]
+            level_channel.issued.clear()
     return issued
 
 
 BUCKET_CAP_MB = 0.5
-"""For `LargeNet`: several buckets."""
+"""Splits the gradients of `LargeNet` into several buckets."""
 
 
 def large_setup(place: Place) -> Setup:
@@ -216,9 +216,9 @@ class Steps(NamedTuple):
 
     sent: Tensor  # ``(steps, n)`` this rank's gradients
     received: Tensor  # ``(steps, n)`` averages
-    residual: Tensor  # ``(n,)`` of this rank, at the end
-    bytes_per_step: float  # handed to collectives, in the mean of the last two steps
-    declared_bytes: int  # that the compressor declares
+    residual: Tensor  # ``(n,)`` residual of this rank after the last step
+    bytes_per_step: float  # payload handed to collectives, mean of the last two steps
+    declared_bytes: int  # payload of a step according to the compressor
 
 
 def run_steps(setup: Setup, compressor: Any, *, repeat: bool = False) -> Steps:

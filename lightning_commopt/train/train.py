@@ -63,7 +63,7 @@ def main() -> None:
             if question := hint(stop.__context__, conf_dir()):
                 print(escape_controls(question), file=sys.stderr)
     if display.results and display.sweep_dir is not None:
-        # Not at the top of the module, as ranks should not wait for plotly.
+        # Not at the top of the module, as ranks should not wait for jinja2.
         from lightning_commopt.report.terminal import report_sweep
 
         report_sweep(display.sweep_dir, console)

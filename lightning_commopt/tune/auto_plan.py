@@ -23,7 +23,7 @@ from lightning_commopt.tune.tuner import Tuner
 from lightning_commopt.tune.verdict import summary
 
 _KEY = "plan='auto'"
-"""A checkpoint has the chosen plan under this key, beside the names of modules, none of which can be spelled so."""
+"""Key of the chosen plan in a checkpoint, beside the names of modules, none of which can be spelled like it."""
 
 
 class AutoPlan(ABC):
@@ -35,7 +35,7 @@ class AutoPlan(ABC):
         max_regret: share of a fit's time, over all its steps, that searching may cost.
     """
 
-    _tells_verdict = True  # else whoever reads `describe` does
+    _tells_verdict = True  # whether the verdict is logged; otherwise the caller of `describe` prints it
 
     def __init__(self, strategy: PlannedStrategy, options: TuneOptions | None, max_regret: float = 0.01) -> None:
         self._strategy = strategy
@@ -74,7 +74,7 @@ class AutoPlan(ABC):
 
     @property
     def has_decided(self) -> bool:
-        """Whether the plan is not searched for any more, on any rank; after a search it may be again."""
+        """Whether no search is under way, on any rank; a later one may follow."""
         return self._tuner is not None and self._tuner.has_decided
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:

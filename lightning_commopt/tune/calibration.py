@@ -25,13 +25,13 @@ from lightning_commopt.tune.host import Host
 from lightning_commopt.tune.options import TuneOptions
 
 NUM_STEPS = 6
-"""A calibration observes so many steps: `_NUM_SETTLING_STEPS`, and three whose median counts."""
+"""Steps that a calibration observes: `_NUM_SETTLING_STEPS`, and three whose median counts."""
 
 MEASURING_S = 0.2
-"""Measuring a compressor takes so many seconds on a processor that does nothing else: ``docs/explanation/auto.md``."""
+"""Time to measure a compressor on a processor that does nothing else, see ``docs/explanation/auto.md``."""
 
 MAX_CANDIDATES = 6
-"""A shortlist has so many plans at most: a first search tries half of them, and one that follows the rest."""
+"""The most plans of a shortlist: a first search tries half of them, and one that follows the rest."""
 
 _MIN_GAIN = 0.01
 """A prediction must promise to save this share of a step. It is half of what a search asks for, as predictions are off
@@ -42,11 +42,11 @@ _NEAR = 2 / 3
 that is further behind rarely overtakes, and a layout may be mispredicted by as much."""
 
 _MIN_BYTES = 2**18
-"""A model needs so many bytes of gradients for a remark on compressors that were not allowed: the steps of smaller ones
-do not separate the link's rate from its latency."""
+"""Bytes of gradients from which on compressors that were not allowed are mentioned: the steps of smaller models do not
+separate the link's rate from its latency."""
 
 _MIN_RATIO = 2
-"""Another layout is only tried if it has so many times more buckets, or fewer, than those before: closer ones differ by
+"""Factor by which the number of buckets of another layout must differ from the layouts before: closer ones differ by
 less than the noise of a search."""
 
 _NUM_SETTLING_STEPS = 3
@@ -156,7 +156,7 @@ class Shortlist(NamedTuple):
     Attributes:
         base: the user's plan.
         candidates: the most promising first; empty if nothing promises to be faster.
-        not_allowed: by name of a compressor that was not allowed, the share of a step that it would save at most.
+        not_allowed: the largest share of a step that each compressor that was not allowed would save, by its name.
     """
 
     base: Candidate

@@ -21,8 +21,8 @@ CALIBRATE = -1
 """The arm of a visit with the user's plan that is observed."""
 
 WATCH_STEPS = 100
-"""So many steps lie between two looks at the step time, each of which is a message of a kilobyte between all ranks. It
-bounds how late a change is noticed."""
+"""Steps between two looks at the step time. Each look is a message of a kilobyte between all ranks; fewer looks would
+notice a change later."""
 
 Status = Literal["measuring", "too short", "unpredictable", "nothing promising", "searching", "resumed"]
 _Visits = Generator[Visit, Report, None]
@@ -39,22 +39,22 @@ class Director:
     """Decides which steps run next, on rank 0.
 
     Args:
-        num_steps: steps that the fit will still take; infinite if unknown. Then what was trained so far pays for
+        num_steps: steps that the fit will still take; if unknown, infinity, and the steps trained so far pay for
             searches.
-        arm: the plan to begin with: 1 for one that a checkpoint holds, which is then only watched.
+        arm: the plan to begin with. 1 is a plan from a checkpoint, which is only watched.
         has_known: plan 1 was chosen by an earlier fit, and is tried before any prediction.
         max_regret: share of the fit's time, over all its steps, that searching may cost.
         num_settling_steps: see `Search`.
         measuring_s: seconds that a calibration takes to measure the compressors, if nothing disturbs it.
 
     Attributes:
-        status: how far it is.
-        shortlist: what the model predicts; None before.
+        status: the stage of its work, see `Status`.
+        shortlist: the candidates that were predicted; None before the first calibration.
         visit: the steps to run next; with 0 steps nothing is left to decide.
         chosen: the plan that was chosen last; the user's, 0, before.
-        is_searching: the present steps are part of a search.
-        searches: what was found so far among the present candidates.
-        events: since their first search, by step of the fit.
+        is_searching: whether the present steps are part of a search.
+        searches: results of the searches among the present candidates.
+        events: events since the first of these searches, by step of the fit.
         aside_s: seconds that calibration has taken between steps; the caller sets it.
         base_s: time of a step with the user's plan, the median of those before candidates are tried.
         lost_steps: what calibrations, searches and changes of the plan have cost, in steps with the user's plan;
@@ -109,10 +109,10 @@ class Director:
         """
         self._expected: Sequence[float | None] = expected
         self._handicaps = handicaps
-        # What searching has cost, less half of what was saved since, in steps with the user's plan
+        # What searching has cost, less half of what was saved since, in steps with the user's plan.
         self._lost_steps = lost_steps
         self._base_steps = 0.0  # time trained since the last drift, in steps with the user's plan of today's length
-        # The visits of each search that has chosen nothing since the last drift
+        # The visits of each search that has chosen nothing since the last drift.
         self._undecided: list[Sequence[TimedVisit]] = []
         self._min_pause = 2 * WATCH_STEPS  # steps from one search to the next, doubled with each
         self._search_from = self._num_done + self._min_pause
@@ -208,7 +208,7 @@ class Director:
 
     @property
     def needed_steps(self) -> int:
-        """The steps of a fit that can pay for one calibration more, and for a search."""
+        """The fewest steps of a fit that can pay for one more calibration and a search."""
         # A search needs as many changes of the plan as a calibration at least.
         num_changes = limits.MIN_CHANGES * (2 + self._num_calibrations)
         return math.ceil(num_changes * limits.MIN_CHANGE_STEPS / self._max_regret)

@@ -12,20 +12,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 _NUM_STANDARD_ERRORS = 3.5
-"""An interval ends so many standard errors from its estimate. Normal noise would need 3.1 for a chance of one in a
-thousand on either side; visits are few, and their noise is not normal."""
+"""Distance of an interval's ends from its estimate, in standard errors. Normal noise would need 3.1 for a chance of one
+in a thousand on either side; visits are few, and their noise is not normal."""
 
 _SIGMA_OF_MEDIAN = 1.2533
-"""The median of many normally distributed values varies by so many times the standard error of their mean: the square
+"""Standard error of the median of many normally distributed values over the standard error of their mean: the square
 root of pi / 2."""
 
 _SIGMA_OF_SPREAD = {2: 1.7725, 3: 1.3820, 4: 1.4826}
-"""Normally distributed values have a standard deviation of so many times the median distance from their median, by how
-many a visit has; 1.4826 holds for many."""
+"""Standard deviation of normally distributed values over the median of their absolute distances from their median, by
+the number of values; 1.4826 holds for many."""
 
 _PRIOR_VISITS = 4.0
-"""The noise within visits weighs as much as so many visits in the estimate of the noise between them. A judgement: the
-few visits of a search differ too little or too much by chance to be believed alone."""
+"""Weight of the noise within visits, in visits, when the noise between them is estimated. A judgement: the few visits
+of a search differ too little or too much by chance to be believed alone."""
 
 _MIN_SIGMA = 0.002
 """No noise within visits is believed to be smaller, as four steps may be equal by chance."""
@@ -127,7 +127,7 @@ def _log_gains(visits: Sequence[TimedVisit]) -> dict[int, tuple[float, float]]:
 
 
 def _visit_variance(visits: Sequence[TimedVisit], differences: dict[int, list[float]]) -> float:
-    """Returns the variance of a visit's ``log_s``, from the steps within visits and from what repeated visits differ.
+    """Returns the variance of a visit's ``log_s``, from steps within visits and differences between visits.
 
     The median of absolute distances ignores single steps that took much longer, as the median of a visit does.
     """

@@ -20,14 +20,14 @@ from lightning_commopt.measure.recorder import issued_by
 from lightning_commopt.sync.ddp.buckets import synced_parameters
 
 EVERY_STEPS = 200
-"""A look begins every so many steps. Eight of them wait for the device, 4 % of all; each look is at another bucket."""
+"""Steps from the beginning of a look to the next one. Eight of them wait for the device, which is 4 %."""
 
 _WINDOWS = (range(4), range(24, 28))
 """The steps of a look, counted from its beginning. Twenty steps lie between the two windows, in which a compressor
 sends what a single large gradient has left in its residual."""
 
 _MAX_ELEMENTS = 2**13
-"""A look takes so many elements of a bucket at most, 64 KiB as float64. The sum of 8192 squares of normal values varies
+"""The most elements of a bucket that a look takes, 64 KiB as float64. The sum of 8192 squares of normal values varies
 by 1.6 %, which is little beside the limits."""
 
 _MIN_LIMIT = 0.1
@@ -38,8 +38,8 @@ _NUM_BOUNDS = 4.0
 ones have longer tails, and residuals add what was left before."""
 
 _STRIDE = 7
-"""Each look takes the bucket so many places further on. Few models have a multiple of 7 of them, so all buckets are
-looked at in the end, and neighbours, which are alike, not one after another."""
+"""Distance between the buckets of two looks that follow each other. Few models have a multiple of 7 buckets, so all of
+them get their turn, and neighbours, which are similar, are not looked at in succession."""
 
 
 def error_limit(compressor: Compressor) -> float:
@@ -62,7 +62,7 @@ class Guard:
         group: all ranks, over CPU.
 
     Attributes:
-        error: the 2-norm of the error over that of the exact averages in the last look; NaN before the first.
+        error: 2-norm of the error over the 2-norm of the exact averages in the last look; NaN before the first.
     """
 
     def __init__(self, model: Callable[[], DistributedDataParallel], group: dist.ProcessGroup) -> None:

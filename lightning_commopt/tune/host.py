@@ -1,4 +1,4 @@
-"""Host: the training that a tuner runs in, a fit of a Trainer or a loop on Fabric; and what earlier ones have chosen.
+"""Host: the training that a tuner runs in, a fit of a Trainer or a loop on Fabric; and the choices of earlier ones.
 
 Choices are kept in a file for each kind of training on this machine.
 """
@@ -30,7 +30,7 @@ _FORMAT = 1
 """Version of the description of a fit, raised when a key changes its meaning: older choices then count no more."""
 
 _MAX_CHOICES = 200
-"""So many choices are kept, of about 1 kB each. A judgement: more kinds of training than a user has at a time."""
+"""The most choices that are kept, about 1 kB each. A judgement: more kinds of training than a user has at a time."""
 
 _MAX_AGE_S = 365 * 86400.0
 """Choices are kept for a year. The description of a fit includes the version of torch, so older ones rarely match."""
@@ -57,8 +57,8 @@ class Host:
         strategy: has the plan, the ranks and their device.
         parameters: returns the parameters of the model, by name.
         buckets: what can be observed and predicted with DDP; None for sharded models, which try `tries`.
-        tries: the plans to try where nothing can be predicted, by the user's plan.
-        apply_plan: changes its plan at once; only called where a step begins.
+        tries: the plans to try where nothing can be predicted.
+        apply_plan: changes the strategy's plan at once; only called where a step begins.
         step: returns the number of optimizer steps so far.
         num_steps_left: returns how many steps are to come; infinity if unknown.
         accumulated: batches in a step; None if unknown. Plans that were chosen before hold for the same number only.
@@ -86,8 +86,8 @@ class Host:
     def describe(self, base: Plan) -> dict[str, Any] | None:
         """Returns what a choice holds for: model, ranks, devices, versions, the user's plan.
 
-        None for a plan whose compressor has no name. The link is not among it: a plan that was found before is tried
-        before it is chosen again.
+        None for a plan whose compressor has no name. The link is left out: an earlier choice is tried before it is
+        chosen again.
         """
         parameters = [*self.parameters()]
         shapes = [(name, list(value.shape), str(value.dtype)) for name, value in parameters if value.requires_grad]

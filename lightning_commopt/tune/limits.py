@@ -7,11 +7,11 @@ no measurement is named a number is a judgement, and its text says what it weigh
 # A search, see `Search`: the candidates and the user's plan take turns.
 
 MAX_STEPS = 49
-"""A search has so many steps at most, of all plans together: with the 11 before it, a fit searches for 60, which
+"""The most steps of a search, over all plans: with the 11 before it, a fit searches for 60, which
 docs/explanation/auto.md states. More would find smaller gains, and keep a slow plan for longer."""
 
 MAX_ARMS = 3
-"""So many candidates take part at most. Each must be visited twice, in six steps or more, with the user's plan in
+"""The most candidates that take part. Each must be visited twice, in six steps or more, with the user's plan in
 between, within `MAX_STEPS`."""
 
 MIN_GAIN = 0.02
@@ -19,21 +19,21 @@ MIN_GAIN = 0.02
 another plan."""
 
 NUM_TIMED_STEPS = 4
-"""A visit times so many steps: their median ignores one that is disturbed, and visits stay short enough for several."""
+"""Steps that a visit times: their median ignores one that is disturbed, and visits stay short enough for several."""
 
 NUM_TRIES = 3
-"""A visit in which no step counts, as each had a validation or another batch size, is repeated so often."""
+"""How often a visit is tried in which no step counts, because each had a validation or another batch size."""
 
 UNKNOWN_SLOWDOWN = 1.5
-"""A candidate without a prediction is taken to be so much slower when its visit is weighed against the budget; it is as
-far as one may be slower at all (`MAX_SLOWDOWN`)."""
+"""Assumed step time of a candidate without a prediction, as a multiple of the user's, when its visit is weighed against
+the budget. A slower one would be left at once (`MAX_SLOWDOWN`)."""
 
 UNKNOWN_CHANGE = 1.0
-"""A change of plan is taken to cost so many steps, and the first step after it as many more, until one was seen."""
+"""Assumed cost of a change of plan in steps, and again of the first step after it, until a change was timed."""
 
 MAX_SLOWDOWN = 1.5
-"""A visit ends at once if its steps are so much slower. A candidate like that cannot win, and every step of it costs
-half a step of the budget."""
+"""A visit ends at once if its steps take more than this multiple of the user's. Such a candidate cannot win, and every
+step of it costs half a step of the budget."""
 
 # The fit around it, see `Director`: what is observed before, and the watch after a choice.
 
@@ -42,31 +42,32 @@ NUM_START_STEPS, NUM_FIRST_STEPS = 3, 2
 long a step is, and so whether the fit is long enough for a search."""
 
 MIN_CHANGE_STEPS = 2.0
-"""A change of the plan is taken to cost so many steps before one was made: a step to wrap the model again, and one that
-the first step after it may take longer."""
+"""Assumed cost of a change of plan in steps before the first one: a step to wrap the model again, and one by which the
+first step after it may be longer."""
 
 MIN_CHANGES = 2
-"""Observing the user's plan takes so many changes, to it and back; a search takes two for each candidate at least."""
+"""Observing the user's plan takes two changes of plan, to it and back; a search takes two for each candidate at
+least."""
 
 LOSSY_HANDICAP = 0.02
 """A lossy plan must save this share of a step beyond a lossless one. A judgement: the price of gradients that are not
 exact, which no step time shows."""
 
 PROBATION_STEPS = 20
-"""So many steps are run with the plan that was chosen before the first look at it: enough for blocks of four steps, and
-few if the choice was wrong."""
+"""Steps with the chosen plan before the first look at it: enough for blocks of four steps, and few if the choice was
+wrong."""
 
 NUM_ON_PROBATION = 3
-"""A plan that is not faster than the user's is rolled back at one of its first looks, so many, which are over after 220
-steps. Later the machine may have become slower for every plan."""
+"""First looks at which a plan is rolled back if it is not faster than the user's; they are over after 220 steps. Later
+the machine may have become slower for every plan."""
 
 DRIFT = 0.15
-"""The step time must change by so much before another plan may be the fastest. A judgement: a smaller change rarely
+"""Share by which the step time must change before another plan is searched for. A judgement: a smaller change rarely
 alters the order of plans by the 2 % that a search asks for, and step times of shared machines wander by some
 percent."""
 
 NUM_NOISES = 5.0
-"""It must also change by so many standard errors of a look, twice in a row: a fit has thousands of looks."""
+"""Standard errors of a look by which it must also change, twice in a row: a fit has thousands of looks."""
 
 FIRST_SHARE, ALL_SHARE = 0.6, 0.7
 """A first search may cost this share of the budget, and all searches together this one. The rest is for bad luck, as

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 _NUM_BLOCKS = 5
-"""A look is divided into so many blocks: 20 steps each during a watch, beside which the few steps that a host's clock
-may be ahead are little, and enough blocks for a median that ignores a disturbed one."""
+"""Blocks of a look. During a watch they have 20 steps each, so that it matters little if the host's clock is ahead by a
+few steps, and the median over five of them ignores a disturbed one."""
 
 _SIGMA_OF_SPREAD = 1.4826
-"""Normally distributed values have a standard deviation of so many times the median distance from their median."""
+"""Standard deviation of normally distributed values over the median of their absolute distances from their median."""
 
 
 class Look(NamedTuple):

@@ -1,4 +1,4 @@
-"""LoopPlan: ``plan="auto"`` in a loop on Fabric, which no hook of ours begins, ends or divides into steps."""
+"""LoopPlan: ``plan="auto"`` in a loop on Fabric, whose beginning, end and steps no hook reports."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class LoopPlan(AutoPlan):
     that others have dropped.
 
     Args:
-        strategy: for Fabric.
+        strategy: the strategy of Fabric.
         options: what may be chosen; None if ``plan`` is not "auto".
-        syncs: the gradient sync of each module that is set up.
+        syncs: the gradient syncs of the modules that are set up.
         apply_plan: changes the plan of the modules with these syncs, and of later ones; all ranks call it.
     """
 

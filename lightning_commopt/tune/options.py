@@ -20,7 +20,7 @@ class TuneOptions:
     """What ``plan="auto"`` may change.
 
     Attributes:
-        lossy: compressors that may be chosen; of shards, for a strategy of sharded models.
+        lossy: compressors that may be chosen. For a strategy of sharded models they are `ShardedCompressor`.
         has_fixed_hook: the user has chosen a compressor, which stays.
         has_fixed_buckets: the user has chosen the buckets, which stay.
     """
@@ -34,9 +34,9 @@ class TuneOptions:
         """Checks the two options beside the others; None unless ``plan`` is "auto".
 
         Args:
-            plan: as given to a strategy.
-            lossy: as given.
-            options: the plan's options and the others for ``DistributedDataParallel``, as given.
+            plan: the strategy's option ``plan``.
+            lossy: the strategy's option ``lossy``.
+            options: the plan's options and the others for ``DistributedDataParallel``.
 
         Raises:
             OptionError: a value is not allowed, two exclude each other, or nothing is left to choose.
@@ -76,9 +76,9 @@ class TuneOptions:
         """Checks the two options of a strategy for sharded models; see `of`.
 
         Args:
-            plan: as given to the strategy.
-            lossy: as given.
-            options: the other options, as given.
+            plan: the strategy's option ``plan``.
+            lossy: the strategy's option ``lossy``.
+            options: the strategy's other options.
 
         Raises:
             OptionError: a value is not allowed, two exclude each other, or nothing is left to choose.
@@ -94,8 +94,8 @@ class TuneOptions:
             raise OptionError(f"plan='auto' has nothing to choose beside comm_hook={hook!r}: give one of the two")
         if not allowed:
             raise OptionError(
-                "plan='auto' has nothing to choose: of sharded models it chooses among compressors, which are lossy:"
-                " list what it may choose, such as lossy=['bf16', 'int8']"
+                "plan='auto' has nothing to choose: for sharded models it chooses among lossy compressors only. List"
+                " those it may choose, such as lossy=['bf16', 'int8']"
             )
         return cls(lossy=allowed)
 
@@ -113,11 +113,11 @@ class TuneOptions:
 
 
 def plan_from_option(plan: Any, options: Mapping[str, Any]) -> CommPlan | None:
-    """Returns the plan that a strategy was given whole, or as a file; None if its options make it.
+    """Returns the plan that was given to a strategy as a whole or as a file; None if its options make it.
 
     Args:
-        plan: as given.
-        options: the plan's options, as given.
+        plan: the strategy's option ``plan``.
+        options: the plan's options.
 
     Raises:
         OptionError: it is neither, the file holds none, or options are given besides.

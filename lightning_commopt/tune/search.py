@@ -45,7 +45,8 @@ class SearchResult:
         gains: the gain of each candidate that was timed, by arm.
         base_s: time of a step with the user's plan; NaN if none counted.
         num_steps: steps that the search took.
-        lost_s: its time less that of the same number of steps with the user's plan; negative if it saved time.
+        lost_s: time that the search took, less the time of as many steps with the user's plan; negative if it saved
+            time.
         why: "faster", "none faster", "not sure", "too short" (the run, for its cost) or "unmeasurable".
         has_more: there are candidates that no search has tried.
     """
@@ -66,14 +67,14 @@ class Search:
     """One search; `run` is a generator that yields visits, receives their reports and returns what it has found.
 
     Args:
-        expected: time of a step with each plan over that with the user's, at worst; the first is of arm 0, and None
-            where it is unknown, infinite for one that must not be tried. The most promising first.
+        expected: for each plan, the most promising first, the longest predicted step time over the user's: 1 for arm 0,
+            None if it is unknown, infinity for a plan that must not be tried.
         budget_steps: how many steps with the user's plan the search may cost at most.
         arm: the plan that steps run with at present. It was chosen before if it is not the user's, and stays unless
             it is found to save less than 2 % of a step.
         is_start: the fit has just begun.
         num_settling_steps: after a change of plan, not timed: DDP lays out its buckets after the first of them.
-        handicaps: by arm, extra saving that is required of it, as a share of a step.
+        handicaps: extra saving that is required of a plan, as a share of a step, by arm.
         earlier: visits of searches before this one that still count.
         tried: arms that searches have timed whose visits count no longer. Without ``earlier`` others go before them.
 
@@ -189,7 +190,7 @@ class Search:
 
     @property
     def lost_s(self) -> float:
-        """The time so far less that of the same number of steps with the user's plan; never more than the search took.
+        """The time so far, less the time of as many steps with the user's plan; never more than the search took.
 
         Steps count with the typical time of their plan, as the same steps may have been slow with the user's plan too:
         those with the user's plan lose nothing. What a first step after a change takes longer counts with its median.

@@ -1,4 +1,4 @@
-"""Tuner: carries out in one fit, on every rank, what rank 0 decides."""
+"""Tuner: carries out the decisions of rank 0 on every rank of a fit."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from lightning_commopt.tune.step_timer import StepTimer
 from lightning_commopt.tune.verdict import History, news
 
 _ROW = 128
-"""A rank sends so many numbers: the times of a visit's steps, `WATCH_STEPS` at most, then the guard's error and the
-time of the change before it. A message of fixed size needs no other one before it."""
+"""Numbers that a rank sends after a visit: the times of its steps, at most `WATCH_STEPS`, the guard's error, and the
+time of the change of plan. A fixed size saves a message with the size."""
 
 
 class Tuner:
@@ -43,7 +43,7 @@ class Tuner:
         base: the user's plan.
         resumed: a plan that was chosen before, and that the strategy has; None to search.
         max_regret: share of the fit's time that searching may cost.
-        tells_verdict: log what a search has found when it has ended; that it begins is logged anyway.
+        tells_verdict: log the result of each search; that a search begins is logged anyway.
 
     Attributes:
         plans: the user's plan, and the candidates; the same on all ranks.
@@ -220,7 +220,7 @@ class Tuner:
             self._group.return_to_pool()
 
     def _tell(self) -> None:
-        """Logs that a search begins, and what it has found, once for each."""
+        """Logs that a search begins, and later its result, each once."""
         text = "" if self.director is None else news(self.director, self.plans)
         is_wanted = self.director is not None and (self._tells_verdict or self.director.is_searching)
         if is_wanted and text not in ("", self.told):
@@ -234,8 +234,9 @@ class Tuner:
         if hook is not None and error > error_limit(hook):
             self.director.forbid([arm for arm, plan in enumerate(self.plans) if arm and plan.comm_hook == hook])
             warn(
-                f"plan='auto': averages of comm_hook={compressor_name(hook)!r} are off by {error:.2g} of the gradient's"
-                f" norm, and {error_limit(hook):.2g} is its limit: training goes on with {self.plans[0].name}."
+                f"plan='auto': averages with comm_hook={compressor_name(hook)!r} are off by {error:.2g} of the"
+                f" gradient's norm, above its limit of {error_limit(hook):.2g}. Training continues with"
+                f" {self.plans[0].name}."
             )
 
     def _change_to(self, arm: int, measuring_limit_s: float) -> None:

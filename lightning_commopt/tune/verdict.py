@@ -32,8 +32,8 @@ _NOTHING_TRIED = {
 }
 
 _MAX_NUMBERS = 1000
-"""A record keeps so many step times at most, some ten kilobytes: in a long fit these are the first searches, which have
-chosen its plan, and not the watch that follows."""
+"""The most step times in a record, some ten kilobytes. In a long fit they cover the searches that chose its plan, and
+not the watch that follows."""
 
 _LEFT = {
     "rolled back": "a faster plan did not stay faster",
@@ -44,7 +44,7 @@ _HIDDEN = ": backward hides gradient sync as far as any could"
 
 
 def news(director: Director, plans: Sequence[Plan]) -> str:
-    """Returns what a user hears while the fit goes on: that a search begins, then `verdict`; empty before."""
+    """Returns what is logged during the fit: that a search begins, then `verdict`; empty before."""
     if director.is_searching:
         others = "; ".join(plan.name for plan in plans[1:])
         return f"A search begins, of {MAX_STEPS} steps at most. The plan is {plans[0].name}; candidates are {others}."
@@ -112,7 +112,7 @@ def _choice(director: Director, plans: Sequence[Plan]) -> str:
         why = left[-1] if result.arm and left else _WHY.get(result.why, result.why)
         return f"{own}, after {result.num_steps} steps of search: {why}."
     gain, base_s = result.gains[arm], result.base_s
-    after = f"{MILLISECONDS.text(base_s * (1 - gain.gain))} a step instead of {MILLISECONDS.text(base_s)}"
+    after = f"{MILLISECONDS.text(base_s * (1 - gain.gain))} per step instead of {MILLISECONDS.text(base_s)}"
     between = f"{short_percent(gain.gain)} less, {short_percent(gain.low)} to {short_percent(gain.high)}"
     measured = f"{after} ({between}){_predicted(director, arm)}"
     return f"Chosen after {result.num_steps} steps of search: {plans[arm].name}, {measured}."

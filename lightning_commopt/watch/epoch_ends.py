@@ -18,8 +18,8 @@ from lightning_commopt.watch.uneven_batches import UnevenBatchesError, different
 class _Epoch:
     """One pass through the training batches on this rank."""
 
-    run: int = 0  # its number in this fit, from 1; the same on all ranks
-    number: int = 0  # Lightning's number of it, for messages
+    run: int = 0  # number of the epoch in this fit, from 1; the same on all ranks
+    number: int = 0  # Lightning's number of the epoch, for messages
     num_ended: int = -1  # batches that this rank has completed; -1 before the first one
     has_left: bool = True  # whether this rank has ended the epoch
     was_stopped: bool = False  # whether ``trainer.should_stop`` was set then
@@ -111,7 +111,8 @@ class EpochEnds:
             missing = [rank for rank in self._ranks if not store.check([f"{run}/rank/{rank}"])]
             raise TimeoutError(
                 f"Rank {self._rank} has ended epoch {epoch.number} after {epoch.num_ended} batches, and"
-                f" {ranks_text(missing)} {'has' if len(missing) == 1 else 'have'} not within {self._timeout_s:g} s."
+                f" {ranks_text(missing)} {'has' if len(missing) == 1 else 'have'} not ended it within"
+                f" {self._timeout_s:g} s."
             )
         numbers = json.loads(store.get(f"{run}/all"))
         store.add(f"{run}/seen", 1)

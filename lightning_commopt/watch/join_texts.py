@@ -14,7 +14,7 @@ from lightning_commopt.text.formatting import list_some, ranks_text
 from lightning_commopt.watch.hangs.process import descendants, process_state
 
 _MAX_SHOWN = 8
-"""A message lists so many ranks, hosts or processes at most, so that it stays readable on a terminal."""
+"""The most ranks, hosts or processes in a message, so that it stays readable on a terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +72,8 @@ def unconnected_text(address: str, arrivals: Sequence[Arrival], joined: Collecti
     misplaced, why = find_misplaced(arrivals, master)
     if not misplaced:
         return (
-            f"{start}: {_text_of(arrivals)}. Their addresses match: probably a firewall blocks ports between them other"
-            f" than that of {address}, or NCCL and gloo should use another interface"
+            f"{start}: {_text_of(arrivals)}. Their addresses match: probably a firewall blocks ports between them,"
+            f" except {address}, or NCCL and gloo should use another interface"
             f" ({arrivals[0].listening.variable})"
         )
     others = [arrival for arrival in arrivals if arrival not in misplaced]
@@ -95,7 +95,7 @@ def find_misplaced(arrivals: Sequence[Arrival], master: str | None) -> tuple[lis
     times = Counter(ip for ip, _ in networks)
     repeated = [arrival for arrival in arrivals if times[_interface(arrival).ip] > 1]
     if repeated:
-        return repeated, "an address that several hosts have, such as that of a bridge on each"
+        return repeated, "an address that several hosts have, such as the address of a bridge on each of them"
     right = _right_network(arrivals, master)
     outside = [arrival for arrival in arrivals if right is not None and _interface(arrival).ip not in right]
     return outside, f"which is not in {right} as the others' addresses are" if outside else ""

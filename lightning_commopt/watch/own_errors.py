@@ -22,4 +22,4 @@ def log_own_errors(watch: str) -> Iterator[None]:
     except Exception:
         if watch not in _logged:
             _logged.add(watch)
-            _logger.exception("%s has failed by an error of its own; training continues without it.", watch)
+            _logger.exception("%s failed because of a bug in it; training continues without it.", watch)

@@ -1,4 +1,4 @@
-"""Peers: detects that another rank has failed, without a message from it."""
+"""Peers: detects that another rank has failed, without a message from that rank."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from lightning_commopt.watch.hangs.process import process_fields
 _KEY = "lifeline"
 
 _MAX_TRIES = 3
-"""The first rank of a node tries so often to connect to rank 0: again after a lost packet, but a firewall that drops
-all of them delays no more looks than these."""
+"""Tries of a node's first rank to connect to rank 0. One more follows a lost packet, and a firewall that drops all
+packets delays only this many looks."""
 
 _MAX_HELLO_BYTES = 256
-"""So much is read of a connection that has not identified itself: a number and a token of 32 digits are far shorter."""
+"""Bytes that are read of a connection that has not identified itself; a number and a token of 32 digits are far
+shorter."""
 
 _MAX_STRANGERS = 64
-"""So many connections are accepted in one update, and their tokens are read in the next. A judgement: nodes connect
-within a second or two, and strangers never hold more descriptors than these."""
+"""The most connections that one update accepts; the next one reads their tokens. A judgement: nodes connect within a
+second or two, and strangers never hold more descriptors than these."""
 
 _BACKLOG = 1024
-"""So many connections may wait to be accepted, so that strangers do not keep ranks out."""
+"""Connections that may wait to be accepted, so that strangers do not keep ranks out."""
 
 _T = TypeVar("_T")
 
@@ -55,7 +56,7 @@ class Lifelines:
 
     Attributes:
         ended: ranks whose connection has ended.
-        connections: by rank, those that are open.
+        connections: the open ones, by rank.
     """
 
     def __init__(self, store: dist.Store, rank: int, first_ranks: Collection[int], main_address: str) -> None:
@@ -155,9 +156,9 @@ class Failure(NamedTuple):
 class Peers:
     """Which ranks of a fit have failed.
 
-    A rank that raises writes that to the store. If one was killed, or has called ``os._exit``, the ranks on the same
-    host notice that its process has ended before the fit, and write that; for the first rank on each host the
-    `Lifelines` show it to other hosts.
+    A rank that raises writes its failure to the store. If a rank was killed, or called ``os._exit``, the ranks on the
+    same host notice that its process has ended before the fit, and write the failure. `Lifelines` show other hosts the
+    end of a host's first rank.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class Peers:
     def query_store(self, fn: Callable[[], _T], default: _T) -> _T:
         """Returns what a function reads from the store; ``default`` once the store is lost.
 
-        It ends with the process of rank 0, except under torchrun, whose agent has it.
+        The store ends with the process of rank 0, except under torchrun, whose agent hosts it.
         """
         if not self._is_store_lost and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             self._is_store_lost = _is_gone(self._processes.get(0, ""))
@@ -195,7 +196,7 @@ class Peers:
                 self._processes[rank] = process
 
     def fail(self, exception: BaseException) -> str | None:
-        """Writes to the store that this rank has failed, unless another, which is then the cause, has done so before.
+        """Writes to the store that this rank has failed, unless another rank, as the cause, did so before.
 
         Returns:
             The text, with the traceback; None if nothing was written, or after Ctrl-C.
@@ -279,7 +280,7 @@ class Peers:
 def _process_name(pid: int) -> str | None:
     """Returns a name that no other process ever has; None if it has ended, or cannot be seen."""
     fields = process_fields(pid)
-    # Number 22 in proc(5): when it has started.
+    # Field 22 of proc(5) is the start time.
     return None if fields is None or fields[0] in "ZX" else f"{namespace_name('pid')} {pid} {fields[19]}"
 
 

@@ -62,23 +62,23 @@ def make_even(trainer: Trainer, policy: str, device: torch.device) -> int | None
         return own
     if most_batches_left(trainer) <= smallest:
         return None
-    found = f"Ranks have different numbers of training batches: {_numbers_text(numbers)}."
+    counts = f"Ranks have different numbers of training batches: {_numbers_text(numbers)}."
     if policy != "error" and smallest == 0:
-        raise UnevenBatchesError(f"{found} uneven_batches={policy!r} cannot help a rank that has none. {_WHY}")
+        raise UnevenBatchesError(f"{counts} uneven_batches={policy!r} cannot help a rank without batches. {_WHY}")
     if policy == "error":
-        raise UnevenBatchesError(f"{found} {_WHY} {_WHAT_TO_DO}")
+        raise UnevenBatchesError(f"{counts} {_WHY} {_WHAT_TO_DO}")
     if policy == "drop":
         dropped = sum(numbers) - smallest * len(numbers)
         warn_once(
-            f"{found} uneven_batches='drop': every epoch ends after {smallest} batches on all ranks, and"
-            f" {dropped} in all are dropped."
+            f"{counts} uneven_batches='drop': every epoch ends after {smallest} batches on all ranks, which"
+            f" drops {_count(dropped)} in total."
         )
         if own > smallest:
             limit_batches(trainer, smallest)
         return smallest
     repeated = largest * len(numbers) - sum(numbers)
     warn_once(
-        f"{found} uneven_batches='pad': every epoch has {largest} batches on all ranks; those with fewer start over,"
+        f"{counts} uneven_batches='pad': every epoch has {largest} batches on all ranks; those with fewer start over,"
         f" and {repeated} batches count twice or more."
     )
     if own < largest:
@@ -101,7 +101,7 @@ def goes_on_message(left: tuple[int, int], going: tuple[int, int], epoch: int, *
     """
     why = ", as trainer.should_stop was set there" if was_stopped else ""
     return (
-        f"Rank {left[0]} has ended epoch {epoch} after {_count(left[1])}{why}, and rank {going[0]} goes on after"
+        f"Rank {left[0]} has ended epoch {epoch} after {_count(left[1])}{why}, and rank {going[0]} continues after"
         f" {_count(going[1])}. {_WHY} {_STOP_TOGETHER if was_stopped else _WHAT_TO_DO}"
     )
 

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.lightnings import LightningModule
+from support.lightnings import LightningModule, ModelCheckpoint
+from support.strategy_models import trainer
 
 
 class Line(LightningModule):
@@ -22,3 +23,10 @@ class Line(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def trainer_for(callbacks: list[Any], **settings: Any) -> Any:
+    """Returns a Trainer of one epoch in this process, which saves if a callback does."""
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    options = {"strategy": "auto", "callbacks": callbacks, "enable_checkpointing": saves, "max_epochs": 1}
+    return trainer(**{**options, **settings})

@@ -325,20 +325,3 @@ def test_steps_are_counted_on_after_a_resume(tmp_path: Path) -> None:
     for steps, num_metrics in run_ranks(resumed, str(tmp_path)):
         assert steps == [14, 19]
         assert num_metrics > len(TIMES)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"every_n_steps": 0}, "every_n_steps must be .* at least 1, got 0"),
-        ({"every_n_steps": 2.5}, "every_n_steps"),
-        ({"num_warmup_steps": -1}, "num_warmup_steps must be .* at least 0, got -1"),
-        ({"log": "none"}, "log must be one of 'default', 'all', got 'none'"),
-        ({"save_records": "yes"}, "save_records"),
-        ({"fit_link_model": 1}, "fit_link_model must be .*, got 1"),
-        ({"print_summary": None}, "print_summary"),
-    ],
-)
-def test_bad_options_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CommTimeMonitor(**options)

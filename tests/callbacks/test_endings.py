@@ -40,10 +40,7 @@ _CROSS_SECTION = ["ddp,step", "commopt,validation"]
 def _check(cases: list[str], folder: Path, *, watched: bool = True) -> None:
     names = [f"{case},{watched}" for case in cases]
     program = Program([_SCRIPT, str(folder), *names], folder)
-    try:
-        assert program.wait(_LIMIT_S), program.output
-    finally:
-        program.kill()
+    program.finish(_LIMIT_S)
     ends = dict(line.split(maxsplit=1) for line in program.output.splitlines() if line.startswith(tuple(names)))
     for name in names:
         way = name.split(",")[1]

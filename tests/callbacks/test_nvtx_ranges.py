@@ -2,10 +2,11 @@ import pickle
 import threading
 import warnings
 
-import line
 import nvtx  # type: ignore[import-untyped]
 import pytest
 import torch
+from line import Line as OneLayer
+from line import trainer_for
 from recorded_domain import RecordedDomain
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -15,7 +16,6 @@ from lightning_commopt.measure.observer import END, START, BucketInfo
 from support.cross_section import sampled
 from support.lightnings import Callback, DDPStrategy, LightningOptimizer, ModelCheckpoint
 from support.ranks import run_ranks
-from support.strategy_models import trainer
 
 STEP = ["get batch", "forward", "backward", "optimizer step"]
 ACCUMULATED = STEP[:-1]
@@ -28,7 +28,7 @@ def domain(monkeypatch):
     return recorded
 
 
-class Line(line.Line):
+class Line(OneLayer):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -102,13 +102,6 @@ class Endless(IterableDataset[torch.Tensor]):
 def loader(num_batches=3, num_ranks=1):
     samples = torch.linspace(0, 1, 6 * num_batches * num_ranks).reshape(-1, 3)
     return DataLoader(TensorDataset(samples), batch_size=2)
-
-
-def trainer_for(callbacks, **settings):
-    saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    return trainer(
-        **{"strategy": "auto", "callbacks": callbacks, "enable_checkpointing": saves, "max_epochs": 1, **settings}
-    )
 
 
 def fit(model=None, data=None, ckpt_path=None, callbacks=(), **settings):
@@ -267,28 +260,6 @@ def test_names_and_colours(domain):
     assert (colors["forward"], colors["validation"]) == (COLORS["cyan"], 0xFF112233)
     kept = ["get batch", "backward", "optimizer step"]
     assert [colors[name] for name in kept] == [COLORS[color] for color in ("purple", "red", "yellow")]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"colors": {"foward": "red"}}, "colors: a range must be one of 'Batch', .*'bucket', got 'foward'"),
-        (
-            {"colors": {"forward": "reed"}},
-            "colors: 'forward' must be one of 'blue', .* or an ARGB integer .*got 'reed'",
-        ),
-        ({"colors": {"forward": -1}}, "from 0 to 0xFFFFFFFF, got -1"),
-        ({"colors": {"forward": 1 << 32}}, "from 0 to 0xFFFFFFFF, got 4294967296"),
-        ({"colors": {"forward": True}}, "got True"),
-        ({"colors": {"forward": None}}, "got None"),
-        ({"colors": "red"}, "colors must be a mapping .*got 'red'"),
-        ({"domain": ""}, "domain must be a non-empty string, got ''"),
-        ({"domain": None}, "domain must be a non-empty string, got None"),
-    ],
-)
-def test_wrong_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        NVTXRanges(**settings)
 
 
 def on_two_ranks(kind, is_watched):

@@ -6,10 +6,10 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_commopt import CommOptDDP, CommOptModelParallel
 from lightning_commopt.callbacks.run_description import describe_hook
+from support.collectives import takes_collectives
 
 
 def _custom(state: torch.distributed.ProcessGroup, bucket: Any) -> torch.futures.Future[torch.Tensor]:
@@ -35,7 +35,7 @@ def test_what_averages_the_gradients(strategy: dict[str, Any], name: str, is_los
     assert describe_hook(CommOptDDP(**strategy)) == {"comm_hook": name, "is_lossy": is_lossy}
 
 
-@pytest.mark.skipif(not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="compressed from torch 2.9 on")
+@takes_collectives
 @pytest.mark.parametrize(
     ("options", "name", "is_lossy"),
     [

@@ -112,11 +112,6 @@ def test_batches_that_lightning_skips():
     assert speed.samples_per_s == pytest.approx(4 * speed.steps_per_s)
 
 
-def test_a_negative_warm_up_is_refused():
-    with pytest.raises(ValueError, match="at least 0, got -1"):
-        SpeedMonitor(num_warmup_steps=-1)
-
-
 def test_it_stands_beside_lightnings_throughput_monitor(tmp_path):
     """If it fails, the two overwrite each other's numbers or states."""
     logger = CSVLogger(str(tmp_path), name="", version="")

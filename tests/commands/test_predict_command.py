@@ -69,7 +69,7 @@ def test_a_run_of_fsdp2_is_refused_with_the_reason(operation: str, source: str, 
     StepWriter(rank_file(tmp_path, 0), header).write([record])
     message = refusal("predict", tmp_path)
     assert ("FSDP2's reduce-scatters" in message) == (operation != "all_reduce")
-    assert ("is none of ours" in message) == (operation == "all_reduce")
+    assert ("is not from lightning_commopt" in message) == (operation == "all_reduce")
 
 
 def test_the_runs_own_plan_is_what_was_measured(run_dir: Path) -> None:
@@ -91,7 +91,7 @@ def test_other_worlds(run_dir: Path) -> None:
     assert link["exposed_s"] < usual["exposed_s"] / 10
     assert batches["step_s"] == pytest.approx(usual["step_s"] + 3 * 0.06, rel=0.05)
     output = commopt("predict", run_dir, "--comm-hook=bf16", "--ranks=64", "--link=25gbit", "--accumulate=4").output
-    assert "with 64 ranks, a link of 25gbit, 4 batches a step" in " ".join(output.split())
+    assert "with 64 ranks, a link of 25gbit, 4 batches per step" in " ".join(output.split())
 
 
 def test_named_compressors_only(run_dir: Path) -> None:

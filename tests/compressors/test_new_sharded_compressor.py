@@ -7,18 +7,15 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_commopt import CommOptDDP, CommOptModelParallel
-from lightning_commopt.compat.hydra import allow_targets
 from lightning_commopt.compressors import compressor_from_config, compressor_to_config, registry
 from lightning_commopt.compressors.catalog import example_compressors, ready_shards
 from lightning_commopt.compressors.configs import sharded_from_config
 from lightning_commopt.compressors.shards import FromShards
 from lightning_commopt.strategy.adapters import aliases
 from lightning_commopt.testing import check_compressor
-from lightning_commopt.train.sweep.config import check_config
-from support.composed import composed
+from support.collectives import takes_collectives
 from support.cross_section import sampled
 
 _FILE = '''
@@ -74,19 +71,7 @@ def test_both_strategies_know_its_name(module: ModuleType) -> None:
     assert ready_shards()["fp8"] == module.Float8()
 
 
-@pytest.mark.usefixtures("module")
-def test_its_yaml_is_an_option_of_commopt_train(tmp_path: Path) -> None:
-    """If it fails, a YAML in the group is not enough."""
-    folder = tmp_path / "conf" / "strategy" / "comm_hook"
-    folder.mkdir(parents=True)
-    (folder / "fp8.yaml").write_text("name: fp8\n")
-    with allow_targets(["lightning_commopt", "lightning"]):
-        check_config(composed("strategy/comm_hook=fp8", f"hydra.searchpath=[file://{tmp_path / 'conf'}]"))
-
-
-@pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
-)
+@takes_collectives
 @pytest.mark.parametrize("is_whole", sampled([False, True], by_default=[False]))
 def test_it_obeys_the_laws_of_both(is_whole: bool, module: ModuleType) -> None:
     """If it fails, buckets that are averaged as shards are wrong, or more bytes travel than are counted."""

@@ -70,22 +70,6 @@ def test_every_compressor_has_a_name(compressor: Compressor) -> None:
     assert compressor_from_config(json.loads(json.dumps(config))) == compressor
 
 
-@pytest.mark.parametrize(
-    ("written", "message"),
-    [
-        ("powersg", "did you mean 'powersgd'"),
-        ("fp16_compress_hook", "did you mean 'fp16'"),
-        ({"name": "powersgd", "rank": 2}, "did you mean 'matrix_rank'"),
-        ({"name": "powersgd", "residual_type": "bfloat16"}, "did you mean 'residual_dtype'"),
-        ({"name": "int8", "inner": "bf16"}, "'int8' has no option 'inner'"),
-    ],
-)
-def test_hints(written: Any, message: str) -> None:
-    """If it fails, a typing error is answered by a list only."""
-    with pytest.raises(OptionError, match=message):
-        CommPlan(comm_hook=written)
-
-
 def test_options_by_name() -> None:
     """If it fails, an option that is given to the strategy is not led back to its compressor."""
     assert names_with_option("warm_start") == ["low_rank", "powersgd"]

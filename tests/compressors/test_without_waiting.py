@@ -52,12 +52,6 @@ def run_steps(compressor: Compressor, device: str, num_matrices: int = 3) -> lis
     return [flat.cpu() for flat in flats]
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "bf16_feedback", "powersgd_rank_4"])
-def test_a_bad_step_is_seen_and_got_over(name: str) -> None:
-    outcome = run_steps(COMPRESSORS[name], "cpu")
-    assert [bool(flat.isfinite().all()) for flat in outcome] == [True, True, True, False, True]
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", COMPRESSORS)

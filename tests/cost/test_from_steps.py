@@ -109,7 +109,7 @@ def test_a_run_with_somebody_elses_hook(tmp_path: Path) -> None:
     for rank in range(2):
         header = {"rank": rank, "world_size": 2, "origin_unix_s": 0.0, "comm_hook": "my_hook"}
         StepWriter(rank_file(tmp_path, rank), header).write([step(0)])
-    with pytest.raises(ValueError, match="'my_hook', is none of ours"):
+    with pytest.raises(ValueError, match="'my_hook', is not from lightning_commopt"):
         basis_of_run(tmp_path)
     with pytest.raises(FileNotFoundError):
         basis_of_run(tmp_path / "nothing")

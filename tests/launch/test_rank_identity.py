@@ -107,8 +107,8 @@ def test_of_a_list() -> None:
         ("127.0.0.1", {}, "two or more different"),
         ("a,,b", {}, "two or more different"),
         ("a,a", {}, "two or more different"),
-        ("a,b", TORCHRUN, "torchrun knows them"),
-        ("a,b", SLURM, "srun knows them"),
+        ("a,b", TORCHRUN, "torchrun knows its hosts"),
+        ("a,b", SLURM, "srun knows its hosts"),
     ],
 )
 def test_a_wrong_list(hosts: str, environment: dict[str, str], words: str) -> None:

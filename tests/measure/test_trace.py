@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from copy import deepcopy
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -234,29 +233,10 @@ def test_mistakes_are_one_line(tmp_path):
     write_run(tmp_path, num_steps=3)
     assert _command(tmp_path, "--first-step", 3) == (
         2,
-        f"commopt: first_step=3, num_steps=100: {tmp_path} has steps 0 to 2\n",
+        f"commopt: first_step=3 and num_steps=100 select no step: {tmp_path} has steps 0 to 2\n",
     )
     status, output = _command(tmp_path, "--output", tmp_path)
     assert (status, len(output.splitlines())) == (2, 1)
     assert _command(tmp_path, "--num-steps", 0)[0] == 2
     with pytest.raises(ValueError, match="num_steps must be at least 1, got 0"):
         write_trace(tmp_path, num_steps=0)
-
-
-def test_the_checks_find_what_viewers_stumble_over(tmp_path):
-    """Else the tests above would pass with any file."""
-    write_run(tmp_path, num_steps=2)
-    good = _trace(tmp_path)
-    slices = [index for index, event in enumerate(good["traceEvents"]) if event["ph"] == "X"]
-    named = next(index for index, event in enumerate(good["traceEvents"]) if event["name"] == "process_name")
-    changes = [
-        (slices[0], "dur", 1.5 * STEP_S * 1e6),
-        (slices[0], "ts", -1),
-        (slices[1], "ts", 1e-4),
-        (slices[0], "ph", "B"),
-    ]
-    for index, key, value in [*changes, (slices[0], "tid", 3), (named, "pid", 5), (slices[2], "name", "")]:
-        bad = deepcopy(good)
-        bad["traceEvents"][index][key] = value
-        with pytest.raises((AssertionError, KeyError)):
-            check_trace(bad)

@@ -3,7 +3,6 @@
 What it says is in ``golden/verdicts.txt``, a block for each of `CASES`, whose name says what a reader needs to hear.
 """
 
-import dataclasses
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -197,11 +196,6 @@ def test_before_the_first_step() -> None:
     result = verdict({**sample_metrics(), **nothing}, world_size=8, comm_hook="none", is_lossy=False)
     assert "No gradient sync" in result.headline
     assert len(result.recommendations) == 1
-
-
-def test_a_verdict_does_not_change() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        judged().headline = ""  # type: ignore[misc]
 
 
 def test_a_missing_metric_is_an_error() -> None:

@@ -22,11 +22,7 @@ LOSSY = ("int8", "powersgd")
 def run(scenario: str, folder: Path) -> str:
     """Runs a scenario of ``ray_fits``, and returns what its driver has printed."""
     program = Program([str(Path(__file__).with_name("ray_fits.py")), scenario, str(folder)], folder)
-    try:
-        assert program.wait(LIMIT_S), f"{program.processes()} are left: {program.output[-5000:]}"
-    finally:
-        program.kill()
-    assert program.process.returncode == 0, program.output[-5000:]
+    assert program.finish(LIMIT_S) == 0, program.output[-5000:]
     return program.output
 
 

@@ -19,11 +19,7 @@ _ROW = re.compile(r" *(NaN|int8) +(1|25) +([0-9.]+) +([0-9.]+) +([0-9.]+)\n")
 def test_finds_the_plan_with_the_least_time(tmp_path: Path) -> None:
     """If it fails, the numbers of CommTimeMonitor do not reach Tune, or a plan does not reach its trial."""
     program = Program([str(Path(__file__).parents[2] / "examples" / "ray_tune.py")], tmp_path)
-    try:
-        assert program.wait(LIMIT_S), f"{program.processes()} are left: {program.output[-5000:]}"
-    finally:
-        program.kill()
-    assert program.process.returncode == 0, program.output[-5000:]
+    assert program.finish(LIMIT_S) == 0, program.output[-5000:]
     rows = _ROW.findall(program.output[program.output.rindex("config/comm_hook") :])
     assert {row[:2] for row in rows} == {("NaN", "1"), ("NaN", "25"), ("int8", "1"), ("int8", "25")}
     assert len(rows) == 4

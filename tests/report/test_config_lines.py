@@ -6,6 +6,7 @@ import yaml
 from lightning_commopt import CommOptDDP, CommOptModelParallel, ShardedPlan
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.report.build import build_report
+from lightning_commopt.report.config_lines import config_forms
 from support.composed import composed
 from support.sample_runs import save_run
 
@@ -32,6 +33,13 @@ def test_yaml_and_python_make_the_same_plan(tmp_path, plan):
     assert CommPlan.from_dict(strategy) == plan
     (python,) = [line for line in lines if line.startswith("# in Python: ")]
     assert eval(python.removeprefix("# in Python: "), {"CommOptDDP": CommOptDDP}).plan == plan
+    names: dict[str, CommOptDDP] = {}
+    exec(config_forms(lines)["Python"], names)
+    assert names["strategy"].plan == plan
+    assert yaml.safe_load(config_forms(lines)["YAML"])["strategy"] == {
+        "_target_": "lightning_commopt.CommOptDDP",
+        **strategy,
+    }
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -14,7 +14,9 @@ import pytest
 from lightning_commopt.measure.files import rank_file
 from lightning_commopt.measure.runs.losses import LossPoint
 from lightning_commopt.report.build import build_report
+from lightning_commopt.report.figures.decision import WITHOUT_LOSS, decision
 from lightning_commopt.report.figures.loss import MAX_CURVES, loss_curves
+from lightning_commopt.report.figures.plot import Plot, Trace, extent, linear_axis, log_axis
 from lightning_commopt.report.figures.scaling import scaling_charts
 from lightning_commopt.report.figures.style import Chart, PlanStyle, plan_styles, typical_run
 from lightning_commopt.report.figures.throughput import bucket_sizes, overlap, peak_memory, step_parts, throughput
@@ -29,9 +31,16 @@ def _styles(report: Report) -> dict[str, PlanStyle]:
     return plan_styles(setting.sync_method for group in report.groups for setting in group.settings)
 
 
-def _drawn(chart: Chart | None) -> Any:
-    """Returns the figure as the page gets it."""
-    return json.loads(known(known(chart).figure).to_json())
+def _plot(chart: Chart | None) -> Plot:
+    return known(known(chart).plot)
+
+
+def _x(trace: Trace) -> list[float]:
+    return [point.x for point in trace.points]
+
+
+def _y(trace: Trace) -> list[float]:
+    return [point.y for point in trace.points]
 
 
 def _names(chart: Chart | None) -> list[str]:
@@ -67,8 +76,12 @@ def test_bars_have_the_medians_and_intervals(sweep: Report) -> None:
 def test_bucket_sizes_have_a_line_for_each_plan(sweep: Report) -> None:
     group = sweep.groups[0]
     chart = bucket_sizes(group, _styles(sweep))
-    assert [line["x"] for line in _drawn(chart)["data"]] == [["25", "100"]] * 4
-    assert _drawn(chart)["layout"]["xaxis"]["categoryarray"] == ["25", "100"]
+    assert [_x(line) for line in _plot(chart).traces] == [[0, 1]] * 4
+    assert _plot(chart).x.ticks == ((0, "25"), (1, "100"))
+    rates = {(setting.sync_method, setting.bucket_cap_mb): setting.samples_per_s for setting in group.settings}
+    none = _plot(chart).traces[0].points[1]
+    interval = known(rates["none", 100.0])
+    assert (none.y, none.y_ends) == (interval.median, (interval.low, interval.high))
     assert len(set(_names(chart))) == 4
 
 
@@ -77,17 +90,16 @@ def test_a_bucket_size_of_none_has_no_place_on_the_axis(tmp_path: Path) -> None:
     for size in (0, 5, 25):
         save_run(tmp_path / str(size), f"trainer.strategy.bucket_cap_mb={size}", plan=None, samples_per_s=1.0)
     report = build_report([tmp_path])
-    (line,) = _drawn(bucket_sizes(report.groups[0], _styles(report)))["data"]
-    assert line["x"] == ["5", "25"]
+    plot = _plot(bucket_sizes(report.groups[0], _styles(report)))
+    assert [text for _, text in plot.x.ticks] == ["5", "25"]
+    assert [_x(line) for line in plot.traces] == [[0, 1]]
 
 
 def test_a_plan_looks_the_same_everywhere(four_methods: Report) -> None:
     """If it fails, a reader takes one plan for another from chart to chart."""
     group, styles = four_methods.groups[0], _styles(four_methods)
-    lines = [line for line in _drawn(scaling_charts(group, styles)[0])["data"] if line["mode"] == "lines+markers"]
-    of_scaling = {
-        scaling.sync_method: line["line"]["color"] for scaling, line in zip(group.scalings, lines, strict=True)
-    }
+    lines = [line for line in _plot(scaling_charts(group, styles)[0]).traces if line.symbol]
+    of_scaling = {scaling.sync_method: line.color for scaling, line in zip(group.scalings, lines, strict=True)}
     bars = known(throughput(group, styles))
     of_setting = {bar.name: bar.parts[0].color for bar in bars.bars}
     assert {of_setting[f"{name}, 2 ranks"] == color for name, color in of_scaling.items()} == {True}
@@ -105,12 +117,12 @@ def test_lines_of_a_plan_differ_in_more_than_the_colour() -> None:
 def test_speedups_have_the_ideal_and_amdahls_curve(four_methods: Report) -> None:
     group = four_methods.groups[0]
     chart = scaling_charts(group, _styles(four_methods))[0]
-    ideal, *lines = _drawn(chart)["data"]
-    assert (ideal["x"], ideal["y"]) == ([1, 4], [1, 4])
+    ideal, *lines = _plot(chart).traces
+    assert (_x(ideal), _y(ideal)) == ([1, 4], [1, 4])
     for scaling, (fit, points) in zip(group.scalings, zip(lines[::2], lines[1::2], strict=True), strict=True):
         share = known(scaling.serial_share)
-        assert fit["y"][-1] == pytest.approx(1 / (share + (1 - share) / 4))
-        assert points["y"] == pytest.approx([interval.median for interval in scaling.speedups])
+        assert _y(fit)[-1] == pytest.approx(1 / (share + (1 - share) / 4))
+        assert _y(points) == pytest.approx([interval.median for interval in scaling.speedups])
     assert any(label.startswith("interleaved") and "f" in label for label in _names(chart))
     assert "naive" in chart.note
 
@@ -120,18 +132,18 @@ def test_a_scaling_without_one_rank_is_drawn_over_the_fewest(tmp_path: Path) -> 
         save_run(tmp_path / str(ranks), f"ranks={ranks}", world_size=ranks, samples_per_s=10.0 * ranks)
     report = build_report([tmp_path])
     chart = scaling_charts(report.groups[0], _styles(report))[0]
-    ideal, points = _drawn(chart)["data"]
-    assert ideal["y"] == points["y"][::2] == [1, 4]
+    ideal, points = _plot(chart).traces
+    assert _y(ideal) == _y(points)[::2] == [1, 4]
     assert chart.y_title == "speed-up over 2 ranks (times)"
-    assert _drawn(scaling_charts(report.groups[0], _styles(report))[1])["data"][1]["y"] == [100, 100, 100]
+    assert _y(_plot(scaling_charts(report.groups[0], _styles(report))[1]).traces[1]) == [100, 100, 100]
 
 
 def test_efficiency_is_speedup_over_ranks(four_methods: Report) -> None:
     group = four_methods.groups[0]
-    _, *lines = _drawn(scaling_charts(group, _styles(four_methods))[1])["data"]
+    _, *lines = _plot(scaling_charts(group, _styles(four_methods))[1]).traces
     for scaling, line in zip(group.scalings, lines, strict=True):
         shares = [100 * interval.median / n for n, interval in zip(scaling.num_ranks, scaling.speedups, strict=True)]
-        assert line["y"] == pytest.approx(shares)
+        assert _y(line) == pytest.approx(shares)
 
 
 def test_a_scaling_that_makes_it_slower_is_named(four_methods: Report) -> None:
@@ -178,9 +190,9 @@ def test_overlap_never_saves_more_than_its_bound(sweep: Report) -> None:
 
 def test_losses_end_where_the_runs_did(sweep: Report) -> None:
     by_step, by_time = loss_curves(sweep.groups[0], _styles(sweep))
-    lines = [trace for trace in _drawn(by_step)["data"] if trace["mode"] == "lines"]
-    assert {trace["x"][-1] for trace in lines} == {200}
-    ends_s = [trace["x"][-1] for trace in _drawn(by_time)["data"] if trace["mode"] == "lines"]
+    lines = [trace for trace in _plot(by_step).traces if trace.dash]
+    assert {_x(trace)[-1] for trace in lines} == {200}
+    ends_s = [_x(trace)[-1] for trace in _plot(by_time).traces if trace.dash]
     assert len(set(ends_s)) == len(ends_s)
     assert len(_names(by_step)) == len(lines) <= MAX_CURVES
 
@@ -197,8 +209,8 @@ def test_a_loss_ends_where_it_is_no_number(sweep: Report) -> None:
     """If it fails, a run that diverges looks like a shorter one that is well."""
     setting = sweep.groups[0].settings[0]
     chart = loss_curves(_with_losses(sweep, [5.0, 5.0, 5.0, math.nan, 6.0]), _styles(sweep))[0]
-    (line,) = _drawn(chart)["data"]
-    assert line["y"] == [5.0] * 3
+    (line,) = _plot(chart).traces
+    assert _y(line) == [5.0] * 3
     assert f'The loss of "{setting.name}" is NaN from step 3 on.' in chart.note
 
 
@@ -219,7 +231,7 @@ def test_the_losses_that_matter_are_drawn_first(sweep: Report) -> None:
     last = settings[-1]
     many = replace(group, settings=tuple(settings), baseline=last, fastest=settings[-3], recommended=settings[-5])
     chart = loss_curves(many, plan_styles(setting.sync_method for setting in settings))[0]
-    hover = json.dumps(_drawn(chart)["data"])
+    hover = " ".join(trace.hover for trace in _plot(chart).traces)
     assert all(setting.name in hover for setting in settings[-1:-6:-2])
     assert len(_names(chart)) == MAX_CURVES
     assert "7 more are left out" in chart.note
@@ -227,7 +239,7 @@ def test_the_losses_that_matter_are_drawn_first(sweep: Report) -> None:
 
 def test_a_steep_loss_has_a_logarithmic_axis(sweep: Report) -> None:
     chart = loss_curves(_with_losses(sweep, [10.0 / (1 + at) for at in range(50)]), _styles(sweep))[0]
-    assert _drawn(chart)["layout"]["yaxis"]["type"] == "log"
+    assert _plot(chart).y.is_log
     assert "logarithmic" in chart.y_title
 
 
@@ -241,12 +253,31 @@ def test_timelines_show_each_plan_on_one_time_axis(sweep: Report) -> None:
     group = sweep.groups[0]
     charts = timelines(group)
     assert [chart.title for chart in charts] == [setting.name for setting in group.settings]
-    assert len({tuple(_drawn(chart)["layout"]["xaxis"]["range"]) for chart in charts}) == 1
+    assert len({known(chart.lane_axis).high for chart in charts}) == 1
     for chart in charts:
-        kinds = {trace["name"] for trace in _drawn(chart)["data"]}
-        assert {"forward", "backward", "optimizer", "wire", "exposed"} <= kinds
+        kinds = {part.swatch for lane in chart.lanes for part in lane.parts}
+        assert {"forward", "backward", "optimizer", "wire", "stalled"} <= kinds
         assert "Step " in chart.note
-        assert _drawn(chart)["layout"]["yaxis"]["ticktext"] == ["rank 0", "rank 1"]
+        assert [lane.name for lane in chart.lanes if lane.name] == ["rank 0", "rank 1"]
+
+
+def test_a_timeline_has_the_times_of_the_step(sweep: Report) -> None:
+    """If it fails, a reader sees communication where there was none."""
+    group = sweep.groups[0]
+    (step, *_), (chart, *_) = typical_steps(group), timelines(group)
+    (record, *_), axis = step.ranks, known(chart.lane_axis)
+    phases, *buckets = chart.lanes[: 1 + len(record.buckets)]
+    length_s = axis.high * 1e-3
+    assert chart.x_title.endswith("(ms)")
+    drawn = [(part.start * length_s, part.end * length_s) for part in phases.parts]
+    assert drawn[: len(record.phases)] == [
+        pytest.approx((phase.start_s - record.start_s, phase.end_s - record.start_s)) for phase in record.phases
+    ]
+    last = record.buckets[-1]
+    assert drawn[-1] == pytest.approx((last.ready_s - record.start_s, last.end_s - record.start_s))
+    sent = [part for lane in buckets for part in lane.parts if part.swatch == "wire"]
+    spans = [span for bucket in record.buckets for span in bucket.wire]
+    assert [(part.end - part.start) * length_s for part in sent] == pytest.approx([end - start for start, end in spans])
 
 
 def test_timelines_are_of_the_settings_with_most_ranks(four_methods: Report) -> None:
@@ -300,18 +331,100 @@ def test_charts_without_numbers_are_left_out(sweep: Report, tmp_path: Path) -> N
     assert sections(group, _styles(sweep)) == []
 
 
-def test_every_figure_is_calm_on_a_phone(report: Report) -> None:
-    """No drag zoom, which would catch the finger; margins that leave room for the plot."""
-    found = [sections(group, _styles(report)) for group in report.groups]
-    charts = [chart for of_group in found for section in of_group for chart in section.charts]
-    for figure in [chart.figure for chart in charts if chart.figure is not None]:
-        layout = figure.layout
-        assert layout.dragmode is False
-        assert layout.showlegend is False
-        assert layout.xaxis.fixedrange
-        assert layout.yaxis.fixedrange
-        assert layout.margin.l + layout.margin.r <= 200
-        assert layout.width is None
+def test_every_number_lies_within_its_axes(report: Report) -> None:
+    """If it fails, a chart hides a point, or an axis has no number to read it by, or more than a phone has room for."""
+    plots = [
+        known(chart.plot)
+        for group in report.groups
+        for chart in (
+            *(chart for section in sections(group, _styles(report)) for chart in section.charts if chart.plot),
+            known(decision(group, _styles(report))),
+        )
+    ]
+    assert len(plots) >= 3
+    for plot in plots:
+        across, down = extent(plot.traces)
+        for axis, values in ((plot.x, across), (plot.y, down)):
+            assert all(0 <= round(axis.place(value), 6) <= 100 for value in values)
+            assert 1 <= len([value for value, _ in axis.ticks if 0 <= axis.place(value) <= 100]) <= 7
+
+
+def test_the_decision_has_each_speedup_with_its_price(sweep: Report) -> None:
+    """If it fails, the picture that readers decide by shows other numbers than the table."""
+    group = sweep.groups[0]
+    chart = known(decision(group, _styles(sweep)))
+    points = {
+        point.hover.partition(":")[0]: (point, trace.is_marked)
+        for trace in _plot(chart).traces
+        if trace.symbol
+        for point in trace.points
+    }
+    assert set(points) == {setting.name for setting in group.settings}
+    base, _ = points[group.baseline.name]
+    assert (base.x, base.y, base.x_ends, base.label) == (1, 0, None, "baseline")
+    losses = known(group.baseline.val_loss)
+    (band,) = _plot(chart).bands
+    assert band.y_ends == pytest.approx(
+        [100 * (known(end) / losses.median - 1) for end in (losses.low, losses.high)],
+    )
+    for setting in group.settings:
+        point, is_marked = points[setting.name]
+        assert is_marked == (setting is group.recommended)
+        if setting is not group.baseline:
+            speedup, loss = known(setting.speedup), known(setting.val_loss)
+            assert (point.x, point.x_ends) == (speedup.median, (speedup.low, speedup.high))
+            assert point.y == pytest.approx(100 * (loss.median / losses.median - 1))
+            assert known(point.y_ends)[1] == pytest.approx(100 * (known(loss.high) / losses.median - 1))
+
+
+def test_without_losses_the_decision_is_bars(sweep: Report) -> None:
+    group = sweep.groups[0]
+    settings = tuple(replace(setting, loss_change=None) for setting in group.settings)
+    without = replace(group, settings=settings, baseline=settings[0], recommended=None)
+    chart = known(decision(without, _styles(sweep)))
+    assert chart.plot is None
+    assert chart.note.startswith(WITHOUT_LOSS)
+    medians = [1.0, *(known(setting.speedup).median for setting in settings[1:])]
+    ends = [bar.parts[0].end for bar in chart.bars]
+    assert [end / ends[0] for end in ends] == pytest.approx(medians)
+    known_end = known(chart.bars[-1].interval)[1] / ends[0]
+    assert known_end == pytest.approx(known(settings[-1].speedup).high)
+
+
+def test_a_setting_without_a_loss_is_named_below_the_decision(sweep: Report) -> None:
+    group = sweep.groups[0]
+    settings = (*group.settings[:-1], replace(group.settings[-1], loss_change=None))
+    chart = known(decision(replace(group, settings=settings, recommended=None), _styles(sweep)))
+    assert f"without a place here: {settings[-1].name}." in chart.note
+    assert len(_names(chart)) == len(settings) - 1
+
+
+def test_a_single_setting_needs_no_decision(sweep: Report) -> None:
+    alone = _with(replace(sweep.groups[0], settings=sweep.groups[0].settings[:1]))
+    assert decision(alone, _styles(sweep)) is None
+
+
+@pytest.mark.parametrize(
+    ("ends", "texts"),
+    [
+        ((0.0, 13.0), ["0", "5", "10"]),
+        ((-0.4, 0.9), ["0.0", "0.5"]),
+        ((0.0, 0.0032), ["0.000", "0.001", "0.002", "0.003"]),
+        ((0.0, 250_000.0), ["0", "50,000", "100,000", "150,000", "200,000", "250,000"]),
+    ],
+)
+def test_ticks_are_round_numbers(ends: tuple[float, float], texts: list[str]) -> None:
+    axis = linear_axis([], ends=ends)
+    shown = [text for _, text in axis.ticks]
+    assert shown[-len(texts) :] == texts
+    assert len(shown) <= 7
+
+
+def test_a_logarithmic_axis_has_equal_ratios_at_equal_distances() -> None:
+    axis = log_axis([1.0, 1000.0])
+    assert axis.place(10) - axis.place(1) == pytest.approx(axis.place(1000) - axis.place(100))
+    assert [text for _, text in axis.ticks] == ["1", "10", "100", "1000"]
+    assert [text for _, text in log_axis([1.0, 6.0]).ticks] == ["1", "2", "5"]
 
 
 def _group_of(folder: Path) -> Group:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, expect
 
+from lightning_commopt.report.config_lines import config_forms
 from lightning_commopt.report.model import Report
 from lightning_commopt.report.page import write_page
 from support.browser import CHROMIUM, NO_CHROMIUM, OpenPage, opened, started_browser
@@ -26,17 +27,16 @@ FONTS = {
     "narrow": "font-family: DejaVu Sans Condensed, Arial Narrow, serif !important; letter-spacing: -0.4px !important;",
 }
 
-# Texts at the axes of plots and in their bars, as they are on the screen.
-LABELS = """() => [...document.querySelectorAll(".plot")].map(plot => ({
+# Numbers at the axes of plots and timelines, and words beside points, as they are on the screen.
+LABELS = """() => [...document.querySelectorAll(".plot, .lanes")].filter(plot => plot.checkVisibility()).map(plot => ({
     plot: plot.getBoundingClientRect().toJSON(),
-    labels: [...plot.querySelectorAll("svg text")].filter(text => text.textContent.trim() && text.checkVisibility(
-        {opacityProperty: true, visibilityProperty: true}) && text.getBoundingClientRect().width > 0).map(
+    labels: [...plot.querySelectorAll(".xtick, .ytick, text")].map(
         text => ({...text.getBoundingClientRect().toJSON(), text: text.textContent}))
 }))"""
 
 # Texts of charts that are HTML, and hang out of their boxes; tables scroll in theirs.
 HANGING_OUT = """() => [...document.querySelectorAll("figure *")].filter(
-    element => !element.closest(".plot, .scroll, svg") && element.textContent.trim()
+    element => !element.closest(".plot, .lanes, .scroll, svg") && element.textContent.trim()
         && !element.matches("script, noscript")
         && element.getBoundingClientRect().right > element.closest("figure").getBoundingClientRect().right + 1)
     .map(element => element.textContent.trim().slice(0, 60))"""
@@ -99,10 +99,10 @@ def test_neither_complains_nor_asks_for_anything(page: OpenPage) -> None:
 
 def test_all_charts_are_drawn_with_data(page: OpenPage) -> None:
     drawn = page.evaluate(
-        """[...document.querySelectorAll(".plot")].map(
-            plot => plot.querySelectorAll(".trace path, .trace .point path, .bars .point path").length)"""
+        """[...document.querySelectorAll(".plot, .lanes, .bars")].map(chart => [...chart.querySelectorAll(
+            ".trace use, .trace polyline, .part")].filter(mark => mark.getBoundingClientRect().width > 0).length)"""
     )
-    assert len(drawn) == page.evaluate("document.querySelectorAll('script[type=\"application/json\"]').length") >= 4
+    assert len(drawn) >= 4
     assert min(drawn) > 0
 
 
@@ -110,7 +110,7 @@ def test_never_scrolls_sideways(page: OpenPage) -> None:
     """If it fails, a phone shows a page that slides about; tables scroll in their own box."""
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
     assert page.evaluate(
-        "[...document.querySelectorAll('.plot svg')].every(svg => svg.getBoundingClientRect().right <= innerWidth)"
+        "[...document.querySelectorAll('.plot > svg')].every(svg => svg.getBoundingClientRect().right <= innerWidth)"
     )
 
 
@@ -131,7 +131,7 @@ def test_no_label_covers_another_or_leaves_its_chart(page: OpenPage) -> None:
 def test_every_axis_has_a_name_and_a_unit(page: OpenPage) -> None:
     figures = page.evaluate(
         """[...document.querySelectorAll("figure")].map(figure => [
-            figure.querySelector(".bars, .ytick text").textContent.match(/^-?[\\d.]/) ? 2 : 1,
+            figure.querySelector(".plot") ? 2 : 1,
             ...[...figure.querySelectorAll(".axis")].map(text => text.textContent)])"""
     )
     for num_axes, *titles in figures:
@@ -162,7 +162,7 @@ def test_a_click_sorts_the_table_as_the_numbers_say(sweep: OpenPage, reports: di
     by_throughput = sorted(
         settings, key=lambda setting: -(setting.samples_per_s.median if setting.samples_per_s else math.nan)
     )
-    header = sweep.page.locator("thead th", has_text="samples/s")
+    header = sweep.page.locator(".group > .scroll thead th", has_text="samples/s")
     header.locator("button").click()
     assert header.get_attribute("aria-sort") == "descending"
     assert _names(sweep) == [setting.name for setting in by_throughput]
@@ -176,7 +176,7 @@ def test_a_click_sorts_the_table_as_the_numbers_say(sweep: OpenPage, reports: di
 
 def test_the_keyboard_sorts_the_table(sweep: OpenPage, reports: dict[str, Report]) -> None:
     settings = reports["sweep"].groups[0].settings
-    button = sweep.page.locator("thead th", has_text="exposed").locator("button")
+    button = sweep.page.locator(".group > .scroll thead th", has_text="exposed").locator("button")
     button.focus()
     sweep.page.keyboard.press("Enter")
     shares = {setting.name: setting.exposed_share.median if setting.exposed_share else math.nan for setting in settings}
@@ -184,23 +184,59 @@ def test_the_keyboard_sorts_the_table(sweep: OpenPage, reports: dict[str, Report
     assert sweep.page.locator("[aria-sort=ascending], [aria-sort=descending]").count() == 1
 
 
-def test_copies_the_config_lines(sweep: OpenPage, reports: dict[str, Report]) -> None:
+def test_copies_each_form_of_the_configuration_whole(sweep: OpenPage, reports: dict[str, Report]) -> None:
+    """If it fails, what is pasted lacks a line, or is for another place than its tab says."""
     group = reports["sweep"].groups[0]
-    setting = group.recommended or group.fastest
+    forms = config_forms((group.recommended or group.fastest).config_lines)
+    assert list(forms) == ["Python", "YAML", "Command line"]
     sweep.page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    button = sweep.page.locator(".answers .copy")
-    button.click()
-    expect(button).to_have_text("Copied")
-    assert sweep.evaluate("navigator.clipboard.readText()") == "\n".join(setting.config_lines)
+    for place, text in forms.items():
+        sweep.page.locator(".answers .tabs > label", has_text=place).click()
+        button = sweep.page.locator(".answers .copy:visible")
+        button.click()
+        expect(button).to_have_text("Copied")
+        assert sweep.evaluate("navigator.clipboard.readText()") == text
 
 
 def test_hovering_tells_the_values(sweep: OpenPage) -> None:
-    assert "samples/s" in (sweep.page.locator(".bars .part").first.get_attribute("title") or "")
-    plot = sweep.page.locator(".plot").first
-    plot.scroll_into_view_if_needed()
-    plot.locator(".scatterlayer .point").first.hover(force=True)
-    sweep.page.wait_for_selector(".hoverlayer .hovertext")
-    assert "samples/s" in (plot.locator(".hoverlayer .hovertext").first.text_content() or "")
+    assert "samples/s" in (sweep.page.locator(".charts .bars .part").first.get_attribute("title") or "")
+    tooltip = sweep.page.locator(".charts .plot use > title").first
+    assert "samples/s" in (tooltip.text_content() or "")
+    assert sweep.page.locator(".answers .plot use > title").count() == 8
+
+
+def test_markers_are_where_the_numbers_are(sweep: OpenPage, reports: dict[str, Report]) -> None:
+    """If it fails, the picture of the decision shows other speed-ups than the table."""
+    centers = sweep.evaluate(
+        """[...document.querySelectorAll(".answers .plot use")].map(mark => {
+            const box = mark.getBoundingClientRect();
+            return [mark.querySelector("title").textContent.split(":")[0].replaceAll("\\u00a0", " "),
+                box.left + box.width / 2];
+        })"""
+    )
+    ticks = sweep.evaluate(
+        """[...document.querySelectorAll(".answers .plot .xtick")].map(tick => {
+            const box = tick.getBoundingClientRect();
+            return [Number(tick.textContent), box.left + box.width / 2];
+        })"""
+    )
+    (low, left), (high, right) = ticks[0], ticks[-1]
+    shown = {name: low + (high - low) * (at - left) / (right - left) for name, at in centers}
+    for setting in reports["sweep"].groups[0].settings:
+        speedup = 1.0 if setting.speedup is None else setting.speedup.median
+        assert shown[setting.name] == pytest.approx(speedup, abs=0.03)
+
+
+def test_a_dark_page_is_dark_and_readable(browser: Browser, paths: dict[str, Path]) -> None:
+    """If it fails, readers with a dark screen get a white page, or lines that cannot be told from it."""
+    with opened(browser, paths["ladder"], color_scheme="dark") as dark:
+        assert _contrast(dark, "p", "color") > 4.5
+        assert _contrast(dark, ".note", "color") > 4.5
+        for plan in range(8):
+            dark.evaluate(f"document.querySelector('h1').style.color = 'var(--plan-{plan})'")
+            assert _contrast(dark, "h1", "color") > 3
+    with opened(browser, paths["ladder"]) as light:
+        assert _contrast(light, "p", "color") > 4.5
 
 
 def test_a_finger_on_a_chart_scrolls_the_page(browser: Browser, paths: dict[str, Path]) -> None:
@@ -226,7 +262,25 @@ def test_a_finger_on_a_chart_scrolls_the_page(browser: Browser, paths: dict[str,
 
 
 def _names(page: OpenPage) -> list[str]:
-    return page.page.locator(".group tbody th").all_text_contents()
+    return page.evaluate("""[...document.querySelector(".group table").querySelectorAll("tbody th")].map(
+        name => name.dataset.value.replaceAll("\\u00a0", " "))""")
+
+
+def _contrast(page: OpenPage, selector: str, prop: str) -> float:
+    """Returns the contrast of an element's color with the page's background, as WCAG defines it: from 1 to 21."""
+    colors = page.evaluate(
+        f"""[getComputedStyle(document.querySelector("{selector}")).{prop},
+            getComputedStyle(document.body).backgroundColor].map(
+            text => text.match(/[\\d.]+/g).slice(0, 3).map(Number))"""
+    )
+    low, high = sorted(
+        sum(
+            weight * (value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4)
+            for weight, value in zip((0.2126, 0.7152, 0.0722), [part / 255 for part in color], strict=True)
+        )
+        for color in colors
+    )
+    return (high + 0.05) / (low + 0.05)
 
 
 def _is_inside(label: dict[str, float], plot: dict[str, float]) -> bool:

@@ -172,7 +172,7 @@ from typer.testing import CliRunner
 from lightning_commopt.commands.app import app
 result = CliRunner().invoke(app, ["report", *sys.argv[1:]])
 assert result.exit_code == 0, result.output
-print("imported", *{"torch", "lightning", "hydra", "plotly", "jinja2"}.intersection(sys.modules))
+print("imported", *{"torch", "lightning", "hydra", "jinja2"}.intersection(sys.modules))
 """
 
 

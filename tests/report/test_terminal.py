@@ -58,5 +58,5 @@ def test_a_link_is_said_with_the_table_and_in_the_answer(tmp_path):
         overrides = (f"strategy/comm_hook={comm_hook}", "link=200mbit")
         save_run(tmp_path / str(number), *overrides, sync_method=comm_hook, samples_per_s=rate)
     report = build_report([tmp_path])
-    assert "over a link of 200 Mbit/s" in report.groups[0].answer[0]
+    assert "over a link of 200 Mbit/s" in report.groups[0].answer[1]
     assert "hosts with 200 Mbit/s between them" in _printed(report, 100)

@@ -70,24 +70,24 @@ def test_predicted_and_measured_stand_side_by_side(tmp_path: Path) -> None:
 def test_every_step_of_the_search_is_drawn_as_its_plan(tmp_path: Path) -> None:
     """If it fails, steps are drawn at the wrong place, or as steps of another plan."""
     chart = _chart(tmp_path, sample_tuning({INT8: 0.4, SMALL: 1.4}))
-    drawn = json.loads(known(chart.figure).to_json())
-    by_plan = {line.name: trace for line, trace in zip(chart.lines, drawn["data"], strict=True)}
+    plot = known(chart.plot)
+    by_plan = {line.name: trace for line, trace in zip(chart.lines, plot.traces, strict=True)}
     assert list(by_plan) == ["uncompressed", "int8", "uncompressed, 5 MiB buckets"]
-    in_order = sorted(step for trace in by_plan.values() for step in trace["x"])
+    in_order = sorted(point.x for trace in by_plan.values() for point in trace.points)
     assert in_order == list(range(len(in_order)))
     assert len(in_order) > 30
     for share, trace in zip((1.0, 0.4, 1.4), by_plan.values(), strict=True):
-        assert trace["y"][1:] == pytest.approx([1e3 * BASE_S * share] * (len(trace["y"]) - 1), rel=0.1)
-    top = drawn["layout"]["yaxis"]["range"][1]
-    assert by_plan["uncompressed"]["y"][0] == pytest.approx(0.98 * top, rel=1e-4)
-    name, slow = by_plan["uncompressed"]["hovertext"][0].split("<br>")
-    assert name == "<b>uncompressed</b>"
-    assert float(slow.removeprefix("step 0: ").removesuffix(" ms")) > 1.5 * top
-    bands = drawn["layout"]["shapes"]
-    assert [band["x0"] for band in bands[1:]] == [band["x1"] for band in bands[:-1]]
-    assert [bands[0]["x0"], bands[-1]["x1"]] == drawn["layout"]["xaxis"]["range"]
-    colors = {band["fillcolor"] for band in bands}
-    assert colors == {trace["marker"]["color"] for trace in drawn["data"]}
+        times_ms = [point.y for point in trace.points[1:]]
+        assert times_ms == pytest.approx([1e3 * BASE_S * share] * len(times_ms), rel=0.1)
+    top = plot.y.high
+    slowest = by_plan["uncompressed"].points[0]
+    assert slowest.y == pytest.approx(0.98 * top, rel=1e-4)
+    assert float(slowest.hover.removeprefix("uncompressed, step 0: ").removesuffix(" ms")) > 1.5 * top
+    ends = [known(band.x_ends) for band in plot.bands]
+    assert [left for left, _ in ends[1:]] == [right for _, right in ends[:-1]]
+    assert (ends[0][0], ends[-1][1]) == (plot.x.low, plot.x.high)
+    colors = {band.color for band in plot.bands}
+    assert colors == {trace.color for trace in plot.traces}
     assert len(colors) == 3
 
 

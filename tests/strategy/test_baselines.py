@@ -16,7 +16,6 @@ from lightning_commopt import CommOptDDP
 from lightning_commopt.baselines import InterleavedDP, NaiveDP
 from lightning_commopt.commands.tune.inject import tuned_strategy
 from lightning_commopt.measure.record import StepRecord
-from lightning_commopt.plan import OptionError, UnknownOptionError
 from lightning_commopt.strategy.base import plan_of
 from support.cross_section import sampled
 from support.lightnings import LightningEnvironment, MisconfigurationException
@@ -264,27 +263,6 @@ def test_gradients_that_come_twice(strategy: str) -> None:
     """If it fails, half of a gradient is averaged."""
     for _, trace in run_ranks_or_raise(fit_once, strategy, Reentrant, world_size=2):
         assert "Expected to mark a variable ready only once" in (trace or "")
-
-
-@pytest.mark.parametrize("strategy", BASELINES.values())
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"bucket_cap_mb": 25}, OptionError, "bucket_cap_mb has no effect in (Naive|Interleaved)DP"),
-        ({"find_unused_parameters": True}, OptionError, "find_unused_parameters has no effect.* use CommOptDDP"),
-        ({"ddp_comm_hook": print}, OptionError, "ddp_comm_hook has no effect"),
-        ({"comm_hook": "bf16"}, OptionError, "comm_hook has no effect"),
-        ({"nccl": "debug"}, OptionError, "nccl has no effect"),
-        ({"bucket_cap": 25}, UnknownOptionError, "unknown option 'bucket_cap'; known options: accelerator, "),
-        ({"start_method": "thread"}, OptionError, "start_method must be one of popen, .* got 'thread'"),
-        ({"timeout": 5}, OptionError, "timeout must be a timedelta above 0, .* got 5"),
-        ({"process_group_backend": 1}, OptionError, "process_group_backend must be .* got 1"),
-    ],
-)
-def test_options_are_checked(strategy: Any, options: Any, error: type[Exception], message: str) -> None:
-    """If it fails, an option is silently without effect."""
-    with pytest.raises(error, match=message):
-        strategy(**options)
 
 
 def all_alone() -> list[tuple[Params, int]]:

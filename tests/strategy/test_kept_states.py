@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_commopt import CommOptDDP, CommOptModelParallel
 from lightning_commopt.sync.checkpoint import KEY, READABLE_VERSIONS, open_checkpoint
 from lightning_commopt.sync.fsdp2 import checkpoint as sharded_checkpoint
 from lightning_commopt.sync.state import CheckpointError
+from support.collectives import takes_collectives
 from support.cross_section import sampled
 from support.kept_states import DDP, HERE, SHARDED, Sharded
 from support.lightnings import Callback
@@ -24,9 +24,6 @@ from support.ranks import run_ranks
 from support.strategy_models import Tiny, loader, trainer
 
 _NUM_STEPS = 6  # before the checkpoint
-_of_fsdp2 = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
-)
 
 
 class _Look(Callback):
@@ -115,7 +112,7 @@ def _resumed_shards(path: Path, name: str) -> tuple[list[int], list[dict[str, Te
     return look.units, look.states, messages
 
 
-@_of_fsdp2
+@takes_collectives
 @pytest.mark.parametrize("version", sampled([1, 2], by_default=[2]))
 def test_residuals_of_shards_are_read(tmp_path: Path, version: int) -> None:
     """If it fails, an upgrade of this package drops what error feedback of shards has not sent yet."""
@@ -130,7 +127,7 @@ def test_residuals_of_shards_are_read(tmp_path: Path, version: int) -> None:
             assert its_state["residual"].any()
 
 
-@_of_fsdp2
+@takes_collectives
 @pytest.mark.parametrize("version", sampled([1, 2], by_default=[1]))
 def test_seeds_of_shards_go_on_without_their_collisions(version: int) -> None:
     """If it fails, a run that goes on with this version rounds on several ranks with the same numbers."""

@@ -1,11 +1,5 @@
 """Ranks that Lightning's launchers and torchrun start, in an environment of their own."""
 
-import contextlib
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import cache
@@ -15,6 +9,7 @@ import numpy as np
 import pytest
 
 from lightning_commopt import CommOptDDP
+from support.marked_processes import Program
 from support.ranks import run_ranks
 from support.side_by_side import two_at_a_time
 from support.strategy_models import Params, SelfFed, assert_same, numbers, trainer
@@ -28,35 +23,9 @@ pytestmark = pytest.mark.exhaustive  # programs that import everything, several 
 
 
 def _run(arguments: list[str], folder: Path) -> tuple[int, str]:
-    """Runs Python in a session of its own; returns its status and output. No process outlives the call."""
-    environment = {name: os.environ[name] for name in ("PATH", "HOME", "LIGHTNING_PACKAGE") if name in os.environ}
-    environment |= {"PYTHONPATH": os.pathsep.join(map(str, (_FOLDER, *_FOLDER.parents[:2]))), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *arguments]
-    with (folder / "output.txt").open("w+") as output:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
-        )
-        try:
-            status = process.wait(timeout=_LIMIT_S)
-            assert _ends(process.pid), "a process was left"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        output.seek(0)
-        return status, output.read()
-
-
-def _ends(group: int) -> bool:
-    """Returns whether the process group is gone, after a grace period."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.05)
-    return False
+    """Runs Python; returns its status and output. No process outlives the call."""
+    program = Program(arguments, folder)
+    return program.finish(_LIMIT_S), program.output
 
 
 def _fit() -> Params:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from lightning_commopt import CommOptModelParallel, OptionError
+from lightning_commopt import CommOptModelParallel
 from lightning_commopt.strategy.adapters import ADAPTERS, adapter_for
 from support.collectives import counted_collectives, needs_hooks
 from support.lightnings import PACKAGE, ModelParallelStrategy
@@ -118,23 +118,6 @@ def test_the_memory_is_printed_once(num_replicas: int, world_size: int, num_shar
     found = [float(number) for number in re.findall(r"([0-9.]+) MB", text)]
     np.testing.assert_allclose(found, [num_bytes / 1e6, num_bytes / num_shards / 1e6], rtol=0.05)
     assert others == [[]] * len(others)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"accumulate_grads": "unshaded"}, "one of sharded, unsharded, got 'unshaded'; did you mean 'unsharded'"),
-        ({"sigterm_every_n_steps": 0}, "sigterm_every_n_steps must be a number of steps above 0 or None, got 0"),
-        ({"timeout": 5}, "timeout must be a timedelta"),
-        ({"param_hook": "int4"}, "param_hook must be \"int8\" or None, got 'int4'"),
-        ({"reduce_scatter_max_input_buffers": 0}, "must be a number of buffers above 0 or None, got 0"),
-        ({"separate_reduce_scatter_group": 1}, "separate_reduce_scatter_group must be true or false, got 1"),
-    ],
-)
-def test_values(options: dict[str, Any], message: str) -> None:
-    """If it fails, a wrong value is noticed in the middle of a fit."""
-    with pytest.raises(OptionError, match=message):
-        CommOptModelParallel(**options)
 
 
 @pytest.mark.parametrize("package", ADAPTERS)

@@ -7,22 +7,20 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from lightning_commopt import CommOptModelParallel, OptionError, shard
 from lightning_commopt.compressors.sharded import ShardedInt8
+from support.collectives import takes_collectives
 from support.cross_section import sampled
 from support.lightnings import LightningModule, ModelParallelStrategy
 from support.ranks import run_ranks
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer
 
 # Older torch cannot run FSDP2 on CPU either.
-needs_comm_objects = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
-)
 
 
 class _Sharded(Tiny):
@@ -92,7 +90,7 @@ def _fit_without_forward() -> tuple[Params, Params, str]:
 
 
 @pytest.mark.exhaustive
-@needs_comm_objects
+@takes_collectives
 def test_parameters_are_gathered_without_a_forward() -> None:
     """If it fails, a LightningModule whose steps call a part of it cannot be sharded, or nothing explains why."""
     for got, expected, explanation in run_ranks(_fit_without_forward):
@@ -113,7 +111,7 @@ def _distance(got: Params, expected: Params) -> float:
     return float(np.linalg.norm(difference) / np.linalg.norm(np.concatenate([x.ravel() for x in expected.values()])))
 
 
-@needs_comm_objects
+@takes_collectives
 @pytest.mark.parametrize(
     "options",
     sampled([{}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}], by_default=[{}]),
@@ -143,7 +141,7 @@ CASES: list[tuple[Any, int, int, bool, dict[str, Any], float]] = [
 ]
 
 
-@needs_comm_objects
+@takes_collectives
 @pytest.mark.parametrize(
     ("comm_hook", "world_size", "num_replicas", "replicated", "options", "bound"),
     sampled(CASES, by_default=CASES[1:2]),
@@ -178,7 +176,7 @@ def _bytes(accumulate_grads: Any) -> tuple[int, int, Counter[str]]:
     return strategy.wire_bytes or 0, run.global_step, sizes
 
 
-@needs_comm_objects
+@takes_collectives
 def test_wire_bytes() -> None:
     """If it fails, records of runs show other bytes than travel."""
     by_mode = run_ranks(_bytes_of_both)[1]
@@ -188,21 +186,6 @@ def test_wire_bytes() -> None:
         assert len(matrices) == 3
         message_bytes = sum(ShardedInt8().message_bytes(numel, 2) for numel in matrices)  # each is in a unit of its own
         assert wire_bytes == reductions * (message_bytes + sizes["bytes"]) // 2
-
-
-@pytest.mark.parametrize(
-    ("comm_hook", "message"),
-    [
-        ("powersgd", "comm_hook: 'powersgd' averages whole gradients on every rank, .*: use CommOptDDP"),
-        ("int9", "comm_hook: 'int9' is unknown; known names: none, bf16, int8, int4, hierarchical"),
-        ({"name": "int8", "blocksize": 1}, "'int8' has no option 'blocksize'.*did you mean 'block_size'"),
-        (5, "comm_hook: must be a name"),
-    ],
-)
-def test_values(comm_hook: Any, message: str) -> None:
-    """If it fails, a wrong option is noticed in the middle of a fit."""
-    with pytest.raises(OptionError, match=message):
-        CommOptModelParallel(comm_hook=comm_hook)
 
 
 def test_torch_without_comm_objects(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,18 +208,11 @@ def _fit_whole() -> str:
     return ""
 
 
-@needs_comm_objects
+@takes_collectives
 def test_a_model_that_is_not_sharded() -> None:
     """If it fails, every rank trains on its own, or gradients are not compressed though the user asked for it."""
     for message in run_ranks(_fit_whole):
         assert "comm_hook: configure_model has not sharded the model" in message
-
-
-def test_blocks() -> None:
-    """If it fails, a wrong argument is noticed by torch only, or not at all."""
-    for blocks, message in [(0, "a number above 0, got 0"), (nn.LSTM, "has no module of this class"), ("x", "got 'x'")]:
-        with pytest.raises(OptionError, match=message):
-            shard(Tiny(), object(), blocks=blocks)  # type: ignore[arg-type]
 
 
 _OPTIONS: dict[str, Any] = {"separate_reduce_scatter_group": True, "reduce_scatter_max_input_buffers": 2}
@@ -269,7 +245,7 @@ def _with_int8_parameters() -> tuple[Params, Params]:
     return _fit(CommOptModelParallel(comm_hook="int8")), _fit(CommOptModelParallel(param_hook="int8"))
 
 
-@needs_comm_objects
+@takes_collectives
 def test_int8_parameters() -> None:
     """If it fails, parameters are not rounded where they are used, or the optimizer's own are."""
     for expected, got in run_ranks(_with_int8_parameters):

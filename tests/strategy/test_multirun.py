@@ -31,11 +31,7 @@ def test_jobs_after_one_that_raises_run(kind: str, fault: str, rank: int, has_ca
     """If it fails, one job's error ends a sweep, or leaves processes behind."""
     options = (f"kind={kind}", f"rank={rank}", f"has_callbacks={str(has_callbacks).lower()}")
     program = _sweep(tmp_path, f"fault='{fault} ',' '", *options, "hydra.sweep.subdir=.")
-    try:
-        assert program.wait(_LIMIT_S), f"{program.processes()} are left: {program.output}"
-    finally:
-        program.kill()
-    assert program.process.returncode == 1, program.output
+    assert program.finish(_LIMIT_S) == 1, program.output
     assert "ArithmeticError: broken" in program.output
     assert "JOB DONE ' ' in 3 steps" in program.output, program.output
 
@@ -45,9 +41,5 @@ def test_jobs_after_one_that_raises_run(kind: str, fault: str, rank: int, has_ca
 def test_a_job_that_exits_ends_the_sweep(fault: str, status: int, tmp_path: Path) -> None:
     """If it fails, a sweep that a job ends leaves processes behind, or hides the status."""
     program = _sweep(tmp_path, f"fault='{fault}',' '")
-    try:
-        assert program.wait(_LIMIT_S), f"{program.processes()} are left: {program.output}"
-    finally:
-        program.kill()
-    assert program.process.returncode == status, program.output
+    assert program.finish(_LIMIT_S) == status, program.output
     assert "JOB DONE" not in program.output

@@ -10,20 +10,16 @@ import torch
 from lightning.fabric import Fabric
 from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from lightning_commopt import CommOptDDP, CommOptModelParallel, shard
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
 from lightning_commopt.plan import ddp_options
 from lightning_commopt.text import validation
+from support.collectives import takes_collectives
 from support.kept_states import Sharded
 from support.ranks import run_ranks
 from support.strategy_models import FEATURES, Tiny, loader, trainer
-
-_takes_collectives = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
-)
 
 
 class _Scaled(Tiny):
@@ -77,7 +73,7 @@ def _fits() -> list[list[str]]:
     return warned
 
 
-@_takes_collectives
+@takes_collectives
 def test_options_of_fsdp2() -> None:
     """If it fails, somebody trains on with an option that does nothing, or is warned where it does something."""
     first, second = run_ranks(_fits)

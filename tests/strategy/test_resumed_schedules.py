@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_commopt import CommOptDDP, CommOptModelParallel, shard
+from support.collectives import takes_collectives
 from support.cross_section import sampled
 from support.every_compressor import COMPRESSORS
 from support.lightnings import Callback, LightningModule
@@ -180,9 +180,7 @@ def _changed(before: Setup, change: str, choose: random.Random) -> Setup:
     return before._replace(is_sharded=kind, hook=hook, is_fine=before.is_fine != (change == "layout"))
 
 
-@pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
-)
+@takes_collectives
 @pytest.mark.parametrize(
     ("source", "change"), sampled(_CASES, by_default=[("ddp", "strategy"), ("file", "strategy_ranks")])
 )

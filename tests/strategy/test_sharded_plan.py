@@ -9,11 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_commopt import (
-    CommOptDDP,
     CommOptModelParallel,
     CommPlan,
     OptionError,
@@ -25,14 +23,14 @@ from lightning_commopt.callbacks import CommTimeMonitor, HangMonitor, NVTXRanges
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt8
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.measure.runs.settings import nested
+from support.collectives import takes_collectives
+from support.kept_states import Sharded
 from support.lightnings import Callback
 from support.ranks import run_ranks, run_ranks_or_raise
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer
 from support.vanishing import Vanishing, check_that_both_end, prepare_rank
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
-)
+pytestmark = takes_collectives
 _LIMIT_S = 60
 _FEEDBACK = {"name": "int4", "error_feedback": True}
 
@@ -57,46 +55,6 @@ def test_plans_of_both_kinds_are_taken(plan: Any, hook: ShardedCompressor | None
     assert CommOptModelParallel(plan=tmp_path / "given.json").plan.comm_hook == hook
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"plan": CommPlan(bucket_cap_mb=25)}, "bucket_cap_mb is an option of DDP.*no buckets.*blocks"),
-        ({"plan": CommPlan(static_graph=False)}, "static_graph is an option of DDP.*records no graph"),
-        ({"bucket_cap_mb": 25}, "bucket_cap_mb is an option of DDP"),
-        ({"comm_hok": "int8"}, "unknown option 'comm_hok'; did you mean 'comm_hook'"),
-        ({"plan": CommPlan(comm_hook="powersgd")}, "comm_hook: 'powersgd' averages whole gradients"),  # type: ignore[arg-type]
-        ({"plan": "missing.json"}, "there is no file 'missing.json'"),
-        ({"plan": 3}, "plan must be a ShardedPlan, a CommPlan, the path of a file or None, got 3"),
-        ({"plan": ShardedPlan(), "param_hook": "int8"}, "is a whole plan, so param_hook cannot be given too"),
-        ({"accumulate_grads": "unshard"}, "accumulate_grads must be one of sharded, unsharded, got 'unshard'; did you"),
-        ({"param_hook": "int4"}, "param_hook must be \"int8\" or None, got 'int4'"),
-        ({"uneven_batches": "drp"}, "uneven_batches must be one of error, drop, pad, allow, got 'drp'; did you mean"),
-        ({"uneven_batches": "pad", "watch": False}, "uneven_batches='pad' needs watch=True"),
-    ],
-    ids=str,
-)
-def test_values(options: dict[str, Any], message: str) -> None:
-    """If it fails, an option that cannot apply is ignored, or refused without the reason."""
-    with pytest.raises(OptionError, match=message):
-        CommOptModelParallel(**options)
-
-
-def test_plans_of_ddp_refuse_what_is_fsdps() -> None:
-    """If it fails, a plan of FSDP2 is refused by DDP as if its option did not exist."""
-    with pytest.raises(OptionError, match="param_hook is an option of CommOptModelParallel"):
-        CommPlan.from_dict({"param_hook": "int8"})
-    with pytest.raises(OptionError, match="accumulate_grads is an option of CommOptModelParallel"):
-        CommOptDDP(accumulate_grads="unsharded")
-
-
-class _Sharded(Tiny):
-    def configure_model(self) -> None:
-        shard(self, self.device_mesh, blocks=150)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch)
-
-
 class _Changing(Callback):
     """Applies plans before the batches with these numbers; keeps the bytes that were handed over in each batch."""
 
@@ -113,7 +71,7 @@ class _Changing(Callback):
 
 
 def _fit(plans: dict[int, Any], **options: Any) -> tuple[Params, list[Any], list[str]]:
-    model, changing = _Sharded(), _Changing(plans)
+    model, changing = Sharded(), _Changing(plans)
     strategy = CommOptModelParallel(data_parallel_size=2, tensor_parallel_size=1, **options)
     run = trainer(strategy, max_epochs=2, callbacks=[changing])
     with torch.random.fork_rng():
@@ -232,7 +190,7 @@ def _apply_different_plans() -> str:
     differing = Differing()
     strategy = CommOptModelParallel(data_parallel_size=2, tensor_parallel_size=1)
     run = trainer(strategy, max_epochs=1, callbacks=[differing])
-    run.fit(_Sharded(), loader(32))
+    run.fit(Sharded(), loader(32))
     assert run.strategy.plan == ShardedPlan()  # type: ignore[attr-defined]
     return differing.message
 
@@ -256,7 +214,7 @@ def _apply_impossible_plan() -> tuple[str, Params, Params]:
 
     trained = []
     for callbacks in ([failing := Failing()], []):
-        model = _Sharded()
+        model = Sharded()
         with torch.random.fork_rng():
             trainer(CommOptModelParallel(comm_hook=_FEEDBACK), max_epochs=2, callbacks=callbacks).fit(model, loader(32))
         trained.append({name: value.full_tensor().numpy() for name, value in model.state_dict().items()})
@@ -276,7 +234,7 @@ def _record(folder: Path) -> None:
         *(SpeedMonitor(num_warmup_steps=1), HangMonitor(dirpath=folder / "hangs"), NVTXRanges()),
     ]
     strategy = CommOptModelParallel(comm_hook="int8", param_hook="int8")
-    trainer(strategy, max_epochs=1, callbacks=recorders).fit(_Sharded(), loader(32))
+    trainer(strategy, max_epochs=1, callbacks=recorders).fit(Sharded(), loader(32))
 
 
 def test_a_run_has_its_plan(tmp_path: Path) -> None:
@@ -295,7 +253,7 @@ def _uneven(policy: str) -> int:
     rows = DataLoader(Subset(loader(64).dataset, range(num_batches)))
     strategy = CommOptModelParallel(uneven_batches=policy)  # type: ignore[arg-type]
     run = trainer(strategy, max_epochs=2, use_distributed_sampler=False, limit_val_batches=0)
-    run.fit(_Sharded(), rows)
+    run.fit(Sharded(), rows)
     return int(run.global_step)
 
 
@@ -308,7 +266,7 @@ def test_uneven_batches() -> None:
     assert run_ranks(_uneven, "pad", limit_s=_LIMIT_S) == [10, 10]
 
 
-class _VanishingShards(Vanishing, _Sharded):
+class _VanishingShards(Vanishing, Sharded):
     pass
 
 

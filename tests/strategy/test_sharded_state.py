@@ -7,18 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
-from lightning_commopt import CommOptModelParallel, shard
+from lightning_commopt import CommOptModelParallel
 from lightning_commopt.compressors.sharded import ShardedInt8
+from support.collectives import takes_collectives
 from support.cross_section import sampled
+from support.kept_states import Sharded
 from support.lightnings import Callback
 from support.ranks import run_ranks
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
-)
+pytestmark = takes_collectives
 
 
 class OwnInt8(ShardedInt8):  # type: ignore[misc]  # a final class; a compressor of one's own from scratch is longer
@@ -28,14 +27,6 @@ class OwnInt8(ShardedInt8):  # type: ignore[misc]  # a final class; a compressor
 FEEDBACK = {"name": "int8", "error_feedback": True, "block_size": 16}
 _ON_NODES = {"name": "hierarchical", "inner": FEEDBACK, "ranks_per_node": 1}
 _INT4 = {**FEEDBACK, "name": "int4", "block_size": 32}
-
-
-class _Sharded(Tiny):
-    def configure_model(self) -> None:
-        shard(self, self.device_mesh, blocks=150)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch)
 
 
 class _Keep(Callback):
@@ -50,7 +41,7 @@ def _fit(
     path: Path | None, comm_hook: Any, *, resume: bool, epochs: int, distributed: bool
 ) -> tuple[Params, dict[str, Tensor], dict[str, Tensor]]:
     strategy = CommOptModelParallel(comm_hook=comm_hook, save_distributed_checkpoint=distributed)
-    model, keep = _Sharded(), _Keep()
+    model, keep = Sharded(), _Keep()
     run = trainer(strategy, max_epochs=epochs, callbacks=[keep])
     with torch.random.fork_rng():
         run.fit(model, loader(48), ckpt_path=path if resume else None, **_TRUSTED)
@@ -128,7 +119,7 @@ def test_other_ranks_and_options_keep_the_mean_residual(
 def _weights_only(folder: Path) -> bool:
     strategy = CommOptModelParallel(comm_hook=FEEDBACK)
     run = trainer(strategy, max_epochs=1)
-    run.fit(_Sharded(), loader(24))
+    run.fit(Sharded(), loader(24))
     run.save_checkpoint(folder / "weights.ckpt", weights_only=True)
     return (folder / "weights.ckpt" / "lightning_commopt").exists()
 
@@ -140,7 +131,7 @@ def test_weights_alone(tmp_path: Path) -> None:
 
 def _second_fit() -> tuple[bool, bool]:
     strategy = CommOptModelParallel(comm_hook=FEEDBACK)
-    model, keep = _Sharded(), _Keep()
+    model, keep = Sharded(), _Keep()
     run = trainer(strategy, max_epochs=1, callbacks=[keep])
     run.fit(model, loader(24))
     sync = strategy.sharded_sync
@@ -157,7 +148,7 @@ def test_a_second_fit_goes_on() -> None:
 
 
 def _plain_afterwards() -> bool:
-    model = _Sharded()
+    model = Sharded()
     trainer(CommOptModelParallel(comm_hook="int8"), max_epochs=1).fit(model, loader(24))
     batch = next(iter(loader(8)))
     model.zero_grad()
@@ -196,7 +187,7 @@ class _GoBack(Callback):
 def _go_back(path: Path) -> list[dict[str, Tensor]]:
     look = _GoBack(path)
     with torch.random.fork_rng():
-        trainer(CommOptModelParallel(comm_hook=FEEDBACK), max_epochs=1, callbacks=[look]).fit(_Sharded(), loader(48))
+        trainer(CommOptModelParallel(comm_hook=FEEDBACK), max_epochs=1, callbacks=[look]).fit(Sharded(), loader(48))
     return look.residuals
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from playwright.sync_api import Browser, Page, sync_playwright
 
@@ -57,9 +57,15 @@ def started_browser() -> Iterator[Browser]:
 
 @contextmanager
 def opened(
-    browser: Browser, path: Path, *, width: int = 1600, has_touch: bool = False, font: str = ""
+    browser: Browser,
+    path: Path,
+    *,
+    width: int = 1600,
+    has_touch: bool = False,
+    font: str = "",
+    color_scheme: Literal["light", "dark"] = "light",
 ) -> Iterator[OpenPage]:
-    """Opens a file, and waits until its charts are drawn.
+    """Opens a file, and waits until it is loaded.
 
     Args:
         browser: as `started_browser` gives it.
@@ -67,8 +73,11 @@ def opened(
         width: of the window, in pixels.
         has_touch: whether it is touched rather than clicked.
         font: CSS declarations that hold for every text; empty for the page's own.
+        color_scheme: what the reader prefers.
     """
-    context = browser.new_context(viewport={"width": width, "height": 900}, has_touch=has_touch)
+    context = browser.new_context(
+        viewport={"width": width, "height": 900}, has_touch=has_touch, color_scheme=color_scheme
+    )
     context.set_default_timeout(_LIMIT_MS)
     page = context.new_page()
     if font:
@@ -78,7 +87,6 @@ def opened(
     page.on("pageerror", lambda error: found.complaints.append(str(error)))
     page.on("request", lambda request: found.requests.append(request.url))
     page.goto(path.as_uri())
-    page.wait_for_selector("html[data-charts=drawn]", state="attached")
     found.requests = [url for url in found.requests if url != path.as_uri() and not url.startswith(("data:", "blob:"))]
     try:
         yield found

@@ -1,4 +1,4 @@
-"""Counts the collectives of process groups, whoever issues them; needs torch 2.14."""
+"""Counts the collectives of process groups, whoever issues them; marks tests of collectives that torch may lack."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -8,9 +8,13 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 needs_hooks = pytest.mark.skipif(
     not hasattr(dist.ProcessGroup, "register_pre_hook"), reason="hooks of process groups came with torch 2.14"
+)
+takes_collectives = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
 )
 _HOOK_ID = 4711
 

@@ -14,7 +14,7 @@ from lightning_commopt.commands.app import app
 try:
     app(sys.argv[1:])
 finally:
-    print("imported", *{"torch", "lightning", "hydra", "scipy", "plotly", "numpy"}.intersection(sys.modules))
+    print("imported", *{"torch", "lightning", "hydra", "scipy", "jinja2", "numpy"}.intersection(sys.modules))
 """
 
 

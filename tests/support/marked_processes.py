@@ -59,6 +59,14 @@ class Program:
             time.sleep(_POLL_S)
         return True
 
+    def finish(self, limit_s: float) -> int:
+        """Returns its status, once none of its processes is left; ends them and fails if that takes too long."""
+        try:
+            assert self.wait(limit_s), f"{self.processes()} are left: {self.output}"
+        finally:
+            self.kill()
+        return int(self.process.returncode)
+
     def kill(self) -> None:
         """Ends all of its processes."""
         for pid in self.processes():

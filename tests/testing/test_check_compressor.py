@@ -183,7 +183,7 @@ class Locked(Averages):
         (PowerSGD(), {"laws": ["avrages"]}, ValueError, "a law of PowerSGD must be one of .*; did you mean 'averages'"),
         (PowerSGD(), {"laws": ["unbiased"]}, ValueError, "a law of PowerSGD must be one of .*, got 'unbiased'"),
         (PowerSGD(), {"laws": "tiny"}, TypeError, r"for a single law: laws=\['tiny'\]"),
-        (PowerSGD(), {"laws": []}, ValueError, "laws must name one law at least, got none"),
+        (PowerSGD(), {"laws": []}, ValueError, "laws must name at least one law, got none"),
         (PowerSGD(), {"num_ranks": 5}, ValueError, "num_ranks must be one of 2, 3, 4, got 5"),
         (PowerSGD(), {"device": "tpu"}, ValueError, "device must be one of auto, cpu, cuda, got 'tpu'"),
     ],

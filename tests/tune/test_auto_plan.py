@@ -102,7 +102,7 @@ def _fit_lossy(folder: str) -> dict[str, Any]:
             _fit(guarded, Tiny(), epochs=60)
         found["guarded"] = guarded.plan.name
         found["tuning"] = guarded.auto_plan.describe()
-        found["warnings"] = [str(one.message) for one in caught if "averages of comm_hook" in str(one.message)]
+        found["warnings"] = [str(one.message) for one in caught if "averages with comm_hook" in str(one.message)]
     return found
 
 

@@ -150,7 +150,7 @@ def _train_lossy(folder: str) -> dict[str, Any]:
             guarded = Loop(CommOptDDP(plan="auto", lossy=["int8"]))
             guarded.train(2 * NUM_STEPS)
         found["guarded"] = guarded.strategy.plan.name
-        found["warnings"] = [str(one.message) for one in caught if "averages of comm_hook" in str(one.message)]
+        found["warnings"] = [str(one.message) for one in caught if "averages with comm_hook" in str(one.message)]
     return found
 
 

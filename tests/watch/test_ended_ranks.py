@@ -151,10 +151,7 @@ def test_the_others_end(launcher: str, num_ranks: int, rank: int, fault: str, tm
     """If it fails, the others wait in ``init_process_group``, and nobody is told for whom."""
     arguments = [_SCRIPT, str(num_ranks), str(rank), fault]
     program = Program([*_command(launcher, num_ranks, port), *arguments], tmp_path)
-    try:
-        assert program.wait(_LIMIT_S), f"{program.processes()} are left: {program.output}"
-    finally:
-        program.kill()
+    program.finish(_LIMIT_S)
     output = program.output
     assert f" s in init_process_group: rank {rank} on " in output, output
     if launcher != "popen" or rank != 0:
@@ -173,10 +170,7 @@ def test_a_slow_rank_is_waited_for(launcher: str, rank: int, tmp_path: Path, por
     num_s = 2 * (times.ABSENT_S + 10)
     program = Program([*_command(launcher, 2, port), _SCRIPT, "2", str(rank), f"sleep {num_s}"], tmp_path)
     began = time.monotonic()
-    try:
-        assert program.wait(_LIMIT_S), f"{program.processes()} are left: {program.output}"
-    finally:
-        program.kill()
+    program.finish(_LIMIT_S)
     assert time.monotonic() - began > num_s
     assert program.process.returncode == 0, program.output
     assert program.output.count("TRAINED 3") == 2, program.output

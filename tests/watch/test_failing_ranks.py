@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.plan import OptionError
 from lightning_commopt.watch import times
 from support.lightnings import Callback
 from support.marked_processes import Program
@@ -152,12 +151,3 @@ def test_watching_can_be_switched_off() -> None:
         assert not [name for name in without if name.startswith(("commopt-fit", "commopt-join"))]
         assert "commopt-fit-watch" in watched
         assert loss == watched_loss
-
-
-@pytest.mark.parametrize("policy", ["drop", "pad"])
-def test_policies_that_compare_need_the_watch(policy: Any) -> None:
-    """If it fails, an option that has no effect is accepted in silence."""
-    with pytest.raises(OptionError, match=rf"uneven_batches='{policy}' needs watch=True"):
-        CommOptDDP(watch=False, uneven_batches=policy)
-    with pytest.raises(OptionError, match="watch must be true or false, got 'off'"):
-        CommOptDDP(watch="off")  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -43,51 +44,36 @@ def _arrival(rank: int, address: str | None = None, **changes: object) -> Arriva
     return replace(arrival, **changes)  # type: ignore[arg-type]
 
 
-def test_missing_ranks_are_named() -> None:
-    """If it fails, one looks for the wrong rank."""
-    told = missing_text(_STORE, [_arrival(0), _arrival(1)], [2, 3], {})
-    assert told.startswith(f"rank 0 on h0 waits at {_STORE} for ranks 2, 3; ranks 0, 1 are here (h0, h1). ")
-    assert "for rank 1; only rank 0 is here." in missing_text(_STORE, [_arrival(0)], [1], {})
+_NOWHERE = Listening(variable="NCCL_SOCKET_IFNAME", value="eth7", interface=None, address=None)
+_TWO_NETWORKS = {"wrong0": "9.9.9.9/24", "eth0": "10.0.0.1/24"}
+_UNCONNECTED: dict[str, tuple[list[Arrival], list[int], list[int], str | None]] = {
+    **{
+        name: ([_arrival(0), _arrival(1, address), _arrival(2)], [2], odd, "10.0.0.1")
+        for name, address, odd in (
+            ("loopback", "127.0.1.1/8", [1]),
+            ("another network", "9.9.9.9/24", [1]),
+            ("the same address twice", "10.0.0.1/24", [0, 1]),
+            ("addresses that fit", "10.0.0.77/24", []),
+        )
+    },
+    "of two networks that of the store": (
+        *([_arrival(0, "9.9.9.9/24", interfaces=_TWO_NETWORKS), _arrival(1)], [], [0], "10.0.0.1"),
+    ),
+    "an interface that is not there": ([_arrival(0), _arrival(1, listening=_NOWHERE, network="0")], [], [1], None),
+}
+"""Who has come, who of them has connected, who is blamed, and the address of the store."""
 
 
-@pytest.mark.parametrize(
-    ("address", "odd", "why"),
-    [
-        ("127.0.1.1/8", [1], "which other hosts cannot reach"),
-        ("9.9.9.9/24", [1], "which is not in 10.0.0.0/24 as the others' addresses are"),
-        ("10.0.0.1/24", [0, 1], "an address that several hosts have"),
-        ("10.0.0.77/24", [], ""),
-    ],
-)
-def test_addresses_that_do_not_fit_are_named(address: str, odd: list[int], why: str) -> None:
-    """If it fails, the rank with the wrong interface is not the one that is named."""
-    arrivals = [_arrival(0), _arrival(1, address), _arrival(2)]
-    found, reason = find_misplaced(arrivals, "10.0.0.1")
-    assert [arrival.rank for arrival in found] == odd
-    assert reason.startswith(why)
-    told = unconnected_text(_STORE, arrivals, [2], "10.0.0.1")
-    assert told.startswith(f"all 3 ranks have reached {_STORE}, but ranks 0, 1 have not connected to the others: ")
-    if odd:
-        assert told.endswith(f"Set GLOO_SOCKET_IFNAME=eth0 on {'rank 1' if odd == [1] else 'ranks 0, 1'}")
-    else:
-        assert "probably a firewall blocks ports between them" in told
-
-
-def test_of_two_networks_that_of_the_store_is_right() -> None:
-    """If it fails, one of two ranks is told to take the wrong interface of the other."""
-    interfaces = {"wrong0": "9.9.9.9/24", "eth0": "10.0.0.1/24"}
-    arrivals = [_arrival(0, "9.9.9.9/24", interfaces=interfaces), _arrival(1)]
-    assert [arrival.rank for arrival in find_misplaced(arrivals, "10.0.0.1")[0]] == [0]
-    assert unconnected_text(_STORE, arrivals, [], "10.0.0.1").endswith("Set GLOO_SOCKET_IFNAME=eth0 on rank 0")
-
-
-def test_an_interface_that_is_not_there() -> None:
-    """If it fails, a misspelt interface is taken for a firewall."""
-    nowhere = Listening(variable="NCCL_SOCKET_IFNAME", value="eth7", interface=None, address=None)
-    arrivals = [_arrival(0), _arrival(1, listening=nowhere, network="0")]
-    told = unconnected_text(_STORE, arrivals, [], None)
-    assert "rank 1 on h1 has no IPv4 address to listen on (NCCL_SOCKET_IFNAME=eth7), so the interface" in told
-    assert told.endswith("Set NCCL_SOCKET_IFNAME=eth0 on rank 1")
+def test_ranks_that_are_waited_for_are_named(golden: Callable[[str, str], None]) -> None:
+    """If it fails, one looks for the wrong rank, or the wrong interface, or a misspelt one is taken for a firewall."""
+    blocks = [
+        missing_text(_STORE, [_arrival(0), _arrival(1)], [2, 3], {}),
+        missing_text(_STORE, [_arrival(0)], [1], {}),
+    ]
+    for name, (arrivals, connected, odd, store) in _UNCONNECTED.items():
+        assert [arrival.rank for arrival in find_misplaced(arrivals, store)[0]] == odd
+        blocks.append(f"[{name}]\n{unconnected_text(_STORE, arrivals, connected, store)}")
+    golden("join_texts", "\n\n".join(blocks))
 
 
 @pytest.mark.parametrize(
@@ -201,52 +187,36 @@ _CASES: dict[str, tuple[object, ...]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def told(lab_machine: None) -> dict[str, list[list[str]]]:
-    """What the watch of each rank reports, in each case, all side by side. In all of them some rank fails."""
-
-    def run(case: tuple[object, ...]) -> list[list[str]]:
-        num_hosts, *arguments = case
-        assert isinstance(num_hosts, int)
-        environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_SCRIPT.parents[1])}
-        with TemporaryDirectory() as folder, NetLab(num_hosts) as lab:
-            command = (sys.executable, "-W", "ignore", str(_SCRIPT), folder, *map(str, arguments))
-            with pytest.raises(RankError) as failed:
-                lab.run(command, environment=environment, timeout_s=2 * _LIMIT_S)
-        outputs = failed.value.outputs
-        return [[line for line in said.splitlines() if " s in init_process_group: " in line] for said in outputs]
-
-    with ThreadPoolExecutor(len(_CASES)) as pool:
-        return dict(zip(_CASES, pool.map(run, _CASES.values()), strict=True))
+def _told_on_hosts(case: tuple[object, ...]) -> list[str]:
+    """Returns what the watch of each rank reports, in one case in which some rank fails."""
+    num_hosts, *arguments = case
+    assert isinstance(num_hosts, int)
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_SCRIPT.parents[1])}
+    with TemporaryDirectory() as folder, NetLab(num_hosts) as lab:
+        command = (sys.executable, "-W", "ignore", str(_SCRIPT), folder, *map(str, arguments))
+        with pytest.raises(RankError) as failed:
+            lab.run(command, environment=environment, timeout_s=2 * _LIMIT_S)
+    outputs = failed.value.outputs
+    return ["\n".join(line for line in x.splitlines() if " s in init_process_group: " in line) for x in outputs]
 
 
 @pytest.mark.exhaustive
-class TestOnHosts:
-    """Each host is a network namespace of its own."""
-
-    def test_a_rank_never_comes(self, told: dict[str, list[list[str]]]) -> None:
-        """If it fails, one host of many that was not started is looked for by hand."""
-        first, _, _ = told["a rank never comes"]
-        assert f"waits at {_STORE} for rank 2; ranks 0, 1 are here" in "".join(first)
-
-    def test_a_blocked_port(self, told: dict[str, list[list[str]]]) -> None:
-        """If it fails, a firewall looks like a slow start."""
-        first, second = told["a blocked port"]
-        assert f"rank 1 on {socket.gethostname()} cannot reach rank 0: {_STORE} does not answer" in second[0]
-        assert f"waits at {_STORE} for rank 1; only rank 0 is here" in first[0]
-
-    def test_ranks_that_cannot_reach_each_other(self, told: dict[str, list[list[str]]]) -> None:
-        """If it fails, ranks that wait for each other say nothing, as rank 0 has all its connections."""
-        _, second, _ = told["no connection"]
-        assert f"all 3 ranks have reached {_STORE}, but ranks 1, 2 have not connected" in second[0]
-        assert "probably a firewall blocks ports between them" in second[0]
-
-    def test_a_wrong_interface(self, told: dict[str, list[list[str]]]) -> None:
-        """If it fails, the message is gloo's, which names no rank."""
-        first, _ = told["a wrong interface"]
-        assert "rank 1 on" in first[0]
-        assert "listens on 9.9.9.9 (wrong0, GLOO_SOCKET_IFNAME=wrong0), which is not in 10.0.0.0/24" in first[0]
-        assert first[0].endswith("Set GLOO_SOCKET_IFNAME=eth0 on rank 1.")
+@pytest.mark.usefixtures("lab_machine")
+def test_on_hosts_of_their_own() -> None:
+    """If it fails, a host that was not started, or a firewall, looks like a slow start; gloo's words name no rank."""
+    with ThreadPoolExecutor(len(_CASES)) as pool:
+        told = dict(zip(_CASES, pool.map(_told_on_hosts, _CASES.values()), strict=True))
+    assert f"waits at {_STORE} for rank 2; ranks 0, 1 are here" in told["a rank never comes"][0]
+    first, second = told["a blocked port"]
+    assert f"rank 1 on {socket.gethostname()} cannot reach rank 0: {_STORE} does not answer" in second
+    assert f"waits at {_STORE} for rank 1; only rank 0 is here" in first
+    _, second, _ = told["no connection"]
+    assert f"all 3 ranks have reached {_STORE}, but ranks 1, 2 have not connected" in second
+    assert "probably a firewall blocks ports between them" in second
+    first, _ = told["a wrong interface"]
+    assert "rank 1 on" in first
+    assert "listens on 9.9.9.9 (wrong0, GLOO_SOCKET_IFNAME=wrong0), which is not in 10.0.0.0/24" in first
+    assert "Set GLOO_SOCKET_IFNAME=eth0 on rank 1." in first
 
 
 def test_a_process_that_still_starts_is_found_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A watch that fails by an error of its own logs it once, and training continues."""
+"""A watch that fails because of a bug in it logs that once, and training continues."""
 
 import logging
 
@@ -56,7 +56,7 @@ def test_training_survives_its_watches() -> None:
     for logged, num_steps in run_ranks(_fit):
         assert num_steps > 0
         assert len([text for text in logged if "training continues without it" in text]) == len(logged) <= 2
-        assert any(text.startswith("The watch of a fit has failed by an error of its own") for text in logged)
+        assert any(text.startswith("The watch of a fit failed because of a bug in it") for text in logged)
         assert all(_ERROR in text and "Traceback" in text for text in logged)
 
 

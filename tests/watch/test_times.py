@@ -2,8 +2,6 @@
 
 import inspect
 import runpy
-import subprocess
-import sys
 from itertools import pairwise
 from types import SimpleNamespace
 
@@ -67,10 +65,3 @@ def test_all_times_are_positive() -> None:
     numbers = {name: value for name, value in vars(times).items() if name.isupper()}
     assert len(numbers) > 40
     assert all(value > 0 for value in numbers.values())
-
-
-def test_a_watcher_imports_neither_torch_nor_lightning() -> None:
-    """If it fails, the process beside every rank takes seconds to start, and hundreds of megabytes."""
-    code = "import sys, lightning_commopt.watch.hangs.watcher; print({'torch', 'lightning'} & {*sys.modules})"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout == "set()\n"

@@ -19,7 +19,7 @@ from lightning_commopt.text.validation import check_integer
 _DIVIDED = ("all_gather", "reduce_scatter", "all_to_all", "reduce_scatter_all_gather")
 _REDUCING = ("all_reduce", "reduce_scatter", "reduce", "reduce_broadcast", "reduce_scatter_all_gather")
 _OUT_ONLY = ("all_to_all", "send_recv")
-_MIB = 2**20
+_MIB = 2**20  # DDP's bucket_cap_mb counts in MiB
 _DDP_DEFAULT_MIB = (1, 25)
 """DDP's first bucket, and all others."""
 

@@ -271,7 +271,7 @@ def _write(result: "BenchResult", output: Path | None, csv: Path | None, page: P
     if model is not None:
         LinkModel.fit(result).save(model)
     if page is not None:
-        # Imports plotly and jinja2, which takes time.
+        # Imports jinja2, which takes time.
         from commopt_diagnose.bench.page import write_bench_page
 
         write_bench_page(result, page)

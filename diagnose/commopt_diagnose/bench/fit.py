@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-_MAX_SEGMENTS = 4
+_MAX_SEGMENTS = 4  # a library changes its algorithm or protocol at a few sizes
 _MIN_POINTS = 3  # a line fits two points exactly, which says nothing about its error
 _FLOOR = 0.01  # expected relative error of a line through real times, however exactly they were measured
 
@@ -35,7 +35,7 @@ class Point(NamedTuple):
 
     size_bytes: int
     time_s: float
-    noise: float = 0.0
+    noise: float = 0.0  # an exact time, up to `_FLOOR`
 
     @property
     def weight(self) -> float:

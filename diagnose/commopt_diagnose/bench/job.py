@@ -30,9 +30,9 @@ from lightning_commopt.sync.groups import let_gloo_finish_at_exit
 from lightning_commopt.text.validation import check_choice
 
 _TIMEOUT = timedelta(minutes=30)
-_CPU_RANKS = 2
-_NUM_WARMUPS = 2
-_NUM_COPIES = 10
+_CPU_RANKS = 2  # the fewest ranks that communicate
+_NUM_WARMUPS = 2  # copies before those that are timed
+_NUM_COPIES = 10  # the median of so few ignores a disturbed one
 
 
 def run_job(

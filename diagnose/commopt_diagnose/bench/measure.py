@@ -21,12 +21,12 @@ from commopt_diagnose.bench.start import OnProgress
 from lightning_commopt.compressors.channel import Channel
 
 _BURST_SHARE_BYTES = 2**26  # a message of this size is much larger than the burst that a rate limiter allows
-_MAX_ITERS = 100_000
+_MAX_ITERS = 100_000  # fills the default block of 0.1 s with calls of 1 µs; none is faster
 
-# Sides of the square matrices that are multiplied under the load "compute", and products that the host runs ahead.
-_CPU_SIDE = 256
-_CUDA_SIDE = 4096
-_QUEUED = 4
+# Sides of the square matrices that are multiplied under the load "compute".
+_CPU_SIDE = 256  # 256 KiB in float32
+_CUDA_SIDE = 4096  # 64 MiB in float32, enough work for a whole GPU
+_QUEUED = 4  # products that the host runs ahead
 
 
 @dataclass
@@ -37,8 +37,8 @@ class _Entry:
     call: Call | None = None
     error: str | None = None
     num_wrong: int | None = None
-    call_s: float = 0.0
-    num_iters: int = 1
+    call_s: float = 0.0  # time of a call on the slowest rank; 0 before it was run
+    num_iters: int = 1  # calls in a block
 
 
 def measure(settings: BenchSettings, device: torch.device, ranks_per_node: int, on_progress: OnProgress) -> list[Row]:

@@ -25,9 +25,8 @@ from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.sync.groups import borrow_groups
 
 _REDOPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-# The numbers in a checked message: see `fill`, which has the reasons for a prime period and small values.
-_PERIOD = 1021
-_NUM_VALUES = 3
+# `fill` has the reasons for a prime period and for few, small values in a checked message.
+_PERIOD, _NUM_VALUES = 1021, 3
 _CHUNK = 4096 * _PERIOD  # elements that are filled or compared at once, which bounds the extra memory
 _STEP = 1_000_000  # a step after any ``start_step``, so that a compressor compresses from the first call on
 _TILE_NUMEL = 65_521  # a prime: no two blocks of a compressor are equal

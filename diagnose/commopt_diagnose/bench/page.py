@@ -6,20 +6,17 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from plotly import graph_objects as go
-
 from commopt_diagnose.bench.model import Curve, LinkModel
 from commopt_diagnose.bench.result import BenchResult, Row
 from commopt_diagnose.bench.settings import COMPOUND, SINGLE, size_text
 from commopt_diagnose.bench.terminal import against_link, payoffs, peer_lines, where_lines
+from lightning_commopt.report.figures.plot import Axis, Plot, Point, Trace, extent, linear_axis, log_axis
 from lightning_commopt.report.figures.style import (
     Chart,
     Line,
     PlanStyle,
     ideal_line,
     line_trace,
-    new_figure,
-    plain,
     plan_styles,
 )
 from lightning_commopt.report.intervals import Interval
@@ -28,8 +25,8 @@ from lightning_commopt.report.page import render
 from lightning_commopt.text.formatting import number
 
 _COLUMNS = ("size (B)", "count", "type", "redop", "time (µs)", "interval", "algbw (GB/s)", "busbw (GB/s)", "#wrong")
-_MAX_TICKS = 7
-_MODEL_POINTS = 60
+_MAX_TICKS = 7  # labels of an axis that do not overlap
+_MODEL_POINTS = 60  # enough for a smooth curve on a logarithmic axis
 
 
 def write_bench_page(result: BenchResult, path: Path) -> None:
@@ -40,7 +37,6 @@ def write_bench_page(result: BenchResult, path: Path) -> None:
     between = f", {where['link']} between them" if where.get("link") else ""
     page = render(
         "bench.html",
-        has_charts=bool(charts),
         package="commopt_diagnose",
         title=f"Collectives on {where['world_size']} ranks{between}",
         answers=[*payoffs(result), *against_link(result)],
@@ -111,59 +107,61 @@ def _is_plain(rows: Series, scope: str | None = "all") -> bool:
 
 
 def _bandwidth(title: str, series: Sequence[Series], result: BenchResult) -> Chart:
-    figure, lines = _figure(series, lambda row, time_s: row.busbw * row.time_s.median / time_s / 1e9)
+    traces, lines = _traces(series, lambda row, time_s: row.busbw * row.time_s.median / time_s / 1e9)
     rate = result.link_bytes_per_s
     note = "Medians over repetitions with their intervals."
     if rate is not None:
         sizes = [row.case.size_bytes for rows in series for row in rows]
-        figure.add_trace(ideal_line([min(sizes), max(sizes)], [rate / 1e9] * 2))
+        traces.append(ideal_line([min(sizes), max(sizes)], [rate / 1e9] * 2))
         lines.append(Line(f"the link's rate, {rate / 1e9:g} GB/s each way", None))
         note += " The link's rate counts headers: of 1514 bytes in a frame, TCP has 1448 for the message, 95.6 %."
-    figure.update_yaxes(rangemode="tozero")
-    return _chart(title, note, "bus bandwidth (GB/s)", figure, lines)
+    plot = Plot(x=_sizes(series), y=linear_axis(extent(traces)[1], from_zero=True), traces=tuple(traces))
+    return _chart(title, note, "bus bandwidth (GB/s)", plot, lines)
 
 
 def _times(title: str, series: Sequence[Series], model: LinkModel) -> Chart:
-    figure, lines = _figure(series, lambda row, time_s: time_s * 1e3)
-    figure.update_traces(mode="markers")
+    measured, lines = _traces(series, lambda row, time_s: time_s * 1e3)
+    traces = [dataclasses.replace(trace, dash=None) for trace in measured]
     curves = {curve.case.series: curve for curve in model.curves}
     for rows, line in zip(series, lines, strict=True):
         assert line.style is not None
-        _draw_model(figure, curves[rows[0].case.series], line.style)
-    figure.update_yaxes(type="log", exponentformat="none", dtick=1)
+        traces.append(_model(curves[rows[0].case.series], line.style))
     note = "Markers are medians; lines are latency + size / bandwidth, fitted piecewise."
-    return _chart(title, note, "time of a call (ms)", figure, lines)
+    plot = Plot(x=_sizes(series), y=log_axis(extent(traces)[1]), traces=tuple(traces))
+    return _chart(title, note, "time of a call (ms)", plot, lines)
 
 
-def _chart(title: str, note: str, y_title: str, figure: go.Figure, lines: Sequence[Line]) -> Chart:
+def _chart(title: str, note: str, y_title: str, plot: Plot, lines: Sequence[Line]) -> Chart:
     x_title = "size of the message (bytes; K, M, G are powers of 1024)"
-    return Chart(title=title, note=note, x_title=x_title, y_title=y_title, figure=figure, lines=tuple(lines))
+    return Chart(title=title, note=note, x_title=x_title, y_title=y_title, plot=plot, lines=tuple(lines))
 
 
-def _draw_model(figure: go.Figure, curve: Curve, style: PlanStyle) -> None:
+def _model(curve: Curve, style: PlanStyle) -> Trace:
     first, last = curve.segments[0].first_bytes, curve.segments[-1].last_bytes
     sizes = [first * (last / first) ** (step / _MODEL_POINTS) for step in range(_MODEL_POINTS + 1)]
     times_ms = [curve.predict(min(last, max(first, size))).time_s * 1e3 for size in sizes]
-    line = {"color": style.color, "width": 1.4}
-    figure.add_scatter(mode="lines", x=sizes, y=times_ms, line=line, hoverinfo="skip")
+    return Trace(points=tuple(map(Point, sizes, times_ms)), color=style.color, dash="none", width=1.4)
 
 
-def _figure(series: Sequence[Series], shown: Callable[[Row, float], float]) -> tuple[go.Figure, list[Line]]:
+def _sizes(series: Sequence[Series]) -> Axis:
+    """Returns the axis of the messages' sizes, with as many of them at ticks as fit."""
+    sizes = sorted({row.case.size_bytes for rows in series for row in rows})
+    shown = sizes[:: max(1, -(-len(sizes) // _MAX_TICKS))]
+    return log_axis(sizes, [(size, size_text(size)) for size in shown])
+
+
+def _traces(series: Sequence[Series], shown: Callable[[Row, float], float]) -> tuple[list[Trace], list[Line]]:
     """Draws a number of each row, which is a function of the row's median time, and of the ends of its interval."""
-    figure = new_figure()
     styles = plan_styles(rows[0].case.label for rows in series)
+    traces = []
     for rows in series:
         intervals = []
         for row in rows:
             low, high = sorted(shown(row, time_s) for time_s in (row.time_s.low, row.time_s.high))
             intervals.append(Interval(median=shown(row, row.time_s.median), low=low, high=high, num_values=1))
-        sizes, hover = [row.case.size_bytes for row in rows], [plain(_hover(row)) for row in rows]
-        figure.add_trace(line_trace(styles[rows[0].case.label], sizes, intervals, hover))
-    figure.update_traces(marker_size=7)
-    sizes = sorted({row.case.size_bytes for rows in series for row in rows})
-    ticks = sizes[:: max(1, -(-len(sizes) // _MAX_TICKS))]
-    figure.update_xaxes(type="log", tickvals=ticks, ticktext=[size_text(size) for size in ticks])
-    return figure, [Line(label, styles[label]) for label in (rows[0].case.label for rows in series)]
+        sizes, hover = [row.case.size_bytes for row in rows], list(map(_hover, rows))
+        traces.append(line_trace(styles[rows[0].case.label], sizes, intervals, hover))
+    return traces, [Line(label, styles[label]) for label in (rows[0].case.label for rows in series)]
 
 
 def _hover(row: Row) -> str:

@@ -32,9 +32,9 @@ _ALIASES = {
     "alltoall": "all_to_all",
 }
 
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
-_MAX_BYTES = 2**40
-_MAX_SIZES = 200
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}  # as nccl-tests has them
+_MAX_BYTES = 2**40  # 1 TiB is more than any device has; a mistyped size must not be allocated
+_MAX_SIZES = 200  # more is a mistaken -i: each size takes about a second, 7 x 0.1 s by default
 
 
 def parse_size(name: str, text: str) -> int:
@@ -53,7 +53,8 @@ def parse_size(name: str, text: str) -> int:
 def sizes_between(first_bytes: int, last_bytes: int, *, factor: float = 2, step_bytes: int | None = None) -> list[int]:
     """Returns sizes as nccl-tests does: each the last one times ``factor``, or plus ``step_bytes``.
 
-    A ValueError if they do not grow, or are too many.
+    Raises:
+        ValueError: the sizes do not grow, or there are too many.
 
     >>> sizes_between(8, 64)
     [8, 16, 32, 64]

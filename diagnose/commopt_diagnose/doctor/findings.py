@@ -15,7 +15,7 @@ from lightning_commopt.launch.nccl_variables import find_mistakes, parse_version
 from lightning_commopt.text.findings import Finding, Severity
 from lightning_commopt.text.formatting import grouped, ranks_text
 
-_SMALL_SHARED_MEMORY_BYTES = 2**30
+_SMALL_SHARED_MEMORY_BYTES = 2**30  # Docker's default is 64 MiB; workers of dataloaders keep whole batches in it
 _OF_ONE_HOST = ("docker", "lo", "virbr")
 _finding = FindingTexts(Path(__file__).with_name("findings.txt")).finding
 

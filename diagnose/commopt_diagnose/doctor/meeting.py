@@ -25,11 +25,11 @@ from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.sync.store import poll
 from lightning_commopt.text.formatting import grouped, list_some
 
-_RETRY_S = 0.2
-_CONNECT_S = 5.0
+_RETRY_S = 0.2  # pause between two tries of a port where nothing listens yet
+_CONNECT_S = 5.0  # two lost packets are sent again within it: TCP waits for 1 s, then for 2 s
 _GRACE_S = 5.0  # how much longer than rank 0 the others wait, for its message to reach them
-_MAX_NAMES = 8
-_MAX_THREADS = 64
+_MAX_NAMES = 8  # more ranks would hide the sentence around them
+_MAX_THREADS = 64  # ports that are tried at a time, as each that does not answer takes `_CONNECT_S`
 
 
 class ListeningPort(NamedTuple):
@@ -66,7 +66,7 @@ def listen_on_ports(interfaces: Mapping[str, Interface | None]) -> Iterator[list
 
 
 def _close_connections(server: socket.socket) -> None:
-    """Makes room for further connections: the kernel keeps only so many that nobody has accepted."""
+    """Makes room for further connections: the kernel keeps a limited number that nobody has accepted."""
     with suppress(OSError):
         while True:
             server.accept()[0].close()

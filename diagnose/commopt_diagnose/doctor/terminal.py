@@ -18,7 +18,7 @@ from lightning_commopt.watch.hangs.marks import PHASE, PHASES
 from lightning_commopt.watch.hangs.records import HangReport, TimedMark
 from lightning_commopt.watch.hangs.sentences import operation_text
 
-_HOSTS_SHOWN = 8
+_HOSTS_SHOWN = 8  # more hosts would hide the findings below them
 
 
 def print_findings(found: Sequence[Finding], everybody: Sequence[Facts], console: Console) -> None:
@@ -73,7 +73,7 @@ _LETTERS = {
     "test": ("t", "bright_blue"),
     "predict": ("p", "bright_blue"),
 }
-_DETAIL_WIDTH = 60
+_DETAIL_WIDTH = 60  # characters of an exception; the other columns of the table need the rest of a line
 _ENDED = "x"
 _SHARE_BEFORE = 0.3  # share of the timeline for the time before the hang
 _MIN_S = 1.0  # the timeline shows at least this much of the hang

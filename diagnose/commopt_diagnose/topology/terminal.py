@@ -189,7 +189,6 @@ def write_page(machine: Machine, findings: list[Finding], path: Path) -> None:
     groups = [("between GPUs", by_link(gpu_pairs(machine))), ("between GPU and NIC", by_link(nic_pairs(machine)))]
     page = render(
         "topology.html",
-        has_charts=False,
         package="commopt_diagnose",
         machine=machine,
         findings=findings,

@@ -21,7 +21,7 @@ from lightning_commopt.launch.lab import parse_rate
 from lightning_commopt.text.formatting import count, number
 from lightning_commopt.text.terminal import TextTable
 
-_MAX_BUCKETS_IN_NAME = 4
+_MAX_BUCKETS_IN_NAME = 4  # more sizes would fill a terminal's width
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ def outlook(
         words.append(f"a link of {link}")
     if num_batches is not None:
         world = dataclasses.replace(world, workload=basis.workload.accumulating(num_batches))
-        words.append("1 batch a step" if num_batches == 1 else f"{num_batches} batches a step")
+        words.append("1 batch per step" if num_batches == 1 else f"{num_batches} batches per step")
     present = Candidate(world.plan, world.predict(world.plan, num_ranks=num_ranks))
     best = best_of_each(world, wanted, num_ranks=num_ranks)
     title = f" The median step of {run_dir} with {', '.join(words)}"

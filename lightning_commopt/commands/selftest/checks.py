@@ -13,24 +13,24 @@ class NotChecked(Exception):  # noqa: N818 (no error)
     """What is missing here for a check."""
 
 
-class Found(NamedTuple):
+class Measured(NamedTuple):
     """What came of a check that measures."""
 
-    detail: str  # in words
-    numbers: dict[str, Any]  # by name, for the JSON
+    detail: str  # the result in words
+    numbers: dict[str, Any]  # measured values by name, for the JSON
 
 
-Runner = Callable[[Place], "str | Found"]
+Runner = Callable[[Place], "str | Measured"]
 
 
 @dataclass(frozen=True)
 class Check:
     """One line of the self-test."""
 
-    name: str  # what holds
-    run: Runner  # returns what was checked
-    is_extra: bool = False  # for ``--full`` only
-    is_on_ranks: bool = True  # runs on every rank; else in the command's process, and starts ranks itself
+    name: str  # what holds if it passes
+    run: Runner  # does the check, and returns what was checked
+    is_extra: bool = False  # whether it runs with ``--full`` only
+    is_on_ranks: bool = True  # whether every rank runs it; otherwise the command's process does, and it starts ranks
 
 
 CHECKS: list[Check] = []
@@ -42,7 +42,7 @@ def check(
     """Adds a function to `CHECKS`. It raises an AssertionError that says what is wrong, or `NotChecked`."""
 
     def add(run: Runner) -> Runner:
-        def run_where_possible(place: Place) -> str | Found:
+        def run_where_possible(place: Place) -> str | Measured:
             if needs_cuda and place.device_type == "cpu":
                 raise NotChecked("no CUDA device")
             return run(place)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.commands.selftest.checks import Found, NotChecked, check
+from lightning_commopt.commands.selftest.checks import Measured, NotChecked, check
 from lightning_commopt.compressors import Compressor, Int8, Layout
 from lightning_commopt.compressors.catalog import example_compressors, ready_compressors
 from lightning_commopt.compressors.channel import Channel
@@ -24,8 +24,10 @@ from lightning_commopt.sync.ddp.observed import before_backward
 from lightning_commopt.testing.places import Place
 from lightning_commopt.testing.steps import NUM_STEPS, Setup, large_setup, send
 
+# Marks around a collective include the gap before its kernel begins, which is a large part of a small collective.
 _RTOL_PROFILER = 0.2
 _SHAPES = ((1024, 4096), (4096,), (2304, 1024), (1024,))  # 25 MiB in float32
+# The warm-up compiles kernels and fills the allocator's cache. The least of five times leaves out interrupted ones.
 _NUM_WARM_UP, _NUM_TIMED, _NUM_PROFILED = 3, 5, 3
 
 
@@ -66,7 +68,7 @@ def _recorded_time(place: Place) -> str:
     ]
     assert len(theirs) == len(ours), f"{len(ours)} collectives, torch.profiler has {len(theirs)}"
     ours_s, theirs_s = covered_s(ours), covered_s(theirs)
-    shown = f"{1e3 * ours_s / NUM_STEPS:.3g} ms a step, torch.profiler {1e3 * theirs_s / NUM_STEPS:.3g} ms"
+    shown = f"{1e3 * ours_s / NUM_STEPS:.3g} ms per step, torch.profiler {1e3 * theirs_s / NUM_STEPS:.3g} ms"
     assert device.type == "cpu" or abs(ours_s / theirs_s - 1) < _RTOL_PROFILER, shown
     return shown
 
@@ -113,14 +115,14 @@ def _memory(place: Place) -> str:
 
 
 @check("what a bucket of 25 MiB costs", is_extra=True)
-def _bucket(place: Place) -> Found:
+def _bucket(place: Place) -> Measured:
     device = place.device(dist.get_rank())
     costs = {name: bucket_cost(compressor, device) for name, compressor in ready_compressors().items()}
     lines = []
     for name, cost in costs.items():
         kernels = f", {cost['launches']:.0f} launches, {cost['device_us']:.0f} us of device" if cost["launches"] else ""
         lines.append(f"{name}: {cost['host_us']:.0f} us of host{kernels}, {cost['bucket_gb_per_s']:.3g} GB/s")
-    return Found("\n".join(lines), costs)
+    return Measured("\n".join(lines), costs)
 
 
 def bucket_cost(
@@ -163,7 +165,7 @@ def bucket_cost(
 
 
 def count_kernels(events: Any, num_steps: int) -> tuple[float, float]:
-    """Returns kernels a step and their seconds, of the profiler's events, without those of NCCL."""
+    """Returns the number and the seconds of kernels per step in the profiler's events, without NCCL's."""
     kernels = [
         event
         for event in events
@@ -173,11 +175,11 @@ def count_kernels(events: Any, num_steps: int) -> tuple[float, float]:
 
 
 @check("what measuring costs", is_extra=True)
-def _monitor(place: Place) -> Found:
+def _monitor(place: Place) -> Measured:
     without_s, with_s = (step_seconds(place, is_measured) for is_measured in (False, True))
     cost_us = 1e6 * (with_s - without_s)
     numbers = {"step_us": 1e6 * without_s, "measured_step_us": 1e6 * with_s}
-    return Found(f"{cost_us:.0f} us of a step of {1e3 * without_s:.3g} ms, by the median of 50", numbers)
+    return Measured(f"{cost_us:.0f} us of a step of {1e3 * without_s:.3g} ms, by the median of 50", numbers)
 
 
 def step_seconds(place: Place, is_measured: bool, num_steps: int = 50) -> float:

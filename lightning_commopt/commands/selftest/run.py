@@ -20,7 +20,7 @@ from rich.text import Text
 
 from lightning_commopt.commands.info.info import collect
 from lightning_commopt.commands.selftest import laws, on_device, sharded_laws, variants
-from lightning_commopt.commands.selftest.checks import CHECKS, Check, Found, NotChecked
+from lightning_commopt.commands.selftest.checks import CHECKS, Check, Measured, NotChecked
 from lightning_commopt.testing.places import Place
 from lightning_commopt.testing.ranks import PROCESSES, OutOfTime, find_place, last_line, prepare_rank, run_on
 
@@ -36,9 +36,9 @@ class Outcome:
     name: str  # what should hold
     status: Literal["passed", "failed", "not checked"]
     detail: str  # what was checked; what is wrong; or what is missing here
-    seconds: float = 0.0  # that it took
-    numbers: dict[str, Any] = field(default_factory=dict)  # that were measured, by name
-    trace: str = ""  # of the failure, whole
+    seconds: float = 0.0  # duration
+    numbers: dict[str, Any] = field(default_factory=dict)  # measured values by name
+    trace: str = ""  # whole traceback of a failure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class SelfTest:
 def run_selftest(
     device: str = "auto",
     on_start: Callable[[str], None] = lambda name: None,
-    on_news: Callable[[SelfTest], None] = lambda found: None,
+    on_news: Callable[[SelfTest], None] = lambda selftest: None,
     *,
     is_full: bool = False,
     limit_s: float = LIMIT_S,
@@ -78,27 +78,28 @@ def run_selftest(
     place, refused = find_place(device)
     place = replace(place, ends_at=ends_at)
     checks = [check for check in CHECKS if is_full or not check.is_extra]
-    found = SelfTest(place=place.name, refused=refused, outcomes=[], is_whole=not checks, info=collect() | _versions())
-    on_news(found)
+    info = collect() | _versions()
+    selftest = SelfTest(place=place.name, refused=refused, outcomes=[], is_whole=not checks, info=info)
+    on_news(selftest)
     for check in checks:
         on_start(check.name)
-        outcomes = [*found.outcomes, _run(check, place, limit_s)]
-        found = replace(found, outcomes=outcomes, is_whole=len(outcomes) == len(checks))
-        on_news(found)
-    return found
+        outcomes = [*selftest.outcomes, _run(check, place, limit_s)]
+        selftest = replace(selftest, outcomes=outcomes, is_whole=len(outcomes) == len(checks))
+        on_news(selftest)
+    return selftest
 
 
 def _versions() -> dict[str, Any]:
     """Returns versions that matter to kernels on CUDA; None of what there is not."""
-    found: dict[str, Any] = {"cuda_version": torch.version.cuda, "triton_version": None, "driver_version": None}
+    versions: dict[str, Any] = {"cuda_version": torch.version.cuda, "triton_version": None, "driver_version": None}
     with suppress(PackageNotFoundError):
-        found["triton_version"] = version("triton")
+        versions["triton_version"] = version("triton")
     if torch.cuda.is_available():
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         with suppress(OSError, subprocess.SubprocessError):
             printed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
-            found["driver_version"] = printed.split("\n")[0].strip()
-    return found
+            versions["driver_version"] = printed.split("\n")[0].strip()
+    return versions
 
 
 def _run(check: Check, place: Place, limit_s: float) -> Outcome:
@@ -118,16 +119,17 @@ def _run(check: Check, place: Place, limit_s: float) -> Outcome:
 
 def _run_on_rank(name: str, place: Place) -> Outcome:
     prepare_rank(place)
-    (check,) = (each for each in CHECKS if each.name == name)  # the order is that of imports, which differs
+    # Checks are looked up by name, because the order of `CHECKS` depends on the order of imports.
+    (check,) = (candidate for candidate in CHECKS if candidate.name == name)
     return _try_check(check, place)
 
 
 def _try_check(check: Check, place: Place) -> Outcome:
     try:
-        found = check.run(place)
+        result = check.run(place)
     except NotChecked as missing:
         return Outcome(name=check.name, status="not checked", detail=str(missing))
-    detail, numbers = found if isinstance(found, Found) else (found, {})
+    detail, numbers = result if isinstance(result, Measured) else (result, {})
     return Outcome(name=check.name, status="passed", detail=detail, numbers=numbers)
 
 
@@ -144,10 +146,10 @@ def progress_lines(console: Console) -> Iterator[Callable[[str], None]]:
         yield lambda text: status.update(escape(text))
 
 
-def print_place(found: SelfTest, console: Console) -> None:
+def print_place(selftest: SelfTest, console: Console) -> None:
     """Prints where ranks run, and where they could not."""
-    console.print(found.place, highlight=False, markup=False)
-    for place, why in found.refused.items():
+    console.print(selftest.place, highlight=False, markup=False)
+    for place, why in selftest.refused.items():
         console.print(f"{place}: refused ({why})", highlight=False, markup=False)
 
 
@@ -157,8 +159,8 @@ def print_outcome(outcome: Outcome, console: Console) -> None:
     console.print(Padding(Text(f"{outcome.detail} ({outcome.seconds:.1f} s)"), (0, 0, 0, 4)))
 
 
-def print_sum(found: SelfTest, console: Console) -> None:
+def print_sum(selftest: SelfTest, console: Console) -> None:
     """Prints how many checks ended how."""
-    numbers: Counter[str] = Counter(outcome.status for outcome in found.outcomes)
+    numbers: Counter[str] = Counter(outcome.status for outcome in selftest.outcomes)
     shown = ", ".join(f"{numbers[status]} {status}" for status in _COLORS if numbers[status])
-    console.print(shown + ("" if found.is_whole else "; interrupted before the others"), highlight=False)
+    console.print(shown + ("" if selftest.is_whole else "; interrupted before the others"), highlight=False)

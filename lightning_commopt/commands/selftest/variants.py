@@ -37,13 +37,14 @@ from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.flight_recorder import parse_collectives
 from lightning_commopt.watch.hangs.rank_side import WatchedRank
 
-NUM_STEPS = 25
+NUM_STEPS = 25  # a race shows in some steps only; each costs time with all compressors, three times
 _SANITIZER = "compute-sanitizer"
-_SANITIZER_S = 120.0
+_SANITIZER_S = 120.0  # a sanitizer that hangs must leave time for the other checks
+# One more than powers of two, so that the last tile of a kernel has a single row, column or element.
 _ODD_SHAPES = ((257, 129), (7,), (33, 65), (4097,))
-_AFTER_S = 2.0
-_LIMIT_S = 60.0
-_FAULTY_STEP = 3
+_AFTER_S = 2.0  # the healthy steps take milliseconds, so a report this early is no false one
+_LIMIT_S = 60.0  # many times `_AFTER_S`, as collecting stacks and reports takes seconds on a busy machine
+_FAULTY_STEP = 3  # the steps before it show that the ranks train
 _RECORDER = dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
 
 
@@ -73,24 +74,24 @@ def _streams(place: Place) -> str:
     ways = {"two streams": (2, {}), "one stream": (1, {}), "blocking launches": (2, blocking)}
     if place.device_type == "cpu":
         ways = {"a run": (2, {}), "another": (2, {})}
-    found = {way: run_on(place, digests, num, environment=variables) for way, (num, variables) in ways.items()}
-    first_way, (first, *others) = next(iter(found.items()))
+    results = {way: run_on(place, digests, num, environment=variables) for way, (num, variables) in ways.items()}
+    first_way, (first, *others) = next(iter(results.items()))
     assert all(other == first for other in others), f"{first_way}: ranks differ"
-    for way, (ours, *_) in found.items():
+    for way, (ours, *_) in results.items():
         wrong = [name for name in first if ours[name] != first[name]]
         assert not wrong, f"{', '.join(wrong)}: {way} and {first_way} differ"
-    return f"{len(first)} compressors: {', '.join(found)}"
+    return f"{len(first)} compressors: {', '.join(results)}"
 
 
 def digests(num_streams: int, place: Place, num_steps: int = NUM_STEPS) -> dict[str, str]:
     """Returns a digest of all averages of each compressor; on every rank."""
-    setup, found = large_setup(place), {}
+    setup, by_name = large_setup(place), {}
     assert dist.group.WORLD is not None
     if place.device_type == "cuda":
         torch.cuda.set_device(setup.device)
     for name, compressor in ready_compressors().items():
         model = DistributedDataParallel(setup.net().to(setup.device), **setup.options)
-        names = {id(parameter): its_name for its_name, parameter in model.module.named_parameters()}
+        names = {id(parameter): key for key, parameter in model.module.named_parameters()}
         on_cpu = setup.device.type == "cpu"
         executor: Executor = WorkerThread() if on_cpu else SideStreams(setup.device, num_streams)
         hook = BucketHook(compressor, Channel(dist.group.WORLD), names, executor)
@@ -100,8 +101,8 @@ def digests(num_streams: int, place: Place, num_steps: int = NUM_STEPS) -> dict[
         for step in range(num_steps):
             digest.update(flatten(send(model, gradients[step % 4])).numpy().tobytes())
         hook.close()
-        found[name] = digest.hexdigest()
-    return found
+        by_name[name] = digest.hexdigest()
+    return by_name
 
 
 @check("nothing is compiled after the hook is attached", is_extra=True, is_on_ranks=False, needs_cuda=True)
@@ -125,8 +126,8 @@ def compiled_late(place: Place) -> dict[str, list[str]]:
         for step in range(4):
             setup.run_step(model, sync, setup.gradients(step))
         sync.detach()
-        if found := sorted(path.stem for path in set(cache.rglob("*.json")) - before):
-            late[name] = found
+        if compiled := sorted(path.stem for path in set(cache.rglob("*.json")) - before):
+            late[name] = compiled
     return late
 
 
@@ -176,7 +177,7 @@ def run_one_bucket(device: str) -> str:
 def _recorded(place: Place) -> str:
     num, *_ = run_on(place, num_recorded, environment=_RECORDER)
     if not num and place.device_type == "cpu":
-        raise NotChecked("this torch records none of gloo")
+        raise NotChecked("this torch does not record gloo's collectives")
     assert num == 3, f"{num} of 3 all-reduces are recorded"
     return f"{num} all-reduces"
 
@@ -191,7 +192,8 @@ def num_recorded(place: Place) -> int:
         collectives = parse_collectives(flight_records())
     except RuntimeError:
         return 0
-    return sum("all_reduce" in str(each.signature) and "(5,)" in str(each.signature) for each in collectives)
+    signatures = [str(collective.signature) for collective in collectives]
+    return sum("all_reduce" in signature and "(5,)" in signature for signature in signatures)
 
 
 @check("the hang monitor names a rank that is stopped", is_extra=True, is_on_ranks=False)

@@ -93,7 +93,7 @@ def _change_trainer(module: ModuleType) -> None:
 
 
 def tuned_strategy(strategy: object, ours: type[CommOptStrategy]) -> CommOptStrategy:
-    """Returns the strategy that takes the place of a Trainer's, of the class ``ours`` unless it is one of ours already.
+    """Returns the strategy that replaces a Trainer's, of the class ``ours`` unless that is from this package already.
 
     Raises:
         ValueError: the strategy is not DDP, or has a comm hook.

@@ -18,9 +18,10 @@ DEVICE = "eth0"
 MASTER_PORT = 29500
 """Where the ranks meet. It is free in every lab, as no other process listens on its hosts."""
 
-_MAX_HOSTS = 254
-_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-_MIN_RATE, _MAX_RATE = 10**5, 10**11
+_MAX_HOSTS = 254  # addresses of 10.0.0.0/24, without the first and the last
+_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}  # as in tc(8)
+_MIN_RATE, _MAX_RATE = 10**5, 10**11  # bits per second; at the lowest, a packet takes a quarter of a second
+# The smaller burst holds two packets at the rates where it counts. The larger one is `_SLOW_BURST_S` at 1 Gbit/s.
 _MIN_BURST_BYTES, _MAX_SLOW_BURST_BYTES = 2**14, 2**18
 # A burst of this duration hides that a timer of the kernel is late. The longer one is for up to 1 Gbit/s.
 _BURST_S, _SLOW_BURST_S = 0.0005, 0.002
@@ -159,7 +160,7 @@ class NetLab:
         """
         bits_per_s = parse_rate(rate)
         if bits_per_s is None:
-            raise ValueError(f"rate must be a limit, got {rate!r}")
+            raise ValueError(f"rate must be a limit such as '1gbit', got {rate!r}")
         self._opened()
         is_new, self._bits_per_s = self._bits_per_s is None, bits_per_s
         for host in range(self.num_hosts):

@@ -1,7 +1,7 @@
 """The link behind training steps: how long messages took, and one `Link` fitted to them.
 
-A message is a bucket. Its time is that in which a collective of it was on the wire and none of an earlier bucket, on
-the rank where that is least: the last rank to join a collective waits for no other. gloo sends two buckets of DDP's own
+A message is a bucket. Its time is how long a collective of it was on the wire and none of an earlier bucket, on the
+rank where that is shortest: the last rank to join a collective waits for no other. gloo sends two buckets of DDP's own
 all-reduce at a time, which share the link, so that neither shows how fast it is: then all buckets of a step are one
 message. Compression is no part of it, and bytes are those on the wire.
 """
@@ -44,14 +44,14 @@ _MAX_SHARED = 0.05
 are off by about as much then."""
 
 _BLOCK = 10
-"""The spread is that of medians of so many steps, as a prediction is of the median of many. They are few enough for
-several such medians in a run."""
+"""The spread is computed from medians of this many steps, because a prediction is a median of many steps. A run has
+several such medians."""
 
 
 class Message(NamedTuple):
     """What travelled as one, see the module."""
 
-    num_hops: int  # messages between two ranks that follow each other in it
+    num_hops: int  # number of messages between two ranks that must follow each other
     wire_bytes: int  # payload, in terms of an all-reduce
     time_s: float
 
@@ -59,8 +59,8 @@ class Message(NamedTuple):
 class SentStep(NamedTuple):
     """What the buckets of a step had on the wire: on one rank, or with the least times of all ranks."""
 
-    whole: Message  # all buckets; its time is that in which any of them was on the wire
-    shared_s: float  # time in which two of them were
+    whole: Message  # all buckets; its time is how long any of them was on the wire
+    shared_s: float  # how long two buckets were on the wire at the same time
     buckets: tuple[Message, ...]  # at most `NUM_MESSAGES`, in the same order on all ranks
 
     @property
@@ -142,10 +142,11 @@ class LinkFit:
     """A link, and how much of it its messages show."""
 
     link: Link
-    sizes_bytes: tuple[int, ...]  # of the messages, ascending
-    latency_s: float  # of the smallest message; NaN where sizes do not separate it from the rate, as is the next one
+    sizes_bytes: tuple[int, ...]  # sizes of the messages, ascending
+    # Time of the smallest message; NaN, as is the bandwidth, where sizes do not separate the two.
+    latency_s: float
     bandwidth: float  # bus bandwidth, bytes per second
-    takes_turns: bool  # messages are single buckets; else whole steps
+    takes_turns: bool  # whether messages are single buckets and not whole steps
 
 
 def fit_link(

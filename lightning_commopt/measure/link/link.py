@@ -12,12 +12,12 @@ PAYLOAD_SHARE = 1448 / 1514
 """Payload over bytes on an Ethernet link with TCP and timestamps, in full frames of 1500 bytes."""
 
 TYPICAL_HOP_S = 1e-4
-"""A message without content takes so long where steps do not show it. A judgement: it is usual for TCP between hosts of
-a rack."""
+"""Time of a message without content where steps do not show it. A judgement: it is usual for TCP between hosts of a
+rack."""
 
 _MAX_EXTRAPOLATION = 2.0
-"""A link is used as it is for steps that send up to so many times the bytes that were seen. A judgement: half of a
-message of the size seen may be latency, and twice the bytes then take 1.5 times as long instead of twice."""
+"""Multiple of the bytes that were seen up to which a link is used as it is. A judgement: half of a message of the size
+seen may be latency, and twice the bytes then take 1.5 times as long instead of twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Link:
     low_ratio: float = 0.9  # 2.5th percentile of measured over expected times of all messages of a step
     high_ratio: float = 1.1  # 97.5th percentile
     seen_bytes: float | None = None  # payload of a step that the rate was learned from; None where it was probed
-    has_trees: bool = False  # collectives may use trees, as NCCL's do; else rings only
+    has_trees: bool = False  # whether collectives may use trees, as NCCL's do, and not rings only
     source: str = ""  # what it was measured on, in words
 
     def at_rate(self, bits_per_s: float) -> Link:

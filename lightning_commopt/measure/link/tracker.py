@@ -1,4 +1,4 @@
-"""LinkTracker: the link behind the last steps of a fit that goes on, from the times of all ranks."""
+"""LinkTracker: fits the link to the last steps of a running fit, from the times of all ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LinkTracker:
 
     def __init__(self, num_ranks: int, *, has_trees: bool = False) -> None:
         self.fit: LinkFit | None = None
-        self.steps: deque[SentStep] = deque(maxlen=NUM_LAST_STEPS)  # with the least times of all ranks
+        self.steps: deque[SentStep] = deque(maxlen=NUM_LAST_STEPS)  # times are the least of all ranks
         self._num_ranks = num_ranks
         self._has_trees = has_trees
         self._comm_hook: str | None = None
@@ -84,7 +84,7 @@ class LinkTracker:
             return f"{names}, as the buckets of a step share the link: a step is one message, always of the same size."
         first_bytes, last_bytes = self.fit.sizes_bytes[0], self.fit.sizes_bytes[-1]
         if last_bytes >= SIZES_RATIO * first_bytes:
-            return f"{names}, as large buckets took hardly longer than small ones."
+            return f"{names}, as large buckets took little longer than small ones."
         unit = byte_unit(last_bytes)
         sizes = "the same size" if first_bytes == last_bytes else f"{unit.text(first_bytes)} to {unit.text(last_bytes)}"
         return f"{names}, as the buckets have {sizes}: the largest must be twice as large as the smallest."

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_KIBIBYTE = 1024
+_KIBIBYTE = 1024  # the "kB" of proc(5), and the unit of getrusage(2) on Linux; macOS has bytes
 _UNIT_OF_GETRUSAGE = 1 if sys.platform == "darwin" else _KIBIBYTE
 _RESET_PEAK = "5"  # see proc(5), /proc/pid/clear_refs
 _DISTRIBUTIONS = {

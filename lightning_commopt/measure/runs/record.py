@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ _OPTIONS: dict[Value, str] = {
     "callbacks": "callbacks.commopt_run.val_loss=NAME",
     "trainer": "trainer.callbacks.2.val_loss=NAME",
 }
-_GIT_LIMIT_S = 5
+_GIT_LIMIT_S = 5  # git looks at every tracked file, and the fit does not begin before it answers
 _VALIDATION = ("val", "valid", "validation")
 # The words that may follow "val", "valid" or "validation" in the name of the metric for a field of `RunRecord`.
 ENDINGS = {"val_loss": ("loss",), "val_accuracy": ("accuracy", "acc")}
@@ -45,6 +46,8 @@ class RunRecord:
     world_size: int | None = None  # number of ranks that trained
     started_at: str | None = None  # local time with its offset, ISO 8601
     seconds: float | None = None  # duration of the whole run, with set-up and validation
+    load_at_start: float | None = None  # `load_average` of rank 0's host when the run began, to tell a busy machine
+    load_at_end: float | None = None  # the same at its end; much of it is the run's own
     # Optimizer steps per second, without warm-up and validation, as measured by `SpeedMonitor`, or else by
     # `CommTimeMonitor`.
     steps_per_s: float | None = None
@@ -145,6 +148,7 @@ def new_record(sync_method: str, started_in: Path, **fields: Any) -> RunRecord:
         versions=versions(),
         hardware=tuple(devices()),
         git=git_state(started_in),
+        load_at_start=load_average(),
         **fields,
     )
 
@@ -156,8 +160,8 @@ def finish_record(folder: Path, metrics: Mapping[str, float], *, seconds: float)
     for name in ENDINGS:
         if name not in names and (metric := find_metric(metrics, name)) is not None:
             names[name] = metric
-    metrics = {**record.metrics, **metrics}
-    return record.save(folder, status="finished", seconds=seconds, metrics=metrics, metric_names=names)
+    changed = {"metrics": {**record.metrics, **metrics}, "metric_names": names, "load_at_end": load_average()}
+    return record.save(folder, status="finished", seconds=seconds, **changed)
 
 
 def fail_record(
@@ -190,6 +194,14 @@ def fail_rank(folder: Path, error: BaseException, *, rank: int, seconds: float) 
     reason = f"{type(error).__name__}: {error}"
     with suppress(OSError):
         fail_record(folder, reason if rank == 0 else f"rank {rank}: {reason}", seconds=seconds)
+
+
+def load_average() -> float | None:
+    """Returns how many processes ran or waited for a core, on average over the last minute; None where unknown."""
+    try:
+        return os.getloadavg()[0]
+    except (AttributeError, OSError):  # Windows has no such function; in some containers it fails
+        return None
 
 
 def git_state(folder: Path) -> dict[str, Any] | None:

@@ -16,7 +16,7 @@ Value: TypeAlias = object
 # A project may put these config groups into any package, so their names are recorded without it.
 _OWN_GROUPS = ("commopt", "commopt_record")
 _OF_PLAN = "plan."
-_PLAN_TYPES = {"CommOptModelParallel": "ShardedPlan"}  # by strategy, in records that lack it; else "CommPlan"
+_PLAN_TYPES = {"CommOptModelParallel": "ShardedPlan"}  # read by strategy if a record lacks it; else "CommPlan"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from plotly import graph_objects as go
-
 from lightning_commopt.measure.runs.losses import LossPoint
-from lightning_commopt.report.figures.style import Chart, Line, PlanStyle, line_styles, new_figure, plain, typical_run
+from lightning_commopt.report.figures.plot import Plot, Point, Trace, extent, linear_axis, log_axis
+from lightning_commopt.report.figures.style import Chart, Line, PlanStyle, line_styles, typical_run
 from lightning_commopt.report.model import Group, Setting
 from lightning_commopt.report.names import in_quotes, join_names
 from lightning_commopt.text.formatting import number
@@ -79,7 +78,7 @@ def loss_curves(group: Group, styles: Mapping[str, PlanStyle]) -> list[Chart]:
             note=note,
             x_title=x_title,
             y_title="loss (in the model's own unit, logarithmic)" if is_log else "loss (in the model's own unit)",
-            figure=_figure(curves, looks, axis, is_log),
+            plot=_plot(curves, looks, axis, is_log),
             lines=tuple(Line(curve.setting.name, style) for curve, style in zip(curves, looks, strict=True)),
         )
         for axis, (title, x_title) in axes.items()
@@ -132,28 +131,31 @@ def _smooth(points: Sequence[LossPoint]) -> tuple[LossPoint, ...]:
     return tuple(smoothed)
 
 
-def _figure(curves: Sequence[_Curve], looks: Sequence[PlanStyle], axis: _Axis, is_log: bool) -> go.Figure:
-    figure = new_figure()
-    figure.update_xaxes(rangemode="tozero")
-    if is_log:
-        figure.update_yaxes(type="log")
+def _plot(curves: Sequence[_Curve], looks: Sequence[PlanStyle], axis: _Axis, is_log: bool) -> Plot:
+    traces = []
     pairs = zip(curves, looks, strict=True)
     kinds = [(c, style, *own) for c, style in pairs for own in ((c.train, "training"), (c.val, "validation"))]
     for curve, style, points, kind in kinds:
         if not points:
             continue
         is_line = kind == "training" and len(points) > 1
-        figure.add_scatter(
-            mode="lines" if is_line else "markers",
-            x=[round(getattr(point, axis), 4) for point in points],
-            y=[float(f"{point.loss:.5g}") for point in points],
-            line={"color": style.color, "dash": style.dash, "width": 1.6} if is_line else None,
-            marker=style.marker(8) | {"line": {"color": "#ffffff", "width": 1}},
-            hovertext=[
-                f"<b>{plain(curve.setting.name)}</b><br>{kind} loss {number(point.loss, 4)}<br>"
-                f"step {point.step:,}, {number(point.seconds)} s"
-                for point in points
-            ],
-            hoverinfo="text",
+        last = f"{curve.setting.name}: {kind} loss {number(points[-1].loss, 4)} at step {points[-1].step:,}"
+        places = tuple(
+            Point(
+                round(getattr(point, axis), 4),
+                float(f"{point.loss:.5g}"),
+                ""
+                if is_line
+                else f"{curve.setting.name}: {kind} loss {number(point.loss, 4)} at step {point.step:,},"
+                f" {number(point.seconds)} s",
+            )
+            for point in points
         )
-    return figure
+        look = {"dash": style.dash, "width": 1.6, "hover": last} if is_line else {"symbol": style.symbol}
+        traces.append(Trace(points=places, color=style.color, **look))
+    across, losses = extent(traces)
+    return Plot(
+        x=linear_axis(across, from_zero=True),
+        y=log_axis(losses) if is_log else linear_axis(losses),
+        traces=tuple(traces),
+    )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from plotly import graph_objects as go
-
 from lightning_commopt.report.baseline import scaling_name
+from lightning_commopt.report.figures.plot import Axis, Plot, Point, Trace, extent, linear_axis
 from lightning_commopt.report.figures.style import (
     Chart,
     Line,
@@ -14,8 +13,6 @@ from lightning_commopt.report.figures.style import (
     ideal_line,
     line_styles,
     line_trace,
-    new_figure,
-    plain,
 )
 from lightning_commopt.report.intervals import TIMES, kind_of_interval, spread_text
 from lightning_commopt.report.model import Group, Scaling
@@ -23,6 +20,7 @@ from lightning_commopt.text.formatting import count, number, percent
 
 _CURVE_POINTS = 40
 _MAX_TICKS = 4
+_AMDAHL_DASH = "1 3"
 _SPACE = "\N{NO-BREAK SPACE}"
 
 
@@ -49,52 +47,51 @@ def _chart(scalings: Sequence[Scaling], looks: Sequence[PlanStyle], base: int, i
         y_title, unit = f"efficiency: speed-up divided by {divisor} (%)", "% of the ideal speed-up"
     ranks = sorted({num_ranks for scaling in scalings for num_ranks in scaling.num_ranks})
     factors = {num_ranks: 100 * base / num_ranks if is_efficiency else 1.0 for num_ranks in ranks}
-    figure, lines = new_figure(), []
     ends = [ranks[0], ranks[-1]]
-    figure.add_trace(ideal_line(ends, [num_ranks / base * factors[num_ranks] for num_ranks in ends]))
+    lines, traces = [], [ideal_line(ends, [num_ranks / base * factors[num_ranks] for num_ranks in ends])]
     for scaling, style in zip(scalings, looks, strict=True):
         name = scaling.sync_method
         if scaling.serial_share is not None and not is_efficiency:
             name += f", f{_SPACE}={_SPACE}{number(scaling.serial_share, 2)}"
-            _draw_amdahl(figure, scaling.serial_share, ranks[-1], style)
+            traces.append(_amdahl(scaling.serial_share, ranks[-1], style))
         lines.append(Line(name, style))
-        figure.add_trace(_measured(scaling, style, factors, unit))
+        traces.append(_measured(scaling, style, factors, unit))
     margin = 0.05 * (ranks[-1] - ranks[0])
-    figure.update_yaxes(rangemode="tozero")
-    figure.update_xaxes(tickformat="d", range=[ranks[0] - margin, ranks[-1] + margin])
+    x = linear_axis([], ends=(ranks[0] - margin, ranks[-1] + margin))
+    whole = tuple((value, text) for value, text in x.ticks if value == round(value))
     if len(ranks) <= _MAX_TICKS:
-        figure.update_xaxes(tickvals=ranks)
+        whole = tuple((float(num_ranks), str(num_ranks)) for num_ranks in ranks)
+    plot = Plot(
+        x=Axis(low=x.low, high=x.high, ticks=whole),
+        y=linear_axis(extent(traces)[1], from_zero=True),
+        traces=tuple(traces),
+    )
     return Chart(
         title=title,
         note=note,
         x_title="ranks (number of processes)",
         y_title=y_title,
-        figure=figure,
+        plot=plot,
         lines=(*lines, Line("ideal", None)),
     )
 
 
-def _measured(scaling: Scaling, style: PlanStyle, factors: Mapping[int, float], unit: str) -> go.Scatter:
+def _measured(scaling: Scaling, style: PlanStyle, factors: Mapping[int, float], unit: str) -> Trace:
     """Returns the measured points of a plan, its speed-ups multiplied by factors."""
     measured = {n: speedup.scaled(factors[n]) for n, speedup in zip(scaling.num_ranks, scaling.speedups, strict=True)}
     hover = []
     for num_ranks, interval in measured.items():
-        text = f"<b>{plain(scaling.sync_method)}, {count(num_ranks, 'rank')}</b><br>{number(interval.median)} {unit}"
+        text = f"{scaling.sync_method}, {count(num_ranks, 'rank')}: {number(interval.median)} {unit}"
         ends = spread_text(interval)
-        hover.append(f"{text}<br>{kind_of_interval(interval)}: {ends}" if ends else text)
+        hover.append(f"{text}; {kind_of_interval(interval)}: {ends}" if ends else text)
     return line_trace(style, scaling.num_ranks, list(measured.values()), hover)
 
 
-def _draw_amdahl(figure: go.Figure, serial_share: float, max_ranks: int, style: PlanStyle) -> None:
+def _amdahl(serial_share: float, max_ranks: int, style: PlanStyle) -> Trace:
     ranks = [1 + (max_ranks - 1) * at / _CURVE_POINTS for at in range(_CURVE_POINTS + 1)]
     times = {n: serial_share + (1 - serial_share) / n for n in ranks}  # below 0 for a wild fit to few points
-    figure.add_scatter(
-        mode="lines",
-        x=[n for n in ranks if times[n] > 0],
-        y=[1 / times[n] for n in ranks if times[n] > 0],
-        line={"color": style.color, "dash": "1px,3px", "width": 2},
-        hoverinfo="skip",
-    )
+    points = tuple(Point(n, 1 / times[n]) for n in ranks if times[n] > 0)
+    return Trace(points=points, color=style.color, dash=_AMDAHL_DASH)
 
 
 def _amdahl_in_words(scalings: Sequence[Scaling], base: int) -> str:

@@ -1,67 +1,58 @@
-"""The parts that charts are made of, and their style, which ``style.yaml`` holds.
+"""The parts that charts are made of, and the looks of plans. `report.css` has the colors, for light and dark pages.
 
-A chart is bars, which are HTML, or a plot. Names, titles and legends are HTML, which the browser wraps in any font;
-plots have no text but the numbers at their axes. So no code here needs the width of a text.
+A chart is bars or lanes of a timeline, which are HTML, or a plot, which is SVG. Names, titles, legends and numbers at
+axes are HTML, which the browser wraps in any font. So no code here needs the width of a text.
 """
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-import yaml
-from plotly import graph_objects as go
-
+from lightning_commopt.report.figures.plot import Axis, Plot, Point, Trace
 from lightning_commopt.report.intervals import Interval
 from lightning_commopt.report.model import Cell, Run, Setting
 
-_STYLE: dict[str, Any] = yaml.safe_load(
-    (files("lightning_commopt.report.figures") / "style.yaml").read_text(encoding="utf-8")
-)
-INK, QUIET, GRID, EXPOSED = (_STYLE[name] for name in ("ink", "quiet", "grid", "exposed"))
-SPAN_COLORS: dict[str, str] = _STYLE["spans"]
-_COLORS, _DASHES, _SYMBOLS = _STYLE["colors"], _STYLE["dashes"], _STYLE["symbols"]
+_NUM_COLORS = 8  # ``--plan-0`` to ``--plan-7`` of the style sheet
+_DASHES = ("none", "8 5", "8 4 2 4", "14 5", "4 3", "14 4 2 4", "10 3 2 3 2 3")
+SYMBOLS = {  # outlines of markers as SVG paths, in a square from -5 to 5
+    "circle": "M5,0A5,5 0 1,1 -5,0A5,5 0 1,1 5,0Z",
+    "square": "M-4,-4H4V4H-4Z",
+    "diamond": "M0,-5L5,0L0,5L-5,0Z",
+    "triangle-up": "M0,-5L5,4H-5Z",
+    "x": "M-5,-3L-3,-5L0,-2L3,-5L5,-3L2,0L5,3L3,5L0,2L-3,5L-5,3L-2,0Z",
+    "triangle-down": "M0,5L5,-4H-5Z",
+    "star": "M0,-5L1.5,-1.6L5,-1.6L2.2,0.7L3.2,4.4L0,2.2L-3.2,4.4L-2.2,0.7L-5,-1.6L-1.5,-1.6Z",
+    "pentagon": "M0,-5L4.8,-1.5L2.9,4.1H-2.9L-4.8,-1.5Z",
+    "cross": "M-5,-1.6H-1.6V-5H1.6V-1.6H5V1.6H1.6V5H-1.6V1.6H-5Z",
+}
+IDEAL_COLOR, _IDEAL_DASH = "var(--quiet)", "2 4"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanStyle:
-    """The look of a plan in every chart: a color, and plotly's dash and symbol. Any two plans differ in all three."""
+    """The look of a plan in every chart: CSS color, SVG dash and symbol. Any two plans differ in all three."""
 
     color: str
     dash: str
     symbol: str
 
-    @property
-    def dash_array(self) -> str:
-        """The dash in SVG's notation."""
-        return "none" if self.dash == "solid" else self.dash.replace("px", "")
-
-    @property
-    def outline(self) -> str:
-        """The symbol as an SVG path in a square from -5 to 5."""
-        path: str = _SYMBOLS[self.symbol]
-        return path
-
     def variant(self, number: int) -> PlanStyle:
         """Returns the look of the plan's n-th line in a chart, in the same color; 0 is the plan's own look."""
+        symbols = list(SYMBOLS)
         return replace(
             self,
             dash=_DASHES[(_DASHES.index(self.dash) + number) % len(_DASHES)],
-            symbol=list(_SYMBOLS)[(list(_SYMBOLS).index(self.symbol) + number) % len(_SYMBOLS)],
+            symbol=symbols[(symbols.index(self.symbol) + number) % len(symbols)],
         )
-
-    def marker(self, size: int) -> dict[str, object]:
-        return {"color": self.color, "symbol": self.symbol, "size": size}
 
 
 def plan_styles(sync_methods: Iterable[str]) -> dict[str, PlanStyle]:
     """Returns a style for each plan, in the order given."""
-    first = PlanStyle(color="", dash=_DASHES[0], symbol=next(iter(_SYMBOLS)))
+    first = PlanStyle(color="", dash=_DASHES[0], symbol=next(iter(SYMBOLS)))
     return {
-        name: replace(first.variant(at), color=_COLORS[at % len(_COLORS)])
+        name: replace(first.variant(at), color=f"var(--plan-{at % _NUM_COLORS})")
         for at, name in enumerate(dict.fromkeys(sync_methods))
     }
 
@@ -71,39 +62,26 @@ def line_styles(sync_methods: Sequence[str], styles: Mapping[str, PlanStyle]) ->
     return [styles[name].variant(sync_methods[:at].count(name)) for at, name in enumerate(sync_methods)]
 
 
-def new_figure(plot_height: float = 320) -> go.Figure:
-    """Returns an empty figure of a height in pixels, as wide as the page, with automatic margins."""
-    return go.Figure(layout=go.Layout(template=None, height=round(plot_height), **_STYLE["layout"]))
+def ends_of(interval: Interval | None) -> tuple[float, float] | None:
+    """Returns the ends of an interval; None without them."""
+    if interval is None or interval.low is None or interval.high is None:
+        return None
+    return interval.low, interval.high
 
 
-def line_trace(
-    style: PlanStyle, x: Sequence[object], intervals: Sequence[Interval], hover: Sequence[str]
-) -> go.Scatter:
-    """Returns a line with markers in the look of a plan, error bars up to the ends that are known, and hover texts."""
-    return go.Scatter(
-        mode="lines+markers",
-        x=x,
-        y=[interval.median for interval in intervals],
-        error_y={
-            "type": "data",
-            "symmetric": False,
-            "array": [0.0 if interval.high is None else interval.high - interval.median for interval in intervals],
-            "arrayminus": [0.0 if interval.low is None else interval.median - interval.low for interval in intervals],
-            "visible": any(interval.low is not None for interval in intervals),
-            "thickness": 1.4,
-            "width": 4,
-            "color": style.color,
-        },
-        hovertext=hover,
-        hoverinfo="text",
-        line={"color": style.color, "dash": style.dash, "width": 2.2},
-        marker=style.marker(9),
+def line_trace(style: PlanStyle, x: Sequence[float], intervals: Sequence[Interval], hover: Sequence[str]) -> Trace:
+    """Returns a line with markers in the look of a plan, error bars up to the ends that are known, and tooltips."""
+    points = (
+        Point(at, interval.median, text, y_ends=ends_of(interval))
+        for at, interval, text in zip(x, intervals, hover, strict=True)
     )
+    return Trace(points=tuple(points), color=style.color, dash=style.dash, symbol=style.symbol)
 
 
-def ideal_line(x: Sequence[float], y: Sequence[float]) -> go.Scatter:
+def ideal_line(x: Sequence[float], y: Sequence[float]) -> Trace:
     """Returns the dotted grey line of an ideal."""
-    return go.Scatter(mode="lines", x=x, y=y, line={"color": QUIET, "dash": "2px,4px", "width": 1.4}, hoverinfo="skip")
+    points = tuple(map(Point, x, y))
+    return Trace(points=points, color=IDEAL_COLOR, dash=_IDEAL_DASH, width=1.4)
 
 
 def typical_run(setting: Setting) -> Run | None:
@@ -113,7 +91,21 @@ def typical_run(setting: Setting) -> Run | None:
     return known[(len(known) - 1) // 2] if known else next(iter(setting.runs), None)
 
 
-Swatch = Literal["computing", "hidden", "exposed", "bound", "waiting", "compressing", "wire", "stalled"]
+Swatch = Literal[
+    "computing",
+    "hidden",
+    "exposed",
+    "bound",
+    "waiting",
+    "compressing",
+    "wire",
+    "stalled",
+    "data",
+    "forward",
+    "backward",
+    "optimizer",
+    "other",
+]
 
 
 class Key(NamedTuple):
@@ -128,6 +120,7 @@ class Line(NamedTuple):
 
     name: str
     style: PlanStyle | None
+    is_line: bool = True  # whether it is drawn as a line, and not as a marker alone
 
 
 class Part(NamedTuple):
@@ -138,6 +131,7 @@ class Part(NamedTuple):
     hover: str
     swatch: Swatch | None = None
     color: str = ""
+    text: str = ""  # is written into the part, as far as it fits
 
 
 class Bar(NamedTuple):
@@ -147,6 +141,14 @@ class Bar(NamedTuple):
     value: str
     parts: tuple[Part, ...]
     interval: tuple[float, float] | None = None
+
+
+class Lane(NamedTuple):
+    """A row of a timeline: the phases of a rank with its name, or a bucket without one."""
+
+    name: str
+    parts: tuple[Part, ...]
+    height: float  # in pixels
 
 
 class Rows(NamedTuple):
@@ -159,19 +161,16 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """One chart: bars, or a plot. All texts are plain."""
+    """One chart: bars, lanes, or a plot. All texts are plain."""
 
     title: str
     note: str  # how to read it; a sentence or two
     x_title: str  # name and unit of the horizontal axis
     y_title: str = ""  # name and unit of the vertical axis; empty if its rows are named
     bars: tuple[Bar, ...] = ()  # the bars from top to bottom; their axis begins at 0
-    figure: go.Figure | None = None  # the plot; None for bars
+    plot: Plot | None = None
+    lanes: tuple[Lane, ...] = ()  # the rows of a timeline from top to bottom
+    lane_axis: Axis | None = None  # their axis
     lines: tuple[Line, ...] = ()
     keys: tuple[Key, ...] = ()
     rows: Rows | None = None  # a table below the plot
-
-
-def plain(text: str) -> str:
-    """Returns a text that plotly shows literally."""
-    return html.escape(text, quote=False)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from lightning_commopt.measure.runs.settings import Value
 from lightning_commopt.measure.statistics import step_parts as split_step
 from lightning_commopt.report.choices import canonical
+from lightning_commopt.report.figures.plot import Plot, category_axis, extent, linear_axis
 from lightning_commopt.report.figures.style import (
     Bar,
     Chart,
@@ -15,10 +16,9 @@ from lightning_commopt.report.figures.style import (
     Line,
     Part,
     PlanStyle,
+    ends_of,
     line_styles,
     line_trace,
-    new_figure,
-    plain,
 )
 from lightning_commopt.report.intervals import TIMES, Interval, kind_of_interval, kinds_of_intervals, spread_text
 from lightning_commopt.report.model import Group, Setting
@@ -43,13 +43,11 @@ def throughput(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
     bars = []
     for setting, interval in rates:
         part = Part(0, interval.median / most, _hover(setting, interval), color=styles[setting.sync_method].color)
-        ends = None
-        if interval.low is not None and interval.high is not None:
-            ends = interval.low / most, interval.high / most
+        ends = ends_of(interval.scaled(1 / most))
         times = f", {number(setting.speedup.median)}{TIMES}" if setting.speedup else ""
         bars.append(Bar(setting.name, f"{number(interval.median)}/s{times}", (part,), ends))
     kinds = kinds_of_intervals(interval for _, interval in rates)
-    note = f"Medians over repetitions; error bars are {kinds}." if kinds else "One run of each setting."
+    note = f"Medians over repetitions; error bars are {kinds}." if kinds else "Each setting was measured once."
     return Chart(
         title="Throughput of all settings",
         note=f"{note} In the order of the sweep.",
@@ -64,20 +62,23 @@ def bucket_sizes(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
     if not series:
         return None
     looks = line_styles([next(iter(by_size.values())).sync_method for by_size in series.values()], styles)
-    figure = new_figure()
+    sizes = sorted({size for by_size in series.values() for size in by_size})
+    traces = []
     for by_size, style in zip(series.values(), looks, strict=True):
         rates = {setting.name: rate for setting in by_size.values() if (rate := setting.samples_per_s) is not None}
-        hover = [plain(_hover(setting, rates[setting.name])) for setting in by_size.values()]
-        figure.add_trace(line_trace(style, [f"{size:g}" for size in by_size], list(rates.values()), hover))
-    sizes = [f"{size:g}" for size in sorted({size for by_size in series.values() for size in by_size})]
-    figure.update_xaxes(type="category", categoryorder="array", categoryarray=sizes)
-    figure.update_yaxes(rangemode="tozero")
+        hover = [_hover(setting, rates[setting.name]) for setting in by_size.values()]
+        traces.append(line_trace(style, [sizes.index(size) for size in by_size], list(rates.values()), hover))
+    plot = Plot(
+        x=category_axis([f"{size:g}" for size in sizes]),
+        y=linear_axis(extent(traces)[1], from_zero=True),
+        traces=tuple(traces),
+    )
     return Chart(
         title="Throughput against bucket size",
         note="Small buckets start early and cost more calls; one large bucket cannot overlap with backward.",
         x_title="bucket size, bucket_cap_mb (MiB)",
         y_title="throughput over all ranks (samples/s)",
-        figure=figure,
+        plot=plot,
         lines=tuple(map(Line, series, looks)),
     )
 
@@ -105,7 +106,7 @@ def _without_bucket_size(setting: Setting) -> dict[str, Value]:
 
 
 def _hover(setting: Setting, interval: Interval) -> str:
-    ends = "a single run, no interval"
+    ends = "measured once, no interval"
     if interval.low is not None:
         ends = f"{kind_of_interval(interval)}: {spread_text(interval)}"
     text = f"{setting.name}: {number(interval.median, 4)} samples/s; {ends}"

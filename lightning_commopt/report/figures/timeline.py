@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import islice
 from statistics import fmean
-from typing import NamedTuple
-
-from plotly import graph_objects as go
+from typing import NamedTuple, cast
 
 from lightning_commopt.measure.files import RankRecords, common_steps, read_run
 from lightning_commopt.measure.operations import OperationTotals, operation_columns, operation_rows
 from lightning_commopt.measure.record import StepRecord, clock_shift_s
 from lightning_commopt.report.choices import without_ranks
-from lightning_commopt.report.figures.style import EXPOSED, INK, SPAN_COLORS, Chart, Key, Rows, new_figure, typical_run
+from lightning_commopt.report.figures.plot import linear_axis
+from lightning_commopt.report.figures.style import Chart, Key, Lane, Part, Rows, Swatch, typical_run
 from lightning_commopt.report.model import Cell, Group, Setting
-from lightning_commopt.text.formatting import Unit, byte_unit, grouped, number, time_unit
+from lightning_commopt.text.formatting import Unit, byte_unit, grouped, time_unit
 
 MAX_SETTINGS = 8
 _WARM_UP_SHARE = 0.2  # share of the steps that is left out if a run's record has no number of timed steps
@@ -26,10 +25,11 @@ KEYS = (
     Key("stalled", "exposed: backward has nothing left to compute"),
 )
 
-# Heights in pixels: a phase's bar, all buckets of a rank, the most for one bucket, the gap between ranks, and the axis.
-_PHASE, _BUCKETS, _MAX_BUCKET, _GAP, _AXIS = 20, 110, 12, 16, 50
-_MAX_BUCKETS_SHOWN = 240  # buckets drawn in one chart; the ranks beyond are left out
-_CLEAR = "rgba(0,0,0,0)"
+# Heights in pixels: a phase's bar, all buckets of a rank, and the most for one bucket.
+_PHASE, _BUCKETS, _MAX_BUCKET = 20.0, 110.0, 12.0
+# Buckets drawn in one chart; the ranks beyond are left out. A bucket takes about 300 bytes of the page, and the page is
+# to have 300 kB at most.
+_MAX_BUCKETS_SHOWN = 100
 
 
 class TypicalStep(NamedTuple):
@@ -102,18 +102,7 @@ def _shift_s(record: StepRecord, first: StepRecord, rank: RankRecords, first_ran
     return next(shift_s for shift_s in shifts_s if shift_s is not None)
 
 
-_VERBS = {"waiting": "waits in the queue:", "compressing": "from the queue to the average:", "wire": "on the wire:"}
-
-
-class _Span(NamedTuple):
-    """A bar: its times, the center and height of its row, and its hover text."""
-
-    kind: str
-    start_s: float
-    end_s: float
-    center: float
-    height: float
-    hover: str
+_WORDS: dict[Swatch, str] = {"waiting": "in the queue", "compressing": "queue to average", "wire": "on the wire"}
 
 
 def timelines(group: Group) -> list[Chart]:
@@ -128,25 +117,14 @@ def timelines(group: Group) -> list[Chart]:
 def _chart(step: TypicalStep, longest_s: float) -> Chart:
     unit = time_unit(longest_s)
     num_buckets = max(len(record.buckets) for record in step.ranks)
-    bucket_height = min(_MAX_BUCKET, _BUCKETS / num_buckets) if num_buckets else 0
     num_ranks = min(len(step.ranks), max(1, _MAX_BUCKETS_SHOWN // max(1, num_buckets)))
-    rank_height = _PHASE + 2 + num_buckets * bucket_height + _GAP
-    figure = new_figure(num_ranks * rank_height + _AXIS)
-    figure.update_yaxes(
-        range=[num_ranks * rank_height, 0],
-        showgrid=False,
-        tickvals=[row * rank_height + _PHASE / 2 for row in range(num_ranks)],
-        ticktext=[f"rank {number}" for number in step.rank_numbers[:num_ranks]],
-    )
-    figure.update_xaxes(range=[0, longest_s / unit.size * 1.005])
-    spans = []
-    for row, (record, start_s) in enumerate(zip(step.ranks[:num_ranks], step.starts_s, strict=False)):
-        top = row * rank_height
-        spans += _phases(record, start_s, top + _PHASE / 2, unit)
-        spans += _buckets(record, start_s, top + _PHASE + 2, bucket_height, unit)
-    for kind in dict.fromkeys(span.kind for span in spans):
-        _draw(figure, [span for span in spans if span.kind == kind], unit)
-    _name_phases(figure, spans, unit)
+    height = min(_MAX_BUCKET, _BUCKETS / num_buckets) if num_buckets else 0.0
+    axis = linear_axis([], ends=(0.0, 1.005 * longest_s / unit.size))
+    lanes: list[Lane] = []
+    ranks = list(zip(step.rank_numbers, step.ranks, step.starts_s, strict=True))[:num_ranks]
+    for number, record, start_s in ranks:
+        scale = _Scale(start_s, 1.005 * longest_s, unit)
+        lanes += [Lane(f"rank {number}", _phases(record, scale), _PHASE), *_buckets(record, scale, height)]
     note = f"Step {step.ranks[0].step:,} of the run, {unit.text(step.ranks[0].totals.step_s)}: {step.choice}."
     if num_ranks < len(step.ranks):
         note += f" {num_ranks} of {len(step.ranks)} ranks."
@@ -154,7 +132,8 @@ def _chart(step: TypicalStep, longest_s: float) -> Chart:
         title=step.setting.name,
         note=note,
         x_title=f"time since the step began ({unit.name})",
-        figure=figure,
+        lanes=tuple(lanes),
+        lane_axis=axis,
         rows=_collectives(step),
     )
 
@@ -170,80 +149,48 @@ def _collectives(step: TypicalStep) -> Rows | None:
     )
 
 
-def _phases(record: StepRecord, origin_s: float, center: float, unit: Unit) -> list[_Span]:
-    spans = [
-        _Span(name, start_s - origin_s, end_s - origin_s, center, _PHASE, f"{name}: {unit.text(end_s - start_s)}")
+class _Scale(NamedTuple):
+    """The axis of a rank: where it begins on the rank's clock, how long it is, and the unit of what is written."""
+
+    origin_s: float
+    length_s: float
+    unit: Unit
+
+    def part(self, kind: Swatch, start_s: float, end_s: float, what: str, text: str = "") -> Part:
+        """Returns a part between two times of the rank's clock, whose tooltip says what it is and how long it took."""
+        start, end = ((at_s - self.origin_s) / self.length_s for at_s in (start_s, end_s))
+        return Part(start, end, f"{what}: {self.unit.text(end_s - start_s)}", kind, text=text)
+
+
+def _phases(record: StepRecord, scale: _Scale) -> tuple[Part, ...]:
+    """Returns the phases of a step, and above them the exposed communication of each backward."""
+    named = ("forward", "backward", "optimizer")
+    parts = [
+        scale.part(cast("Swatch", name), start_s, end_s, name, name if name in named else "")
         for name, start_s, end_s in record.phases
     ]
     for backward in dict.fromkeys(bucket.backward for bucket in record.buckets):
         buckets = [bucket for bucket in record.buckets if bucket.backward == backward]
         start_s, end_s = max(bucket.ready_s for bucket in buckets), max(bucket.end_s for bucket in buckets)
-        hover = f"exposed communication: {unit.text(end_s - start_s)}"
-        spans.append(_Span("exposed", start_s - origin_s, end_s - origin_s, center, _PHASE, hover))
-    return spans
+        parts.append(scale.part("stalled", start_s, end_s, "exposed communication"))
+    return tuple(parts)
 
 
-def _buckets(record: StepRecord, origin_s: float, top: float, height: float, unit: Unit) -> list[_Span]:
-    spans = []
+def _buckets(record: StepRecord, scale: _Scale, height: float) -> list[Lane]:
+    """Returns a lane for each bucket."""
     size = byte_unit(max((bucket.gradient_bytes for bucket in record.buckets), default=0))
-    for row, bucket in enumerate(record.buckets):
-        name = f"bucket {bucket.index}, {size.text(bucket.gradient_bytes)} of gradients"
-        for kind, start_s, end_s in (
+    lanes = []
+    for bucket in record.buckets:
+        times: list[tuple[Swatch, float, float]] = [
             ("waiting", bucket.ready_s, bucket.start_s),
             ("compressing", bucket.start_s, bucket.end_s),
             *(("wire", start_s, end_s) for start_s, end_s in bucket.wire),
-        ):
-            if end_s > start_s:
-                hover = f"{name}<br>{_VERBS[kind]} {unit.text(end_s - start_s)}"
-                if kind == "wire":
-                    hover += f"; {size.text(bucket.wire_bytes)} in all"
-                start_s, end_s = start_s - origin_s, end_s - origin_s
-                spans.append(_Span(kind, start_s, end_s, top + (row + 0.5) * height, height * 0.86, hover))
-    return spans
-
-
-def _draw(figure: go.Figure, spans: Sequence[_Span], unit: Unit) -> None:
-    """Draws all spans of one kind."""
-    kind = spans[0].kind
-    marker: dict[str, object] = {"color": SPAN_COLORS.get(kind, _CLEAR), "line": {"width": 0}}
-    if kind == "exposed":
-        marker["pattern"] = {"shape": "/", "fgcolor": EXPOSED, "size": 6, "solidity": 0.35, "bgcolor": _CLEAR}
-    if kind == "waiting":
-        marker["line"] = {"width": 0.7, "color": "#9aa7b4"}
-    figure.add_bar(
-        **_positions(spans, unit),
-        name=kind,
-        marker=marker,
-        hovertext=[
-            f"{span.hover}<br>from {number(span.start_s / unit.size)} to {unit.text(span.end_s)}" for span in spans
-        ],
-        hoverinfo="text",
-    )
-
-
-def _name_phases(figure: go.Figure, spans: Sequence[_Span], unit: Unit) -> None:
-    """Writes the names of phases into their bars, above everything else."""
-    named = [span for span in spans if span.kind in ("forward", "backward", "optimizer")]
-    figure.add_bar(
-        **_positions(named, unit),
-        name="names",
-        marker={"color": _CLEAR},
-        text=[span.kind for span in named],
-        textposition="inside",
-        insidetextanchor="start",
-        textangle=0,
-        insidetextfont={"color": INK, "size": 12},
-        hoverinfo="skip",
-    )
-    figure.update_layout(uniformtext={"mode": "hide", "minsize": 11})
-
-
-def _positions(spans: Sequence[_Span], unit: Unit) -> dict[str, object]:
-    """Returns the positions of bars, to six digits."""
-    return {
-        "orientation": "h",
-        "base": [float(f"{span.start_s / unit.size:.6g}") for span in spans],
-        "x": [float(f"{(span.end_s - span.start_s) / unit.size:.6g}") for span in spans],
-        "y": [span.center for span in spans],
-        "width": [span.height for span in spans],
-    }
+        ]
+        name = f"bucket {bucket.index}, {size.text(bucket.gradient_bytes)}"
+        parts = tuple(
+            scale.part(kind, start_s, end_s, f"{name}, {_WORDS[kind]}")
+            for kind, start_s, end_s in times
+            if end_s > start_s
+        )
+        lanes.append(Lane("", parts, height))
+    return lanes

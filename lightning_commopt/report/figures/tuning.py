@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import median
 
-from plotly import graph_objects as go
-
 from lightning_commopt.measure.runs.record import TriedPlan, Tuning
+from lightning_commopt.report.figures.plot import Band, Plot, Point, Trace, linear_axis
 from lightning_commopt.report.figures.style import (
-    GRID,
     Chart,
     Line,
     PlanStyle,
     Rows,
-    new_figure,
-    plain,
     plan_styles,
     typical_run,
 )
@@ -23,6 +19,7 @@ from lightning_commopt.report.model import Cell, Group
 from lightning_commopt.text.formatting import Unit, number, short_percent, time_unit
 
 _SHOWN_AFTER = 1.25  # steps drawn, as a multiple of the steps up to the last one with a time of its own
+_HEIGHT = 280  # in pixels
 _TOP = 1.7  # upper edge of the plot, as a multiple of the median step of the slowest plan
 
 
@@ -46,7 +43,7 @@ def _chart(prefix: str, tuning: Tuning, styles: Mapping[str, PlanStyle]) -> Char
         note=" ".join([tuning.verdict, *(f"Step {step:,}: {what}." for step, what in tuning.events)]),
         x_title="steps of the fit (number)",
         y_title=f"time of a step, of the slowest rank ({unit.name})",
-        figure=_figure(tuning, looks, unit),
+        plot=_plot(tuning, looks, unit),
         lines=tuple(Line(plan, style) for plan, style in looks.items()),
         rows=Rows(
             caption=f"Searching took {tuning.num_search_steps} steps and {cost}. Intervals are below the numbers.",
@@ -66,7 +63,7 @@ def _headline(tuning: Tuning) -> str:
     return f"Started on {first}, ended on {chosen}{f', saved {short_percent(gains[0][0])} of a step' if gains else ''}"
 
 
-def _figure(tuning: Tuning, looks: Mapping[str, PlanStyle], unit: Unit) -> go.Figure:
+def _plot(tuning: Tuning, looks: Mapping[str, PlanStyle], unit: Unit) -> Plot:
     """Draws the steps up to the end of the last search and some more, in bands of their plans."""
     right = tuning.history[-1].end_step
     if len(looks) > 1:
@@ -75,28 +72,33 @@ def _figure(tuning: Tuning, looks: Mapping[str, PlanStyle], unit: Unit) -> go.Fi
     of_plans = {plan: _points(tuning, plan, right) for plan in looks}
     medians = [median(seconds for _, seconds, _ in points) for points in of_plans.values() if points]
     top = _TOP * max(medians, default=unit.size)
-    figure = new_figure(280)
-    for stretch in tuning.history:
-        if stretch.first_step < right:
-            ends = {"x0": stretch.first_step - 0.5, "x1": min(stretch.end_step, right) - 0.5}
-            figure.add_vrect(**ends, fillcolor=looks[stretch.plan].color, opacity=0.13, line_width=0, layer="below")
-    for plan, points in of_plans.items():
-        figure.add_scatter(
-            mode="markers",
-            x=[step for step, *_ in points],
-            y=[float(f"{min(seconds, 0.98 * top) / unit.size:.5g}") for _, seconds, _ in points],
-            marker=looks[plan].marker(8),
-            cliponaxis=False,
-            hovertext=[
-                f"<b>{plain(plan)}</b><br>{f'step {step:,.0f}' if num == 1 else f'mean of {num} steps'}:"
-                f" {unit.text(seconds)}"
+    bands = tuple(
+        Band(looks[stretch.plan].color, x_ends=(stretch.first_step - 0.5, min(stretch.end_step, right) - 0.5))
+        for stretch in tuning.history
+        if stretch.first_step < right
+    )
+    traces = tuple(
+        Trace(
+            points=tuple(
+                Point(
+                    step,
+                    float(f"{min(seconds, 0.98 * top) / unit.size:.5g}"),
+                    f"{plan}, {f'step {step:,.0f}' if num == 1 else f'mean of {num} steps'}: {unit.text(seconds)}",
+                )
                 for step, seconds, num in points
-            ],
-            hoverinfo="text",
+            ),
+            color=looks[plan].color,
+            symbol=looks[plan].symbol,
         )
-    figure.update_xaxes(range=[-0.5, right - 0.5], ticks="outside", ticklen=8, tickcolor=GRID)
-    figure.update_yaxes(range=[0, top / unit.size])
-    return figure
+        for plan, points in of_plans.items()
+    )
+    return Plot(
+        x=linear_axis([], ends=(-0.5, right - 0.5)),
+        y=linear_axis([], ends=(0.0, top / unit.size)),
+        traces=traces,
+        bands=bands,
+        height=_HEIGHT,
+    )
 
 
 def _points(tuning: Tuning, plan: str, right: float) -> list[tuple[float, float, int]]:

@@ -1,28 +1,5 @@
 "use strict";
 
-// Charts are drawn one after another, so that the page can be read and scrolled meanwhile.
-(function () {
-  const waiting = Array.from(document.querySelectorAll("[data-chart]"));
-  const config = { displayModeBar: false, responsive: true, scrollZoom: false, doubleClick: false, showTips: false };
-
-  function drawNext() {
-    const place = waiting.shift();
-    if (!place) {
-      document.documentElement.dataset.charts = "drawn";
-      return;
-    }
-    const figure = JSON.parse(document.getElementById(place.dataset.chart).textContent);
-    Plotly.newPlot(place, figure.data, figure.layout, config).then(
-      () => setTimeout(drawNext, 0),
-      (error) => {
-        place.textContent = "This chart could not be drawn: " + error;
-        setTimeout(drawNext, 0);
-      },
-    );
-  }
-  drawNext();
-})();
-
 (function () {
   const opposite = { ascending: "descending", descending: "ascending" };
 

@@ -20,7 +20,7 @@ from lightning_commopt.measure.runs.record import RunRecord, fail_record
 from lightning_commopt.train.sweep.config import LabShape, lab_shape, start_record
 from lightning_commopt.train.sweep.job import final_lines, last_exception
 
-_LINES_IN_MESSAGE = 40
+_LINES_IN_MESSAGE = 40  # a screenful: a traceback, and some lines before it
 
 
 class RankFailed(CompactHydraException):

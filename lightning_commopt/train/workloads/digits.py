@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_commopt.train.workloads.classifier import Classifier
 
-_NUM_CLASSES = 10
-_VALIDATION_SHARE = 0.2
+_NUM_CLASSES = 10  # the digits 0 to 9
+_VALIDATION_SHARE = 0.2  # 359 images, so that accuracy has steps of 0.3 %
 
 
 class DigitsCNN(Classifier):

@@ -22,8 +22,8 @@ from torchmetrics.text import Perplexity
 
 from lightning_commopt.strategy.sharding import shard
 
-_NUM_BYTES = 256
-_VALIDATION_EVERY = 10
+_NUM_BYTES = 256  # the values of a byte
+_VALIDATION_EVERY = 10  # each tenth file is for validation, so that it has files from the whole alphabet
 
 
 class Block(nn.Module):

@@ -14,8 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_commopt.text.validation import check_integer
 from lightning_commopt.train.workloads.classifier import Classifier
 
-_NUM_FEATURES = 784
-_NUM_CLASSES = 10
+_NUM_FEATURES, _NUM_CLASSES = 784, 10  # as MNIST: 28x28 pixels, ten digits
 SIZES: dict[str, tuple[int, ...]] = {
     "small": (1024, 512, 256),
     "medium": (2048, 2048, 1024, 512),

@@ -22,11 +22,11 @@ from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 _DOWN = ("unreachable", "unwatched", "stopped", "finished")
 _TRAINS = ("data", "forward", "backward", "optimizer", "callbacks")
 _ESTABLISHED = 4
-"""With two ranks only, a collective counts as unexpected if so many before it had occurred in the same order. A
-judgement: a step has often fewer different collectives, and by chance four in a row rarely occur twice."""
+"""Collectives that must have occurred in the same order before for the next one to count as unexpected, with two ranks
+only. A judgement: a step has often fewer different collectives, and by chance four in a row rarely occur twice."""
 
 _REPORTED = {"departed": "mismatch", "skipped": "mismatch", "outlier": "waiting", "alone": "waiting"}
-"""What a report has as kind, where a sentence needs a finer one."""
+"""The kind in a report, for kinds that only sentences need."""
 
 
 def is_hang(snapshots: Sequence[RankSnapshot], after_s: float) -> bool:
@@ -96,7 +96,7 @@ def _may_progress(rank: RankSnapshot, after_s: float) -> bool:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Why training stands still."""
+    """Why training hangs or is slow."""
 
     sentence: str  # the diagnosis in words
     # "died", "failed", "interrupted", "terminated", "unreachable", "stopped", "ended", "late", "mismatch" or "waiting"
@@ -104,12 +104,12 @@ class Diagnosis:
     ranks: tuple[int, ...]  # the ranks at fault; all sides if it is unknown which
     phase: str  # name of the phase that the first of them is in, or in which it skipped what others wait in
     step: int  # the step of that phase
-    # The operation that the others wait in, or waited in when they lost the connection; if none of them does, that of
-    # the ranks at fault; None if no rank is in a collective
+    # The operation that the others wait in, or waited in when they lost the connection; if none of them does, the
+    # operation of the ranks at fault; None if no rank is in a collective.
     operation: str | None
     hints: tuple[str, ...]  # what to try
-    # A case of C4 (Dong et al., 2024): "communication" or "non-communication", by where ranks make no progress, and
-    # "hang", or "slow" if they may still make some; None where a rank has ended or is stopped
+    # One of C4's cases (Dong et al., 2024): "communication" or "non-communication", depending on where ranks make no
+    # progress, and "hang", or "slow" if they may still make some; None if a rank has ended or is stopped.
     verdict: str | None = None
 
 
@@ -162,7 +162,7 @@ def diagnose(snapshots: Sequence[RankSnapshot]) -> Diagnosis:
 
 
 def _outliers(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
-    """Returns the ranks whose stacks differ from those of the majority; empty if there is none, or no rank differs.
+    """Returns the ranks whose stacks differ from the majority's; empty if there is none, or no rank differs.
 
     Source: ByteRobust (Wan et al., 2025), section on aggregated stacks, where the largest group counts as healthy too.
     """

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from lightning_commopt.text.formatting import grouped
 
 _MAX_CONTEXT = 12
-"""The order of so many collectives is compared with earlier ones at most. A judgement: enough to tell the places of a
-step apart in which the same collective occurs, and more would only cost time."""
+"""The most collectives whose order is compared with earlier ones. A judgement: enough to tell apart the places of a
+step in which the same collective occurs, and more would only cost time."""
 
 
 class Signature(NamedTuple):
@@ -48,7 +48,7 @@ class Difference:
 
     ranks: tuple[int, ...]  # the ranks at fault; all sides if it is unknown which
     number: int  # the number of the collective in its group
-    # What each rank has called under that number; None if it has not called it yet
+    # What each rank has called under that number; None if it has not called it yet.
     called: Mapping[int, Signature | None]
     is_certain: bool  # whether the side at fault is known, as it departs from the earlier order
 

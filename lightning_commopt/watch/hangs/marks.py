@@ -21,7 +21,7 @@ from lightning_commopt.watch import times
 _MARK = struct.Struct("<dQHHxxxxq")
 
 _NUM_MARKS = 2048
-"""So many marks are kept, 64 KiB. They are far more than a rank writes between two looks of its watcher, and show some
+"""Marks that are kept, 64 KiB. They are far more than a rank writes between two looks of its watcher, and show some
 steps before a hang: each phase and batch has one, each bucket four."""
 
 NUM_BYTES = _MARK.size * _NUM_MARKS
@@ -31,10 +31,10 @@ PHASE, BUCKET_READY, BUCKET_START, COLLECTIVE_START, COLLECTIVE_END, BUCKET_END,
 
 
 _SHOWN_FACTOR = 3
-"""A phase may last so many times its longest time so far. A judgement: durations of one phase rarely differ more."""
+"""Multiple of its longest time so far that a phase may last. A judgement: durations of one phase rarely differ more."""
 
 _NUM_SHOWN = 50
-"""The longest of so many last times counts, so that a limit falls again some steps after something slow."""
+"""Last times of a phase of which the longest counts, so that a limit falls again some steps after something slow."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Phase:
 
     name: str  # its name in reports
     where: str  # completes "is still" in sentences
-    # Whether it is always allowed ``10 * after_s``, as anything may run in it: a checkpoint, a first batch
+    # Whether it may always last ``10 * after_s``, because anything may run in it, as in a checkpoint or a first batch.
     is_slow: bool = False
 
 
@@ -68,6 +68,7 @@ PHASES = (
         )
     ),
 )
+# Indices into `PHASES`, in its order.
 SETUP, DATA_START, DATA, FORWARD, BACKWARD, OPTIMIZER, CALLBACKS, EPOCH_END, CHECKPOINT, END = range(10)
 EVALUATION_START, EVALUATION_BATCH, EVALUATION_DATA = range(3)
 """To be added to `first_of_stage`."""

@@ -26,11 +26,11 @@ _PROTOCOL = 2
 """The version of NCCL's protocol that this module speaks."""
 
 _MAX_BYTES = 16 * 2**20
-"""An answer may be so long. A judgement: far more than a table of some thousand ranks, and little memory if another
-program listens at the port."""
+"""The longest answer. A judgement: far more than a table of some thousand ranks, and little memory if another program
+listens at the port."""
 
 _MIN_S = 0.001
-"""A socket waits so long at least, as one with a timeout of 0 would not wait at all."""
+"""The least timeout of a socket; with a timeout of 0 it would not wait at all."""
 
 _PART_BYTES = 2**16
 """A socket is read in parts of this size, which is what it usually holds at most."""

@@ -14,13 +14,14 @@ from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs import process as processes
 from lightning_commopt.watch.hangs.flight_recorder import Collective
 from lightning_commopt.watch.hangs.marks import NUM_BYTES, PHASES, Mark, PhaseTimes, read_marks
-from lightning_commopt.watch.hangs.process import ComputingProbe, Frame
+from lightning_commopt.watch.hangs.process import ComputingProbe
 from lightning_commopt.watch.hangs.snapshot import SIGTERM_BROADCAST, RankSnapshot, place_in_training
+from lightning_commopt.watch.hangs.stacks import Frame, collective_in, dump_stack, is_compiling, user_place
 from lightning_commopt.watch.hangs.transport import RankLink
 
 _MAX_WORKERS = 4
-"""The stacks of so many workers of a dataloader are read, as each may take `times.STACK_S` and more, which
-`times.STATE_S` allows for. Workers that hang mostly wait for the same."""
+"""The most workers of a dataloader whose stacks are read: each may take `times.STACK_S` and more, which `times.STATE_S`
+allows for. Workers that hang mostly wait for the same."""
 
 _DATALOADER = {
     kinds.DATA,
@@ -38,23 +39,27 @@ class WatcherSettings:
     pid: int
     fit_thread: tuple[int, int]  # ident of the training thread, and its number in the kernel
     after_s: float  # seconds that every phase may last without progress
-    action: str = "report"  # or "abort"
-    folder: str = ""  # where the files of watchers are written
+    action: str = "report"  # "report" or "abort"
+    folder: str = ""  # folder for the files of watchers
     key: str = ""  # secret that all watchers share
-    world_size: int = 1
+    world_size: int = 1  # number of ranks
     has_gpu: bool = False
 
 
 class Observation:
     """Follows one rank through its marks, and takes snapshots of it.
 
-    The descriptors are of the memory with the rank's marks and the file that it writes stacks to.
+    Args:
+        settings: what the rank has passed to its watcher.
+        marks_fd: descriptor of the shared memory with the rank's marks.
+        stacks_fd: descriptor of the file that the rank writes stacks to.
+        link: the connection to the rank.
 
     Attributes:
         ended: "finished", "failed", "interrupted" or "terminated" once the rank has reported that; "died" if its
             process has ended without a report.
-        detail: the exception of a rank that has failed, or how the process of one that has died has ended.
-        ended_unix_s: when it has ended, in seconds since 1970; None before.
+        detail: the exception if the rank has failed; how its process has ended if it has died.
+        ended_unix_s: the time of its end, in seconds since 1970; None before.
     """
 
     def __init__(self, settings: WatcherSettings, *, marks_fd: int, stacks_fd: int, link: RankLink) -> None:
@@ -179,7 +184,7 @@ class Observation:
         return snapshot
 
     def _add_stacks(self, snapshot: RankSnapshot) -> bool:
-        """Adds the stacks that the process reports, or if it does not answer that of the training thread.
+        """Adds the stacks that the process reports or, if it does not answer, the stack of the training thread.
 
         Returns:
             Whether it has answered.
@@ -196,7 +201,7 @@ class Observation:
             processes.is_asleep(self._pid, thread)
             or processes.thread_cpu_s(self._pid, thread) - cpu_s > times.HOLDS_GIL_S
         ):
-            stacks = {ident: processes.dump_stack(self._pid, thread, self._stacks_fd, times.STACK_S)}
+            stacks = {ident: dump_stack(self._pid, thread, self._stacks_fd, times.STACK_S)}
         else:
             stacks = {}
         frames = stacks.get(ident, [])
@@ -204,16 +209,16 @@ class Observation:
             snapshot.missing.append(f"stacks: the process has not answered within {times.ANSWER_S:g} s")
         snapshot.stacks[f"process {self._pid}"] = {hex(key): list(map(str, stack)) for key, stack in stacks.items()}
         self._add_thread(snapshot, frames)
-        snapshot.is_compiling = processes.is_compiling(frames)
+        snapshot.is_compiling = is_compiling(frames)
         if snapshot.phase in _DATALOADER:
             self._add_workers(snapshot)
         return answer is not None
 
     def _add_thread(self, snapshot: RankSnapshot, frames: list[Frame]) -> None:
         """Adds what a thread does: other callbacks have no marks, and may run after ours has set the next phase."""
-        snapshot.place = _text_of(processes.user_place(frames))
+        snapshot.place = _text_of(user_place(frames))
         snapshot.innermost = _text_of(next(iter(frames), None))
-        snapshot.called = processes.collective_in(frames)
+        snapshot.called = collective_in(frames)
         activity = activity_of([(frame.file, frame.function) for frame in frames])
         if activity is None:
             return
@@ -237,9 +242,9 @@ class Observation:
             if not processes.is_asleep(pid, pid):
                 snapshot.missing.append(f"stack of process {pid}: it is running, and the signal could crash it")
                 continue
-            frames = processes.dump_stack(pid, pid, self._stacks_fd, times.STACK_S)
+            frames = dump_stack(pid, pid, self._stacks_fd, times.STACK_S)
             snapshot.stacks[f"process {pid}"] = {"main": list(map(str, frames))}
-            if (place := processes.user_place(frames)) is not None:
+            if (place := user_place(frames)) is not None:
                 snapshot.worker_places.append(str(place))
 
     def _add_dump(self, snapshot: RankSnapshot) -> None:

@@ -15,7 +15,7 @@ from lightning_commopt.watch.hangs.transport import Address, GoneError, Unreacha
 _T = TypeVar("_T")
 
 _MAX_AT_ONCE = 32
-"""So many watchers are asked at a time, each by a thread. A lost host takes seconds to be found, which many ranks would
+"""Watchers that are asked at a time, each by a thread. A lost host takes seconds to be found, which many ranks would
 otherwise wait for one after another; more threads would only compete for one core."""
 
 
@@ -23,7 +23,7 @@ class PeerWatchers:
     """The watchers of all other ranks, once their addresses are known.
 
     Attributes:
-        notices: by rank, `RankSnapshot.to_plain` of those that have ended.
+        notices: `RankSnapshot.to_plain` of the ranks that have ended, by rank.
     """
 
     def __init__(self, rank: int, key: str) -> None:

@@ -29,13 +29,13 @@ from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.marks import MarkWriter
 from lightning_commopt.watch.hangs.observation import WatcherSettings
-from lightning_commopt.watch.hangs.process import MAX_FRAMES, make_dumpable, own_stacks
+from lightning_commopt.watch.hangs.stacks import MAX_FRAMES, make_dumpable, own_stacks
 from lightning_commopt.watch.hangs.transport import RankLink, find_own_ip, is_loopback
 from lightning_commopt.watch.hangs.watcher import SETTINGS_VARIABLE
 from lightning_commopt.watch.waiting import end_process
 
 _NUM_EVENTS = 256
-"""The events of so many buckets on the device are kept: those of some steps, by which the host may be ahead of it."""
+"""Events of buckets on the device that are kept: enough for the steps by which the host may be ahead of it."""
 
 
 class WatchedRank:
@@ -105,7 +105,7 @@ class WatchedRank:
         """Reports the parameters of buckets.
 
         Args:
-            names: by the index of a bucket.
+            names: names of each bucket's parameters, by its index.
             are_all: whether these are all buckets of a model, each of which is one all-reduce without marks.
         """
         self._link.send(buckets=[[index, list(parameters)] for index, parameters in names.items()], are_all=are_all)
@@ -176,7 +176,7 @@ def exchange_addresses(
 ) -> None:
     """Makes the watcher listen on the interface towards the others, and sends it their addresses.
 
-    ``exchange`` writes a value to the store under a name, and returns those of all ranks.
+    ``exchange`` writes a value to the store under a name, and returns the values of all ranks.
 
     Raises:
         EOFError: the watcher has ended.

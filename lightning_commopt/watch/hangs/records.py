@@ -124,7 +124,7 @@ def read_hang_report(folder: Path) -> HangReport:
         ValueError: none of them is whole.
     """
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no directory")
+        raise FileNotFoundError(f"{folder} is not a directory")
     folder = folder / "hangs" if (folder / "hangs").is_dir() else folder
     problems: list[str] = []
     ranks = [file for path in sorted(folder.glob("rank_*.json")) if (file := _read(path, _rank_file, problems))]

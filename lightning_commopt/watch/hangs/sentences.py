@@ -15,13 +15,13 @@ from lightning_commopt.watch.hangs.operations import called_alone
 from lightning_commopt.watch.hangs.snapshot import SIGTERM_BROADCAST, RankSnapshot
 
 _NAMES_IN_SENTENCE = 2
-"""A sentence has so many names of parameters at most; the names of a larger bucket are shortened to what they share."""
+"""The most names of parameters in a sentence; the names of a larger bucket are shortened to what they share."""
 
 _OF_ONE_SIDE = ("mismatch", "alone")
 """Kinds of hangs in which ranks wait in different operations."""
 
 _DETAIL_WIDTH = 240
-"""An exception is cut to so many characters, about two lines: what an error says comes first in it."""
+"""Characters to which an exception is cut, about two lines: its first words are the most useful."""
 
 # The file is read when this module is imported: once a rank hangs, the file system may hang as well.
 _HINTS = {name: tuple(hints.values()) for name, hints in read_texts(Path(__file__).with_name("hints.txt")).items()}

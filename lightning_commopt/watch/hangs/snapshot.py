@@ -32,8 +32,8 @@ class RankSnapshot:
     """The state of one rank."""
 
     rank: int
-    host: str  # its host's name
-    pid: int = 0  # number of its process
+    host: str  # name of its host
+    pid: int = 0  # number of its process in the kernel
     # "running", "stopped", "died", "failed" (has raised), "interrupted" (Ctrl-C or SIGINT), "terminated" (SIGTERM),
     # "finished" (has ended its fit), "unreachable" (its host does not answer), "unwatched" (its watcher has ended) or
     # "silent" (its watcher could never be reached)
@@ -44,7 +44,7 @@ class RankSnapshot:
     phase: int = SETUP  # index into `lightning_commopt.watch.hangs.marks.PHASES`
     step: int = 0  # optimizer steps before this one
     batch: int = -1  # index of the last batch of an evaluation; -1 outside of one
-    # The phases outside of training's batches, other than checkpoints, that it has entered in this step
+    # The phases outside of training's batches, other than checkpoints, that it has entered in this step.
     passed: list[int] = field(default_factory=list)
     idle_s: float = 0.0  # seconds since the last mark
     limit_s: float = 0.0  # seconds without progress that its phase is allowed
@@ -52,11 +52,11 @@ class RankSnapshot:
     bucket: int | None = None  # index of the oldest bucket that is ready and not averaged; None if there is none
     bucket_names: list[str] = field(default_factory=list)  # names of its parameters
     all_ready: bool = False  # whether the last bucket of this backward is ready
-    # The collective that the fit's thread is in, or has raised in, or that its device waits in; None if there is none
+    # The collective that the fit's thread is in, or has raised in, or that its device waits in; None if there is none.
     called: str | None = None
-    # The hook of a callback or a module that the fit's thread is in, or `SIGTERM_BROADCAST`; None if there is none
+    # The hook of a callback or a module that the fit's thread is in, or `SIGTERM_BROADCAST`; None if there is none.
     hook: str | None = None
-    # The user's own code that the fit's thread is in, or has raised in, as "file:line in function"
+    # The user's own code that the fit's thread is in, or has raised in, as "file:line in function".
     place: str | None = None
     innermost: str | None = None  # the innermost code of any kind that the fit's thread is in
     worker_places: list[str] = field(default_factory=list)  # the user's own code that the dataloader's workers are in

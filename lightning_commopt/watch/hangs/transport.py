@@ -24,12 +24,12 @@ from lightning_commopt.watch import times
 from lightning_commopt.watch.own_errors import log_own_errors
 
 _MAX_STRANGERS = 64
-"""So many clients may be connected that have not identified themselves. A judgement: more than watchers that greet at
-the same moment (`PeerWatchers` asks 32 at a time), and few enough threads for a host that is scanned."""
+"""The most connected clients that have not identified themselves. A judgement: more than watchers that greet at the
+same moment (`PeerWatchers` asks 32 at a time), and few enough threads for a host that is scanned."""
 
 _MAX_BYTES = 64 * 2**20
-"""A message may be so long. A judgement: several times a snapshot with thousands of collectives and all stacks, and a
-bound to the memory that a damaged message can take."""
+"""The longest message. A judgement: several times a snapshot with thousands of collectives and all stacks, and a bound
+to the memory that a damaged message can take."""
 
 _PART_BYTES = 2**16
 """A socket is read in parts of this size, which is what it usually holds at most."""

@@ -165,15 +165,15 @@ class Watcher:
         if self._is_reported and self._own_report is not None:
             diagnosis, snapshots = self._own_report
             idle_s = max(rank.idle_s for rank in snapshots)
-            what = ", so it was slow and no hang" if diagnosis.verdict is not None else ""
-            _print(f"HangMonitor: rank {self._settings.rank} goes on after {idle_s:.0f} s or more{what}.")
+            what = ", so it was slow, not hung" if diagnosis.verdict is not None else ""
+            _print(f"HangMonitor: rank {self._settings.rank} continues after {idle_s:.0f} s or more{what}.")
             if diagnosis.verdict is not None:
                 slow = diagnosis.verdict.replace("hang", "slow")
                 self._records.report(replace(diagnosis, verdict=slow), snapshots, idle_s)
         self._is_reported, self._own_report = False, None
 
     def _ask_ras(self, own: RankSnapshot) -> Any:
-        """Returns the answer of NCCL's RAS; records why if there is none."""
+        """Returns the answer of NCCL's RAS; None if there is none, and then the snapshot has the reason."""
         try:
             return ask_ras(ras_address(os.environ), times.RAS_S)
         except RasError as error:

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from lightning_commopt.commands.selftest import on_device, run, variants
-from lightning_commopt.commands.selftest.checks import CHECKS, Check, Found, NotChecked, Runner
+from lightning_commopt.commands.selftest.checks import CHECKS, Check, Measured, NotChecked, Runner
 from lightning_commopt.commands.selftest.run import (
     Outcome,
     SelfTest,
@@ -78,8 +78,8 @@ def _fail(place: Place) -> str:
     raise AssertionError(ERROR)
 
 
-def _measure(place: Place) -> Found:
-    return Found("two numbers", {"first": 1.0, "second": [2]})
+def _measure(place: Place) -> Measured:
+    return Measured("two numbers", {"first": 1.0, "second": [2]})
 
 
 def _miss(place: Place) -> str:

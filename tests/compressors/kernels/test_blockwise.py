@@ -1,17 +1,13 @@
 """What blocks of int8 and int4 lose, against float64, and that their forms agree."""
 
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.metadata import version
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
 import torch
-from forms import checked_multiples, in_form
+from forms import checked_multiples, in_form, needs_cuda, needs_triton, run_interpreted
 from torch import Tensor
 
 from lightning_commopt.compressors.kernels import blockwise, blockwise_format
@@ -382,18 +378,15 @@ def test_c_gives_the_bits_of_plain_torch() -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@needs_triton
 @pytest.mark.skipif(not fuses(), reason="this processor rounds twice in addcmul")
 @pytest.mark.parametrize("form", ["torch"], indirect=True)
 def test_triton_gives_the_bits_of_plain_torch_in_its_interpreter() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "agree\n"
+    run_interpreted(__file__)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 @pytest.mark.skipif(not fuses(), reason="this processor rounds twice in addcmul")
 @pytest.mark.parametrize("form", ["torch"], indirect=True)
 def test_triton_gives_the_bits_of_plain_torch_on_cuda() -> None:

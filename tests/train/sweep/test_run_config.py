@@ -57,21 +57,6 @@ def test_repeat_under_another_launcher_says_what_to_write_there():
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["trainer.max_steps=10"], "num_warmup_steps must be from 0 to 9 with trainer.max_steps=10, .* got 10"),
-        (["trainer.max_steps=1", "callbacks.speed.num_warmup_steps=1"], "from 0 to 0 .* got 1"),
-        (["num_warmup_steps=-1"], "num_warmup_steps must be an integer of at least 0, got -1"),
-        (["num_warmup_steps=2.5"], "num_warmup_steps must be an integer of at least 0, got 2.5"),
-    ],
-)
-def test_a_run_that_is_all_warm_up_is_refused(overrides, message):
-    """If it fails, a run ends without the rate that it was made for."""
-    with pytest.raises(ConfigError, match=message):
-        check_config(composed(*overrides))
-
-
-@pytest.mark.parametrize(
     "overrides",
     [
         ["trainer.max_steps=11"],

@@ -13,6 +13,7 @@ from lightning_commopt.train.workloads.mlp import MLP, SIZES, Blobs
 from lightning_commopt.train.workloads.vision import RandomImages, VisionModel
 from support.known import known
 from support.ranks import run_ranks
+from support.refusals import one_by_one, refusals
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -246,23 +247,15 @@ def test_blobs_of_all_batches_are_all_samples_once():
     assert torch.equal(features.sort(dim=0).values, everything.sort(dim=0).values)
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "message"),
-    [
-        (Blobs, {"num_samples": 0}, "num_samples must be an integer of at least 1, got 0"),
-        (Blobs, {"num_validation_samples": 0}, "num_validation_samples must be an integer of at least 1, got 0"),
-        (Blobs, {"separation": -1}, "separation must be at least 0, got -1"),
-        (GPT, {"width": 10, "num_heads": 4}, "num_heads must divide width=10, got 4"),
-        (GPT, {"vocabulary": 255}, "vocabulary must be at least 256, one row for each byte, got 255"),
-        *[
-            (MLP, {"size": size}, "size must be one of small, medium, large, xlarge, or a list of widths, got")
-            for size in ("huge", [], [8, 0], [8, 4.5], 8)
-        ],
-    ],
-)
-def test_what_is_out_of_range_is_refused(make, options, message):
-    with pytest.raises(ValueError, match=message):
-        make(**options)
+REFUSED = [
+    *one_by_one(Blobs, num_samples=[0], num_validation_samples=[0], separation=[-1]),
+    *one_by_one(MLP, size=["huge", [], [8, 0], [8, 4.5], 8]),
+    *((GPT, {"width": 10, "num_heads": 4}), (GPT, {"vocabulary": 255})),
+]
+
+
+def test_what_is_out_of_range_is_refused(golden):
+    golden("refused_options", refusals(REFUSED))
 
 
 def validated_on_two_ranks():

@@ -35,22 +35,24 @@ from lightning_commopt.watch.hangs.marks import (
 )
 from lightning_commopt.watch.hangs.observation import Observation, WatcherSettings
 from lightning_commopt.watch.hangs.process import (
-    SIGNAL,
     ComputingProbe,
-    Frame,
     catches,
-    collective_in,
     descendants,
-    dump_stack,
     find_exit,
     is_alive,
     is_asleep,
     process_state,
     thread_cpu_s,
-    user_place,
 )
 from lightning_commopt.watch.hangs.records import Records, read_hang_report
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot, place_in_training
+from lightning_commopt.watch.hangs.stacks import (
+    SIGNAL,
+    Frame,
+    collective_in,
+    dump_stack,
+    user_place,
+)
 from lightning_commopt.watch.hangs.transport import RankLink
 from support.commopt import commopt
 
@@ -72,9 +74,9 @@ def test_place_in_training() -> None:
     """If it fails, a rank seems to wait for a bucket that has arrived, or for one of an earlier step."""
     writer = MarkWriter()
 
-    def place() -> dict[str, object]:
+    def place() -> list[object]:
         found = place_in_training(read_marks(os.pread(writer.fd, NUM_BYTES, 0)), {0: ["a"], 1: ["b", "c"]})
-        return {name: found[name] for name in ("phase", "step", "ready", "bucket", "bucket_names", "all_ready")}
+        return [found[name] for name in ("phase", "step", "ready", "bucket", "bucket_names", "all_ready")]
 
     for step in (6, 7):
         writer.write(kinds.PHASE, BACKWARD, step)
@@ -84,22 +86,8 @@ def test_place_in_training() -> None:
         if step == 6:
             writer.write(kinds.BUCKET_END, 0, 1)
             writer.write(kinds.PHASE, DATA, 7)
-            assert place() == {
-                **dict.fromkeys(("bucket",)),
-                "phase": DATA,
-                "step": 7,
-                "ready": 0,
-                "bucket_names": [],
-                "all_ready": False,
-            }
-    assert place() == {
-        "phase": BACKWARD,
-        "step": 7,
-        "ready": 2,
-        "bucket": 1,
-        "bucket_names": ["b", "c"],
-        "all_ready": True,
-    }
+            assert place() == [DATA, 7, 0, None, [], False]
+    assert place() == [BACKWARD, 7, 2, 1, ["b", "c"], True]
 
 
 def test_the_ends_that_a_rank_has_passed() -> None:
@@ -143,7 +131,7 @@ def test_limits_follow_what_a_run_has_shown() -> None:
 
 _STUCK = """
 import sys, threading, time
-from lightning_commopt.watch.hangs.process import make_dumpable
+from lightning_commopt.watch.hangs.stacks import make_dumpable
 fd = make_dumpable()
 def in_thread():
     while True:
@@ -182,7 +170,7 @@ def test_stack_of_a_thread_that_is_stuck() -> None:
 
 _BUSY = """
 import socket, sys, threading, time
-from lightning_commopt.watch.hangs.process import make_dumpable, own_stacks
+from lightning_commopt.watch.hangs.stacks import make_dumpable, own_stacks
 from lightning_commopt.watch.hangs.transport import RankLink
 link = RankLink(socket.socket(fileno=int(sys.argv[1])))
 link.start(lambda question: {"stacks": own_stacks()})
@@ -412,70 +400,42 @@ def test_cpu_time_of_a_thread() -> None:
     assert thread_cpu_s(os.getpid(), 2**22 + 1) == 0.0
 
 
-CALL = "/x/site-packages/lightning/pytorch/trainer/call.py"
+_TRAINER = "/x/lightning/pytorch/trainer"
+CALLBACK, MODULE = (
+    ("/x/site-packages/lightning/pytorch/trainer/call.py", function)
+    for function in ("_call_callback_hooks", "_call_lightning_module_hook")
+)
 STEP = ("/x/site-packages/lightning/pytorch/loops/training_epoch_loop.py", "advance")
+READ, BROADCAST = ("/x/ssl.py", "read"), ("/x/torch/distributed/distributed_c10d.py", "broadcast")
+SIGTERM = (f"{_TRAINER}/connectors/signal_connector.py", "_sigterm_notifier_fn")
+LOGGER = (f"{_TRAINER}/connectors/logger_connector/logger_connector.py", "log_metrics")
+SAVE = [
+    (f"{_TRAINER}/trainer.py", "save_checkpoint"),
+    ("/x/lightning/pytorch/callbacks/model_checkpoint.py", "on_train_batch_end"),
+]
+LOOPS = "/x/lightning/pytorch/loops/training_epoch_loop.py"
+
+
+def own(function: str) -> tuple[str, str]:
+    return "/me/a.py", function
 
 
 @pytest.mark.parametrize(
     ("frames", "activity"),
     [
+        ([READ, own("on_train_batch_end"), CALLBACK, STEP], ("hook", "callback", "on_train_batch_end")),
+        ([own("on_fit_end"), ("/x/rank_zero.py", "wrapped_fn"), CALLBACK, STEP], ("hook", "callback", "on_fit_end")),
+        ([own("on_train_epoch_end"), MODULE, STEP], ("hook", "module", "on_train_epoch_end")),
+        ([BROADCAST, SIGTERM, own("on_train_batch_end"), CALLBACK], ("SIGTERM", "", "")),
+        ([READ, own("_upload"), CALLBACK, STEP], ("hook", "callback", "_upload")),
         (
-            [("/x/ssl.py", "read"), ("/me/a.py", "on_train_batch_end"), (CALL, "_call_callback_hooks"), STEP],
-            ("hook", "callback", "on_train_batch_end"),
-        ),
-        (
-            [("/me/a.py", "on_fit_end"), ("/x/rank_zero.py", "wrapped_fn"), (CALL, "_call_callback_hooks"), STEP],
-            ("hook", "callback", "on_fit_end"),
-        ),
-        (
-            [("/me/a.py", "on_train_epoch_end"), (CALL, "_call_lightning_module_hook"), STEP],
-            ("hook", "module", "on_train_epoch_end"),
-        ),
-        (
-            [
-                ("/x/torch/distributed/distributed_c10d.py", "broadcast"),
-                ("/x/lightning/pytorch/trainer/connectors/signal_connector.py", "_sigterm_notifier_fn"),
-                ("/me/a.py", "on_train_batch_end"),
-                (CALL, "_call_callback_hooks"),
-            ],
-            ("SIGTERM", "", ""),
-        ),
-        (
-            [("/x/ssl.py", "read"), ("/me/a.py", "_upload"), (CALL, "_call_callback_hooks"), STEP],
-            ("hook", "callback", "_upload"),
-        ),
-        (
-            [
-                ("/x/ssl.py", "read"),
-                ("/me/a.py", "log_metrics"),
-                ("/x/lightning/fabric/utilities/rank_zero.py", "wrapped_fn"),
-                ("/x/lightning/pytorch/trainer/connectors/logger_connector/logger_connector.py", "log_metrics"),
-                STEP,
-            ],
+            [READ, own("log_metrics"), ("/x/lightning/fabric/utilities/rank_zero.py", "wrapped_fn"), LOGGER, STEP],
             ("hook", "logger", "log_metrics"),
         ),
-        ([("/me/a.py", "training_step"), ("/me/a.py", "optimizer_step"), (CALL, "_call_lightning_module_hook")], None),
-        (
-            [
-                ("/x/io.py", "write"),
-                ("/x/lightning/pytorch/trainer/trainer.py", "save_checkpoint"),
-                ("/x/lightning/pytorch/callbacks/model_checkpoint.py", "on_train_batch_end"),
-                (CALL, "_call_callback_hooks"),
-            ],
-            ("checkpoint", "", ""),
-        ),
-        (
-            [
-                ("/x/torch/distributed/distributed_c10d.py", "broadcast"),
-                ("/x/lightning/pytorch/loops/training_epoch_loop.py", "_broadcast_sigterm_tensor"),
-                STEP,
-            ],
-            ("SIGTERM broadcast", "", ""),
-        ),
-        (
-            [("/x/queue.py", "get"), ("/x/pytorch_lightning/loops/fetchers.py", "__next__"), STEP],
-            ("data", "", ""),
-        ),
+        ([own("training_step"), own("optimizer_step"), MODULE], None),
+        ([("/x/io.py", "write"), *SAVE, CALLBACK], ("checkpoint", "", "")),
+        ([BROADCAST, (LOOPS, "_broadcast_sigterm_tensor"), STEP], ("SIGTERM broadcast", "", "")),
+        ([("/x/queue.py", "get"), ("/x/pytorch_lightning/loops/fetchers.py", "__next__"), STEP], ("data", "", "")),
     ],
 )
 def test_the_hook_that_a_thread_is_in(frames: list[tuple[str, str]], activity: tuple[str, str, str] | None) -> None:

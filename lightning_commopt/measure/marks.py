@@ -1,0 +1,122 @@
+"""Marks of a step while it runs: of phases, buckets, collectives and waits, until `StepRecorder` reads their times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from lightning_commopt.measure.observer import END, BucketInfo, BucketSync
+from lightning_commopt.measure.record import BucketSpan
+
+
+class StepMarks(NamedTuple):
+    """The marks of a step: the start of each phase or pause (None), and the marks of buckets, collectives and waits."""
+
+    step: int
+    num_samples: int
+    phases: list[tuple[str | None, Any]]
+    syncs: list[RecordedSync]
+    collectives: list[IssuedCollective]
+    waits: list[DeviceWait]
+
+    @property
+    def end(self) -> Any:
+        return self.phases[-1][1]
+
+    def all(self) -> Iterator[Any]:
+        """Yields every mark on the device, once each."""
+        yield from (mark for _, mark in self.phases)
+        for sync in self.syncs:
+            yield from sync.marks
+        for collective in self.collectives:
+            yield from (mark for mark in (collective.started, collective.ended) if mark is not None)
+        for wait in self.waits:
+            yield from (mark for mark in (wait.began, wait.ended) if mark is not None)
+
+
+class RecordedSync(BucketSync):
+    """Marks the sync of one bucket: ready, start, send and arrival of each collective, end."""
+
+    __slots__ = ("_backward", "_has_passed", "_mark", "_wire_bytes", "bucket", "is_device_idle", "marks")
+
+    def __init__(
+        self,
+        mark: Callable[[], Any],
+        bucket: BucketInfo,
+        backward: int,
+        has_passed: Callable[[Any], bool] | None = None,
+    ) -> None:
+        self._mark, self._has_passed = mark, has_passed
+        self.marks = [mark()]
+        self.is_device_idle = False  # whether the device had computed the bucket before the host went on with backward
+        self._wire_bytes: int | None = None
+        self._backward = backward
+        self.bucket = bucket
+
+    def note(self, event: int, wire_bytes: int = 0) -> None:
+        self.marks.append(self._mark())
+        if event == END:
+            self._wire_bytes = wire_bytes
+            if self._has_passed is not None:
+                self.is_device_idle = self._has_passed(self.marks[0])
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the span is complete; after a failure it is not."""
+        return self._wire_bytes is not None
+
+    def span(self, seconds: Callable[[Any], float]) -> BucketSpan:
+        """Returns the marks in seconds; the sync must have ended."""
+        assert self._wire_bytes is not None
+        ready_s, start_s, *wire_s, end_s = map(seconds, self.marks)
+        return BucketSpan(
+            index=self.bucket.index,
+            backward=self._backward,
+            gradient_bytes=self.bucket.gradient_bytes,
+            wire_bytes=self._wire_bytes,
+            ready_s=ready_s,
+            start_s=start_s,
+            end_s=end_s,
+            wire=tuple(zip(wire_s[::2], wire_s[1::2], strict=True)),
+        )
+
+
+class IssuedCollective:
+    """A collective and its marks; without an end where torch does not report it."""
+
+    __slots__ = ("_mark", "about", "ended", "started")
+
+    def __init__(self, mark: Callable[[], Any], operation: str, phase: str, source: str, num_bytes: int) -> None:
+        self._mark = mark
+        self.about = operation, phase, source, num_bytes
+        self.started, self.ended = mark(), None
+
+    def end(self) -> None:
+        self.ended = self._mark()
+
+
+class DeviceWait:
+    """A wait of the device and its marks."""
+
+    __slots__ = ("_mark", "began", "ended")
+
+    def __init__(self, mark: Callable[[], Any]) -> None:
+        self._mark = mark
+        self.began, self.ended = mark(), None
+
+    def end(self) -> None:
+        self.ended = self._mark()
+
+
+class BlockingCall:
+    """A call that issues collectives of an operation and waits for them."""
+
+    __slots__ = ("_collectives", "_num_before", "_operation")
+
+    def __init__(self, operation: str, collectives: list[IssuedCollective]) -> None:
+        self._operation, self._collectives, self._num_before = operation, collectives, len(collectives)
+
+    def end(self) -> None:
+        for collective in self._collectives[self._num_before :]:
+            if collective.ended is None and collective.about[0] == self._operation:
+                collective.end()
