@@ -33,7 +33,7 @@ TIMES = (
 MAX_SAMPLED_VALUES = 2**20  # 8 MiB
 _MIN_SAMPLED_STEPS = 64  # steps that are kept however many ranks they have
 # Thresholds of `find_straggler`; its docstring says why both a share of steps and a slowdown are needed.
-MIN_STEPS = 8  # docs/reference/metrics.md has the errors with 10 and more
+MIN_STEPS = 8  # docs/evidence/measuring_accuracy.md has the errors with 10 and more
 _LATE = 0.05  # wait in a step, as a share of computing time
 _LATE_STEPS = 0.75  # share of steps with such a wait; of two ranks that are late alternately, each has a half
 _SLOWDOWN = 0.12  # lateness of the last gradient, as a share of computing time
@@ -253,7 +253,7 @@ def find_straggler(*, wire_s: Array, step_s: Array, exposed_s: Array) -> Straggl
       for some 10 % longer. The exposed time counts it once.
 
     The exposed time alone is not enough either: a rank may be slow in backward while no other waits for it, because the
-    link is slower still. ``docs/reference/metrics.md`` has the errors in a simulation, and in fits.
+    link is slower still. ``docs/evidence/measuring_accuracy.md`` has the errors in a simulation, and in fits.
 
     Args:
         wire_s: ``(world_size, num_steps)``, seconds in which a rank had a collective under way.
