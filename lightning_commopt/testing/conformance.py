@@ -1,4 +1,4 @@
-"""`check_compressor`: starts ranks, tries one law after another on them, and tells which are broken."""
+"""`check_compressor`: starts ranks, tries one law after another on them, and reports which are broken."""
 
 from __future__ import annotations
 
