@@ -92,4 +92,6 @@ def test_commands_print_in_ascii(variables: dict[str, str], tmp_path: Path) -> N
         ["doctor", str(tmp_path)],
         ["bench", "--help"],
     ]
-    assert "GB/s" in printed_in_ascii(commands, variables)
+    shown = printed_in_ascii(commands, variables)
+    assert "GB/s" in shown
+    assert " +- " in shown

@@ -106,4 +106,3 @@ def test_commands_print_in_ascii(variables: dict[str, str], tmp_path: Path) -> N
     ]
     shown = printed_in_ascii(commands, variables)
     assert re.search(r"\d\.\d\dx faster", shown)
-    assert " +- " in shown
