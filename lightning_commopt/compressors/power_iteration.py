@@ -94,7 +94,7 @@ class PowerIteration(Compressor):
             finite = torch.ones((), dtype=torch.bool, device=given.device)
             subtract_product(given, self._cut(layout), (sent["p"], sent["q"]), given, finite)
             for factors in sent.values():
-                factors.zero_()  # in place, since copies of the state share these tensors
+                factors.zero_()  # copies of the state share these tensors, so they are changed in place
         return given
 
     @abstractmethod

@@ -39,7 +39,7 @@ class Gradient(NamedTuple):
 class Workload:
     """One optimizer step of one rank without communication. Times are medians over steps and ranks."""
 
-    gradients: tuple[Gradient, ...]  # in the order in which they are ready, as in DDP's buckets
+    gradients: tuple[Gradient, ...]  # ordered by when they are ready, as DDP's buckets hold them
     forward_s: float  # forward of the model, in all accumulated batches
     backward_s: float  # computation of the backward that is synchronized
     rest_s: float  # everything else in a step: optimizer, hooks, backwards that are not synchronized

@@ -8,7 +8,7 @@ from functools import cache
 from math import comb
 from typing import NamedTuple
 
-CONFIDENCE = 0.95  # by convention; tables and docs call the intervals "95 %"
+CONFIDENCE = 0.95  # the usual share; tables and docs call the intervals "95 %"
 
 
 class Median(NamedTuple):

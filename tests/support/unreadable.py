@@ -1,7 +1,9 @@
 """Files and folders of which no command can make anything, and records of a run that are damaged."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from support.commopt import refusal
 
 
 def write_unreadable(folder: Path) -> Iterator[Path]:
@@ -10,6 +12,14 @@ def write_unreadable(folder: Path) -> Iterator[Path]:
         path = folder / make.__name__
         make(path)
         yield path
+
+
+def check_refusals(arguments_for: Callable[[Path], tuple[object, ...]], folder: Path) -> None:
+    """Fails unless a command, whose arguments are made of a path, ends with status 2 and a line that names the path."""
+    for path in write_unreadable(folder):
+        line = refusal(*arguments_for(path))
+        assert line.startswith("commopt: "), path.name
+        assert str(path) in line, path.name
 
 
 def damage_line_6(run_dir: Path) -> Path:

@@ -19,7 +19,7 @@ MASTER_PORT = 29500
 """Where the ranks meet. It is free in every lab, as no other process listens on its hosts."""
 
 _MAX_HOSTS = 254  # addresses of 10.0.0.0/24, without the first and the last
-_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}  # as in tc(8)
+_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}  # tc(8) defines its rates by these factors
 _MIN_RATE, _MAX_RATE = 10**5, 10**11  # bits per second; at the lowest, a packet takes a quarter of a second
 # The smaller burst holds two packets at the rates where it counts. The larger one is `_SLOW_BURST_S` at 1 Gbit/s.
 _MIN_BURST_BYTES, _MAX_SLOW_BURST_BYTES = 2**14, 2**18

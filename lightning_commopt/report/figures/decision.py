@@ -21,7 +21,7 @@ from lightning_commopt.report.model import Group, Setting, loss_change_text
 from lightning_commopt.text.formatting import number
 
 WITHOUT_LOSS = "The runs have no validation loss, so the price of a speed-up is unknown: these are speed-ups alone."
-_HEIGHT = 320  # in pixels
+_HEIGHT = 320  # pixels
 _PERCENT = 100.0
 _SAME = 0.1  # the axis of losses has at least this change to both sides, in per cent: up to here they count as the same
 _BASELINE = Interval(median=1.0, low=None, high=None, num_values=1)

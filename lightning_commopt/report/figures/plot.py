@@ -70,7 +70,7 @@ class Plot:
     y: Axis
     traces: tuple[Trace, ...]
     bands: tuple[Band, ...] = ()
-    height: int = 300  # in pixels
+    height: int = 300  # pixels
 
     def line(self, trace: Trace) -> str:
         """Returns the points of a trace for an SVG polyline, in thousandths of the plot."""

@@ -148,7 +148,7 @@ class Lane(NamedTuple):
 
     name: str
     parts: tuple[Part, ...]
-    height: float  # in pixels
+    height: float  # pixels
 
 
 class Rows(NamedTuple):

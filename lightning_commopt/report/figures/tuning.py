@@ -19,7 +19,7 @@ from lightning_commopt.report.model import Cell, Group
 from lightning_commopt.text.formatting import Unit, number, short_percent, time_unit
 
 _SHOWN_AFTER = 1.25  # steps drawn, as a multiple of the steps up to the last one with a time of its own
-_HEIGHT = 280  # in pixels
+_HEIGHT = 280  # pixels
 _TOP = 1.7  # upper edge of the plot, as a multiple of the median step of the slowest plan
 
 
