@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from lightning_commopt.commands.app import app
 from lightning_commopt.launch.environment import RANK_VARIABLES
+from lightning_commopt.measure.runs.record import RunRecord
 from support.cross_section import sampled
 from support.side_by_side import two_at_a_time
 
@@ -171,7 +172,8 @@ def test_own_compressor(example: tuple[Path, str], tmp_path: Path) -> None:
     record = json.loads((folder / "own" / "run.json").read_text())
     assert record["status"] == "finished"
     assert record["world_size"] == 2
-    settings = {name: record["settings"][f"plan.comm_hook.inner.{name}"] for name in ("name", "share")}
+    options = RunRecord.load(folder / "own").settings.plan_options
+    settings = {name: options[f"comm_hook.inner.{name}"] for name in ("name", "share")}
     assert settings == {"name": "topk", "share": 0.05}
     assert record["metrics"]["val_accuracy"] > 0.6
     assert "topk" in CliRunner().invoke(app, ["report", str(folder)], catch_exceptions=False).output
