@@ -17,9 +17,11 @@ __all__ = [
     "Cast",
     "Claims",
     "CommOptDDP",
+    "CommOptDiLoCo",
     "CommOptModelParallel",
     "CommPlan",
     "Compressor",
+    "DiLoCoPlan",
     "ErrorFeedback",
     "Hierarchical",
     "Int4",
@@ -52,13 +54,15 @@ if TYPE_CHECKING:
         ShardedCompressor,
         register_compressor,
     )
+    from lightning_commopt.diloco_plan import DiLoCoPlan
     from lightning_commopt.launch.nccl_variables import NcclOptions
-    from lightning_commopt.lightning import CommOptDDP, CommOptModelParallel
+    from lightning_commopt.lightning import CommOptDDP, CommOptDiLoCo, CommOptModelParallel
     from lightning_commopt.plan import CommPlan, OptionError
     from lightning_commopt.sharded_plan import ShardedPlan
     from lightning_commopt.strategy.sharding import shard
 else:
     _MODULES = {
+        "DiLoCoPlan": "lightning_commopt.diloco_plan",
         "CommPlan": "lightning_commopt.plan",
         "NcclOptions": "lightning_commopt.launch.nccl_variables",
         "OptionError": "lightning_commopt.plan",
@@ -68,7 +72,7 @@ else:
     _PACKAGES = ("baselines", "callbacks", "compressors", "fabric", "metrics", "plan")
 
     def __getattr__(name: str) -> Any:
-        if name in ("CommOptDDP", "CommOptModelParallel"):
+        if name in ("CommOptDDP", "CommOptDiLoCo", "CommOptModelParallel"):
             value = import_module("lightning_commopt.strategy.adapters").adapter_in_use(name)
         elif name in __all__:
             value = getattr(import_module(_MODULES.get(name, "lightning_commopt.compressors")), name)

@@ -1,18 +1,24 @@
-"""CommOptDDP and CommOptModelParallel for the Trainer of the package ``pytorch_lightning``."""
+"""CommOptDDP, CommOptDiLoCo and CommOptModelParallel for the Trainer of the package ``pytorch_lightning``."""
 
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 
 from lightning_commopt.strategy.adapters import accept_everywhere
 from lightning_commopt.strategy.ddp import CommOptStrategy
+from lightning_commopt.strategy.diloco import CommOptDiLoCoStrategy
 from lightning_commopt.strategy.model_parallel import CommOptModelParallelStrategy
 
-__all__ = ["CommOptDDP", "CommOptModelParallel"]
+__all__ = ["CommOptDDP", "CommOptDiLoCo", "CommOptModelParallel"]
 
 
 @accept_everywhere
 class CommOptDDP(CommOptStrategy, DDPStrategy):  # type: ignore[misc]  # noqa: D101
     __doc__ = CommOptStrategy.__doc__
     _flushes_static_graph = "post_backward" in vars(DDPStrategy)
+
+
+@accept_everywhere
+class CommOptDiLoCo(CommOptDiLoCoStrategy, DDPStrategy):  # type: ignore[misc]  # noqa: D101
+    __doc__ = CommOptDiLoCoStrategy.__doc__
 
 
 @accept_everywhere

@@ -138,6 +138,12 @@ def num_begun(trainer: Trainer) -> int:
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
 
+def is_last_epoch(trainer: Trainer) -> bool:
+    """Returns whether ``max_epochs`` or ``max_steps`` ends the fit with this epoch; only valid after its last batch."""
+    has_all_epochs = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= (trainer.max_epochs or 0)
+    return has_all_epochs or 0 <= trainer.max_steps <= trainer.global_step
+
+
 def batch_is_open(trainer: Trainer) -> bool:
     """Returns whether a batch of training has begun and not ended."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current  # Lightning annotates a base class of it

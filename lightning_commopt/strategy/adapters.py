@@ -20,7 +20,11 @@ ADAPTERS = {
 }
 """For each package with a Trainer, the module with our strategies for it."""
 
-BASES = {"CommOptDDP": "DDPStrategy", "CommOptModelParallel": "ModelParallelStrategy"}
+BASES = {
+    "CommOptDDP": "DDPStrategy",
+    "CommOptDiLoCo": "DDPStrategy",
+    "CommOptModelParallel": "ModelParallelStrategy",
+}
 """For each strategy of ours, the name of Lightning's strategy that it is derived from."""
 
 

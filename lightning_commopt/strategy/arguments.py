@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.catalog import recommended
 from lightning_commopt.compressors.registry import canonical_name, compressor_name, names_with_option
+from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.plan import (
     CommPlan,
     OptionError,
@@ -39,7 +40,7 @@ _Class = TypeVar("_Class", bound=type)
 
 def document_plan_options(strategy: _Class) -> _Class:
     """Replaces the reference to a plan in a docstring by the plan's descriptions, for LightningCLI's help."""
-    for plan in (CommPlan, ShardedPlan):
+    for plan in (CommPlan, ShardedPlan, DiLoCoPlan):
         if strategy.__doc__ and plan.__doc__:  # with python -OO there are no docstrings
             options = plan.__doc__.partition("Attributes:\n")[2].partition("\n\n")[0]
             reference = rf"(?m)^ *{plan.options()[0]}: see `{plan.__name__}`.*$"
@@ -104,6 +105,31 @@ def sharded_plan_from_arguments(
     if besides := [name for name in plan.options() if getattr(plan, name) != getattr(ShardedPlan(), name)]:
         raise OptionError(f"plan={plan_given!r} is a whole plan, so {', '.join(besides)} cannot be given too")
     return ShardedPlan.of(plan_given), tuned, lightnings
+
+
+def diloco_plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[DiLoCoPlan, dict[str, Any]]:
+    """Sorts the arguments of `CommOptDiLoCo`; returns the plan, and the arguments for Lightning's strategy."""
+    given, plan_given = named_arguments(arguments), arguments["plan"]
+    for name in arguments["kwargs"]:
+        if name in (*ddp_options(), *plan_options()):
+            raise OptionError(
+                f"{name} is an option of DDP, and DiLoCo wraps a model in DDP only within a node: write"
+                f" inner={{{name!r}: ...}}"
+            )
+        raise UnknownOptionError(f"unknown option {name!r}{did_you_mean(name, [*given])}")
+    check_arguments(given)
+    if given["uneven_batches"] == "allow":
+        raise OptionError(
+            "uneven_batches='allow' is not possible with DiLoCo: ranks must exchange after the same steps"
+        )
+    options = {name: value for name, value in given.items() if name in DiLoCoPlan.options()}
+    lightnings = {name: value for name, value in given.items() if name not in (*options, *OWN_OPTIONS)}
+    plan = DiLoCoPlan(**options)
+    if plan_given is None:
+        return plan, lightnings
+    if besides := [name for name in options if getattr(plan, name) != getattr(DiLoCoPlan(), name)]:
+        raise OptionError(f"plan={plan_given!r} is a whole plan, so {', '.join(besides)} cannot be given too")
+    return plan_given if isinstance(plan_given, DiLoCoPlan) else DiLoCoPlan.load(plan_given), lightnings
 
 
 def named_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,302 @@
+"""CommOptDiLoCo for the Trainer of either package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+from torch.nn import Module, SyncBatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from lightning_commopt.compat.lightning import count_samples
+from lightning_commopt.compat.loops import LoopEvents, batch_is_open, is_last_epoch
+from lightning_commopt.compressors import Compressor
+from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
+from lightning_commopt.compressors.channel import Channel
+from lightning_commopt.compressors.hierarchical import Hierarchical
+from lightning_commopt.compressors.kernels import c_library
+from lightning_commopt.diloco_plan import DiLoCoPlan
+from lightning_commopt.launch.nccl_variables import NcclOptions
+from lightning_commopt.measure.observer import Observers
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.plan_base import OptionError
+from lightning_commopt.strategy import base, remedies
+from lightning_commopt.strategy.adapters import moving_accelerator
+from lightning_commopt.strategy.arguments import StartMethod, diloco_plan_from_arguments, document_plan_options
+from lightning_commopt.strategy.fit_guards import FitGuards
+from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
+from lightning_commopt.sync.ddp.gradient_sync import GradientSync
+from lightning_commopt.sync.diloco.exchange import Exchange
+from lightning_commopt.sync.diloco.rounds import Rounds
+from lightning_commopt.sync.groups import BorrowedGroups, borrow_groups, default_group
+from lightning_commopt.sync.strategies import trainer_of
+from lightning_commopt.text.validation import warn_once
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
+else:
+    _DDPStrategy = object
+
+
+@document_plan_options
+class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
+    """Trains on every rank, or on every node, on its own, and exchanges what was learned every ``sync_every`` steps.
+
+    It takes the arguments of ``DDPStrategy`` up to ``start_method``, and the keywords below. Gradients are not
+    averaged, except within a node with ``inner``. Between two exchanges a step has no collective: values that
+    ``training_step`` logs per step with ``sync_dist=True`` are this rank's; those per epoch are reduced. A fit ends
+    with an exchange of what was trained since the last one.
+
+    Args:
+        accelerator: see ``DDPStrategy``, as for all arguments down to ``start_method``.
+        sync_every: see `DiLoCoPlan`, as for all options down to ``inner``.
+        save_comm_state: save in checkpoints what each rank needs to resume exactly, in a file of its own.
+        uneven_batches: see `lightning_commopt.CommOptDDP`, as for all options down to ``watch``.
+        plan: a `DiLoCoPlan`, or the path of a file with one, in place of the other options of a plan.
+        **kwargs: nothing; options of DDP belong to ``inner``.
+
+    Attributes:
+        rounds: the exchanges of the fit; None outside of one.
+
+    Raises:
+        OptionError: an option is unknown or out of range.
+    """
+
+    _check_environment = remedies.refuse_ray
+
+    def __init__(
+        self,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: StartMethod = "popen",
+        *,
+        sync_every: int = 30,
+        fragments: int = 1,
+        fragment_by: Literal["blocks", "bytes"] = "blocks",
+        overlap: int = 0,
+        mixing: float | None = None,
+        comm_hook: str | dict[str, Any] | Compressor | None = None,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        nesterov: bool = True,
+        eval_weights: Literal["global", "local"] = "global",
+        inner: str | dict[str, Any] | CommPlan | None = None,
+        save_comm_state: bool = True,
+        uneven_batches: Literal["error", "drop", "pad"] = "error",
+        sigterm_every_n_steps: int | None = None,
+        nccl: str | dict[str, Any] | NcclOptions | None = None,
+        watch: bool = True,
+        plan: DiLoCoPlan | str | Path | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._plan, self._lightnings_arguments = diloco_plan_from_arguments(dict(locals()))
+        self.rounds: Rounds | None = None
+        self._inner = GradientSync(self._plan.inner or CommPlan())
+        self._groups: BorrowedGroups | None = None
+        self._events: LoopEvents | None = None
+        self._saves_comm_state, self.uneven_batches = save_comm_state, uneven_batches
+        self._nccl, self._watch = NcclOptions.from_config(nccl), watch
+        self._guards = FitGuards(watch=watch, sigterm_every_n_steps=sigterm_every_n_steps or self._plan.sync_every)
+        forget_previous_job()
+        super().__init__(**self._lightnings_arguments, **self._inner.plan.ddp_kwargs())
+
+    accelerator = moving_accelerator
+
+    @property
+    def start_method(self) -> str:
+        """How Lightning starts the processes of a node: "popen", "spawn", "fork" or "forkserver"."""
+        return self._start_method
+
+    @property
+    def plan(self) -> DiLoCoPlan:
+        """The plan in use."""
+        return self._plan
+
+    @property
+    def sync_observers(self) -> Observers:
+        """Observers that are notified of DDP's buckets within a node."""
+        return self._inner.observers
+
+    @property
+    def wire_bytes(self) -> int:
+        """Payload bytes that this rank has sent in exchanges of this fit."""
+        return 0 if self.rounds is None else self.rounds.exchange.bytes_sent
+
+    def _configure_launcher(self) -> None:
+        self._check_environment()
+        super()._configure_launcher()
+        self._launcher = launcher_for(self)
+        remedies.check_start_method(self._launcher)
+
+    def setup_distributed(self) -> None:
+        with base.join_group(self, watch=self._watch, nccl=self._nccl):
+            super().setup_distributed()
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._guards.start(self)
+
+    def configure_ddp(self) -> None:
+        """Makes all ranks' weights equal, begins the rounds, and wraps the model if a node is one worker."""
+        module = self.lightning_module
+        assert module is not None
+        if self.world_size > 1:
+            broadcast_module(module)
+        self.rounds = Rounds(self._plan, module, self._make_exchange())
+        self._events = LoopEvents(
+            trainer_of(self),
+            on_data=_nothing,
+            on_epoch_start=_nothing,
+            on_next_batch=_nothing,
+            on_epoch_end=self._finish_if_last,
+            on_error=_nothing,
+        )
+        within = self._node_group()
+        for part in module.modules():
+            if isinstance(part, SyncBatchNorm):
+                part.process_group = _group_of_batch_norm(within)
+        if within is not None:
+            self._ddp_kwargs["process_group"] = within
+            super().configure_ddp()
+
+    def _make_exchange(self) -> Exchange:
+        compressor = self._plan.comm_hook
+        if self.world_size == 1:
+            if compressor is not None:
+                warn_once("comm_hook has no effect: there is only one process.")
+            return Exchange(None, None)
+        ranks_per_node = self.num_processes if self._is_inner else None
+        if ranks_per_node is not None:
+            compressor = Hierarchical(inner=compressor or UNCOMPRESSED, ranks_per_node=ranks_per_node)
+        elif compressor is not None and compressor.claims.has_c_kernels:
+            c_library.load()  # no exchange should wait for a compiler
+        self._groups = borrow_groups(
+            default_group(), ranks_per_node=ranks_per_node, timeout=self.timeout, backend="gloo"
+        )
+        channel = Channel(self._groups.all_ranks, self._groups.within, self._groups.across)
+        return Exchange(channel, compressor)
+
+    @property
+    def _is_inner(self) -> bool:
+        return self._plan.inner is not None and self.num_processes > 1
+
+    def _node_group(self) -> dist.ProcessGroup | None:
+        """Returns a group of the ranks of this node if they form one worker. All ranks must call it."""
+        if not self._is_inner:
+            return None
+        nodes = [[*range(first, first + self.num_processes)] for first in range(0, self.world_size, self.num_processes)]
+        group, _ = dist.new_subgroups_by_enumeration(nodes, timeout=self.timeout)
+        return group
+
+    def _register_ddp_hooks(self) -> None:
+        assert isinstance(self.model, DistributedDataParallel)
+        self._inner.attach(self.model, timeout=self._timeout, ranks_per_node=self.num_processes)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        assert self.rounds is not None
+        self.rounds.show_own()
+        self.rounds.num_samples += count_samples(trainer_of(self), batch) or 1
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.rounds is not None and optimizer is self.optimizers[0]:
+            for arrived in self.rounds.step(self._loss_scale):
+                self._agree_on_loss_scale([report.loss_scale for report in arrived.reports])
+        return output
+
+    def _loss_scale(self) -> float:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return 0.0 if scaler is None else float(scaler.get_scale())
+
+    def _agree_on_loss_scale(self, scales: list[float]) -> None:
+        """Sets this rank's gradient scaler to the smallest scale of all, since steps may be skipped on some only."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None and min(scales) != max(scales):
+            scaler.update(min(scales))
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces a value over the ranks; within a training batch it returns this rank's own, without waiting."""
+        if group is None and self.rounds is not None and batch_is_open(trainer_of(self)):
+            return tensor
+        return super().reduce(tensor, group, reduce_op)
+
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        if self.rounds is not None and self.rounds.shows_own and self._plan.eval_weights == "global":
+            self.rounds.show_global()
+            self._shows_for_validation = True
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        if self._shows_for_validation and self.rounds is not None:
+            self.rounds.show_own()
+        self._shows_for_validation = False
+
+    _shows_for_validation: bool = False
+
+    def _finish_if_last(self) -> None:
+        if is_last_epoch(trainer_of(self)):
+            self._finish()
+
+    def on_train_end(self) -> None:
+        self._finish()
+        super().on_train_end()
+
+    def _finish(self) -> None:
+        if self.rounds is not None and self.rounds.shows_own:
+            self.rounds.finish()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._guards.fail(exception)
+
+    def teardown(self) -> None:
+        try:
+            if self._events is not None:
+                self._events.close()
+            if self.rounds is not None:
+                if self.rounds.close() and self._groups is not None:
+                    self._groups.return_to_pool()
+                if self.rounds.shows_own:  # an exception has ended the fit
+                    self.rounds.show_global()
+            self._inner.release_wrapper()
+            super().teardown()
+        finally:
+            self._inner.end_fit()
+            self._guards.close()
+            self.rounds = self._groups = self._events = None
+
+
+def broadcast_module(module: Module) -> None:
+    """Gives all ranks the parameters and buffers of rank 0, in one message for each dtype."""
+    tensors = [x.detach() for x in (*module.parameters(), *module.buffers())]
+    for dtype in sorted({x.dtype for x in tensors}, key=str):
+        alike = [x for x in tensors if x.dtype == dtype]
+        flat = torch.cat([x.reshape(-1) for x in alike])
+        dist.broadcast(flat, 0)
+        for x, part in zip(alike, flat.split([x.numel() for x in alike]), strict=True):
+            x.copy_(part.view(x.shape))
+
+
+def _group_of_batch_norm(within: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if within is None:
+        raise OptionError(
+            "SyncBatchNorm couples all ranks in every step, which DiLoCo must not: use BatchNorm, whose statistics the"
+            " exchanges average, or inner='ddp', with which it couples the ranks of a node"
+        )
+    return within
+
+
+def _nothing(*_: object) -> None:
+    pass

@@ -1,0 +1,187 @@
+"""The exchange of one fragment: its difference is averaged over the workers, and the global weights move.
+
+It runs in a thread of its own over gloo, in the host's memory also for models on CUDA: beside links that are slow
+enough for DiLoCo the copy costs nothing, and training goes on beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightning_commopt.compat.torch import foreach_copy_
+from lightning_commopt.compressors import Compressor, State
+from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
+from lightning_commopt.compressors.base import finish
+from lightning_commopt.compressors.channel import Channel
+from lightning_commopt.sync.diloco.fragments import Fragment
+from lightning_commopt.sync.diloco.outer import OuterSGD
+
+
+@dataclass(frozen=True)
+class Report:
+    """What each worker sends beside a fragment.
+
+    Attributes:
+        samples: number of samples since the last exchange of this fragment, its weight in the mean.
+        loss_scale: scale of its gradient scaler; 0 without one.
+    """
+
+    samples: float
+    loss_scale: float = 0.0
+
+    def to_tensor(self) -> Tensor:
+        return torch.tensor([self.samples, self.loss_scale], dtype=torch.float64)
+
+
+@dataclass(eq=False)
+class GlobalWeights:
+    """The global state of one fragment, in the host's memory, equal on all workers; ``n`` elements.
+
+    Attributes:
+        weights: ``(n,)`` the global weights at the last exchange.
+        floats: means of the workers' floating-point buffers then, in their order in the fragment.
+        integers: the other buffers of the first worker then.
+        momentum: ``(n,)`` of the outer optimizer; None without one.
+        state: what the compressor keeps on this rank.
+    """
+
+    fragment: Fragment
+    weights: Tensor
+    floats: list[Tensor]
+    integers: list[Tensor]
+    momentum: Tensor | None
+    state: State = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, fragment: Fragment, outer: OuterSGD) -> GlobalWeights:
+        """Returns the state before the first exchange, of weights that are equal on all workers."""
+        local = LocalWeights.of(fragment)
+        local.wait()
+        return cls(fragment, local.flat, local.floats, local.integers, outer.new_buffer(local.flat))
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the global values of the fragment's ``tensors()``."""
+        return [*self.fragment.views(self.weights), *self.floats, *self.integers]
+
+
+@dataclass(eq=False)
+class LocalWeights:
+    """A copy of one worker's fragment in the host's memory, complete after `wait`."""
+
+    flat: Tensor
+    floats: list[Tensor]
+    integers: list[Tensor]
+    _copied: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, fragment: Fragment) -> LocalWeights:
+        """Begins to copy; on CUDA in the current stream, without waiting for it."""
+        flat = fragment.new_flat()
+        foreach_copy_(fragment.views(flat), fragment.real_parameters(), non_blocking=True)
+        floats, integers = _on_host(fragment.floats), _on_host(fragment.integers)
+        copied = torch.cuda.Event() if flat.is_pinned() else None
+        if copied is not None:
+            copied.record()
+        return cls(flat, floats, integers, copied)
+
+    def wait(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
+def _on_host(buffers: Mapping[str, Tensor]) -> list[Tensor]:
+    copies = [torch.empty_like(x, device="cpu", pin_memory=x.is_cuda) for x in buffers.values()]
+    for copy, x in zip(copies, buffers.values(), strict=True):
+        copy.copy_(x, non_blocking=True)
+    return copies
+
+
+@dataclass(eq=False)
+class Arrived:
+    """What an exchange has brought, the same on all workers, which is applied ``overlap`` steps after it began.
+
+    Attributes:
+        weights: ``(n,)`` the new global weights.
+        floats: see `GlobalWeights`.
+        integers: see `GlobalWeights`.
+        reports: one of each rank.
+    """
+
+    weights: Tensor
+    floats: list[Tensor]
+    integers: list[Tensor]
+    reports: list[Report]
+
+
+class Exchange:
+    """Averages fragments over the workers.
+
+    Args:
+        channel: collectives over all ranks, of a gloo group that nothing else uses; None for a single rank.
+        compressor: how differences travel; None for uncompressed.
+    """
+
+    def __init__(self, channel: Channel | None, compressor: Compressor | None) -> None:
+        self._channel = channel
+        self._compressor = UNCOMPRESSED if compressor is None else compressor
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes that this rank has handed to collectives so far."""
+        return 0 if self._channel is None else self._channel.bytes_sent
+
+    def run(self, of: GlobalWeights, local: LocalWeights, report: Report, step: int, outer: OuterSGD) -> Arrived:
+        """Exchanges one fragment. All ranks must call it in the same order.
+
+        Args:
+            of: the global state, whose momentum and compressor's state are updated.
+            local: this worker's weights; overwritten.
+            report: what the workers tell each other.
+            step: number of earlier exchanges of this fragment, for a new state of the compressor.
+            outer: moves the global weights.
+        """
+        local.wait()
+        difference = torch.sub(of.weights, local.flat, out=local.flat)
+        reports = self._gather(report)
+        total = sum(other.samples for other in reports)
+        if total and any(other.samples != report.samples for other in reports):
+            difference.mul_(report.samples * len(reports) / total)
+        if self._channel is not None:
+            layout = of.fragment.layout
+            if not of.state:
+                of.state = self._compressor.init(layout, difference.device, step)
+            finish(self._compressor.rounds(difference, layout, of.state, self._channel))
+        weights = of.fragment.new_flat().copy_(of.weights)
+        outer.step(weights, of.momentum, difference)
+        return Arrived(weights, self._mean(local.floats), self._first(local.integers), reports)
+
+    def _gather(self, report: Report) -> list[Report]:
+        if self._channel is None:
+            return [report]
+        rows = self._channel.all_gather(report.to_tensor()).wait()
+        return [Report(*row) for row in rows.tolist()]
+
+    def _mean(self, buffers: list[Tensor]) -> list[Tensor]:
+        """Returns the means of floating-point buffers, in float64 so that equal ones keep their bits."""
+        if self._channel is None or not buffers:
+            return buffers
+        flat = torch.cat([x.reshape(-1).double() for x in buffers])
+        self._channel.all_reduce(flat).wait()
+        return _like(flat.div_(self._channel.size), buffers)
+
+    def _first(self, buffers: list[Tensor]) -> list[Tensor]:
+        if self._channel is None or not buffers:
+            return buffers
+        flat = torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in buffers])
+        row = self._channel.all_gather(flat).wait()[0]
+        parts = row.split([x.nbytes for x in buffers])
+        return [part.clone().view(x.dtype).view(x.shape) for part, x in zip(parts, buffers, strict=True)]
+
+
+def _like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    parts = flat.split([x.numel() for x in tensors])
+    return [part.view(x.shape).to(x.dtype) for part, x in zip(parts, tensors, strict=True)]
