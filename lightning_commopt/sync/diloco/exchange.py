@@ -47,6 +47,7 @@ class GlobalWeights:
         integers: the other buffers of the first worker then.
         momentum: ``(n,)`` of the outer optimizer; None without one.
         state: what the compressor keeps on this rank.
+        carried: ``(n,)`` what an earlier division of the model had left unsent on this rank; None if there is nothing.
     """
 
     fragment: Fragment
@@ -55,6 +56,7 @@ class GlobalWeights:
     integers: list[Tensor]
     momentum: Tensor | None
     state: State = field(default_factory=dict)
+    carried: Tensor | None = None
 
     @classmethod
     def of(cls, fragment: Fragment, outer: OuterSGD) -> GlobalWeights:
@@ -70,12 +72,16 @@ class GlobalWeights:
 
 @dataclass(eq=False)
 class LocalWeights:
-    """A copy of one worker's fragment in the host's memory, complete after `wait`."""
+    """A copy of one worker's fragment in the host's memory, complete after `wait`.
+
+    ``num_joins`` is how often the model had been given all global weights before.
+    """
 
     flat: Tensor
     floats: list[Tensor]
     integers: list[Tensor]
     _copied: torch.cuda.Event | None
+    num_joins: int = 0
 
     @classmethod
     def of(cls, fragment: Fragment) -> LocalWeights:
@@ -108,13 +114,26 @@ class Arrived:
         weights: ``(n,)`` the new global weights.
         floats: see `GlobalWeights`.
         integers: see `GlobalWeights`.
-        reports: one of each rank.
+        reports: one of each rank that took part.
+        has_missed: whether the others have gone on without this rank, which has got nothing.
+        joined: the global weights of all fragments before this exchange, if this rank takes part again after others
+            went on without it; otherwise None.
     """
 
     weights: Tensor
     floats: list[Tensor]
     integers: list[Tensor]
     reports: list[Report]
+    has_missed: bool = False
+    joined: list[Arrived] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Finished:
+    """What a rank gets at the end of a fit that has missed an exchange: weights to show, and to train on from."""
+
+    final: list[Arrived]
+    joined: list[Arrived] | None
 
 
 class Exchange:
@@ -134,6 +153,16 @@ class Exchange:
         """Payload bytes that this rank has handed to collectives so far."""
         return 0 if self._channel is None else self._channel.bytes_sent
 
+    def begin(self, fragments: Sequence[GlobalWeights]) -> None:
+        """Is told all fragments before their first exchange."""
+
+    def watch_end(self) -> None:
+        """Is told that the exchanges at the end of a fit follow."""
+
+    def finish(self, final: Sequence[GlobalWeights]) -> Finished | None:
+        """Is given the weights at the end of a fit; returns what this rank must have instead, or None."""
+        return None
+
     def run(self, of: GlobalWeights, local: LocalWeights, report: Report, step: int, outer: OuterSGD) -> Arrived:
         """Exchanges one fragment. All ranks must call it in the same order.
 
@@ -150,6 +179,9 @@ class Exchange:
         total = sum(other.samples for other in reports)
         if total and any(other.samples != report.samples for other in reports):
             difference.mul_(report.samples * len(reports) / total)
+        if of.carried is not None:
+            difference.add_(of.carried)
+            of.carried = None
         if self._channel is not None:
             layout = of.fragment.layout
             if not of.state:

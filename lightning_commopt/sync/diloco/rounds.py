@@ -67,6 +67,7 @@ class Rounds:
         fragments: the global weights.
         num_steps: number of optimizer steps so far.
         num_samples: number of samples that this rank has trained on.
+        is_behind: whether the others have gone on without this rank, so that training is in vain until it joins again.
     """
 
     def __init__(self, plan: DiLoCoPlan, module: Module, exchange: Exchange) -> None:
@@ -81,6 +82,9 @@ class Rounds:
         self._under_way: deque[UnderWay] = deque()
         self._thread = WorkerThread()
         self._own: list[list[Tensor]] | None = None  # this worker's weights while the model has others
+        self.is_behind = False
+        self._num_joins = 0
+        exchange.begin(self.fragments)
 
     def step(self, report: Callable[[], float] = float) -> list[Arrived]:
         """Counts an optimizer step and begins the exchanges that follow it. All ranks must call it.
@@ -100,6 +104,7 @@ class Rounds:
 
     def _begin(self, index: int, loss_scale: float) -> None:
         of, local = self.fragments[index], LocalWeights.of(self.fragments[index].fragment)
+        local.num_joins = self._num_joins
         report = Report(self.num_samples - self._samples_before[index], loss_scale)
         step = self._exchanges_before()
         future = self._thread.future(local.flat)
@@ -117,14 +122,30 @@ class Rounds:
         applied = []
         while self._under_way and self._under_way[0].due <= self.num_steps:
             applied.append(self._apply(self._under_way.popleft()))
-        return applied
+        return [arrived for arrived in applied if not arrived.has_missed]
 
     def _apply(self, under_way: UnderWay) -> Arrived:
         of = self.fragments[under_way.index]
         arrived = under_way.wait(of.fragment)
+        own_share = self.plan.own_share
+        if arrived.has_missed:
+            self.is_behind = True
+            return arrived
+        if arrived.joined is not None:
+            self._join(arrived.joined)
+            arrived.joined, own_share = None, 0.0
         of.weights, of.floats, of.integers = arrived.weights, arrived.floats, arrived.integers
-        _mix(of, self.plan.own_share)
+        _mix(of, own_share)
         return arrived
+
+    def _join(self, joined: list[Arrived]) -> None:
+        """Takes the global weights of all fragments, as a rank that has missed an exchange."""
+        for of, arrived in zip(self.fragments, joined, strict=True):
+            of.weights, of.floats, of.integers = arrived.weights, arrived.floats, arrived.integers
+            _mix(of, 0.0)
+        self._samples_before = [self.num_samples] * len(self.fragments)
+        self._num_joins += 1
+        self.is_behind = False
 
     def wait(self) -> None:
         """Waits for the exchanges that are under way, without applying them."""
@@ -157,8 +178,22 @@ class Rounds:
         """
         self.show_own()
         self.wait()  # an exchange of the thread would mix its messages with those below
+        for under_way in self._under_way:
+            self._join_early(under_way.arrived)
+        self.exchange.watch_end()
         final = [self._final(index) for index in range(len(self.fragments))]
+        finished = self.exchange.finish(final)
+        if finished is not None:
+            for of, arrived in zip(final, finished.final, strict=True):
+                of.weights, of.floats, of.integers = arrived.weights, arrived.floats, arrived.integers
+            if finished.joined is not None:
+                self._join(finished.joined)
         self.show_global(final)
+
+    def _join_early(self, arrived: Arrived | None) -> None:
+        if arrived is not None and arrived.joined is not None:
+            self._join(arrived.joined)
+            arrived.joined = None
 
     def _final(self, index: int) -> GlobalWeights:
         """Returns a fragment's weights at the end of a fit: after an incomplete round the mean of the workers'."""
@@ -175,7 +210,9 @@ class Rounds:
         if under_way is not None:
             torch.lerp(latest.weights, local.flat, self.plan.own_share, out=local.flat)
         report = Report(self.num_samples - self._samples_before[index])
+        local.num_joins = self._num_joins
         arrived = self.exchange.run(latest, local, report, self._exchanges_before(), _MEAN)
+        self._join_early(arrived)
         latest.weights, latest.floats, latest.integers = arrived.weights, arrived.floats, arrived.integers
         return latest
 

@@ -1,0 +1,110 @@
+"""Whether training in rounds survives a rank that is killed or frozen at a random moment, and with which loss.
+
+Each run trains a small model on 3 or 4 real processes, one of which is killed with SIGKILL, or frozen with SIGSTOP and
+continued. Beside it runs the same training undisturbed. Survivors must end with equal weights, and so must the rank
+that was frozen, unless it comes too late for the end and says so.
+
+python benchmarks/diloco_failures.py --num-runs 100 --output benchmarks/results/diloco_failures_HARDWARE_DATE.json
+"""
+
+import argparse
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from results_file import write_result
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from support.patient_ranks import Job, Ranks, train
+
+PATIENCE_S = 2.0
+"""Far above the pauses between steps, so that a rank that is healthy comes in time on a busy machine."""
+STEP_S = 0.01
+NUM_STEPS = 600
+TOO_LATE = "too late for the end of the fit"
+
+
+def run_once(seed: int) -> dict[str, Any]:
+    """Trains with and without a failure that the seed describes."""
+    draw = random.Random(seed)
+    world_size = draw.choice([3, 4])
+    plan = {
+        "sync_every": draw.choice([5, 10]),
+        "fragments": draw.choice([1, 2]),
+        "overlap": draw.choice([0, 2]),
+        "comm_hook": draw.choice([None, "int8", {"name": "powersgd", "matrix_rank": 1}]),
+    }
+    kind, rank = draw.choice(["killed", "frozen"]), draw.randrange(world_size)
+    job = Job(plan, NUM_STEPS, PATIENCE_S, pauses_s=(2 * STEP_S,) * world_size, seed=seed)
+    result = {
+        "seed": seed,
+        "world_size": world_size,
+        "plan": plan,
+        "kind": kind,
+        "rank": rank,
+        "load": os.getloadavg()[0],
+    }
+    with Ranks(train, world_size, job) as calm, Ranks(train, world_size, job) as ranks:
+        ranks.wait_until(lambda: ranks.store.check(["members/0/0/end"]))
+        time.sleep(draw.uniform(0, 0.9 * NUM_STEPS * STEP_S))
+        frozen_s = draw.uniform(0.1, 3 * PATIENCE_S) if kind == "frozen" else None
+        ranks.signal(rank, signal.SIGSTOP if frozen_s else signal.SIGKILL)
+        if frozen_s:
+            time.sleep(frozen_s)
+            ranks.signal(rank, signal.SIGCONT)
+        survivors = [other for other in range(world_size) if other != rank]
+        ends = [ranks.outcome(other) for other in survivors]
+        own = ranks.outcome(rank)
+        undisturbed = calm.wait_for(range(world_size))[0]
+    trained = [end for end, _ in ends if end is not None]
+    loss = trained[0].loss if trained else None
+    return {
+        **result,
+        "frozen_s": frozen_s,
+        "has_survived": len(trained) == len(survivors) and all(x.weights.equal(trained[0].weights) for x in trained),
+        "is_own_end_right": _is_right(own, kind, trained),
+        "steps_of_rank": own[0].num_trained if own[0] is not None else None,
+        "loss": loss,
+        "undisturbed_loss": undisturbed.loss,
+        "log": [line for end in trained for line in end.log],
+        "errors": [trace.splitlines()[-1] for _, trace in (*ends, own) if trace],
+    }
+
+
+def _is_right(own: Any, kind: str, trained: list[Any]) -> bool:
+    end, trace = own
+    if end is None:
+        return kind == "killed" or TOO_LATE in (trace or "")
+    return bool(trained) and end.weights.equal(trained[0].weights)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-runs", type=int, default=10)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    runs, load_at_start = [], os.getloadavg()[0]
+    for seed in range(args.first_seed, args.first_seed + args.num_runs):
+        runs.append(run := run_once(seed))
+        change = 100 * (run["loss"] / run["undisturbed_loss"] - 1) if run["loss"] else float("nan")
+        survived = "survived" if run["has_survived"] and run["is_own_end_right"] else "FAILED"
+        print(
+            f"{seed}: {run['kind']} rank {run['rank']} of {run['world_size']}, {survived}, loss {change:+.2f} %",
+            flush=True,
+        )
+        if survived == "FAILED":
+            print(run, flush=True)
+    survived = sum(run["has_survived"] and run["is_own_end_right"] for run in runs)
+    changes = [abs(run["loss"] / run["undisturbed_loss"] - 1) for run in runs if run["loss"]]
+    print(f"survivors {survived} of {len(runs)}; loss within {100 * max(changes):.2f} % of undisturbed")
+    if args.output is not None:
+        write_result(args.output, {"patience_s": PATIENCE_S, "num_steps": NUM_STEPS, "runs": runs}, load_at_start)
+
+
+if __name__ == "__main__":
+    main()

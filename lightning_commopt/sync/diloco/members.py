@@ -1,0 +1,272 @@
+"""Members: the ranks that take part in an exchange agree on who they are, and on whether it counts.
+
+They agree through the store of the process group, which needs no rank but its host: an announcement is a key of its
+own, and of two that decide at the same time the store takes the first. So no rank has a role that its end would leave
+open, and a rank that was frozen finds in the store what was decided without it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from lightning_commopt.sync.store import poll
+from lightning_commopt.text.formatting import list_some
+
+_RETRY_PATIENCE = 2
+"""A repeated attempt waits so many times longer for a rank: one may notice only after ``patience_s``, in which it waits
+for a message, that the attempt has failed, and comes then."""
+
+FIRST_MESH = ""
+"""Name of the connections among all ranks in the first exchange."""
+
+_DONE, _FAILED = "done", "failed"
+
+
+class MembersError(RuntimeError):
+    """The ranks can no longer agree; the message says why."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Who takes part in one attempt of an exchange.
+
+    Attributes:
+        name: tells it from all other attempts.
+        members: the ranks, in ascending order.
+        joiners: those of them that have missed an exchange, and need the global weights first.
+        mesh: name of the connections among the members: `FIRST_MESH`, or the name of the attempt that makes them.
+    """
+
+    name: str
+    members: tuple[int, ...]
+    joiners: tuple[int, ...]
+    mesh: str
+
+    @property
+    def leader(self) -> int:
+        """The first rank that has the global weights."""
+        return min(rank for rank in self.members if rank not in self.joiners)
+
+
+class Members:
+    """The ranks that take part in exchanges.
+
+    Exchanges are numbered from 0 in the order in which every rank comes to them, also a rank that has missed some.
+
+    Args:
+        store: part of a store that nothing else uses. The process that hosts it must live.
+        rank: number of this rank.
+        world_size: number of ranks, all of which are members at first.
+        patience_s: time that a rank may let the others wait.
+        timeout_s: time that this rank waits for the others once they have gone on without it.
+        log: is told who is missed and who is back.
+
+    Attributes:
+        current: members of the last exchange, which all have the same global weights.
+        steady: those of `current` that have missed no exchange since `watch_steadiness`.
+        is_behind: whether this rank has missed an exchange, and has not joined again.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        *,
+        patience_s: float,
+        timeout_s: float,
+        log: Callable[[str], None],
+    ) -> None:
+        self._store, self.rank, self._log = store, rank, log
+        self._all = tuple(range(world_size))
+        self._patience_s, self._timeout_s = patience_s, timeout_s
+        self._number = self._attempt = 0
+        self._mesh: str | None = None
+        self._keys: list[str] = []
+        self._old_keys: list[str] = []
+        self.current = self._awaited = self._all
+        self.steady = {*self._all}
+        self.is_behind = False
+
+    @property
+    def are_complete(self) -> bool:
+        """Whether no rank has missed an exchange since `watch_steadiness`."""
+        return len(self.steady) == len(self._all)
+
+    def watch_steadiness(self) -> None:
+        """Forgets which ranks have missed an exchange and have joined again."""
+        self.steady = {*self.current}
+
+    def meet(self, *, wait_for_all: bool = False) -> Attempt | None:
+        """Waits for the others, and returns who takes part in an attempt of the next exchange, with this rank.
+
+        The ranks that took part in the last exchange are waited for as long as ``patience_s`` allows. One that joins
+        again takes part if it is there.
+
+        Args:
+            wait_for_all: wait for ranks that have missed exchanges, too.
+
+        Returns:
+            The attempt, which must be ended by `conclude`; None if the exchange has succeeded without this rank.
+
+        Raises:
+            MembersError: the store is lost, or nobody who has the global weights is left.
+        """
+        with self._store_errors():
+            while True:
+                attempt = self._decide(self._all if wait_for_all else self._awaited)
+                if self.rank in attempt.members:
+                    return attempt
+                if self._wait_for_end(attempt):
+                    if not self.is_behind:
+                        self._log(
+                            f"exchange {self._number} succeeded without rank {self.rank}, which came later than"
+                            f" patience_s={self._patience_s:g} allows; it drops what it trains until it joins again"
+                        )
+                    self._go_on(attempt)
+                    return None
+                self._repeat(attempt)
+
+    def conclude(self, attempt: Attempt, *, is_success: bool) -> bool:
+        """Returns whether an attempt has succeeded on all of its members; otherwise its results must be dropped.
+
+        Raises:
+            MembersError: the store is lost.
+        """
+        with self._store_errors():
+            if is_success:
+                self._note(f"{attempt.name}/{_DONE}/{self.rank}")
+            has_succeeded = self._end(attempt, is_success=is_success)
+            (self._go_on if has_succeeded else self._repeat)(attempt)
+            return has_succeeded
+
+    def wait_for(self, ranks: Sequence[int], attempt: Attempt, what: str) -> None:
+        """Waits until each of ``ranks`` has called `tell` with the same words, or `tell_progress` lately.
+
+        Raises:
+            MembersError: one has not, or the store is lost.
+        """
+        keys = [f"{attempt.name}/{what}/{rank}" for rank in ranks]
+        with self._store_errors():
+            if keys and not self._wait(lambda: self._store.check(keys), self._patience_s, attempt):
+                raise MembersError(f"ranks {list_some([*map(str, ranks)], 8)} are not {what}")
+
+    def tell(self, attempt: Attempt, what: str) -> None:
+        """Lets `wait_for` of the others end."""
+        with self._store_errors():
+            self._note(f"{attempt.name}/{what}/{self.rank}")
+
+    def tell_progress(self, attempt: Attempt) -> None:
+        """Tells those who wait in an attempt that it goes on, and may take longer than ``patience_s``."""
+        with self._store_errors():
+            self._store.add(f"{attempt.name}/progress", 1)
+
+    def _decide(self, awaited: Sequence[int]) -> Attempt:
+        name = f"{self._number}/{self._attempt}"
+        decision = f"{name}/members"
+        self._note(f"{name}/here/{self.rank}")
+        awaited_keys = [f"{name}/here/{rank}" for rank in awaited]
+        if self.is_behind:  # it does not know whether those who are here have the global weights
+            if not poll(lambda: self._store.check([decision]), self._timeout_s):
+                raise MembersError(
+                    f"rank {self.rank} waited {self._timeout_s:g} s to join again, but none of ranks"
+                    f" {list_some([*map(str, self.current)], 8)} came, which have the global weights"
+                )
+            members = self._store.get(decision)
+        else:
+            patience_s = self._patience_s * (_RETRY_PATIENCE if self._attempt else 1)
+            are_here = poll(lambda: self._store.check(awaited_keys) or self._store.check([decision]), patience_s)
+            here = [
+                rank
+                for rank in self._all
+                if (are_here and rank in awaited) or self._store.check([f"{name}/here/{rank}"])
+            ]
+            members = self._store.compare_set(decision, "", json.dumps(here))
+        ranks = tuple(json.loads(members))
+        joiners = tuple(rank for rank in ranks if rank not in self.current)
+        mesh = self._mesh  # those of a failed attempt may still carry its messages
+        if mesh is None or self._attempt > 0 or ranks != self.current:
+            mesh = FIRST_MESH if self._number == self._attempt == 0 and ranks == self._all else name
+        attempt = Attempt(name, ranks, joiners, mesh)
+        self._log_changes(attempt)
+        return attempt
+
+    def _log_changes(self, attempt: Attempt) -> None:
+        if self.rank != attempt.leader:
+            return
+        if missing := [str(rank) for rank in self._awaited if rank not in attempt.members]:
+            self._log(
+                f"exchange {self._number}: rank {list_some(missing, 8)} did not come within"
+                f" patience_s={self._patience_s:g}; {len(attempt.members)} of {len(self._all)} ranks go on"
+            )
+        if attempt.joiners:
+            self._log(
+                f"exchange {self._number}: rank {list_some([*map(str, attempt.joiners)], 8)} joins again, from the"
+                " global weights"
+            )
+
+    def _wait_for_end(self, attempt: Attempt) -> bool:
+        """Returns whether an attempt without this rank has succeeded."""
+        if not self.is_behind:  # then this rank may end it, and repeat it with those who are left
+            return self._end(attempt, is_success=True, patience=_RETRY_PATIENCE)
+        if not poll(lambda: self._store.check([f"{attempt.name}/end"]), self._timeout_s):
+            raise MembersError(
+                f"rank {self.rank} waited {self._timeout_s:g} s for the end of exchange {self._number}, in which ranks"
+                f" {list_some([*map(str, attempt.members)], 8)} take part"
+            )
+        return self._store.get(f"{attempt.name}/end").decode() == _DONE
+
+    def _end(self, attempt: Attempt, *, is_success: bool, patience: float = 1) -> bool:
+        """Returns the end of an attempt, which is the same for everyone: that of the first who knows or decides it."""
+        end, keys = f"{attempt.name}/end", [f"{attempt.name}/{_DONE}/{rank}" for rank in attempt.members]
+        if is_success:
+            self._wait(
+                lambda: self._store.check(keys) or self._store.check([end]), patience * self._patience_s, attempt
+            )
+            is_success = self._store.check(keys)
+        return self._store.compare_set(end, "", _DONE if is_success else _FAILED).decode() == _DONE
+
+    def _wait(self, condition: Callable[[], bool], limit_s: float, attempt: Attempt) -> bool:
+        """Waits for a condition, for as long as not more than ``limit_s`` pass without progress."""
+        progress = 0
+        while not poll(condition, limit_s):
+            progress, before = self._store.add(f"{attempt.name}/progress", 0), progress
+            if progress == before:
+                return False
+        return True
+
+    def _go_on(self, attempt: Attempt) -> None:
+        self.current = self._awaited = attempt.members
+        self._mesh = attempt.mesh
+        self.steady &= {*attempt.members} - {*attempt.joiners}
+        self.is_behind = self.rank not in attempt.members
+        self._number, self._attempt = self._number + 1, 0
+        # Everyone who took part has left the exchange before this one, and others read only its decisions and ends.
+        for key in self._old_keys:
+            self._store.delete_key(key)
+        self._old_keys, self._keys = self._keys, []
+
+    def _repeat(self, attempt: Attempt) -> None:
+        self._awaited = attempt.members
+        self._attempt += 1
+
+    def _note(self, key: str) -> None:
+        self._store.set(key, "")
+        self._keys.append(key)
+
+    @contextmanager
+    def _store_errors(self) -> Generator[None, None, None]:
+        try:
+            yield
+        except MembersError:
+            raise
+        except RuntimeError as error:
+            raise MembersError(
+                "the store of the process group is lost, with which the ranks agree on who takes part: the process that"
+                f" hosts it has ended, which is torchrun's agent, or without torchrun rank 0 ({error})"
+            ) from error

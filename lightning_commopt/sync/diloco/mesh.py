@@ -1,0 +1,86 @@
+"""Mesh: connections among some of the ranks, which a process group of all ranks does not offer once one has died."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_commopt.compressors.channel import Channel, Pending
+
+PIECE_BYTES = 2**24
+"""Bytes in one message of `Mesh.send`, 16 MiB like a piece of a compressed bucket: each may take ``patience_s``."""
+
+# A group with a dead peer must not be freed while one of its threads still waits for that peer: the destructor would
+# wait for the thread, and hold the GIL that the thread needs.
+_never_freed: list[dist.ProcessGroupGloo] = []
+
+
+class Mesh(Channel):
+    """The collectives of compressors over new gloo connections among some ranks.
+
+    ``dist.new_group`` would need the same number of earlier groups on all of them, and a rank that has missed an
+    exchange may have made fewer.
+
+    Args:
+        store: part of a store that nothing else uses.
+        rank: number of this rank.
+        members: numbers of all ranks of the mesh, in order.
+        timeout_s: time that a message may take.
+        sent: counts the bytes.
+
+    Raises:
+        RuntimeError: a member does not connect in time.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, members: Sequence[int], *, timeout_s: float, sent: Counter[str]
+    ) -> None:
+        self.size, self.rank = len(members), members.index(rank)
+        self.within = self.across = None
+        self._sent, self._scratch, self._lanes = sent, {}, None
+        self._backends = {"cpu": "gloo"}
+        self._members = members
+        gloo = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout_s))
+        _never_freed.append(gloo)
+        self._gloo = cast(dist.ProcessGroup, gloo)  # it has the same collectives, which torch does not annotate
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        self._sent["half_bytes"] += 2 * tensor.nbytes
+        return Pending(tensor, [self._gloo.allreduce([tensor])])
+
+    def send(self, tensors: Iterable[Tensor], to: int, on_piece: Callable[[], None]) -> None:
+        """Sends tensors on the host to the rank with a number; calls ``on_piece`` after each message."""
+        place = self._members.index(to)
+        for tensor in tensors:
+            for piece in _pieces(tensor.contiguous()):
+                self._gloo.send([piece], place, 0).wait()
+                on_piece()
+
+    def receive(self, like: Iterable[Tensor], source: int) -> list[Tensor]:
+        """Receives what a rank sends, in contiguous tensors of the shapes and dtypes of ``like``."""
+        place, received = self._members.index(source), []
+        for tensor in like:
+            received.append(torch.empty(tensor.shape, dtype=tensor.dtype))
+            for piece in _pieces(received[-1]):
+                self._gloo.recv([piece], place, 0).wait()
+        return received
+
+    def _swap(self, outgoing: list[Tensor], incoming: list[Tensor]) -> list[dist.Work | None]:
+        incoming[self.rank].copy_(outgoing[self.rank])
+        others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        works: list[dist.Work | None] = [self._gloo.recv([_as_bytes(incoming[place])], place, 0) for place in others]
+        return [*works, *(self._gloo.send([_as_bytes(outgoing[place])], place, 0) for place in others)]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _pieces(tensor: Tensor) -> Sequence[Tensor]:
+    return _as_bytes(tensor).split(PIECE_BYTES) if tensor.numel() else ()

@@ -1,0 +1,242 @@
+"""PatientExchange: exchanges that go on without a rank that is late or dead, and take it back when it comes.
+
+An exchange is tried with copies of what it changes. Its results count if all who took part report success, so that a
+fragment moves on all of them or on none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_commopt.compressors import Compressor
+from lightning_commopt.sync.diloco.exchange import Arrived, Exchange, Finished, GlobalWeights, LocalWeights, Report
+from lightning_commopt.sync.diloco.fragments import Fragment
+from lightning_commopt.sync.diloco.members import FIRST_MESH, Attempt, Members, MembersError
+from lightning_commopt.sync.diloco.mesh import Mesh
+from lightning_commopt.sync.diloco.outer import OuterSGD
+from lightning_commopt.sync.gather import map_tensors
+
+_MAX_TRIES = 3
+"""Tries of an exchange among the same ranks. None of them is missed when all have failed, so that the reason is no rank
+that ends or freezes, but a message that takes longer than ``patience_s``, or an error of our own."""
+
+_READY = "ready"
+
+
+@dataclass(eq=False)
+class _Tried:
+    """What a successful attempt has brought to this rank, which counts if all have succeeded.
+
+    Attributes:
+        after: the global state of the fragment after the exchange.
+        arrived: what the model gets.
+        received: the global state of all fragments before it; None unless this rank joins.
+    """
+
+    after: GlobalWeights
+    arrived: Arrived
+    received: list[GlobalWeights] | None
+
+
+class PatientExchange(Exchange):
+    """Averages fragments over the ranks that come in time.
+
+    Args:
+        members: agree on who that is.
+        store: part of a store for the addresses of connections.
+        compressor: how differences travel; None for uncompressed.
+        patience_s: time that a message may take.
+    """
+
+    def __init__(
+        self, members: Members, store: dist.Store, compressor: Compressor | None, *, patience_s: float
+    ) -> None:
+        super().__init__(None, compressor)
+        self._members, self._store, self._patience_s = members, store, patience_s
+        self._mesh: Mesh | None = None
+        self._sent: Counter[str] = Counter()
+        self._fragments: Sequence[GlobalWeights] = ()
+        # What worker and model know of a fragment differs between an exchange and the step in which it is applied.
+        self._latest: dict[Fragment, Arrived] = {}
+        self._mesh_name = FIRST_MESH
+        self._mesh_of_state: dict[Fragment, str] = {}
+        self._num_joins = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._sent["half_bytes"] // 2
+
+    def begin(self, fragments: Sequence[GlobalWeights]) -> None:
+        self._fragments = fragments
+
+    def run(self, of: GlobalWeights, local: LocalWeights, report: Report, step: int, outer: OuterSGD) -> Arrived:
+        """Exchanges one fragment with the ranks that are there.
+
+        Returns:
+            What has arrived: with `Arrived.has_missed` if the others have gone on without this rank, with
+            `Arrived.joined` if it has joined again.
+
+        Raises:
+            MembersError: see `Members.meet`; or the exchange failed again and again.
+        """
+        local.wait()
+        tries: Counter[tuple[int, ...]] = Counter()
+        while (attempt := self._members.meet()) is not None:
+            tried, cause = None, None
+            try:
+                tried = self._try(attempt, of, local, report, step, outer)
+            except RuntimeError as error:
+                cause = error
+            if self._members.conclude(attempt, is_success=tried is not None):
+                assert tried is not None
+                return self._accept(of, tried)
+            tries[attempt.members] += 1
+            if tries[attempt.members] == _MAX_TRIES:
+                raise MembersError(
+                    f"an exchange among ranks {[*attempt.members]} failed {_MAX_TRIES} times, though none of them is"
+                    f" missed: a message may take longer than patience_s={self._patience_s:g}, or one of them has"
+                    " raised"
+                ) from cause
+        return Arrived(of.weights, of.floats, of.integers, [], has_missed=True)
+
+    def finish(self, final: Sequence[GlobalWeights]) -> Finished | None:
+        """Gives the weights at the end of a fit to ranks that have missed an exchange since `watch_end`.
+
+        All ranks must call it.
+
+        Args:
+            final: what this rank has.
+
+        Returns:
+            What it should have; None for ``final``.
+
+        Raises:
+            MembersError: the others have ended the fit without this rank, or see `Members.meet`.
+        """
+        if self._members.are_complete:
+            return None
+        while (attempt := self._members.meet(wait_for_all=True)) is not None:
+            received, is_success = None, False
+            steady = [rank for rank in attempt.members if rank in self._members.steady]
+            source = steady[0] if steady else attempt.leader
+            others = [rank for rank in attempt.members if rank != source]
+            try:
+                self._connect(attempt)
+                received = self._pass_on(attempt, [*self._up_to_date(), *final], source, others)
+                is_success = True
+            except RuntimeError:  # concluded as a failure, which is repeated with those who are left
+                pass
+            if self._members.conclude(attempt, is_success=is_success):
+                if received is None:
+                    return None
+                number, joins = len(self._fragments), self._members.rank in attempt.joiners
+                joined = self._join(received[:number]) if joins else None
+                return Finished([Arrived(x.weights, x.floats, x.integers, []) for x in received[number:]], joined)
+        raise MembersError(
+            f"rank {self._members.rank} was too late for the end of the fit: the others ended it with global weights"
+            " that this rank does not have"
+        )
+
+    def watch_end(self) -> None:
+        self._members.watch_steadiness()
+
+    def _try(
+        self, attempt: Attempt, of: GlobalWeights, local: LocalWeights, report: Report, step: int, outer: OuterSGD
+    ) -> _Tried:
+        self._connect(attempt)
+        received = self._pass_on(attempt, self._up_to_date(), attempt.leader, attempt.joiners)
+        own = local.num_joins == self._num_joins and received is None
+        before = self._before(of, received, keeps_state=own)
+        if own:
+            local = replace(local, flat=local.flat.clone())
+        else:  # it was trained from weights that have been dropped
+            local = replace(local, flat=before.weights.clone(), floats=before.floats, integers=before.integers)
+            report = replace(report, samples=0.0)
+        arrived = Exchange(self._mesh, self._compressor).run(before, local, report, step, outer)
+        return _Tried(before, arrived, received)
+
+    def _before(self, of: GlobalWeights, received: list[GlobalWeights] | None, *, keeps_state: bool) -> GlobalWeights:
+        """Returns a copy of a fragment's global state, for an attempt to change."""
+        if received is not None:
+            latest = next(new for new in received if new.fragment is of.fragment)
+            return replace(latest, momentum=None if of.momentum is None else latest.momentum)
+        before = replace(of, state=map_tensors(torch.clone, of.state))
+        if of.momentum is not None:
+            before.momentum = of.momentum.clone()
+        if not keeps_state:
+            latest = self._latest[of.fragment]
+            before.weights, before.floats, before.integers = latest.weights, latest.floats, latest.integers
+            before.state = {}
+        elif before.state and self._mesh_of_state.get(of.fragment, FIRST_MESH) != self._mesh_name:
+            # Other ranks share some states, so that all begin new ones; only what is unsent is this rank's alone.
+            before.carried = self._compressor.residual(of.fragment.layout, before.state)
+            before.state = {}
+        return before
+
+    def _accept(self, of: GlobalWeights, tried: _Tried) -> Arrived:
+        arrived = tried.arrived
+        if tried.received is not None:
+            arrived.joined = self._join(tried.received)
+        of.momentum, of.state, of.carried = tried.after.momentum, tried.after.state, tried.after.carried
+        if any(of is other for other in self._fragments):  # not at the end of a fit
+            self._latest[of.fragment] = arrived
+            self._mesh_of_state[of.fragment] = self._mesh_name
+        return arrived
+
+    def _join(self, received: Sequence[GlobalWeights]) -> list[Arrived]:
+        self._num_joins += 1
+        for old, new in zip(self._fragments, received, strict=True):
+            old.momentum, old.state, old.carried = new.momentum, {}, None
+            self._latest[old.fragment] = Arrived(new.weights, new.floats, new.integers, [])
+        return [self._latest[old.fragment] for old in self._fragments]
+
+    def _up_to_date(self) -> list[GlobalWeights]:
+        current = []
+        for of in self._fragments:
+            latest: Arrived | GlobalWeights = self._latest.get(of.fragment, of)
+            current.append(replace(of, weights=latest.weights, floats=latest.floats, integers=latest.integers))
+        return current
+
+    def _connect(self, attempt: Attempt) -> None:
+        if self._mesh is None or self._mesh_name != attempt.mesh:
+            self._mesh = None
+            store = dist.PrefixStore(f"mesh/{attempt.mesh}", self._store)
+            rank, timeout_s = self._members.rank, self._patience_s
+            self._mesh = Mesh(store, rank, attempt.members, timeout_s=timeout_s, sent=self._sent)
+            self._mesh_name = attempt.mesh
+
+    def _pass_on(
+        self, attempt: Attempt, state: Sequence[GlobalWeights], source: int, to: Sequence[int]
+    ) -> list[GlobalWeights] | None:
+        """Sends global states of fragments from one member to others; returns them on those, with momenta."""
+        mesh, rank = self._mesh, self._members.rank
+        assert mesh is not None
+        received = None
+        if rank == source:
+            for other in to:
+                tensors = [x for of in state for x in _tensors(of)]
+                mesh.send(tensors, other, lambda: self._members.tell_progress(attempt))
+        elif rank in to:
+            arrived = iter(mesh.receive([x for of in state for x in _tensors(of)], source))
+            received = [_like(of, arrived) for of in state]
+            self._members.tell(attempt, _READY)
+        self._members.wait_for(to, attempt, _READY)
+        return received
+
+
+def _tensors(of: GlobalWeights) -> list[Tensor]:
+    return [of.weights, *([] if of.momentum is None else [of.momentum]), *of.floats, *of.integers]
+
+
+def _like(of: GlobalWeights, tensors: Iterator[Tensor]) -> GlobalWeights:
+    """Returns a global state of the next tensors in the order of `_tensors`, with no state of a compressor."""
+    weights = next(tensors)
+    momentum = None if of.momentum is None else next(tensors)
+    floats, integers = [next(tensors) for _ in of.floats], [next(tensors) for _ in of.integers]
+    return GlobalWeights(of.fragment, weights, floats, integers, momentum)
