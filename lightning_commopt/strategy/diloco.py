@@ -296,6 +296,8 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
 
     def on_train_end(self) -> None:
         self._finish()
+        if self.rounds is not None:
+            self.rounds.finish_again()
         super().on_train_end()
 
     def _finish(self) -> None:

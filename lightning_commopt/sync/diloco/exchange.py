@@ -180,6 +180,10 @@ class Exchange:
             return of.carried if residual is None else residual
         return residual + of.carried
 
+    def any_rank(self, value: bool) -> bool:
+        """Returns whether ``value`` is true on any rank. All ranks must call it."""
+        return any(report.samples for report in self._gather(Report(float(value))))
+
     def _gather(self, report: Report) -> list[Report]:
         if self._channel is None:
             return [report]

@@ -36,11 +36,13 @@ class UnderWay:
         index: number of the fragment.
         due: number of steps after which its result is applied.
         arrived: its result, once the exchange has ended.
+        error: what it raised.
     """
 
     index: int
     due: int
     arrived: Arrived | None = None
+    error: Exception | None = None
     future: BucketFuture | None = None  # None for one that was resumed
 
     def wait(self, fragment: Fragment) -> Arrived:
@@ -48,7 +50,8 @@ class UnderWay:
         if self.future is not None:
             try:
                 self.future.future.wait()
-            except Exception as error:
+            except Exception as error_of_future:
+                error = self.error or error_of_future  # a future adds the stack of its thread to the message
                 raise DiLoCoError(
                     f"the exchange of fragment {self.index} failed ({type(error).__name__}: {error}); its parameters:"
                     f" {list_some([*fragment.parameters], 8)}"
@@ -119,7 +122,12 @@ class Rounds:
         self.under_way: deque[UnderWay] = deque()
         self._thread = WorkerThread()
         self._own: list[list[Tensor]] | None = None  # this worker's weights while the model has others
-        self.shows_final = False
+        self._final_weights: list[GlobalWeights] | None = None
+
+    @property
+    def shows_final(self) -> bool:
+        """Whether the model has the weights of the end of a fit."""
+        return self._final_weights is not None
 
     def _divide(self, module: Module, trained: Collection[str]) -> list[GlobalWeights]:
         parts = split_model(module, self.plan.fragments, self.plan.fragment_by, trained)
@@ -184,9 +192,13 @@ class Rounds:
         under_way = UnderWay(index, self.num_steps + self.plan.overlap, future=future)
 
         def run() -> None:
-            with torch.no_grad():
-                local.wait()
-                under_way.arrived = self.exchange.run(of, local, report(), step, self.outer)
+            try:
+                with torch.no_grad():
+                    local.wait()
+                    under_way.arrived = self.exchange.run(of, local, report(), step, self.outer)
+            except Exception as error:
+                under_way.error = error
+                raise
 
         self.steps_before[index] = self.num_steps
         self.under_way.append(under_way)
@@ -232,7 +244,7 @@ class Rounds:
 
     def show_own(self) -> None:
         """Puts this worker's own weights back, if the model has others."""
-        own, self._own, self.shows_final = self._own, None, False
+        own, self._own, self._final_weights = self._own, None, None
         for of, tensors in zip(self.fragments, own or (), strict=False):
             foreach_copy_(of.fragment.tensors(), tensors)
 
@@ -244,9 +256,22 @@ class Rounds:
         """
         self.show_own()
         self.wait()  # an exchange of the thread would mix its messages with those below
-        final = [self._final(index) for index in range(len(self.fragments))]
-        self._show(final)
-        self.shows_final = True
+        self._final_weights = [self._final(index) for index in range(len(self.fragments))]
+        self._show(self._final_weights)
+
+    def finish_again(self) -> None:
+        """Averages over the workers what a callback has put into the model since `finish`, such as their averages.
+
+        All ranks must call it. Without such a callback on any rank it sends nothing but one number.
+        """
+        final = self._final_weights
+        assert final is not None
+        pairs = [pair for of in final for pair in zip(of.fragment.tensors(), of.tensors(), strict=True)]
+        if self.exchange.any_rank(not all(torch.equal(x.cpu(), value.to(x.dtype)) for x, value in pairs)):
+            for of in final:
+                local = LocalWeights.of(of.fragment)
+                of.take(self.exchange.run(of, local, Report(1.0), self._exchanges_before(), _MEAN))
+            self._show(final)
 
     def _final(self, index: int) -> GlobalWeights:
         """Returns a fragment's weights at the end of a fit: after an incomplete round the mean of the workers'."""
