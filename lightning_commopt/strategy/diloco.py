@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_commopt.compat.lightning import count_samples
+from lightning_commopt.compat.lightning import batches_that_stepped, count_samples, optimizer_is_toggled
 from lightning_commopt.compat.loops import LoopEvents, batch_is_open, is_last_epoch
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
@@ -31,12 +34,16 @@ from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import StartMethod, diloco_plan_from_arguments, document_plan_options
 from lightning_commopt.strategy.fit_guards import FitGuards
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
+from lightning_commopt.sync.checkpoint import KEY
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
-from lightning_commopt.sync.diloco.exchange import Exchange
+from lightning_commopt.sync.diloco import checkpoint as files
+from lightning_commopt.sync.diloco.drift import DriftWatch
+from lightning_commopt.sync.diloco.equalize import equalize
+from lightning_commopt.sync.diloco.exchange import Arrived, Exchange
 from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_groups, default_group
 from lightning_commopt.sync.strategies import trainer_of
-from lightning_commopt.text.validation import warn_once
+from lightning_commopt.text.validation import warn, warn_once
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
@@ -102,6 +109,7 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
     ) -> None:
         self._plan, self._lightnings_arguments = diloco_plan_from_arguments(dict(locals()))
         self.rounds: Rounds | None = None
+        self._saved = files.Saved()
         self._inner = GradientSync(self._plan.inner or CommPlan())
         self._groups: BorrowedGroups | None = None
         self._events: LoopEvents | None = None
@@ -152,8 +160,10 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
         module = self.lightning_module
         assert module is not None
         if self.world_size > 1:
-            broadcast_module(module)
-        self.rounds = Rounds(self._plan, module, self._make_exchange())
+            equalize([*module.parameters(), *module.buffers()])
+        self._begin_rounds(self._make_exchange())
+        self._drift_watch = DriftWatch(self.num_processes if self._is_inner else 1)
+        self._shows_for_validation = False
         self._events = LoopEvents(
             trainer_of(self),
             on_data=_nothing,
@@ -162,13 +172,19 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
             on_epoch_end=self._finish_if_last,
             on_error=_nothing,
         )
-        within = self._node_group()
+        self._within = within = self._node_group()
         for part in module.modules():
             if isinstance(part, SyncBatchNorm):
                 part.process_group = _group_of_batch_norm(within)
         if within is not None:
             self._ddp_kwargs["process_group"] = within
             super().configure_ddp()
+
+    def _begin_rounds(self, exchange: Exchange) -> None:
+        assert self.lightning_module is not None
+        saved, self._saved = self._saved, files.Saved()
+        self.rounds = Rounds(self._plan, self.lightning_module, exchange, saved.trained)
+        saved.restore(self.rounds)
 
     def _make_exchange(self) -> Exchange:
         compressor = self._plan.comm_hook
@@ -197,6 +213,7 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
             return None
         nodes = [[*range(first, first + self.num_processes)] for first in range(0, self.world_size, self.num_processes)]
         group, _ = dist.new_subgroups_by_enumeration(nodes, timeout=self.timeout)
+        assert isinstance(group, dist.ProcessGroup)
         return group
 
     def _register_ddp_hooks(self) -> None:
@@ -207,14 +224,43 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
         super().on_train_batch_start(batch, batch_idx)
         assert self.rounds is not None
         self.rounds.show_own()
-        self.rounds.num_samples += count_samples(trainer_of(self), batch) or 1
+        self._include_unfrozen(self.rounds)
+        self.rounds.counts.samples += count_samples(trainer_of(self), batch) or 1
+
+    def _include_unfrozen(self, rounds: Rounds) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if optimizer_is_toggled(module) or not (unfrozen := rounds.unfrozen()):
+            return
+        if self.world_size > 1:
+            equalize(unfrozen)  # a training step may have unfrozen and trained them before
+        rounds.divide_again(module)
+        if self._inner.model is not None:
+            self._inner.rewrap(self._wrap)
+
+    def _wrap(self, module: Module) -> None:
+        self.model = module
+        super().configure_ddp()
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().training_step(*args, **kwargs)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if self.rounds is not None and isinstance(loss, Tensor):
+            self.rounds.counts.add_loss(loss)
+        return output
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.rounds is not None and optimizer is self.optimizers[0]:
-            for arrived in self.rounds.step(self._loss_scale):
+            for index, arrived in self.rounds.step(self._loss_scale):
                 self._agree_on_loss_scale([report.loss_scale for report in arrived.reports])
+                self._log(index, arrived)
         return output
+
+    def _log(self, index: int, arrived: Arrived) -> None:
+        metrics, trainer = self._drift_watch.metrics(index, arrived.reports), trainer_of(self)
+        for logger in trainer.loggers if self.is_global_zero else ():
+            logger.log_metrics(metrics, step=batches_that_stepped(trainer))
 
     def _loss_scale(self) -> float:
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -244,19 +290,75 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
             self.rounds.show_own()
         self._shows_for_validation = False
 
-    _shows_for_validation: bool = False
-
     def _finish_if_last(self) -> None:
         if is_last_epoch(trainer_of(self)):
             self._finish()
 
     def on_train_end(self) -> None:
         self._finish()
+        if self.rounds is not None:
+            self.rounds.finish_again()
         super().on_train_end()
 
     def _finish(self) -> None:
         if self.rounds is not None and self.rounds.shows_own:
             self.rounds.finish()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the module's state with global weights and buffers in place of this rank's."""
+        if self.rounds is None:
+            return super().lightning_module_state_dict()
+        assert self.lightning_module is not None
+        return files.global_state_dict(self.lightning_module, self.rounds)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        if self.rounds is not None and self._saves_comm_state and "optimizer_states" in checkpoint:
+            if batch_is_open(trainer_of(self)):  # perhaps only this rank saves one, after an exception
+                warn("A checkpoint within a training batch has the global weights, but not what each rank needs.")
+            else:
+                self._save_ranks(self.rounds, checkpoint, filepath, storage_options)
+        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def _save_ranks(
+        self, rounds: Rounds, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None
+    ) -> None:
+        rounds.wait()
+        # Names of files may have a rank's own numbers in them.
+        filepath, identity = self.broadcast((filepath, uuid4().hex))
+        names = ("optimizer_states", "lr_schedulers", type(self.precision_plugin).__qualname__)
+        entries = {name: checkpoint[name] for name in names if name in checkpoint}
+        part = files.rank_part(rounds, identity, self.global_rank, entries)
+        self.checkpoint_io.save_checkpoint(
+            part, files.rank_file(filepath, self.global_rank), storage_options=storage_options
+        )
+        checkpoint[KEY] = files.common_part(rounds, identity, self.world_size)
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        super().remove_checkpoint(filepath)
+        if self._saves_comm_state and self.local_rank == 0:  # nodes may have disks of their own
+            with suppress(FileNotFoundError):
+                self.checkpoint_io.remove_checkpoint(files.ranks_folder(filepath))
+
+    def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        load = super().load_checkpoint
+        checkpoint = load(checkpoint_path, *args, **kwargs)
+        saved = checkpoint.pop(KEY, None)
+        if base.is_fit(self):
+            rank, path = self.global_rank, files.followed(checkpoint_path)
+            self._saved = files.read_saved(
+                saved, self._plan, rank, self.world_size, lambda: load(files.rank_file(path, rank), *args, **kwargs)
+            )
+            checkpoint.update(self._saved.entries)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        super().load_model_state_dict(checkpoint, strict)
+        if self.rounds is not None:  # the learning rate finder loads a checkpoint in the middle of a fit
+            self.rounds.wait()
+            self.rounds.close()
+            self._begin_rounds(self.rounds.exchange)
 
     def on_exception(self, exception: BaseException) -> None:
         self._guards.fail(exception)
@@ -276,17 +378,6 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
             self._inner.end_fit()
             self._guards.close()
             self.rounds = self._groups = self._events = None
-
-
-def broadcast_module(module: Module) -> None:
-    """Gives all ranks the parameters and buffers of rank 0, in one message for each dtype."""
-    tensors = [x.detach() for x in (*module.parameters(), *module.buffers())]
-    for dtype in sorted({x.dtype for x in tensors}, key=str):
-        alike = [x for x in tensors if x.dtype == dtype]
-        flat = torch.cat([x.reshape(-1) for x in alike])
-        dist.broadcast(flat, 0)
-        for x, part in zip(alike, flat.split([x.numel() for x in alike]), strict=True):
-            x.copy_(part.view(x.shape))
 
 
 def _group_of_batch_norm(within: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -106,10 +106,11 @@ def train(rank: int, world_size: int, store: dist.Store, job: Job) -> Result:
             optimizer.zero_grad()
             (model(x) - y).square().mean().backward()
             optimizer.step()
-            rounds.num_samples += len(x)
+            rounds.counts.samples += len(x)
             num_trained += 1
         rounds.step()
     rounds.finish()
+    rounds.finish_again()
     assert rounds.close()
     weights = torch.cat([x.detach().reshape(-1).double() for x in (*model.parameters(), *model.buffers())])
     x, y = _batch(torch.Generator().manual_seed(5), 4096)

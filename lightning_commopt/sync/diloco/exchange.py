@@ -6,8 +6,9 @@ enough for DiLoCo the copy costs nothing, and training goes on beside it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -28,13 +29,17 @@ class Report:
     Attributes:
         samples: number of samples since the last exchange of this fragment, its weight in the mean.
         loss_scale: scale of its gradient scaler; 0 without one.
+        loss: mean loss of its training steps since the last exchange of any fragment; NaN if it has none.
+        drift: Euclidean norm of its weights' difference from the global ones.
     """
 
     samples: float
     loss_scale: float = 0.0
+    loss: float = math.nan
+    drift: float = 0.0
 
     def to_tensor(self) -> Tensor:
-        return torch.tensor([self.samples, self.loss_scale], dtype=torch.float64)
+        return torch.tensor(astuple(self), dtype=torch.float64)
 
 
 @dataclass(eq=False)
@@ -68,6 +73,10 @@ class GlobalWeights:
     def tensors(self) -> list[Tensor]:
         """Returns the global values of the fragment's ``tensors()``."""
         return [*self.fragment.views(self.weights), *self.floats, *self.integers]
+
+    def take(self, arrived: Arrived) -> None:
+        """Makes what an exchange has brought the global weights."""
+        self.weights, self.floats, self.integers = arrived.weights, arrived.floats, arrived.integers
 
 
 @dataclass(eq=False)
@@ -153,8 +162,8 @@ class Exchange:
         """Payload bytes that this rank has handed to collectives so far."""
         return 0 if self._channel is None else self._channel.bytes_sent
 
-    def begin(self, fragments: Sequence[GlobalWeights]) -> None:
-        """Is told all fragments before their first exchange."""
+    def begin(self, fragments: Sequence[GlobalWeights], arrived: Mapping[int, Arrived]) -> None:
+        """Is told all fragments before their first exchange, and what has arrived of some and is not applied yet."""
 
     def watch_end(self) -> None:
         """Is told that the exchanges at the end of a fit follow."""
@@ -175,7 +184,7 @@ class Exchange:
         """
         local.wait()
         difference = torch.sub(of.weights, local.flat, out=local.flat)
-        reports = self._gather(report)
+        reports = self._gather(replace(report, drift=float(torch.linalg.vector_norm(difference))))
         total = sum(other.samples for other in reports)
         if total and any(other.samples != report.samples for other in reports):
             difference.mul_(report.samples * len(reports) / total)
@@ -190,6 +199,17 @@ class Exchange:
         weights = of.fragment.new_flat().copy_(of.weights)
         outer.step(weights, of.momentum, difference)
         return Arrived(weights, self._mean(local.floats), self._first(local.integers), reports)
+
+    def unsent(self, of: GlobalWeights) -> Tensor | None:
+        """Returns ``(n,)`` what this rank has not sent of a fragment yet; None if nothing is kept."""
+        residual = self._compressor.residual(of.fragment.layout, of.state) if of.state else None
+        if residual is None or of.carried is None:
+            return of.carried if residual is None else residual
+        return residual + of.carried
+
+    def any_rank(self, value: bool) -> bool:
+        """Returns whether ``value`` is true on any rank. All ranks must call it."""
+        return any(report.samples for report in self._gather(Report(float(value))))
 
     def _gather(self, report: Report) -> list[Report]:
         if self._channel is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -49,6 +49,10 @@ class Fragment:
         """Returns a view of ``flat`` ``(n,)`` for each parameter, in the shape of `real_parameters`."""
         return self.layout.split(flat)
 
+    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        """Returns `views` by the names of the parameters."""
+        return dict(zip(self.parameters, self.views(flat), strict=True))
+
     def tensors(self) -> list[Tensor]:
         """Returns everything that is exchanged: `real_parameters`, then the buffers."""
         return [*self.real_parameters(), *self.floats.values(), *self.integers.values()]
@@ -58,18 +62,19 @@ class Fragment:
         return [as_real(x.detach()) for x in self.parameters.values()]
 
 
-def split_model(module: Module, number: int, by: str) -> tuple[Fragment, ...]:
+def split_model(module: Module, number: int, by: str, trained: Collection[str] = ()) -> tuple[Fragment, ...]:
     """Divides what a model trains into fragments, in the same way on all ranks.
 
     Args:
-        module: the model; parameters that need no gradient are left out, with those that share their memory.
+        module: the model. Other parameters than those that require a gradient or are ``trained`` are left out.
         number: number of fragments.
         by: "blocks" or "bytes"; see `DiLoCoPlan`.
+        trained: names of parameters that were trained before, and may be frozen.
 
     Raises:
         OptionError: the model has fewer blocks or parameters than fragments.
     """
-    parameters = {name: x for name, x in module.named_parameters() if x.requires_grad}
+    parameters = {name: x for name, x in module.named_parameters() if x.requires_grad or name in trained}
     if not parameters:
         raise OptionError("DiLoCo has nothing to exchange: no parameter of the model requires a gradient")
     groups = _blocks(module, parameters) if by == "blocks" and number > 1 else [[name] for name in parameters]
@@ -90,7 +95,7 @@ def split_model(module: Module, number: int, by: str) -> tuple[Fragment, ...]:
     return _with_buffers(module, [{name: parameters[name] for name in names} for names in parts])
 
 
-def _blocks(module: Module, parameters: dict[str, Tensor]) -> list[list[str]]:
+def _blocks(module: Module, parameters: Mapping[str, Tensor]) -> list[list[str]]:
     """Returns the names of parameters by block: repeated modules first, in their order, then all other modules."""
     containers = [
         name for name, part in module.named_modules() if isinstance(part, ModuleList | Sequential) and len(part) > 1
@@ -113,7 +118,7 @@ def _is_in(name: str, prefix: str) -> bool:
     return not prefix or name.startswith(f"{prefix}.")
 
 
-def _stride(groups: Sequence[list[str]], number: int, parameters: dict[str, Tensor]) -> list[list[str]]:
+def _stride(groups: Sequence[list[str]], number: int, parameters: Mapping[str, Tensor]) -> list[list[str]]:
     """Gives every ``number``-th of the groups of the usual size to the same fragment, and balances the others."""
     sizes = [sum(parameters[name].numel() for name in group) for group in groups]
     usual = max(set(sizes), key=lambda size: (sizes.count(size), size))
@@ -124,7 +129,7 @@ def _stride(groups: Sequence[list[str]], number: int, parameters: dict[str, Tens
     return _balance([group for group, size in zip(groups, sizes, strict=True) if size != usual], parts, parameters)
 
 
-def _balance(groups: Iterable[list[str]], parts: list[list[str]], parameters: dict[str, Tensor]) -> list[list[str]]:
+def _balance(groups: Iterable[list[str]], parts: list[list[str]], parameters: Mapping[str, Tensor]) -> list[list[str]]:
     """Adds each group, the largest first, to the part with the fewest elements."""
 
     def numel(names: Sequence[str]) -> int:

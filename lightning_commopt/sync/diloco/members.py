@@ -145,6 +145,23 @@ class Members:
             (self._go_on if has_succeeded else self._repeat)(attempt)
             return has_succeeded
 
+    def any_member(self, value: bool) -> bool:
+        """Returns whether ``value`` is true on a rank that comes in time. All ranks must call it; none may be behind.
+
+        Raises:
+            MembersError: the store is lost.
+        """
+        yes, answer = (f"{self._number}/{word}" for word in ("yes", "answer"))
+        with self._store_errors():
+            if value:
+                self._store.set(yes, "")
+            while (attempt := self.meet()) is not None:
+                if self.rank == attempt.leader:  # before the end, so that nobody gets to know another answer
+                    self._store.compare_set(answer, "", yes if self._store.check([yes]) else "no")
+                if self.conclude(attempt, is_success=True):
+                    break
+            return self._store.get(answer).decode() == yes
+
     def wait_for(self, ranks: Sequence[int], attempt: Attempt, what: str) -> None:
         """Waits until each of ``ranks`` has called `tell` with the same words, or `tell_progress` lately.
 

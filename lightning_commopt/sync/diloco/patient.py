@@ -7,7 +7,7 @@ fragment moves on all of them or on none.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -72,8 +72,12 @@ class PatientExchange(Exchange):
     def bytes_sent(self) -> int:
         return self._sent["half_bytes"] // 2
 
-    def begin(self, fragments: Sequence[GlobalWeights]) -> None:
+    def begin(self, fragments: Sequence[GlobalWeights], arrived: Mapping[int, Arrived]) -> None:
         self._fragments = fragments
+        self._latest = {fragments[index].fragment: latest for index, latest in arrived.items()}
+
+    def any_rank(self, value: bool) -> bool:
+        return self._members.any_member(value)
 
     def run(self, of: GlobalWeights, local: LocalWeights, report: Report, step: int, outer: OuterSGD) -> Arrived:
         """Exchanges one fragment with the ranks that are there.

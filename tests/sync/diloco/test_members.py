@@ -138,6 +138,22 @@ def test_a_rank_that_came_late_takes_over_when_the_others_end() -> None:
     assert members[2].conclude(attempt, is_success=True)
 
 
+@pytest.mark.parametrize("voters", [(), (1,), (0, 2)])
+def test_all_get_the_same_answer(voters: tuple[int, ...]) -> None:
+    members = make(3)
+    for _ in range(2):
+        with ThreadPoolExecutor() as pool:
+            answers = [*pool.map(lambda one: one.any_member(one.rank in voters), members)]
+        assert answers == [bool(voters)] * 3
+
+
+def test_a_late_rank_gets_the_answer_of_the_others() -> None:
+    members = make(3, patience_s=0.5)
+    with ThreadPoolExecutor() as pool:
+        assert [*pool.map(lambda one: one.any_member(False), members[:2])] == [False, False]
+    assert not members[2].any_member(True)
+
+
 def test_a_lost_store_is_named() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", server.port, is_master=False)
