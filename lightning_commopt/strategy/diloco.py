@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -17,8 +15,8 @@ from torch.nn import Module, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_commopt.compat.lightning import batches_that_stepped, count_samples, optimizer_is_toggled
-from lightning_commopt.compat.loops import LoopEvents, batch_is_open, is_last_epoch
+from lightning_commopt.compat.lightning import batches_that_stepped, count_samples, optimizer_is_toggled, timers
+from lightning_commopt.compat.loops import LoopEvents, batch_is_open, is_last_epoch, wrap_method
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.channel import Channel
@@ -32,18 +30,17 @@ from lightning_commopt.plan_base import OptionError
 from lightning_commopt.strategy import base, remedies
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import StartMethod, diloco_plan_from_arguments, document_plan_options
+from lightning_commopt.strategy.diloco_checkpoint import SavesRanks
 from lightning_commopt.strategy.fit_guards import FitGuards
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
-from lightning_commopt.sync.checkpoint import KEY
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
-from lightning_commopt.sync.diloco import checkpoint as files
 from lightning_commopt.sync.diloco.drift import DriftWatch
 from lightning_commopt.sync.diloco.equalize import equalize
 from lightning_commopt.sync.diloco.exchange import Arrived, Exchange
 from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_groups, default_group
 from lightning_commopt.sync.strategies import trainer_of
-from lightning_commopt.text.validation import warn, warn_once
+from lightning_commopt.text.validation import warn_once
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
@@ -52,7 +49,7 @@ else:
 
 
 @document_plan_options
-class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
+class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
     """Trains on every rank, or on every node, on its own, and exchanges what was learned every ``sync_every`` steps.
 
     It takes the arguments of ``DDPStrategy`` up to ``start_method``, and the keywords below. Gradients are not
@@ -109,7 +106,6 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
     ) -> None:
         self._plan, self._lightnings_arguments = diloco_plan_from_arguments(dict(locals()))
         self.rounds: Rounds | None = None
-        self._saved = files.Saved()
         self._inner = GradientSync(self._plan.inner or CommPlan())
         self._groups: BorrowedGroups | None = None
         self._events: LoopEvents | None = None
@@ -172,19 +168,16 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
             on_epoch_end=self._finish_if_last,
             on_error=_nothing,
         )
-        self._within = within = self._node_group()
+        self._time_limits = [
+            wrap_method(callback, "on_train_batch_end", self._after_rounds) for callback in timers(trainer_of(self))
+        ]
+        within = self._node_group()
         for part in module.modules():
             if isinstance(part, SyncBatchNorm):
                 part.process_group = _group_of_batch_norm(within)
         if within is not None:
             self._ddp_kwargs["process_group"] = within
             super().configure_ddp()
-
-    def _begin_rounds(self, exchange: Exchange) -> None:
-        assert self.lightning_module is not None
-        saved, self._saved = self._saved, files.Saved()
-        self.rounds = Rounds(self._plan, self.lightning_module, exchange, saved.trained)
-        saved.restore(self.rounds)
 
     def _make_exchange(self) -> Exchange:
         compressor = self._plan.comm_hook
@@ -241,6 +234,11 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
     def _wrap(self, module: Module) -> None:
         self.model = module
         super().configure_ddp()
+
+    def _after_rounds(self, inner: Callable[..., None], *args: Any) -> None:
+        """Calls what broadcasts a decision in every batch only after whole rounds."""
+        if self.rounds is not None and self.rounds.num_steps % self._plan.sync_every == 0:
+            inner(*args)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().training_step(*args, **kwargs)
@@ -304,62 +302,6 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
         if self.rounds is not None and self.rounds.shows_own:
             self.rounds.finish()
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the module's state with global weights and buffers in place of this rank's."""
-        if self.rounds is None:
-            return super().lightning_module_state_dict()
-        assert self.lightning_module is not None
-        return files.global_state_dict(self.lightning_module, self.rounds)
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
-    ) -> None:
-        if self.rounds is not None and self._saves_comm_state and "optimizer_states" in checkpoint:
-            if batch_is_open(trainer_of(self)):  # perhaps only this rank saves one, after an exception
-                warn("A checkpoint within a training batch has the global weights, but not what each rank needs.")
-            else:
-                self._save_ranks(self.rounds, checkpoint, filepath, storage_options)
-        super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-
-    def _save_ranks(
-        self, rounds: Rounds, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None
-    ) -> None:
-        rounds.wait()
-        # Names of files may have a rank's own numbers in them.
-        filepath, identity = self.broadcast((filepath, uuid4().hex))
-        names = ("optimizer_states", "lr_schedulers", type(self.precision_plugin).__qualname__)
-        entries = {name: checkpoint[name] for name in names if name in checkpoint}
-        part = files.rank_part(rounds, identity, self.global_rank, entries)
-        self.checkpoint_io.save_checkpoint(
-            part, files.rank_file(filepath, self.global_rank), storage_options=storage_options
-        )
-        checkpoint[KEY] = files.common_part(rounds, identity, self.world_size)
-
-    def remove_checkpoint(self, filepath: str | Path) -> None:
-        super().remove_checkpoint(filepath)
-        if self._saves_comm_state and self.local_rank == 0:  # nodes may have disks of their own
-            with suppress(FileNotFoundError):
-                self.checkpoint_io.remove_checkpoint(files.ranks_folder(filepath))
-
-    def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        load = super().load_checkpoint
-        checkpoint = load(checkpoint_path, *args, **kwargs)
-        saved = checkpoint.pop(KEY, None)
-        if base.is_fit(self):
-            rank, path = self.global_rank, files.followed(checkpoint_path)
-            self._saved = files.read_saved(
-                saved, self._plan, rank, self.world_size, lambda: load(files.rank_file(path, rank), *args, **kwargs)
-            )
-            checkpoint.update(self._saved.entries)
-        return checkpoint
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        super().load_model_state_dict(checkpoint, strict)
-        if self.rounds is not None:  # the learning rate finder loads a checkpoint in the middle of a fit
-            self.rounds.wait()
-            self.rounds.close()
-            self._begin_rounds(self.rounds.exchange)
-
     def on_exception(self, exception: BaseException) -> None:
         self._guards.fail(exception)
 
@@ -367,6 +309,8 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
         try:
             if self._events is not None:
                 self._events.close()
+                while self._time_limits:
+                    self._time_limits.pop()()
             if self.rounds is not None:
                 if self.rounds.close() and self._groups is not None:
                     self._groups.return_to_pool()

@@ -21,13 +21,23 @@ class Fragment:
 
     Attributes:
         parameters: the trainable parameters by their names, each only once if modules share it.
-        floats: floating-point buffers, whose mean the workers get.
-        integers: all other buffers, which the workers get from the first of them.
+        owners_of_floats: the modules that have floating-point buffers, by the names of these.
+        owners_of_integers: the modules that have other buffers.
     """
 
     parameters: dict[str, Tensor]
-    floats: dict[str, Tensor] = field(default_factory=dict)
-    integers: dict[str, Tensor] = field(default_factory=dict)
+    owners_of_floats: dict[str, Module] = field(default_factory=dict)
+    owners_of_integers: dict[str, Module] = field(default_factory=dict)
+
+    @property
+    def floats(self) -> dict[str, Tensor]:
+        """Floating-point buffers, whose mean the workers get; modules may replace them by other tensors."""
+        return _buffers(self.owners_of_floats)
+
+    @property
+    def integers(self) -> dict[str, Tensor]:
+        """All other buffers, which the workers get from the first of them."""
+        return _buffers(self.owners_of_integers)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -60,6 +70,10 @@ class Fragment:
     def real_parameters(self) -> list[Tensor]:
         """Returns the parameters, complex ones as pairs of real numbers, which share their memory."""
         return [as_real(x.detach()) for x in self.parameters.values()]
+
+
+def _buffers(owners: Mapping[str, Module]) -> dict[str, Tensor]:
+    return {name: owner.get_buffer(name.rpartition(".")[2]) for name, owner in owners.items()}
 
 
 def split_model(module: Module, number: int, by: str, trained: Collection[str] = ()) -> tuple[Fragment, ...]:
@@ -146,5 +160,6 @@ def _with_buffers(module: Module, parts: Sequence[dict[str, Tensor]]) -> tuple[F
     owners = {name.rpartition(".")[0]: fragment for fragment in reversed(fragments) for name in fragment.parameters}
     for name, buffer in module.named_buffers():
         fragment = owners.get(name.rpartition(".")[0], fragments[0])
-        (fragment.floats if buffer.is_floating_point() else fragment.integers)[name] = buffer
+        into = fragment.owners_of_floats if buffer.is_floating_point() else fragment.owners_of_integers
+        into[name] = module.get_submodule(name.rpartition(".")[0])
     return fragments
