@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from numbers import Real
 from typing import Any, Literal, TypeVar, get_args
 
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
@@ -27,7 +29,16 @@ from lightning_commopt.text.validation import did_you_mean, warn_once
 from lightning_commopt.tune.options import AUTO, TuneOptions, plan_from_option
 from lightning_commopt.watch.uneven_batches import POLICIES
 
-OWN_OPTIONS = ("save_comm_state", "uneven_batches", "sigterm_every_n_steps", "nccl", "watch", "plan", "lossy")
+OWN_OPTIONS = (
+    "save_comm_state",
+    "uneven_batches",
+    "sigterm_every_n_steps",
+    "nccl",
+    "watch",
+    "plan",
+    "lossy",
+    "patience_s",
+)
 """Options of our strategies that belong neither to Lightning's nor to a plan."""
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -122,14 +133,26 @@ def diloco_plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[DiLoCoPlan
         raise OptionError(
             "uneven_batches='allow' is not possible with DiLoCo: ranks must exchange after the same steps"
         )
+    if given["patience_s"] is not None and given["sigterm_every_n_steps"] is not None:
+        raise OptionError(
+            "patience_s and sigterm_every_n_steps exclude each other: an agreement on SIGTERM waits for all ranks"
+        )
     options = {name: value for name, value in given.items() if name in DiLoCoPlan.options()}
     lightnings = {name: value for name, value in given.items() if name not in (*options, *OWN_OPTIONS)}
     plan = DiLoCoPlan(**options)
     if plan_given is None:
+        _check_patience(given["patience_s"], plan)
         return plan, lightnings
     if besides := [name for name in options if getattr(plan, name) != getattr(DiLoCoPlan(), name)]:
         raise OptionError(f"plan={plan_given!r} is a whole plan, so {', '.join(besides)} cannot be given too")
-    return plan_given if isinstance(plan_given, DiLoCoPlan) else DiLoCoPlan.load(plan_given), lightnings
+    plan = plan_given if isinstance(plan_given, DiLoCoPlan) else DiLoCoPlan.load(plan_given)
+    _check_patience(given["patience_s"], plan)
+    return plan, lightnings
+
+
+def _check_patience(patience_s: float | None, plan: DiLoCoPlan) -> None:
+    if patience_s is not None and plan.inner is not None:
+        raise OptionError("patience_s is not possible with inner: the ranks of a node wait for each other in each step")
 
 
 def named_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -200,6 +223,12 @@ _ALLOWED: dict[str, tuple[Callable[[object], bool], str]] = {
     "ddp_comm_wrapper": _CALLABLE,
     "model_averaging_period": _NUM_STEPS,
     "sigterm_every_n_steps": _NUM_STEPS,
+    "patience_s": (
+        _optional(
+            lambda value: isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf
+        ),
+        "a number of seconds above 0 or None",
+    ),
     "watch": _SWITCH,
     "save_comm_state": _SWITCH,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -37,10 +38,12 @@ from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.diloco.drift import DriftWatch
 from lightning_commopt.sync.diloco.equalize import equalize
 from lightning_commopt.sync.diloco.exchange import Arrived, Exchange
+from lightning_commopt.sync.diloco.patient import PatientExchange
 from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_groups, default_group
 from lightning_commopt.sync.strategies import trainer_of
 from lightning_commopt.text.validation import warn_once
+from lightning_commopt.watch.waiting import print_now
 
 if TYPE_CHECKING:
     from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
@@ -62,6 +65,13 @@ class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
         sync_every: see `DiLoCoPlan`, as for all options down to ``inner``.
         save_comm_state: save in checkpoints what each rank needs to resume exactly, in a file of its own.
         uneven_batches: see `lightning_commopt.CommOptDDP`, as for all options down to ``watch``.
+        patience_s: seconds that a rank may let the others wait in an exchange, and that a message may take. Then the
+            exchange is repeated among those who are there, weighted by samples; nothing of the failed one is applied. A
+            rank that comes later drops what it has trained since and joins again from the global weights. It must be
+            the same process: a rank that has died ends the fit. So does the end of the process that hosts the store of
+            the process group, which is torchrun's agent, or without torchrun rank 0. All ranks still wait for each
+            other where Lightning makes them, at the end of epochs and in checkpoints, and agree on SIGTERM only there.
+            None for no limit but ``timeout``, which is an error.
         plan: a `DiLoCoPlan`, or the path of a file with one, in place of the other options of a plan.
         **kwargs: nothing; options of DDP belong to ``inner``.
 
@@ -101,6 +111,7 @@ class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
         sigterm_every_n_steps: int | None = None,
         nccl: str | dict[str, Any] | NcclOptions | None = None,
         watch: bool = True,
+        patience_s: float | None = None,
         plan: DiLoCoPlan | str | Path | None = None,
         **kwargs: Any,
     ) -> None:
@@ -111,6 +122,9 @@ class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
         self._events: LoopEvents | None = None
         self._saves_comm_state, self.uneven_batches = save_comm_state, uneven_batches
         self._nccl, self._watch = NcclOptions.from_config(nccl), watch
+        self._patience_s = patience_s
+        if patience_s is not None:
+            sigterm_every_n_steps = sys.maxsize  # it is agreed on at the end of an epoch, too
         self._guards = FitGuards(watch=watch, sigterm_every_n_steps=sigterm_every_n_steps or self._plan.sync_every)
         forget_previous_job()
         super().__init__(**self._lightnings_arguments, **self._inner.plan.ddp_kwargs())
@@ -184,12 +198,22 @@ class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
         if self.world_size == 1:
             if compressor is not None:
                 warn_once("comm_hook has no effect: there is only one process.")
+            if self._patience_s is not None:
+                warn_once(f"patience_s={self._patience_s:g} has no effect: there is only one process.")
             return Exchange(None, None)
         ranks_per_node = self.num_processes if self._is_inner else None
         if ranks_per_node is not None:
             compressor = Hierarchical(inner=compressor or UNCOMPRESSED, ranks_per_node=ranks_per_node)
         elif compressor is not None and compressor.claims.has_c_kernels:
             c_library.load()  # no exchange should wait for a compiler
+        if self._patience_s is not None:
+            timeout_s, rank = self.timeout.total_seconds(), self.global_rank
+            return PatientExchange.of_all_ranks(
+                compressor,
+                patience_s=self._patience_s,
+                timeout_s=timeout_s,
+                log=lambda text: print_now(f"[rank {rank}] DiLoCo: {text}"),
+            )
         self._groups = borrow_groups(
             default_group(), ranks_per_node=ranks_per_node, timeout=self.timeout, backend="gloo"
         )
@@ -218,6 +242,7 @@ class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
         assert self.rounds is not None
         self.rounds.show_own()
         self._include_unfrozen(self.rounds)
+        self._is_first_batch = batch_idx == 0
         self.rounds.counts.samples += count_samples(trainer_of(self), batch) or 1
 
     def _include_unfrozen(self, rounds: Rounds) -> None:
@@ -240,7 +265,11 @@ class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
         if self.rounds is not None and self.rounds.num_steps % self._plan.sync_every == 0:
             inner(*args)
 
+    _is_first_batch = True
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._trains_in_vain():
+            return torch.zeros((), device=self.root_device, requires_grad=True)
         output = super().training_step(*args, **kwargs)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if self.rounds is not None and isinstance(loss, Tensor):
@@ -254,6 +283,22 @@ class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
                 self._agree_on_loss_scale([report.loss_scale for report in arrived.reports])
                 self._log(index, arrived)
         return output
+
+    def _trains_in_vain(self) -> bool:
+        """Returns whether a step may be left out, because the others have gone on and this rank has to catch up.
+
+        A loss without gradients changes no weights. The first batch of an epoch is not left out, so that every rank has
+        something to reduce of what is logged.
+        """
+        module = self.lightning_module
+        assert module is not None
+        return (
+            self.rounds is not None
+            and self.rounds.is_behind
+            and not self._is_first_batch
+            and module.automatic_optimization
+            and getattr(self.precision_plugin, "scaler", None) is None  # a scaler needs gradients
+        )
 
     def _log(self, index: int, arrived: Arrived) -> None:
         metrics, trainer = self._drift_watch.metrics(index, arrived.reports), trainer_of(self)

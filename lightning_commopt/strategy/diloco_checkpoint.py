@@ -63,6 +63,13 @@ class SavesRanks(WithTimeout, _DDPStrategy):
         self, rounds: Rounds, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None
     ) -> None:
         rounds.wait()
+        if not rounds.is_exact:
+            behind = " before it, as rank 0 has missed it too" if rounds.is_behind and self.is_global_zero else ""
+            warn(
+                "A rank has missed an exchange of DiLoCo: the checkpoint has the global weights"
+                f"{behind}, but not what each rank needs."
+            )
+            return
         # Names of files may have a rank's own numbers in them.
         filepath, identity = self.broadcast((filepath, uuid4().hex))
         names = ("optimizer_states", "lr_schedulers", type(self.precision_plugin).__qualname__)

@@ -90,7 +90,7 @@ def train(rank: int, world_size: int, store: dist.Store, job: Job) -> Result:
     if rank in job.stops:
         assert isinstance(exchange, PatientExchange)
         _stop_at(*job.stops[rank], exchange)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.03)
     generator = torch.Generator().manual_seed(1000 * job.seed + rank)
     pauses = torch.Generator().manual_seed(77_777 + 1000 * job.seed + rank)
     num_trained = 0
@@ -98,10 +98,10 @@ def train(rank: int, world_size: int, store: dist.Store, job: Job) -> Result:
         if step == job.barrier_step:
             store.set(f"barrier/{rank}", "")
             assert poll(lambda: store.check([f"barrier/{other}" for other in range(world_size)]), 240)
-        x, y = _batch(generator, 16 + 4 * rank)
+        x, y = _batch(generator, 64 + 16 * rank)
         if job.pauses_s:
             time.sleep(job.pauses_s[rank] * float(torch.rand(1, generator=pauses)))
-        optimizer.param_groups[0]["lr"] = 0.1 * (1 - step / job.num_steps)
+        optimizer.param_groups[0]["lr"] = 0.03 * (1 - step / job.num_steps)
         if not rounds.is_behind:
             optimizer.zero_grad()
             (model(x) - y).square().mean().backward()

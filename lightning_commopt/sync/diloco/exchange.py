@@ -124,6 +124,7 @@ class Arrived:
         floats: see `GlobalWeights`.
         integers: see `GlobalWeights`.
         reports: one of each rank that took part.
+        is_complete: whether all ranks took part, and none of them had missed an exchange.
         has_missed: whether the others have gone on without this rank, which has got nothing.
         joined: the global weights of all fragments before this exchange, if this rank takes part again after others
             went on without it; otherwise None.
@@ -133,6 +134,7 @@ class Arrived:
     floats: list[Tensor]
     integers: list[Tensor]
     reports: list[Report]
+    is_complete: bool = True
     has_missed: bool = False
     joined: list[Arrived] | None = None
 
@@ -164,6 +166,11 @@ class Exchange:
 
     def begin(self, fragments: Sequence[GlobalWeights], arrived: Mapping[int, Arrived]) -> None:
         """Is told all fragments before their first exchange, and what has arrived of some and is not applied yet."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all ranks took part in the last exchange."""
+        return True
 
     def watch_end(self) -> None:
         """Is told that the exchanges at the end of a fit follow."""

@@ -94,6 +94,11 @@ class Members:
         self.is_behind = False
 
     @property
+    def are_all_current(self) -> bool:
+        """Whether all ranks took part in the last exchange."""
+        return self.current == self._all
+
+    @property
     def are_complete(self) -> bool:
         """Whether no rank has missed an exchange since `watch_steadiness`."""
         return len(self.steady) == len(self._all)

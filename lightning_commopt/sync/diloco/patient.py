@@ -7,7 +7,7 @@ fragment moves on all of them or on none.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,7 @@ from lightning_commopt.sync.diloco.members import FIRST_MESH, Attempt, Members, 
 from lightning_commopt.sync.diloco.mesh import Mesh
 from lightning_commopt.sync.diloco.outer import OuterSGD
 from lightning_commopt.sync.gather import map_tensors
+from lightning_commopt.sync.store import key_space
 
 _MAX_TRIES = 3
 """Tries of an exchange among the same ranks. None of them is missed when all have failed, so that the reason is no rank
@@ -68,12 +69,22 @@ class PatientExchange(Exchange):
         self._mesh_of_state: dict[Fragment, str] = {}
         self._num_joins = 0
 
+    @classmethod
+    def of_all_ranks(
+        cls, compressor: Compressor | None, *, patience_s: float, timeout_s: float, log: Callable[[str], None]
+    ) -> PatientExchange:
+        """Returns one for the ranks of the default group, all of which must call it; see `Members`."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        store = key_space("diloco_members")
+        members = Members(store, rank, world_size, patience_s=patience_s, timeout_s=timeout_s, log=log)
+        return cls(members, key_space("diloco_meshes"), compressor, patience_s=patience_s)
+
     @property
     def bytes_sent(self) -> int:
         return self._sent["half_bytes"] // 2
 
     def begin(self, fragments: Sequence[GlobalWeights], arrived: Mapping[int, Arrived]) -> None:
-        self._fragments = fragments
+        self._fragments, self._mesh_of_state, self._num_joins = fragments, {}, 0
         self._latest = {fragments[index].fragment: latest for index, latest in arrived.items()}
 
     def any_rank(self, value: bool) -> bool:
@@ -99,6 +110,7 @@ class PatientExchange(Exchange):
                 cause = error
             if self._members.conclude(attempt, is_success=tried is not None):
                 assert tried is not None
+                tried.arrived.is_complete = self.is_complete and not attempt.joiners
                 return self._accept(of, tried)
             tries[attempt.members] += 1
             if tries[attempt.members] == _MAX_TRIES:
@@ -107,7 +119,7 @@ class PatientExchange(Exchange):
                     f" missed: a message may take longer than patience_s={self._patience_s:g}, or one of them has"
                     " raised"
                 ) from cause
-        return Arrived(of.weights, of.floats, of.integers, [], has_missed=True)
+        return Arrived(of.weights, of.floats, of.integers, [], is_complete=False, has_missed=True)
 
     def finish(self, final: Sequence[GlobalWeights]) -> Finished | None:
         """Gives the weights at the end of a fit to ranks that have missed an exchange since `watch_end`.
@@ -147,6 +159,10 @@ class PatientExchange(Exchange):
             " that this rank does not have"
         )
 
+    @property
+    def is_complete(self) -> bool:
+        return self._members.are_all_current
+
     def watch_end(self) -> None:
         self._members.watch_steadiness()
 
@@ -168,18 +184,17 @@ class PatientExchange(Exchange):
     def _before(self, of: GlobalWeights, received: list[GlobalWeights] | None, *, keeps_state: bool) -> GlobalWeights:
         """Returns a copy of a fragment's global state, for an attempt to change."""
         if received is not None:
-            latest = next(new for new in received if new.fragment is of.fragment)
-            return replace(latest, momentum=None if of.momentum is None else latest.momentum)
+            given = next(new for new in received if new.fragment is of.fragment)
+            return replace(given, momentum=None if of.momentum is None else given.momentum)
         before = replace(of, state=map_tensors(torch.clone, of.state))
         if of.momentum is not None:
             before.momentum = of.momentum.clone()
         if not keeps_state:
-            latest = self._latest[of.fragment]
-            before.weights, before.floats, before.integers = latest.weights, latest.floats, latest.integers
+            before.take(self._latest[of.fragment])
             before.state = {}
         elif before.state and self._mesh_of_state.get(of.fragment, FIRST_MESH) != self._mesh_name:
             # Other ranks share some states, so that all begin new ones; only what is unsent is this rank's alone.
-            before.carried = self._compressor.residual(of.fragment.layout, before.state)
+            before.carried = self.unsent(before)
             before.state = {}
         return before
 

@@ -250,6 +250,12 @@ class Rounds:
             under_way.wait(self.fragments[under_way.index].fragment)
 
     @property
+    def is_exact(self) -> bool:
+        """Whether all ranks have the same global weights, or will from what is under way; call `wait` before."""
+        arrived = [under_way.arrived for under_way in self.under_way]
+        return self.exchange.is_complete and all(x is None or x.is_complete for x in arrived)
+
+    @property
     def shows_own(self) -> bool:
         """Whether the model has this worker's weights."""
         return self._own is None
@@ -316,7 +322,7 @@ class Rounds:
         if self._introduced is not self.fragments:
             arrived = {under_way.index: under_way.arrived for under_way in self.under_way}
             self.exchange.begin(self.fragments, {index: x for index, x in arrived.items() if x is not None})
-            self._introduced = self.fragments
+            self._introduced, self._num_joins = self.fragments, 0
 
     def _join_early(self, arrived: Arrived | None) -> None:
         if arrived is not None and arrived.joined is not None:
