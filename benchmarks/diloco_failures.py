@@ -13,6 +13,7 @@ import random
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from support.patient_ranks import Job, Ranks, train
 PATIENCE_S = 2.0
 """Far above the pauses between steps, so that a rank that is healthy comes in time on a busy machine."""
 STEP_S = 0.01
-NUM_STEPS = 600
+NUM_STEPS = 400
 TOO_LATE = "too late for the end of the fit"
 
 
@@ -82,23 +83,26 @@ def _is_right(own: Any, kind: str, trained: list[Any]) -> bool:
     return bool(trained) and end.weights.equal(trained[0].weights)
 
 
+def run_and_show(seed: int) -> dict[str, Any]:
+    """Runs once, and prints a line about it; of a failure everything."""
+    run = run_once(seed)
+    change = 100 * (run["loss"] / run["undisturbed_loss"] - 1) if run["loss"] else float("nan")
+    survived = run["has_survived"] and run["is_own_end_right"]
+    end = f"survived, loss {change:+.2f} %" if survived else f"FAILED: {run}"
+    print(f"{seed}: {run['kind']} rank {run['rank']} of {run['world_size']}, {end}", flush=True)
+    return run
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-runs", type=int, default=10)
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--num-at-once", type=int, default=1)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    runs, load_at_start = [], os.getloadavg()[0]
-    for seed in range(args.first_seed, args.first_seed + args.num_runs):
-        runs.append(run := run_once(seed))
-        change = 100 * (run["loss"] / run["undisturbed_loss"] - 1) if run["loss"] else float("nan")
-        survived = "survived" if run["has_survived"] and run["is_own_end_right"] else "FAILED"
-        print(
-            f"{seed}: {run['kind']} rank {run['rank']} of {run['world_size']}, {survived}, loss {change:+.2f} %",
-            flush=True,
-        )
-        if survived == "FAILED":
-            print(run, flush=True)
+    load_at_start = os.getloadavg()[0]
+    with ThreadPoolExecutor(args.num_at_once) as pool:
+        runs = [*pool.map(run_and_show, range(args.first_seed, args.first_seed + args.num_runs))]
     survived = sum(run["has_survived"] and run["is_own_end_right"] for run in runs)
     changes = [abs(run["loss"] / run["undisturbed_loss"] - 1) for run in runs if run["loss"]]
     print(f"survivors {survived} of {len(runs)}; loss within {100 * max(changes):.2f} % of undisturbed")

@@ -68,9 +68,8 @@ def train_with_frozen(rank: int, point: str, passes: int, plan: dict[str, Any], 
         (2, "meeting", PLAN),
         *(
             pytest.param(rank, point, plan, marks=pytest.mark.exhaustive)
-            for rank in (0, 1)
+            for rank, plan in ((0, PLAN), (1, {"sync_every": 5, "comm_hook": "powersgd"}))
             for point in POINTS
-            for plan in (PLAN, {"sync_every": 5, "comm_hook": "powersgd"})
         ),
     ],
 )
@@ -90,7 +89,10 @@ def test_a_frozen_rank_joins_again_from_the_global_weights(rank: int, point: str
     ("rank", "point"),
     [
         (0, "exchange"),
-        *(pytest.param(rank, point, marks=pytest.mark.exhaustive) for rank in (0, 2) for point in POINTS),
+        *(
+            pytest.param(rank, point, marks=pytest.mark.exhaustive)
+            for rank, point in zip((2, 0, 2, 2, 0), POINTS, strict=True)
+        ),
     ],
 )
 def test_a_rank_that_is_killed_is_missed_once(rank: int, point: str) -> None:
@@ -105,7 +107,7 @@ def test_a_rank_that_is_killed_is_missed_once(rank: int, point: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_survivors_of_a_random_moment_are_equal(seed: int) -> None:
     draw = random.Random(seed)
     world_size, rank = draw.choice([3, 4]), draw.randrange(3)
