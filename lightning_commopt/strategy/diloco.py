@@ -316,6 +316,7 @@ class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
                     self._groups.return_to_pool()
                 if self.rounds.shows_own:  # an exception has ended the fit
                     self.rounds.show_global()
+                self._keep_ended(self.rounds)
             self._inner.release_wrapper()
             super().teardown()
         finally:

@@ -35,12 +35,20 @@ class SavesRanks(WithTimeout, _DDPStrategy):
     _plan: DiLoCoPlan
     _saves_comm_state: bool
     _saved = files.Saved()
+    _ended_rounds: Rounds | None = None
 
     def _begin_rounds(self, exchange: Exchange) -> None:
         assert self.lightning_module is not None
+        self._ended_rounds = None
         saved, self._saved = self._saved, files.Saved()
         self.rounds = Rounds(self._plan, self.lightning_module, exchange, saved.trained)
         saved.restore(self.rounds)
+
+    def _keep_ended(self, rounds: Rounds) -> None:
+        """Keeps the rounds of a fit that has ended for checkpoints that are saved after it."""
+        if self._saves_comm_state and rounds.shows_final:
+            rounds.to_host()
+            self._ended_rounds = rounds
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the module's state with global weights and buffers in place of this rank's."""
@@ -52,11 +60,12 @@ class SavesRanks(WithTimeout, _DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if self.rounds is not None and self._saves_comm_state and "optimizer_states" in checkpoint:
+        rounds = self.rounds or self._ended_rounds
+        if rounds is not None and self._saves_comm_state and "optimizer_states" in checkpoint:
             if batch_is_open(trainer_of(self)):  # perhaps only this rank saves one, after an exception
                 warn("A checkpoint within a training batch has the global weights, but not what each rank needs.")
             else:
-                self._save_ranks(self.rounds, checkpoint, filepath, storage_options)
+                self._save_ranks(rounds, checkpoint, filepath, storage_options)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _save_ranks(
