@@ -178,6 +178,7 @@ class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
         if within is not None:
             self._ddp_kwargs["process_group"] = within
             super().configure_ddp()
+            self._inner.resume(module)
 
     def _make_exchange(self) -> Exchange:
         compressor = self._plan.comm_hook

@@ -1,5 +1,6 @@
 """Fits with DiLoCo that are saved, and resumed exactly, or from their global weights."""
 
+import os
 import shutil
 import warnings
 from pathlib import Path
@@ -27,7 +28,7 @@ class _Steady(BatchNormed):
     """Trains on a batch that depends on step and rank only, since Lightning begins an epoch anew that it resumes."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        generator = torch.Generator().manual_seed(2 * self.global_step + self.global_rank)
+        generator = torch.Generator().manual_seed(4 * self.global_step + self.global_rank)
         x = torch.randn(batch[0].shape, generator=generator)
         return super().training_step((x, x.sum(1, keepdim=True).sin()), batch_idx)
 
@@ -50,6 +51,7 @@ def _fit(
     *others: Callback,
     precision: Any = None,
     save_top_k: int = -1,
+    num_nodes: int = 1,
     **options: Any,
 ) -> Params:
     """Trains on the ranks of the group, with a checkpoint after each step; returns the final weights."""
@@ -61,12 +63,31 @@ def _fit(
         max_epochs=99,
         limit_val_batches=0,
         precision=precision,
+        devices=dist.get_world_size() // num_nodes,
+        num_nodes=num_nodes,
         callbacks=[saving, *others],
         enable_checkpointing=True,
     )
     fit.fit(model, loader(48), ckpt_path=resumed)
     fit.save_checkpoint(folder / "ended.ckpt")
     return numbers(model)
+
+
+_INNER = {"comm_hook": {"name": "int8", "error_feedback": True}}
+
+
+def _resume_on_nodes(folder: Path) -> Params:
+    rank = dist.get_rank()
+    os.environ.update(LOCAL_RANK=str(rank % 2), NODE_RANK=str(rank // 2))
+    return _resume_everywhere(folder, {**_OVERLAPPED, "inner": _INNER, "num_nodes": 2}, [5])
+
+
+@pytest.mark.exhaustive
+def test_fit_across_nodes_resumes_exactly(tmp_path: Path) -> None:
+    """If it fails, what DDP's hook within a node or the exchange across nodes keeps on a rank is not saved."""
+    ranks = run_ranks(_resume_on_nodes, tmp_path, world_size=4)
+    for other in ranks[1:]:
+        assert_same(ranks[0], other)
 
 
 def _resume_everywhere(folder: Path, options: dict[str, Any], steps: list[int]) -> Params:
