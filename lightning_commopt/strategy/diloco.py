@@ -73,6 +73,7 @@ class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
     """
 
     _check_environment = remedies.refuse_ray
+    _shows_for_validation = False
 
     def __init__(
         self,
@@ -159,7 +160,7 @@ class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
             equalize([*module.parameters(), *module.buffers()])
         self._begin_rounds(self._make_exchange())
         self._drift_watch = DriftWatch(self.num_processes if self._is_inner else 1)
-        self._shows_for_validation = False
+        self._shows_for_validation = False  # an exception may have ended a validation
         self._events = LoopEvents(
             trainer_of(self),
             on_data=_nothing,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_commopt import CommOptDiLoCo
+from lightning_commopt import CommOptDDP, CommOptDiLoCo
 from support.lightnings import Callback, LightningModule, ModelCheckpoint, Trainer, callbacks
 from support.ranks import run_ranks
 from support.strategy_models import BatchNormed, Params, assert_same, loader, numbers, trainer
@@ -210,6 +210,30 @@ def test_other_circumstances_resume_from_the_global_weights(tmp_path: Path) -> N
         assert ("the outer momentum" in message) == (case == "plan")
     assert told["stock"] == []
     assert [first[case][1] for case in ("plan", "foreign", "missing", "stock")] == [0, 4, 6, 0]
+
+
+def _by_others(folder: Path) -> list[str]:
+    """Returns the warnings of the other strategy when each of ours loads a checkpoint of the other."""
+    told = []
+    saved = folder / "saved" / "step=5.ckpt"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = _Steady()
+        fit = trainer(CommOptDDP(comm_hook="bf16"), max_steps=7, max_epochs=99, limit_val_batches=0)
+        fit.fit(model, loader(48), ckpt_path=saved)
+        fit.save_checkpoint(folder / "ddp.ckpt")
+    told += [str(x.message) for x in caught if "cannot be used" in str(x.message)]
+    return [*told, *_resumed(folder / "ddp.ckpt")[2]]
+
+
+@pytest.mark.exhaustive
+def test_strategies_load_the_checkpoints_of_others(tmp_path: Path) -> None:
+    """If it fails, a user cannot go from DDP to DiLoCo, or back, without errors that name no reason."""
+    run_ranks(_saved, tmp_path)
+    told, _ = run_ranks(_by_others, tmp_path)
+    assert "as it is CommOptDiLoCo's, whose ranks have files of their own; it starts from zero" in told[0]
+    assert "as it was saved by another strategy. Lost is" in told[1]
+    assert len(told) == 2
 
 
 def _alone(folder: Path) -> tuple[Params, int, list[str]]:

@@ -158,7 +158,11 @@ def _validate(folder: Path) -> tuple[dict[str, list[Params]], Params, list[dict[
         fit.fit(broken, loader(48), loader(8))
     model = _Validating()
     options |= {"callbacks": [saving], "enable_checkpointing": True}
-    trainer(CommOptDiLoCo(sync_every=4), **options).fit(model, loader(48), loader(8))
+    fit = trainer(CommOptDiLoCo(sync_every=4), **options)
+    fit.fit(model, loader(48), loader(8))
+    fit.test(model, loader(8), verbose=False)
+    trainer(CommOptDiLoCo()).validate(model, loader(8), folder / "saved" / "step=3.ckpt", verbose=False)
+    assert_same(numbers(model), numbers(broken))
     dist.barrier()
     with open(folder / "global" / "metrics.csv", encoding="utf-8") as file:
         rows = [*csv.DictReader(file)]
