@@ -83,6 +83,7 @@ class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
     """
 
     _check_environment = remedies.refuse_ray
+    _shows_for_validation = False
 
     def __init__(
         self,
@@ -173,7 +174,7 @@ class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
             equalize([*module.parameters(), *module.buffers()])
         self._begin_rounds(self._make_exchange())
         self._drift_watch = DriftWatch(self.num_processes if self._is_inner else 1)
-        self._shows_for_validation = False
+        self._shows_for_validation = False  # an exception may have ended a validation
         self._events = LoopEvents(
             trainer_of(self),
             on_data=_nothing,
@@ -192,6 +193,7 @@ class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
         if within is not None:
             self._ddp_kwargs["process_group"] = within
             super().configure_ddp()
+            self._inner.resume(module)
 
     def _make_exchange(self) -> Exchange:
         compressor = self._plan.comm_hook
@@ -361,6 +363,7 @@ class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
                     self._groups.return_to_pool()
                 if self.rounds.shows_own:  # an exception has ended the fit
                     self.rounds.show_global()
+                self._keep_ended(self.rounds)
             self._inner.release_wrapper()
             super().teardown()
         finally:

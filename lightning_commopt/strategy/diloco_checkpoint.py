@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from torch import Tensor
+
 from lightning_commopt.compat.loops import batch_is_open
 from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.strategy.base import WithTimeout, is_fit
-from lightning_commopt.sync.checkpoint import KEY
+from lightning_commopt.sync.checkpoint import KEY, open_checkpoint, to_checkpoint, to_plain
+from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.diloco import checkpoint as files
 from lightning_commopt.sync.diloco.exchange import Exchange
 from lightning_commopt.sync.diloco.rounds import Rounds
+from lightning_commopt.sync.gather import map_tensors
+from lightning_commopt.sync.state import AnyState, CheckpointError, CommState
 from lightning_commopt.sync.strategies import trainer_of
 from lightning_commopt.text.validation import warn
 
@@ -33,14 +38,24 @@ class SavesRanks(WithTimeout, _DDPStrategy):
 
     rounds: Rounds | None
     _plan: DiLoCoPlan
+    _inner: GradientSync
     _saves_comm_state: bool
     _saved = files.Saved()
+    _ended_rounds: Rounds | None = None
 
     def _begin_rounds(self, exchange: Exchange) -> None:
         assert self.lightning_module is not None
+        self._ended_rounds = None
         saved, self._saved = self._saved, files.Saved()
         self.rounds = Rounds(self._plan, self.lightning_module, exchange, saved.trained)
         saved.restore(self.rounds)
+
+    def _keep_ended(self, rounds: Rounds) -> None:
+        """Keeps the rounds of a fit that has ended for checkpoints that are saved after it."""
+        if self._saves_comm_state and rounds.shows_final:
+            rounds.to_host()
+            self._inner.keep_state()
+            self._ended_rounds = rounds
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the module's state with global weights and buffers in place of this rank's."""
@@ -52,11 +67,12 @@ class SavesRanks(WithTimeout, _DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        if self.rounds is not None and self._saves_comm_state and "optimizer_states" in checkpoint:
+        rounds = self.rounds or self._ended_rounds
+        if rounds is not None and self._saves_comm_state and "optimizer_states" in checkpoint:
             if batch_is_open(trainer_of(self)):  # perhaps only this rank saves one, after an exception
                 warn("A checkpoint within a training batch has the global weights, but not what each rank needs.")
             else:
-                self._save_ranks(self.rounds, checkpoint, filepath, storage_options)
+                self._save_ranks(rounds, checkpoint, filepath, storage_options)
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _save_ranks(
@@ -74,6 +90,8 @@ class SavesRanks(WithTimeout, _DDPStrategy):
         filepath, identity = self.broadcast((filepath, uuid4().hex))
         names = ("optimizer_states", "lr_schedulers", type(self.precision_plugin).__qualname__)
         entries = {name: checkpoint[name] for name in names if name in checkpoint}
+        if (state := self._inner.state()) is not None:
+            entries[KEY] = _to_plain(state)
         part = files.rank_part(rounds, identity, self.global_rank, entries)
         self.checkpoint_io.save_checkpoint(
             part, files.rank_file(filepath, self.global_rank), storage_options=storage_options
@@ -95,8 +113,17 @@ class SavesRanks(WithTimeout, _DDPStrategy):
             self._saved = files.read_saved(
                 saved, self._plan, rank, self.world_size, lambda: load(files.rank_file(path, rank), *args, **kwargs)
             )
-            checkpoint.update(self._saved.entries)
+            entries = dict(self._saved.entries)
+            if KEY in entries:
+                self._inner.restore(self._from_plain(entries.pop(KEY)))
+            checkpoint.update(entries)
         return checkpoint
+
+    def _from_plain(self, saved: Any) -> AnyState:
+        try:
+            return open_checkpoint(saved).of_rank(0, 1, self._inner.plan.comm_hook)
+        except CheckpointError as error:
+            return CommState(damage=str(error))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
@@ -104,3 +131,11 @@ class SavesRanks(WithTimeout, _DDPStrategy):
             self.rounds.wait()
             self.rounds.close()
             self._begin_rounds(self.rounds.exchange)
+            assert self.lightning_module is not None
+            self._inner.resume(self.lightning_module)
+
+
+def _to_plain(state: AnyState) -> dict[str, Any]:
+    """Returns what one rank's file has of the gradient sync within a node, as if there were no other rank."""
+    ranks = [] if state.is_common else [map_tensors(Tensor.cpu, to_plain(state))]
+    return to_checkpoint(state.compressor, state.num_syncs, ranks)

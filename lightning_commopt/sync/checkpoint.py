@@ -40,6 +40,9 @@ from lightning_commopt.text.validation import warn
 KEY = "lightning_commopt"
 """The key of a checkpoint, and in a directory also the folder, that holds the state of gradient sync."""
 
+OF_DILOCO = "diloco"
+"""The kind of a state that `lightning_commopt.sync.diloco.checkpoint` reads, and no other strategy."""
+
 _VERSION = 3
 READABLE_VERSIONS = (1, 2, _VERSION)  # the first two had the same keys; those of FSDP2 are read in `sync/fsdp2`
 _CONTENT = ("version", "kind", "compressor", "num_syncs", "ranks")
@@ -187,6 +190,8 @@ def open_checkpoint(saved: Any, load: Callable[[int, Any], Any] = _in_file) -> S
     if type(version) is not int or version not in READABLE_VERSIONS:
         known = numbers_text(READABLE_VERSIONS)
         raise CheckpointError(f"its version is {version!r}, and those that can be read are {known}")
+    if saved.get("kind") == OF_DILOCO:
+        raise CheckpointError("it is CommOptDiLoCo's, whose ranks have files of their own")
     with as_checkpoint_error():
         if version < _VERSION:
             saved = _from_version_2(saved)

@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from lightning_commopt import CommOptDiLoCo
@@ -34,6 +35,19 @@ def _on_nodes(max_steps: int, **options: Any) -> list[Params]:
     return [*model.steps, numbers(model)]
 
 
+def _one_node() -> list[Params]:
+    return _on_nodes(3, sync_every=2, inner="ddp")
+
+
+_INNER = {"comm_hook": {"name": "int8", "error_feedback": True}, "bucket_cap_mb": 0.001}
+
+
+def _two_nodes() -> tuple[list[Params], list[Params]]:
+    plain = _on_nodes(5, sync_every=2, inner="ddp")
+    return plain, _on_nodes(5, sync_every=2, fragments=2, overlap=1, comm_hook="int4", inner=_INNER)
+
+
+@pytest.mark.exhaustive
 def test_ranks_of_one_node_are_one_worker() -> None:
     """If it fails, a fit on one node hangs, or its ranks do not average their gradients."""
     first, second = run_ranks(_one_node)
@@ -41,5 +55,18 @@ def test_ranks_of_one_node_are_one_worker() -> None:
         assert_same(a, b)
 
 
-def _one_node() -> list[Params]:
-    return _on_nodes(3, sync_every=2, inner="ddp")
+def _differ(a: Params, b: Params) -> bool:
+    return any((a[name] != x).any() for name, x in b.items())
+
+
+def test_ranks_of_a_node_train_together_and_nodes_by_themselves() -> None:
+    """If it fails, the ranks of a node drift apart, or nodes exchange more or less than once in a round."""
+    ranks = run_ranks(_two_nodes, world_size=4)
+    for option in (0, 1):
+        of_ranks = [fits[option] for fits in ranks]
+        for first, second in (of_ranks[:2], of_ranks[2:]):
+            for a, b in zip(first, second, strict=True):
+                assert_same(a, b)
+        assert_same(of_ranks[0][-1], of_ranks[2][-1])
+    together = [not _differ(a, b) for a, b in zip(ranks[0][0], ranks[2][0], strict=True)]
+    assert together == [False, True, False, True, False, True]

@@ -1,14 +1,18 @@
 """Fits with DiLoCo that are saved, and resumed exactly, or from their global weights."""
 
+import os
+import shutil
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from lightning_commopt import CommOptDiLoCo
-from support.lightnings import ModelCheckpoint
+from lightning_commopt import CommOptDDP, CommOptDiLoCo
+from support.lightnings import Callback, LightningModule, ModelCheckpoint, Trainer, callbacks
 from support.ranks import run_ranks
 from support.strategy_models import BatchNormed, Params, assert_same, loader, numbers, trainer
 
@@ -24,35 +28,76 @@ class _Steady(BatchNormed):
     """Trains on a batch that depends on step and rank only, since Lightning begins an epoch anew that it resumes."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        generator = torch.Generator().manual_seed(2 * self.global_step + self.global_rank)
+        generator = torch.Generator().manual_seed(4 * self.global_step + self.global_rank)
         x = torch.randn(batch[0].shape, generator=generator)
         return super().training_step((x, x.sum(1, keepdim=True).sin()), batch_idx)
 
 
-def _fit(folder: Path, max_steps: int, resumed: Path | None = None, /, **options: Any) -> Params:
+class _Start(Callback):
+    """Keeps the weights that a fit starts with, and the number of steps in its rounds."""
+
+    weights: Params
+    num_steps: int
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.weights, self.num_steps = numbers(pl_module), cast(Any, trainer.strategy).rounds.num_steps
+
+
+def _fit(
+    folder: Path,
+    max_steps: int,
+    resumed: Path | None = None,
+    /,
+    *others: Callback,
+    precision: Any = None,
+    save_top_k: int = -1,
+    num_nodes: int = 1,
+    **options: Any,
+) -> Params:
     """Trains on the ranks of the group, with a checkpoint after each step; returns the final weights."""
     model = _Steady()
-    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=save_top_k, monitor="step", mode="max")
     fit = trainer(
         CommOptDiLoCo(**options),
         max_steps=max_steps,
         max_epochs=99,
         limit_val_batches=0,
-        callbacks=[saving],
+        precision=precision,
+        devices=dist.get_world_size() // num_nodes,
+        num_nodes=num_nodes,
+        callbacks=[saving, *others],
         enable_checkpointing=True,
     )
     fit.fit(model, loader(48), ckpt_path=resumed)
+    fit.save_checkpoint(folder / "ended.ckpt")
     return numbers(model)
+
+
+_INNER = {"comm_hook": {"name": "int8", "error_feedback": True}}
+
+
+def _resume_on_nodes(folder: Path) -> Params:
+    rank = dist.get_rank()
+    os.environ.update(LOCAL_RANK=str(rank % 2), NODE_RANK=str(rank // 2))
+    return _resume_everywhere(folder, {**_OVERLAPPED, "inner": _INNER, "num_nodes": 2}, [5])
+
+
+@pytest.mark.exhaustive
+def test_fit_across_nodes_resumes_exactly(tmp_path: Path) -> None:
+    """If it fails, what DDP's hook within a node or the exchange across nodes keeps on a rank is not saved."""
+    ranks = run_ranks(_resume_on_nodes, tmp_path, world_size=4)
+    for other in ranks[1:]:
+        assert_same(ranks[0], other)
 
 
 def _resume_everywhere(folder: Path, options: dict[str, Any], steps: list[int]) -> Params:
     expected = _fit(folder / "whole", 9, **options)
     for step in steps:
-        # A checkpoint in the middle of a fit, and the last one of a fit, which has exchanged once more.
-        _fit(folder / f"short_{step}", step, **options)
-        for source in ("whole", f"short_{step}"):
-            got = _fit(folder / f"{source}_{step}", 9, folder / source / f"step={step}.ckpt", **options)
-            assert_same(got, expected, of=f"{source} {step}")
+        # One from the middle of a fit, and one from after the end of a fit, which has exchanged once more.
+        _fit(folder / f"until_{step}", step, **options)
+        for source in (f"whole/step={step}", f"until_{step}/ended"):
+            got = _fit(folder / f"{source}_resumed", 9, folder / f"{source}.ckpt", **options)
+            assert_same(got, expected, of=source)
     return expected
 
 
@@ -62,9 +107,153 @@ def _resume_everywhere(folder: Path, options: dict[str, Any], steps: list[int]) 
         pytest.param(_OVERLAPPED, [4, 5], id="overlapped"),
         pytest.param(_OVERLAPPED, [1, 2, 3, 6, 7, 8], id="all_steps", marks=pytest.mark.exhaustive),
         pytest.param({"sync_every": 3}, [1, 2, 3], id="plain", marks=pytest.mark.exhaustive),
+        pytest.param({**_OVERLAPPED, "precision": "bf16-true"}, [5, 6], id="bf16_true", marks=pytest.mark.exhaustive),
     ],
 )
 def test_resumed_fit_equals_the_uninterrupted_one(options: dict[str, Any], steps: list[int], tmp_path: Path) -> None:
     """If it fails, a part of the state of a round is lost in a checkpoint, or mixed up between ranks."""
     first, second = run_ranks(_resume_everywhere, tmp_path, options, steps)
     assert_same(first, second)
+
+
+def _read(file: Path) -> Any:
+    return torch.load(file, weights_only=True)
+
+
+def _saved(folder: Path) -> Params:
+    final = _fit(folder / "saved", 6, sync_every=4, outer_momentum=0.5)
+    _fit(folder / "rotated", 4, sync_every=2, save_top_k=1)
+    _fit(folder / "plain", 2, sync_every=2, save_comm_state=False)
+    return final
+
+
+def _resumed(checkpoint: Path, **options: Any) -> tuple[Params, int, list[str]]:
+    """Returns the weights and the number of steps with which a fit resumes, and the warnings of DiLoCo."""
+    start = _Start()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _fit(Path("resumed"), 8, checkpoint, start, **{"sync_every": 4, "outer_momentum": 0.5, **options})
+    return start.weights, start.num_steps, [str(x.message) for x in caught if "All workers resume" in str(x.message)]
+
+
+def test_checkpoints_hold_global_weights_that_load_anywhere(tmp_path: Path) -> None:
+    """If it fails, a checkpoint has rank 0's own weights, needs this package, or leaves files behind."""
+    final, _ = run_ranks(_saved, tmp_path)
+    folder = tmp_path / "saved"
+    states = {step: _read(folder / f"step={step}.ckpt") for step in (4, 5, 6)}
+    assert_same_tensors(states[4]["state_dict"], states[5]["state_dict"])
+    own = [_read(folder / "lightning_commopt_ranks" / "step=5.ckpt" / f"rank_{rank}.ckpt") for rank in range(2)]
+    assert not torch.equal(own[0]["weights"][0][0], own[1]["weights"][0][0])
+    momenta = [part["entries"]["optimizer_states"][0]["state"][0]["momentum_buffer"] for part in own]
+    assert not torch.equal(*momenta)
+    assert_same_tensors(states[5]["state_dict"], states[6]["state_dict"])
+    ended = _read(folder / "ended.ckpt")["state_dict"]
+    assert_same({name: x.double().numpy() for name, x in ended.items()}, final)
+    plain = trainer("auto", max_steps=7, max_epochs=99, limit_val_batches=0, devices=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Lightning, on what this fit leaves out
+        plain.fit(BatchNormed(), loader(48), ckpt_path=folder / "step=5.ckpt")
+    assert sorted(x.name for x in (tmp_path / "rotated" / "lightning_commopt_ranks").iterdir()) == [
+        "ended.ckpt",
+        "step=4.ckpt",
+    ]
+    assert sorted(x.name for x in (tmp_path / "plain").iterdir()) == ["ended.ckpt", "step=1.ckpt", "step=2.ckpt"]
+
+
+def assert_same_tensors(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, x in expected.items():
+        assert torch.equal(got[name], x), name
+
+
+def _circumstances(folder: Path) -> dict[str, tuple[Params, int, list[str]]]:
+    file = folder / "saved" / "step=5.ckpt"
+    link = folder / "last.ckpt"
+    if dist.get_rank() == 0:
+        link.symlink_to(file)
+        ranks = folder / "saved" / "lightning_commopt_ranks"
+        shutil.copy(ranks / "step=5.ckpt" / "rank_1.ckpt", ranks / "step=4.ckpt" / "rank_1.ckpt")
+        (ranks / "step=6.ckpt" / "rank_1.ckpt").unlink()
+    dist.barrier()
+    return {
+        "link": _resumed(link, outer_lr=0.3),
+        "plan": _resumed(file, sync_every=3),
+        "foreign": _resumed(folder / "saved" / "step=4.ckpt"),
+        "missing": _resumed(folder / "saved" / "step=6.ckpt"),
+        "stock": _resumed(folder / "plain" / "step=2.ckpt"),
+    }
+
+
+@pytest.mark.exhaustive
+def test_other_circumstances_resume_from_the_global_weights(tmp_path: Path) -> None:
+    """If it fails, ranks resume from different states, or a user is not told what is lost."""
+    run_ranks(_saved, tmp_path)
+    (alone,) = run_ranks(_alone, tmp_path, world_size=1)
+    first, second = run_ranks(_circumstances, tmp_path)
+    expected = {name: x.double().numpy() for name, x in _read(tmp_path / "saved" / "step=5.ckpt")["state_dict"].items()}
+    assert first["link"][1:] == (5, [])
+    assert (first["link"][0]["layers.0.weight"] != second["link"][0]["layers.0.weight"]).any()
+    for case in ("plan", "foreign", "missing", "stock"):
+        assert_same(first[case][0], second[case][0], of=case)
+    for weights in (alone[0], first["plan"][0]):
+        assert_same(weights, expected)
+    told = {case: text for case, (_, _, text) in {**first, "alone": alone}.items()}
+    reasons = {
+        "plan": "as it was saved with another plan, ",
+        "foreign": "as the file of rank 1 belongs to another checkpoint. Lost is",
+        "missing": "as the file of rank 1 cannot be read (FileNotFoundError: ",
+        "alone": "as it was saved by 2 ranks, and there are 1. Lost is",
+    }
+    for case, reason in reasons.items():
+        (message,) = told[case]
+        assert reason in message, case
+        assert ("the outer momentum" in message) == (case == "plan")
+    assert told["stock"] == []
+    assert [first[case][1] for case in ("plan", "foreign", "missing", "stock")] == [0, 4, 6, 0]
+
+
+def _by_others(folder: Path) -> list[str]:
+    """Returns the warnings of the other strategy when each of ours loads a checkpoint of the other."""
+    told = []
+    saved = folder / "saved" / "step=5.ckpt"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = _Steady()
+        fit = trainer(CommOptDDP(comm_hook="bf16"), max_steps=7, max_epochs=99, limit_val_batches=0)
+        fit.fit(model, loader(48), ckpt_path=saved)
+        fit.save_checkpoint(folder / "ddp.ckpt")
+    told += [str(x.message) for x in caught if "cannot be used" in str(x.message)]
+    return [*told, *_resumed(folder / "ddp.ckpt")[2]]
+
+
+@pytest.mark.exhaustive
+def test_strategies_load_the_checkpoints_of_others(tmp_path: Path) -> None:
+    """If it fails, a user cannot go from DDP to DiLoCo, or back, without errors that name no reason."""
+    run_ranks(_saved, tmp_path)
+    told, _ = run_ranks(_by_others, tmp_path)
+    assert "as it is CommOptDiLoCo's, whose ranks have files of their own; it starts from zero" in told[0]
+    assert "as it was saved by another strategy. Lost is" in told[1]
+    assert len(told) == 2
+
+
+def _alone(folder: Path) -> tuple[Params, int, list[str]]:
+    return _resumed(folder / "saved" / "step=5.ckpt")
+
+
+def _with_finders() -> tuple[Params, Params]:
+    options = {"sync_every": 3, "fragments": 2, "overlap": 1}
+    found = _fit(
+        Path("found"),
+        5,
+        None,
+        callbacks.LearningRateFinder(num_training_steps=7, update_attr=False, early_stop_threshold=None),
+        **options,
+    )
+    return found, _fit(Path("plain"), 5, None, **options)
+
+
+@pytest.mark.exhaustive
+def test_learning_rate_finder_leaves_no_trace() -> None:
+    """If it fails, a checkpoint that is loaded in the middle of a fit does not begin the rounds anew."""
+    for found, expected in run_ranks(_with_finders):
+        assert_same(found, expected)

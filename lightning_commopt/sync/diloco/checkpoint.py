@@ -23,14 +23,13 @@ from torch.nn import Module
 from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.compressors.base import as_real
 from lightning_commopt.diloco_plan import DiLoCoPlan
-from lightning_commopt.sync.checkpoint import KEY
+from lightning_commopt.sync.checkpoint import KEY, OF_DILOCO
 from lightning_commopt.sync.diloco.exchange import Arrived, GlobalWeights, Report
 from lightning_commopt.sync.diloco.fragments import Fragment
 from lightning_commopt.sync.diloco.rounds import Rounds, UnderWay
 from lightning_commopt.sync.state import CheckpointError, as_checkpoint_error
 from lightning_commopt.text.validation import info, warn
 
-KIND = "diloco"
 _VERSION = 1
 _FOLDER = f"{KEY}_ranks"  # its name must not begin with that of a checkpoint: Lightning finds "last.ckpt" by its name
 _FREE_OPTIONS = ("outer_lr", "nesterov", "mixing", "eval_weights")
@@ -93,7 +92,7 @@ def common_part(rounds: Rounds, identity: str, world_size: int) -> dict[str, Any
     """
     return {
         "version": _VERSION,
-        "kind": KIND,
+        "kind": OF_DILOCO,
         "identity": identity,
         "world_size": world_size,
         "plan": _describe(rounds.plan),
@@ -280,7 +279,7 @@ def _lost(reason: str, *, has_momentum: bool) -> str:
 def _read(saved: Any, plan: DiLoCoPlan, rank: int, world_size: int, load: Callable[[], Any]) -> _Finding:
     if saved is None:
         return _Finding(damage="it has no state of DiLoCo")
-    if not isinstance(saved, Mapping) or saved.get("kind") != KIND:
+    if not isinstance(saved, Mapping) or saved.get("kind") != OF_DILOCO:
         return _Finding(damage="it was saved by another strategy")
     if saved.get("version") != _VERSION:
         return _Finding(damage=f"its version is {saved.get('version')!r}, and {_VERSION} is the one that can be read")

@@ -274,6 +274,10 @@ class Rounds:
         for of in weights:
             foreach_copy_(of.fragment.tensors(), of.tensors())
 
+    def to_host(self) -> None:
+        """Moves this worker's own weights, while the model has others, to the host's memory."""
+        self._own = [[x.cpu() for x in tensors] for tensors in self._own or ()]
+
     def show_own(self) -> None:
         """Puts this worker's own weights back, if the model has others."""
         own, self._own, self._final_weights = self._own, None, None

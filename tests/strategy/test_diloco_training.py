@@ -1,0 +1,210 @@
+"""Ways to train with DiLoCo: what a Trainer does in other strategies works, and all ranks end with equal weights."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_commopt import CommOptDiLoCo, OptionError
+from support.lightnings import Callback, CSVLogger, LightningModule, MixedPrecision, ModelCheckpoint, Trainer
+from support.ranks import run_ranks, run_ranks_or_raise
+from support.strategy_models import BatchNormed, Params, Tiny, assert_same, loader, numbers, trainer
+from support.training_modes import MODES
+
+_STREAMING = {"sync_every": 3, "fragments": 2, "overlap": 1}
+
+
+class _Scheduled(Tiny):
+    """Returns a dict of a loss, and has a scheduler that steps with the optimizer."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:  # type: ignore[override]
+        return {"loss": super().training_step(batch, batch_idx)}
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class _Complex(Tiny):
+    """Has a complex and an empty parameter, and a buffer of integers."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(6, dtype=torch.complex64))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += len(x)
+        return self.layers((x * self.phase).abs())
+
+
+_OWN_MODES: dict[str, Callable[[], LightningModule]] = {"scheduled": _Scheduled, "complex": _Complex}
+_MODES = sorted(({*MODES, *_OWN_MODES}) - {"own_collectives"})  # that one couples the ranks in every step
+_SHORT = {"gan", "manual_accumulation", "16_mixed", "unfrozen_in_training", "complex", "swa"}
+
+
+def _fit(mode: str, options: dict[str, Any]) -> Params:
+    setup = MODES.get(mode, MODES["automatic"])
+    model = _OWN_MODES.get(mode, setup.module)()
+    fit = trainer(CommOptDiLoCo(**options), limit_val_batches=0, **setup.trainer())
+    fit.fit(model, loader(setup.samples))
+    return numbers(model)
+
+
+def _fit_modes(modes: list[str]) -> dict[str, Params]:
+    return {mode: _fit(mode, _STREAMING) for mode in modes}
+
+
+@pytest.mark.parametrize(
+    "modes",
+    [
+        pytest.param(sorted(_SHORT), id="short"),
+        pytest.param([mode for mode in _MODES if mode not in _SHORT], id="others", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_ranks_end_with_equal_weights(modes: list[str]) -> None:
+    """If it fails, a way to train leaves something out of the exchanges."""
+    first, second = run_ranks(_fit_modes, modes)
+    for mode in modes:
+        assert_same(first[mode], second[mode], of=mode)
+        assert all((x == x).all() for x in first[mode].values()), mode
+
+
+class _Steps(Callback):
+    """Keeps the number of steps of the rounds after each batch, and the loss scale."""
+
+    def __init__(self) -> None:
+        self.num_steps: list[int] = []
+        self.scales: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        strategy: Any = trainer.strategy
+        self.num_steps.append(strategy.rounds.num_steps)
+        if isinstance(trainer.precision_plugin, MixedPrecision):
+            assert trainer.precision_plugin.scaler is not None
+            self.scales.append(trainer.precision_plugin.scaler.get_scale())
+
+
+class _Overflowing(Tiny):
+    """Has an infinite gradient on rank 1 in the second batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("inf") if batch_idx == 1 and self.global_rank == 1 else loss
+
+
+def _count() -> tuple[list[int], list[int], list[float]]:
+    accumulated, two, scaled = _Steps(), _Steps(), _Steps()
+    options: dict[str, Any] = {"limit_val_batches": 0, "max_epochs": 1}
+    trainer(CommOptDiLoCo(sync_every=2), accumulate_grad_batches=2, callbacks=[accumulated], **options).fit(
+        Tiny(), loader(56)
+    )
+    gan = MODES["gan"]
+    trainer(CommOptDiLoCo(sync_every=2), callbacks=[two], **options).fit(gan.module(), loader(32))
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=256.0))
+    trainer(CommOptDiLoCo(sync_every=3), plugins=[plugin], callbacks=[scaled], **options).fit(
+        _Overflowing(), loader(32)
+    )
+    return accumulated.num_steps, two.num_steps, scaled.scales
+
+
+def test_steps_of_the_first_optimizer_count() -> None:
+    """If it fails, rounds are shorter than ``sync_every``, or gradient scalers drift apart for good."""
+    ranks = run_ranks(_count)
+    for accumulated, two, _ in ranks:
+        assert accumulated == [0, 1, 1, 2, 2, 3, 4]  # the last batch of an epoch always steps
+        assert two == [1, 2, 3, 4]
+    assert [scales for _, _, scales in ranks] == [[256, 256, 128, 128], [256, 128, 128, 128]]
+
+
+class _Validating(BatchNormed):
+    """Keeps the weights that it validates; may raise in a validation."""
+
+    def __init__(self, breaks: bool = False) -> None:
+        super().__init__()
+        self.breaks, self.validated = breaks, list[Params]()
+
+    def on_validation_epoch_start(self) -> None:
+        self.validated.append(numbers(self))
+        if self.breaks:
+            raise ArithmeticError("broken on purpose")
+
+
+def _validate(folder: Path) -> tuple[dict[str, list[Params]], Params, list[dict[str, str]]]:
+    seen = {}
+    options: dict[str, Any] = {"val_check_interval": 3, "max_epochs": 1, "callbacks": []}
+    for weights in ("global", "local"):
+        model, strategy = _Validating(), CommOptDiLoCo(sync_every=4, eval_weights=weights)
+        logger = CSVLogger(folder, weights, "")
+        fit = trainer(strategy, **{**options, "logger": logger, "log_every_n_steps": 1})
+        fit.fit(model, loader(48), loader(8))
+        seen[weights] = [*model.validated, numbers(model)]
+    saving = ModelCheckpoint(folder / "saved", "{step}", monitor="val_loss", save_top_k=-1)
+    broken = _Validating(breaks=True)
+    fit = trainer(CommOptDiLoCo(sync_every=4), **options)
+    with contextlib.suppress(ArithmeticError):
+        fit.fit(broken, loader(48), loader(8))
+    model = _Validating()
+    options |= {"callbacks": [saving], "enable_checkpointing": True}
+    fit = trainer(CommOptDiLoCo(sync_every=4), **options)
+    fit.fit(model, loader(48), loader(8))
+    fit.test(model, loader(8), verbose=False)
+    trainer(CommOptDiLoCo()).validate(model, loader(8), folder / "saved" / "step=3.ckpt", verbose=False)
+    assert_same(numbers(model), numbers(broken))
+    dist.barrier()
+    with open(folder / "global" / "metrics.csv", encoding="utf-8") as file:
+        rows = [*csv.DictReader(file)]
+    return seen, numbers(broken), rows
+
+
+def test_validation_uses_global_weights(tmp_path: Path) -> None:
+    """If it fails, a validation judges one worker, or a fit goes on with other weights than before it."""
+    ranks = run_ranks(_validate, tmp_path)
+    (first, *_), (second, *_) = ranks
+    assert len(first["global"]) == 3
+    for a, b in zip(first["global"], second["global"], strict=True):
+        assert_same(a, b)
+    assert (first["local"][0]["layers.0.weight"] != second["local"][0]["layers.0.weight"]).any()
+    assert_same(first["local"][-1], first["global"][-1])  # a validation changes nothing
+    start = numbers(BatchNormed())
+    assert_same(first["global"][0], start)  # no exchange has been yet
+    for _, broken, _ in ranks:
+        assert_same(broken, start)
+    saved = torch.load(tmp_path / "saved" / "step=3.ckpt", weights_only=True)["state_dict"]
+    assert_same({name: x.double().numpy() for name, x in saved.items()}, start)
+    own = torch.load(tmp_path / "saved" / "lightning_commopt_ranks" / "step=3.ckpt" / "rank_0.ckpt", weights_only=True)
+    assert not torch.equal(own["weights"][0][0], saved["layers.0.weight"])
+    rows = ranks[0][2]
+    logged = {name: [row[name] for row in rows if row.get(name)] for name in rows[0] if name.startswith("diloco/")}
+    assert logged.keys() == {"diloco/drift/fragment_0", "diloco/loss/worker_0", "diloco/loss/worker_1"}
+    assert all(len(values) == 1 and float(values[0]) > 0 for values in logged.values()), logged
+
+
+class _Synchronized(BatchNormed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.SyncBatchNorm(6)  # type: ignore[assignment]
+
+
+def _fit_synchronized() -> None:
+    trainer(CommOptDiLoCo(), limit_val_batches=0).fit(_Synchronized(), loader())
+
+
+def test_sync_batch_norm_is_refused() -> None:
+    """If it fails, ranks wait for each other in every forward."""
+    for _, trace in run_ranks_or_raise(_fit_synchronized, world_size=2):
+        assert trace is not None
+        assert OptionError.__name__ in trace
+        assert "use BatchNorm, whose statistics the exchanges average, or inner='ddp'" in trace
