@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
@@ -129,7 +130,11 @@ def diloco_plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[DiLoCoPlan
         return plan, lightnings
     if besides := [name for name in options if getattr(plan, name) != getattr(DiLoCoPlan(), name)]:
         raise OptionError(f"plan={plan_given!r} is a whole plan, so {', '.join(besides)} cannot be given too")
-    return plan_given if isinstance(plan_given, DiLoCoPlan) else DiLoCoPlan.load(plan_given), lightnings
+    if isinstance(plan_given, DiLoCoPlan):
+        return plan_given, lightnings
+    if not isinstance(plan_given, str | Path) or plan_given == AUTO:
+        raise OptionError(f"plan must be a DiLoCoPlan, the path of a file or None, got {plan_given!r}")
+    return DiLoCoPlan.load(plan_given), lightnings
 
 
 def named_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

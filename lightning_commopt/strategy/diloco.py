@@ -13,6 +13,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from typing_extensions import Self
 
 from lightning_commopt.compat.lightning import count_samples
 from lightning_commopt.compat.loops import LoopEvents, batch_is_open, is_last_epoch
@@ -112,6 +113,11 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
         super().__init__(**self._lightnings_arguments, **self._inner.plan.ddp_kwargs())
 
     accelerator = moving_accelerator
+
+    @classmethod
+    def from_plan(cls, plan: DiLoCoPlan | str | Path, **kwargs: Any) -> Self:
+        """Makes a strategy from a plan, or from a file with one, and other arguments."""
+        return cls(plan=plan, **kwargs)
 
     @property
     def start_method(self) -> str:
