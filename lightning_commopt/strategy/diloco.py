@@ -131,7 +131,7 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
 
     @property
     def sync_observers(self) -> Observers:
-        """Observers that are notified of DDP's buckets within a node."""
+        """Observers that are notified of exchanges, and of DDP's buckets within a node."""
         return self._inner.observers
 
     @property
@@ -159,7 +159,7 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
         assert module is not None
         if self.world_size > 1:
             broadcast_module(module)
-        self.rounds = Rounds(self._plan, module, self._make_exchange())
+        self.rounds = Rounds(self._plan, module, self._make_exchange(), self.sync_observers)
         self._events = LoopEvents(
             trainer_of(self),
             on_data=_nothing,

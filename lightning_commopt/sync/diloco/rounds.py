@@ -12,6 +12,17 @@ from torch.nn import Module
 
 from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.diloco_plan import DiLoCoPlan
+from lightning_commopt.measure.observer import (
+    APPLIED,
+    ARRIVE,
+    DUE,
+    END,
+    SEND,
+    START,
+    BucketInfo,
+    BucketSync,
+    Observers,
+)
 from lightning_commopt.sync.diloco.exchange import Arrived, Exchange, GlobalWeights, LocalWeights, Report
 from lightning_commopt.sync.diloco.fragments import Fragment, split_model
 from lightning_commopt.sync.diloco.outer import OuterSGD
@@ -40,6 +51,7 @@ class UnderWay:
     due: int
     arrived: Arrived | None = None
     future: BucketFuture | None = None  # None for one that was resumed
+    sync: BucketSync | None = None  # its observers; None for one that was resumed
 
     def wait(self, fragment: Fragment) -> Arrived:
         """Waits for the result; raises a DiLoCoError if the exchange failed."""
@@ -62,6 +74,7 @@ class Rounds:
         plan: how often parameters are exchanged, and how.
         module: the model, whose weights are equal on all ranks.
         exchange: carries an exchange out.
+        observers: notified of exchanges.
 
     Attributes:
         fragments: the global weights.
@@ -69,8 +82,11 @@ class Rounds:
         num_samples: number of samples that this rank has trained on.
     """
 
-    def __init__(self, plan: DiLoCoPlan, module: Module, exchange: Exchange) -> None:
+    def __init__(
+        self, plan: DiLoCoPlan, module: Module, exchange: Exchange, observers: Observers | None = None
+    ) -> None:
         self.plan, self.exchange = plan, exchange
+        self.observers = Observers() if observers is None else observers
         self.outer = OuterSGD(lr=plan.outer_lr, momentum=plan.outer_momentum, nesterov=plan.nesterov)
         parts = split_model(module, plan.fragments, plan.fragment_by)
         self.fragments = [GlobalWeights.of(fragment, self.outer) for fragment in parts]
@@ -103,11 +119,17 @@ class Rounds:
         report = Report(self.num_samples - self._samples_before[index], loss_scale)
         step = self._exchanges_before()
         future = self._thread.future(local.flat)
-        under_way = UnderWay(index, self.num_steps + self.plan.overlap, future=future)
+        sync = self.observers.exchange(BucketInfo(index, local.flat.nbytes, tuple(of.fragment.parameters), True))
+        under_way = UnderWay(index, self.num_steps + self.plan.overlap, future=future, sync=sync)
 
         def run() -> None:
+            bytes_before = self.exchange.bytes_sent
+            sync.note(START)
+            sync.note(SEND)
             with torch.no_grad():
                 under_way.arrived = self.exchange.run(of, local, report, step, self.outer)
+            sync.note(ARRIVE)
+            sync.note(END, self.exchange.bytes_sent - bytes_before)
 
         self._samples_before[index], self._steps_before[index] = self.num_samples, self.num_steps
         self._under_way.append(under_way)
@@ -120,10 +142,14 @@ class Rounds:
         return applied
 
     def _apply(self, under_way: UnderWay) -> Arrived:
-        of = self.fragments[under_way.index]
+        of, sync = self.fragments[under_way.index], under_way.sync
+        if sync is not None:
+            sync.note(DUE)
         arrived = under_way.wait(of.fragment)
         of.weights, of.floats, of.integers = arrived.weights, arrived.floats, arrived.integers
         _mix(of, self.plan.own_share)
+        if sync is not None:
+            sync.note(APPLIED)
         return arrived
 
     def wait(self) -> None:
