@@ -87,6 +87,7 @@ def test_callbacks() -> None:
         "CommTimeMonitor",
         "HangMonitor",
         "NVTXRanges",
+        "OuterMomentum",
         "RunRecorder",
         "SpeedMonitor",
     ]
