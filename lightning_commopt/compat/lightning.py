@@ -141,6 +141,12 @@ def optimizer_is_toggled(module: LightningModule) -> bool:
     return bool(module._param_requires_grad_state)
 
 
+def timers(trainer: Trainer) -> list[Callback]:
+    """Returns the callbacks that end a fit after some time, also that of ``Trainer(max_time=...)``."""
+    timer: type[Callback] = import_module(f"{package_of(trainer)}.callbacks").Timer
+    return [callback for callback in trainer.callbacks if isinstance(callback, timer)]  # type: ignore[attr-defined]
+
+
 def has_trainer(module: LightningModule) -> bool:
     """Returns whether a module belongs to a trainer; its public ``trainer`` raises if it does not."""
     return module._trainer is not None

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Self
 
-from lightning_commopt.compat.lightning import count_samples
-from lightning_commopt.compat.loops import LoopEvents, batch_is_open, is_last_epoch
+from lightning_commopt.compat.lightning import batches_that_stepped, count_samples, optimizer_is_toggled, timers
+from lightning_commopt.compat.loops import LoopEvents, batch_is_open, is_last_epoch, wrap_method
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.channel import Channel
@@ -30,10 +31,13 @@ from lightning_commopt.plan_base import OptionError
 from lightning_commopt.strategy import base, remedies
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import StartMethod, diloco_plan_from_arguments, document_plan_options
+from lightning_commopt.strategy.diloco_checkpoint import SavesRanks
 from lightning_commopt.strategy.fit_guards import FitGuards
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
-from lightning_commopt.sync.diloco.exchange import Exchange
+from lightning_commopt.sync.diloco.drift import DriftWatch
+from lightning_commopt.sync.diloco.equalize import equalize
+from lightning_commopt.sync.diloco.exchange import Arrived, Exchange
 from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_groups, default_group
 from lightning_commopt.sync.strategies import trainer_of
@@ -46,7 +50,7 @@ else:
 
 
 @document_plan_options
-class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
+class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
     """Trains on every rank, or on every node, on its own, and exchanges what was learned every ``sync_every`` steps.
 
     It takes the arguments of ``DDPStrategy`` up to ``start_method``, and the keywords below. Gradients are not
@@ -158,8 +162,10 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
         module = self.lightning_module
         assert module is not None
         if self.world_size > 1:
-            broadcast_module(module)
-        self.rounds = Rounds(self._plan, module, self._make_exchange(), self.sync_observers)
+            equalize([*module.parameters(), *module.buffers()])
+        self._begin_rounds(self._make_exchange())
+        self._drift_watch = DriftWatch(self.num_processes if self._is_inner else 1)
+        self._shows_for_validation = False
         self._events = LoopEvents(
             trainer_of(self),
             on_data=_nothing,
@@ -168,6 +174,9 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
             on_epoch_end=self._finish_if_last,
             on_error=_nothing,
         )
+        self._time_limits = [
+            wrap_method(callback, "on_train_batch_end", self._after_rounds) for callback in timers(trainer_of(self))
+        ]
         within = self._node_group()
         for part in module.modules():
             if isinstance(part, SyncBatchNorm):
@@ -203,6 +212,7 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
             return None
         nodes = [[*range(first, first + self.num_processes)] for first in range(0, self.world_size, self.num_processes)]
         group, _ = dist.new_subgroups_by_enumeration(nodes, timeout=self.timeout)
+        assert isinstance(group, dist.ProcessGroup)
         return group
 
     def _register_ddp_hooks(self) -> None:
@@ -213,14 +223,48 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
         super().on_train_batch_start(batch, batch_idx)
         assert self.rounds is not None
         self.rounds.show_own()
-        self.rounds.num_samples += count_samples(trainer_of(self), batch) or 1
+        self._include_unfrozen(self.rounds)
+        self.rounds.counts.samples += count_samples(trainer_of(self), batch) or 1
+
+    def _include_unfrozen(self, rounds: Rounds) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if optimizer_is_toggled(module) or not (unfrozen := rounds.unfrozen()):
+            return
+        if self.world_size > 1:
+            equalize(unfrozen)  # a training step may have unfrozen and trained them before
+        rounds.divide_again(module)
+        if self._inner.model is not None:
+            self._inner.rewrap(self._wrap)
+
+    def _wrap(self, module: Module) -> None:
+        self.model = module
+        super().configure_ddp()
+
+    def _after_rounds(self, inner: Callable[..., None], *args: Any) -> None:
+        """Calls what broadcasts a decision in every batch only after whole rounds."""
+        if self.rounds is not None and self.rounds.num_steps % self._plan.sync_every == 0:
+            inner(*args)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().training_step(*args, **kwargs)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if self.rounds is not None and isinstance(loss, Tensor):
+            self.rounds.counts.add_loss(loss)
+        return output
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.rounds is not None and optimizer is self.optimizers[0]:
-            for arrived in self.rounds.step(self._loss_scale):
+            for index, arrived in self.rounds.step(self._loss_scale):
                 self._agree_on_loss_scale([report.loss_scale for report in arrived.reports])
+                self._log(index, arrived)
         return output
+
+    def _log(self, index: int, arrived: Arrived) -> None:
+        metrics, trainer = self._drift_watch.metrics(index, arrived.reports), trainer_of(self)
+        for logger in trainer.loggers if self.is_global_zero else ():
+            logger.log_metrics(metrics, step=batches_that_stepped(trainer))
 
     def _loss_scale(self) -> float:
         scaler = getattr(self.precision_plugin, "scaler", None)
@@ -250,14 +294,14 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
             self.rounds.show_own()
         self._shows_for_validation = False
 
-    _shows_for_validation: bool = False
-
     def _finish_if_last(self) -> None:
         if is_last_epoch(trainer_of(self)):
             self._finish()
 
     def on_train_end(self) -> None:
         self._finish()
+        if self.rounds is not None:
+            self.rounds.finish_again()
         super().on_train_end()
 
     def _finish(self) -> None:
@@ -271,6 +315,8 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
         try:
             if self._events is not None:
                 self._events.close()
+                while self._time_limits:
+                    self._time_limits.pop()()
             if self.rounds is not None:
                 if self.rounds.close() and self._groups is not None:
                     self._groups.return_to_pool()
@@ -282,17 +328,6 @@ class CommOptDiLoCoStrategy(base.WithTimeout, _DDPStrategy):
             self._inner.end_fit()
             self._guards.close()
             self.rounds = self._groups = self._events = None
-
-
-def broadcast_module(module: Module) -> None:
-    """Gives all ranks the parameters and buffers of rank 0, in one message for each dtype."""
-    tensors = [x.detach() for x in (*module.parameters(), *module.buffers())]
-    for dtype in sorted({x.dtype for x in tensors}, key=str):
-        alike = [x for x in tensors if x.dtype == dtype]
-        flat = torch.cat([x.reshape(-1) for x in alike])
-        dist.broadcast(flat, 0)
-        for x, part in zip(alike, flat.split([x.numel() for x in alike]), strict=True):
-            x.copy_(part.view(x.shape))
 
 
 def _group_of_batch_norm(within: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -16,10 +16,11 @@ from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.record import EXCHANGE
 from lightning_commopt.measure.summary import summarize_run
 from lightning_commopt.measure.trace import to_trace
+from lightning_commopt.sync.diloco.exchange import Report
 from support.ranks import run_ranks
 
 _OF_FIRST, _OF_SECOND = 8 * 16 + 16, 16 * 4 + 4  # parameters of the two layers, each of which is a fragment
-_REPORT_BYTES = 16  # beside each difference: samples and the loss scale, in float64
+_REPORT_BYTES = Report(samples=1.0).to_tensor().nbytes  # beside each difference
 
 
 def _fit(folder: Path, **options: Any) -> tuple[dict[str, float], str]:

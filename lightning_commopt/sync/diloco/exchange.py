@@ -6,8 +6,9 @@ enough for DiLoCo the copy costs nothing, and training goes on beside it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -28,13 +29,17 @@ class Report:
     Attributes:
         samples: number of samples since the last exchange of this fragment, its weight in the mean.
         loss_scale: scale of its gradient scaler; 0 without one.
+        loss: mean loss of its training steps since the last exchange of any fragment; NaN if it has none.
+        drift: Euclidean norm of its weights' difference from the global ones.
     """
 
     samples: float
     loss_scale: float = 0.0
+    loss: float = math.nan
+    drift: float = 0.0
 
     def to_tensor(self) -> Tensor:
-        return torch.tensor([self.samples, self.loss_scale], dtype=torch.float64)
+        return torch.tensor(astuple(self), dtype=torch.float64)
 
 
 @dataclass(eq=False)
@@ -47,6 +52,7 @@ class GlobalWeights:
         integers: the other buffers of the first worker then.
         momentum: ``(n,)`` of the outer optimizer; None without one.
         state: what the compressor keeps on this rank.
+        carried: ``(n,)`` what an earlier division of the model had left unsent on this rank; None if there is nothing.
     """
 
     fragment: Fragment
@@ -55,6 +61,7 @@ class GlobalWeights:
     integers: list[Tensor]
     momentum: Tensor | None
     state: State = field(default_factory=dict)
+    carried: Tensor | None = None
 
     @classmethod
     def of(cls, fragment: Fragment, outer: OuterSGD) -> GlobalWeights:
@@ -66,6 +73,10 @@ class GlobalWeights:
     def tensors(self) -> list[Tensor]:
         """Returns the global values of the fragment's ``tensors()``."""
         return [*self.fragment.views(self.weights), *self.floats, *self.integers]
+
+    def take(self, arrived: Arrived) -> None:
+        """Makes what an exchange has brought the global weights."""
+        self.weights, self.floats, self.integers = arrived.weights, arrived.floats, arrived.integers
 
 
 @dataclass(eq=False)
@@ -146,10 +157,13 @@ class Exchange:
         """
         local.wait()
         difference = torch.sub(of.weights, local.flat, out=local.flat)
-        reports = self._gather(report)
+        reports = self._gather(replace(report, drift=float(torch.linalg.vector_norm(difference))))
         total = sum(other.samples for other in reports)
         if total and any(other.samples != report.samples for other in reports):
             difference.mul_(report.samples * len(reports) / total)
+        if of.carried is not None:
+            difference.add_(of.carried)
+            of.carried = None
         if self._channel is not None:
             layout = of.fragment.layout
             if not of.state:
@@ -158,6 +172,17 @@ class Exchange:
         weights = of.fragment.new_flat().copy_(of.weights)
         outer.step(weights, of.momentum, difference)
         return Arrived(weights, self._mean(local.floats), self._first(local.integers), reports)
+
+    def unsent(self, of: GlobalWeights) -> Tensor | None:
+        """Returns ``(n,)`` what this rank has not sent of a fragment yet; None if nothing is kept."""
+        residual = self._compressor.residual(of.fragment.layout, of.state) if of.state else None
+        if residual is None or of.carried is None:
+            return of.carried if residual is None else residual
+        return residual + of.carried
+
+    def any_rank(self, value: bool) -> bool:
+        """Returns whether ``value`` is true on any rank. All ranks must call it."""
+        return any(report.samples for report in self._gather(Report(float(value))))
 
     def _gather(self, report: Report) -> list[Report]:
         if self._channel is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -21,13 +21,23 @@ class Fragment:
 
     Attributes:
         parameters: the trainable parameters by their names, each only once if modules share it.
-        floats: floating-point buffers, whose mean the workers get.
-        integers: all other buffers, which the workers get from the first of them.
+        owners_of_floats: the modules that have floating-point buffers, by the names of these.
+        owners_of_integers: the modules that have other buffers.
     """
 
     parameters: dict[str, Tensor]
-    floats: dict[str, Tensor] = field(default_factory=dict)
-    integers: dict[str, Tensor] = field(default_factory=dict)
+    owners_of_floats: dict[str, Module] = field(default_factory=dict)
+    owners_of_integers: dict[str, Module] = field(default_factory=dict)
+
+    @property
+    def floats(self) -> dict[str, Tensor]:
+        """Floating-point buffers, whose mean the workers get; modules may replace them by other tensors."""
+        return _buffers(self.owners_of_floats)
+
+    @property
+    def integers(self) -> dict[str, Tensor]:
+        """All other buffers, which the workers get from the first of them."""
+        return _buffers(self.owners_of_integers)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -49,6 +59,10 @@ class Fragment:
         """Returns a view of ``flat`` ``(n,)`` for each parameter, in the shape of `real_parameters`."""
         return self.layout.split(flat)
 
+    def by_name(self, flat: Tensor) -> dict[str, Tensor]:
+        """Returns `views` by the names of the parameters."""
+        return dict(zip(self.parameters, self.views(flat), strict=True))
+
     def tensors(self) -> list[Tensor]:
         """Returns everything that is exchanged: `real_parameters`, then the buffers."""
         return [*self.real_parameters(), *self.floats.values(), *self.integers.values()]
@@ -58,18 +72,23 @@ class Fragment:
         return [as_real(x.detach()) for x in self.parameters.values()]
 
 
-def split_model(module: Module, number: int, by: str) -> tuple[Fragment, ...]:
+def _buffers(owners: Mapping[str, Module]) -> dict[str, Tensor]:
+    return {name: owner.get_buffer(name.rpartition(".")[2]) for name, owner in owners.items()}
+
+
+def split_model(module: Module, number: int, by: str, trained: Collection[str] = ()) -> tuple[Fragment, ...]:
     """Divides what a model trains into fragments, in the same way on all ranks.
 
     Args:
-        module: the model; parameters that need no gradient are left out, with those that share their memory.
+        module: the model. Other parameters than those that require a gradient or are ``trained`` are left out.
         number: number of fragments.
         by: "blocks" or "bytes"; see `DiLoCoPlan`.
+        trained: names of parameters that were trained before, and may be frozen.
 
     Raises:
         OptionError: the model has fewer blocks or parameters than fragments.
     """
-    parameters = {name: x for name, x in module.named_parameters() if x.requires_grad}
+    parameters = {name: x for name, x in module.named_parameters() if x.requires_grad or name in trained}
     if not parameters:
         raise OptionError("DiLoCo has nothing to exchange: no parameter of the model requires a gradient")
     groups = _blocks(module, parameters) if by == "blocks" and number > 1 else [[name] for name in parameters]
@@ -90,7 +109,7 @@ def split_model(module: Module, number: int, by: str) -> tuple[Fragment, ...]:
     return _with_buffers(module, [{name: parameters[name] for name in names} for names in parts])
 
 
-def _blocks(module: Module, parameters: dict[str, Tensor]) -> list[list[str]]:
+def _blocks(module: Module, parameters: Mapping[str, Tensor]) -> list[list[str]]:
     """Returns the names of parameters by block: repeated modules first, in their order, then all other modules."""
     containers = [
         name for name, part in module.named_modules() if isinstance(part, ModuleList | Sequential) and len(part) > 1
@@ -113,7 +132,7 @@ def _is_in(name: str, prefix: str) -> bool:
     return not prefix or name.startswith(f"{prefix}.")
 
 
-def _stride(groups: Sequence[list[str]], number: int, parameters: dict[str, Tensor]) -> list[list[str]]:
+def _stride(groups: Sequence[list[str]], number: int, parameters: Mapping[str, Tensor]) -> list[list[str]]:
     """Gives every ``number``-th of the groups of the usual size to the same fragment, and balances the others."""
     sizes = [sum(parameters[name].numel() for name in group) for group in groups]
     usual = max(set(sizes), key=lambda size: (sizes.count(size), size))
@@ -124,7 +143,7 @@ def _stride(groups: Sequence[list[str]], number: int, parameters: dict[str, Tens
     return _balance([group for group, size in zip(groups, sizes, strict=True) if size != usual], parts, parameters)
 
 
-def _balance(groups: Iterable[list[str]], parts: list[list[str]], parameters: dict[str, Tensor]) -> list[list[str]]:
+def _balance(groups: Iterable[list[str]], parts: list[list[str]], parameters: Mapping[str, Tensor]) -> list[list[str]]:
     """Adds each group, the largest first, to the part with the fewest elements."""
 
     def numel(names: Sequence[str]) -> int:
@@ -141,5 +160,6 @@ def _with_buffers(module: Module, parts: Sequence[dict[str, Tensor]]) -> tuple[F
     owners = {name.rpartition(".")[0]: fragment for fragment in reversed(fragments) for name in fragment.parameters}
     for name, buffer in module.named_buffers():
         fragment = owners.get(name.rpartition(".")[0], fragments[0])
-        (fragment.floats if buffer.is_floating_point() else fragment.integers)[name] = buffer
+        into = fragment.owners_of_floats if buffer.is_floating_point() else fragment.owners_of_integers
+        into[name] = module.get_submodule(name.rpartition(".")[0])
     return fragments

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,11 +47,13 @@ class UnderWay:
         index: number of the fragment.
         due: number of steps after which its result is applied.
         arrived: its result, once the exchange has ended.
+        error: what it raised.
     """
 
     index: int
     due: int
     arrived: Arrived | None = None
+    error: Exception | None = None
     future: BucketFuture | None = None  # None for one that was resumed
     sync: BucketSync | None = None  # its observers; None for one that was resumed
 
@@ -58,13 +62,49 @@ class UnderWay:
         if self.future is not None:
             try:
                 self.future.future.wait()
-            except Exception as error:
+            except Exception as error_of_future:
+                error = self.error or error_of_future  # a future adds the stack of its thread to the message
                 raise DiLoCoError(
                     f"the exchange of fragment {self.index} failed ({type(error).__name__}: {error}); its parameters:"
                     f" {list_some([*fragment.parameters], 8)}"
                 ) from error
         assert self.arrived is not None
         return self.arrived
+
+
+@dataclass
+class Counts:
+    """What one rank has trained on.
+
+    Attributes:
+        samples: number of samples.
+        samples_before: for each fragment, their number at its last exchange.
+        losses: sum of the losses since the last exchange of any fragment.
+        num_losses: their number.
+    """
+
+    samples: float = 0.0
+    samples_before: list[float] = field(default_factory=list)
+    losses: Tensor | float = 0.0
+    num_losses: int = 0
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Adds the loss of a training step, without waiting for it."""
+        self.losses = self.losses + loss.detach().float()
+        self.num_losses += 1
+
+    def report(self, index: int, loss_scale: float = 0.0) -> Callable[[], Report]:
+        """Returns a function that reports on a fragment, and may wait for the device; the counts begin anew."""
+        samples, losses, number = self.samples - self.samples_before[index], self.losses, self.num_losses
+        self.samples_before[index], self.losses, self.num_losses = self.samples, 0.0, 0
+        return lambda: Report(samples, loss_scale, float(losses) / number if number else math.nan)
+
+    def to_plain(self) -> dict[str, Any]:
+        return {**vars(self), "losses": float(self.losses)}
+
+    def load_plain(self, saved: Mapping[str, Any]) -> None:
+        """Sets the counts to those that `to_plain` has returned."""
+        vars(self).update({name: saved[name] for name in vars(self)})
 
 
 class Rounds:
@@ -74,49 +114,100 @@ class Rounds:
         plan: how often parameters are exchanged, and how.
         module: the model, whose weights are equal on all ranks.
         exchange: carries an exchange out.
+        trained: names of parameters that were trained before; see `split_model`.
         observers: notified of exchanges.
 
     Attributes:
         fragments: the global weights.
+        counts: what this rank has trained on.
         num_steps: number of optimizer steps so far.
-        num_samples: number of samples that this rank has trained on.
+        steps_before: for each fragment, their number at its last exchange.
+        under_way: the exchanges that have begun, and are not applied yet.
     """
 
     def __init__(
-        self, plan: DiLoCoPlan, module: Module, exchange: Exchange, observers: Observers | None = None
+        self,
+        plan: DiLoCoPlan,
+        module: Module,
+        exchange: Exchange,
+        trained: Collection[str] = (),
+        observers: Observers | None = None,
     ) -> None:
         self.plan, self.exchange = plan, exchange
         self.observers = Observers() if observers is None else observers
         self.outer = OuterSGD(lr=plan.outer_lr, momentum=plan.outer_momentum, nesterov=plan.nesterov)
-        parts = split_model(module, plan.fragments, plan.fragment_by)
-        self.fragments = [GlobalWeights.of(fragment, self.outer) for fragment in parts]
+        self.fragments = self._divide(module, trained)
         self.num_steps = 0
-        self.num_samples = 0.0
-        self._samples_before = [0.0] * plan.fragments
-        self._steps_before = [0] * plan.fragments
-        self._under_way: deque[UnderWay] = deque()
+        self.steps_before = [0] * plan.fragments
+        self.counts = Counts(samples_before=[0.0] * plan.fragments)
+        self.under_way: deque[UnderWay] = deque()
         self._thread = WorkerThread()
         self._own: list[list[Tensor]] | None = None  # this worker's weights while the model has others
+        self._final_weights: list[GlobalWeights] | None = None
 
-    def step(self, report: Callable[[], float] = float) -> list[Arrived]:
+    @property
+    def shows_final(self) -> bool:
+        """Whether the model has the weights of the end of a fit."""
+        return self._final_weights is not None
+
+    def _divide(self, module: Module, trained: Collection[str]) -> list[GlobalWeights]:
+        parts = split_model(module, self.plan.fragments, self.plan.fragment_by, trained)
+        known = {id(x) for part in parts for x in part.parameters.values()}
+        self._left_out = [x for x in module.parameters() if id(x) not in known]
+        return [GlobalWeights.of(fragment, self.outer) for fragment in parts]
+
+    def unfrozen(self) -> list[Tensor]:
+        """Returns the parameters that require a gradient, and are in no fragment."""
+        return [x for x in self._left_out if x.requires_grad]
+
+    def divide_again(self, module: Module) -> None:
+        """Divides the model anew, when parameters were unfrozen. All ranks must call it after the same step.
+
+        The exchanges under way are applied early. Global weights, momentum and residuals are kept for each parameter.
+
+        Args:
+            module: the model, whose unfrozen parameters are equal on all ranks.
+        """
+        self.wait()
+        while self.under_way:
+            self._apply(self.under_way.popleft())
+        old = self.fragments
+        names = [name for of in old for name in of.fragment.parameters]
+        self.fragments = self._divide(module, names)
+        kept: list[dict[str, Tensor]] = [{}, {}, {}]
+        for of in old:
+            flats = of.weights, of.momentum, self.exchange.unsent(of)
+            for by_name, flat in zip(kept, flats, strict=True):
+                by_name.update({} if flat is None else of.fragment.by_name(flat))
+        floats = {name: x for of in old for name, x in zip(of.fragment.floats, of.floats, strict=True)}
+        integers = {name: x for of in old for name, x in zip(of.fragment.integers, of.integers, strict=True)}
+        for of in self.fragments:
+            of.carried = torch.zeros_like(of.weights) if kept[2] else None
+            for by_name, flat in zip(kept, (of.weights, of.momentum, of.carried), strict=True):
+                for name, x in of.fragment.by_name(flat).items() if flat is not None else ():
+                    x.copy_(by_name.get(name, x))
+            of.floats = [floats.get(name, x) for name, x in zip(of.fragment.floats, of.floats, strict=True)]
+            of.integers = [integers.get(name, x) for name, x in zip(of.fragment.integers, of.integers, strict=True)]
+
+    def step(self, loss_scale: Callable[[], float] = float) -> list[tuple[int, Arrived]]:
         """Counts an optimizer step and begins the exchanges that follow it. All ranks must call it.
 
         Args:
-            report: returns the scale of this rank's gradient scaler; called if an exchange begins.
+            loss_scale: returns the scale of this rank's gradient scaler; called if an exchange begins.
 
         Returns:
-            What was applied to the model.
+            What was applied to the model, each with the number of its fragment.
         """
         self.num_steps += 1
         applied = self._apply_due()
         for index, offset in enumerate(self.plan.offsets):
             if self.num_steps % self.plan.sync_every == offset:
-                self._begin(index, report())
+                self._begin(index, loss_scale())
         return [*applied, *self._apply_due()]
 
     def _begin(self, index: int, loss_scale: float) -> None:
         of, local = self.fragments[index], LocalWeights.of(self.fragments[index].fragment)
-        report = Report(self.num_samples - self._samples_before[index], loss_scale)
+        report = self.counts.report(index, loss_scale)
         step = self._exchanges_before()
         future = self._thread.future(local.flat)
         sync = self.observers.exchange(BucketInfo(index, local.flat.nbytes, tuple(of.fragment.parameters), True))
@@ -124,21 +215,27 @@ class Rounds:
 
         def run() -> None:
             bytes_before = self.exchange.bytes_sent
-            sync.note(START)
-            sync.note(SEND)
-            with torch.no_grad():
-                under_way.arrived = self.exchange.run(of, local, report, step, self.outer)
+            try:
+                with torch.no_grad():
+                    local.wait()
+                    sync.note(START)
+                    sync.note(SEND)
+                    under_way.arrived = self.exchange.run(of, local, report(), step, self.outer)
+            except Exception as error:
+                under_way.error = error
+                raise
             sync.note(ARRIVE)
             sync.note(END, self.exchange.bytes_sent - bytes_before)
 
-        self._samples_before[index], self._steps_before[index] = self.num_samples, self.num_steps
-        self._under_way.append(under_way)
+        self.steps_before[index] = self.num_steps
+        self.under_way.append(under_way)
         self._thread.submit(run, [future])
 
-    def _apply_due(self) -> list[Arrived]:
+    def _apply_due(self) -> list[tuple[int, Arrived]]:
         applied = []
-        while self._under_way and self._under_way[0].due <= self.num_steps:
-            applied.append(self._apply(self._under_way.popleft()))
+        while self.under_way and self.under_way[0].due <= self.num_steps:
+            under_way = self.under_way.popleft()
+            applied.append((under_way.index, self._apply(under_way)))
         return applied
 
     def _apply(self, under_way: UnderWay) -> Arrived:
@@ -146,7 +243,7 @@ class Rounds:
         if sync is not None:
             sync.note(DUE)
         arrived = under_way.wait(of.fragment)
-        of.weights, of.floats, of.integers = arrived.weights, arrived.floats, arrived.integers
+        of.take(arrived)
         _mix(of, self.plan.own_share)
         if sync is not None:
             sync.note(APPLIED)
@@ -154,7 +251,7 @@ class Rounds:
 
     def wait(self) -> None:
         """Waits for the exchanges that are under way, without applying them."""
-        for under_way in self._under_way:
+        for under_way in self.under_way:
             under_way.wait(self.fragments[under_way.index].fragment)
 
     @property
@@ -162,16 +259,23 @@ class Rounds:
         """Whether the model has this worker's weights."""
         return self._own is None
 
-    def show_global(self, weights: list[GlobalWeights] | None = None) -> None:
-        """Puts global weights into the model until `show_own`; None for those of the last exchanges."""
+    def own_weights(self) -> list[list[Tensor]]:
+        """Returns this worker's weights and buffers of each fragment, whatever the model shows."""
+        return [of.fragment.tensors() for of in self.fragments] if self._own is None else self._own
+
+    def show_global(self) -> None:
+        """Puts the global weights of the last exchanges into the model until `show_own`."""
+        self._show(self.fragments)
+
+    def _show(self, weights: list[GlobalWeights]) -> None:
         if self._own is None:
-            self._own = [[x.detach().clone() for x in of.fragment.tensors()] for of in self.fragments]
-        for of in self.fragments if weights is None else weights:
+            self._own = [[x.detach().clone() for x in tensors] for tensors in self.own_weights()]
+        for of in weights:
             foreach_copy_(of.fragment.tensors(), of.tensors())
 
     def show_own(self) -> None:
         """Puts this worker's own weights back, if the model has others."""
-        own, self._own = self._own, None
+        own, self._own, self._final_weights = self._own, None, None
         for of, tensors in zip(self.fragments, own or (), strict=False):
             foreach_copy_(of.fragment.tensors(), tensors)
 
@@ -183,26 +287,38 @@ class Rounds:
         """
         self.show_own()
         self.wait()  # an exchange of the thread would mix its messages with those below
-        final = [self._final(index) for index in range(len(self.fragments))]
-        self.show_global(final)
+        self._final_weights = [self._final(index) for index in range(len(self.fragments))]
+        self._show(self._final_weights)
+
+    def finish_again(self) -> None:
+        """Averages over the workers what a callback has put into the model since `finish`, such as their averages.
+
+        All ranks must call it. Without such a callback on any rank it sends nothing but one number.
+        """
+        final = self._final_weights
+        assert final is not None
+        pairs = [pair for of in final for pair in zip(of.fragment.tensors(), of.tensors(), strict=True)]
+        if self.exchange.any_rank(not all(torch.equal(x.cpu(), value.to(x.dtype)) for x, value in pairs)):
+            for of in final:
+                local = LocalWeights.of(of.fragment)
+                of.take(self.exchange.run(of, local, Report(1.0), self._exchanges_before(), _MEAN))
+            self._show(final)
 
     def _final(self, index: int) -> GlobalWeights:
         """Returns a fragment's weights at the end of a fit: after an incomplete round the mean of the workers'."""
         of = self.fragments[index]
-        under_way = next((other for other in self._under_way if other.index == index), None)
+        under_way = next((other for other in self.under_way if other.index == index), None)
         latest = replace(of, momentum=None, state=map_tensors(Tensor.clone, of.state))
         if under_way is not None:
-            arrived = under_way.wait(of.fragment)
-            latest.weights, latest.floats, latest.integers = arrived.weights, arrived.floats, arrived.integers
-        if self._steps_before[index] == self.num_steps:
+            latest.take(under_way.wait(of.fragment))
+        if self.steps_before[index] == self.num_steps:
             return latest
         local = LocalWeights.of(of.fragment)
         local.wait()
         if under_way is not None:
             torch.lerp(latest.weights, local.flat, self.plan.own_share, out=local.flat)
-        report = Report(self.num_samples - self._samples_before[index])
-        arrived = self.exchange.run(latest, local, report, self._exchanges_before(), _MEAN)
-        latest.weights, latest.floats, latest.integers = arrived.weights, arrived.floats, arrived.integers
+        report = Report(self.counts.samples - self.counts.samples_before[index])
+        latest.take(self.exchange.run(latest, local, report, self._exchanges_before(), _MEAN))
         return latest
 
     def _exchanges_before(self) -> int:

@@ -1,0 +1,302 @@
+"""What checkpoints hold of DiLoCo, version 1: a common part in the checkpoint, and a file of each rank beside it.
+
+The weights of a checkpoint are the global ones, and everything that all workers share is under `KEY`. A worker's own
+weights and optimizer states go into a file that its rank writes: over links that are slow enough for DiLoCo nobody
+should gather them. All files hold tensors, numbers, strings, lists and dicts, so that ``torch.load(weights_only=True)``
+reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_commopt.compat.torch import foreach_copy_
+from lightning_commopt.compressors.base import as_real
+from lightning_commopt.diloco_plan import DiLoCoPlan
+from lightning_commopt.sync.checkpoint import KEY
+from lightning_commopt.sync.diloco.exchange import Arrived, GlobalWeights, Report
+from lightning_commopt.sync.diloco.fragments import Fragment
+from lightning_commopt.sync.diloco.rounds import Rounds, UnderWay
+from lightning_commopt.sync.state import CheckpointError, as_checkpoint_error
+from lightning_commopt.text.validation import info, warn
+
+KIND = "diloco"
+_VERSION = 1
+_FOLDER = f"{KEY}_ranks"  # its name must not begin with that of a checkpoint: Lightning finds "last.ckpt" by its name
+_FREE_OPTIONS = ("outer_lr", "nesterov", "mixing", "eval_weights")
+"""Options that may change between two fits without a change of what is saved."""
+
+
+def ranks_folder(path: str | Path) -> str:
+    """Returns the folder of the files that ranks write beside a checkpoint."""
+    folder, name = os.path.split(path)
+    return os.path.join(folder, _FOLDER, name)
+
+
+def rank_file(path: str | Path, rank: int) -> str:
+    """Returns the file of one rank beside a checkpoint."""
+    return os.path.join(ranks_folder(path), f"rank_{rank}.ckpt")
+
+
+def followed(path: str | Path) -> str | Path:
+    """Returns what a link on a local disk leads to, since ranks write beside the file."""
+    return os.path.realpath(path) if os.path.islink(path) else path
+
+
+def global_state_dict(module: Module, rounds: Rounds) -> dict[str, Any]:
+    """Returns a module's ``state_dict`` with global weights and buffers in place of a worker's own.
+
+    Values in float32 and float64 share the memory of the global weights.
+    """
+    state = module.state_dict()
+    if rounds.shows_own:
+        values = {_place(x): value for of in rounds.fragments for x, value in _pairs(of)}
+        for name, x in state.items():
+            if isinstance(x, Tensor) and _place(x) in values:
+                state[name] = values[_place(x)].to(x.dtype)
+    return state
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    return x.data_ptr(), x.dtype, x.shape, x.stride()
+
+
+def _pairs(of: GlobalWeights) -> list[tuple[Tensor, Tensor]]:
+    """Returns all tensors of a fragment that have elements, each with its global value."""
+    parameters = [*of.fragment.parameters.values()]
+    values = [
+        torch.view_as_complex(value) if x.is_complex() else value
+        for x, value in zip(parameters, of.fragment.views(of.weights), strict=True)
+    ]
+    tensors = [*parameters, *of.fragment.floats.values(), *of.fragment.integers.values()]
+    pairs = zip(tensors, [*values, *of.floats, *of.integers], strict=True)
+    return [(x, value) for x, value in pairs if x.numel()]
+
+
+def common_part(rounds: Rounds, identity: str, world_size: int) -> dict[str, Any]:
+    """Returns what a checkpoint has under `KEY`. The exchanges under way must have ended; see `Rounds.wait`.
+
+    Args:
+        rounds: the exchanges of the fit.
+        identity: a text that no other checkpoint has, equal on all ranks.
+        world_size: number of ranks that write a file.
+    """
+    return {
+        "version": _VERSION,
+        "kind": KIND,
+        "identity": identity,
+        "world_size": world_size,
+        "plan": _describe(rounds.plan),
+        "num_steps": rounds.num_steps,
+        "steps_before": list(rounds.steps_before),
+        "fragments": [_fragment_to_plain(of, keeps_weights=rounds.shows_final) for of in rounds.fragments],
+        "under_way": [_under_way_to_plain(under_way) for under_way in rounds.under_way],
+    }
+
+
+def _describe(plan: DiLoCoPlan) -> str:
+    options = {name: value for name, value in plan.to_dict().items() if name not in _FREE_OPTIONS}
+    return json.dumps(options, sort_keys=True, default=repr)
+
+
+def _names(fragment: Fragment) -> dict[str, list[str]]:
+    parts = {"parameters": fragment.parameters, "floats": fragment.floats, "integers": fragment.integers}
+    return {kind: list(tensors) for kind, tensors in parts.items()}
+
+
+def _fragment_to_plain(of: GlobalWeights, *, keeps_weights: bool) -> dict[str, Any]:
+    is_exact = all(as_real(x).dtype == of.weights.dtype for x in of.fragment.parameters.values())
+    return {
+        **_names(of.fragment),
+        # The `state_dict` has them, unless it has rounded ones or those of the end of a fit.
+        "weights": of.weights if keeps_weights or not is_exact else None,
+        "momentum": of.momentum,
+        "values_of_floats": of.floats,
+        "values_of_integers": of.integers,
+    }
+
+
+def _under_way_to_plain(under_way: UnderWay) -> dict[str, Any]:
+    arrived = under_way.arrived
+    assert arrived is not None
+    return {
+        "index": under_way.index,
+        "due": under_way.due,
+        "weights": arrived.weights,
+        "floats": arrived.floats,
+        "integers": arrived.integers,
+        "reports": [list(astuple(report)) for report in arrived.reports],
+    }
+
+
+def rank_part(rounds: Rounds, identity: str, rank: int, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the file of one rank holds.
+
+    Args:
+        rounds: the exchanges of the fit.
+        identity: that of the checkpoint.
+        rank: the rank.
+        entries: those of Lightning's checkpoint, which rank 0 writes, whose values differ between workers.
+    """
+    return {
+        "version": _VERSION,
+        "identity": identity,
+        "rank": rank,
+        "entries": dict(entries),
+        "weights": rounds.own_weights(),
+        "states": [of.state for of in rounds.fragments],
+        "carried": [of.carried for of in rounds.fragments],
+        "counts": rounds.counts.to_plain(),
+    }
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a fit resumes from; without ``common`` from the weights that were loaded, in a new round.
+
+    Attributes:
+        common: what all workers share, from `common_part`.
+        own: this rank's part, from `rank_part`; None to resume from the global weights.
+    """
+
+    common: Mapping[str, Any] | None = None
+    own: Mapping[str, Any] | None = None
+
+    @property
+    def entries(self) -> Mapping[str, Any]:
+        """This rank's entries of Lightning's checkpoint."""
+        return {} if self.own is None else self.own["entries"]
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """Names of the parameters that were in fragments."""
+        if self.common is None:
+            return frozenset()
+        return frozenset(name for saved in self.common["fragments"] for name in saved["parameters"])
+
+    def restore(self, rounds: Rounds) -> None:
+        """Puts everything back into new rounds, and this worker's or the global weights into the model."""
+        if self.common is None:
+            return
+        if [_names(of.fragment) for of in rounds.fragments] != [_names_of(saved) for saved in self.common["fragments"]]:
+            warn(_lost("the model has other parameters", has_momentum=False))
+            return
+        rounds.num_steps, rounds.steps_before = self.common["num_steps"], list(self.common["steps_before"])
+        for of, saved in zip(rounds.fragments, self.common["fragments"], strict=True):
+            if saved["weights"] is not None:
+                of.weights.copy_(saved["weights"])
+            of.momentum, of.floats, of.integers = (
+                saved[key] for key in ("momentum", "values_of_floats", "values_of_integers")
+            )
+        under_way = [_under_way_from_plain(saved) for saved in self.common["under_way"]]
+        if self.own is not None:
+            self._restore_own(rounds, self.own)
+            rounds.under_way.extend(under_way)
+            return
+        for ended in under_way:
+            assert ended.arrived is not None
+            rounds.fragments[ended.index].take(ended.arrived)
+        for of in rounds.fragments:
+            foreach_copy_(of.fragment.tensors(), of.tensors())
+
+    @staticmethod
+    def _restore_own(rounds: Rounds, own: Mapping[str, Any]) -> None:
+        rounds.counts.load_plain(own["counts"])
+        parts = zip(rounds.fragments, own["weights"], own["states"], own["carried"], strict=True)
+        for of, weights, state, carried in parts:
+            of.state, of.carried = state, carried
+            foreach_copy_(of.fragment.tensors(), weights)
+
+
+def _names_of(saved: Mapping[str, Any]) -> dict[str, Any]:
+    return {kind: saved[kind] for kind in ("parameters", "floats", "integers")}
+
+
+def _under_way_from_plain(saved: Mapping[str, Any]) -> UnderWay:
+    reports = [Report(*values) for values in saved["reports"]]
+    arrived = Arrived(saved["weights"], saved["floats"], saved["integers"], reports)
+    return UnderWay(saved["index"], saved["due"], arrived)
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """What one rank has read; ``obstacle`` says why its own part cannot be used, ``damage`` why nothing can."""
+
+    identity: str = ""
+    obstacle: str = ""
+    damage: str = ""
+    own: Mapping[str, Any] | None = field(default=None, compare=False)
+
+
+def read_saved(saved: Any, plan: DiLoCoPlan, rank: int, world_size: int, load: Callable[[], Any]) -> Saved:
+    """Returns what all ranks resume from. All ranks must call it; rank 0 warns of what is lost.
+
+    Args:
+        saved: what the checkpoint has under `KEY`; None if it has nothing.
+        plan: the plan in use.
+        rank: this rank.
+        world_size: number of ranks.
+        load: reads the file of this rank.
+    """
+    finding = _read(saved, plan, rank, world_size, load)
+    everyone = [finding]
+    if dist.is_initialized():
+        everyone = [finding] * world_size
+        summary = _Finding(finding.identity, finding.obstacle, finding.damage)
+        dist.all_gather_object(everyone, summary)
+    damage = next((other.damage for other in everyone if other.damage), "")
+    if not damage and any(other.identity != finding.identity for other in everyone):
+        damage = "not all ranks read the same one"
+    if damage:
+        if saved is None:
+            info("The checkpoint has no state of DiLoCo: all workers start from its weights.")
+        else:
+            warn(_lost(damage, has_momentum=False))
+        return Saved()
+    obstacle = next((other.obstacle for other in everyone if other.obstacle), "")
+    if obstacle:
+        warn(_lost(obstacle, has_momentum=True))
+    return Saved(saved, None if obstacle else finding.own)
+
+
+def _lost(reason: str, *, has_momentum: bool) -> str:
+    return (
+        f"All workers resume from the checkpoint's global weights, as {reason}. Lost is what each had trained since the"
+        f" last exchange, {'' if has_momentum else 'the outer momentum, '}residuals of comm_hook, and the workers' own"
+        " optimizer states: all continue with those of rank 0."
+    )
+
+
+def _read(saved: Any, plan: DiLoCoPlan, rank: int, world_size: int, load: Callable[[], Any]) -> _Finding:
+    if saved is None:
+        return _Finding(damage="it has no state of DiLoCo")
+    if not isinstance(saved, Mapping) or saved.get("kind") != KIND:
+        return _Finding(damage="it was saved by another strategy")
+    if saved.get("version") != _VERSION:
+        return _Finding(damage=f"its version is {saved.get('version')!r}, and {_VERSION} is the one that can be read")
+    try:
+        with as_checkpoint_error():
+            identity = saved["identity"]
+            if saved["plan"] != _describe(plan):
+                return _Finding(identity, damage=f"it was saved with another plan, {saved['plan']}")
+            if saved["world_size"] != world_size:
+                return _Finding(identity, f"it was saved by {saved['world_size']} ranks, and there are {world_size}")
+    except CheckpointError as error:
+        return _Finding(damage=str(error))
+    try:
+        own = load()
+    except Exception as error:  # whatever reading a file raises; the global weights are left in any case
+        return _Finding(identity, f"the file of rank {rank} cannot be read ({type(error).__name__}: {error})")
+    if not isinstance(own, Mapping) or (own.get("identity"), own.get("rank")) != (identity, rank):
+        return _Finding(identity, f"the file of rank {rank} belongs to another checkpoint")
+    return _Finding(identity, own=own)

@@ -1,0 +1,48 @@
+"""What an exchange tells about the workers: their losses, and how far they have drifted apart."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+
+from lightning_commopt.sync.diloco.exchange import Report
+from lightning_commopt.text.validation import warn_once
+
+_NUM_ROUNDS = 3
+_GROWTH = 2.0
+"""Growth of the drift over `_NUM_ROUNDS` rounds beneath which there is no warning: the drift of a stable training
+varies from round to round, and that of one that diverges doubles in one."""
+
+
+class DriftWatch:
+    """Turns the reports of exchanges into values for loggers, and warns once if the drift of a fragment grows.
+
+    Args:
+        ranks_per_worker: number of consecutive ranks that form one worker.
+    """
+
+    def __init__(self, ranks_per_worker: int = 1) -> None:
+        self._ranks_per_worker = ranks_per_worker
+        self._drifts: defaultdict[int, list[float]] = defaultdict(list)
+
+    def metrics(self, index: int, reports: Sequence[Report]) -> dict[str, float]:
+        """Returns the mean drift of a fragment and the loss of each worker that has one, by their names in loggers."""
+        drift = math.fsum(report.drift for report in reports) / len(reports)
+        self._check(index, drift)
+        metrics = {f"diloco/drift/fragment_{index}": drift}
+        for first in range(0, len(reports), self._ranks_per_worker):
+            losses = [report.loss for report in reports[first : first + self._ranks_per_worker]]
+            loss = math.fsum(losses) / len(losses)
+            if not math.isnan(loss):
+                metrics[f"diloco/loss/worker_{first // self._ranks_per_worker}"] = loss
+        return metrics
+
+    def _check(self, index: int, drift: float) -> None:
+        drifts = self._drifts[index] = [*self._drifts[index][-_NUM_ROUNDS:], drift]
+        if len(drifts) > _NUM_ROUNDS and drifts == sorted(set(drifts)) and drifts[-1] > _GROWTH * drifts[0]:
+            shown = ", ".join(f"{value:.3g}" for value in drifts)
+            warn_once(
+                f"DiLoCo: what the workers change between two exchanges of fragment {index} has grown in {_NUM_ROUNDS}"
+                f" rounds (norms {shown}). If the loss grows too: a higher inner learning rate wants a lower outer_lr."
+            )

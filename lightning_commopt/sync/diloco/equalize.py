@@ -1,0 +1,37 @@
+"""Makes tensors equal on all ranks, without sending those that are equal already."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@torch.no_grad()
+def equalize(tensors: Sequence[Tensor]) -> None:
+    """Gives all ranks the values of rank 0, in place. All ranks must call it.
+
+    Over a link of 10 Mbit/s a gigabyte takes a quarter of an hour, and ranks that start from the same seed or the same
+    checkpoint need none of it: they compare checksums first.
+
+    Args:
+        tensors: of any shapes and dtypes, the same on all ranks, on devices that the default group supports.
+    """
+    tensors = [x.detach() for x in tensors if x.numel()]
+    mine = [_checksum(x) for x in tensors]
+    everyone: list[list[int]] = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    differ = [x for position, x in enumerate(tensors) if len({sums[position] for sums in everyone}) > 1]
+    for dtype in sorted({x.dtype for x in differ}, key=str):
+        alike = [x for x in differ if x.dtype == dtype]
+        flat = torch.cat([x.reshape(-1) for x in alike])
+        dist.broadcast(flat, 0)
+        for x, part in zip(alike, flat.split([x.numel() for x in alike]), strict=True):
+            x.copy_(part.view(x.shape))
+
+
+def _checksum(x: Tensor) -> int:
+    return zlib.crc32(x.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

@@ -1,0 +1,196 @@
+"""The parts of DiLoCo that need no other rank: the outer optimizer, fragments, counts and drift."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_commopt import OptionError
+from lightning_commopt.diloco_plan import DiLoCoPlan
+from lightning_commopt.sync.diloco.drift import DriftWatch
+from lightning_commopt.sync.diloco.exchange import Exchange, Report
+from lightning_commopt.sync.diloco.fragments import split_model
+from lightning_commopt.sync.diloco.outer import OuterSGD
+from lightning_commopt.sync.diloco.rounds import DiLoCoError, Rounds
+from support.every_compressor import COMPRESSORS
+
+
+@pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
+def test_outer_sgd_is_torchs(momentum: float, nesterov: bool) -> None:
+    """If it fails, the outer optimizer is not the one of the papers."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(50, generator=generator, dtype=torch.float64)
+    expected = nn.Parameter(weights.clone())
+    optimizer = torch.optim.SGD([expected], lr=0.7, momentum=momentum, nesterov=nesterov)
+    ours = OuterSGD(lr=0.7, momentum=momentum, nesterov=nesterov)
+    buffer = ours.new_buffer(weights)
+    for _ in range(5):
+        expected.grad = torch.randn(50, generator=generator, dtype=torch.float64)
+        ours.step(weights, buffer, expected.grad.clone())
+        optimizer.step()
+        torch.testing.assert_close(weights, expected.detach(), rtol=1e-14, atol=1e-14)
+
+
+class _Transformer(nn.Module):
+    def __init__(self, num_blocks: int = 6) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(num_blocks))
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Linear(2, 2).requires_grad_(False)
+        self.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+        self.empty = nn.Parameter(torch.zeros(0))
+
+
+@pytest.mark.parametrize("by", ["blocks", "bytes"])
+def test_every_trainable_parameter_is_in_one_fragment(by: str) -> None:
+    """If it fails, a parameter or a buffer is never exchanged, or twice; blocks are dealt out in turns."""
+    model = _Transformer()
+    parts = split_model(model, 3, by)
+    names = [name for part in parts for name in part.parameters]
+    assert sorted(names) == sorted(name for name, x in model.named_parameters() if x.requires_grad)
+    buffers = [name for part in parts for name in (*part.floats, *part.integers)]
+    assert sorted(buffers) == sorted(name for name, _ in model.named_buffers())
+    if by == "blocks":
+        for index, part in enumerate(parts):
+            blocks = {name.split(".")[1] for name in part.parameters if name.startswith("blocks")}
+            assert blocks == {str(index), str(index + 3)}
+    sizes = [part.layout.numel for part in parts]
+    assert max(sizes) < 2 * min(sizes), sizes
+
+
+def test_parameters_that_were_trained_stay_in_fragments() -> None:
+    """If it fails, a fit that resumes after a callback has frozen a layer divides its model differently."""
+    model = _Transformer()
+    (part,) = split_model(model, 1, "blocks", trained=["frozen.weight"])
+    assert "frozen.weight" in part.parameters
+    assert "frozen.bias" not in part.parameters
+
+
+@pytest.mark.parametrize(
+    ("number", "by", "message"),
+    [
+        (
+            9,
+            "blocks",
+            "fragments=9 do not fit: the model has 8 blocks; use at most fragments=8, or fragment_by='bytes'",
+        ),
+        (40, "blocks", "use at most fragments=8$"),
+        (40, "bytes", "the model has 27 trainable parameters; use at most fragments=27"),
+    ],
+)
+def test_more_fragments_than_parts_are_refused(number: int, by: str, message: str) -> None:
+    """If it fails, a fragment is empty, or the error does not name what fits."""
+    with pytest.raises(OptionError, match=message):
+        split_model(_Transformer(), number, by)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sync_every": 4, "fragments": 5}, "so that fragments=4 are the most"),
+        ({"sync_every": 4, "overlap": 4}, "so that overlap=3 is the most"),
+        ({"sync_every": 0}, "sync_every must be an integer of at least 1, got 0"),
+        ({"mixing": 1.0}, "mixing must be a number of at least 0 and below 1, got 1.0"),
+        ({"outer_lr": 0}, "outer_lr must be a number above 0, got 0"),
+        ({"outer_momentum": True}, "outer_momentum must be a number"),
+        ({"fragment_by": "block"}, "fragment_by must be"),
+        ({"inner": "fsdp"}, "inner must be 'ddp'"),
+        ({"comm_hook": "int5"}, "comm_hook: "),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    """If it fails, a number is rounded in silence, or the error does not name the option and what is allowed."""
+    with pytest.raises(OptionError, match=message):
+        DiLoCoPlan(**options)
+
+
+def _rounds(model: nn.Module, **options: Any) -> Rounds:
+    return Rounds(DiLoCoPlan(**options), model, Exchange(None, None))
+
+
+def test_unfrozen_parameters_keep_what_others_had() -> None:
+    """If it fails, a layer that is unfrozen in a fit is never exchanged, or resets the momentum of all others."""
+    model = _Transformer()
+    rounds = _rounds(model, sync_every=2, overlap=1, fragments=2)
+    before = {name: x.detach().clone() for name, x in model.named_parameters()}
+    for _ in range(2):
+        with torch.no_grad():
+            for x in model.parameters():
+                x.add_(x.requires_grad)
+        rounds.step()
+    assert not rounds.unfrozen()
+    model.frozen.requires_grad_(True)
+    assert len(rounds.unfrozen()) == 2
+    rounds.divide_again(model)
+    assert not rounds.unfrozen()
+    assert not rounds.under_way
+    known = {name: values for of in rounds.fragments for name, values in of.fragment.by_name(of.weights).items()}
+    momentum = {name: x for of in rounds.fragments for name, x in of.fragment.by_name(of.momentum).items()}  # type: ignore[arg-type]
+    # Fragment 1 was exchanged after the first step, fragment 0 after both; the outer step is 0.7 * 1.9.
+    moved = {name: float((known[name] - before[name]).mean()) for name in before if "blocks" in name}
+    assert {round(x, 4) for x in moved.values()} == {1.33, 2.66}
+    for name, distance in moved.items():
+        assert momentum[name].mean().item() == pytest.approx(-distance / 1.33, abs=1e-5)
+    assert torch.equal(known["frozen.weight"], before["frozen.weight"])
+    assert not momentum["frozen.weight"].any()
+    assert rounds.close()
+
+
+def test_residual_moves_to_the_new_fragments() -> None:
+    """If it fails, what a compressor has not sent yet is lost when a layer is unfrozen."""
+    model = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(2, 2)])
+    model[2].requires_grad_(False)
+    rounds = _rounds(model, sync_every=2, fragments=2, comm_hook=COMPRESSORS["int4_feedback"])
+    rounds.fragments[0].carried = torch.arange(20.0)
+    rounds.fragments[1].carried = -torch.arange(20.0)
+    model[2].requires_grad_(True)
+    rounds.divide_again(model)
+    carried = {name: x for of in rounds.fragments for name, x in of.fragment.by_name(of.carried).items()}  # type: ignore[arg-type]
+    assert torch.equal(carried["0.weight"].flatten(), torch.arange(16.0))
+    assert torch.equal(carried["1.bias"], -torch.arange(16.0, 20.0))
+    assert not carried["2.weight"].any()
+    assert rounds.close()
+
+
+def test_losses_are_those_since_the_last_exchange() -> None:
+    """If it fails, a worker's loss in the log is not the mean of its steps in the round."""
+    rounds = _rounds(nn.Linear(2, 2), sync_every=2)
+    shown = []
+    for loss in (1.0, 2.0, 5.0, 7.0):
+        rounds.counts.add_loss(torch.tensor(loss, requires_grad=True))
+        rounds.counts.samples += 3
+        shown += [(arrived.reports[0].loss, arrived.reports[0].samples) for _, arrived in rounds.step()]
+    assert shown == [(1.5, 6.0), (6.0, 6.0)]
+    assert rounds.close()
+
+
+def test_failed_exchange_names_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a user cannot tell which exchange has failed, or training goes on without it."""
+    rounds = _rounds(nn.Linear(2, 2), sync_every=1)
+    monkeypatch.setattr(OuterSGD, "step", lambda *_: 1 / 0)
+    with pytest.raises(
+        DiLoCoError,
+        match=r"exchange of fragment 0 failed \(ZeroDivisionError: division by zero\); its parameters: weight, bias",
+    ):
+        rounds.step()
+    assert not rounds.close()
+
+
+def test_drift_that_grows_is_warned_of_once() -> None:
+    """If it fails, a training that diverges says nothing, or one that is stable warns."""
+    watch = DriftWatch(ranks_per_worker=2)
+    steady = [1.0, 1.2, 1.1, 1.3, 1.4, 1.5]
+    for drift in steady:
+        watch.metrics(0, [Report(1, drift=drift)])
+    reports = [Report(1, loss=loss, drift=2.0) for loss in (1.0, 3.0, math.nan, math.nan)]
+    assert watch.metrics(1, reports) == {"diloco/drift/fragment_1": 2.0, "diloco/loss/worker_0": 2.0}
+    for drift in (2.0, 2.5):
+        watch.metrics(0, [Report(1, drift=drift)])
+    with pytest.warns(UserWarning, match=r"fragment 0 has grown in 3 rounds \(norms 1.5, 2, 2.5, 4\)"):
+        watch.metrics(0, [Report(1, drift=4.0)])

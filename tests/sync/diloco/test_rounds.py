@@ -1,0 +1,158 @@
+"""Rounds on real ranks against the algorithm, computed in float64 for all workers in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_commopt.compressors.channel import Channel
+from lightning_commopt.diloco_plan import DiLoCoPlan
+from lightning_commopt.sync.diloco.exchange import Exchange
+from lightning_commopt.sync.diloco.rounds import Rounds
+from support.ranks import run_ranks
+
+_NUM_STEPS = 14
+Numbers = dict[str, np.ndarray]
+
+
+class _Model(nn.Module):
+    """Blocks in float64, so that nothing but the order of sums differs from the reference."""
+
+    mean: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(3, 3).double() for _ in range(4))
+        self.empty = nn.Parameter(torch.zeros(0, 2, dtype=torch.float64))
+        self.register_buffer("mean", torch.zeros(2, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+
+def _updates(worker: int) -> Iterator[dict[str, Tensor]]:
+    """Yields what a worker adds to 0.9 times its parameters in each step."""
+    generator = torch.Generator().manual_seed(worker)
+    shapes = {name: x.shape for name, x in _Model().named_parameters()}
+    while True:
+        yield {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def _samples(worker: int, step: int, is_uneven: bool) -> int:
+    return 4 + (worker * step) % 3 if is_uneven else 4
+
+
+def _new_rounds(**options: Any) -> tuple[_Model, Rounds]:
+    model = _Model()
+    world = dist.group.WORLD
+    assert isinstance(world, dist.ProcessGroup)
+    plan = DiLoCoPlan(**options)
+    return model, Rounds(plan, model, Exchange(Channel(world), plan.comm_hook))
+
+
+def _train(
+    is_uneven: bool, finishes_at: int, options: dict[str, Any]
+) -> tuple[list[Numbers], Numbers, list[list[str]]]:
+    """Returns this worker's parameters after each step, the final ones, and the names in each fragment."""
+    model, rounds = _new_rounds(**options)
+    rank, after = dist.get_rank(), []
+    for step, update in zip(range(1, _NUM_STEPS + 1), _updates(rank), strict=False):
+        rounds.show_own()
+        rounds.counts.samples += _samples(rank, step, is_uneven)
+        with torch.no_grad():
+            for name, x in model.named_parameters():
+                x.mul_(0.9).add_(update[name])
+            model.mean += rank
+            model.count += rank + 1
+        rounds.step()
+        after.append({name: x.detach().numpy().copy() for name, x in model.named_parameters()})
+        if step == finishes_at:
+            rounds.finish()
+    rounds.finish()
+    final = {name: x.detach().numpy().copy() for name, x in [*model.named_parameters(), *model.named_buffers()]}
+    assert rounds.close()
+    return after, final, [[*of.fragment.parameters] for of in rounds.fragments]
+
+
+def _reference(num_workers: int, is_uneven: bool, plan: DiLoCoPlan, fragments: list[list[str]]) -> list[list[Numbers]]:
+    """Returns every worker's parameters after each step: DiLoCo, algorithm 1, and streaming DiLoCo, algorithm 2."""
+    start = {name: x.detach().numpy() for name, x in _Model().named_parameters()}
+    theta, momentum = dict(start), dict.fromkeys(start, 0.0)
+    own = [dict(start) for _ in range(num_workers)]
+    updates = [_updates(worker) for worker in range(num_workers)]
+    counted = [[0] * num_workers for _ in fragments]
+    due: dict[int, list[tuple[str, np.ndarray]]] = {}
+    after: list[list[Numbers]] = [[] for _ in range(num_workers)]
+
+    def apply(step: int) -> None:
+        for name, new in due.pop(step, []):
+            theta[name] = new
+            for worker in own:
+                worker[name] = plan.own_share * worker[name] + (1 - plan.own_share) * new
+
+    for step in range(1, _NUM_STEPS + 1):
+        for worker, update in enumerate(next(updates[worker]) for worker in range(num_workers)):
+            own[worker] = {name: 0.9 * x + update[name].numpy() for name, x in own[worker].items()}
+        for counts in counted:
+            counts[:] = [n + _samples(worker, step, is_uneven) for worker, n in enumerate(counts)]
+        apply(step)
+        for index, (names, counts) in enumerate(zip(fragments, counted, strict=True)):
+            if step % plan.sync_every != index * plan.sync_every // plan.fragments:
+                continue
+            for name in names:
+                delta = sum(n * (theta[name] - x[name]) for n, x in zip(counts, own, strict=True)) / sum(counts)
+                momentum[name] = plan.outer_momentum * momentum[name] + delta
+                move = delta + plan.outer_momentum * momentum[name] if plan.nesterov else momentum[name]
+                due.setdefault(step + plan.overlap, []).append((name, theta[name] - plan.outer_lr * move))
+            counts[:] = [0] * num_workers
+        apply(step)
+        for worker, numbers in enumerate(own):
+            after[worker].append(dict(numbers))
+    return after
+
+
+@pytest.mark.parametrize(
+    ("is_uneven", "options"),
+    [
+        pytest.param(True, {"sync_every": 5, "fragments": 3, "overlap": 2}, id="streaming"),
+        pytest.param(False, {"sync_every": 4}, id="paper"),
+        pytest.param(False, {"sync_every": 3, "outer_lr": 1.0, "outer_momentum": 0.0}, id="mean"),
+        pytest.param(
+            True,
+            {"sync_every": 6, "fragments": 2, "fragment_by": "bytes", "overlap": 5, "mixing": 0.2, "nesterov": False},
+            id="mixing",
+        ),
+    ],
+)
+def test_equals_the_algorithm(is_uneven: bool, options: dict[str, Any]) -> None:
+    """If it fails, workers move differently than the papers say; a ``finish`` in between must change nothing."""
+    ranks = run_ranks(_train, is_uneven, 7, options, world_size=3)
+    fragments = ranks[0][2]
+    expected = _reference(3, is_uneven, DiLoCoPlan(**options), fragments)
+    for (got, _, names), steps in zip(ranks, expected, strict=True):
+        assert names == fragments
+        for step, (numbers, reference) in enumerate(zip(got, steps, strict=True), 1):
+            for name, x in reference.items():
+                np.testing.assert_allclose(numbers[name], x, rtol=1e-10, atol=1e-12, err_msg=f"{name} in step {step}")
+
+
+def _end_between_exchanges() -> tuple[Numbers, Numbers]:
+    options = {"sync_every": 100, "fragments": 2, "outer_lr": 0.3}
+    after, final, _ = _train(False, 0, options)
+    return after[-1], final
+
+
+def test_fit_ends_with_the_mean_of_the_workers() -> None:
+    """If it fails, what was trained after the last exchange is lost, or buffers differ between ranks."""
+    ranks = run_ranks(_end_between_exchanges)
+    for _, final in ranks:
+        for name, x in ranks[0][0].items():
+            np.testing.assert_allclose(final[name], (x + ranks[1][0][name]) / 2, rtol=1e-10, err_msg=name)
+        assert final["mean"].tolist() == [_NUM_STEPS / 2] * 2  # the mean of what rank 0 and rank 1 have counted
+        assert final["count"] == _NUM_STEPS  # that of rank 0
