@@ -100,14 +100,25 @@ def main() -> None:
     parser.add_argument("--num-at-once", type=int, default=1)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    load_at_start = os.getloadavg()[0]
+    load_at_start, runs = os.getloadavg()[0], []
     with ThreadPoolExecutor(args.num_at_once) as pool:
-        runs = [*pool.map(run_and_show, range(args.first_seed, args.first_seed + args.num_runs))]
-    survived = sum(run["has_survived"] and run["is_own_end_right"] for run in runs)
+        for run in pool.map(run_and_show, range(args.first_seed, args.first_seed + args.num_runs)):
+            runs.append(run)
+            if args.output is not None:  # so that a measurement that is ended early has its first runs
+                result = {"summary": summarize(runs), "patience_s": PATIENCE_S, "num_steps": NUM_STEPS, "runs": runs}
+                write_result(args.output, result, load_at_start)
+    print(summarize(runs))
+
+
+def summarize(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns how many runs went as they should, and how far the losses are from those of undisturbed runs."""
     changes = [abs(run["loss"] / run["undisturbed_loss"] - 1) for run in runs if run["loss"]]
-    print(f"survivors {survived} of {len(runs)}; loss within {100 * max(changes):.2f} % of undisturbed")
-    if args.output is not None:
-        write_result(args.output, {"patience_s": PATIENCE_S, "num_steps": NUM_STEPS, "runs": runs}, load_at_start)
+    return {
+        "num_runs": len(runs),
+        "num_killed": sum(run["kind"] == "killed" for run in runs),
+        "num_survived": sum(run["has_survived"] and run["is_own_end_right"] for run in runs),
+        "largest_change_of_loss": max(changes, default=None),
+    }
 
 
 if __name__ == "__main__":

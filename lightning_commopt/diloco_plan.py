@@ -111,6 +111,11 @@ class DiLoCoPlan(Plan):
         return True
 
     @property
+    def sync_method(self) -> str:
+        """The name of what averages over the ranks, in records of runs: "diloco", or "diloco_int8"."""
+        return "diloco" if self.comm_hook is None else f"diloco_{super().sync_method}"
+
+    @property
     def name(self) -> str:
         """The short name of the plan in all tables and figures, with everything that differs from the defaults.
 

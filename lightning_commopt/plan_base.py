@@ -14,6 +14,7 @@ from typing_extensions import Self
 
 from lightning_commopt.compat.lightning import MisconfigurationException
 from lightning_commopt.compressors import Compressor, ShardedCompressor, compressor_to_config
+from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.measure.runs.files import RUN_FILE
 from lightning_commopt.measure.runs.settings import Settings, nested
 from lightning_commopt.text.validation import did_you_mean
@@ -28,7 +29,7 @@ class UnknownOptionError(OptionError, TypeError):
 
 
 class Plan(ABC):
-    """The options of gradient sync for one of the strategies; see `CommPlan` and `ShardedPlan`.
+    """The options of gradient sync for one of the strategies; see `CommPlan`, `ShardedPlan` and `DiLoCoPlan`.
 
     Concrete plans are frozen dataclasses whose fields are the options.
     """
@@ -51,6 +52,11 @@ class Plan(ABC):
     @abstractmethod
     def is_lossy(self) -> bool:
         """Whether the plan changes numbers."""
+
+    @property
+    def sync_method(self) -> str:
+        """The name of what averages over the ranks, in records of runs; "none" for DDP's or FSDP2's own collectives."""
+        return "none" if self.comm_hook is None else compressor_name(self.comm_hook)
 
     def replaced(self, **options: Any) -> Self:
         """Returns this plan with other values for some options."""

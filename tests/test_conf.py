@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import Strategy
 from torch.distributed.fsdp import FSDPModule
 
 import lightning_commopt.launch.conf_path
-from lightning_commopt import CommOptDDP, PowerSGD
+from lightning_commopt import CommOptDDP, CommPlan, DiLoCoPlan, Int4, PowerSGD
 from lightning_commopt.compat.hydra import allow_targets
 from lightning_commopt.compressors import compressor_from_config
 from lightning_commopt.launch.conf_path import conf_dir
@@ -52,6 +52,18 @@ def test_commopt_has_all_options_of_a_plan_and_sets_none():
     config = composed()
     assert set(plan_options()) <= set(config.strategy)
     assert instantiate(config.strategy, _convert_="all").plan.to_dict() == {}
+
+
+def test_diloco_has_all_options_of_a_plan_with_their_defaults():
+    config = composed("strategy=diloco")
+    assert set(DiLoCoPlan.options()) <= set(config.strategy)
+    assert instantiate(config.strategy, _convert_="all").plan == DiLoCoPlan()
+    assert sync_method(config) == "diloco"
+    config = composed("strategy=diloco", "strategy/comm_hook=int4", "strategy.sync_every=10", "strategy.inner=ddp")
+    check_config(config)
+    strategy = instantiate(config.strategy, _convert_="all")
+    assert strategy.plan == DiLoCoPlan(sync_every=10, comm_hook=Int4(), inner=CommPlan())
+    assert sync_method(config) == strategy.plan.sync_method == "diloco_int4"
 
 
 @pytest.mark.parametrize("strategy", options("strategy"))
@@ -109,6 +121,7 @@ def test_every_model_is_made(model):
         (["strategy.static_graph=3"], "static_graph must be true, false or None, got 3"),
         (["strategy=commopt_fsdp", "strategy.plan=auto"], "plan='auto' has nothing to choose: for sharded models"),
         (["strategy=commopt_fsdp", "strategy.comm_hook=powersgd"], "'powersgd' averages whole gradients"),
+        (["strategy=diloco", "strategy.overlap=30"], "overlap=30 does not fit in sync_every=30"),
         (["strategy=single", "trainer.devices=2"], "one device, got trainer.devices=2"),
         (["seed=${nowhere}"], "nowhere"),
     ],

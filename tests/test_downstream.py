@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_commopt import CommOptDDP, CommPlan, PowerSGD
+from lightning_commopt import CommOptDDP, CommOptDiLoCo, CommPlan, DiLoCoPlan, PowerSGD
 from lightning_commopt.compressors import compressor_from_config
 from lightning_commopt.compressors.configs import compressor_to_config
 from lightning_commopt.compressors.sharded import ShardedInt8
@@ -87,7 +87,7 @@ def project(environment: Path, tmp_path: Path) -> ForeignProject:
 
 def test_groups_are_those_that_the_documentation_names() -> None:
     plans = {"none", "bf16", "fp16", "int8", "int4", "powersgd", "alternating_powersgd", "buckets"}
-    assert set(_YAML) == {*plans, "auto", "fsdp2_int8"}
+    assert set(_YAML) == {*plans, "auto", "fsdp2_int8", "diloco"}
     page = (REPOSITORY / "docs" / "how_to" / "hydra.md").read_text(encoding="utf-8")
     assert all(f"`+commopt={name}`" in page for name in _YAML)
 
@@ -99,7 +99,14 @@ def test_yaml_of_fsdp2_makes_the_strategy_with_every_option_of_int8() -> None:
     assert options == {"comm_hook": compressor_to_config(ShardedInt8())}
 
 
-@pytest.mark.parametrize("name", sorted({*_YAML} - {"fsdp2_int8"}))
+def test_yaml_of_diloco_makes_the_strategy_with_its_defaults() -> None:
+    options: Any = OmegaConf.to_container(OmegaConf.load(_YAML["diloco"]).strategy)
+    assert options.pop("_target_") == "lightning_commopt.CommOptDiLoCo"
+    assert set(DiLoCoPlan.options()) - set(options) == {"fragment_by"}
+    assert CommOptDiLoCo(**options).plan == DiLoCoPlan()
+
+
+@pytest.mark.parametrize("name", sorted({*_YAML} - {"diloco", "fsdp2_int8"}))
 def test_yaml_makes_a_valid_plan(name: str) -> None:
     options = OmegaConf.to_container(OmegaConf.load(_YAML[name]).strategy)
     assert isinstance(options, dict)

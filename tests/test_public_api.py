@@ -6,6 +6,7 @@ import inspect
 from abc import ABCMeta
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 
 import lightning.fabric.strategies
 import lightning.pytorch.strategies
@@ -16,7 +17,7 @@ from typer.main import get_command
 import lightning_commopt.fabric
 import lightning_commopt.lightning
 import lightning_commopt.pytorch_lightning
-from lightning_commopt import callbacks, compressors, metrics, testing
+from lightning_commopt import DiLoCoPlan, callbacks, compressors, metrics, testing
 from lightning_commopt.commands.app import app
 from lightning_commopt.compressors import Compressor, compressor_names
 from lightning_commopt.plan import CommPlan, plan_options
@@ -38,9 +39,11 @@ def test_names() -> None:
         "Cast",
         "Claims",
         "CommOptDDP",
+        "CommOptDiLoCo",
         "CommOptModelParallel",
         "CommPlan",
         "Compressor",
+        "DiLoCoPlan",
         "ErrorFeedback",
         "Hierarchical",
         "Int4",
@@ -84,6 +87,7 @@ def test_callbacks() -> None:
         "CommTimeMonitor",
         "HangMonitor",
         "NVTXRanges",
+        "OuterMomentum",
         "RunRecorder",
         "SpeedMonitor",
     ]
@@ -146,6 +150,18 @@ def test_every_option_of_a_plan_is_a_documented_keyword(ours: type) -> None:
         assert keywords[option].kind is inspect.Parameter.KEYWORD_ONLY
         assert keywords[option] == inspect.signature(lightning_commopt.fabric.CommOptDDP).parameters[option]
         assert documented.count(f"    {option}: ") == 1
+    assert described.partition("Attributes:\n")[2].partition("\n\n")[0] in documented
+
+
+@pytest.mark.parametrize("ours", [lightning_commopt.lightning, lightning_commopt.pytorch_lightning])
+def test_every_option_of_diloco_is_a_documented_keyword(ours: ModuleType) -> None:
+    """If it fails, an option of a DiLoCoPlan cannot be set, has two defaults, or nobody can read what it does."""
+    keywords, documented = inspect.signature(ours.CommOptDiLoCo).parameters, inspect.getdoc(ours.CommOptDiLoCo) or ""
+    for field in dataclasses.fields(DiLoCoPlan):
+        assert keywords[field.name].default == field.default
+        assert keywords[field.name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert documented.count(f"    {field.name}: ") == 1
+    described = inspect.getdoc(DiLoCoPlan) or ""
     assert described.partition("Attributes:\n")[2].partition("\n\n")[0] in documented
 
 

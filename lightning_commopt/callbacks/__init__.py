@@ -1,15 +1,24 @@
-"""Lightning callbacks that measure and watch. Importing one imports what it needs, and not what the others need."""
+"""Lightning callbacks that measure, watch and train. Each imports only what it needs itself."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["CUDAProfilerWindow", "CommTimeMonitor", "HangMonitor", "NVTXRanges", "RunRecorder", "SpeedMonitor"]
+__all__ = [
+    "CUDAProfilerWindow",
+    "CommTimeMonitor",
+    "HangMonitor",
+    "NVTXRanges",
+    "OuterMomentum",
+    "RunRecorder",
+    "SpeedMonitor",
+]
 
 if TYPE_CHECKING:
     from lightning_commopt.callbacks.comm_time import CommTimeMonitor
     from lightning_commopt.callbacks.cuda_profiler import CUDAProfilerWindow
     from lightning_commopt.callbacks.hang_monitor import HangMonitor
     from lightning_commopt.callbacks.nvtx_ranges import NVTXRanges
+    from lightning_commopt.callbacks.outer_momentum import OuterMomentum
     from lightning_commopt.callbacks.run_recorder import RunRecorder
     from lightning_commopt.callbacks.speed import SpeedMonitor
 else:
@@ -18,6 +27,7 @@ else:
         "CommTimeMonitor": "comm_time",
         "HangMonitor": "hang_monitor",
         "NVTXRanges": "nvtx_ranges",
+        "OuterMomentum": "outer_momentum",
         "RunRecorder": "run_recorder",
         "SpeedMonitor": "speed",
     }

@@ -18,6 +18,7 @@ from lightning_commopt.callbacks.prediction import PredictionRecorder
 from lightning_commopt.callbacks.publisher import AllRanks, CollectiveWatch, MetricPublisher, StepFiles, gathering_group
 from lightning_commopt.callbacks.run_description import describe_hook, describe_parameters, describe_rank
 from lightning_commopt.compat.lightning import batches_that_stepped, count_samples
+from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.link.from_steps import NUM_TIMES
 from lightning_commopt.measure.link.tracker import LinkTracker
@@ -27,6 +28,7 @@ from lightning_commopt.measure.statistics import QUANTITIES, Steps, row
 from lightning_commopt.measure.summary import DEFAULT_NUM_WARMUP_STEPS, FitSummary
 from lightning_commopt.measure.verdict import Verdict
 from lightning_commopt.metrics import StepStatistics
+from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.sync.ddp.observed import observe, stop_observing
 from lightning_commopt.sync.groups import BorrowedGroups
 from lightning_commopt.text.terminal import TextConsole, print_text
@@ -43,6 +45,7 @@ class CommTimeMonitor(PhaseCallback):
     """Times every step and every bucket, and reports the cost of communication.
 
     Works with `CommOptDDP` and any of its plans, with Lightning's ``DDPStrategy`` and its hooks, and with one rank.
+    With `CommOptDiLoCo` exchanges count as communication, each in the step that applies its result.
     With other strategies phases are timed, and collectives counted by phase: from torch 2.14 on all collectives, from
     2.9 on only FSDP2's. Training is not affected, and does not wait for the device: on CUDA, events take the times.
 
@@ -154,8 +157,10 @@ class CommTimeMonitor(PhaseCallback):
         header = {**describe_rank(trainer), "origin_unix_s": self._recorder.clock.origin_unix_s}
         header["num_warmup_steps"] = self._num_warmup_steps
         has_trees = trainer.strategy.root_device.type == "cuda"
-        self._link = LinkTracker(trainer.world_size, has_trees=has_trees) if self._fit_link_model else None
-        num_columns = len(QUANTITIES) + (NUM_TIMES if self._fit_link_model else 0)
+        # Exchanges of DiLoCo take the time of the slowest worker too, which a model of the link does not have.
+        has_model = self._fit_link_model and not isinstance(plan_of(trainer.strategy), DiLoCoPlan)
+        self._link = LinkTracker(trainer.world_size, has_trees=has_trees) if has_model else None
+        num_columns = len(QUANTITIES) + (NUM_TIMES if has_model else 0)
         self._all_ranks = AllRanks(group, (self._every_n_steps, num_columns))
         if self._save_records and not getattr(trainer, "fast_dev_run", False):
             self._files = StepFiles(folder, header | {"parameters": describe_parameters(pl_module)})

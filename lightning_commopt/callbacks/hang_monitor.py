@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.compat.sigterm import report_lost_broadcasts
+from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.sync.ddp.buckets import bucket_names
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit
@@ -97,6 +98,7 @@ class HangMonitor(PhaseCallback):
         self._enter_number(kinds.SETUP)
         self._num_looks = _NUM_LOOKS if stage == "fit" else 0
         plan, observers = plan_of(trainer.strategy), getattr(trainer.strategy, "sync_observers", None)
+        plan = plan.inner if isinstance(plan, DiLoCoPlan) else plan
         if stage == "fit" and plan is not None and plan.comm_hook is not None and observers is not None:
             # With DDP's own all-reduce, observing would cost a pass over the gradients; FSDP2 has no buckets.
             observers.add(self._watched.observer)

@@ -203,18 +203,23 @@ class SyncRanges(SyncObserver):
     def __init__(self, domain: Any, color: int) -> None:
         self._domain = domain
         self._color = color
-        self._attributes: dict[tuple[int, int], Any] = {}
+        self._attributes: dict[tuple[str, int], Any] = {}
         self._lock = Lock()
         self._open: set[int] = set()
         self._is_closed = False
 
     def ready(self, bucket: BucketInfo) -> BucketSync:
         """Prepares the range ``bucket <index>``, whose payload is the gradients' size in bytes."""
-        key = bucket.index, bucket.gradient_bytes
+        return self._range(f"bucket {bucket.index}", bucket.gradient_bytes)
+
+    def exchange(self, fragment: BucketInfo) -> BucketSync:
+        """Prepares the range ``exchange <index>`` of a fragment, whose payload is the difference's size in bytes."""
+        return self._range(f"exchange {fragment.index}", fragment.gradient_bytes)
+
+    def _range(self, name: str, num_bytes: int) -> BucketSync:
+        key = name, num_bytes
         if key not in self._attributes:
-            self._attributes[key] = self._domain.get_event_attributes(
-                f"bucket {bucket.index}", self._color, payload=bucket.gradient_bytes
-            )
+            self._attributes[key] = self._domain.get_event_attributes(name, self._color, payload=num_bytes)
         return _SyncRange(self, self._attributes[key])
 
     def start(self, attributes: Any) -> int | None:

@@ -17,6 +17,7 @@ from lightning_commopt.cost.candidates import forecasts
 from lightning_commopt.cost.compressor_cost import measure_costs
 from lightning_commopt.cost.gradient_times import GradientTimes
 from lightning_commopt.cost.link_probe import ProbedSize, probe_link
+from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.measure.link.from_steps import SentStep
 from lightning_commopt.measure.record import StepRecord
@@ -52,7 +53,8 @@ class PredictionRecorder:
         self._num_left = num_warmup_backwards
         self._times: GradientTimes | None = None
         self._steps: deque[StepRecord] = deque(maxlen=_NUM_STEPS)
-        self._is_ddp = isinstance(trainer.strategy.model, DistributedDataParallel) and not is_baseline(trainer.strategy)
+        is_ddp = isinstance(trainer.strategy.model, DistributedDataParallel) and not is_baseline(trainer.strategy)
+        self._is_ddp = is_ddp and not isinstance(self._plan, DiLoCoPlan)
         # Once this is true no further gradients are timed, and `enter` need not be called.
         self.is_over = not (trainer.is_global_zero and self._is_ddp)
         if self._is_ddp:

@@ -14,6 +14,7 @@ from lightning_commopt.compat.lightning import comm_hook_of
 from lightning_commopt.compressors.channel import backends_of
 from lightning_commopt.compressors.configs import compressor_to_config
 from lightning_commopt.compressors.registry import compressor_name
+from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.launch.nccl_variables import PREFIX, nccl_variables
 from lightning_commopt.measure.runs.settings import Settings, flat
 from lightning_commopt.plan_base import Plan
@@ -36,8 +37,7 @@ def describe_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     }
     plan = plan_of(trainer.strategy)
     if plan is not None:
-        hook = plan.comm_hook
-        fields["sync_method"] = "none" if hook is None else compressor_name(hook)
+        fields["sync_method"] = plan.sync_method
         fields["plan_name"] = plan.name
         fields["is_lossy"] = plan.is_lossy
         auto_plan = getattr(trainer.strategy, "auto_plan", None)
@@ -69,7 +69,9 @@ def describe_hook(strategy: Strategy) -> dict[str, Any]:
     """Returns ``comm_hook``, the name of what averages the gradients, and ``is_lossy``, whether it changes them."""
     plan = plan_of(strategy)
     compressor = None if plan is None else plan.comm_hook
-    if compressor is not None:
+    if isinstance(plan, DiLoCoPlan):
+        name, is_lossy = plan.sync_method, plan.is_lossy
+    elif compressor is not None:
         name, is_lossy = compressor_name(compressor), compressor.claims.is_lossy
     elif getattr(strategy, "world_size", 1) > 1 and (
         is_baseline(strategy) or not isinstance(strategy.model, DistributedDataParallel)

@@ -26,7 +26,7 @@ from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.measure.link.from_steps import NUM_LAST_STEPS, SentStep
 from lightning_commopt.measure.link.link import Link
 from lightning_commopt.measure.plain import from_plain, load_json, write_json
-from lightning_commopt.measure.record import StepRecord
+from lightning_commopt.measure.record import StepRecord, is_diloco
 from lightning_commopt.measure.runs.files import PREDICTION_FILE, RUN_FILE
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.measure.runs.settings import nested
@@ -189,6 +189,11 @@ def basis_of_run(run_dir: Path) -> Basis:
             raise ValueError(
                 f"{run_dir}: its gradients travel in FSDP2's reduce-scatters, and only steps with DDP's buckets are"
                 " predicted; commopt summary shows what its collectives cost"
+            )
+        if is_diloco(str(ranks[0].header.get("comm_hook"))):
+            raise ValueError(
+                f"{run_dir}: it exchanges weights (CommOptDiLoCo), and only steps with DDP's buckets are predicted; a"
+                " run of DDP predicts what sync_every would save"
             )
         plan = _plan_of(run_dir, ranks[0])
     steps = list(zip(*list(common_steps(ranks).values())[-NUM_LAST_STEPS:], strict=True)) or [()]

@@ -38,6 +38,10 @@ class HostClock:
         since_s: float = mark - self._origin
         return since_s
 
+    def host_seconds(self, at: float) -> float:
+        """Returns a time of ``time.perf_counter`` in seconds since the clock's origin."""
+        return at - self._origin
+
     def release(self, marks: Iterable[Any]) -> None:
         """Takes back marks that have passed and that nobody will ask for again."""
 
@@ -58,6 +62,7 @@ class CudaClock:
         self._base_s = 0.0
         torch.cuda.synchronize(device)
         self.origin_unix_s = time.time()
+        self._origin = time.perf_counter()
 
     def mark(self) -> Any:
         """Returns an event that was recorded in the current stream, after all that is enqueued so far."""
@@ -79,6 +84,9 @@ class CudaClock:
             self._unused.append(self._base)
             self._base, self._base_s = mark, at_s
         return at_s
+
+    def host_seconds(self, at: float) -> float:
+        return at - self._origin
 
     def release(self, marks: Iterable[Any]) -> None:
         self._unused += [mark for mark in marks if mark is not self._base]

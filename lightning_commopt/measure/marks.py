@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from lightning_commopt.measure.observer import END, BucketInfo, BucketSync
-from lightning_commopt.measure.record import BucketSpan
+from lightning_commopt.measure.observer import APPLIED, DUE, END, BucketInfo, BucketSync
+from lightning_commopt.measure.record import EXCHANGE, BucketSpan
 
 
 class StepMarks(NamedTuple):
@@ -18,6 +19,7 @@ class StepMarks(NamedTuple):
     syncs: list[RecordedSync]
     collectives: list[IssuedCollective]
     waits: list[DeviceWait]
+    exchanges: list[RecordedExchange]
 
     @property
     def end(self) -> Any:
@@ -74,6 +76,52 @@ class RecordedSync(BucketSync):
             backward=self._backward,
             gradient_bytes=self.bucket.gradient_bytes,
             wire_bytes=self._wire_bytes,
+            ready_s=ready_s,
+            start_s=start_s,
+            end_s=end_s,
+            wire=tuple(zip(wire_s[::2], wire_s[1::2], strict=True)),
+        )
+
+
+class RecordedExchange(BucketSync):
+    """Marks an exchange of DiLoCo on the host's clock, as it runs in the host's memory, and the wait for it.
+
+    Args:
+        fragment: what is exchanged.
+        wait: begins a wait of the step; see `StepRecorder.wait`.
+        exchanges: gets this exchange when its result is applied, so that it belongs to that step.
+    """
+
+    __slots__ = ("_bytes", "_exchanges", "_times", "_wait", "_waiting", "fragment")
+
+    def __init__(
+        self, fragment: BucketInfo, wait: Callable[[], DeviceWait | None], exchanges: Callable[[RecordedExchange], None]
+    ) -> None:
+        self.fragment = fragment
+        self._wait, self._exchanges = wait, exchanges
+        self._times = [time.perf_counter()]
+        self._bytes = 0
+        self._waiting: DeviceWait | None = None
+
+    def note(self, event: int, wire_bytes: int = 0) -> None:
+        if event == DUE:
+            self._waiting = self._wait()
+        elif event == APPLIED:
+            if self._waiting is not None:
+                self._waiting.end()
+            self._exchanges(self)
+        else:
+            self._times.append(time.perf_counter())
+            self._bytes += wire_bytes
+
+    def span(self, seconds: Callable[[float], float]) -> BucketSpan:
+        """Returns the exchange; ``seconds`` converts times of the host."""
+        ready_s, start_s, *wire_s, end_s = map(seconds, self._times)
+        return BucketSpan(
+            index=self.fragment.index,
+            backward=EXCHANGE,
+            gradient_bytes=self.fragment.gradient_bytes,
+            wire_bytes=self._bytes,
             ready_s=ready_s,
             start_s=start_s,
             end_s=end_s,

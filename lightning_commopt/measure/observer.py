@@ -23,6 +23,12 @@ START: it leaves the queue, to be compressed or sent. SEND: a collective starts,
 ARRIVE: it is done, or the last of several that overlap. END: the bucket holds the average.
 """
 
+DUE, APPLIED = range(4, 6)
+"""Further events of an exchange of DiLoCo, on the thread that trains.
+
+DUE: a step waits until the exchange has ended. APPLIED: its result is in the model.
+"""
+
 
 class BucketSync(ABC):
     """Observes the sync of one bucket: the hook notes START, pairs of SEND and ARRIVE, and END, on any thread.
@@ -38,12 +44,25 @@ class BucketSync(ABC):
         """Notes an event; for END with the bytes that this rank handed to collectives, as in `BucketSpan`."""
 
 
+class _Unobserved(BucketSync):
+    def note(self, event: int, wire_bytes: int = 0) -> None:
+        pass
+
+
 class SyncObserver(ABC):
-    """Observes every bucket that becomes ready."""
+    """Observes every bucket that becomes ready, and exchanges if it wants to."""
 
     @abstractmethod
     def ready(self, bucket: BucketInfo) -> BucketSync:
         """All gradients of a bucket are ready; called in backward. Returns the observer of this bucket's sync."""
+
+    def exchange(self, fragment: BucketInfo) -> BucketSync:
+        """An exchange of DiLoCo begins after an optimizer step, and may go on beside further steps.
+
+        Args:
+            fragment: ``gradient_bytes`` is the size of the difference that is exchanged.
+        """
+        return _Unobserved()
 
 
 class Observers(list[SyncObserver]):
@@ -60,6 +79,9 @@ class Observers(list[SyncObserver]):
 
     def ready(self, bucket: BucketInfo) -> BucketSync:
         return self[0].ready(bucket) if len(self) == 1 else BucketSyncs([observer.ready(bucket) for observer in self])
+
+    def exchange(self, fragment: BucketInfo) -> BucketSync:
+        return BucketSyncs([observer.exchange(fragment) for observer in self])
 
 
 class BucketSyncs(BucketSync):

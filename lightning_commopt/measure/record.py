@@ -31,6 +31,13 @@ from lightning_commopt.measure.observer import BucketInfo
 # The parts of a step: waiting for the batch; the model; backward with the exposed communication; the optimizer's step;
 # and everything else (hooks, schedulers, logging)
 PHASES = ("data", "forward", "backward", "optimizer", "other")
+EXCHANGE = -1
+"""``backward`` of the span of an exchange of DiLoCo, which belongs to no backward."""
+
+
+def is_diloco(comm_hook: str) -> bool:
+    """Returns whether the recorded name of what averages is that of DiLoCo, as `DiLoCoPlan.sync_method` has it."""
+    return comm_hook == "diloco" or comm_hook.startswith("diloco_")
 
 
 class Phase(NamedTuple):
@@ -43,11 +50,15 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class BucketSpan:
-    """One bucket from being ready to holding the average."""
+    """One bucket from being ready to holding the average, or one exchange of DiLoCo.
 
-    index: int  # the bucket's number in DDP's layout, see `BucketInfo`
-    backward: int  # number of the synchronized backward in the step, from 0
-    gradient_bytes: int  # size of the gradients
+    An exchange belongs to the step that applied its result, and may have begun in an earlier one. It is one collective
+    from its start to its end, with the compressor's work within.
+    """
+
+    index: int  # the bucket's number in DDP's layout, see `BucketInfo`; of an exchange the fragment's number
+    backward: int  # number of the synchronized backward in the step, from 0; `EXCHANGE` for an exchange
+    gradient_bytes: int  # size of the gradients, or of the difference
     wire_bytes: int  # payload that this rank handed to collectives for it, in terms of an all-reduce
     ready_s: float  # its last gradient was computed
     start_s: float  # it left the queue
@@ -82,7 +93,8 @@ class Totals(NamedTuple):
     compression_s: float  # time in which buckets were being processed, and no collective was under way
     wire_s: float  # time in which a collective was under way, including waits for other ranks
     # The time from a backward's last bucket being ready to all its buckets being averaged, summed over backwards. The
-    # step waits in this time, as backward has nothing left to compute. It is a part of `comm_s`.
+    # step waits in this time, as backward has nothing left to compute. For exchanges it is the time in which the step
+    # waits for one. It is a part of `comm_s`.
     exposed_s: float
     gradient_bytes: int  # size of all gradients that were synchronized
     wire_bytes: int  # payload that this rank handed to collectives, in terms of an all-reduce
@@ -116,9 +128,10 @@ class StepRecord:
     step: int  # optimizer steps before this one, as Lightning counts them for loggers
     num_samples: int  # samples that this rank trained on
     phases: tuple[Phase, ...]  # ordered by time
-    buckets: tuple[BucketSpan, ...]  # ordered by when they were ready; empty if the strategy is not observed
+    buckets: tuple[BucketSpan, ...]  # exchanges, then buckets by when they were ready; empty if none are observed
     collectives: tuple[Collective, ...] = ()  # ordered by when they were issued; empty if none are observed
-    # Start and end of each wait of the device's computation for another stream, ordered by time. Only FSDP2 has them.
+    # Start and end of each wait of the device's computation for another stream, ordered by time, which only FSDP2 has;
+    # with DiLoCo of each wait for an exchange.
     waits: tuple[tuple[float, float], ...] = ()
     # Time in which the device had nothing to do in backward because the host had not yet launched its work; None on
     # CPU. It is known only per bucket: if the device had computed a bucket before the host continued with backward, all
@@ -143,8 +156,11 @@ class StepRecord:
         worked_s = covered_s([(bucket.start_s, bucket.end_s) for bucket in self.buckets])
         wire_s = covered_s([interval for bucket in self.buckets for interval in bucket.wire])
         exposed_s = 0.0
-        for _, group in groupby(self.buckets, attrgetter("backward")):
+        for backward, group in groupby(self.buckets, attrgetter("backward")):
             buckets = list(group)
+            if backward == EXCHANGE:
+                exposed_s += covered_s(self.waits)
+                continue
             exposed_s += max([bucket.end_s for bucket in buckets]) - max([bucket.ready_s for bucket in buckets])
         return Totals(
             step_s=sum(seconds.values()),

@@ -11,7 +11,14 @@ from itertools import pairwise
 from typing import Any
 
 from lightning_commopt.measure.clock import Clock, HostClock
-from lightning_commopt.measure.marks import BlockingCall, DeviceWait, IssuedCollective, RecordedSync, StepMarks
+from lightning_commopt.measure.marks import (
+    BlockingCall,
+    DeviceWait,
+    IssuedCollective,
+    RecordedExchange,
+    RecordedSync,
+    StepMarks,
+)
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, SyncObserver
 from lightning_commopt.measure.record import Collective, Phase, StepRecord
 
@@ -51,6 +58,7 @@ class StepRecorder(SyncObserver):
         self._syncs: list[RecordedSync] = []
         self._collectives: list[IssuedCollective] = []
         self._waits: list[DeviceWait] = []
+        self._exchanges: list[RecordedExchange] = []
         # A device may run collectives in another stream than the caller's, where a mark would not show their time.
         self._collective_mark = clock.mark if isinstance(clock, HostClock) else lambda: None
         self._has_passed = None if isinstance(clock, HostClock) else clock.has_passed
@@ -68,6 +76,9 @@ class StepRecorder(SyncObserver):
         self._backward += bucket.is_last
         return sync
 
+    def exchange(self, fragment: BucketInfo) -> BucketSync:
+        return RecordedExchange(fragment, self.wait, lambda ended: self._exchanges.append(ended))
+
     def issue(self, operation: str, num_bytes: int) -> IssuedCollective | None:
         """Records that a collective is issued, on any thread; see `Collective`. None for a part of a recorded one."""
         return None if _is_part.get() else self._issue(self._collective_mark, operation, num_bytes)
@@ -80,7 +91,7 @@ class StepRecorder(SyncObserver):
         return self._issue(self._mark if self._is_in_step else self._collective_mark, operation, num_bytes)
 
     def wait(self) -> DeviceWait | None:
-        """Records that the device's computation waits for another stream, until the result's ``end``.
+        """Records that the step's computation waits, for another stream or for an exchange, until the result's ``end``.
 
         None between two steps.
         """
@@ -104,8 +115,10 @@ class StepRecorder(SyncObserver):
         Where reading marks takes time, it is spread over steps: a few are resolved here, if the device has passed them.
         """
         self.enter(None)
-        self._pending.append(StepMarks(step, num_samples, self._phases, self._syncs, self._collectives, self._waits))
-        self._phases, self._syncs, self._collectives, self._waits, self._backward = [], [], [], [], 0
+        lists = self._phases, self._syncs, self._collectives, self._waits, self._exchanges
+        self._pending.append(StepMarks(step, num_samples, *lists))
+        self._phases, self._syncs, self._collectives, self._waits, self._exchanges = [], [], [], [], []
+        self._backward = 0
         for _ in range(_RESOLVED_AT_ONCE if self.clock.num_lag_steps else 0):
             if len(self._pending) > self.clock.num_lag_steps and self.clock.has_passed(self._pending[0].end):
                 self._resolve_oldest()
@@ -155,7 +168,7 @@ class StepRecorder(SyncObserver):
             step=marks.step,
             num_samples=marks.num_samples,
             phases=tuple(phases),
-            buckets=tuple(buckets),
+            buckets=(*[exchange.span(self.clock.host_seconds) for exchange in marks.exchanges], *buckets),
             collectives=_spans(marks.collectives, [at_s for _, at_s in began], seconds),
             waits=tuple([(seconds(wait.began), seconds(wait.ended)) for wait in marks.waits if wait.ended is not None]),
             host_bound_s=None if self._has_passed is None else _host_bound_s(phases, sorted(ready)),

@@ -23,6 +23,7 @@ from lightning_commopt.measure.operations import (
     operation_rows,
     size_text,
 )
+from lightning_commopt.measure.record import is_diloco
 from lightning_commopt.measure.statistics import Steps, ratio, row
 from lightning_commopt.measure.verdict import Verdict, verdict
 from lightning_commopt.text.formatting import count, number, percent
@@ -60,6 +61,7 @@ class FitSummary:
     scope: str = "steps and ranks"  # how many steps and ranks were measured, in words
     operations: Sequence[Operation] = ()  # what the first rank's collectives cost; empty if none were observed
     host_bound_share: float = math.nan  # `OperationTotals.host_bound_share` of the first rank
+    sent: str = "gradients"  # what the ranks send each other
 
     @classmethod
     def of(
@@ -81,6 +83,7 @@ class FitSummary:
             scope=f"{count(steps.num_steps, 'step')} and {ranks}",
             operations=operations,
             host_bound_share=host_bound_share,
+            sent="differences" if is_diloco(str(method.get("comm_hook"))) else "gradients",
         )
 
     def table(self) -> Group:
@@ -99,7 +102,7 @@ class FitSummary:
             )
             compression = number(metrics["compression_ratio"])
             lines += [
-                f"{gradients} of gradients per step and rank, {wire} on the wire: ratio {compression}",
+                f"{gradients} of {self.sent} per step and rank, {wire} on the wire: ratio {compression}",
                 f"{algorithm}/s algorithm bandwidth, {bus}/s bus bandwidth",
             ]
         rows = operation_rows(self.operations, metrics["step_s"])

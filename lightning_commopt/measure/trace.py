@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_commopt.measure.files import FOLDER, RankRecords, notices, read_run
-from lightning_commopt.measure.record import BucketSpan, StepRecord, clock_shift_s
+from lightning_commopt.measure.record import EXCHANGE, BucketSpan, StepRecord, clock_shift_s
 from lightning_commopt.text.formatting import count
 
 DEFAULT_NUM_STEPS = 100  # files of many more steps are slow to load in a viewer
@@ -124,11 +124,12 @@ def _rows(steps: Sequence[StepRecord], shift_s: float) -> _Rows:
 
     whole = [piece(f"step {r.step}", r.start_s, r.end_s, **_step_args(r)) for r in steps]
     phases = [piece(phase.name, phase.start_s, phase.end_s, step=r.step) for r in steps for phase in r.phases]
-    waits = [piece("waits for another stream", *span, step=r.step) for r in steps for span in r.waits]
+    waits = [piece(_wait_name(r), *span, step=r.step) for r in steps for span in r.waits]
     buckets, wire, collectives = [], [], []
     for record in steps:
         for bucket in record.buckets:
-            name, args = f"bucket {bucket.index}", _bucket_args(record, bucket)
+            kind = "exchange" if bucket.backward == EXCHANGE else "bucket"
+            name, args = f"{kind} {bucket.index}", _bucket_args(record, bucket)
             queued = piece(f"{name} waits", min(bucket.ready_s, bucket.start_s), bucket.start_s, **args)
             travels = piece(name, bucket.start_s, bucket.end_s, **args)
             buckets.append([queued, travels] if queued.end > queued.start else [travels])
@@ -158,8 +159,13 @@ def _step_args(record: StepRecord) -> dict[str, Any]:
     }
 
 
+def _wait_name(record: StepRecord) -> str:
+    has_exchange = any(bucket.backward == EXCHANGE for bucket in record.buckets)
+    return f"waits for {'an exchange' if has_exchange else 'another stream'}"
+
+
 def _bucket_args(record: StepRecord, bucket: BucketSpan) -> dict[str, Any]:
-    info = record.layout.get(bucket.index)
+    info = None if bucket.backward == EXCHANGE else record.layout.get(bucket.index)
     # DDP lays buckets out anew after the first step, and records of both layouts may have been written together.
     names = info.names if info is not None and info.gradient_bytes == bucket.gradient_bytes else ()
     more = len(names) - _NAMES_SHOWN

@@ -21,8 +21,9 @@ from lightning_commopt.measure.forecasts import (
     statistic_text,
 )
 from lightning_commopt.measure.operations import Operation
+from lightning_commopt.measure.record import is_diloco
 from lightning_commopt.measure.statistics import ratio
-from lightning_commopt.text.formatting import byte_unit, short_percent
+from lightning_commopt.text.formatting import byte_unit, number, short_percent
 
 _SMALL_BYTES = 2**16  # collectives of fewer bytes per step are taken for metrics, not for gradients or weights
 _DATA_DOMINATES = 0.2  # share of a step above which waiting for data is worth a recommendation
@@ -88,6 +89,8 @@ def verdict(
     data, exposed, bound = _for_data(costs), costs.share(costs.exposed_s), costs.bound_text(costs.exposed_s)
     if world_size == 1:
         headline, recommendations = "One rank: there are no gradients to synchronize.", data
+    elif is_diloco(comm_hook):
+        headline, recommendations = _with_exchanges(costs, metrics), [*_for_exchanges(costs, metrics), *data]
     elif not costs.comm_s > 0:
         headline, is_hidden = _without_sync(world_size, costs, operations)
         recommendations = [*([] if is_hidden else _for_sharded(comm_hook, operations)), *data]
@@ -111,6 +114,31 @@ def verdict(
         recommendations=(*recommendations, *_for_operations(costs, operations)),
         note=statistic_text(present, forecasts) if costs.comm_s > 0 else "",
     )
+
+
+def _with_exchanges(costs: Costs, metrics: Mapping[str, float]) -> str:
+    """Returns the headline for DiLoCo, whose exchanges take place after some steps only."""
+    if not costs.comm_s > 0:
+        return "No exchange has ended in these steps, so its cost is unknown: they are fewer than sync_every."
+    waits = f"{costs.share(costs.exposed_s)} of the time waits for exchanges, the longest of which took"
+    longest = f"{number(metrics['comm_s_max'])} s"
+    if not costs.is_worth(costs.exposed_s):
+        return f"{waits} {longest}. Without any: {costs.bound_text(costs.exposed_s)}."
+    return f"{waits} {longest}. If all of it were hidden: {costs.bound_text(costs.exposed_s)}."
+
+
+def _for_exchanges(costs: Costs, metrics: Mapping[str, float]) -> list[str]:
+    """Recommends what hides exchanges; all of it changes what is trained."""
+    if not costs.comm_s > 0 or not costs.is_worth(costs.exposed_s):
+        return []
+    # Steps that do not wait, as the median step does not where exchanges are rare.
+    step_s = metrics["step_s_p50"]
+    num_steps = math.ceil(metrics["comm_s_max"] / step_s) if step_s > 0 else 1
+    return [
+        f"overlap={num_steps} or more, lossy: that many of the steps in between take as long as the longest exchange.",
+        "A larger sync_every=, lossy: the share shrinks in proportion. fragments= sends less at once, and comm_hook="
+        '"int4" less in all. Compare the loss at equal samples before you rely on any of these.',
+    ]
 
 
 def _without_sync(world_size: int, costs: Costs, operations: Sequence[Operation]) -> tuple[str, bool]:

@@ -17,7 +17,7 @@ _CONFIG_GROUPS = re.compile(
     r".*[/@].*|(variant|method|experiment|model|data|strategy|callbacks|trainer|commopt|plan|world_size)"
 )
 _COMMAND, _PYTHON = "# on the command line: ", "# in Python: "
-_CLASSES = {"CommPlan": "CommOptDDP", "ShardedPlan": "CommOptModelParallel"}
+_CLASSES = {"CommPlan": "CommOptDDP", "ShardedPlan": "CommOptModelParallel", "DiLoCoPlan": "CommOptDiLoCo"}
 # Options of the strategy beside its plan without which other ranks would share a model.
 _BESIDES = ("data_parallel_size", "tensor_parallel_size")
 

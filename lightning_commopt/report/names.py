@@ -18,6 +18,7 @@ _SPELLED = {
     "commopt": "CommOptDDP",
     "commopt_fsdp": "CommOptModelParallel",
     "commopt_fsdp_int8": "CommOptModelParallel, int8",
+    "diloco": "DiLoCo",
     "single": "one process",
     "ddp_one_process": "DDP on one process",
     "DDPStrategy": "Lightning's DDP",
@@ -33,7 +34,8 @@ def display_name(value: str) -> str:
     >>> display_name("alternating_powersgd"), display_name("one_bucket"), display_name("powersgd_rank_8")
     ('alternating PowerSGD', 'one bucket', 'PowerSGD rank 8')
     """
-    return _SPELLED.get(value) or re.sub(r"\bpowersgd\b", "PowerSGD", value.replace("_", " "))
+    spaced = value.replace("_", " ")
+    return _SPELLED.get(value) or re.sub(r"\bpowersgd\b", "PowerSGD", re.sub(r"^diloco\b", "DiLoCo", spaced))
 
 
 def setting_name(values: Mapping[str, Value], *, shows_off: bool = False) -> str:
@@ -132,6 +134,16 @@ _OPTIONS = {
     "trainer.accumulate_grad_batches": _Option("accumulate {}", "no accumulation", lambda n: n in (None, 1)),
     "model.activation_checkpointing": _Option("activation checkpointing", "no activation checkpointing"),
     "data.batch_size": _Option("batch {}", is_off=None),
+    "sync_every": _Option("exchange every {} steps", is_off=None),
+    "fragments": _Option(_count_of("fragment"), is_off=None),
+    "fragment_by": _Option("fragments by {}"),
+    "overlap": _Option("overlap {}", "no overlap", lambda steps: steps in (None, 0)),
+    "mixing": _Option("mixing {}", "default mixing"),
+    "outer_lr": _Option("outer lr {}", is_off=None),
+    "outer_momentum": _Option("outer momentum {}", is_off=None),
+    "nesterov": _Option("Nesterov", "no Nesterov"),
+    "eval_weights": _Option("{} weights in validation"),
+    "inner": _Option(lambda value: f"{_spelled(value)} within nodes", "no nodes"),
     "link": _Option(_link, "no link"),
     "hosts": _Option(_count_of("host"), "default hosts"),
     "trainer.num_nodes": _Option(_count_of("node"), is_off=None),

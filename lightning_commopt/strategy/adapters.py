@@ -6,6 +6,7 @@ Importing this module imports neither torch nor Lightning.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from itertools import product
 from types import ModuleType
@@ -95,6 +96,7 @@ REGISTRIES: Mapping[str, tuple[str, str]] = {
 """For each module with a registry of strategies: the registry's name in it, and the module with our strategies."""
 
 MODEL_PARALLEL = "commopt_model_parallel"
+DILOCO = "commopt_diloco"
 
 # Lightning uses these suffixes for the names of its DDP strategies.
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
@@ -134,18 +136,24 @@ def register_with(module: ModuleType) -> None:
     """Registers all names with the registry of one of the modules of `REGISTRIES`."""
     registry, ours = REGISTRIES[module.__name__]
 
-    def strategy(**arguments: Any) -> Any:
-        return import_module(ours).CommOptDDP(**arguments)  # this imports torch and Lightning, so it waits until here
-
-    def model_parallel(**arguments: Any) -> Any:
-        return import_module(ours).CommOptModelParallel(**arguments)
-
     # This is not at the top for the reason in `aliases`.
-    from lightning_commopt.compressors.catalog import ready_shards
+    from lightning_commopt.compressors.catalog import ready_compressors, ready_shards
 
-    register_aliases(getattr(module, registry), strategy)
-    for comm_hook in (None, *ready_shards()) if ours != "lightning_commopt.fabric" else ():
-        name = f"{MODEL_PARALLEL}{f'_{comm_hook}' if comm_hook else ''}"
-        if name not in getattr(module, registry):
-            shown = f"CommOptModelParallel({f'comm_hook={comm_hook!r}' if comm_hook else ''})"
-            getattr(module, registry).register(name, model_parallel, description=shown, comm_hook=comm_hook)
+    register_aliases(getattr(module, registry), partial(_make, ours, "CommOptDDP"))
+    if ours == "lightning_commopt.fabric":
+        return
+    for alias, cls, hooks in (
+        (MODEL_PARALLEL, "CommOptModelParallel", ready_shards()),
+        (DILOCO, "CommOptDiLoCo", ready_compressors()),
+    ):
+        make = partial(_make, ours, cls)
+        for comm_hook in (None, *hooks):
+            name = f"{alias}{f'_{comm_hook}' if comm_hook else ''}"
+            if name not in getattr(module, registry):
+                shown = f"{cls}({f'comm_hook={comm_hook!r}' if comm_hook else ''})"
+                getattr(module, registry).register(name, make, description=shown, comm_hook=comm_hook)
+
+
+def _make(module: str, name: str, **arguments: Any) -> Any:
+    """Makes a strategy; this imports torch and Lightning, so it waits until a Trainer asks for one."""
+    return getattr(import_module(module), name)(**arguments)

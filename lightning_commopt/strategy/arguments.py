@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from numbers import Real
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
@@ -145,7 +146,12 @@ def diloco_plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[DiLoCoPlan
         return plan, lightnings
     if besides := [name for name in options if getattr(plan, name) != getattr(DiLoCoPlan(), name)]:
         raise OptionError(f"plan={plan_given!r} is a whole plan, so {', '.join(besides)} cannot be given too")
-    plan = plan_given if isinstance(plan_given, DiLoCoPlan) else DiLoCoPlan.load(plan_given)
+    if isinstance(plan_given, DiLoCoPlan):
+        plan = plan_given
+    elif not isinstance(plan_given, str | Path) or plan_given == AUTO:
+        raise OptionError(f"plan must be a DiLoCoPlan, the path of a file or None, got {plan_given!r}")
+    else:
+        plan = DiLoCoPlan.load(plan_given)
     _check_patience(given["patience_s"], plan)
     return plan, lightnings
 

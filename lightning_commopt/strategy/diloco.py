@@ -15,6 +15,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from typing_extensions import Self
 
 from lightning_commopt.compat.lightning import batches_that_stepped, count_samples, optimizer_is_toggled, timers
 from lightning_commopt.compat.loops import LoopEvents, batch_is_open, is_last_epoch, wrap_method
@@ -132,6 +133,11 @@ class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
 
     accelerator = moving_accelerator
 
+    @classmethod
+    def from_plan(cls, plan: DiLoCoPlan | str | Path, **kwargs: Any) -> Self:
+        """Makes a strategy from a plan, or from a file with one, and other arguments."""
+        return cls(plan=plan, **kwargs)
+
     @property
     def start_method(self) -> str:
         """How Lightning starts the processes of a node: "popen", "spawn", "fork" or "forkserver"."""
@@ -144,7 +150,7 @@ class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
 
     @property
     def sync_observers(self) -> Observers:
-        """Observers that are notified of DDP's buckets within a node."""
+        """Observers that are notified of exchanges, and of DDP's buckets within a node."""
         return self._inner.observers
 
     @property

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_commopt.compat.loops import batch_is_open
 from lightning_commopt.diloco_plan import DiLoCoPlan
+from lightning_commopt.measure.observer import Observers
 from lightning_commopt.strategy.base import WithTimeout, is_fit
 from lightning_commopt.sync.checkpoint import KEY, open_checkpoint, to_checkpoint, to_plain
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
@@ -43,11 +44,16 @@ class SavesRanks(WithTimeout, _DDPStrategy):
     _saved = files.Saved()
     _ended_rounds: Rounds | None = None
 
+    @property
+    def sync_observers(self) -> Observers:
+        """Observers that are notified of exchanges."""
+        raise NotImplementedError
+
     def _begin_rounds(self, exchange: Exchange) -> None:
         assert self.lightning_module is not None
         self._ended_rounds = None
         saved, self._saved = self._saved, files.Saved()
-        self.rounds = Rounds(self._plan, self.lightning_module, exchange, saved.trained)
+        self.rounds = Rounds(self._plan, self.lightning_module, exchange, saved.trained, self.sync_observers)
         saved.restore(self.rounds)
 
     def _keep_ended(self, rounds: Rounds) -> None:

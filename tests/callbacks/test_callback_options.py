@@ -7,6 +7,7 @@ from lightning_commopt.callbacks import (
     CUDAProfilerWindow,
     HangMonitor,
     NVTXRanges,
+    OuterMomentum,
     RunRecorder,
     SpeedMonitor,
 )
@@ -21,6 +22,7 @@ CALLS = [
     *one_by_one(HangMonitor, after_s=[0, float("nan"), "60"], action=["kill"]),
     *one_by_one(NVTXRanges, colors=[{"foward": "red"}, {"forward": "reed"}, "red"], domain=["", None]),
     *one_by_one(NVTXRanges, colors=[{"forward": value} for value in (-1, 1 << 32, True, None)]),
+    *one_by_one(OuterMomentum, sync_every=[0, 1.5], outer_lr=[0, "1"], outer_momentum=[1, -0.1], nesterov=[None]),
     *one_by_one(RunRecorder, val_loss=[3], val_accuracy=[""], ends_run=[1]),
     *one_by_one(SpeedMonitor, num_warmup_steps=[-1]),
 ]

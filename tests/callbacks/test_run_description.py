@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from lightning_commopt import CommOptDDP, CommOptModelParallel
+from lightning_commopt import CommOptDDP, CommOptDiLoCo, CommOptModelParallel
 from lightning_commopt.callbacks.run_description import describe_hook
 from support.collectives import takes_collectives
 
@@ -33,6 +33,14 @@ def _custom(state: torch.distributed.ProcessGroup, bucket: Any) -> torch.futures
 def test_what_averages_the_gradients(strategy: dict[str, Any], name: str, is_lossy: bool) -> None:
     """If it fails, a summary takes a lossy fit for an exact one."""
     assert describe_hook(CommOptDDP(**strategy)) == {"comm_hook": name, "is_lossy": is_lossy}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(("comm_hook", "name"), [(None, "diloco"), ("int4", "diloco_int4")])
+def test_what_averages_differences(comm_hook: str | None, name: str, num_ranks: int) -> None:
+    """If it fails, a summary takes DiLoCo for DDP, and recommends other comm hooks of DDP."""
+    with patch.object(CommOptDiLoCo, "world_size", num_ranks):
+        assert describe_hook(CommOptDiLoCo(comm_hook=comm_hook)) == {"comm_hook": name, "is_lossy": True}
 
 
 @takes_collectives

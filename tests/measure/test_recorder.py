@@ -11,9 +11,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import PowerSGD
 from lightning_commopt.measure.clock import CudaClock, HostClock
-from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketInfo, Observers
+from lightning_commopt.measure.observer import (
+    APPLIED,
+    ARRIVE,
+    DUE,
+    END,
+    SEND,
+    START,
+    BucketInfo,
+    BucketSync,
+    Observers,
+    SyncObserver,
+)
 from lightning_commopt.measure.operations import OperationTotals
-from lightning_commopt.measure.record import Collective, Phase, StepRecord
+from lightning_commopt.measure.record import EXCHANGE, Collective, Phase, StepRecord
 from lightning_commopt.measure.recorder import StepRecorder, issued_by, parts_of_one
 from lightning_commopt.sync.ddp.attach import attach_bucket_hook
 from support.ranks import run_ranks
@@ -243,3 +254,40 @@ def test_nothing_waits_for_the_device() -> None:
     ((step_s, comm_s, num_buckets),) = run_ranks(record_on_cuda, world_size=1)
     assert 0 < comm_s < step_s < 10
     assert num_buckets >= 3
+
+
+class _Buckets(SyncObserver):
+    def ready(self, bucket: BucketInfo) -> BucketSync:
+        raise AssertionError("an exchange is no bucket")
+
+
+def test_an_exchange_belongs_to_the_step_that_applies_it() -> None:
+    """If it fails, an exchange that goes on beside steps is lost, or lengthens the communication of another step."""
+    recorder = StepRecorder(HostClock())
+    observers = Observers([recorder, _Buckets()])
+    for step in range(3):
+        recorder.enter("forward")
+        if step == 0:
+            under_way = observers.exchange(bucket(1, True))
+            under_way.note(START)
+            under_way.note(SEND)
+        recorder.enter("other")
+        if step == 2:
+            under_way.note(DUE)
+            under_way.note(ARRIVE)
+            under_way.note(END, 6)
+            under_way.note(APPLIED)
+        recorder.end_step(step, 1)
+    first, second, last = recorder.take(3)
+    assert not any((first.buckets, first.waits, second.buckets, second.waits))
+    (span,), (wait,) = last.buckets, last.waits
+    assert (span.index, span.backward, span.gradient_bytes, span.wire_bytes) == (1, EXCHANGE, 8, 6)
+    assert first.start_s <= span.ready_s <= span.start_s <= span.wire[0][0] <= first.end_s
+    assert last.start_s <= wait[0] <= span.wire[0][1] <= span.end_s <= wait[1] <= last.end_s
+    totals = last.totals
+    assert totals.comm_s == span.end_s - span.ready_s
+    assert totals.exposed_s == pytest.approx(wait[1] - wait[0])
+    assert totals.exposed_s < totals.comm_s
+    assert (totals.gradient_bytes, totals.wire_bytes) == (8, 6)
+    read = StepRecord.from_dict(json.loads(last.to_json()))
+    assert read.totals == pytest.approx(totals, abs=1e-6)

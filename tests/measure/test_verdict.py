@@ -17,7 +17,7 @@ from support.sample_metrics import sample_metrics
 
 SETTING = re.compile(
     r"self.manual_backward|bucket_cap_mb=|comm_hook=|accumulate_grad_batches=|num_workers=|strategy=|rank \d|batches of"
-    r"|sigterm_every_n_steps=|sync_dist|broadcast_buffers=|reduce-scatters"
+    r"|overlap=|sync_every=|sigterm_every_n_steps=|sync_dist|broadcast_buffers=|reduce-scatters"
 )
 BOUND = re.compile(r"at most (\d+\.\d+) times as fast")
 
@@ -34,6 +34,7 @@ FORECASTS = [forecast._replace(present_s=0.7) for forecast in FORECASTS]
 EXACT = Forecast('comm_hook="none"', False, 0.0, 0.5, 0.45, 0.55, present_s=0.7)
 OTHER_BUCKETS = EXACT._replace(setting="bucket_cap_mb=5")
 NO_COMMUNICATION: dict[str, Any] = dict.fromkeys(("comm_s", "wire_s", "exposed_s", "exposed_wait_s", "wait_s"), 0.0)
+RARE: dict[str, Any] = {"comm_s": 0.12, "exposed_s": 0.1, "exposed_wait_s": 0.09, "straggler_rank": 1.0}
 HIDDEN: dict[str, Any] = {"exposed_s": 0.02, "exposed_wait_s": 0.0}
 
 
@@ -131,6 +132,10 @@ CASES: dict[str, Callable[[], Verdict]] = {
     "their time is unknown": lambda: beside("all_reduce", "forward", "", 12.0, 48.0, None),
     "they are a compressor's": lambda: beside("send", "forward", "int8 all-gather", 12.0, 48.0, 0.07),
     "buffers are broadcast in forward": lambda: beside("broadcast", "forward", "", 2.0, 72.0, 0.07),
+    "DiLoCo that waits": lambda: judged("diloco", **RARE),
+    "DiLoCo whose exchanges are hidden": lambda: judged("diloco_int4", **RARE | {"exposed_s": 0.01}),
+    "DiLoCo that waits for data": lambda: judged("diloco", data_s=0.4, **RARE | {"exposed_s": 0.0}),
+    "DiLoCo without an exchange": lambda: judged("diloco", **NO_COMMUNICATION),
     "FSDP2 whose exposed time is not measured": sharded,
     "FSDP2 that waits": lambda: sharded(exposed_s=0.3, step_s=2 / 3),
     "FSDP2 whose collectives are hidden": lambda: sharded(exposed_s=0.005, step_s=2 / 3),

@@ -3,7 +3,15 @@
 import pytest
 import yaml
 
-from lightning_commopt import CommOptDDP, CommOptModelParallel, ShardedPlan
+from lightning_commopt import (
+    CommOptDDP,
+    CommOptDiLoCo,
+    CommOptModelParallel,
+    DiLoCoPlan,
+    Int4,
+    Int8,
+    ShardedPlan,
+)
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.config_lines import config_forms
@@ -63,6 +71,25 @@ def test_a_plan_of_fsdp2_is_pasted_as_one(tmp_path, config):
     assert ShardedPlan.from_dict(strategy) == plan
     made = eval(lines[-1].removeprefix("# in Python: "), {"CommOptModelParallel": CommOptModelParallel})
     assert made.plan == plan
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        DiLoCoPlan(),
+        DiLoCoPlan(sync_every=100, fragments=4, overlap=2, comm_hook=Int4(block_size=64), outer_lr=0.5),
+        DiLoCoPlan(inner=CommPlan()),
+        DiLoCoPlan(inner=CommPlan(comm_hook=Int8(), bucket_cap_mb=100)),
+    ],
+)
+def test_a_plan_of_diloco_is_pasted_as_one(tmp_path, plan):
+    """If it fails, who pastes the lines trains with DDP, or with other options."""
+    changed = {"sync_method": plan.sync_method, "strategy": "CommOptDiLoCo"}
+    lines = _lines(tmp_path, plan=plan.to_dict(), plan_type="DiLoCoPlan", **changed)
+    strategy = yaml.safe_load("\n".join(lines))["strategy"]
+    assert strategy.pop("_target_") == "lightning_commopt.CommOptDiLoCo"
+    assert DiLoCoPlan.from_dict(strategy) == plan
+    assert eval(lines[-1].removeprefix("# in Python: "), {"CommOptDiLoCo": CommOptDiLoCo}).plan == plan
 
 
 @pytest.mark.parametrize("options", [{}, {"lossy": ["int8"]}])

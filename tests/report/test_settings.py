@@ -192,6 +192,22 @@ def test_plans_of_both_strategies_are_told_apart(tmp_path):
     }
 
 
+def test_plans_of_diloco_have_names(tmp_path):
+    """If it fails, a report calls DiLoCo "uncompressed", and takes it for the DDP that it is compared with."""
+    save_run(tmp_path / "0", sync_method="none", plan={})
+    save_run(tmp_path / "1", sync_method="diloco", plan={}, plan_type="DiLoCoPlan")
+    plan = {"sync_every": 100, "fragments": 4, "comm_hook": {"name": "int4"}}
+    save_run(tmp_path / "2", sync_method="diloco_int4", plan=plan, plan_type="DiLoCoPlan")
+    (group,) = group_runs(read_runs([tmp_path]))
+    names = ["uncompressed", "DiLoCo", "DiLoCo int4, exchange every 100 steps, 4 fragments"]
+    assert [setting.name for setting in group.settings] == names
+    overrides = ["strategy=diloco", "strategy/comm_hook=int8", "strategy.overlap=2", "strategy.mixing=0.25"]
+    save_run(tmp_path / "by_overrides" / "0", *overrides)
+    save_run(tmp_path / "by_overrides" / "1", "strategy=commopt")
+    (group,) = group_runs(read_runs([tmp_path / "by_overrides"]))
+    assert [setting.name for setting in group.settings] == ["DiLoCo, int8, overlap 2, mixing 0.25", "CommOptDDP"]
+
+
 def test_equal_numbers_and_defaults_are_equal_values(tmp_path):
     """If it fails, the same plan is compared with itself, as it was written in two ways."""
     for number, cap in enumerate(["25", "25.0", "null"]):

@@ -13,7 +13,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 
-from lightning_commopt import Cast, PowerSGD
+from lightning_commopt import Cast, CommPlan, DiLoCoPlan, Int8, PowerSGD
 from lightning_commopt.compressors.catalog import ready_compressors
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
 from lightning_commopt.plan import ddp_options
@@ -35,11 +35,8 @@ def test_aliases_are_those_of_ddp() -> None:
     for registry in (*registries, STRATEGY_REGISTRY):
         # topk is an example's, which another test of this process may have registered before Lightning was imported.
         assert {name for name in registry if name.startswith("commopt_ddp") and "topk" not in name} == expected
-    assert ["commopt_model_parallel" in registry for registry in (*registries, STRATEGY_REGISTRY)] == [
-        True,
-        True,
-        False,
-    ]
+    for alias in ("commopt_model_parallel", "commopt_diloco", "commopt_diloco_int4"):
+        assert [alias in registry for registry in (*registries, STRATEGY_REGISTRY)] == [True, True, False]
 
 
 @pytest.mark.parametrize("name", _OF_LIGHTNING)
@@ -62,6 +59,16 @@ def test_alias(suffix: str, name: str) -> None:
         assert strategy.plan.comm_hook == _HOOKS[suffix]
         assert strategy._start_method == of_lightning._start_method
         assert strategy._ddp_kwargs == of_lightning._ddp_kwargs
+
+
+@pytest.mark.parametrize("package", ADAPTERS)
+def test_alias_of_diloco(package: str) -> None:
+    """If it fails, strategy="commopt_diloco_int8" is another strategy, or has lost its hook."""
+    run = import_module(package).Trainer(
+        strategy="commopt_diloco_int8", logger=False, barebones=True, accelerator="cpu", devices=2
+    )
+    assert type(run.strategy) is import_module(ADAPTERS[package]).CommOptDiLoCo
+    assert run.strategy.plan == DiLoCoPlan(comm_hook=Int8())
 
 
 _IN_A_NOTEBOOK = """
@@ -172,6 +179,31 @@ def test_cli_yaml(bucket_cap_mb: str, tmp_path: Path) -> None:
     assert plan.static_graph is True
     assert plan.bucket_cap_mb == (3.5 if bucket_cap_mb == "3.5" else (1, 2.5))
     assert plan.comm_hook == PowerSGD(matrix_rank=2, start_step=5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("package", ADAPTERS)
+def test_cli_makes_diloco(package: str, tmp_path: Path) -> None:
+    """If it fails, LightningCLI cannot set the options of DiLoCo, from its command line or from YAML."""
+    ours = import_module(ADAPTERS[package]).CommOptDiLoCo
+    options = ["sync_every=10", "fragments=2", "comm_hook=int8", "outer_lr=0.5", "inner=ddp"]
+    given = [f"--trainer.strategy.{option}" for option in options]
+    strategy = _cli(["--trainer.strategy=lightning_commopt.CommOptDiLoCo", *given], package=package).trainer.strategy
+    plan = DiLoCoPlan(sync_every=10, fragments=2, comm_hook=Int8(), outer_lr=0.5, inner=CommPlan())
+    assert type(strategy) is ours
+    assert strategy.plan == plan
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        """
+        trainer:
+          strategy:
+            class_path: lightning_commopt.CommOptDiLoCo
+            init_args: {sync_every: 10, fragments: 2, comm_hook: {name: int8}, outer_lr: 0.5, inner: {comm_hook: bf16}}
+        """
+    )
+    strategy = _cli([f"--config={config}"], package=package).trainer.strategy
+    assert type(strategy) is ours
+    assert strategy.plan == plan.replaced(inner={"comm_hook": "bf16"})
 
 
 def _fit_by_cli() -> int:

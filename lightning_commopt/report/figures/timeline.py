@@ -9,7 +9,7 @@ from typing import NamedTuple, cast
 
 from lightning_commopt.measure.files import RankRecords, common_steps, read_run
 from lightning_commopt.measure.operations import OperationTotals, operation_columns, operation_rows
-from lightning_commopt.measure.record import StepRecord, clock_shift_s
+from lightning_commopt.measure.record import EXCHANGE, StepRecord, clock_shift_s
 from lightning_commopt.report.choices import without_ranks
 from lightning_commopt.report.figures.plot import linear_axis
 from lightning_commopt.report.figures.style import Chart, Key, Lane, Part, Rows, Swatch, typical_run
@@ -158,7 +158,8 @@ class _Scale(NamedTuple):
 
     def part(self, kind: Swatch, start_s: float, end_s: float, what: str, text: str = "") -> Part:
         """Returns a part between two times of the rank's clock, whose tooltip says what it is and how long it took."""
-        start, end = ((at_s - self.origin_s) / self.length_s for at_s in (start_s, end_s))
+        # An exchange of DiLoCo may have begun before the step that waits for it.
+        start, end = (max(0.0, at_s - self.origin_s) / self.length_s for at_s in (start_s, end_s))
         return Part(start, end, f"{what}: {self.unit.text(end_s - start_s)}", kind, text=text)
 
 
@@ -170,6 +171,9 @@ def _phases(record: StepRecord, scale: _Scale) -> tuple[Part, ...]:
         for name, start_s, end_s in record.phases
     ]
     for backward in dict.fromkeys(bucket.backward for bucket in record.buckets):
+        if backward == EXCHANGE:
+            parts += [scale.part("stalled", *wait, "exposed communication") for wait in record.waits]
+            continue
         buckets = [bucket for bucket in record.buckets if bucket.backward == backward]
         start_s, end_s = max(bucket.ready_s for bucket in buckets), max(bucket.end_s for bucket in buckets)
         parts.append(scale.part("stalled", start_s, end_s, "exposed communication"))
@@ -186,7 +190,8 @@ def _buckets(record: StepRecord, scale: _Scale, height: float) -> list[Lane]:
             ("compressing", bucket.start_s, bucket.end_s),
             *(("wire", start_s, end_s) for start_s, end_s in bucket.wire),
         ]
-        name = f"bucket {bucket.index}, {size.text(bucket.gradient_bytes)}"
+        kind = "exchange" if bucket.backward == EXCHANGE else "bucket"
+        name = f"{kind} {bucket.index}, {size.text(bucket.gradient_bytes)}"
         parts = tuple(
             scale.part(kind, start_s, end_s, f"{name}, {_WORDS[kind]}")
             for kind, start_s, end_s in times

@@ -14,6 +14,17 @@ from torch.nn import Module
 
 from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.diloco_plan import DiLoCoPlan
+from lightning_commopt.measure.observer import (
+    APPLIED,
+    ARRIVE,
+    DUE,
+    END,
+    SEND,
+    START,
+    BucketInfo,
+    BucketSync,
+    Observers,
+)
 from lightning_commopt.sync.diloco.exchange import Arrived, Exchange, GlobalWeights, LocalWeights, Report
 from lightning_commopt.sync.diloco.fragments import Fragment, split_model
 from lightning_commopt.sync.diloco.outer import OuterSGD
@@ -44,6 +55,7 @@ class UnderWay:
     arrived: Arrived | None = None
     error: Exception | None = None
     future: BucketFuture | None = None  # None for one that was resumed
+    sync: BucketSync | None = None  # its observers; None for one that was resumed
 
     def wait(self, fragment: Fragment) -> Arrived:
         """Waits for the result; raises a DiLoCoError if the exchange failed."""
@@ -107,6 +119,7 @@ class Rounds:
         module: the model, whose weights are equal on all ranks.
         exchange: carries an exchange out.
         trained: names of parameters that were trained before; see `split_model`.
+        observers: notified of exchanges.
 
     Attributes:
         fragments: the global weights.
@@ -117,8 +130,16 @@ class Rounds:
         is_behind: whether the others have gone on without this rank, so that training is in vain until it joins again.
     """
 
-    def __init__(self, plan: DiLoCoPlan, module: Module, exchange: Exchange, trained: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        plan: DiLoCoPlan,
+        module: Module,
+        exchange: Exchange,
+        trained: Collection[str] = (),
+        observers: Observers | None = None,
+    ) -> None:
         self.plan, self.exchange = plan, exchange
+        self.observers = Observers() if observers is None else observers
         self.outer = OuterSGD(lr=plan.outer_lr, momentum=plan.outer_momentum, nesterov=plan.nesterov)
         self.fragments = self._divide(module, trained)
         self.num_steps = 0
@@ -199,16 +220,22 @@ class Rounds:
         report = self.counts.report(index, loss_scale)
         step = self._exchanges_before()
         future = self._thread.future(local.flat)
-        under_way = UnderWay(index, self.num_steps + self.plan.overlap, future=future)
+        sync = self.observers.exchange(BucketInfo(index, local.flat.nbytes, tuple(of.fragment.parameters), True))
+        under_way = UnderWay(index, self.num_steps + self.plan.overlap, future=future, sync=sync)
 
         def run() -> None:
+            bytes_before = self.exchange.bytes_sent
             try:
                 with torch.no_grad():
                     local.wait()
+                    sync.note(START)
+                    sync.note(SEND)
                     under_way.arrived = self.exchange.run(of, local, report(), step, self.outer)
             except Exception as error:
                 under_way.error = error
                 raise
+            sync.note(ARRIVE)
+            sync.note(END, self.exchange.bytes_sent - bytes_before)
 
         self.steps_before[index] = self.num_steps
         self.under_way.append(under_way)
@@ -222,18 +249,26 @@ class Rounds:
         return [(index, arrived) for index, arrived in applied if not arrived.has_missed]
 
     def _apply(self, under_way: UnderWay) -> Arrived:
-        of = self.fragments[under_way.index]
+        of, sync = self.fragments[under_way.index], under_way.sync
+        if sync is not None:
+            sync.note(DUE)
         arrived = under_way.wait(of.fragment)
+        self._take(of, arrived)
+        if sync is not None:
+            sync.note(APPLIED)
+        return arrived
+
+    def _take(self, of: GlobalWeights, arrived: Arrived) -> None:
+        """Puts what has arrived into the model; nothing if the others went on without this rank."""
         own_share = self.plan.own_share
         if arrived.has_missed:
             self.is_behind = True
-            return arrived
+            return
         if arrived.joined is not None:
             self._join(arrived.joined)
             arrived.joined, own_share = None, 0.0
         of.take(arrived)
         _mix(of, own_share)
-        return arrived
 
     def _join(self, joined: list[Arrived]) -> None:
         """Takes the global weights of all fragments, as a rank that has missed an exchange."""

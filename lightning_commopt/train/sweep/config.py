@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
@@ -17,14 +17,17 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_commopt.compat.lightning import PACKAGES
+from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.launch.environment import is_lab_rank, num_started_ranks
 from lightning_commopt.launch.lab import NetLab, parse_rate
 from lightning_commopt.measure.runs.record import RunRecord, new_record
 from lightning_commopt.measure.runs.settings import hydra_settings
-from lightning_commopt.plan import CommPlan, plan_options
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.plan_base import Plan
 from lightning_commopt.sharded_plan import ShardedPlan
 from lightning_commopt.strategy.base import is_baseline
 from lightning_commopt.strategy.ddp import CommOptStrategy
+from lightning_commopt.strategy.diloco import CommOptDiLoCoStrategy
 from lightning_commopt.strategy.model_parallel import CommOptModelParallelStrategy
 from lightning_commopt.text.validation import check_integer
 from lightning_commopt.train.sweep import resolvers
@@ -178,6 +181,8 @@ def spread_over_hosts(config: DictConfig) -> DictConfig:
 
 def sync_method(config: DictConfig) -> str:
     """Returns the name of the comm hook, or the class of another strategy."""
+    if _is_diloco(config) and config.strategy.get("plan") is None:
+        return DiLoCoPlan.from_dict(_options_of(DiLoCoPlan, config)).sync_method
     if not _is_commopt(config):
         return str(config.strategy.get("_target_", "auto")).rpartition(".")[2]
     comm_hook = config.strategy.get("comm_hook")
@@ -195,23 +200,30 @@ def start_record(config: DictConfig, folder: Path) -> RunRecord:
 
 
 def _check_plan(config: DictConfig) -> None:
-    strategy = _strategy_class(config)
-    is_sharded = strategy is not None and issubclass(strategy, CommOptModelParallelStrategy)
-    if not is_sharded and not _is_commopt(config):
-        return
+    options = _options(config)
+    plan, lossy = options.get("plan"), options.get("lossy")
+    with _as_config_error("strategy: "):
+        if _is_diloco(config):
+            DiLoCoPlan.from_dict(_options_of(DiLoCoPlan, config))
+        elif _is_sharded(config):
+            TuneOptions.of_shards(plan, lossy, options)
+            ShardedPlan.from_dict(_options_of(ShardedPlan, config))
+        elif _is_commopt(config):
+            of_plan = _options_of(CommPlan, config)
+            TuneOptions.of(plan, lossy, of_plan)
+            if plan_from_option(plan, of_plan) is None:
+                CommPlan.from_dict(of_plan)
+
+
+def _options(config: DictConfig) -> dict[str, Any]:
     options = OmegaConf.to_container(config.strategy, resolve=True)
     assert isinstance(options, dict)
-    if is_sharded:
-        names = ShardedPlan.options()
-        with _as_config_error("strategy: "):
-            TuneOptions.of_shards(options.get("plan"), options.get("lossy"), {str(k): v for k, v in options.items()})
-            ShardedPlan.from_dict({str(name): value for name, value in options.items() if name in names})
-        return
-    with _as_config_error("strategy: "):
-        of_plan = {str(name): value for name, value in options.items() if name in plan_options()}
-        TuneOptions.of(options.get("plan"), options.get("lossy"), of_plan)
-        if plan_from_option(options.get("plan"), of_plan) is None:
-            CommPlan.from_dict(of_plan)
+    return {str(name): value for name, value in options.items()}
+
+
+def _options_of(plan: type[Plan], config: DictConfig) -> dict[str, Any]:
+    """Returns the options of the strategy that belong to its plan."""
+    return {name: value for name, value in _options(config).items() if name in plan.options()}
 
 
 def _check_link(config: DictConfig) -> None:
@@ -250,6 +262,16 @@ def _strategy_class(config: DictConfig) -> type | None:
     """Returns the class of the strategy; None for one by name."""
     target = config.strategy.get("_target_")
     return None if target is None else get_class(target)
+
+
+def _is_diloco(config: DictConfig) -> bool:
+    strategy = _strategy_class(config)
+    return strategy is not None and issubclass(strategy, CommOptDiLoCoStrategy)
+
+
+def _is_sharded(config: DictConfig) -> bool:
+    strategy = _strategy_class(config)
+    return strategy is not None and issubclass(strategy, CommOptModelParallelStrategy)
 
 
 def _is_commopt(config: DictConfig) -> bool:

@@ -24,7 +24,7 @@ MEAN = OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
 class Rank:
     """One rank with a model of one fragment."""
 
-    def __init__(self, rank: int, store: dist.Store, world_size: int, hook: object, outer: OuterSGD = OUTER) -> None:
+    def __init__(self, rank: int, store: dist.Store, world_size: int, hook: Any, outer: OuterSGD = OUTER) -> None:
         torch.manual_seed(0)
         options: dict[str, Any] = {"patience_s": 3.0, "timeout_s": 60.0, "log": lambda text: None}
         self.members = Members(dist.PrefixStore("members", store), rank, world_size, **options)
@@ -42,7 +42,7 @@ class Rank:
         return arrived
 
 
-def make(world_size: int, hook: object = None, outer: OuterSGD = OUTER) -> list[Rank]:
+def make(world_size: int, hook: Any = None, outer: OuterSGD = OUTER) -> list[Rank]:
     store = dist.HashStore()
     return [Rank(rank, store, world_size, hook, outer) for rank in range(world_size)]
 
@@ -111,6 +111,6 @@ def test_an_exchange_that_fails_again_and_again_is_an_error() -> None:
     ranks = make(2)
     for one in ranks:
         conclude = one.members.conclude
-        one.members.conclude = lambda attempt, *, is_success, inner=conclude: inner(attempt, is_success=False)  # type: ignore[misc]
+        one.members.conclude = lambda attempt, *, is_success, inner=conclude: inner(attempt, is_success=False)  # type: ignore[method-assign,misc]
     with pytest.raises(MembersError, match=r"failed 3 times, though none of them is missed: .* patience_s=3"):
         run(ranks, differences(2, 0))

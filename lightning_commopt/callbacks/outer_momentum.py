@@ -1,0 +1,173 @@
+"""OuterMomentum: the outer optimizer of DiLoCo around any strategy, without sending anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_commopt.compat.lightning import Callback
+from lightning_commopt.diloco_plan import DiLoCoPlan
+from lightning_commopt.plan_base import OptionError
+from lightning_commopt.strategy.base import plan_of
+from lightning_commopt.sync.diloco.outer import OuterSGD
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+_REFUSED = {
+    "DeepSpeedStrategy": "its optimizer keeps weights of its own, and would overwrite the outer step",
+    "FSDPStrategy": "FSDP1 flattens the parameters; use ModelParallelStrategy or CommOptModelParallel, with FSDP2",
+}
+
+
+class OuterMomentum(Callback):
+    """Moves the weights once in ``sync_every`` optimizer steps by momentum over what these steps have changed.
+
+    It is DiLoCo with one worker: all ranks of DDP or FSDP2 together. Nothing is sent, as every rank moves the weights
+    that it holds. The slow weights and their momentum take the memory of two further copies of the trainable
+    parameters, in float32 if they are in 16 bits; with FSDP2 of this rank's shards.
+
+    Steps of the first optimizer count, and with 16-mixed none that the gradient scaler skips. The weights move at the
+    end of the batch. Validation, checkpoints and the end of a fit see the weights in training, also between two moves.
+    A parameter that is frozen meanwhile is left as it is; one that is trained from some step on takes part from the
+    next move on. Checkpoints hold the callback's state, so that training resumes exactly.
+
+    Source: Douillard et al., "DiLoCo" (arXiv:2311.08105); with one worker "Smoothing DiLoCo with Primal Averaging"
+    (arXiv:2512.17131).
+
+    Args:
+        sync_every: number of optimizer steps between two moves.
+        outer_lr: learning rate of the outer optimizer; 1 without momentum changes nothing.
+        outer_momentum: its momentum, from 0 to below 1.
+        nesterov: whether the momentum is Nesterov's.
+
+    Raises:
+        OptionError: a value is out of range; or, when a fit begins, the strategy is `CommOptDiLoCo`, which has an outer
+            optimizer, or one whose weights cannot be moved, or would save FSDP2's shards in a distributed checkpoint.
+    """
+
+    def __init__(
+        self, *, sync_every: int = 30, outer_lr: float = 0.7, outer_momentum: float = 0.9, nesterov: bool = True
+    ) -> None:
+        options = DiLoCoPlan(sync_every=sync_every, outer_lr=outer_lr, outer_momentum=outer_momentum, nesterov=nesterov)
+        self._sync_every = options.sync_every
+        self._outer = OuterSGD(lr=outer_lr, momentum=outer_momentum, nesterov=options.nesterov)
+        self._slow: dict[str, Tensor] = {}
+        self._momenta: dict[str, Tensor] = {}
+        self._num_steps = 0  # optimizer steps since the last move
+        self._resumed: dict[str, Any] | None = None
+        self._handle: RemovableHandle | None = None
+        self._is_distributed = False  # whether checkpoints hold of each rank its shards
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        strategy = trainer.strategy
+        if isinstance(plan_of(strategy), DiLoCoPlan):
+            raise OptionError("OuterMomentum and CommOptDiLoCo exclude each other: its outer optimizer does the same")
+        for cls in type(strategy).__mro__:
+            if reason := _REFUSED.get(cls.__name__):
+                raise OptionError(f"OuterMomentum does not work with {cls.__name__}: {reason}")
+        self._is_distributed = getattr(strategy, "_save_distributed_checkpoint", False)
+        if trainer.checkpoint_callbacks:
+            self._check_saving()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()
+        resumed, self._resumed = self._resumed, None
+        self._num_steps, self._slow, self._momenta = 0, {}, {}
+        self._begin_round(pl_module)
+        if resumed is not None:
+            self._resume(resumed)
+        self._handle = trainer.optimizers[0].register_step_post_hook(self._count)
+
+    def _resume(self, saved: dict[str, Any]) -> None:
+        self._num_steps = saved["num_steps"]
+        slow, momenta = (
+            {name: _like(own[name], value) for name, value in values.items() if name in own}
+            for own, values in ((self._slow, saved["slow"]), (self._momenta, saved["momenta"]))
+        )
+        # What was not trained when the round began takes part from the next move on, as without an interruption.
+        self._momenta = {name: momenta.get(name, self._momenta[name]) for name in slow if name in self._momenta}
+        self._slow = slow
+
+    def _count(self, *args: Any) -> None:
+        self._num_steps += 1
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        """Moves the weights, if it is time; only then, as manual optimization may freeze parameters within a batch."""
+        if self._num_steps >= self._sync_every:
+            self._num_steps -= self._sync_every
+            self._move(pl_module)
+
+    @torch.no_grad()
+    def _move(self, module: LightningModule) -> None:
+        for name, parameter in _trained(module):
+            if (slow := self._slow.get(name)) is not None:
+                self._outer.step(slow, self._momenta.get(name), slow - parameter)
+                parameter.copy_(slow)
+        self._begin_round(module)
+
+    def _begin_round(self, module: LightningModule) -> None:
+        """Adds parameters that are trained since the last move, and forgets those that are not."""
+        trained = dict(_trained(module))
+        for name in self._slow.keys() - trained.keys():
+            del self._slow[name]
+            self._momenta.pop(name, None)
+        for name, parameter in trained.items():
+            if name not in self._slow:
+                dtype = torch.promote_types(parameter.dtype, torch.float32)
+                slow = self._slow[name] = parameter.detach().to(dtype, copy=True)
+                if self._outer.momentum:
+                    self._momenta[name] = torch.zeros_like(slow)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of all ranks together, on CPU. All ranks must call it."""
+        self._check_saving()
+        slow, momenta = ({name: _whole(x) for name, x in own.items()} for own in (self._slow, self._momenta))
+        return {"num_steps": self._num_steps, "slow": slow, "momenta": momenta}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._resumed = state_dict
+
+    def _check_saving(self) -> None:
+        if self._is_distributed:
+            raise OptionError(
+                "OuterMomentum cannot save its state in a distributed checkpoint, which holds the callbacks of rank 0"
+                " only: use save_distributed_checkpoint=False"
+            )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
+def _trained(module: LightningModule) -> Iterator[tuple[str, Tensor]]:
+    return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Returns a tensor on CPU, gathered from all ranks if it is sharded."""
+    gather = getattr(tensor, "full_tensor", None)
+    return (tensor if gather is None else gather()).to("cpu", copy=True)
+
+
+def _like(own: Tensor, whole: Tensor) -> Tensor:
+    """Returns the value of a whole tensor on the device of another and sharded like it."""
+    whole = whole.to(own.device, own.dtype, copy=True)
+    if not hasattr(own, "full_tensor"):
+        return whole
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, own.device_mesh, own.placements)  # type: ignore[attr-defined]
