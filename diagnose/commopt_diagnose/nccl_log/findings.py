@@ -219,4 +219,5 @@ def _find_unfinished(communicator: Communicator) -> Iterator[Finding]:
         others=f"; {ranks_text(finished)} finished" if finished else "",
         place=f"{who} {'the furthest behind, ' if ahead else ''}at {STAGES[first]}",
         ranks=ranks_text(behind),
+        confidence="likely" if finished else "possible",
     )
