@@ -142,7 +142,9 @@ def topo(
     file: Annotated[
         Path | None,
         typer.Option(
-            "--from", metavar="FILE", help="Text of nvidia-smi topo -m or rocm-smi --showtopo, XML of NCCL; - is the input."
+            "--from",
+            metavar="FILE",
+            help="Text of nvidia-smi topo -m or rocm-smi --showtopo, or XML of NCCL; - is the input.",
         ),
     ] = None,
     source: Annotated[
