@@ -131,6 +131,11 @@ class Connection(NamedTuple):
         return "/".join(filter(None, (self.kind, self.method, "GDRDMA" if self.has_gdr else "")))
 
     @property
+    def is_multi_node_nvlink(self) -> bool:
+        """Whether it goes over NVLink between hosts (MNNVL), which NCCL counts as one node."""
+        return self.method.startswith("MNNVL")
+
+    @property
     def is_between_hosts(self) -> bool:
         """Whether both ends have one bus id, which a host has only once; a device number has fewer digits."""
         sender, receiver = self.labels

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import gzip
+import io
+import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from commopt_diagnose.nccl_log import skipping
+from commopt_diagnose.nccl_log.findings import find_all
 from commopt_diagnose.nccl_log.reader import read_log
+from commopt_diagnose.nccl_log.terminal import print_log
 from commopt_diagnose.nccl_log.warnings import explain
 from diagnose_support.nccl_sample_logs import findings, read, read_file, told, watchdog
 
@@ -85,6 +90,36 @@ def test_a_rank_that_only_reports_its_rings_is_not_behind() -> None:
     unfinished = findings(*starts, connection, *rings)["unfinished_init"]
     assert unfinished.severity == "note"
     assert findings(*starts, connection, *rings[:1])["unfinished_init"].confidence == "possible"
+
+
+@pytest.mark.parametrize(("name", "severity"), [("docker0", "error"), ("tailscale0", "warning"), ("wlp2s0", "warning")])
+def test_others_may_share_a_vpn_or_wifi(name: str, severity: str) -> None:
+    found = findings(
+        *(
+            told(f"NET/Socket : Using [0]{name}:10.1.0.{rank}<0>", host=f"node-{rank}")
+            + told(f"comm 0x{rank} rank {rank} nRanks 2 nNodes 2 localRanks 1 localRank 0", host=f"node-{rank}")
+            for rank in (0, 1)
+        )
+    )
+    assert found["virtual_interface"].severity == severity
+
+
+def test_hosts_that_nvlink_joins_are_still_hosts() -> None:
+    """NCCL counts them as one node, and what network they would have otherwise does not matter."""
+    ranks = [
+        told("Using network Socket", host=host)
+        + told(f"NET/IB : GPU Direct RDMA Disabled for HCA 0 '{host}'", host=host)
+        + told(f"comm 0x{rank} rank {rank} nRanks 2 nNodes 1 localRanks 2 localRank {rank} MNNVL 1", host=host)
+        + told(f"Channel 00/0 : {rank}[0] -> {1 - rank}[0] via P2P/MNNVL", host=host)
+        for rank, host in enumerate(("a", "b"))
+    ]
+    log = read(*ranks)
+    assert find_all(log) == []
+    with Console(file=io.StringIO(), width=200) as console:
+        print_log(log, [], console)
+    printed = console.file.getvalue()
+    assert "2 hosts, which NVLink joins" in printed
+    assert re.search("P2P/MNNVL +between hosts", printed)
 
 
 @pytest.mark.parametrize(
