@@ -191,6 +191,7 @@ def test_brackets_are_no_markup() -> None:
     """If it fails, an error of gloo ends the command with an error of rich."""
     for is_terminal in (True, False):
         file = io.StringIO()
+        file.isatty = lambda is_terminal=is_terminal: is_terminal  # type: ignore[method-assign]
         console = Console(file=file, force_terminal=is_terminal, width=200)
         with progress_lines(console) as show:
             show(ERROR)
