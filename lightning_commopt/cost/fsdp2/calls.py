@@ -1,6 +1,6 @@
 """The calls of FSDP2's comm objects in some batches, and what they show.
 
-Shapes: ``B`` batches; ``C`` collectives of FSDP2's own in a batch, each of which blocks its thread on CPU.
+Shapes: ``B`` batches; ``C`` calls in a batch that block their thread, see `blocking`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
+from lightning_commopt.cost.fsdp2.arithmetic import ShardCost
 from lightning_commopt.cost.fsdp2.links import ShardLinks
-from lightning_commopt.cost.fsdp2.workload import Call, Unit
+from lightning_commopt.cost.fsdp2.workload import AS_INT8, Call, Unit
 
 _MIN_BATCHES = 3
 """Batches from which a median is taken at least."""
@@ -67,9 +68,12 @@ def backward_of(batches: Sequence[Batch], slowdown: float) -> tuple[Call, ...]:
 
 
 def blocking(batch: Batch) -> list[TimedCall]:
-    """Returns the collectives of FSDP2's own that nothing else disturbs: in forward, or if all in backward are."""
+    """Returns the calls that block their thread until no other rank is waited for, with nothing else on the link.
+
+    These are those of forward; and those of backward, unless a second thread reduces gradients beside it.
+    """
     is_alone = all(call.is_own for call in batch if call.operation == "reduce_scatter")
-    return [call for call in batch if call.is_own and (call.phase == "forward" or is_alone)]
+    return [call for call in batch if call.phase == "forward" or is_alone]
 
 
 def stretches_of(
@@ -77,24 +81,32 @@ def stretches_of(
     least_s: Sequence[Sequence[float]],
     units: Sequence[Unit],
     links: ShardLinks,
+    gather_cost: ShardCost,
     num_ranks: int,
 ) -> dict[str, float]:
     """Returns how many times as long as in the probe collectives take in training, for `ShardLinks.in_training`.
 
     Args:
         batches: from `usual_batches`, on CPU.
-        least_s: ``(B, C)`` the times of `blocking` collectives on the rank where they are shortest, which waits for no
-            other rank.
+        least_s: ``(B, C)`` the times of `blocking` calls on the rank where they are shortest, which waits for no other
+            rank.
         units: the units of the model.
         links: as they were probed.
+        gather_cost: the arithmetic of compressed parameters, in training.
         num_ranks: number of ranks.
     """
     measured_s: defaultdict[str, float] = defaultdict(float)
     expected_s: defaultdict[str, float] = defaultdict(float)
     for call, times_s in zip(blocking(batches[0]), zip(*least_s, strict=True), strict=True):
         unit = units[call.unit]
-        payload = unit.parameters if call.operation == "all_gather" else unit.gradients
-        for key in (call.operation, ""):
+        if call.is_own:
+            kind, payload = call.operation, unit.parameters if call.operation == "all_gather" else unit.gradients
+            seconds = links.own(kind).time_s(payload.num_bytes, num_ranks)
+        else:  # of compressed parameters, as compressed gradients do not block
+            kind, payload = "exchange", unit.parameters
+            seconds = links.exchange.time_s(payload.sent_bytes(AS_INT8, num_ranks), num_ranks)
+            seconds += sum(gather_cost.times_s(payload.matrix_bytes)) if payload.matrix_numel else 0.0
+        for key in (kind, ""):
             measured_s[key] += median(times_s)
-            expected_s[key] += links.own(call.operation).time_s(payload.num_bytes, num_ranks)
+            expected_s[key] += seconds
     return {key: measured_s[key] / expected_s[key] for key in measured_s if expected_s[key] > 0}

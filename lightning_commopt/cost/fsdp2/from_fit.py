@@ -83,7 +83,9 @@ def basis_of_fit(
     )
     if device != "cpu":
         return _with_waits(basis, steps)
-    return dataclasses.replace(basis, links=links.in_training(stretches_of(batches, least_s, units, links, num_ranks)))
+    return dataclasses.replace(
+        basis, links=links.in_training(stretches_of(batches, least_s, units, links, basis.gather_cost, num_ranks))
+    )
 
 
 def _wait_s(batches: Sequence[Batch], least_s: Sequence[Sequence[float]]) -> float:

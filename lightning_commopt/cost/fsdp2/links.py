@@ -124,14 +124,15 @@ class ShardLinks:
         """Returns the same as it is in training; see `Line.in_training`.
 
         Args:
-            stretches: for "all_gather" and "reduce_scatter" as far as the run has issued FSDP2's own; "" for all.
+            stretches: for "all_gather" and "reduce_scatter" as far as the run has issued FSDP2's own, for "exchange",
+                and "" for all of them.
         """
         usual = stretches.get("", 1.0)
         return dataclasses.replace(
             self,
             gather=self.gather.in_training(stretches.get("all_gather"), usual),
             reduce=self.reduce.in_training(stretches.get("reduce_scatter"), usual),
-            exchange=self.exchange.in_training(None, usual),
+            exchange=self.exchange.in_training(stretches.get("exchange"), usual),
         )
 
     def own(self, operation: str) -> Line:

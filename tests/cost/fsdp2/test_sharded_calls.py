@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lightning_commopt.cost.fsdp2.arithmetic import ShardCost
 from lightning_commopt.cost.fsdp2.calls import (
     TimedCall,
     backward_of,
@@ -60,12 +61,22 @@ def test_collectives_beside_compression_do_not_count() -> None:
 def test_how_loaded_links_are() -> None:
     batches = [batch(stretch=1.5)] * 3
     least_s = [[call.seconds for call in blocking(one)] for one in batches]
-    found = stretches_of(batches, least_s, [UNIT], links(), 2)
+    found = stretches_of(batches, least_s, [UNIT], links(), NO_COST, 2)
     assert found == pytest.approx({"all_gather": 1.5, "reduce_scatter": 1.5, "": 1.5})
     compressed = [batch(compressed=True)] * 3
-    assert stretches_of(compressed, [[EXCHANGE_S]] * 3, [UNIT], links(), 2) == pytest.approx(
-        {"all_gather": 0.5, "": 0.5}
-    )
+    found = stretches_of(compressed, [[EXCHANGE_S]] * 3, [UNIT], links(), NO_COST, 2)
+    assert found == pytest.approx({"all_gather": 0.5, "": 0.5})
+
+
+def test_compressed_parameters_show_the_link_too() -> None:
+    """If it fails, a run that compresses everything is taken to have had the idle link of the probe."""
+    cost, sent_s = ShardCost(0.01, 0.0, 0.02, 0.0), EXCHANGE_S * (1 + 4 / 128) / 4
+    batches = [[call._replace(is_own=False) for call in batch(compressed=True)]] * 3
+    found = stretches_of(batches, [[3 * (sent_s + 0.03)]] * 3, [UNIT], links(), cost, 2)
+    assert found == pytest.approx({"exchange": 3.0, "": 3.0}, rel=1e-3)
+    trained = links().in_training(found)
+    assert trained.exchange.s_per_byte == pytest.approx(found[""] * links().exchange.s_per_byte)
+    assert trained.gather.high_ratio > trained.exchange.high_ratio
 
 
 def test_the_basis_of_a_fit_on_cpu() -> None:
