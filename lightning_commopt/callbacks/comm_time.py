@@ -17,6 +17,8 @@ from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.callbacks.prediction import PredictionRecorder
 from lightning_commopt.callbacks.publisher import AllRanks, CollectiveWatch, MetricPublisher, StepFiles, gathering_group
 from lightning_commopt.callbacks.run_description import describe_hook, describe_parameters, describe_rank
+from lightning_commopt.callbacks.sharded_prediction import ShardedPredictionRecorder
+from lightning_commopt.compat.fsdp import units_of
 from lightning_commopt.compat.lightning import batches_that_stepped, count_samples
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.link.from_steps import NUM_TIMES
@@ -120,7 +122,7 @@ class CommTimeMonitor(PhaseCallback):
         self._publisher = MetricPublisher(publishes_all=self._logs_all, is_shared=False)
         self._link: LinkTracker | None = None
         self._files: StepFiles | None = None
-        self._prediction: PredictionRecorder | None = None
+        self._prediction: PredictionRecorder | ShardedPredictionRecorder | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -147,7 +149,9 @@ class CommTimeMonitor(PhaseCallback):
             self._collectives = CollectiveWatch(trainer, self._recorder)
             self._closing.callback(self._collectives.close)
             if self._print_summary or self._save_records:  # else nobody would read predictions
-                self._prediction = PredictionRecorder(trainer, pl_module, self._num_warmup_steps)
+                assert trainer.strategy.model is not None
+                kind = ShardedPredictionRecorder if units_of(trainer.strategy.model) else PredictionRecorder
+                self._prediction = kind(trainer, pl_module, self._num_warmup_steps)
                 self._closing.callback(self._prediction.close)
         # All ranks must access log_dir, which is broadcast.
         folder = trainer.log_dir or trainer.default_root_dir if self._dirpath is None else self._dirpath
@@ -168,6 +172,8 @@ class CommTimeMonitor(PhaseCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         assert self._recorder is not None
+        if self._prediction is not None:
+            self._prediction.close()
         if self._collectives is not None:
             self._collectives.close()
         while self._recorder.num_pending or (self._all_ranks is not None and not self._all_ranks.is_free):

@@ -16,6 +16,7 @@ from lightning_commopt.compat.collectives import CollectiveHooks, has_collective
 from lightning_commopt.compat.fsdp import ComputationWaits, ObservedUnits, units_of
 from lightning_commopt.compat.sigterm import around_broadcasts
 from lightning_commopt.cost.basis import Basis
+from lightning_commopt.cost.fsdp2.basis import ShardedBasis
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.measure.record import StepRecord
@@ -196,7 +197,7 @@ class StepFiles:
     def save_steps(self, steps: Sequence[StepRecord]) -> None:
         self._save("steps", partial(self._writer.write, steps))
 
-    def save_basis(self, basis: Basis, forecasts: Sequence[Forecast]) -> None:
+    def save_basis(self, basis: Basis | ShardedBasis, forecasts: Sequence[Forecast]) -> None:
         """Writes the fitted inputs for predictions of other plans, and these predictions."""
         self._save("prediction", partial(basis.save, self.folder, forecasts))
 
