@@ -88,8 +88,18 @@ def test_a_rank_that_only_reports_its_rings_is_not_behind() -> None:
     rings = [told("Connected all rings, use ring PXN 0 GDR 1", tid=20 + rank, device=rank) for rank in (0, 1)]
     connection = told("Channel 01 : 0[0] -> 1[1] via P2P/IPC", tid=20)
     unfinished = findings(*starts, connection, *rings)["unfinished_init"]
-    assert unfinished.severity == "note"
-    assert findings(*starts, connection, *rings[:1])["unfinished_init"].confidence == "possible"
+    assert "ranks 0, 1 are at the point where all rings are connected" in unfinished.why
+
+
+def test_a_rank_that_is_behind_is_no_error_before_another_is_ready() -> None:
+    """No rank gets far without the others, so lines are missing."""
+    comm = "comm 0x{0} rank {0} nranks 2 cudaDev {0} busId {0}000 commId 0xa - Init {1}"
+    starts = [told(comm.format(rank, "START"), device=rank) for rank in (0, 1)]
+    connection = told("Channel 01 : 0[0] -> 1[1] via P2P/IPC")
+    unfinished = findings(*starts, connection)["unfinished_init"]
+    assert (unfinished.severity, "rank 1 is the furthest behind" in unfinished.why) == ("note", True)
+    ready = findings(*starts, connection, told(comm.format(0, "COMPLETE")))["unfinished_init"]
+    assert ready.severity == "error"
 
 
 @pytest.mark.parametrize(("name", "severity"), [("docker0", "error"), ("tailscale0", "warning"), ("wlp2s0", "warning")])
@@ -155,6 +165,7 @@ def test_a_log_without_nccl_is_none_because_of_others(tmp_path: Path) -> None:
     ("line", "code"),
     [
         ("NCCL: unhandled system error. Set NCCL_DEBUG=WARN for detail.", "torch_error"),
+        ("Assertion failed: Failed, NCCL error /a/sendPlugin.cpp:129 'invalid usage (run with", "refused_call"),
         ("Aborting communicator: 0x7 due to async NCCL error: remote process exited or there was a", "peer_gone"),
         (
             "NCCL operation ncclCommInitRank(&comm) failed: unhandled cuda error. Last NCCL warning(error) log entry"
