@@ -166,7 +166,12 @@ def test_a_log_without_nccl_is_none_because_of_others(tmp_path: Path) -> None:
     [
         ("NCCL: unhandled system error. Set NCCL_DEBUG=WARN for detail.", "torch_error"),
         ("Assertion failed: Failed, NCCL error /a/sendPlugin.cpp:129 'invalid usage (run with", "refused_call"),
-        ("Aborting communicator: 0x7 due to async NCCL error: remote process exited or there was a", "peer_gone"),
+        (
+            "Aborting communicator: 0x7 due to async NCCL error: remote process exited or there was a",
+            "torch_remote_error",
+        ),
+        ("OSError: (External) Nccl error, unhandled cuda error (at /a/collective_helper.cc:100)", "torch_error"),
+        ("OSError: (External) NCCL error(2), unhandled system error.", "torch_error"),
         (
             "NCCL operation ncclCommInitRank(&comm) failed: unhandled cuda error. Last NCCL warning(error) log entry"
             " (may be unrelated) 'Cuda failure 2 'out of memory''.",
@@ -182,6 +187,16 @@ def test_a_log_without_nccl_is_none_because_of_others(tmp_path: Path) -> None:
 )
 def test_errors_of_other_programs(line: str, code: str) -> None:
     assert code in findings(line)
+
+
+def test_the_first_of_consequences_is_the_one_that_says_most() -> None:
+    found = findings(
+        "NCCL error: remote process exited or there was a network error, NCCL version 2.20.5",
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting.",
+        "Last error:",
+        "NET/IB : Got completion from peer 10.0.0.2<38536> with error 5, opcode 48, len 32710, vendor err 249",
+    )
+    assert (found["ib_not_receiving"].severity, found["torch_remote_error"].severity) == ("error", "note")
 
 
 def test_an_error_of_vllm_is_shown_without_its_head_and_the_traceback() -> None:
