@@ -14,7 +14,7 @@ _OF_INTEREST = re.compile(
     rb"atchdog|nqueued|[Ll]ast error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|(?:CUDA|[Cc]uda|NCCL|HIP) failure "
     rb"|[NnRr](?:CCL|ccl).?[Vv]ersion|nvidia-nccl-cu|using nccl|nccl\w+ failed:|nccl\w+(?:Error|Usage|Argument): "
     rb"|dump signal|currently unknown|mismatch between coll|destroy_process_group\(\) was|with exception: CUDA"
-    rb"|acquire GIL|\[rank\d+\]: ?\[E|ncclUniqueId|monitoredBarrier|nccl: (?:unhandled|internal|invalid)"
+    rb"|acquire GIL|\[rank\d+\]: ?\[E|ncclUniqueId|monitoredBarrier|nccl: (?:unhandled|internal|invalid)|Nccl error"
     rb"|^\s*(?:Channel|Ring) \d+.* via |^\s*(?:NET/|Using network )"
     rb"|oom[-_ ]kill|CUDA out of memory|on signal \d|Xid \(|Signal \d+ \(|exitcode *: -\d|may be stuck"
 )

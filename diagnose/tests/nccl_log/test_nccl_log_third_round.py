@@ -88,8 +88,18 @@ def test_a_rank_that_only_reports_its_rings_is_not_behind() -> None:
     rings = [told("Connected all rings, use ring PXN 0 GDR 1", tid=20 + rank, device=rank) for rank in (0, 1)]
     connection = told("Channel 01 : 0[0] -> 1[1] via P2P/IPC", tid=20)
     unfinished = findings(*starts, connection, *rings)["unfinished_init"]
-    assert unfinished.severity == "note"
-    assert findings(*starts, connection, *rings[:1])["unfinished_init"].confidence == "possible"
+    assert "ranks 0, 1 are at the point where all rings are connected" in unfinished.why
+
+
+def test_a_rank_that_is_behind_is_no_error_before_another_is_ready() -> None:
+    """No rank gets far without the others, so lines are missing."""
+    comm = "comm 0x{0} rank {0} nranks 2 cudaDev {0} busId {0}000 commId 0xa - Init {1}"
+    starts = [told(comm.format(rank, "START"), device=rank) for rank in (0, 1)]
+    connection = told("Channel 01 : 0[0] -> 1[1] via P2P/IPC")
+    unfinished = findings(*starts, connection)["unfinished_init"]
+    assert (unfinished.severity, "rank 1 is the furthest behind" in unfinished.why) == ("note", True)
+    ready = findings(*starts, connection, told(comm.format(0, "COMPLETE")))["unfinished_init"]
+    assert ready.severity == "error"
 
 
 @pytest.mark.parametrize(("name", "severity"), [("docker0", "error"), ("tailscale0", "warning"), ("wlp2s0", "warning")])
@@ -155,7 +165,13 @@ def test_a_log_without_nccl_is_none_because_of_others(tmp_path: Path) -> None:
     ("line", "code"),
     [
         ("NCCL: unhandled system error. Set NCCL_DEBUG=WARN for detail.", "torch_error"),
-        ("Aborting communicator: 0x7 due to async NCCL error: remote process exited or there was a", "peer_gone"),
+        ("Assertion failed: Failed, NCCL error /a/sendPlugin.cpp:129 'invalid usage (run with", "refused_call"),
+        (
+            "Aborting communicator: 0x7 due to async NCCL error: remote process exited or there was a",
+            "torch_remote_error",
+        ),
+        ("OSError: (External) Nccl error, unhandled cuda error (at /a/collective_helper.cc:100)", "torch_error"),
+        ("OSError: (External) NCCL error(2), unhandled system error.", "torch_error"),
         (
             "NCCL operation ncclCommInitRank(&comm) failed: unhandled cuda error. Last NCCL warning(error) log entry"
             " (may be unrelated) 'Cuda failure 2 'out of memory''.",
@@ -171,6 +187,16 @@ def test_a_log_without_nccl_is_none_because_of_others(tmp_path: Path) -> None:
 )
 def test_errors_of_other_programs(line: str, code: str) -> None:
     assert code in findings(line)
+
+
+def test_the_first_of_consequences_is_the_one_that_says_most() -> None:
+    found = findings(
+        "NCCL error: remote process exited or there was a network error, NCCL version 2.20.5",
+        "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting.",
+        "Last error:",
+        "NET/IB : Got completion from peer 10.0.0.2<38536> with error 5, opcode 48, len 32710, vendor err 249",
+    )
+    assert (found["ib_not_receiving"].severity, found["torch_remote_error"].severity) == ("error", "note")
 
 
 def test_an_error_of_vllm_is_shown_without_its_head_and_the_traceback() -> None:
