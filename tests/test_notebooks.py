@@ -54,7 +54,7 @@ def _text_of(outputs: Any) -> list[Any]:
     shown = [
         output.text if output.output_type == "stream" else output.data["text/plain"]
         for output in outputs
-        if output.get("name") != "stderr" and "text/html" not in output.get("metadata", {})
+        if output.get("name") != "stderr" and not output.get("metadata", {}).get("isolated")
     ]
     lines = [line.rstrip() for line in _COLOURS.sub("", "".join(shown)).splitlines()]
     text = "\n".join(lines).strip("\n")
