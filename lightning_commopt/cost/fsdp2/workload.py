@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from lightning_commopt.compressors import ShardedCompressor
 from lightning_commopt.compressors.sharded import ShardedInt8
+from lightning_commopt.text.validation import check_choice, check_integer
 
 AS_INT8 = ShardedInt8()
 """``param_hook="int8"`` sends parameters in the format that this compressor has for gradients."""
@@ -79,6 +80,15 @@ class ShardedWorkload:
     device: str = "cpu"  # "cpu" or "cuda"
     gathers: Exposure = _NOT_KNOWN  # of all-gathers in forward and backward; zero on CPU, where all of them block
     reduces: Exposure = _NOT_KNOWN  # likewise of reduce-scatters
+
+    def __post_init__(self) -> None:
+        check_integer("num_ranks", self.num_ranks, at_least=1)
+        check_integer("num_batches", self.num_batches, at_least=1)
+        for place in (*self.forward, *(call.unit for call in self.backward)):
+            if not 0 <= place < len(self.units):
+                raise ValueError(f"unit {place} is not one of {len(self.units)}")
+        for operation, _, _ in self.backward:
+            check_choice("operation", operation, ("all_gather", "reduce_scatter"))
 
     @property
     def backward_s(self) -> float:
