@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_commopt.callbacks.prediction import MAX_PROBE_BYTES, NUM_STEPS, PATIENCE_S
+from lightning_commopt.callbacks.prediction import MAX_PROBE_BYTES, NUM_STEPS, PATIENCE_S, PredictionRecorder
 from lightning_commopt.callbacks.publisher import StepFiles
 from lightning_commopt.callbacks.unit_calls import UnitCalls
 from lightning_commopt.compat.fsdp import units_of
@@ -177,6 +177,15 @@ class ShardedPredictionRecorder:
         if not columns or any(replicas_and_shards(unit)[0] > 1 for unit in columns.values()):
             return []
         return [columns.get(unit, []) for unit in units_of(model)]
+
+
+def recorder_for(
+    trainer: Trainer, module: LightningModule, num_warmup_backwards: int
+) -> PredictionRecorder | ShardedPredictionRecorder:
+    """Returns what collects predictions of DDP, or of a model that FSDP2 shards."""
+    assert trainer.strategy.model is not None
+    kind = ShardedPredictionRecorder if units_of(trainer.strategy.model) else PredictionRecorder
+    return kind(trainer, module, num_warmup_backwards)
 
 
 def units_of_calls(columns_of: Sequence[Sequence[Column]], batches: Sequence[Batch], num_shards: int) -> list[Unit]:

@@ -7,7 +7,7 @@ from typing import Any
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt8
 from lightning_commopt.cost.fsdp2.arithmetic import ShardCost
 from lightning_commopt.cost.fsdp2.basis import ShardedBasis
-from lightning_commopt.cost.fsdp2.links import Line, ShardLinks
+from lightning_commopt.cost.fsdp2.links import Line, Lines, Load, ShardLinks
 from lightning_commopt.cost.fsdp2.workload import Call, Payload, ShardedWorkload, Unit
 from lightning_commopt.sharded_plan import ShardedPlan
 
@@ -16,6 +16,7 @@ INT8, BF16 = ShardedInt8(), ShardedBf16()
 S_PER_BYTE = 1e-8
 """Time of a byte in an exchange. FSDP2's own all-gather takes twice that, and its reduce-scatter three times."""
 
+NO_LOAD = Load({})
 NO_COST = ShardCost(0.0, 0.0, 0.0, 0.0)
 UNIT = Unit("w", Payload(2 * MB, 0, 4), Payload(2 * MB, 0, 4))  # 8 MB, of which a rank sends 4 MB to the other one
 EXCHANGE_S = 4 * MB * S_PER_BYTE
@@ -28,7 +29,7 @@ def line(ratio: float, **changed: Any) -> Line:
 
 
 def links() -> ShardLinks:
-    return ShardLinks(gather=line(2), reduce=line(3), exchange=line(1, is_ring=False), source="a sample")
+    return ShardLinks(expected=Lines(line(2), line(3), line(1, is_ring=False)), source="a sample").in_training(NO_LOAD)
 
 
 def basis(plan: ShardedPlan | None = None, **changed: Any) -> ShardedBasis:

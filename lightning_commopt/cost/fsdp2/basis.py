@@ -92,7 +92,9 @@ class ShardedBasis:
     @property
     def world(self) -> World:
         """What the run was in."""
-        return World(self.links, self.costs, self.gather_cost, self.workload.num_ranks, self.workload.num_batches)
+        return World(
+            self.links.expected, self.costs, self.gather_cost, self.workload.num_ranks, self.workload.num_batches
+        )
 
     def _step(self, plan: ShardedPlan, world: World, where: Elsewhere) -> tuple[float, float, float]:
         """Returns both ends of a step, and how long computation waits in it, if the run was in ``world``."""
@@ -118,7 +120,7 @@ class ShardedBasis:
 
     def _variants(self, plan: ShardedPlan, world: World) -> Iterable[World]:
         """Yields what the run may have been in as well: one part at one end of its interval."""
-        for links in world.links.variants():
+        for links in self.links.others:
             yield world._replace(links=links)
         for ratio in (1 / COST_RATIO, COST_RATIO):
             for hook in dict.fromkeys([plan.comm_hook, self.plan.comm_hook]):

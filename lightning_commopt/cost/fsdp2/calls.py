@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 from lightning_commopt.cost.fsdp2.arithmetic import ShardCost
-from lightning_commopt.cost.fsdp2.links import ShardLinks
+from lightning_commopt.cost.fsdp2.links import Lines, Load
 from lightning_commopt.cost.fsdp2.workload import AS_INT8, Call, Unit
 
 _MIN_BATCHES = 3
@@ -76,37 +76,44 @@ def blocking(batch: Batch) -> list[TimedCall]:
     return [call for call in batch if call.phase == "forward" or is_alone]
 
 
-def stretches_of(
+def load_of(
     batches: Sequence[Batch],
     least_s: Sequence[Sequence[float]],
     units: Sequence[Unit],
-    links: ShardLinks,
+    probed: Lines,
     gather_cost: ShardCost,
     num_ranks: int,
-) -> dict[str, float]:
-    """Returns how many times as long as in the probe collectives take in training, for `ShardLinks.in_training`.
+) -> Load:
+    """Returns how much longer than in the probe collectives take in training.
 
     Args:
         batches: from `usual_batches`, on CPU.
         least_s: ``(B, C)`` the times of `blocking` calls on the rank where they are shortest, which waits for no other
             rank.
         units: the units of the model.
-        links: as they were probed.
+        probed: the lines of an idle link.
         gather_cost: the arithmetic of compressed parameters, in training.
         num_ranks: number of ranks.
     """
-    measured_s: defaultdict[str, float] = defaultdict(float)
-    expected_s: defaultdict[str, float] = defaultdict(float)
+    known: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)  # measured and expected time of each call
     for call, times_s in zip(blocking(batches[0]), zip(*least_s, strict=True), strict=True):
         unit = units[call.unit]
         if call.is_own:
             kind, payload = call.operation, unit.parameters if call.operation == "all_gather" else unit.gradients
-            seconds = links.own(kind).time_s(payload.num_bytes, num_ranks)
+            expected_s = probed.own(kind).time_s(payload.num_bytes, num_ranks)
         else:  # of compressed parameters, as compressed gradients do not block
             kind, payload = "exchange", unit.parameters
-            seconds = links.exchange.time_s(payload.sent_bytes(AS_INT8, num_ranks), num_ranks)
-            seconds += sum(gather_cost.times_s(payload.matrix_bytes)) if payload.matrix_numel else 0.0
-        for key in (kind, ""):
-            measured_s[key] += median(times_s)
-            expected_s[key] += seconds
-    return {key: measured_s[key] / expected_s[key] for key in measured_s if expected_s[key] > 0}
+            expected_s = probed.exchange.time_s(payload.sent_bytes(AS_INT8, num_ranks), num_ranks)
+            expected_s += sum(gather_cost.times_s(payload.matrix_bytes)) if payload.matrix_numel else 0.0
+        known[kind].append((median(times_s), expected_s))
+    ratios = {kind: ratio_of(pairs) for kind, pairs in known.items()}
+    pairs = [pair for of_kind in known.values() for pair in of_kind]
+    return Load(
+        ratios, ratio_of(pairs), fmean(measured_s - expected_s for measured_s, expected_s in pairs) if pairs else 0.0
+    )
+
+
+def ratio_of(pairs: Sequence[tuple[float, float]]) -> float:
+    """Returns the sum of measured over that of expected times, 1 if nothing was expected."""
+    expected_s = sum(expected_s for _, expected_s in pairs)
+    return sum(measured_s for measured_s, _ in pairs) / expected_s if expected_s > 0 else 1.0

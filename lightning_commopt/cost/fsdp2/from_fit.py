@@ -8,8 +8,8 @@ from statistics import median, stdev
 
 from lightning_commopt.cost.fsdp2.arithmetic import ShardCost, ShardCosts
 from lightning_commopt.cost.fsdp2.basis import ShardedBasis
-from lightning_commopt.cost.fsdp2.calls import Batch, backward_of, blocking, forward_of, stretches_of
-from lightning_commopt.cost.fsdp2.links import ShardLinks
+from lightning_commopt.cost.fsdp2.calls import Batch, backward_of, blocking, forward_of, load_of, ratio_of
+from lightning_commopt.cost.fsdp2.links import Load, ShardLinks
 from lightning_commopt.cost.fsdp2.predict import num_reducing, on_streams
 from lightning_commopt.cost.fsdp2.workload import Exposure, ShardedWorkload, Unit
 from lightning_commopt.cost.shared_core import competing_threads
@@ -47,7 +47,7 @@ def basis_of_fit(
         costs: arithmetic of compressors, measured outside of training.
         gather_cost: the same of ``param_hook="int8"``.
         num_ranks: number of ranks.
-        least_s: see `stretches_of`; not needed on CUDA, where the steps show it.
+        least_s: see `load_of`; not needed on CUDA, where the steps show it.
         device: "cpu" or "cuda".
         shares_core: compression shares its core with backward.
         slowdown: factor by which other processes stretch arithmetic.
@@ -68,7 +68,7 @@ def basis_of_fit(
         once_s=median(record.totals.optimizer_s + record.totals.other_s for record in steps),
         num_batches=num_batches,
         spread_s=stdev(blocks_s) if len(blocks_s) > 1 else 0.0,
-        straggler_s=num_batches * _wait_s(batches, least_s),
+        straggler_s=num_batches * _wait_s(batches, least_s) if device == "cpu" else 0.0,
         num_ranks=num_ranks,
         shares_core=shares_core,
         num_others=competing_threads(slowdown),
@@ -83,9 +83,8 @@ def basis_of_fit(
     )
     if device != "cpu":
         return _with_waits(basis, steps)
-    return dataclasses.replace(
-        basis, links=links.in_training(stretches_of(batches, least_s, units, links, basis.gather_cost, num_ranks))
-    )
+    load = load_of(batches, least_s, units, links.expected, basis.gather_cost, num_ranks)
+    return dataclasses.replace(basis, links=links.in_training(load))
 
 
 def _wait_s(batches: Sequence[Batch], least_s: Sequence[Sequence[float]]) -> float:
@@ -104,11 +103,13 @@ def _with_waits(basis: ShardedBasis, steps: Sequence[StepRecord]) -> ShardedBasi
     known = {operation: _seen(operation, steps, backwards[operation]) for operation in backwards}
     is_own = {"all_gather": plan.param_hook is None, "reduce_scatter": plan.comm_hook is None}
     own_s = dict(zip(backwards, on_streams(plan, work, basis.world), strict=True))
-    seen = [operation for operation in backwards if is_own[operation] and own_s[operation] > 0]
-    stretches = {operation: known[operation].seconds / own_s[operation] for operation in seen}
-    if seen:
-        stretches[""] = sum(known[operation].seconds for operation in seen) / sum(own_s[name] for name in seen)
-    basis = dataclasses.replace(basis, links=basis.links.in_training(stretches))
+    seen = {
+        operation: (known[operation].seconds, own_s[operation])
+        for operation in backwards
+        if is_own[operation] and own_s[operation] > 0
+    }
+    load = Load({operation: ratio_of([pair]) for operation, pair in seen.items()}, ratio_of([*seen.values()]))
+    basis = dataclasses.replace(basis, links=basis.links.in_training(load))
     gather_s, reduce_s = on_streams(plan, work, basis.world)
     work = dataclasses.replace(
         work,

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,11 +19,22 @@ SEEN_RATIO = 1.05
 """A collective that the run has issued takes its time in training within this ratio: the median of many steps."""
 
 UNSEEN_RATIO = 1.25
-"""A collective that only the probe has issued takes its time in training within this ratio. A judgement; see
-``docs/evidence/predict.md`` for what came of it."""
+"""A collective that only the probe has issued takes its time in training within this ratio, beside what `Load` leaves
+open. A judgement; see ``docs/evidence/predict.md`` for what came of it."""
 
-_MAX_STRETCH = 8.0
+MAX_STRETCH = 8.0
 """Collectives are not believed to take more times as long in training as alone; the rest is waiting for other ranks."""
+
+
+class Load(NamedTuple):
+    """By how much longer collectives take in training than alone, as far as the run has issued them.
+
+    Other threads on their cores may delay each message by a time, or in proportion to its duration.
+    """
+
+    ratios: dict[str, float]  # measured over probed time, by "all_gather", "reduce_scatter" and "exchange"
+    ratio: float = 1.0  # the same of all of them
+    delay_s: float = 0.0  # mean difference between measured and probed time of a collective
 
 
 class Line(NamedTuple):
@@ -35,8 +45,6 @@ class Line(NamedTuple):
     cpu_s_per_message: float  # processor time of a rank's other threads for a collective, on CPU
     cpu_s_per_byte: float  # and for a byte that crosses the link
     is_ring: bool  # whether its hops come one after another
-    low_ratio: float = 1 / UNSEEN_RATIO  # with `high_ratio` the interval of its time in training
-    high_ratio: float = UNSEEN_RATIO
 
     @classmethod
     def of_probe(cls, sizes: Sequence[ProbedSize], num_ranks: int, *, is_ring: bool) -> Line:
@@ -69,36 +77,27 @@ class Line(NamedTuple):
         """Returns the same where every collective takes ``ratio`` times as long."""
         return self._replace(hop_s=ratio * self.hop_s, s_per_byte=ratio * self.s_per_byte)
 
-    def in_training(self, stretch: float | None, usual: float) -> Line:
-        """Returns the same as it is in training.
-
-        Args:
-            stretch: measured over probed time of those that the run has issued; None if it has issued none.
-            usual: the same of whatever the run has issued.
-        """
-        if stretch is not None:
-            line = self.times(min(max(stretch, 1 / _MAX_STRETCH), _MAX_STRETCH))
-            return line._replace(low_ratio=1 / SEEN_RATIO, high_ratio=SEEN_RATIO)
-        usual = min(max(usual, 1 / _MAX_STRETCH), _MAX_STRETCH)
-        # What has stretched others may leave this one alone.
-        ratios = (1 / UNSEEN_RATIO, UNSEEN_RATIO, 1 / usual)
-        return self.times(usual)._replace(low_ratio=min(ratios), high_ratio=max(ratios))
+    def delayed(self, seconds: float) -> Line:
+        """Returns the same where every collective between two ranks takes so much longer."""
+        return self._replace(hop_s=max(0.0, self.hop_s + seconds))
 
 
 def _wakes(num_ranks: int, is_ring: bool) -> float:
     return num_wakes("all_reduce" if is_ring else "all_to_all", num_ranks)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ShardLinks:
+class Lines(NamedTuple):
     """The lines of all kinds of collectives that a plan may issue."""
 
-    gather: Line  # FSDP2's own all-gather
-    reduce: Line  # FSDP2's own reduce-scatter
+    all_gather: Line  # FSDP2's own
+    reduce_scatter: Line  # FSDP2's own
     exchange: Line  # a message to each other rank, as compressed gradients and parameters travel
-    source: str = ""  # what was measured, in words
 
-    def at_rate(self, bits_per_s: float) -> ShardLinks:
+    def own(self, operation: str) -> Line:
+        """Returns the line of FSDP2's own "all_gather" or "reduce_scatter"."""
+        return self.all_gather if operation == "all_gather" else self.reduce_scatter
+
+    def at_rate(self, bits_per_s: float) -> Lines:
         """Returns the same with another rate of each rank's link, as far as the processor keeps up with it.
 
         FSDP2's own collectives take as many times as long as an exchange of the same bytes as they do now.
@@ -108,45 +107,50 @@ class ShardLinks:
         """
         check_positive("bits_per_s", bits_per_s)
         s_per_byte = max(8 / bits_per_s / PAYLOAD_SHARE, self.exchange.cpu_s_per_byte)
+        now_s = max(self.exchange.s_per_byte, 1e-15)
 
         def at(line: Line) -> Line:
-            now_s = max(self.exchange.s_per_byte, 1e-15)
             return line._replace(s_per_byte=max(s_per_byte * line.s_per_byte / now_s, line.cpu_s_per_byte))
 
-        return ShardLinks(
-            gather=at(self.gather),
-            reduce=at(self.reduce),
-            exchange=self.exchange._replace(s_per_byte=s_per_byte),
-            source=f"a rate of {bits_per_s / 1e9:g} Gbit/s",
-        )
+        return Lines(at(self.all_gather), at(self.reduce_scatter), self.exchange._replace(s_per_byte=s_per_byte))
 
-    def in_training(self, stretches: Mapping[str, float]) -> ShardLinks:
-        """Returns the same as it is in training; see `Line.in_training`.
+    def in_training(self, load: Load, *, proportional: float = 0.5, unseen_ratio: float = 1.0) -> Lines:
+        """Returns the same as it is in training.
 
         Args:
-            stretches: for "all_gather" and "reduce_scatter" as far as the run has issued FSDP2's own, for "exchange",
-                and "" for all of them.
+            load: what the run has shown.
+            proportional: share of the delay of collectives that the run has not issued that is in proportion to their
+                duration; the rest is the same for each.
+            unseen_ratio: a further factor of these.
         """
-        usual = stretches.get("", 1.0)
-        return dataclasses.replace(
-            self,
-            gather=self.gather.in_training(stretches.get("all_gather"), usual),
-            reduce=self.reduce.in_training(stretches.get("reduce_scatter"), usual),
-            exchange=self.exchange.in_training(stretches.get("exchange"), usual),
-        )
+        ratio = min(max(load.ratio, 1 / MAX_STRETCH), MAX_STRETCH)
 
-    def own(self, operation: str) -> Line:
-        """Returns the line of FSDP2's own "all_gather" or "reduce_scatter"."""
-        return self.gather if operation == "all_gather" else self.reduce
+        def trained(kind: str, line: Line) -> Line:
+            if kind in load.ratios:
+                return line.times(min(max(load.ratios[kind], 1 / MAX_STRETCH), MAX_STRETCH))
+            stretched = line.times(unseen_ratio * (1 + proportional * (ratio - 1)))
+            return stretched.delayed((1 - proportional) * load.delay_s)
 
-    def variants(self) -> list[ShardLinks]:
-        """Returns what the links may be as well: one kind of collectives at one end of its interval."""
-        names = ("gather", "reduce", "exchange")
-        return [
-            dataclasses.replace(self, **{name: line.times(ratio)})
-            for name, line in ((name, getattr(self, name)) for name in names)
-            for ratio in (line.low_ratio, line.high_ratio)
-        ]
+        return Lines(*(trained(kind, line) for kind, line in zip(self._fields, self, strict=True)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardLinks:
+    """The links of a run in training, and what they may be as well."""
+
+    expected: Lines
+    others: tuple[Lines, ...] = ()  # each with an error that is independent of the others'
+    source: str = ""  # what was measured, in words
+
+    def in_training(self, load: Load) -> ShardLinks:
+        """Returns the same as it is in training, if it is as it was probed."""
+        probed, expected = self.expected, self.expected.in_training(load)
+        others = [probed.in_training(load, proportional=share) for share in (0.0, 1.0)]
+        others += [probed.in_training(load, unseen_ratio=ratio) for ratio in (1 / UNSEEN_RATIO, UNSEEN_RATIO)]
+        for kind in load.ratios:
+            line = getattr(expected, kind)
+            others += [expected._replace(**{kind: line.times(ratio)}) for ratio in (1 / SEEN_RATIO, SEEN_RATIO)]
+        return ShardLinks(expected=expected, others=tuple(others), source=self.source)
 
 
 def probe_shard_links(group: dist.ProcessGroup, device: torch.device, max_bytes: int) -> ShardLinks:
@@ -182,8 +186,6 @@ def probe_shard_links(group: dist.ProcessGroup, device: torch.device, max_bytes:
     ]
     largest = math.ceil(max(num_bytes for _, num_bytes in lines) / 1e4) / 1e2
     return ShardLinks(
-        gather=lines[0][0],
-        reduce=lines[1][0],
-        exchange=lines[2][0],
+        expected=Lines(*(line for line, _ in lines)),
         source=f"collectives of up to {largest:.3g} MB at the end of the fit",
     )

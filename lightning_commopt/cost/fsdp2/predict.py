@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lightning_commopt.cost.fsdp2.arithmetic import ShardCost, ShardCosts
-from lightning_commopt.cost.fsdp2.links import Line, ShardLinks
+from lightning_commopt.cost.fsdp2.links import Line, Lines
 from lightning_commopt.cost.fsdp2.simulate import Piece, Task, backward_s
 from lightning_commopt.cost.fsdp2.workload import AS_INT8, Exposure, ShardedWorkload, Unit
 from lightning_commopt.sharded_plan import ShardedPlan
@@ -14,7 +14,7 @@ from lightning_commopt.sharded_plan import ShardedPlan
 class World(NamedTuple):
     """The machines and the number of batches that a step is predicted for."""
 
-    links: ShardLinks
+    links: Lines
     costs: ShardCosts
     gather_cost: ShardCost  # the arithmetic of ``param_hook="int8"``
     num_ranks: int
@@ -77,7 +77,7 @@ def _tasks(plan: ShardedPlan, work: ShardedWorkload, world: World, *, reduces_gr
 
 def _gather(plan: ShardedPlan, unit: Unit, work: ShardedWorkload, world: World) -> tuple[Piece, ...]:
     """Returns the all-gather of a unit."""
-    own, payload = world.links.gather, unit.parameters
+    own, payload = world.links.all_gather, unit.parameters
     if plan.param_hook is None:
         return (_message(own, payload.num_bytes, world),)
     # NCCL has one all-gather for everybody; over gloo compressed parameters are exchanged directly.
@@ -91,7 +91,7 @@ def _reduce(plan: ShardedPlan, unit: Unit, work: ShardedWorkload, world: World) 
     """Returns the reduce-scatter of a unit."""
     hook, payload = plan.comm_hook, unit.gradients
     if hook is None:
-        return (_message(world.links.reduce, payload.num_bytes, world),)
+        return (_message(world.links.reduce_scatter, payload.num_bytes, world),)
     sent_bytes = payload.sent_bytes(hook, world.num_ranks)
     return _compressed(world.links.exchange, sent_bytes, world.costs[hook], payload.matrix_bytes, world)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from lightning_commopt.compressors import ShardedCompressor
 from lightning_commopt.compressors.sharded import ShardedInt8
+from lightning_commopt.text.validation import check_choice, check_integer
 
 AS_INT8 = ShardedInt8()
 """``param_hook="int8"`` sends parameters in the format that this compressor has for gradients."""
@@ -72,13 +73,22 @@ class ShardedWorkload:
     once_s: float  # the part of a step that does not grow with the number of batches: optimizer, hooks
     num_batches: int = 1  # batches that are accumulated for a step
     spread_s: float = 0.0  # standard deviation of the median of ten steps
-    straggler_s: float = 0.0  # how long a rank waits in a step for whichever rank is last
+    straggler_s: float = 0.0  # how long a rank waits in a step for the last rank; 0 on CUDA, as it is unknown there
     num_ranks: int = 1  # ranks that the step was measured on, each with a shard
     shares_core: bool = False  # compression has no processor of its own, so that it slows backward down
     num_others: float = 0.0  # threads of other programs that want this rank's processor, on average
     device: str = "cpu"  # "cpu" or "cuda"
     gathers: Exposure = _NOT_KNOWN  # of all-gathers in forward and backward; zero on CPU, where all of them block
     reduces: Exposure = _NOT_KNOWN  # likewise of reduce-scatters
+
+    def __post_init__(self) -> None:
+        check_integer("num_ranks", self.num_ranks, at_least=1)
+        check_integer("num_batches", self.num_batches, at_least=1)
+        for place in (*self.forward, *(call.unit for call in self.backward)):
+            if not 0 <= place < len(self.units):
+                raise ValueError(f"unit {place} is not one of {len(self.units)}")
+        for operation, _, _ in self.backward:
+            check_choice("operation", operation, ("all_gather", "reduce_scatter"))
 
     @property
     def backward_s(self) -> float:

@@ -10,7 +10,7 @@ from lightning_commopt.cost.fsdp2.calls import (
     backward_of,
     blocking,
     forward_of,
-    stretches_of,
+    load_of,
     usual_batches,
 )
 from lightning_commopt.cost.fsdp2.from_fit import basis_of_fit
@@ -59,24 +59,23 @@ def test_collectives_beside_compression_do_not_count() -> None:
 
 
 def test_how_loaded_links_are() -> None:
-    batches = [batch(stretch=1.5)] * 3
+    batches, lines = [batch(stretch=1.5)] * 3, links().expected
     least_s = [[call.seconds for call in blocking(one)] for one in batches]
-    found = stretches_of(batches, least_s, [UNIT], links(), NO_COST, 2)
-    assert found == pytest.approx({"all_gather": 1.5, "reduce_scatter": 1.5, "": 1.5})
-    compressed = [batch(compressed=True)] * 3
-    found = stretches_of(compressed, [[EXCHANGE_S]] * 3, [UNIT], links(), NO_COST, 2)
-    assert found == pytest.approx({"all_gather": 0.5, "": 0.5})
+    found = load_of(batches, least_s, [UNIT], lines, NO_COST, 2)
+    assert found.ratios == pytest.approx({"all_gather": 1.5, "reduce_scatter": 1.5})
+    assert found[1:] == pytest.approx((1.5, 0.5 * 7 / 3 * EXCHANGE_S))  # the three calls take 2, 2 and 3 exchanges
+    found = load_of([batch(compressed=True)] * 3, [[EXCHANGE_S]] * 3, [UNIT], lines, NO_COST, 2)
+    assert found.ratios == pytest.approx({"all_gather": 0.5})
+    assert found[1:] == pytest.approx((0.5, -EXCHANGE_S))
 
 
 def test_compressed_parameters_show_the_link_too() -> None:
     """If it fails, a run that compresses everything is taken to have had the idle link of the probe."""
     cost, sent_s = ShardCost(0.01, 0.0, 0.02, 0.0), EXCHANGE_S * (1 + 4 / 128) / 4
     batches = [[call._replace(is_own=False) for call in batch(compressed=True)]] * 3
-    found = stretches_of(batches, [[3 * (sent_s + 0.03)]] * 3, [UNIT], links(), cost, 2)
-    assert found == pytest.approx({"exchange": 3.0, "": 3.0}, rel=1e-3)
-    trained = links().in_training(found)
-    assert trained.exchange.s_per_byte == pytest.approx(found[""] * links().exchange.s_per_byte)
-    assert trained.gather.high_ratio > trained.exchange.high_ratio
+    found = load_of(batches, [[3 * (sent_s + 0.03)]] * 3, [UNIT], links().expected, cost, 2)
+    assert found.ratios == pytest.approx({"exchange": 3.0}, rel=1e-3)
+    assert found.ratio == found.ratios["exchange"]
 
 
 def test_the_basis_of_a_fit_on_cpu() -> None:
@@ -86,7 +85,7 @@ def test_the_basis_of_a_fit_on_cpu() -> None:
     found = basis_of_fit(
         ShardedPlan(), [UNIT], batches, [step(2)] * 30, links(), {INT8: NO_COST}, NO_COST, num_ranks=2, least_s=least_s
     )
-    assert found.links.gather.s_per_byte == pytest.approx(1.5 * links().gather.s_per_byte)
+    assert found.links.expected.all_gather.s_per_byte == pytest.approx(1.5 * links().expected.all_gather.s_per_byte)
     work = found.workload
     assert work.straggler_s == pytest.approx(2 * 1.5 * 7 * EXCHANGE_S)  # two batches, each 2 + 2 + 3 exchanges long
     assert (work.num_batches, work.spread_s) == (2, 0.0)
