@@ -1,7 +1,6 @@
 """Makes a picture of a report, for pages that cannot show the report itself.
 
 python docs/report_picture.py docs/results/ladder.html docs/results/ladder.png
-python docs/report_picture.py docs/results/ladder.html docs/images/report.png --height 1700
 """
 
 import argparse

@@ -121,6 +121,7 @@ def test_commands() -> None:
         "nsys",
         "predict",
         "report",
+        "run",
         "selftest",
         "summary",
         "topo",

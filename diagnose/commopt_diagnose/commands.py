@@ -141,7 +141,11 @@ def nccl_log(
 def topo(
     file: Annotated[
         Path | None,
-        typer.Option("--from", metavar="FILE", help="Text of nvidia-smi topo -m, or XML of NCCL; - is the input."),
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="Text of nvidia-smi topo -m or rocm-smi --showtopo, or XML of NCCL; - is the input.",
+        ),
     ] = None,
     source: Annotated[
         str, typer.Option(help="Where to read this machine's: nvml, nvidia-smi, or auto for the first that works.")

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import commands
 import config_groups
 import messages
+import notebooks
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -31,6 +32,11 @@ _PAGES = {
     "diagnose/docs/doctor.md": "reference/tools/doctor.md",
     "diagnose/docs/nccl_log.md": "reference/tools/nccl_log.md",
     "diagnose/docs/topology.md": "reference/tools/topology.md",
+    "examples/notebooks/1_measure_and_decide.ipynb": "get_started/notebooks/measure_and_decide.md",
+    "examples/notebooks/2_compress_and_check_the_loss.ipynb": "get_started/notebooks/compress_and_check_the_loss.md",
+    "examples/notebooks/3_sweep_and_report.ipynb": "get_started/notebooks/sweep_and_report.md",
+    "examples/notebooks/4_fsdp2.ipynb": "get_started/notebooks/fsdp2.md",
+    "examples/notebooks/5_gpu_results.ipynb": "get_started/notebooks/gpu_results.md",
 }
 """Pages that stand elsewhere in the repository, with their places in the site."""
 
@@ -49,7 +55,10 @@ _FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds the pages that stand elsewhere in the repository."""
     for source, place in _PAGES.items():
-        files.append(File.generated(config, place, content=(_REPOSITORY / source).read_text(encoding="utf-8")))
+        path = _REPOSITORY / source
+        is_notebook = path.suffix == ".ipynb"
+        content = notebooks.markdown(path) if is_notebook else path.read_text(encoding="utf-8")
+        files.append(File.generated(config, place, content=content))
     return files
 
 
@@ -95,7 +104,7 @@ def _link_in_site(link: str, source: str, place: str, config: MkDocsConfig, file
         target += "/README.md"
     elif not path.exists():
         return link  # mkdocs warns of it
-    if target in _PAGES:
+    if target in _PAGES and target != source:
         target_place = _PAGES[target]
     elif target.startswith("docs/") and files.get_file_from_path(target.removeprefix("docs/")):
         target_place = target.removeprefix("docs/")
@@ -110,7 +119,7 @@ def _copied(target: str, path: Path, config: MkDocsConfig, files: Files) -> str:
 
     A browser shows text of a kind that it does not know only where its name ends in ``.txt``.
     """
-    is_shown = path.suffix in (".html", ".png", ".svg", ".xz")
+    is_shown = path.suffix in (".html", ".ipynb", ".png", ".svg", ".xz")
     copy = f"source/{target}{'' if is_shown else '.txt'}"
     if files.get_file_from_path(copy) is None:
         content = path.read_bytes() if path.is_file() else _joined(path)

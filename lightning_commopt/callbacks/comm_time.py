@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,25 +12,24 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
+from lightning_commopt.callbacks.fit_totals import FitTotals
 from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.callbacks.prediction import PredictionRecorder
 from lightning_commopt.callbacks.publisher import AllRanks, CollectiveWatch, MetricPublisher, StepFiles, gathering_group
 from lightning_commopt.callbacks.run_description import describe_hook, describe_parameters, describe_rank
+from lightning_commopt.callbacks.sharded_prediction import ShardedPredictionRecorder, recorder_for
 from lightning_commopt.compat.lightning import batches_that_stepped, count_samples
 from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.link.from_steps import NUM_TIMES
 from lightning_commopt.measure.link.tracker import LinkTracker
-from lightning_commopt.measure.operations import OperationTotals
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.measure.statistics import QUANTITIES, Steps, row
-from lightning_commopt.measure.summary import DEFAULT_NUM_WARMUP_STEPS, FitSummary
+from lightning_commopt.measure.summary import DEFAULT_NUM_WARMUP_STEPS
 from lightning_commopt.measure.verdict import Verdict
-from lightning_commopt.metrics import StepStatistics
 from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.sync.ddp.observed import observe, stop_observing
-from lightning_commopt.sync.groups import BorrowedGroups
-from lightning_commopt.text.terminal import TextConsole, print_text
+from lightning_commopt.text.terminal import TextConsole
 from lightning_commopt.text.validation import check_choice, check_integer, check_switch, info, warn
 
 if TYPE_CHECKING:
@@ -113,17 +111,14 @@ class CommTimeMonitor(PhaseCallback):
         self.new_steps: tuple[Steps, ...] = ()
         self._windows: list[Steps] = []  # windows that arrived since the last batch ended
         self._own_rows: list[list[float]] = []  # this rank's rows in the gathering that is under way
-        self._num_samples = self._num_gathered = self._last_step = 0
-        self._world_size = world_size
-        self._fit_statistics = StepStatistics(world_size=world_size)
-        self._operations = OperationTotals(self._num_warmup_steps)
+        self._num_samples = self._last_step = 0
+        self._totals = FitTotals(world_size, self._num_warmup_steps)
         self._all_ranks: AllRanks | None = None
-        self._group: BorrowedGroups | None = None
         self._collectives: CollectiveWatch | None = None
         self._publisher = MetricPublisher(publishes_all=self._logs_all, is_shared=False)
         self._link: LinkTracker | None = None
         self._files: StepFiles | None = None
-        self._prediction: PredictionRecorder | None = None
+        self._prediction: PredictionRecorder | ShardedPredictionRecorder | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -141,16 +136,15 @@ class CommTimeMonitor(PhaseCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         has_peers = trainer.world_size > 1 and dist.is_available() and dist.is_initialized()
-        self._group = gathering_group() if has_peers else None
-        group = self._group.all_ranks if self._group is not None else None
-        is_shared = group is not None or trainer.world_size == 1
+        groups = gathering_group() if has_peers else None
+        is_shared = groups is not None or trainer.world_size == 1
         self._publisher = MetricPublisher(publishes_all=self._logs_all, is_shared=is_shared)
         assert self._recorder is not None
         if has_peers:
             self._collectives = CollectiveWatch(trainer, self._recorder)
             self._closing.callback(self._collectives.close)
             if self._print_summary or self._save_records:  # else nobody would read predictions
-                self._prediction = PredictionRecorder(trainer, pl_module, self._num_warmup_steps)
+                self._prediction = recorder_for(trainer, pl_module, self._num_warmup_steps)
                 self._closing.callback(self._prediction.close)
         # All ranks must access log_dir, which is broadcast.
         folder = trainer.log_dir or trainer.default_root_dir if self._dirpath is None else self._dirpath
@@ -161,7 +155,7 @@ class CommTimeMonitor(PhaseCallback):
         has_model = self._fit_link_model and not isinstance(plan_of(trainer.strategy), DiLoCoPlan)
         self._link = LinkTracker(trainer.world_size, has_trees=has_trees) if has_model else None
         num_columns = len(QUANTITIES) + (NUM_TIMES if has_model else 0)
-        self._all_ranks = AllRanks(group, (self._every_n_steps, num_columns))
+        self._all_ranks = AllRanks(groups, (self._every_n_steps, num_columns))
         if self._save_records and not getattr(trainer, "fast_dev_run", False):
             self._files = StepFiles(folder, header | {"parameters": describe_parameters(pl_module)})
 
@@ -173,8 +167,7 @@ class CommTimeMonitor(PhaseCallback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         assert self._recorder is not None
-        if self._collectives is not None:
-            self._collectives.close()
+        self._closing.close()
         while self._recorder.num_pending or (self._all_ranks is not None and not self._all_ranks.is_free):
             if not self._receive(trainer, _LAST_WINDOW_LIMIT_S):
                 warn(
@@ -187,12 +180,12 @@ class CommTimeMonitor(PhaseCallback):
         self._conclude(trainer, is_complete=True)
         if not self.summary and self._print_summary:
             info(
-                f"CommTimeMonitor has no summary: the fit had {self._num_gathered} steps, and"
+                f"CommTimeMonitor has no summary: the fit had {self._totals.num_gathered} steps, and"
                 f" num_warmup_steps={self._num_warmup_steps} leaves all of them out."
             )
         self._publisher.share(trainer, self.summary)
-        if self._group is not None and self._all_ranks is not None:
-            self._group.return_to_pool()
+        if self._all_ranks is not None:
+            self._all_ranks.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         try:
@@ -201,10 +194,7 @@ class CommTimeMonitor(PhaseCallback):
                 self._receive(trainer, _INTERRUPTED_LIMIT_S)
                 while self._recorder is not None and self._recorder.has(1):
                     self._own_rows += self._take(trainer, 1)
-            # This rank's steps count only if the steps of all ranks have not been gathered, which say more.
-            if self._fit_statistics.steps.num_ranks <= 1 and self._own_rows:
-                values = np.array([self._own_rows])[:, :, : len(QUANTITIES)]
-                self._add(values, Steps.of(values))
+            self._totals.add_own(self._own_rows)
             if self.verdict is None:
                 self._conclude(trainer)
         except Exception as error:
@@ -262,7 +252,7 @@ class CommTimeMonitor(PhaseCallback):
                 self._prediction.add(records)
             if self._files is not None:
                 self._files.save_steps(records)
-        self._operations.add(records)
+        self._totals.add_collectives(records)
         if self._link is None:
             return [row(record) for record in records]
         times_s = self._link.rows(records, describe_hook(trainer.strategy)["comm_hook"])
@@ -288,30 +278,22 @@ class CommTimeMonitor(PhaseCallback):
     def _publish(self, trainer: Trainer, values: NDArray[np.float64], times_s: NDArray[np.float64]) -> None:
         steps = Steps.of(values)
         self._windows.append(steps)
-        self.metrics = steps.sampled().statistics(self._world_size)
+        self.metrics = steps.sampled().statistics(self._totals.world_size)
         if self._link is not None:
             self._link.update(times_s)
             self.metrics |= self._link.metrics
-        self._add(values, steps)
+        self._totals.add(values, steps)
         self._publisher.share(trainer, self.metrics)
         self._publisher.log(trainer, self.metrics, step=self._last_step)
 
-    def _add(self, values: NDArray[np.float64], steps: Steps) -> None:
-        """Adds steps to the statistics of the fit, without its warm-up."""
-        num_warmup = max(0, self._num_warmup_steps - self._num_gathered)
-        self._num_gathered += values.shape[1]
-        self._fit_statistics.update(values[:, num_warmup:] if num_warmup else steps)
-
     def _conclude(self, trainer: Trainer, *, is_complete: bool = False) -> None:
-        about = describe_hook(trainer.strategy) | {"operations": self._operations.operations()}
-        about["host_bound_share"] = self._operations.host_bound_share
+        about = describe_hook(trainer.strategy)
         # All ranks take part in the prediction, so it must come before any return.
         if is_complete and self._prediction is not None:
             sent = () if self._link is None else tuple(self._link.steps)
             about["forecasts"] = self._prediction.conclude(about["comm_hook"], self._files, sent)
-        if not (steps := self._fit_statistics.steps).num_steps:
+        if (summary := self._totals.summary(**about)) is None:
             return
-        summary = FitSummary.of(steps, world_size=self._world_size, **about)
         self.summary = {**summary.metrics, **(self._link.metrics if self._link is not None else {})}
         if is_complete and self._link is not None and (why := self._link.why_unknown):
             info(f"CommTimeMonitor: {why}")
@@ -320,5 +302,4 @@ class CommTimeMonitor(PhaseCallback):
             console = TextConsole()
             console.print(summary.table())
             if self._files is not None:
-                folder, command = self._files.folder, "predict" if about.get("forecasts") else "trace"
-                print_text(f"Files: {folder}. Next: commopt {command} {quote(str(folder))}", console)
+                self._files.print_next(console, has_forecasts=bool(about.get("forecasts")))

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from lightning.pytorch.strategies import Strategy
 
 _NUM_BACKWARDS = 10  # hooks on every parameter slow these down, so only a few are timed
-_NUM_STEPS = 100  # enough for a spread; the buckets of more would cost memory
-_MAX_PROBE_BYTES = 2**26  # larger messages take as long per byte
+NUM_STEPS = 100  # enough for a spread; the buckets of more would cost memory
+MAX_PROBE_BYTES = 2**26  # larger messages take as long per byte
 
 # Ranks may end the fit later than rank 0, for example after a slow callback. After this time the link is not probed.
-_PATIENCE_S = 5.0
+PATIENCE_S = 5.0
 
 
 class PredictionRecorder:
@@ -52,7 +52,7 @@ class PredictionRecorder:
         self._plan = plan_of(trainer.strategy)
         self._num_left = num_warmup_backwards
         self._times: GradientTimes | None = None
-        self._steps: deque[StepRecord] = deque(maxlen=_NUM_STEPS)
+        self._steps: deque[StepRecord] = deque(maxlen=NUM_STEPS)
         is_ddp = isinstance(trainer.strategy.model, DistributedDataParallel) and not is_baseline(trainer.strategy)
         self._is_ddp = is_ddp and not isinstance(self._plan, DiLoCoPlan)
         # Once this is true no further gradients are timed, and `enter` need not be called.
@@ -144,8 +144,8 @@ class PredictionRecorder:
         gradients = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in gradients)
         with suppress(RuntimeError):  # a rank has failed, which is not for this callback to report
-            if all_ranks_ready("end of fit", _PATIENCE_S, default_pg_timeout.total_seconds()):
-                return probe_link(model.process_group, self._strategy.root_device, min(num_bytes, _MAX_PROBE_BYTES))
+            if all_ranks_ready("end of fit", PATIENCE_S, default_pg_timeout.total_seconds()):
+                return probe_link(model.process_group, self._strategy.root_device, min(num_bytes, MAX_PROBE_BYTES))
         return []
 
 

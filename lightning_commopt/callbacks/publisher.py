@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,11 +17,13 @@ from lightning_commopt.compat.collectives import CollectiveHooks, has_collective
 from lightning_commopt.compat.fsdp import ComputationWaits, ObservedUnits, units_of
 from lightning_commopt.compat.sigterm import around_broadcasts
 from lightning_commopt.cost.basis import Basis
+from lightning_commopt.cost.fsdp2.basis import ShardedBasis
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder, issued_by, parts_of_one
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_host_group
+from lightning_commopt.text.terminal import TextConsole, print_text
 from lightning_commopt.text.validation import info, warn
 
 if TYPE_CHECKING:
@@ -41,11 +44,12 @@ LOGGED_BY_DEFAULT = (
 class AllRanks:
     """Gathers matrices ``(num_steps, num_quantities)`` from all ranks, without stopping any of them.
 
-    The ``group`` of the ranks is over CPU; None for a single rank.
+    The ``groups`` are from `gathering_group`; None for a single rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, shape: tuple[int, int]) -> None:
-        self._group = group
+    def __init__(self, groups: BorrowedGroups | None, shape: tuple[int, int]) -> None:
+        self._groups = groups
+        self._group = None if groups is None else groups.all_ranks
         self._shape = shape
         self._work: dist.Work | None = None
         self._gathered: list[Tensor] = []
@@ -54,6 +58,11 @@ class AllRanks:
     def is_free(self) -> bool:
         """Whether a matrix can be sent, because the last one has arrived and was taken."""
         return not self._gathered
+
+    def close(self) -> None:
+        """Returns the groups; not to be called if ranks may be out of step."""
+        if self._groups is not None:
+            self._groups.return_to_pool()
 
     def send(self, rows: Tensor) -> None:
         """Starts to gather ``rows`` ``(n, num_quantities)``, missing ones as NaN; all ranks must do so, at any time."""
@@ -196,9 +205,14 @@ class StepFiles:
     def save_steps(self, steps: Sequence[StepRecord]) -> None:
         self._save("steps", partial(self._writer.write, steps))
 
-    def save_basis(self, basis: Basis, forecasts: Sequence[Forecast]) -> None:
+    def save_basis(self, basis: Basis | ShardedBasis, forecasts: Sequence[Forecast]) -> None:
         """Writes the fitted inputs for predictions of other plans, and these predictions."""
         self._save("prediction", partial(basis.save, self.folder, forecasts))
+
+    def print_next(self, console: TextConsole, *, has_forecasts: bool) -> None:
+        """Prints where the files are, and the command that shows more of them."""
+        command = "predict" if has_forecasts else "trace"
+        print_text(f"Files: {self.folder}. Next: commopt {command} {quote(str(self.folder))}", console)
 
     def _save(self, what: str, save: Callable[[], None]) -> None:
         if what in self._failed:

@@ -11,7 +11,7 @@ import typer
 
 from lightning_commopt.commands import runs
 from lightning_commopt.commands.errors import AFTER, BEFORE, DURING, Json, echo, print_json
-from lightning_commopt.commands.machines import selftest, tune
+from lightning_commopt.commands.machines import run, selftest, tune
 from lightning_commopt.text.terminal import TextConsole, print_in_any_encoding
 
 GROUP = "commopt.commands"
@@ -54,6 +54,11 @@ def info(json: Json = False) -> None:
 
 
 app.command(rich_help_panel=BEFORE, epilog="Example: commopt selftest --device cpu")(selftest)
+app.command(
+    rich_help_panel=DURING,
+    epilog="Example: commopt run -- python train.py",
+    context_settings={"allow_interspersed_args": False},
+)(run)
 app.command(
     rich_help_panel=DURING,
     epilog="Example: commopt tune --lossy int8 -- torchrun --nproc-per-node 8 train.py",

@@ -1,4 +1,4 @@
-"""Commands about this machine and about a script: selftest, tune."""
+"""Commands about this machine and about a script: selftest, run, tune."""
 
 import json as json_text
 from contextlib import suppress
@@ -54,6 +54,26 @@ def selftest(
         console.print(f"written to {output}")
     has_failed = any(outcome.status == "failed" for outcome in latest.outcomes)
     raise typer.Exit(1 if has_failed else 0 if latest.is_whole else 2)
+
+
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="COMMAND", help="Such as python train.py; or torchrun ...")],
+) -> None:
+    """Runs COMMAND with CommTimeMonitor and HangMonitor in every Trainer of it: nothing in the script changes.
+
+    A fit ends with the table of its step, a verdict, and where its files are; a fit that hangs with the rank at fault.
+    Strategy and numbers stay as they are. The exit status is that of COMMAND, or 1 if it has made no Trainer.
+    """
+    from lightning_commopt.commands.monitored import CHANGE
+    from lightning_commopt.commands.trainers import run_changed
+
+    with errors_in_a_line():
+        status, has_trainer = run_changed(command, CHANGE, {})
+    if not has_trainer:
+        echo("commopt: COMMAND has made no Trainer of Lightning, so nothing was measured", err=True)
+    elif not status:
+        echo("To keep the monitors: Trainer(callbacks=[CommTimeMonitor(), HangMonitor()])")
+    raise typer.Exit(status or int(not has_trainer))
 
 
 def tune(

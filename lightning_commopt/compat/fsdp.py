@@ -66,10 +66,14 @@ def comm_object(unit: FSDPModule, operation: str) -> Any:
 def comm_objects(model: Module) -> Iterator[tuple[str, Any]]:
     """Yields the objects that issue the "all_gather" and the "reduce_scatter" of each unit; none before torch 2.9."""
     for unit in units_of(model):
-        for group in _groups_of(unit):
-            for operation in ("all_gather", "reduce_scatter"):
-                if (comm := getattr(group, f"_{operation}_comm", None)) is not None:
-                    yield operation, comm
+        yield from _comm_objects_of(unit)
+
+
+def _comm_objects_of(unit: FSDPModule) -> Iterator[tuple[str, Any]]:
+    for group in _groups_of(unit):
+        for operation in ("all_gather", "reduce_scatter"):
+            if (comm := getattr(group, f"_{operation}_comm", None)) is not None:
+                yield operation, comm
 
 
 def keeps_reduced(parameter: Tensor, dtype: torch.dtype) -> bool:
@@ -143,6 +147,41 @@ class ObservedUnits:
     def close(self) -> None:
         while self._undo:
             self._undo.pop()()
+
+
+AroundCall = Callable[[str, FSDPModule, int, bool], AbstractContextManager[None]]
+"""Makes the context of a call of a comm object: its operation, its unit, the bytes of its inputs or its outputs, and
+whether it is FSDP2's own, which blocks a thread on CPU until it has ended."""
+
+
+def around_calls(model: Module, around: AroundCall) -> Callable[[], None]:
+    """Calls the comm objects of a model's units within a context, in the caller's thread, until the result is called.
+
+    Until then nothing else may replace the class of these objects, as `ObservedUnits` does.
+    """
+    undo: list[Callable[[], None]] = []
+    for unit in units_of(model):
+        for operation, comm in _comm_objects_of(unit):
+            restore = partial(setattr, comm, "__class__", type(comm))
+            with suppress(TypeError):  # the class of a user's object may be fixed
+                comm.__class__ = _within(type(comm), partial(around, operation, unit))
+                undo.append(restore)
+
+    def close() -> None:
+        while undo:
+            undo.pop()()
+
+    return close
+
+
+def _within(base: type, around: Callable[[int, bool], AbstractContextManager[None]]) -> type:
+    def call(self: Any, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> dist.Work | None:
+        num_bytes = max(output_tensor.nbytes, input_tensor.nbytes)
+        with around(num_bytes, not isinstance(self, NotifyingComm)):
+            work: dist.Work | None = base.__call__(self, output_tensor, input_tensor, *args, **kwargs)
+        return work
+
+    return type(base.__name__, (base,), {"__call__": call})
 
 
 def _has_comm_objects() -> bool:

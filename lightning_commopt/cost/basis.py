@@ -150,6 +150,8 @@ class Basis:
         """Reads a file of `save`; for errors see `load_json`."""
 
         def read(plain: dict[str, Any]) -> Basis:
+            if "strategy" in plain:
+                raise ValueError("it has a prediction of FSDP2, which ShardedBasis reads")
             costs = map(CompressorCost.from_plain, plain["costs"])
             return cls(
                 plan=CommPlan.from_dict(plain["plan"]),
@@ -187,8 +189,9 @@ def basis_of_run(run_dir: Path) -> Basis:
         ranks = read_run(run_dir)
         if _is_sharded(ranks[0].steps):
             raise ValueError(
-                f"{run_dir}: its gradients travel in FSDP2's reduce-scatters, and only steps with DDP's buckets are"
-                " predicted; commopt summary shows what its collectives cost"
+                f"{run_dir}: its gradients travel in FSDP2's reduce-scatters, and it has no {PREDICTION_FILE}, in which"
+                " CommTimeMonitor keeps what it measures of them at the end of a fit; commopt summary shows what its"
+                " collectives cost"
             )
         if is_diloco(str(ranks[0].header.get("comm_hook"))):
             raise ValueError(

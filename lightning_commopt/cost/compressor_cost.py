@@ -23,11 +23,11 @@ from lightning_commopt.text.validation import warn_once
 LARGE_BYTES = 2**24
 """Size of the larger of two kinds of scratch buckets: one piece of those that `in_pieces` cuts."""
 
-_ISSUE_S = 0.4e-3
+ISSUE_S = 0.4e-3
 """Processor time of issuing a collective from a thread on CPU, which is Python with cold caches. Chosen on jobs of the
 network lab, see ``docs/evidence/predict.md``."""
 
-_NUM_BUCKETS = 3
+NUM_BUCKETS = 3
 """Scratch buckets of each size. Three large ones are 48 MiB, more than the caches of most processors, so none of them
 is still in a cache when its turn comes."""
 
@@ -135,7 +135,7 @@ def _measure(
     if compressor is None:
         return own_average()
     compressor.wire_bytes(layouts[0], num_ranks)  # fails here rather than in a prediction, which will ask for it
-    buckets = [_ScratchBucket(compressor, layout, device, num_ranks) for _ in range(_NUM_BUCKETS) for layout in layouts]
+    buckets = [_ScratchBucket(compressor, layout, device, num_ranks) for _ in range(NUM_BUCKETS) for layout in layouts]
     with torch.no_grad():
         for _ in range(2):  # the first time does not count, as memory is allocated, and kernels are compiled
             times = time_rounds([bucket.rounds() for bucket in buckets], clock)
@@ -148,13 +148,13 @@ def _measure(
         operation, num_bytes = (*issued, ("", 0))[index]
         fixed_s, s_per_byte = 0.0, seconds / large_bytes
         if len(small) == len(large):  # else the small bucket is not compressed
-            fixed_s, s_per_byte = _line((small_bytes, large_bytes), (small[index], seconds))
-        fixed_s += _ISSUE_S if operation and device.type == "cpu" else 0.0
+            fixed_s, s_per_byte = line_through((small_bytes, large_bytes), (small[index], seconds))
+        fixed_s += ISSUE_S if operation and device.type == "cpu" else 0.0
         stages.append(Stage(fixed_s, s_per_byte, operation, num_bytes / sent))
     return CompressorCost(compressor=compressor, stages=tuple(stages))
 
 
-def _line(x: tuple[float, float], y: tuple[float, float]) -> tuple[float, float]:
+def line_through(x: tuple[float, float], y: tuple[float, float]) -> tuple[float, float]:
     """Returns the line through two points, neither of its numbers below 0."""
     slope = (y[1] - y[0]) / (x[1] - x[0])
     start = y[0] - slope * x[0]

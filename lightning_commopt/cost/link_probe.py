@@ -1,4 +1,4 @@
-"""A short probe of the link: a few all-reduces on an idle link, from small ones to the largest uncompressed bucket.
+"""A short probe of the link: a few collectives on an idle link, from small ones to the largest uncompressed message.
 
 A compressed run sends a fraction of its gradients' bytes, so its own messages do not show how long those would take.
 """
@@ -6,7 +6,7 @@ A compressed run sends a fraction of its gradients' bytes, so its own messages d
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -35,31 +35,43 @@ _MAX_SIZE_S = 1.0
 should wait for the probe at the end of a fit, but slow links need a large message."""
 
 
+Collective = Callable[[torch.Tensor], None]
+"""Issues a collective with a float32 message ``(n,)``, and waits for it as its caller in training does."""
+
+
 class ProbedSize(NamedTuple):
-    """An all-reduce of one size, on this rank."""
+    """A collective of one size, on this rank."""
 
     num_bytes: int
     time_s: float  # least time of the repetitions
     cpu_s: float  # processor time of this process's other threads; 0 on CUDA
 
 
-def probe_link(group: dist.ProcessGroup, device: torch.device, max_bytes: int) -> list[ProbedSize]:
-    """Times all-reduces of growing size; all ranks of ``group`` must call it, while nothing else is under way.
+def probe_link(
+    group: dist.ProcessGroup, device: torch.device, max_bytes: int, collective: Collective | None = None
+) -> list[ProbedSize]:
+    """Times collectives of growing size; all ranks of ``group`` must call it, while nothing else is under way.
 
     Args:
         group: the group of gradient sync, whose ranks all pass the same ``max_bytes``.
         device: the device of the gradients, and so of the messages.
         max_bytes: the largest message, usually the largest bucket.
+        collective: what to time; None for an all-reduce.
 
     Returns:
         The sizes in ascending order, as many on all ranks. The last is below ``max_bytes`` if all repetitions of a
         larger one would take more than a second.
     """
+
+    def all_reduce(message: torch.Tensor) -> None:
+        dist.all_reduce(message, group=group)
+
+    collective = collective or all_reduce
     probed: list[ProbedSize] = []
     num_bytes = min(_FIRST_BYTES, max_bytes)
-    _time_all_reduces(group, device, num_bytes)  # connections and buffers are made with the first one
+    _time(collective, device, num_bytes)  # connections and buffers are made with the first one
     while True:
-        last = _time_all_reduces(group, device, num_bytes)
+        last = _time(collective, device, num_bytes)
         probed.append(last)
         if num_bytes >= max_bytes:
             return probed
@@ -74,12 +86,12 @@ def _num_repetitions(num_bytes: int) -> int:
     return _NUM_SMALL if num_bytes < _LARGE_BYTES else _NUM_LARGE
 
 
-def _time_all_reduces(group: dist.ProcessGroup, device: torch.device, num_bytes: int) -> ProbedSize:
+def _time(collective: Collective, device: torch.device, num_bytes: int) -> ProbedSize:
     message, clock = torch.zeros(max(1, num_bytes // 4), device=device), clock_for(device)
     num_repetitions = _num_repetitions(num_bytes)
     cpu_s, marks = _cpu_of_others_s(), [clock.mark()]
     for _ in range(num_repetitions):
-        dist.all_reduce(message, group=group)
+        collective(message)
         marks.append(clock.mark())
     clock.wait_for(marks[-1])
     times_s = [clock.seconds(mark) for mark in marks]

@@ -30,7 +30,7 @@ COST_RATIO = 1.5
 """The arithmetic of a compressor in training lies within this ratio of that on scratch buckets. Chosen on the MLP of
 ``benchmarks/prediction_matrix.py``, such that 95 % intervals held 92 to 98 % of its steps."""
 
-_LEAST = 0.05
+LEAST_SHARE = 0.05
 """No interval goes below this share of the expected step, as noise must not make a step take no time."""
 
 MIB = 2**20
@@ -108,7 +108,7 @@ def predict(
     more_s = math.hypot(of_model_s, max(0.0, *errors[:2]), max(0.0, *errors[2:]))
     return Prediction(
         step_s=step_s,
-        low_s=max(step_s - less_s, _LEAST * step_s),
+        low_s=max(step_s - less_s, LEAST_SHARE * step_s),
         high_s=step_s + more_s,
         exposed_s=max(0.0, expected.end_s - expected.backward_s),
         reasons=reasons,
@@ -168,8 +168,8 @@ def fixed_s(workload: Workload, num_ranks: int) -> float:
     """
     deviation_s = workload.spread_s
     if workload.num_ranks > 1:
-        deviation_s = workload.straggler_s / _expected_largest(workload.num_ranks)
-    return workload.data_s + workload.forward_s + workload.rest_s + deviation_s * _expected_largest(num_ranks)
+        deviation_s = workload.straggler_s / expected_largest(workload.num_ranks)
+    return workload.data_s + workload.forward_s + workload.rest_s + deviation_s * expected_largest(num_ranks)
 
 
 def jobs_of(
@@ -225,7 +225,7 @@ def _phases(cost: CompressorCost, gradient_bytes: float, sent: float, link: Link
     return tuple(phases)
 
 
-def _expected_largest(num: int) -> float:
+def expected_largest(num: int) -> float:
     """Returns the expected largest of ``num`` standard normal numbers, to about 1 %.
 
     Source: Blom, "Statistical Estimates and Transformed Beta-Variables", 1958.

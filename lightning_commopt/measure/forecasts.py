@@ -107,11 +107,17 @@ def shorter_steps(present: Present, forecasts: Sequence[Forecast]) -> list[str]:
             best = expected
             recommendations.append(_recommendation(present, forecast))
     if forecasts and not recommendations and present.exposed_s >= WORTH_IT * present.step_s:
-        recommendations = [
-            "No comm_hook= or bucket_cap_mb= is clearly faster: no predicted speed-up is above 1 with its whole"
-            " interval."
-        ]
+        recommendations = [_none_is_faster("comm_hook= or bucket_cap_mb=")]
     return [*_if_compression_costs_more(present, forecasts), *recommendations]
+
+
+def shorter_sharded_steps(present: Present, forecasts: Sequence[Forecast]) -> list[str]:
+    """Recommends settings that shorten a step of FSDP2, as `shorter_steps` does for DDP."""
+    return shorter_steps(present, forecasts) or [_none_is_faster("comm_hook= or param_hook=")]
+
+
+def _none_is_faster(options: str) -> str:
+    return f"No {options} is clearly faster: no predicted speed-up is above 1 with its whole interval."
 
 
 def _if_compression_costs_more(present: Present, forecasts: Sequence[Forecast]) -> list[str]:

@@ -16,6 +16,7 @@ from lightning_commopt.measure.forecasts import (
     Forecast,
     Present,
     exact_alternative,
+    shorter_sharded_steps,
     shorter_steps,
     speedup,
     statistic_text,
@@ -93,7 +94,10 @@ def verdict(
         headline, recommendations = _with_exchanges(costs, metrics), [*_for_exchanges(costs, metrics), *data]
     elif not costs.comm_s > 0:
         headline, is_hidden = _without_sync(world_size, costs, operations)
-        recommendations = [*([] if is_hidden else _for_sharded(comm_hook, operations)), *data]
+        for_sharded = _for_sharded(comm_hook, operations)
+        if forecasts and operations:
+            for_sharded = shorter_sharded_steps(present._replace(exposed_s=_waited_s(operations)), forecasts)
+        recommendations = [*([] if is_hidden else for_sharded), *data]
     elif costs.straggler_rank >= 0:
         headline = (
             f"The other ranks wait for rank {costs.straggler_rank:.0f}, which computes"
@@ -112,7 +116,7 @@ def verdict(
     return Verdict(
         headline=headline,
         recommendations=(*recommendations, *_for_operations(costs, operations)),
-        note=statistic_text(present, forecasts) if costs.comm_s > 0 else "",
+        note=statistic_text(present, forecasts) if costs.comm_s > 0 or operations else "",
     )
 
 
@@ -157,13 +161,19 @@ def _without_sync(world_size: int, costs: Costs, operations: Sequence[Operation]
     # Each receive is the other end of a send, which counts already.
     num_bytes = sum(operation.num_bytes for operation in sharded if operation.operation != "recv")
     issued = f"Forward and backward issue {num_calls:.3g} collectives per step, {byte_unit(num_bytes).text(num_bytes)}"
-    if all(operation.exposed_s is None for operation in sharded):
+    exposed_s = _waited_s(sharded)
+    if math.isnan(exposed_s):
         return f"{issued} in all. How long the step waits for them is not measured.", False
-    exposed_s = sum(operation.exposed_s or 0.0 for operation in sharded)
     waits = f"{costs.share(exposed_s)} of the step waits for them"
     if not costs.is_worth(exposed_s):
         return f"{issued} in all, and they are hidden: {waits}. Without any: {costs.bound_text(exposed_s)}.", True
     return f"{issued} in all, and {waits}. If all of it were hidden: {costs.bound_text(exposed_s)}.", False
+
+
+def _waited_s(operations: Sequence[Operation]) -> float:
+    """Returns how long a step waits for collectives in forward and backward; NaN if that was not observed."""
+    known_s = [operation.exposed_s for operation in operations if operation.exposed_s is not None]
+    return sum(known_s) if known_s else math.nan
 
 
 def _for_sharded(comm_hook: str, operations: Sequence[Operation]) -> list[str]:

@@ -239,7 +239,8 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._apply_next_plan()
-        if self._must_rewrap():
+        module = self.lightning_module
+        if module is not None and self.gradient_sync.must_rewrap and not optimizer_is_toggled(module):
             self.gradient_sync.rewrap(self._wrap)
         self.auto_plan.begin_batch(batch, batch_idx)
 
@@ -247,13 +248,6 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         """Returns whether a training batch has begun and not ended."""
         module = self.lightning_module
         return module is not None and self.gradient_sync.model is not None and batch_is_open(module.trainer)
-
-    def _must_rewrap(self) -> bool:
-        """Returns whether parameters were frozen or unfrozen, and not just toggled, since DDP laid out its buckets."""
-        module, trainable = self.lightning_module, self.gradient_sync.trainable
-        if trainable is None or module is None or optimizer_is_toggled(module):
-            return False
-        return trainable.some_unfrozen() or (trainable.some_frozen() and not self.plan.find_unused_parameters)
 
     def _apply_next_plan(self) -> None:
         plan, self._next_plan = self._next_plan, None

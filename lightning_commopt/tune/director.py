@@ -12,6 +12,7 @@ from collections.abc import Generator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from lightning_commopt.tune import limits
+from lightning_commopt.tune.budget import Budget
 from lightning_commopt.tune.calibration import NUM_STEPS, Shortlist
 from lightning_commopt.tune.gains import TimedVisit
 from lightning_commopt.tune.look import Look
@@ -39,15 +40,15 @@ class Director:
     """Decides which steps run next, on rank 0.
 
     Args:
-        num_steps: steps that the fit will still take; if unknown, infinity, and the steps trained so far pay for
-            searches.
+        num_steps: see `Budget`.
         arm: the plan to begin with. 1 is a plan from a checkpoint, which is only watched.
         has_known: plan 1 was chosen by an earlier fit, and is tried before any prediction.
-        max_regret: share of the fit's time, over all its steps, that searching may cost.
+        max_regret: see `Budget`.
         num_settling_steps: see `Search`.
-        measuring_s: seconds that a calibration takes to measure the compressors, if nothing disturbs it.
+        measuring_s: see `Budget`.
 
     Attributes:
+        budget: what calibrations and searches may cost.
         status: the stage of its work, see `Status`.
         shortlist: the candidates that were predicted; None before the first calibration.
         visit: the steps to run next; with 0 steps nothing is left to decide.
@@ -73,12 +74,9 @@ class Director:
         num_settling_steps: int = 2,
         measuring_s: float = 0.0,
     ) -> None:
-        self._num_steps = num_steps
+        self.budget = Budget(num_steps=num_steps, max_regret=max_regret, measuring_s=measuring_s)
         self._has_known = has_known
-        self._max_regret = max_regret
         self._num_settling_steps = num_settling_steps
-        self._measuring_s = measuring_s
-        self._num_done = self._num_calibrations = 0
         self.status: Status = "measuring"
         self.shortlist: Shortlist | None = None
         self.is_searching = False
@@ -115,14 +113,14 @@ class Director:
         # The visits of each search that has chosen nothing since the last drift.
         self._undecided: list[Sequence[TimedVisit]] = []
         self._min_pause = 2 * WATCH_STEPS  # steps from one search to the next, doubled with each
-        self._search_from = self._num_done + self._min_pause
+        self._search_from = self.budget.num_done + self._min_pause
         self.chosen = arm
         self.searches: list[SearchResult] = []
         self.events: list[Event] = []
 
     def advance(self, report: Report) -> Visit:
         """Takes the report of `visit`, and returns the next one."""
-        self._num_done += self.visit.num_steps
+        self.budget.num_done += self.visit.num_steps
         self._base_steps += self.visit.num_steps
         self.visit = self._direct.send(report)
         return self.visit
@@ -145,11 +143,11 @@ class Director:
     def _start(self) -> _Visits:
         yield Visit(0, limits.NUM_START_STEPS)
         known: list[float] = []
-        while not known or not self._can_calibrate():
+        while not known or not self.budget.allows_calibration(self.base_s):
             report = yield Visit(0, limits.NUM_FIRST_STEPS if not known else WATCH_STEPS)
             known += [s for s in report.seconds if not math.isnan(s)]
             self.base_s = statistics.median(known) if known else math.nan
-            if not self._can_calibrate() and not math.isinf(self._num_steps):
+            if not self.budget.allows_calibration(self.base_s) and not math.isinf(self.budget.num_steps):
                 self.status = "too short"
                 yield from self._end()
         lost_steps = 0.0
@@ -167,7 +165,7 @@ class Director:
             self._begin([1.0])
             yield from self._watch()
             self._begin([1.0])
-            if not self._can_calibrate():
+            if not self.budget.allows_calibration(self.base_s):
                 yield from self._end()
             lost_steps += yield from self._calibrate([])
         base_s = self.shortlist.base.prediction.step_s
@@ -187,7 +185,7 @@ class Director:
 
         The steps themselves lose nothing: however slow they are, they train with the user's plan.
         """
-        self._num_calibrations += 1
+        self.budget.num_calibrations += 1
         self.aside_s = 0.0
         report = yield Visit(CALIBRATE, NUM_STEPS)
         known = [*before_s, *(s for s in report.seconds if not math.isnan(s))]
@@ -200,33 +198,11 @@ class Director:
     @property
     def measuring_limit_s(self) -> float:
         """Seconds that a calibration may take to measure compressors, on every rank."""
-        return limits.MEASURING_SHARE * self._max_regret * self._known_steps * self.base_s
-
-    @property
-    def _known_steps(self) -> float:
-        return self._num_done if math.isinf(self._num_steps) else self._num_steps
-
-    @property
-    def needed_steps(self) -> int:
-        """The fewest steps of a fit that can pay for one more calibration and a search."""
-        # A search needs as many changes of the plan as a calibration at least.
-        num_changes = limits.MIN_CHANGES * (2 + self._num_calibrations)
-        return math.ceil(num_changes * limits.MIN_CHANGE_STEPS / self._max_regret)
-
-    @property
-    def num_steps(self) -> float:
-        """The steps of the fit from its start or resumption; infinite if unknown."""
-        return self._num_steps
+        return self.budget.measuring_limit_s(self.base_s)
 
     def _end(self) -> _Visits:
         while True:
             yield Visit(0, 0)
-
-    def _can_calibrate(self) -> bool:
-        if self._known_steps < self.needed_steps:
-            return False
-        # A fit of known length measures what it can pay for. In one of unknown length the budget still grows.
-        return not math.isinf(self._num_steps) or self.measuring_limit_s >= self._measuring_s
 
     def _watch_and_search(self) -> _Visits:
         """Watches the plan that was chosen, and searches whenever that is due."""
@@ -237,12 +213,12 @@ class Director:
     def _search(self) -> _Visits:
         """Searches once; the result is the last of `searches`."""
         self.is_searching, is_first = True, not self.searches
-        known = self._base_steps + (0 if math.isinf(self._num_steps) else self._num_steps - self._num_done)
+        known = self._base_steps + self.budget.num_left
         search = Search(
             self._expected,
-            self._max_regret * known * (limits.FIRST_SHARE if is_first else limits.ALL_SHARE) - self._lost_steps,
+            self.budget.max_regret * known * (limits.FIRST_SHARE if is_first else limits.ALL_SHARE) - self._lost_steps,
             arm=self.visit.arm,
-            is_start=not self._num_done,
+            is_start=not self.budget.num_done,
             num_settling_steps=self._num_settling_steps,
             handicaps=self._handicaps,
             earlier=self._undecided,
@@ -254,7 +230,7 @@ class Director:
         self._lose(result.lost_s, result.base_s)
         self.chosen, self.is_searching = result.arm, False
         self._min_pause *= 2
-        self._search_from = self._num_done + self._min_pause
+        self._search_from = self.budget.num_done + self._min_pause
 
     def _lose(self, lost_s: float, base_s: float) -> None:
         """Counts what a search or a change of the plan has cost, or saved, beside steps of ``base_s``."""
@@ -264,12 +240,12 @@ class Director:
 
     def _watch(self) -> _Visits:
         """Returns when another search is due."""
-        result, searched_at = self.searches[-1] if self.searches else None, self._num_done
+        result, searched_at = self.searches[-1] if self.searches else None, self.budget.num_done
         is_measured = result is not None and result.arm > 0
         is_open = result is not None and (
             result.why == "not sure"
             or (result.why == "none faster" and result.has_more)
-            or (result.why == "too short" and math.isinf(self._num_steps))
+            or (result.why == "too short" and math.isinf(self.budget.num_steps))
         )
         num_steps, num_looks, num_shifted = limits.PROBATION_STEPS if is_measured else WATCH_STEPS, 0, 0
         reference: float | None = None
@@ -279,31 +255,32 @@ class Director:
             if arm != before:
                 self._lose(report.change_s, self.base_s if result is None else result.base_s)
             if self.chosen != arm:
-                self.events.append(Event(self._num_done, "forbidden"))
+                self.events.append(Event(self.budget.num_done, "forbidden"))
             look, num_steps = Look.of(report.seconds), WATCH_STEPS
             if look is None:
                 continue
             num_looks += 1
             if is_measured and result is not None and self.chosen:
                 if num_looks <= limits.NUM_ON_PROBATION and look.step_s > result.base_s:
-                    self.events.append(Event(self._num_done, "rolled back"))
+                    self.events.append(Event(self.budget.num_done, "rolled back"))
                     self.chosen, reference, is_open = 0, None, True
                     self._undecided = []
                     continue
                 self._lost_steps -= limits.CREDIT * (1 - look.step_s / result.base_s) * len(report.seconds)
                 # What such a search costs, over steps with the plan that it has chosen.
                 cost_steps = result.lost_s / result.base_s + result.num_steps * result.gains[result.arm].gain
-                if self._num_done >= searched_at + cost_steps / limits.CHECK_SHARE:
-                    self.events.append(Event(self._num_done, "check"))
+                if self.budget.num_done >= searched_at + cost_steps / limits.CHECK_SHARE:
+                    self.events.append(Event(self.budget.num_done, "check"))
                     return
-            if is_open and self._num_done >= self._search_from:  # the noise may have ceased, or the budget suffice
+            # The noise may have ceased since, or the budget suffice.
+            if is_open and self.budget.num_done >= self._search_from:
                 return
             if reference is None:
                 reference = look.step_s
             has_shifted = abs(math.log(look.step_s / reference)) > max(limits.DRIFT, limits.NUM_NOISES * look.noise)
             num_shifted = num_shifted + 1 if has_shifted else 0
-            if num_shifted > 1 and self._num_done >= self._search_from:
-                self.events.append(Event(self._num_done, "drift"))
+            if num_shifted > 1 and self.budget.num_done >= self._search_from:
+                self.events.append(Event(self.budget.num_done, "drift"))
                 self._undecided = []
                 if not self.chosen:  # a fit that has become slower has a larger budget
                     self._base_steps *= reference / look.step_s

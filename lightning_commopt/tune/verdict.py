@@ -24,8 +24,8 @@ _WHY = {
 
 _NOTHING_TRIED = {
     "too short": (
-        "The fit is too short to look for a better one within 1 % of its time: it has {director.num_steps:.0f} steps,"
-        " and needs {director.needed_steps}"
+        "The fit is too short to look for a better one within 1 % of its time: it has {director.budget.num_steps:.0f}"
+        " steps, and needs {director.budget.needed_steps}"
     ),
     "measuring": "The fit ended before its steps were measured",
     "unpredictable": "Its steps do not show what gradient sync costs",

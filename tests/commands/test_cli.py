@@ -19,7 +19,7 @@ from support.commopt import commopt, imported_by
 from support.cross_section import sampled
 from support.sample_runs import SampleRun, write_run
 
-COMMANDS = ("info", "predict", "report", "selftest", "summary", "trace", "tune")
+COMMANDS = ("info", "predict", "report", "run", "selftest", "summary", "trace", "tune")
 
 
 def test_info_json_is_what_the_machine_has() -> None:

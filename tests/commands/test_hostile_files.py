@@ -14,7 +14,9 @@ from lightning_commopt import CommOptDDP
 from lightning_commopt.cost import compressor_cost
 from lightning_commopt.cost.basis import basis_of_run
 from lightning_commopt.cost.candidates import forecasts
+from lightning_commopt.cost.fsdp2.basis import sharded_forecasts
 from lightning_commopt.plan import OptionError
+from support import sharded_samples
 from support.hostile import CONTROLS, HOSTILE, check, plant_everywhere
 from support.sample_runs import SampleRun, write_run
 
@@ -54,6 +56,21 @@ def test_files_of_a_run(name: str, command: str, run_dir: Path) -> None:
         basis.save(run_dir, forecasts(basis))
     plant_everywhere(run_dir / name, lambda: check(*arguments, *quick))
     assert check(*arguments)[0] == 0
+
+
+def test_a_prediction_of_fsdp2(tmp_path: Path) -> None:
+    """If it fails, a run of FSDP2 that somebody sent writes to the reader's terminal, or ends in a traceback."""
+    run = sharded_samples.basis()
+    run.save(tmp_path, sharded_forecasts(run, [None]))
+    path = tmp_path / "prediction.json"
+    arguments = ("predict", tmp_path, "--comm-hook=int8")
+    plant_everywhere(path, lambda: check(*arguments))
+    assert check(*arguments)[0] == 0
+    plain = json.loads(path.read_text())
+    for name, value in (("forward", [2]), ("num_ranks", 0), ("backward", [["send", 0, 0.1]]), ("units", [])):
+        path.write_text(json.dumps({**plain, "workload": {**plain["workload"], name: value}}))
+        status, printed = check(*arguments)
+        assert (status, "is damaged" in printed) == (2, True), name
 
 
 def test_a_plan(tmp_path: Path) -> None:

@@ -11,8 +11,11 @@ from lightning_commopt.cost import compressor_cost
 from lightning_commopt.cost.basis import basis_of_run
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.record import Collective, Phase, StepRecord
+from support import sharded_samples
 from support.commopt import commopt, refusal
 from support.sample_runs import SampleRun, write_run
+
+_INT8_DEFAULTS = {"block_size": 128, "error_feedback": False, "stochastic_rounding": False}
 
 
 @pytest.fixture(autouse=True)
@@ -61,15 +64,58 @@ def test_a_run_imports_nothing(name: str, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("operation", "source"), [("reduce_scatter", ""), ("send", "int8 reduce-scatter"), ("all_reduce", "")]
 )
-def test_a_run_of_fsdp2_is_refused_with_the_reason(operation: str, source: str, tmp_path: Path) -> None:
+def test_a_run_of_fsdp2_without_a_prediction_is_refused_with_the_reason(
+    operation: str, source: str, tmp_path: Path
+) -> None:
     """If it fails, who shards a model is told that a strategy is an unknown comm hook."""
     header = {"rank": 0, "world_size": 1, "origin_unix_s": 0.0, "comm_hook": "ModelParallelStrategy"}
     collective = Collective(operation, "backward", source, 4096, 0.5, 0.6)
     record = StepRecord(step=0, num_samples=1, phases=(Phase("backward", 0, 1),), buckets=(), collectives=(collective,))
     StepWriter(rank_file(tmp_path, 0), header).write([record])
     message = refusal("predict", tmp_path)
-    assert ("FSDP2's reduce-scatters" in message) == (operation != "all_reduce")
+    assert ("FSDP2's reduce-scatters, and it has no prediction.json" in message) == (operation != "all_reduce")
     assert ("is not from lightning_commopt" in message) == (operation == "all_reduce")
+
+
+@pytest.fixture(scope="module")
+def sharded_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sharded")
+    sharded_samples.basis().save(folder)
+    return folder
+
+
+def test_a_run_of_fsdp2(sharded_dir: Path) -> None:
+    """If it fails, who shards a model is told of buckets, or not of what compressed parameters save."""
+    output = commopt("predict", sharded_dir, columns=160).output
+    assert "uncompressed (as it ran)" in output
+    assert "int8, int8 parameters" in output
+    assert "Assumes: link: a sample." in output
+    (present, *others) = plans(sharded_dir)
+    assert present["step_s"] == pytest.approx(sharded_samples.basis().workload.step_s)
+    assert present["plan"] == {}
+    names = {other["name"] for other in others}
+    assert {"bf16", "int8 error feedback", "int4, int8 parameters", "uncompressed, int8 parameters"} <= names
+    plan = next(other["plan"] for other in others if other["name"] == "int8, int8 parameters")
+    assert plan == {"comm_hook": {"name": "int8", **_INT8_DEFAULTS}, "param_hook": "int8"}
+    assert all(other["low_s"] < other["step_s"] < other["high_s"] for other in others)
+
+
+def test_a_run_of_fsdp2_elsewhere(sharded_dir: Path) -> None:
+    (present, *others) = plans(sharded_dir, "--comm-hook=int8", "--ranks=8", "--link=1gbit", "--accumulate=2")
+    assert {other["name"] for other in others} == {
+        "int8",
+        "int8, int8 parameters",
+        "uncompressed, accumulate unsharded",
+    }
+    assert present["step_s"] > 2 * sharded_samples.basis().workload.step_s - 0.4
+    options = ("--ranks=8", "--link=1gbit", "--accumulate=2")
+    output = commopt("predict", sharded_dir, *options, columns=160).output
+    assert "with 8 ranks, a link of 1gbit, 2 batches per step" in " ".join(output.split())
+
+
+@pytest.mark.parametrize(("hook", "message"), [("powersgd", "powersgd"), ("int9", "int9")])
+def test_mistakes_in_compressors_of_shards(sharded_dir: Path, hook: str, message: str) -> None:
+    assert message in commopt("predict", sharded_dir, f"--comm-hook={hook}", status=2).output
 
 
 def test_the_runs_own_plan_is_what_was_measured(run_dir: Path) -> None:

@@ -17,7 +17,7 @@ from support.sample_metrics import sample_metrics
 
 SETTING = re.compile(
     r"self.manual_backward|bucket_cap_mb=|comm_hook=|accumulate_grad_batches=|num_workers=|strategy=|rank \d|batches of"
-    r"|overlap=|sync_every=|sigterm_every_n_steps=|sync_dist|broadcast_buffers=|reduce-scatters"
+    r"|param_hook=|accumulate_grads=|overlap=|sync_every=|sigterm_every_n_steps=|sync_dist|broadcast_buffers=|reduce-scatters"
 )
 BOUND = re.compile(r"at most (\d+\.\d+) times as fast")
 
@@ -33,6 +33,11 @@ FORECASTS = [
 FORECASTS = [forecast._replace(present_s=0.7) for forecast in FORECASTS]
 EXACT = Forecast('comm_hook="none"', False, 0.0, 0.5, 0.45, 0.55, present_s=0.7)
 OTHER_BUCKETS = EXACT._replace(setting="bucket_cap_mb=5")
+SHARDED = [
+    Forecast('accumulate_grads="unsharded"', False, 0.0, 0.6, 0.55, 0.65, "it takes memory", 0.7),
+    Forecast('comm_hook="int8"', True, 0.02, 0.5, 0.4, 0.56, present_s=0.7),
+    Forecast('param_hook="int8"', True, 0.02, 0.51, 0.4, 0.6, present_s=0.7),
+]
 NO_COMMUNICATION: dict[str, Any] = dict.fromkeys(("comm_s", "wire_s", "exposed_s", "exposed_wait_s", "wait_s"), 0.0)
 RARE: dict[str, Any] = {"comm_s": 0.12, "exposed_s": 0.1, "exposed_wait_s": 0.09, "straggler_rank": 1.0}
 HIDDEN: dict[str, Any] = {"exposed_s": 0.02, "exposed_wait_s": 0.0}
@@ -63,14 +68,19 @@ def beside(operation: str, phase: str, origin: str, calls: float, num_bytes: flo
     return judged(forecasts=(), operations=[Operation(operation, phase, origin, calls, num_bytes, seconds)])
 
 
-def sharded(comm_hook: str = "ModelParallelStrategy", exposed_s: float | None = None, **metrics: float) -> Verdict:
+def sharded(
+    comm_hook: str = "ModelParallelStrategy",
+    exposed_s: float | None = None,
+    forecasts: Sequence[Forecast] = (),
+    **metrics: float,
+) -> Verdict:
     """Judges a step of FSDP2, whose collectives are no buckets of ours."""
     share_s = exposed_s and exposed_s / 2
     operations = [
         Operation("all_gather", "forward", "", 4, 4e6, 0.2, exposed_s=share_s),
         Operation("reduce_scatter", "backward", "", 4, 4e6, 0.2, exposed_s=share_s),
     ]
-    return judged(comm_hook, 2, (), operations, **NO_COMMUNICATION, **metrics)
+    return judged(comm_hook, 2, forecasts, operations, **NO_COMMUNICATION, **metrics)
 
 
 def scattered(comm_hook: str, num_phases: float) -> Verdict:
@@ -119,8 +129,8 @@ CASES: dict[str, Callable[[], Verdict]] = {
     "data takes little": lambda: judged(data_s=0.1),
     "one rank": lambda: judged(world_size=1, data_s=0.01, **NO_COMMUNICATION),
     "one rank that waits for data": lambda: judged(world_size=1, data_s=0.3, **NO_COMMUNICATION),
-    "no gradient sync was observed": lambda: judged(data_s=0.3, **NO_COMMUNICATION),
-    "no gradient sync of another strategy": lambda: judged("MyStrategy", data_s=0.3, **NO_COMMUNICATION),
+    "no gradient sync was observed": lambda: judged(forecasts=(), data_s=0.3, **NO_COMMUNICATION),
+    "no gradient sync of another strategy": lambda: judged("MyStrategy", forecasts=(), data_s=0.3, **NO_COMMUNICATION),
     "marks that do not fit together": lambda: judged(exposed_s=0.8, comm_s=0.8),
     "many checks for SIGTERM": lambda: beside("broadcast", "data", "lightning", 4.0, 32.0, 0.007),
     "one check for SIGTERM": lambda: beside("broadcast", "data", "lightning", 1.0, 8.0, 0.007),
@@ -139,6 +149,12 @@ CASES: dict[str, Callable[[], Verdict]] = {
     "FSDP2 whose exposed time is not measured": sharded,
     "FSDP2 that waits": lambda: sharded(exposed_s=0.3, step_s=2 / 3),
     "FSDP2 whose collectives are hidden": lambda: sharded(exposed_s=0.005, step_s=2 / 3),
+    "FSDP2 with predictions": lambda: sharded("CommOptModelParallel", forecasts=SHARDED),
+    "FSDP2 with predictions that may all be slower": lambda: sharded(
+        "CommOptModelParallel", forecasts=[forecast._replace(high_s=0.71) for forecast in SHARDED]
+    ),
+    "FSDP2 whose compressor takes more time than it saves": lambda: sharded("int8", forecasts=[EXACT, *SHARDED]),
+    "FSDP2 with predictions and nothing to save": lambda: sharded("CommOptModelParallel", 0.005, SHARDED, step_s=2 / 3),
     "FSDP2 that is compressed": lambda: judged(
         "CommOptModelParallel",
         2,

@@ -298,7 +298,7 @@ def test_nobody_takes_it_for_a_plan(strategy: type[NaiveDP]) -> None:
     """If it fails, records name the plan behind a baseline instead of the baseline, or ``commopt tune`` changes it."""
     assert plan_of(strategy()) is None
     with pytest.raises(ValueError, match="commopt tune is for DDP"):
-        tuned_strategy(strategy(), CommOptDDP)
+        tuned_strategy(strategy(), CommOptDDP, {})
 
 
 def test_the_environment_of_ray() -> None:

@@ -81,10 +81,12 @@ def test_other_commands() -> None:
     check_numbers_are_whole(lambda console: print_outcome(outcome, console))
 
 
-def test_progress_in_a_file_is_there_at_once(tmp_path: Path) -> None:
-    """If it fails, `commopt selftest > file` shows nothing for minutes."""
+@pytest.mark.parametrize("is_forced", [None, True])
+def test_progress_in_a_file_is_there_at_once(is_forced: bool | None, tmp_path: Path) -> None:
+    """If it fails, `commopt selftest > file` shows nothing for minutes, or in Jupyter only a spinner."""
     path = tmp_path / "output"
-    with path.open("w", encoding="utf-8") as file, progress_lines(Console(file=file)) as on_progress:
+    console = Console(file=path.open("w", encoding="utf-8"), force_terminal=is_forced)
+    with console.file, progress_lines(console) as on_progress:
         for number in range(2):
             on_progress(f"check {number}")
             assert path.read_text(encoding="utf-8").splitlines()[-1] == f"running: check {number}"

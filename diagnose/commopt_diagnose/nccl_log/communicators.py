@@ -112,6 +112,7 @@ class NcclLog:
     progress: dict[tuple[int, str], Progress] = field(default_factory=dict)  # the last line of each rank and group
     ras: list[RasReport] = field(default_factory=list)
     choices: Counter[Choice] = field(default_factory=Counter)
+    num_choices_left_out: int = 0  # lines of the tuner that are not among the choices, as there are too many
     choice_lines: dict[Choice, Line] = field(default_factory=dict)  # the first line with each choice
     inspected: Inspected = field(default_factory=Inspected)
     matched: list[Matched] = field(default_factory=list)  # the Inspector's records that match a run's steps

@@ -131,6 +131,11 @@ class Connection(NamedTuple):
         return "/".join(filter(None, (self.kind, self.method, "GDRDMA" if self.has_gdr else "")))
 
     @property
+    def is_multi_node_nvlink(self) -> bool:
+        """Whether it goes over NVLink between hosts (MNNVL), which NCCL counts as one node."""
+        return self.method.startswith("MNNVL")
+
+    @property
     def is_between_hosts(self) -> bool:
         """Whether both ends have one bus id, which a host has only once; a device number has fewer digits."""
         sender, receiver = self.labels
@@ -159,6 +164,8 @@ class Process:
     failed_at: Fact | None = None  # the first "file:line -> code" with which NCCL passes an error on
     failed_tid: int | None = None
     uses_p2p: bool = False  # whether any of its connections uses P2P
+    # Each connection once, as its line says it: communicators mostly have the same ones, so they share these.
+    connections: dict[tuple[int, int, int, str, str], Connection] = field(default_factory=dict)
     notes: dict[str, Line] = field(default_factory=dict)  # facts that hold for the whole process, by short names
     # In the order of their first lines. Threads that have not named a communicator have a member of their own here.
     members: list[Member] = field(default_factory=list)
@@ -249,6 +256,7 @@ class Member:
     num_nodes: int | None = None
     bus_id: str = ""
     nvml_device: int | None = None  # number of the GPU outside of CUDA_VISIBLE_DEVICES
+    connected: int = 0  # number of the line with its first connection; 0 for none
     started: Line | None = None
     finished: Line | None = None
     ended: Line | None = None  # destroyed or aborted
@@ -272,7 +280,9 @@ class Member:
     def reach(self, stage: int, *ranks: int) -> None:
         """Notes how far initialization is, and ranks that the communicator has."""
         self.stage = max(self.stage, stage)
-        self.min_ranks = max(self.min_ranks, *(rank + 1 for rank in ranks), 1)
+        for rank in ranks:
+            if rank >= self.min_ranks:
+                self.min_ranks = rank + 1
 
     def is_gpu(self, label: str) -> bool:
         """Returns whether the label in brackets behind a rank can be this rank's GPU."""

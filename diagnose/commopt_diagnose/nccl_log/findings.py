@@ -196,7 +196,8 @@ def _find_missing(communicator: Communicator) -> Iterator[Finding]:
 def _find_unfinished(communicator: Communicator) -> Iterator[Finding]:
     """Finds ranks that have begun, but have no ``Init COMPLETE``.
 
-    It is an error only if all ranks are in the log and some are further ahead: otherwise the log may just be cut.
+    It is an error only if all ranks are in the log and some have finished: otherwise the log may just be cut, as no
+    rank gets far without the others.
     """
     members = communicator.members
     open_ones = {rank: m for rank, m in members.items() if m.started and not (m.finished or m.ended)}
@@ -212,11 +213,12 @@ def _find_unfinished(communicator: Communicator) -> Iterator[Finding]:
     who = f"{ranks_text(behind)} {'is' if len(behind) == 1 else 'are'}"
     shown = [open_ones[rank].last for rank in [*behind, *(rank for rank in open_ones if rank not in behind)][:2]]
     yield finding(
-        "error" if ahead and not communicator.missing else "note",
+        "error" if ahead and finished and not communicator.missing else "note",
         "unfinished_init",
         *shown,
         unfinished=ranks_text(open_ones),
         others=f"; {ranks_text(finished)} finished" if finished else "",
         place=f"{who} {'the furthest behind, ' if ahead else ''}at {STAGES[first]}",
         ranks=ranks_text(behind),
+        confidence="likely",
     )

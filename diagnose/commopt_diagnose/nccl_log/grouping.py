@@ -30,8 +30,8 @@ def group_members(members: Sequence[Member]) -> list[Communicator]:
         elif member.num_ranks is not None and (member.address or not _absorb(of_process, keys, member)):
             sized.setdefault(member.num_ranks, []).append(member)
     unsized = [m for m in members if keys[m] is None and m.num_ranks is None]
-    unsized = [m for m in unsized if m.rank is not None or m.connections or m.channels or m.searches or m.nvlinks]
     lost = [member for member in unsized if not _absorb(of_process, keys, member)]
+    lost = [m for m in lost if m.rank is not None or m.connections or m.channels or m.searches or m.nvlinks]
     communicators = [_communicator(group) for group in named.values()]
     for size, group in sized.items():
         communicators += _by_size(size, _join_open(communicators, group))
@@ -92,7 +92,7 @@ def _absorb(of_process: Mapping[Process, Sequence[Member]], keys: Mapping[Member
         return False
     fitting = [m for m in of_process[lines.process] if m is not lines and m.address and _fits(m, lines)]
     if len(fitting) > 1 and all(keys[member] is not None for member in fitting):
-        first = min((connection.line.number for connection in lines.connections.values()), default=None)
+        first = lines.connected
         begun = [member for member in fitting if first and member.finished and member.finished.number < first]
         fitting = begun[-1:] or fitting
     if len(fitting) != 1:

@@ -6,47 +6,23 @@ import gzip
 import io
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from commopt_diagnose.nccl_log.skipping import INFO, Block, Repeats
 from lightning_commopt.text.findings import Line
 
 _MAX_BYTES = 1 << 16  # longer lines are not NCCL's, whose own buffer has 1024 bytes
+_BLOCK_BYTES = 1 << 18  # so many bytes and their lines fit into a processor's cache
 _MAX_CHARACTERS = 4000  # Python's int() refuses numbers of more than 4300 digits
 _SHOWN_CHARACTERS = 400
 _LARGE_BYTES = 16 << 20  # a file of this size shows its progress
+_MAX_CONTINUED = 3  # lines that an error may be spread over
 _MAX_RAS_LINES = 600  # lines that are read after the head of a RAS report
-_OF_INTEREST = re.compile(
-    rb"atchdog|enqueued|Last error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|(?:CUDA|NCCL) failure "
-    rb"|[nr]ccl.?version|nvidia-nccl-cu|using nccl|nccl\w+ failed:|nccl\w+(?:Error|Usage|Argument): |dump signal"
-    rb"|currently unknown|mismatch between coll|destroy_process_group\(\) was|with exception: CUDA|acquire GIL"
-    rb"|\[rank\d+\]: ?\[E"
-    rb"|^\s*(?:Channel|Ring) \d+.* via |^\s*(?:NET/|Using network )",
-    re.IGNORECASE,
-)
-# One of these is in each line of interest. To look for them takes less time than the pattern.
-_WORDS = (
-    *(
-        b"atchdog",
-        b"nqueued",
-        b"rror:",
-        b"Rank",
-        b"INFO",
-        b"WARN",
-        b'{"',
-        b"failure",
-        b"ccl",
-        b"CCL",
-        b"signal",
-        b"[rank",
-    ),
-    *(b"currently unknown", b"mismatch", b"destroy_process", b"with exception", b"GIL", b"ProcessGroup", b" via "),
-    *(b"NET/", b"Using network"),
-)
 # Lines whose next lines belong to them: an error of NCCL, or a line of the watchdog that a terminal has wrapped.
 _CONTINUED = re.compile(rb"Last error:|atchdog caught|nccl\w+(?:Error|Usage|Argument): ")
 _RAS = re.compile(rb"(?:#\d+-\d+ \(\w+\) )?(?:INCOMPLETE|DEAD|ERROR|MISMATCH|TIMEOUT)\r?\n")
@@ -59,7 +35,8 @@ _HEAD = re.compile(
     r"(?:\[(?P<device>-?\d{1,10})\] +)?(?:\d+\.\d+ +)?"  # TRACE has a time
     r"(?P<place>(?:[^\s:]+\.\w+|\w+):\d+ +(?:\([^()]*\) +)?)?$"
 )
-_PLAIN = re.compile(r"([A-Za-z][\w.-]*):(\d{1,10}):(\d{1,10}) \[(\d{1,3})\] NCCL INFO (?!.*NCCL )(.{0,4000})")
+_PLAIN_HEAD = re.compile(rb"([A-Za-z][\w.-]*):(\d{1,10}):(\d{1,10}) \[(\d{1,3})\]")
+_MAX_HEADS = 1 << 16  # heads that are remembered: each thread of a job has its own
 # Lines of NCCL whose head was left out, by a filter or an editor.
 _BARE = re.compile(
     r"\s*((?:Channel|Ring) \d+(?:/\d+)? : \d+(?:\[\w+\])? -> \d+.* via (?:P2P|SHM|NET|direct).*"
@@ -100,29 +77,7 @@ class Message:
         return Line(file=self.file, number=self.number, text=self.whole_line.strip()[:_SHOWN_CHARACTERS])
 
 
-@dataclass
-class Calls:
-    """Lines about calls of collectives that are only counted: a large log mostly consists of them.
-
-    The first call of each writer is read, as it has the number of ranks.
-    """
-
-    num_skipped: int = 0
-    writers: set[bytes] = field(default_factory=set)
-
-    def skips(self, raw: bytes) -> bool:
-        """Returns whether a line is a further call of a known writer."""
-        place = raw.find(b" NCCL INFO ")
-        if raw.find(b" NCCL ", place + 10) >= 0:
-            return False  # another line has been written into it
-        if raw[:place] in self.writers:
-            self.num_skipped += 1
-            return True
-        self.writers.add(raw[:place])
-        return False
-
-
-def read_messages(path: Path, calls: Calls | None = None) -> Iterator[Message]:
+def read_messages(path: Path, repeats: Repeats | None = None) -> Iterator[Message]:
     """Reads the lines of a log that may be NCCL's or of PyTorch's watchdog, and leaves out all others.
 
     A file may be compressed by gzip and in UTF-16; ``-`` is the standard input. A large file shows its progress.
@@ -131,31 +86,58 @@ def read_messages(path: Path, calls: Calls | None = None) -> Iterator[Message]:
         OSError: the file cannot be read.
         EOFError, zlib.error, gzip.BadGzipFile: it is compressed, and cut or damaged here.
     """
+    repeats, heads = repeats or Repeats(), _Heads()
     with ExitStack() as stack:
         name = "standard input" if str(path) == "-" else str(path)
-        lines = _raw_lines(_open(path, stack), stack)
-        wanted = 0
-        calls = calls or Calls()
-        for number, raw in enumerate(lines, start=1):
-            is_info = b" NCCL INFO " in raw
-            is_dull = not is_info and (b"frame #" in raw or not any(word in raw for word in _WORDS))
-            if is_dull and wanted <= 0 and not _RAS.match(raw):
+        wanted = 0  # number of further lines that belong to the last one
+        for number, raw, block in _raw_lines(_open(path, stack), stack):
+            place = raw.find(INFO)
+            wanted -= 1
+            if place >= 0:
+                if repeats.skips(raw, place):
+                    continue
+                if b"rror:" in raw or b"atchdog" in raw:
+                    wanted = max(wanted, _num_wanted(raw))
+            elif block.is_of_interest(raw) or _RAS.match(raw):
+                wanted = max(wanted, _num_wanted(raw))
+            elif wanted < 0:
                 continue
-            if is_info and b": opCount " in raw and calls.skips(raw):
-                wanted -= 1
+            text = raw.decode("utf-8", errors="replace").rstrip("\r\n")
+            head = heads.get(raw, place) if place > 0 and raw.find(b"NCCL ", place + len(INFO)) < 0 else None
+            is_whole = raw.endswith(b"\n")
+            if head is None:
+                yield from split_line(text, name, number, is_whole=is_whole)
                 continue
-            if not is_info or b"rror:" in raw or b"atchdog" in raw:
-                wanted = 3 if _CONTINUED.search(raw) else wanted - 1
-                if _RAS.match(raw):
-                    wanted = _MAX_RAS_LINES
-            else:
-                wanted -= 1
-            if is_info or b"NCCL" in raw or wanted >= 0 or _OF_INTEREST.search(raw):
-                text = raw.decode("utf-8", errors="replace").rstrip("\r\n")
-                if plain := _PLAIN.match(text):
-                    yield _plain_message(plain, text, name, number, is_whole=raw.endswith(b"\n"))
-                else:
-                    yield from split_line(text, name, number, is_whole=raw.endswith(b"\n"))
+            rest = text[place + len(INFO) :][:_MAX_CHARACTERS].strip()
+            message = Message(file=name, number=number, whole_line=text, level="INFO", text=rest, is_whole=is_whole)
+            message.host, message.pid, message.tid, message.device = head
+            yield message
+
+
+class _Heads:
+    """The heads of NCCL's lines, whose form is mostly the plain one; to remember them takes less time than to parse."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, tuple[str, int, int, int] | None] = {}
+
+    def get(self, raw: bytes, end: int) -> tuple[str, int, int, int] | None:
+        """Returns host, process, thread and device; None if a line has a head of another form."""
+        head = raw[:end]
+        try:
+            return self._known[head]
+        except KeyError:
+            match = _PLAIN_HEAD.fullmatch(head)
+            numbers = None if match is None else (match[1].decode(), int(match[2]), int(match[3]), int(match[4]))
+            if len(self._known) < _MAX_HEADS:
+                self._known[head] = numbers
+            return numbers
+
+
+def _num_wanted(raw: bytes) -> int:
+    """Returns how many lines behind this one belong to it."""
+    if _RAS.match(raw):
+        return _MAX_RAS_LINES
+    return _MAX_CONTINUED if _CONTINUED.search(raw) else 0
 
 
 def _open(path: Path, stack: ExitStack) -> io.BufferedReader[Any] | gzip.GzipFile:
@@ -182,13 +164,27 @@ def _open(path: Path, stack: ExitStack) -> io.BufferedReader[Any] | gzip.GzipFil
     return stream
 
 
-def _raw_lines(stream: io.BufferedReader[Any] | gzip.GzipFile, stack: ExitStack) -> Iterator[bytes]:
+def _raw_lines(stream: io.BufferedReader[Any] | gzip.GzipFile, stack: ExitStack) -> Iterator[tuple[int, bytes, Block]]:
+    """Reads the lines of a file, with their numbers and the block that each belongs to."""
     begin = stream.peek(4)[:4]
+    read: Callable[[], bytes] = partial(stream.read1, _BLOCK_BYTES)
     if begin[:2] in (b"\xff\xfe", b"\xfe\xff") or (len(begin) == 4 and begin[1] == begin[3] == 0 < begin[0]):
         encoding = "utf-16" if begin[0] > 0x7F else "utf-16-le"
         text = stack.enter_context(io.TextIOWrapper(cast(BinaryIO, stream), encoding, errors="replace", newline="\n"))
-        return iter(lambda: text.readline(_MAX_BYTES).encode(), b"")
-    return iter(partial(stream.readline, _MAX_BYTES), b"")
+        read = lambda: text.read(_BLOCK_BYTES).encode()  # noqa: E731
+    number, rest = 1, b""
+    while content := read():
+        content = rest + content
+        end = content.rfind(b"\n") + 1
+        rest = content[end:]
+        if len(rest) > _MAX_BYTES:
+            end, rest = len(content), b""  # longer than a line of NCCL can be
+        block = Block(content[:end])
+        for raw in io.BytesIO(content[:end]):
+            yield number, raw, block
+            number += 1
+    if rest:
+        yield number, rest, Block(rest)
 
 
 def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> Iterator[Message]:
@@ -201,9 +197,6 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
     >>> found.host, found.device, found.place, found.level, found.text
     (None, 0, 'misc/socket.cc:446', 'WARN', 'wrong type 3 != 4')
     """
-    if plain := _PLAIN.match(text):
-        yield _plain_message(plain, text, file, number, is_whole=is_whole)
-        return
     text = _ESCAPES.sub("", text)
     starts = []
     for mark in _MARK.finditer(text):
@@ -227,22 +220,6 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
         message.place, message.is_whole = (head["place"] or "").strip(), is_whole and following is None
         message.is_alone = following is None
         yield message
-
-
-def _plain_message(plain: re.Match[str], text: str, file: str, number: int, *, is_whole: bool) -> Message:
-    host, pid, tid, device, message = plain.groups()
-    return Message(
-        file=file,
-        number=number,
-        whole_line=text,
-        host=host,
-        pid=int(pid),
-        tid=int(tid),
-        device=int(device),
-        level="INFO",
-        text=message.strip(),
-        is_whole=is_whole,
-    )
 
 
 def _writer(head: re.Match[str]) -> tuple[str | None, list[int | None]]:

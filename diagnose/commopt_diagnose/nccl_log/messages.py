@@ -194,9 +194,13 @@ def _read_connection(process: Process, message: Message) -> Member | None:
     if member.num_ranks is None and named[1:2] == ("nRanks",) and named[-1].isdecimal() and int(named[-1]) > own:
         member.num_ranks = int(named[-1])  # RCCL
     if link.key not in member.connections:
-        member.connections[link.key] = Connection._make((*link.fields, message.line))
+        shared = process.connections.get(link.fields)
+        if shared is None:
+            shared = process.connections[link.fields] = Connection._make((*link.fields, message.line))
+            process.uses_p2p |= link.kind == "P2P"
+        member.connections[link.key] = shared
+        member.connected = member.connected or message.number
         member.reach(3, *link.key[1:3])
-        process.uses_p2p |= link.kind == "P2P"
     return member
 
 

@@ -21,10 +21,8 @@ from commopt_diagnose.nccl_log.paths import (
 from lightning_commopt.text.findings import Finding, Severity
 from lightning_commopt.text.formatting import list_some
 
-_VIRTUAL = re.compile(
-    r"docker|virbr|br-|veth|cni|flannel|cali|tun|tap|wl|wg|tailscale|zt|cloudflare|vmnet|lxc|kube|nodelocal",
-    re.IGNORECASE,
-)
+_VIRTUAL = re.compile(r"docker|virbr|br-|veth|cni|flannel|cali|vmnet|lxc|kube|nodelocal", re.IGNORECASE)
+_PRIVATE = re.compile(r"tun|tap|wl|wg|tailscale|zt|cloudflare", re.IGNORECASE)  # VPNs and Wi-Fi, which others may share
 _LINK_LOCAL = ("fe80", "169.254.")
 
 
@@ -93,7 +91,8 @@ def _find_virtual_interface(communicator: Communicator) -> Iterator[Finding]:
             if name and is_shown and _is_unreachable(name, address):
                 named = process.settings.get("NCCL_SOCKET_IFNAME")
                 cause = f"the environment sets NCCL_SOCKET_IFNAME={named.value}" if named else "NCCL took what is up"
-                severity: Severity = ("warning" if usable else "error") if is_known else "note"
+                is_certain = is_known and not _PRIVATE.match(name)
+                severity: Severity = ("warning" if usable or not is_certain else "error") if is_known else "note"
                 yield finding(
                     severity,
                     "virtual_interface",
@@ -102,7 +101,7 @@ def _find_virtual_interface(communicator: Communicator) -> Iterator[Finding]:
                     interface=f"{name} ({address})",
                     cause=cause,
                     kind=_kind(name, address),
-                    confidence=None if is_known else "possible",
+                    confidence=None if is_certain else "possible",
                     names=",".join(usable) or "the interface that the hosts share, as eth0 or ib0 (ip -br addr)",
                 )
                 return
@@ -110,12 +109,16 @@ def _find_virtual_interface(communicator: Communicator) -> Iterator[Finding]:
 
 def _kind(name: str, address: str) -> str:
     if name == "lo":
-        return "loopback: each host has its own"
-    return "link-local address" if address.startswith(_LINK_LOCAL) else "virtual interface"
+        return "others cannot reach it: each host has its own loopback"
+    if _PRIVATE.match(name):
+        return "only members of this VPN or Wi-Fi reach it, and slowly"
+    kind = "link-local address" if address.startswith(_LINK_LOCAL) else "virtual interface"
+    return f"others can hardly reach it ({kind})"
 
 
 def _is_unreachable(name: str, address: str) -> bool:
-    return name == "lo" or _VIRTUAL.match(name) is not None or address.startswith(_LINK_LOCAL)
+    is_odd = _VIRTUAL.match(name) or _PRIVATE.match(name)
+    return name == "lo" or is_odd is not None or address.startswith(_LINK_LOCAL)
 
 
 def _find_no_gdr(communicator: Communicator) -> Iterator[Finding]:

@@ -21,7 +21,7 @@ _OFF = ("0", "no", "false", "")  # values with which a switch is off
 def is_in_host(communicator: Communicator, connection: Connection) -> bool | None:
     """Returns whether both ends are on one host; None if unknown."""
     if connection.kind != "NET":
-        return True
+        return not connection.is_multi_node_nvlink
     if connection.is_between_hosts:
         return False
     num_nodes = communicator.num_nodes

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from gzip import BadGzipFile
 from pathlib import Path
 
@@ -15,8 +15,9 @@ from commopt_diagnose.nccl_log.communicators import NcclLog
 from commopt_diagnose.nccl_log.facts import Choice, Fact, RasReport
 from commopt_diagnose.nccl_log.grouping import add_listed, add_unnamed, group_members
 from commopt_diagnose.nccl_log.inspector import Inspected
-from commopt_diagnose.nccl_log.lines import Calls, Message, read_messages
+from commopt_diagnose.nccl_log.lines import Message, read_messages
 from commopt_diagnose.nccl_log.messages import find_version, read_process_line, read_rank_line
+from commopt_diagnose.nccl_log.skipping import Repeats
 from commopt_diagnose.nccl_log.torch_lines import TorchLines
 from commopt_diagnose.nccl_log.warnings import explain
 from commopt_diagnose.nccl_log.writers import Writers
@@ -40,12 +41,11 @@ def read_log(paths: Sequence[Path], *, keeps_order: bool = False) -> NcclLog:
     for path in paths:
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a directory; name the files in it, such as {path}/*.log")
-        before, calls = reader.num_lines, Calls()
+        before = reader.num_lines
         try:
-            reader.read(read_messages(path, calls))
+            reader.read(path)
         except (EOFError, zlib.error, BadGzipFile) as error:
             damaged[str(path)] = str(error)
-        reader.log.num_lines += calls.num_skipped
         reader.log.files.append(str(path))
         if reader.num_lines == before:
             reader.log.silent_files.append(str(path))
@@ -66,7 +66,7 @@ def _is_binary(path: Path) -> bool:
 
 
 class LogReader:
-    """Reads messages, as `read_messages` gives them, into a log."""
+    """Reads files into a log."""
 
     def __init__(self, *, keeps_order: bool = False) -> None:
         self.log = NcclLog(inspected=Inspected(keeps_order=keeps_order))
@@ -77,13 +77,27 @@ class LogReader:
     def num_lines(self) -> int:
         return self.log.num_lines + self.log.inspected.num_records
 
-    def read(self, messages: Iterable[Message]) -> None:
-        for message in messages:
-            if message.level:
-                self.log.num_lines += 1
-                self._read_nccl(message)
-            elif not self.log.inspected.read(message.text):
-                self._read_other(message)
+    def read(self, path: Path) -> None:
+        """Reads a file; the part of a damaged one in front of the damage, then raises as `read_messages` does."""
+        repeats = Repeats()
+        try:
+            for message in read_messages(path, repeats):
+                if message.level:
+                    self.log.num_lines += 1
+                    self._read_nccl(message)
+                elif not self.log.inspected.read(message.text):
+                    self._read_other(message)
+        finally:
+            self._add_repeats(repeats)
+
+    def _add_repeats(self, repeats: Repeats) -> None:
+        """Adds lines that were only counted."""
+        self.log.num_lines += repeats.num_skipped
+        self.log.num_choices_left_out += repeats.num_left_out
+        for text, times in repeats.choices.items():
+            choice = _parse_choice(text.decode("utf-8", errors="replace").strip()) if times else None
+            if choice is not None:
+                self.log.choices[choice] += times
 
     def finish(self) -> NcclLog:
         """Groups what was read; processes that wrote nothing about themselves or a rank are left out.
@@ -136,6 +150,7 @@ class LogReader:
             self._read_listed,
         )
         are_known = [read(message) for read in readers]  # a line may be several of them
+        self._torch.read_outside(message)
         self.log.num_lines += any(are_known)
 
     def _read_ras(self, message: Message) -> bool:

@@ -189,6 +189,9 @@ def print_log(log: NcclLog, findings: list[Finding], console: Console) -> None:
     choices = sorted(log.choices.most_common(_MAX_ROWS), key=lambda item: item[0].num_bytes)
     columns = ("operation", "bytes", "algorithm", "protocol", "channels", "times")
     _print_table(columns, [[*choice, n] for choice, n in choices], console, "the tuner's choices", len(log.choices))
+    if log.num_choices_left_out:
+        left_out = count(log.num_choices_left_out, "line")
+        print_text(f"{left_out} of the tuner left out: there are more than {len(log.choices)} choices", console)
     _print_inspected(log, console)
     settings = grouped((name, fact.value) for process in log.processes for name, fact in process.settings.items())
     if settings:
@@ -241,9 +244,11 @@ def _size_text(communicator: Communicator) -> str:
 
 
 def _hosts_text(communicator: Communicator) -> str:
+    hosts = {process.machine for process in communicator.processes if process.host}
+    if any(connection.is_multi_node_nvlink for connection in communicator.connections):
+        return f"{count(len(hosts), 'host')}, which NVLink joins"
     if communicator.num_nodes is not None:
         return count(communicator.num_nodes, "host")
-    hosts = {process.machine for process in communicator.processes if process.host}
     return f"{count(len(hosts), 'host')} or more" if hosts else "hosts unknown"
 
 

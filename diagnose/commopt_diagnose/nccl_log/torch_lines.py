@@ -13,6 +13,7 @@ from lightning_commopt.text.findings import Line, read_texts
 
 _TEXTS = read_texts(Path(__file__).with_name("patterns.txt"))["other"]
 _PATTERNS = {name: re.compile(text) for name, text in _TEXTS.items()}
+_OUTSIDE_WORDS = ("oom", "ignal", "Xid", "exitcode", "out of memory", "stuck")  # one is in each line of `outside`
 
 
 class TorchLines:
@@ -57,7 +58,7 @@ class TorchLines:
             return True
         else:
             return False
-        text = text.strip()
+        text = _PATTERNS["tail"].sub("", text).strip()
         if not _PATTERNS["no_error"].match(text):
             self.log.warn(text, message.line, rank=None if rank == -1 else rank, place="Last error")
         return True
@@ -71,6 +72,16 @@ class TorchLines:
             self._result_number = message.number
             return False
         return message.number == self._result_number + 1 and explain(message.text, "Last error") is not None
+
+    def read_outside(self, message: Message) -> None:
+        """Reads what the kernel, a launcher, the program or XLA say of a process that ended or waits.
+
+        That explains what NCCL reports, but a log is not NCCL's because of it.
+        """
+        text = message.text
+        if any(word in text for word in _OUTSIDE_WORDS) and (match := _PATTERNS["outside"].search(text)):
+            who = _group_and_rank(text[: match.start()])
+            self.log.warn(text, message.line, rank=None if who is None else who[1], place="outside")
 
     def read_watchdog(self, message: Message) -> bool:
         """Reads a line of PyTorch's watchdog; terminals and mails break it in two."""

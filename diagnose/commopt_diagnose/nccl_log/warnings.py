@@ -26,6 +26,8 @@ _RESULTS = (
 _LATE = 1.5
 # What PyTorch writes after a timeout, which is another finding.
 _OF_TIMEOUTS = ("local_timeout", "dump_signal")
+# The names of NCCL's results, which say less than any warning.
+_OF_RESULTS = ("torch_error", "torch_remote_error", "refused_call", "after_error")
 
 
 class WarnText(NamedTuple):
@@ -91,7 +93,7 @@ def find_warnings(log: NcclLog) -> Iterator[Finding]:
 def _first_of_consequences(kinds: Iterable[WarnText | str]) -> WarnText | None:
     """Returns the kind to begin with if all are consequences: the first that says more than torch's errors."""
     known = [kind for kind in kinds if isinstance(kind, WarnText) and kind.severity == "follows"]
-    return min(known, key=lambda kind: kind.code in ("torch_error", "refused_call", "after_error"), default=None)
+    return min(known, key=lambda kind: kind.code in _OF_RESULTS, default=None)
 
 
 def _who(warnings: list[LoggedWarning]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
+from commopt_diagnose.topology.amd_tables import read_amd_tables
 from commopt_diagnose.topology.machine import Gpu, Link, Machine, Nic, TopologyError, parse_cpus, parse_link
 from commopt_diagnose.topology.matrix_lines import GPU, Row, Table, add_missing_columns, find_tables, split_rows
 
@@ -20,13 +21,15 @@ _COMMAND = re.compile(r"topo\s+(-mp\b|-m\b|--matrix|-p2p\s+\w+)")
 _NO_NIC = re.compile(r"GPU\d+$|\?")
 _P2P = {"OK", "CNS", "GNS", "TNS", "DR", "NS", "U"}
 _COHERENT = re.compile(r"\b(GH|GB)[123]00\b")
-_AMD = re.compile(r"ROCm|rocm-smi|amd-smi|\bXGMI\b|LINK TYPE TABLE")
+_AMD = re.compile(r"ROCm|rocm-smi|amd-smi|\bXGMI\b|LINK TYPE TABLE|Link Type between")
 _MARKDOWN = str.maketrans("|*`", "   ")
 _MAX_CHARACTERS = 4000  # the rest of a longer line is ignored
 
 
 def read_smi_text(text: str, source: str) -> Machine:
     """Reads the first matrix of ``nvidia-smi topo -m`` or ``-mp`` in a text, and the first of ``topo -p2p``.
+
+    If there is none, it reads AMD's tables, where the text has any.
 
     Raises:
         TopologyError: there is no topology in the text.
@@ -39,10 +42,9 @@ def read_smi_text(text: str, source: str) -> Machine:
     topologies = [table for table in tables if table.is_topology]
     about_p2p = [table for table in tables if _P2P & set(table.cells)]
     if not topologies and not about_p2p:
-        amd = (
-            "; tables of rocm-smi and amd-smi are not read, but the XML that RCCL dumps is" if _AMD.search(text) else ""
-        )
-        raise TopologyError(f"{source}: no matrix of nvidia-smi topo -m, and no XML of NCCL_TOPO_DUMP_FILE{amd}")
+        if _AMD.search(text):
+            return read_amd_tables(plain, source)
+        raise TopologyError(f"{source}: no matrix of nvidia-smi topo -m, and no XML of NCCL_TOPO_DUMP_FILE")
     table = (topologies or about_p2p)[0]
     without_column = add_missing_columns(table)
     _drop_cut_word(table, text.rsplit(None, 1)[-1])

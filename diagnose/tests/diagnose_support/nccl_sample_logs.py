@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 from commopt_diagnose.nccl_log.communicators import NcclLog
 from commopt_diagnose.nccl_log.findings import find_all
-from commopt_diagnose.nccl_log.lines import Message, read_messages
 from commopt_diagnose.nccl_log.reader import LogReader
 from lightning_commopt.text.findings import Finding
 
@@ -211,10 +210,10 @@ BROKEN = SampleJob(
 """The job of docs/nccl_log.md whose link broke."""
 
 
-def read_lines(messages: Iterable[Message]) -> NcclLog:
-    """Reads messages, as `read_messages` gives them."""
+def read_file(path: Path) -> NcclLog:
+    """Reads a file, which may have no line of NCCL."""
     reader = LogReader()
-    reader.read(messages)
+    reader.read(path)
     return reader.finish()
 
 
@@ -223,7 +222,7 @@ def read(*texts: str) -> NcclLog:
     with NamedTemporaryFile("w", encoding="utf-8") as file:
         file.writelines(text if text.endswith("\n") else f"{text}\n" for text in texts)
         file.flush()
-        return read_lines(read_messages(Path(file.name)))
+        return read_file(Path(file.name))
 
 
 def told(text: str, *, host: str = "a", pid: int = 7, tid: int = 8, device: int = 0) -> str:

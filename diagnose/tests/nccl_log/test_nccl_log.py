@@ -287,7 +287,7 @@ def test_warning(text: str, code: str) -> None:
         ("unhandled system error (run with NCCL_DEBUG=INFO for details), NCCL version 2.21.5", "torch_error"),
         ("unhandled cuda error, NCCL version 2.21.5", "torch_error"),
         ("invalid usage, NCCL version 2.21.5", "refused_call"),
-        ("remote process exited or there was a network error, NCCL version 2.21.5", "peer_gone"),
+        ("remote process exited or there was a network error, NCCL version 2.21.5", "torch_remote_error"),
     ],
 )
 def test_errors_of_torch(words: str, code: str) -> None:

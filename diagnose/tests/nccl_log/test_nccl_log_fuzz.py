@@ -12,9 +12,8 @@ import pytest
 from rich.console import Console
 
 from commopt_diagnose.nccl_log.findings import find_all
-from commopt_diagnose.nccl_log.lines import read_messages
 from commopt_diagnose.nccl_log.terminal import print_log, to_plain
-from diagnose_support.nccl_sample_logs import HEALTHY, SampleJob, read_lines
+from diagnose_support.nccl_sample_logs import HEALTHY, SampleJob, read_file
 from lightning_commopt.text.findings import Finding
 
 JOBS = [
@@ -45,7 +44,7 @@ def everything(content: bytes, folder: Path) -> list[Finding]:
     """Does all that the command does, and returns the findings."""
     path = folder / "log"
     path.write_bytes(content)
-    log = read_lines(read_messages(path))
+    log = read_file(path)
     found = find_all(log)
     with Console(file=(folder / "out").open("w"), width=100) as console:
         print_log(log, found, console)
@@ -85,7 +84,7 @@ def codes(content: bytes, folder: Path) -> set[str]:
     careful = {"network_in_host": "socket_network", "several_versions": "different_version"}
     path = folder / "log"
     path.write_bytes(content)
-    found = {finding.code for finding in find_all(read_lines(read_messages(path)))}
+    found = {finding.code for finding in find_all(read_file(path))}
     return {careful.get(code, code) for code in found} - {"unknown"}
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import re
+from collections.abc import Callable
 
 import pytest
+from rich.console import Console
 
+from commopt_diagnose.topology.findings import find_all
 from commopt_diagnose.topology.machine import Machine, TopologyError, cpus_text
 from commopt_diagnose.topology.smi_text import read_smi_text
-from commopt_diagnose.topology.terminal import by_place
+from commopt_diagnose.topology.terminal import by_place, print_topology
 from diagnose_support.topology_samples import SAMPLES, Sample
 
 
@@ -232,7 +236,56 @@ def test_a_row_without_a_column_says_what_is_between_it_and_the_others() -> None
     assert [gpu.numa_node for gpu in machine.gpus] == [0, 0, 1, 1]
 
 
-def test_tables_of_amd_are_refused_by_their_name() -> None:
-    text = "=== Link Type between two GPUs ===\n      GPU0      GPU1\nGPU0  0         XGMI\nGPU1  XGMI      0\n"
-    with pytest.raises(TopologyError, match="rocm-smi and amd-smi are not read"):
+def _amd_table(title: str, labels: list[str], cell: Callable[[int, int], str]) -> str:
+    numbers = range(len(labels))
+    rows = [f"{labels[row]}  " + "  ".join(cell(row, column).ljust(12) for column in numbers) for row in numbers]
+    return "\n".join([title, "      " + "  ".join(labels), *rows, ""])
+
+
+def _sockets(same: str, other: str) -> Callable[[int, int], str]:
+    return lambda row, column: "0" if row == column else same if row // 2 == column // 2 else other
+
+
+FOUR = ["GPU0", "GPU1", "GPU2", "GPU3"]
+
+
+def test_tables_of_rocm_smi() -> None:
+    """Hops of 2 are within a NUMA node and 3 between two, by AMD's guide."""
+    text = (
+        _amd_table("=== Weight between two GPUs ===", FOUR, _sockets("40", "72"))
+        + _amd_table("=== Hops between two GPUs ===", FOUR, _sockets("2", "3"))
+        + _amd_table("=== Link Type between two GPUs ===", FOUR, _sockets("PCIE", "PCIE"))
+        + "".join(f"GPU[{number}]\t\t: (Topology) Numa Node: {number // 2}\n" for number in range(4))
+        + "=== End of ROCm SMI Log ===\n"
+    )
+    machine = read_smi_text(text, "a")
+    assert [str(machine.link("GPU0", other)) for other in FOUR[1:]] == ["PHB", "SYS", "SYS"]
+    assert [gpu.numa_node for gpu in machine.gpus] == [0, 0, 1, 1]
+    assert machine.notices == ("AMD's tables do not name PCIe switches: PHB may be PIX or PXB",)
+    assert [finding.code for finding in find_all(machine)] == ["ring_over_sockets"]
+
+
+def test_tables_of_amd_smi() -> None:
+    """xGMI may go through a third GPU, which only the weight shows; devices are named by their PCI address."""
+    labels = ["0000:0c:00.0", "0000:22:00.0", "0000:38:00.0", "0000:5c:00.0"]
+    text = (
+        _amd_table("WEIGHT TABLE:", labels, _sockets("15", "30"))
+        + _amd_table("HOPS TABLE:", labels, _sockets("1", "1"))
+        + _amd_table("LINK TYPE TABLE:", labels, _sockets("XGMI", "XGMI"))
+        + _amd_table("NUMA BW TABLE:", labels, _sockets("50000-100000", "N/A"))
+    )
+    machine = read_smi_text(text, "a")
+    assert {str(link) for link in machine.links.values()} == {"XGMI"}
+    assert [(gpu.label, gpu.bus_id) for gpu in machine.gpus] == list(zip(FOUR, labels, strict=True))
+    assert machine.notices == (
+        "xGMI goes through other GPUs between GPU0-GPU2, GPU0-GPU3, GPU1-GPU2, GPU1-GPU3, by their weight",
+    )
+    assert find_all(machine) == []
+    with Console(file=io.StringIO(), width=100) as console:
+        print_topology(machine, [], console)
+
+
+def test_links_of_pcie_without_hops_are_refused() -> None:
+    text = _amd_table("=== Link Type between two GPUs ===", FOUR, _sockets("PCIE", "PCIE"))
+    with pytest.raises(TopologyError, match="no table of rocm-smi --showtopo or amd-smi topology"):
         read_smi_text(text, "a")

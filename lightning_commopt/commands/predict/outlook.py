@@ -6,22 +6,37 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
 
-from lightning_commopt.compressors import Compressor, compressor_from_config
+from lightning_commopt.compressors import Compressor, ShardedCompressor, compressor_from_config
+from lightning_commopt.compressors.configs import sharded_from_config
+from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.cost.basis import Basis, basis_of_run, recommended_compressors
-from lightning_commopt.cost.candidates import Candidate, best_of_each
+from lightning_commopt.cost.candidates import best_of_each
 from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs
+from lightning_commopt.cost.fsdp2.arithmetic import ShardCosts, measure_shard_costs, predicted_shards
+from lightning_commopt.cost.fsdp2.basis import Elsewhere, ShardedBasis, has_sharded_basis, sharded_candidates
+from lightning_commopt.cost.predict import Prediction
 from lightning_commopt.launch.lab import parse_rate
+from lightning_commopt.measure.runs.files import PREDICTION_FILE
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.sharded_plan import ShardedPlan
 from lightning_commopt.text.formatting import count, number
 from lightning_commopt.text.terminal import TextTable
 
 _MAX_BUCKETS_IN_NAME = 4  # more sizes would fill a terminal's width
+
+
+class Row(NamedTuple):
+    """A plan of either strategy, and what it would take."""
+
+    plan: CommPlan | ShardedPlan
+    prediction: Prediction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,27 +44,26 @@ class Outlook:
     """Predictions for one world."""
 
     title: str  # title of the table, with the run, the ranks and the link
-    present: Candidate  # the run's own plan
-    others: tuple[Candidate, ...]  # the best plan with each compressor, the fastest first
+    present: Row  # the run's own plan
+    others: tuple[Row, ...]  # other plans, the fastest first
 
     def table(self) -> Group:
         columns = ("median step, s", "95 %", "exposed, s", "times as fast", "lossy")
         table = TextTable("plan", *columns, numbers=columns[:-1], title=self.title)
-        candidates, now_s = (self.present, *self.others), self.present.prediction.step_s
-        for candidate in candidates:
-            prediction, hook = candidate.prediction, candidate.plan.comm_hook
+        rows, now_s = (self.present, *self.others), self.present.prediction.step_s
+        for plan, prediction in rows:
             speedup = (
                 f"{now_s / prediction.step_s:.2f} ({now_s / prediction.high_s:.2f} to {now_s / prediction.low_s:.2f})"
             )
             table.add_row(
-                plan_text(candidate) + (" (as it ran)" if candidate is self.present else ""),
+                plan_text(plan) + (" (as it ran)" if plan is self.present.plan else ""),
                 number(prediction.step_s),
                 f"{number(prediction.low_s)} to {number(prediction.high_s)}",
                 number(prediction.exposed_s),
-                "1" if candidate is self.present else speedup,
-                "yes" if hook is not None and hook.claims.is_lossy else "no",
+                "1" if plan is self.present.plan else speedup,
+                "yes" if plan.is_lossy else "no",
             )
-        reasons = dict.fromkeys(reason for candidate in candidates for reason in candidate.prediction.reasons)
+        reasons = dict.fromkeys(reason for row in rows for reason in row.prediction.reasons)
         shown = "\n".join(f"Assumes: {reason}." for reason in reasons)
         return Group(table, Padding(Text(shown), (0, 0, 0, 1)))
 
@@ -71,7 +85,7 @@ def outlook(
     num_batches: int | None = None,
     comm_hooks: Sequence[str] | None = None,
 ) -> Outlook:
-    """Predicts the plan of a run, and the best plan with each compressor.
+    """Predicts the plan of a run of either strategy, and the best plan with each compressor.
 
     Args:
         run_dir: directory of the run.
@@ -84,32 +98,61 @@ def outlook(
         OSError: the run has no records.
         ValueError: an argument is out of range, or the run does not show enough.
     """
-    wanted = _compressors(comm_hooks)
-    basis = basis_of_run(run_dir)
-    num_measured = basis.workload.num_ranks
-    world = dataclasses.replace(basis, costs=dict(basis.costs) | missing_costs(basis, wanted))
-    words = [count(num_ranks or num_measured, "rank")]
+    bits_per_s = None
+    words = []
     if link is not None:
         bits_per_s = parse_rate(link, "--link")
         if bits_per_s is None:
             raise ValueError(f"--link must be a rate such as 25gbit, got {link!r}")
-        world = dataclasses.replace(world, link=basis.link.at_rate(bits_per_s))
         words.append(f"a link of {link}")
     if num_batches is not None:
-        world = dataclasses.replace(world, workload=basis.workload.accumulating(num_batches))
         words.append("1 batch per step" if num_batches == 1 else f"{num_batches} batches per step")
-    present = Candidate(world.plan, world.predict(world.plan, num_ranks=num_ranks))
-    best = best_of_each(world, wanted, num_ranks=num_ranks)
+    where = Elsewhere(num_ranks, bits_per_s, num_batches)
+    predicted = _sharded if has_sharded_basis(run_dir) else _in_buckets
+    num_measured, (present, *others) = predicted(run_dir, where, comm_hooks)
+    words.insert(0, count(num_ranks or num_measured, "rank"))
     title = f" The median step of {run_dir} with {', '.join(words)}"
-    return Outlook(title=title, present=present, others=tuple(best))
+    return Outlook(title=title, present=present, others=tuple(others))
 
 
-def plan_text(candidate: Candidate) -> str:
+def _in_buckets(run_dir: Path, where: Elsewhere, comm_hooks: Sequence[str] | None) -> tuple[int, list[Row]]:
+    """Returns the ranks of a run of DDP, and the predictions, that of its own plan first."""
+    wanted = _compressors(comm_hooks)
+    basis = basis_of_run(run_dir)
+    world = dataclasses.replace(basis, costs=dict(basis.costs) | missing_costs(basis, wanted))
+    if where.bits_per_s is not None:
+        world = dataclasses.replace(world, link=basis.link.at_rate(where.bits_per_s))
+    if where.num_batches is not None:
+        world = dataclasses.replace(world, workload=basis.workload.accumulating(where.num_batches))
+    present = Row(world.plan, world.predict(world.plan, num_ranks=where.num_ranks))
+    best = best_of_each(world, wanted, num_ranks=where.num_ranks)
+    return basis.workload.num_ranks, [present, *(Row(*candidate) for candidate in best)]
+
+
+def _sharded(run_dir: Path, where: Elsewhere, comm_hooks: Sequence[str] | None) -> tuple[int, list[Row]]:
+    """Returns the same for a run of FSDP2."""
+    basis = ShardedBasis.load(run_dir / PREDICTION_FILE)
+    try:
+        wanted = predicted_shards() if comm_hooks is None else [sharded_from_config(name) for name in comm_hooks]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"--comm-hook: {error}") from None
+    basis = dataclasses.replace(basis, costs={**basis.costs, **_missing_shard_costs(basis, wanted)})
+    for hook in wanted if comm_hooks is not None else ():
+        if hook is not None and hook not in basis.costs:
+            raise ValueError(f"--comm-hook: the arithmetic of {compressor_name(hook)!r} is not known for this run")
+    present = Row(basis.plan, basis.predict(basis.plan, where))
+    others = sharded_candidates(basis, wanted, where)
+    return basis.workload.num_ranks, [present, *(Row(*candidate) for candidate in others)]
+
+
+def plan_text(plan: CommPlan | ShardedPlan) -> str:
     """Returns the name of a plan; of a long list of buckets only their number."""
-    cap = candidate.plan.bucket_cap_mb
+    if not isinstance(plan, CommPlan):
+        return plan.name
+    cap = plan.bucket_cap_mb
     if not isinstance(cap, Sequence) or len(cap) <= _MAX_BUCKETS_IN_NAME:
-        return candidate.plan.name
-    return f"{dataclasses.replace(candidate.plan, bucket_cap_mb=None).name}, list of {count(len(cap), 'bucket')}"
+        return plan.name
+    return f"{dataclasses.replace(plan, bucket_cap_mb=None).name}, list of {count(len(cap), 'bucket')}"
 
 
 def _compressors(names: Sequence[str] | None) -> list[Compressor | None]:
@@ -119,6 +162,19 @@ def _compressors(names: Sequence[str] | None) -> list[Compressor | None]:
         return [compressor_from_config(name) for name in names]
     except (ValueError, TypeError) as error:
         raise ValueError(f"--comm-hook: {error}") from None
+
+
+def _missing_shard_costs(basis: ShardedBasis, wanted: Sequence[ShardedCompressor | None]) -> ShardCosts:
+    """Measures compressors of shards as `missing_costs` does; other programs slow them down as they did in the run."""
+    work = basis.workload
+    missing = [hook for hook in wanted if hook is not None and hook not in basis.costs]
+    if not missing or work.device != "cpu":
+        return {}
+    if work.shares_core:
+        torch.set_num_threads(1)
+    largest_bytes = max(unit.gradients.num_bytes for unit in work.units)
+    alone = measure_shard_costs(missing, largest_bytes, torch.device("cpu"), work.num_ranks)
+    return {hook: cost.slower(1 + work.num_others) for hook, cost in alone.items()}
 
 
 def missing_costs(basis: Basis, wanted: Sequence[Compressor | None]) -> dict[Compressor | None, CompressorCost]:

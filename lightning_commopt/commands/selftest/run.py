@@ -139,7 +139,8 @@ _COLORS = {"passed": "green", "failed": "red", "not checked": "yellow"}
 @contextmanager
 def progress_lines(console: Console) -> Iterator[Callable[[str], None]]:
     """Yields a function that shows what is running: one line that changes on a terminal, a line each elsewhere."""
-    if not console.is_terminal:
+    # FORCE_COLOR, which Jupyter sets, makes a pipe a terminal for rich, but no line of it can change.
+    if not (console.is_terminal and console.file.isatty()):
         yield lambda text: print(f"running: {text}", file=console.file, flush=True)
         return
     with console.status("", spinner="line") as status:

@@ -2,40 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-import json
-import os
-import subprocess
 import tempfile
-from collections.abc import Sequence
-from functools import wraps
-from importlib import import_module
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
-
-from lightning_commopt.compat.import_hook import call_after_import
 
 if TYPE_CHECKING:
     from lightning_commopt.strategy.ddp import CommOptStrategy
-
-VARIABLE = "COMMOPT_TUNE"
-"""Holds, as JSON, what the program's processes read: ``lossy``, ``output``, ``verdict`` (a file) and ``ends_fit``."""
-
-# Python imports ``sitecustomize`` when it starts. An installation may have its own, further down the path, which this
-# one runs first.
-_SITECUSTOMIZE = """\
-import importlib.machinery, importlib.util, os, sys
-
-_here = os.path.dirname(os.path.abspath(__file__))
-_others = [path for path in sys.path if os.path.abspath(path or ".") != _here]
-_spec = importlib.machinery.PathFinder.find_spec("sitecustomize", _others)
-if _spec is not None and _spec.loader is not None:
-    _spec.loader.exec_module(importlib.util.module_from_spec(_spec))
-from lightning_commopt.commands.tune import inject
-
-inject.install()
-"""
 
 
 def run_tuned(command: Sequence[str], *, lossy: Sequence[str], output: Path, ends_fit: bool) -> tuple[int, str | None]:
@@ -50,49 +23,26 @@ def run_tuned(command: Sequence[str], *, lossy: Sequence[str], output: Path, end
         OSError: the command cannot be started.
     """
     from lightning_commopt.commands.errors import check_outputs
+    from lightning_commopt.commands.trainers import run_changed
     from lightning_commopt.tune.options import TuneOptions
 
     TuneOptions.of("auto", list(lossy), {})
     check_outputs(output)
     with tempfile.TemporaryDirectory(prefix="commopt-tune-") as folder:
-        (Path(folder) / "sitecustomize.py").write_text(_SITECUSTOMIZE, encoding="utf-8")
         verdict = Path(folder) / "verdict.txt"
         asked = {"lossy": list(lossy), "output": str(output.absolute()), "verdict": str(verdict), "ends_fit": ends_fit}
-        path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
-        ran = subprocess.run(
-            list(command), env={**os.environ, "PYTHONPATH": path, VARIABLE: json.dumps(asked)}, check=False
-        )
-        return ran.returncode, verdict.read_text(encoding="utf-8") if verdict.is_file() else None
+        status, _ = run_changed(command, f"{__name__}:{tune_trainer.__name__}", asked)
+        return status, verdict.read_text(encoding="utf-8") if verdict.is_file() else None
 
 
-_MODULES = {
-    "lightning.pytorch.trainer.trainer": "lightning_commopt.lightning",
-    "pytorch_lightning.trainer.trainer": "lightning_commopt.pytorch_lightning",
-}
+def tune_trainer(package: str, arguments: dict[str, Any], asked: Mapping[str, Any]) -> None:
+    """Puts a strategy that looks for a plan in the place of a Trainer's; see `trainers.run_changed`."""
+    from lightning_commopt.strategy.adapters import adapter_for
+
+    arguments["strategy"] = tuned_strategy(arguments["strategy"], adapter_for(package), asked)
 
 
-def install() -> None:
-    """Makes the Trainers of this process tune; imports neither torch nor Lightning."""
-    if VARIABLE in os.environ:
-        for module in _MODULES:
-            call_after_import(module, _change_trainer)
-
-
-def _change_trainer(module: ModuleType) -> None:
-    init = module.Trainer.__init__
-
-    @wraps(init)
-    def tuned(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(init).bind(self, *args, **kwargs)
-        given.apply_defaults()
-        ours = import_module(_MODULES[module.__name__]).CommOptDDP
-        given.arguments["strategy"] = tuned_strategy(given.arguments["strategy"], ours)
-        init(*given.args, **given.kwargs)
-
-    module.Trainer.__init__ = tuned
-
-
-def tuned_strategy(strategy: object, ours: type[CommOptStrategy]) -> CommOptStrategy:
+def tuned_strategy(strategy: object, ours: type[CommOptStrategy], asked: Mapping[str, Any]) -> CommOptStrategy:
     """Returns the strategy that replaces a Trainer's, of the class ``ours`` unless that is from this package already.
 
     Raises:
@@ -116,5 +66,5 @@ def tuned_strategy(strategy: object, ours: type[CommOptStrategy]) -> CommOptStra
         strategy = ours(**arguments_of_ddp(strategy))
     elif not isinstance(strategy, CommOptStrategy) or is_baseline(strategy):
         raise ValueError(f"commopt tune is for DDP, and the Trainer has strategy={strategy!r}")
-    strategy.auto_plan = Tuning(strategy, json.loads(os.environ[VARIABLE]))
+    strategy.auto_plan = Tuning(strategy, asked)
     return strategy

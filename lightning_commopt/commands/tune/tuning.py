@@ -16,7 +16,7 @@ _UNLIMITED = 1e6
 
 
 class Tuning(FitPlan):
-    """Looks for a plan whatever that costs, and writes it to a file; ``asked`` is the content of `inject.VARIABLE`."""
+    """Looks for a plan whatever that costs, and writes it to a file; ``asked`` is what `inject.run_tuned` asks for."""
 
     _tells_verdict = False  # the command prints it
 

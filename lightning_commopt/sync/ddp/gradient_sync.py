@@ -120,6 +120,14 @@ class GradientSync:
         """Whether the next backward must be synchronized, because DDP records a static graph in the first one."""
         return bool(self.plan.static_graph) and not self._is_graph_recorded
 
+    @property
+    def must_rewrap(self) -> bool:
+        """Whether parameters were frozen or unfrozen since DDP laid out its buckets."""
+        trainable = self.trainable
+        if trainable is None:
+            return False
+        return trainable.some_unfrozen() or (trainable.some_frozen() and not self.plan.find_unused_parameters)
+
     def end_backward(self, *, ends_static_graph: bool) -> None:
         """Counts a backward, if it was synchronized.
 

@@ -187,10 +187,15 @@ def test_ranks_are_ended_when_time_is_up(is_near: bool, monkeypatch: pytest.Monk
         ranks.run_on(replace(CPU, ends_at=ends_at), _wait)
 
 
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
 def test_brackets_are_no_markup() -> None:
     """If it fails, an error of gloo ends the command with an error of rich."""
     for is_terminal in (True, False):
-        file = io.StringIO()
+        file = _Terminal() if is_terminal else io.StringIO()
         console = Console(file=file, force_terminal=is_terminal, width=200)
         with progress_lines(console) as show:
             show(ERROR)

@@ -15,8 +15,8 @@ import pytest
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from lightning_commopt import CommOptDDP, CommPlan
-from lightning_commopt.commands.tune import inject
-from lightning_commopt.commands.tune.inject import VARIABLE
+from lightning_commopt.commands import trainers
+from lightning_commopt.commands.tune.inject import tuned_strategy
 from support.commopt import refusal
 from support.lightnings import DDPStrategy
 from support.ranks import run_ranks
@@ -77,9 +77,9 @@ def test_it_finds_a_plan_and_writes_it(tmp_path: Path) -> None:
     assert all(line.endswith("CommOptDDP") and int(line.split()[1]) < 10000 for line in steps)
 
 
-def _fit_as_tuned(asked: dict[str, Any]) -> str:
-    with patch.dict(os.environ, {VARIABLE: json.dumps(asked)}), scripted({_SMALL: 0.7}):
-        inject.install()
+def _fit_as_tuned(variable: dict[str, Any]) -> str:
+    with patch.dict(os.environ, {trainers.VARIABLE: json.dumps(variable)}), scripted({_SMALL: 0.7}):
+        trainers.install()
         run = trainer("ddp", max_epochs=1000)
         run.fit(Tiny(), loader())
     assert run.global_step < 1000
@@ -91,7 +91,8 @@ def test_a_trainer_gets_a_plan_that_is_searched_for(tmp_path: Path) -> None:
     """If it fails, Trainers of a tuned program train without a search, to the end, or without a plan at the end."""
     plan, verdict = tmp_path / "plan.json", tmp_path / "verdict.txt"
     asked = {"lossy": [], "output": str(plan), "verdict": str(verdict), "ends_fit": True}
-    assert run_ranks(_fit_as_tuned, asked) == ["CommOptDDP"] * 2
+    variable = {"change": "lightning_commopt.commands.tune.inject:tune_trainer", "asked": asked}
+    assert run_ranks(_fit_as_tuned, {**variable, "note": str(tmp_path / "made")}) == ["CommOptDDP"] * 2
     assert CommPlan.load(plan) == _SMALL
     assert verdict.read_text()
 
@@ -127,4 +128,4 @@ def test_wrong_options_start_nothing(option: str, message: str) -> None:
 def test_what_cannot_be_tuned(strategy: Any, message: str) -> None:
     """If it fails, a program is tuned that DDP does not train, or whose hook is lost."""
     with pytest.raises(ValueError, match=message):
-        inject.tuned_strategy(strategy, CommOptDDP)
+        tuned_strategy(strategy, CommOptDDP, {})

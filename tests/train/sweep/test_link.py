@@ -88,9 +88,9 @@ class TestTheQuickstart:
     def test_has_two_hosts_with_a_slow_link(self):
         config = composed(self.QUICKSTART)
         check_config(config)
-        assert config.link == "200mbit"
+        assert config.link == "100mbit"
         assert (spread_over_hosts(config).trainer.devices, spread_over_hosts(config).trainer.num_nodes) == (1, 2)
-        assert "link=200mbit: the ranks run on 2 hosts" in str(link_note(config))
+        assert "link=100mbit: the ranks run on 2 hosts" in str(link_note(config))
 
     def test_says_why_where_there_is_no_lab(self, monkeypatch):
         monkeypatch.setattr(resolvers, "why_no_lab", lambda: "the network lab needs Linux, this is plan9")
@@ -119,7 +119,7 @@ class TestTheQuickstart:
         monkeypatch.setenv("RANK", "0")
         monkeypatch.setenv(LAB_RANK_VARIABLE, "1")
         monkeypatch.setattr(resolvers, "why_no_lab", lambda: "not within a lab")
-        assert composed(self.QUICKSTART).link == "200mbit"
+        assert composed(self.QUICKSTART).link == "100mbit"
 
     def test_says_nothing_of_a_link_that_was_asked_for(self):
         assert link_note(composed(self.QUICKSTART, "link=1gbit")) is None

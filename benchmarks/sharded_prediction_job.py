@@ -1,0 +1,105 @@
+"""One rank of `sharded_prediction.py`: fits of a sharded model, each with `CommTimeMonitor`."""
+
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+
+from lightning_commopt import CommOptModelParallel, shard
+from lightning_commopt.callbacks import CommTimeMonitor
+from lightning_commopt.sharded_plan import ShardedPlan
+from lightning_commopt.train.workloads.gpt import Block
+
+NUM_BYTES, CONTEXT = 256, 64
+
+
+class _Gpt(nn.Module):
+    """A byte GPT of 0.8 M parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(NUM_BYTES, 128)
+        self.blocks = nn.Sequential(*(Block(128, 4) for _ in range(4)))
+        self.head = nn.Linear(128, NUM_BYTES)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.embedding(tokens))).flatten(0, 1)
+
+
+def make_model(name: str) -> tuple[nn.Module, type[nn.Module], torch.Tensor, torch.Tensor]:
+    """Returns a model, the class of its units, a batch for it and its labels."""
+    if name == "mlp":  # 1.3 M parameters
+        widths = (784, 640, 640, 512, 128, 10)
+        layers = [part for a, b in pairwise(widths) for part in (nn.Linear(a, b), nn.ReLU())]
+        return nn.Sequential(*layers[:-1]), nn.Linear, torch.randn(64, 784), torch.randint(0, 10, (64,))
+    tokens = torch.randint(0, NUM_BYTES, (8, CONTEXT + 1))
+    return _Gpt(), Block, tokens[:, :-1], tokens[:, 1:]
+
+
+class _Model(LightningModule):
+    def __init__(self, name: str, replicated: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model, self.block, self.inputs, self.labels = make_model(name)
+        self.replicated = replicated
+
+    def configure_model(self) -> None:
+        shard(self, self.device_mesh, blocks=self.block, replicated=self.replicated)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return F.cross_entropy(self.model(batch[0]), batch[1].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        samples = TensorDataset(self.inputs, self.labels)
+        return DataLoader(samples, len(samples), sampler=RandomSampler(samples, replacement=True, num_samples=10**7))
+
+
+class _Alternate(Callback):
+    """Changes the plan every ``num_steps`` steps, one after another, again and again."""
+
+    def __init__(self, plans: list[ShardedPlan], num_steps: int) -> None:
+        self._plans, self._num_steps = plans, num_steps
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step % self._num_steps == 0:
+            trainer.strategy.apply_plan(self._plans[trainer.global_step // self._num_steps % len(self._plans)])
+
+
+def main() -> None:
+    """Runs the fits that the first argument names, a JSON object."""
+    settings = json.loads(sys.argv[1])
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "num_nodes": 2,
+        **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
+        "use_distributed_sampler": False,
+    }
+    folder, plans = Path(settings["folder"]), {name: ShardedPlan(**plan) for name, plan in settings["plans"].items()}
+
+    def fit(name: str, plan: ShardedPlan, num_steps: int, *callbacks: Callback) -> None:
+        monitor = CommTimeMonitor(dirpath=folder / name, num_warmup_steps=5)
+        strategy = CommOptModelParallel(2, 1, plan=plan)
+        trainer = Trainer(strategy=strategy, callbacks=[monitor, *callbacks], max_steps=num_steps, **options)
+        trainer.fit(_Model(settings["model"], settings["replicated"]))
+
+    for turn in range(settings["num_turns"]):
+        for name in settings["learned_from"]:
+            fit(f"{name}_{turn}", plans[name], settings["num_steps"])
+        num_steps = settings["num_cycles"] * len(plans) * settings["num_block_steps"]
+        first = next(iter(plans.values()))
+        fit(f"alternating_{turn}", first, num_steps, _Alternate([*plans.values()], settings["num_block_steps"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""FitTotals: what `CommTimeMonitor` keeps of a whole fit for its summary, without the warm-up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_commopt.measure.operations import OperationTotals
+from lightning_commopt.measure.record import StepRecord
+from lightning_commopt.measure.statistics import QUANTITIES, Steps
+from lightning_commopt.measure.summary import FitSummary
+from lightning_commopt.metrics import StepStatistics
+
+
+class FitTotals:
+    """The steps of all ranks, and the collectives of this rank.
+
+    Attributes:
+        world_size: number of ranks.
+        num_gathered: steps that were added, with those of the warm-up.
+    """
+
+    def __init__(self, world_size: int, num_warmup_steps: int) -> None:
+        self.world_size, self._num_warmup_steps = world_size, num_warmup_steps
+        self._statistics = StepStatistics(world_size=world_size)
+        self._operations = OperationTotals(num_warmup_steps)
+        self.num_gathered = 0
+
+    def add(self, values: NDArray[np.float64], steps: Steps) -> None:
+        """Adds steps of all ranks, ``(world_size, n, num_quantities)``, and the same as `Steps`."""
+        num_warmup = max(0, self._num_warmup_steps - self.num_gathered)
+        self.num_gathered += values.shape[1]
+        self._statistics.update(values[:, num_warmup:] if num_warmup else steps)
+
+    def add_collectives(self, records: Sequence[StepRecord]) -> None:
+        """Adds the collectives of this rank's steps."""
+        self._operations.add(records)
+
+    def add_own(self, rows: Sequence[Sequence[float]]) -> None:
+        """Adds steps of this rank alone, unless those of all ranks have been added, which show more."""
+        if self._statistics.steps.num_ranks <= 1 and rows:
+            values = np.array([rows])[:, :, : len(QUANTITIES)]
+            self.add(values, Steps.of(values))
+
+    def summary(self, **about: Any) -> FitSummary | None:
+        """Returns the summary; None if all steps were warm-up. For ``about`` see `FitSummary.of`."""
+        if not (steps := self._statistics.steps).num_steps:
+            return None
+        about |= {"operations": self._operations.operations(), "host_bound_share": self._operations.host_bound_share}
+        return FitSummary.of(steps, world_size=self.world_size, **about)

@@ -1,0 +1,226 @@
+"""ShardedPredictionRecorder: collects during a fit of FSDP2 what predictions of other plans need."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_commopt.callbacks.prediction import MAX_PROBE_BYTES, NUM_STEPS, PATIENCE_S, PredictionRecorder
+from lightning_commopt.callbacks.publisher import StepFiles
+from lightning_commopt.callbacks.unit_calls import UnitCalls
+from lightning_commopt.compat.fsdp import units_of
+from lightning_commopt.cost.fsdp2.arithmetic import measure_gather_cost, measure_shard_costs, predicted_shards
+from lightning_commopt.cost.fsdp2.basis import sharded_forecasts
+from lightning_commopt.cost.fsdp2.calls import Batch, blocking, usual_batches
+from lightning_commopt.cost.fsdp2.from_fit import basis_of_fit
+from lightning_commopt.cost.fsdp2.links import probe_shard_links
+from lightning_commopt.cost.fsdp2.workload import Payload, Unit
+from lightning_commopt.cost.gradient_times import GradientTimes
+from lightning_commopt.measure.forecasts import Forecast
+from lightning_commopt.measure.link.from_steps import SentStep
+from lightning_commopt.measure.record import StepRecord
+from lightning_commopt.plan_base import OptionError
+from lightning_commopt.sharded_plan import ShardedPlan
+from lightning_commopt.strategy.base import plan_of
+from lightning_commopt.sync.fsdp2.gradients import replicas_and_shards, sharded_units
+from lightning_commopt.sync.fsdp2.unit import Column
+from lightning_commopt.sync.gather import all_ranks_ready
+from lightning_commopt.sync.store import prepare_key_spaces
+from lightning_commopt.text.validation import info
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+
+_NUM_BATCHES = 50
+"""Batches whose collectives are timed: enough for medians, and the calls of more would cost memory."""
+
+
+class ShardedPredictionRecorder:
+    """Times the calls of FSDP2's comm objects in 50 batches after the warm-up, on all ranks, and keeps the last steps.
+
+    All ranks must have one, as `conclude` compares their times and probes the link between them. It does nothing where
+    FSDP2 has no comm objects, as before torch 2.9, or where shards have replicas or are not of data parallelism alone.
+    """
+
+    def __init__(self, trainer: Trainer, module: LightningModule, num_warmup_backwards: int) -> None:
+        self._strategy, self._num_ranks_on_host = trainer.strategy, trainer.num_devices
+        self._device = trainer.strategy.root_device
+        self._num_left = num_warmup_backwards
+        self._plan = self._plan_in_use()
+        self._num_changes = self._num_changes_of_steps = 0  # of the plan, and before the steps that are kept
+        self._steps: deque[StepRecord] = deque(maxlen=NUM_STEPS)
+        self._calls: UnitCalls | None = None
+        self._times = GradientTimes((), self._device, self._num_ranks_on_host)
+        self._columns = self._columns_of_units()
+        self.is_over = not self._columns  # then `enter` need not be called
+        if self._columns:
+            prepare_key_spaces()
+
+    def enter(self, phase: str | None) -> None:
+        """Must be called when a phase of a step begins; "backward" right before a backward."""
+        self._num_left -= phase == "backward"
+        if phase == "forward":
+            self._begin_batch()
+        if self._calls is not None and self._calls.is_open:
+            if phase == "backward":
+                self._times.begin_backward()
+            self._calls.enter(phase)
+
+    def _begin_batch(self) -> None:
+        """Begins to time calls after the warm-up, and anew if the plan has changed; ends when they are enough."""
+        plan = self._plan_in_use()
+        if plan != self._plan:
+            self.close()
+            self._plan, self._calls = plan, None
+            self._num_changes += 1
+        if self._calls is None and self._num_left < 0:
+            assert self._strategy.model is not None
+            self._calls = UnitCalls(self._strategy.model, self._device)
+        if self._calls is not None and self._calls.is_open:
+            self._times.begin_forward()
+            if len(self._calls.batches) == _NUM_BATCHES:
+                self._calls.close()
+
+    def add(self, steps: Sequence[StepRecord]) -> None:
+        """Adds steps from the recorder, or drops these and all earlier ones if the plan has changed."""
+        if self._num_changes == self._num_changes_of_steps:
+            self._steps.extend(steps)
+        else:
+            self._num_changes_of_steps = self._num_changes
+            self._steps.clear()
+
+    def close(self) -> None:
+        """Gives the units their comm objects back."""
+        if self._calls is not None:
+            self._calls.close()
+
+    def conclude(self, comm_hook: str, files: StepFiles | None, sent: Sequence[SentStep] = ()) -> list[Forecast]:
+        """Returns what other plans would make of a step, if the fit has shown enough; ``files`` get it too.
+
+        All ranks must call it once the fit has ended; only rank 0 predicts. The other arguments are those of
+        `PredictionRecorder.conclude`.
+        """
+        self.close()
+        if not self._columns:
+            return []
+        began = time.perf_counter()
+        batches = usual_batches([] if self._calls is None else self._calls.batches)
+        with suppress(RuntimeError):  # a rank has failed, which is not for this callback to report
+            if all_ranks_ready("end of fit", PATIENCE_S, default_pg_timeout.total_seconds()):
+                return self._conclude(batches, files, began)
+        return []
+
+    def _conclude(self, batches: list[Batch], files: StepFiles | None, began: float) -> list[Forecast]:
+        columns = next(columns for columns in self._columns if columns)
+        mesh = getattr(columns[0].owner, columns[0].attribute).device_mesh
+        group = mesh.get_group(mesh.ndim - 1)
+        units = units_of_calls(self._columns, batches, group.size())
+        least_s = _least_of_all_ranks(batches, group, self._device)
+        largest_bytes = max(max(unit.gradients.num_bytes, unit.parameters.num_bytes) for unit in units)
+        if least_s is None:
+            return []
+        links = probe_shard_links(group, self._device, min(largest_bytes, MAX_PROBE_BYTES))
+        if not self._strategy.is_global_zero or not self._steps:
+            return []
+        num_ranks, hooks = group.size(), dict.fromkeys([*predicted_shards(), self._plan.comm_hook])
+        try:
+            basis = basis_of_fit(
+                self._plan,
+                units,
+                batches,
+                self._steps,
+                links,
+                measure_shard_costs(
+                    [hook for hook in hooks if hook is not None], largest_bytes, self._device, num_ranks
+                ),
+                measure_gather_cost(largest_bytes, self._device, num_ranks),
+                num_ranks=num_ranks,
+                least_s=least_s,
+                device=self._device.type,
+                shares_core=self._times.shares_core,
+                slowdown=self._times.slowdown,
+            )
+        except ValueError:  # the compressor was not measured
+            return []
+        # A residual changes the time of a step too little to be recommended for that.
+        others = sharded_forecasts(basis, [hook for hook in hooks if not getattr(hook, "error_feedback", False)])
+        if plan_of(self._strategy) is None:
+            others = [other._replace(setting=f"CommOptModelParallel({other.setting})") for other in others]
+        if files is not None:
+            files.save_basis(basis, others)
+        info(
+            f"CommTimeMonitor: probed the link and measured compressors for its predictions, after the fit, in"
+            f" {time.perf_counter() - began:.1f} s."
+        )
+        return others
+
+    def _plan_in_use(self) -> ShardedPlan:
+        """Returns the plan of a strategy of ours; Lightning's own does what a plan without options does."""
+        plan = plan_of(self._strategy)
+        return plan if isinstance(plan, ShardedPlan) else ShardedPlan()
+
+    def _columns_of_units(self) -> list[list[Column]]:
+        """Returns the parameters of each unit, none for a unit with one shard; no unit if predictions do not apply."""
+        model = self._strategy.model
+        assert model is not None
+        try:
+            columns = dict(sharded_units(model))
+        except OptionError:  # torch is too old, or parameters are sharded in another way too
+            return []
+        if not columns or any(replicas_and_shards(unit)[0] > 1 for unit in columns.values()):
+            return []
+        return [columns.get(unit, []) for unit in units_of(model)]
+
+
+def recorder_for(
+    trainer: Trainer, module: LightningModule, num_warmup_backwards: int
+) -> PredictionRecorder | ShardedPredictionRecorder:
+    """Returns what collects predictions of DDP, or of a model that FSDP2 shards."""
+    assert trainer.strategy.model is not None
+    kind = ShardedPredictionRecorder if units_of(trainer.strategy.model) else PredictionRecorder
+    return kind(trainer, module, num_warmup_backwards)
+
+
+def units_of_calls(columns_of: Sequence[Sequence[Column]], batches: Sequence[Batch], num_shards: int) -> list[Unit]:
+    """Returns the units of a model with the bytes of an element that their collectives have shown, else 4."""
+    units = []
+    for place, columns in enumerate(columns_of):
+        payloads = []
+        for operation in ("reduce_scatter", "all_gather"):
+            sent = [column for column in columns if operation == "all_gather" or column.is_trained()]
+            numel = dict.fromkeys((True, False), 0)
+            for column in sent:
+                numel[column.is_compressed] += num_shards * column.width(num_shards)
+            all_numel = sum(numel.values())
+            seen = [call for call in batches[0] if (call.operation, call.unit) == (operation, place)] if batches else []
+            itemsize = seen[0].num_bytes // all_numel if seen and all_numel else torch.float32.itemsize
+            payloads.append(Payload(numel[True], numel[False], itemsize))
+        units.append(Unit(columns[0].name if columns else "", *payloads))
+    return units
+
+
+def _least_of_all_ranks(
+    batches: Sequence[Batch], group: dist.ProcessGroup, device: torch.device
+) -> list[list[float]] | None:
+    """Returns the times of `blocking` collectives on the rank where they are shortest; all ranks must call it.
+
+    None if there are no batches, or not the same on all ranks.
+    """
+    own_s = [[call.seconds for call in blocking(batch)] for batch in batches]
+    shape = (len(own_s), len(own_s[0]) if own_s else 0)
+    ends = torch.tensor([*shape, *(-size for size in shape)], device=device)
+    dist.all_reduce(ends, dist.ReduceOp.MIN, group=group)
+    if not own_s or ends.tolist() != [*shape, *(-size for size in shape)]:
+        return None
+    least_s = torch.tensor(own_s, dtype=torch.float64, device=device)
+    if shape[1]:
+        dist.all_reduce(least_s, dist.ReduceOp.MIN, group=group)
+    rows: list[list[float]] = least_s.tolist()
+    return rows

@@ -1,0 +1,20 @@
+"""``commopt run``: the callbacks that a script's Trainers get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+CHANGE = f"{__name__}:add_monitors"
+
+
+def add_monitors(package: str, arguments: dict[str, Any], asked: Mapping[str, Any]) -> None:
+    """Adds the monitors that a Trainer does not have already; see `trainers.run_changed`."""
+    from lightning_commopt.callbacks import CommTimeMonitor, HangMonitor
+
+    given = arguments["callbacks"] or []
+    callbacks = list(given) if isinstance(given, list) else [given]
+    for monitor in (CommTimeMonitor, HangMonitor):
+        if not any(isinstance(callback, monitor) for callback in callbacks):
+            callbacks.append(monitor())
+    arguments["callbacks"] = callbacks

@@ -1,0 +1,90 @@
+"""Runs a training program whose Trainers, in every Python process of it, are made with other arguments."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import wraps
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lightning_commopt.compat.import_hook import call_after_import
+
+VARIABLE = "COMMOPT_TRAINERS"
+"""Holds, as JSON, the place of the function that changes arguments, as "module:name", and what that is given."""
+
+_NOTE = "made"
+"""Name of the file that says a Trainer has been made."""
+
+# Python imports ``sitecustomize`` when it starts. An installation may have its own, further down the path, which this
+# one runs first.
+_SITECUSTOMIZE = """\
+import importlib.machinery, importlib.util, os, sys
+
+_here = os.path.dirname(os.path.abspath(__file__))
+_others = [path for path in sys.path if os.path.abspath(path or ".") != _here]
+_spec = importlib.machinery.PathFinder.find_spec("sitecustomize", _others)
+if _spec is not None and _spec.loader is not None:
+    _spec.loader.exec_module(importlib.util.module_from_spec(_spec))
+from lightning_commopt.commands import trainers
+
+trainers.install()
+"""
+
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def run_changed(command: Sequence[str], change: str, asked: Mapping[str, Any]) -> tuple[int, bool]:
+    """Runs a command, which starts Python programs in whatever way, to its end.
+
+    Args:
+        command: the words of it.
+        change: "module:name" of a function that is called with a package's name, the arguments by which a Trainer of it
+            is made, which it changes, and ``asked``.
+        asked: what the function depends on, as JSON has it.
+
+    Returns:
+        The status of the command, and whether a Trainer was made.
+
+    Raises:
+        OSError: the command cannot be started.
+    """
+    with tempfile.TemporaryDirectory(prefix="commopt-") as folder:
+        (Path(folder) / "sitecustomize.py").write_text(_SITECUSTOMIZE, encoding="utf-8")
+        path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+        variable = json.dumps({"change": change, "asked": asked, "note": str(Path(folder) / _NOTE)})
+        environment = {**os.environ, "PYTHONPATH": path, VARIABLE: variable}
+        ran = subprocess.run(list(command), env=environment, check=False)
+        return ran.returncode, (Path(folder) / _NOTE).exists()
+
+
+def install() -> None:
+    """Makes the Trainers of this process with other arguments; imports neither torch nor Lightning."""
+    if VARIABLE in os.environ:
+        for package in _PACKAGES:
+            call_after_import(f"{package}.trainer.trainer", _change_trainer)
+
+
+def _change_trainer(module: ModuleType) -> None:
+    init = module.Trainer.__init__
+
+    @wraps(init)
+    def changed(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = inspect.signature(init).bind(self, *args, **kwargs)
+        given.apply_defaults()
+        variable = json.loads(os.environ[VARIABLE])
+        place, _, name = variable["change"].partition(":")
+        package = module.__name__.removesuffix(".trainer.trainer")
+        getattr(import_module(place), name)(package, given.arguments, variable["asked"])
+        with suppress(OSError):  # the command has ended, and its folder with it, before this process
+            Path(variable["note"]).touch()
+        init(*given.args, **given.kwargs)
+
+    module.Trainer.__init__ = changed

@@ -1,0 +1,73 @@
+"""``commopt run`` over scripts that know nothing of this package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_commopt.callbacks import CommTimeMonitor, HangMonitor, SpeedMonitor
+from lightning_commopt.commands.monitored import add_monitors
+from support.commopt import refusal
+
+_SCRIPT = """
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+if __name__ == "__main__":
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, limit_val_batches=0, **quiet)
+    trainer.fit(BoringModel())
+    print("trained with", type(trainer.strategy).__name__)
+"""
+
+
+def _run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-c", "from lightning_commopt.commands.app import app; app()"]
+    return subprocess.run(
+        [*program, "run", "--", *command], capture_output=True, text=True, cwd=folder, timeout=300, check=False
+    )
+
+
+@pytest.mark.exhaustive
+def test_a_script_is_measured_as_it_is(tmp_path: Path) -> None:
+    """If it fails, whoever wants to know what a job waits for must change its script."""
+    (tmp_path / "train.py").write_text(_SCRIPT)
+    ran = _run(tmp_path, sys.executable, "train.py")
+    assert ran.returncode == 0, ran.stderr
+    assert "trained with DDPStrategy" in ran.stdout
+    assert "Time of a step, over 22 steps and 2 ranks" in ran.stdout
+    assert ran.stdout.splitlines()[-1] == "To keep the monitors: Trainer(callbacks=[CommTimeMonitor(), HangMonitor()])"
+    assert list(tmp_path.rglob("prediction.json"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("program", "status"), [("pass", 1), ("raise SystemExit(3)", 3)])
+def test_a_program_without_a_trainer(program: str, status: int, tmp_path: Path) -> None:
+    """If it fails, a user waits for a table that never comes, or a launcher takes a failure for success."""
+    ran = _run(tmp_path, sys.executable, "-c", program)
+    assert ran.returncode == status
+    assert "COMMAND has made no Trainer" in ran.stderr
+    assert not ran.stdout
+
+
+def test_a_command_that_is_not_there() -> None:
+    assert refusal("run", "--", "there-is-no-such-command").startswith("commopt: ")
+
+
+@pytest.mark.parametrize("given", [None, [], SpeedMonitor(), [SpeedMonitor(), CommTimeMonitor(every_n_steps=7)]])
+def test_a_trainers_own_callbacks_stay(given: Any) -> None:
+    """If it fails, a script loses a callback, or has a monitor twice."""
+    arguments = {"callbacks": given}
+    add_monitors("lightning.pytorch", arguments, {})
+    callbacks = arguments["callbacks"]
+    own = given if isinstance(given, list) else [given] if given else []
+    assert callbacks[: len(own)] == own
+    assert sorted(type(callback).__name__ for callback in callbacks if not isinstance(callback, SpeedMonitor)) == [
+        CommTimeMonitor.__name__,
+        HangMonitor.__name__,
+    ]
