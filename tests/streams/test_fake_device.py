@@ -8,6 +8,7 @@ import pytest
 from fake_device.build import Unavailable, libraries
 from fake_device.ddp_jobs import PROGRAMS, run_ddp
 from fake_device.device import FakeDevice, differences
+from fake_device.diloco_jobs import run_diloco
 from fake_device.fsdp_jobs import ShardedCase, run_sharded
 from fake_device.halves import Halves
 from fake_device.monitored_jobs import NUM_LAYERS, NUM_STEPS, fit_monitored
@@ -16,6 +17,7 @@ from fake_device.sensitivity import PROBES, run_probes
 from lightning_commopt.compressors.catalog import example_compressors
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt4, ShardedInt8
 from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
+from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.operations import OperationTotals, exposed_s
 from support.cross_section import sampled
@@ -32,6 +34,10 @@ SHARDED = {
     "int4 of bf16, gathered as int8": ShardedCase(compressor=ShardedInt4(), gathers_int8=True, precision="bf16"),
     "stochastic": ShardedCase(compressor=ShardedInt8(stochastic_rounding=True), precision="bf16", resharding=False),
     "hierarchical": ShardedCase(compressor=ShardedHierarchical(inner=ShardedInt8(error_feedback=True))),
+}
+DILOCO = {
+    "at once": DiLoCoPlan(sync_every=2),
+    "overlapping": DiLoCoPlan(sync_every=3, fragments=2, overlap=2, comm_hook="int8"),
 }
 
 
@@ -89,6 +95,12 @@ def test_ddp_computes_the_same_in_every_order(device: FakeDevice, program: str, 
 def test_fsdp2_computes_the_same_in_every_order(device: FakeDevice, name: str) -> None:
     """If it fails, gradients, parameters or residuals are wrong now and then on a GPU, without any sign."""
     assert differences(device.run_ranks(run_sharded, SHARDED[name])) == []
+
+
+@pytest.mark.parametrize("name", DILOCO)
+def test_diloco_computes_the_same_in_every_order(device: FakeDevice, name: str) -> None:
+    """If it fails, an exchange sends weights before the device has computed them, or overwrites them too early."""
+    assert differences(device.run_ranks(run_diloco, DILOCO[name])) == []
 
 
 @pytest.mark.parametrize("comm_hook", sampled([None, "int8"], by_default=[None]))
