@@ -27,7 +27,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_commopt import CommOptDDP, CommOptModelParallel
+from lightning_commopt import CommOptDDP, CommOptDiLoCo, CommOptModelParallel
 from lightning_commopt.callbacks import CommTimeMonitor, HangMonitor, NVTXRanges
 
 CASE_LIMIT_S = 90.0
@@ -53,6 +53,10 @@ SHARDED: dict[str, dict[str, Any]] = {
     "int8 with error feedback": {"comm_hook": {"name": "int8", "error_feedback": True}},
     "int4": {"comm_hook": "int4"},
     "int8, parameters in int8": {"comm_hook": "int8", "param_hook": "int8"},
+}
+DILOCO: dict[str, dict[str, Any]] = {
+    "at once": {"sync_every": 10},
+    "4 fragments, int8, overlapping": {"sync_every": 8, "fragments": 4, "overlap": 2, "comm_hook": "int8"},
 }
 
 
@@ -192,6 +196,13 @@ def compressors(fits: Fits, precision: str) -> None:
         judge(f"DDP, {precision}: {name}", fits.fit(CommOptDDP(comm_hook=hook, **wrapping), precision=precision), stock)
 
 
+def diloco(fits: Fits, precision: str) -> None:
+    """The weights at the end of a fit are those of all ranks, on which each has trained on its own."""
+    stock = fits.fit(DDPStrategy(), precision=precision)
+    for name, options in DILOCO.items():
+        judge(f"DiLoCo, {precision}: {name}", fits.fit(CommOptDiLoCo(**options), precision=precision), stock)
+
+
 def resume(fits: Fits) -> None:
     """Trains two epochs, and again the second from the checkpoint at the end of the first."""
     for name in ("none", "int8", "PowerSGD of rank 4", "alternating PowerSGD of rank 4"):
@@ -200,6 +211,8 @@ def resume(fits: Fits) -> None:
     name = "int8 with error feedback"
     options = {"data_parallel_size": fits.num_ranks, "tensor_parallel_size": 1, **SHARDED[name]}
     _resume(f"FSDP2, resumed: {name}", fits, CommOptModelParallel, options)
+    for name, options in DILOCO.items():
+        _resume(f"DiLoCo, resumed in a round: {name}", fits, CommOptDiLoCo, options)
 
 
 def _resume(name: str, fits: Fits, strategy: type[Strategy], options: Mapping[str, Any]) -> None:
@@ -250,6 +263,8 @@ CASES: dict[str, Callable[[Fits], None]] = {
     "resume": resume,
     "fsdp_bf16": lambda fits: fsdp_parity(fits, "bf16-mixed"),
     "compile": compiled,
+    "diloco_32": lambda fits: diloco(fits, "32-true"),
+    "diloco_fp16": lambda fits: diloco(fits, "16-mixed"),
     "callbacks": callbacks,
     "compressors_bf16": lambda fits: compressors(fits, "bf16-true"),
     "fsdp_bf16_true": lambda fits: fsdp_parity(fits, "bf16-true"),
