@@ -14,6 +14,7 @@ from fake_device.halves import Halves
 from fake_device.monitored_jobs import NUM_LAYERS, NUM_STEPS, fit_monitored
 from fake_device.sensitivity import PROBES, run_probes
 
+from lightning_commopt.compressors.blockwise import BlockInt8
 from lightning_commopt.compressors.catalog import example_compressors
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt4, ShardedInt8
 from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
@@ -37,7 +38,7 @@ SHARDED = {
 }
 DILOCO = {
     "at once": DiLoCoPlan(sync_every=2),
-    "overlapping": DiLoCoPlan(sync_every=3, fragments=2, overlap=2, comm_hook="int8"),
+    "overlapping": DiLoCoPlan(sync_every=3, fragments=2, overlap=2, comm_hook=BlockInt8()),
 }
 
 

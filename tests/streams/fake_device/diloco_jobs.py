@@ -41,7 +41,7 @@ def train(plan: DiLoCoPlan) -> Outcome:
         optimizer.step()
         module.get_buffer("seen").add_(batch.mean(0))
         module.get_buffer("num_seen").add_(1)
-        rounds.num_samples += 1 + dist.get_rank()
+        rounds.counts.samples += 1 + dist.get_rank()
         rounds.step()
         if step == _STEPS_TO_VALIDATION:
             rounds.show_global()
