@@ -19,13 +19,14 @@ from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.cost.basis import Basis, basis_of_run, recommended_compressors
 from lightning_commopt.cost.candidates import best_of_each
 from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs
+from lightning_commopt.cost.diloco import CHECK_LOSS, diloco_candidates
 from lightning_commopt.cost.fsdp2.arithmetic import ShardCosts, measure_shard_costs, predicted_shards
 from lightning_commopt.cost.fsdp2.basis import Elsewhere, ShardedBasis, has_sharded_basis, sharded_candidates
 from lightning_commopt.cost.predict import Prediction
 from lightning_commopt.launch.lab import parse_rate
 from lightning_commopt.measure.runs.files import PREDICTION_FILE
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.sharded_plan import ShardedPlan
+from lightning_commopt.plan_base import Plan
 from lightning_commopt.text.formatting import count, number
 from lightning_commopt.text.terminal import TextTable
 
@@ -33,9 +34,9 @@ _MAX_BUCKETS_IN_NAME = 4  # more sizes would fill a terminal's width
 
 
 class Row(NamedTuple):
-    """A plan of either strategy, and what it would take."""
+    """A plan of any strategy, and what it would take."""
 
-    plan: CommPlan | ShardedPlan
+    plan: Plan
     prediction: Prediction
 
 
@@ -46,11 +47,12 @@ class Outlook:
     title: str  # title of the table, with the run, the ranks and the link
     present: Row  # the run's own plan
     others: tuple[Row, ...]  # other plans, the fastest first
+    diloco: tuple[Row, ...] = ()  # plans with fewer exchanges
 
     def table(self) -> Group:
         columns = ("median step, s", "95 %", "exposed, s", "times as fast", "lossy")
         table = TextTable("plan", *columns, numbers=columns[:-1], title=self.title)
-        rows, now_s = (self.present, *self.others), self.present.prediction.step_s
+        rows, now_s = (self.present, *self.others, *self.diloco), self.present.prediction.step_s
         for plan, prediction in rows:
             speedup = (
                 f"{now_s / prediction.step_s:.2f} ({now_s / prediction.high_s:.2f} to {now_s / prediction.low_s:.2f})"
@@ -64,16 +66,17 @@ class Outlook:
                 "yes" if plan.is_lossy else "no",
             )
         reasons = dict.fromkeys(reason for row in rows for reason in row.prediction.reasons)
-        shown = "\n".join(f"Assumes: {reason}." for reason in reasons)
+        shown = "\n".join(f"{'' if reason == CHECK_LOSS else 'Assumes: '}{reason}." for reason in reasons)
         return Group(table, Padding(Text(shown), (0, 0, 0, 1)))
 
     def to_plain(self) -> dict[str, Any]:
         """Returns it in JSON types, times in seconds."""
         return {
-            "plans": [
+            key: [
                 {"plan": plan.to_dict(), "name": plan.name, **dataclasses.asdict(prediction)}
-                for plan, prediction in (self.present, *self.others)
+                for plan, prediction in predicted
             ]
+            for key, predicted in (("plans", (self.present, *self.others)), ("diloco", self.diloco))
         }
 
 
@@ -85,14 +88,14 @@ def outlook(
     num_batches: int | None = None,
     comm_hooks: Sequence[str] | None = None,
 ) -> Outlook:
-    """Predicts the plan of a run of either strategy, and the best plan with each compressor.
+    """Predicts the plan of a run of either strategy, the best plan with each compressor, and for DDP also DiLoCo.
 
     Args:
         run_dir: directory of the run.
         num_ranks: number of ranks; None for the run's own, as for the next two.
         link: rate in the notation of ``tc``.
         num_batches: batches to accumulate for a step.
-        comm_hooks: names of compressors; None for the recommended ones.
+        comm_hooks: names of compressors; None for the recommended ones, and DiLoCo.
 
     Raises:
         OSError: the run has no records.
@@ -109,14 +112,18 @@ def outlook(
         words.append("1 batch per step" if num_batches == 1 else f"{num_batches} batches per step")
     where = Elsewhere(num_ranks, bits_per_s, num_batches)
     predicted = _sharded if has_sharded_basis(run_dir) else _in_buckets
-    num_measured, (present, *others) = predicted(run_dir, where, comm_hooks)
+    num_measured, (present, *others), diloco = predicted(run_dir, where, comm_hooks)
     words.insert(0, count(num_ranks or num_measured, "rank"))
     title = f" The median step of {run_dir} with {', '.join(words)}"
-    return Outlook(title=title, present=present, others=tuple(others))
+    return Outlook(title=title, present=present, others=tuple(others), diloco=tuple(diloco))
 
 
-def _in_buckets(run_dir: Path, where: Elsewhere, comm_hooks: Sequence[str] | None) -> tuple[int, list[Row]]:
-    """Returns the ranks of a run of DDP, and the predictions, that of its own plan first."""
+_Predicted = tuple[int, list[Row], list[Row]]
+"""The ranks of a run, predictions with that of its own plan first, and those of DiLoCo."""
+
+
+def _in_buckets(run_dir: Path, where: Elsewhere, comm_hooks: Sequence[str] | None) -> _Predicted:
+    """Predicts from a run of DDP."""
     wanted = _compressors(comm_hooks)
     basis = basis_of_run(run_dir)
     world = dataclasses.replace(basis, costs=dict(basis.costs) | missing_costs(basis, wanted))
@@ -126,11 +133,13 @@ def _in_buckets(run_dir: Path, where: Elsewhere, comm_hooks: Sequence[str] | Non
         world = dataclasses.replace(world, workload=basis.workload.accumulating(where.num_batches))
     present = Row(world.plan, world.predict(world.plan, num_ranks=where.num_ranks))
     best = best_of_each(world, wanted, num_ranks=where.num_ranks)
-    return basis.workload.num_ranks, [present, *(Row(*candidate) for candidate in best)]
+    diloco = diloco_candidates(world, num_ranks=where.num_ranks) if comm_hooks is None else ()
+    others = [Row(*candidate) for candidate in best]
+    return basis.workload.num_ranks, [present, *others], [Row(*candidate) for candidate in diloco]
 
 
-def _sharded(run_dir: Path, where: Elsewhere, comm_hooks: Sequence[str] | None) -> tuple[int, list[Row]]:
-    """Returns the same for a run of FSDP2."""
+def _sharded(run_dir: Path, where: Elsewhere, comm_hooks: Sequence[str] | None) -> _Predicted:
+    """Predicts from a run of FSDP2."""
     basis = ShardedBasis.load(run_dir / PREDICTION_FILE)
     try:
         wanted = predicted_shards() if comm_hooks is None else [sharded_from_config(name) for name in comm_hooks]
@@ -142,10 +151,10 @@ def _sharded(run_dir: Path, where: Elsewhere, comm_hooks: Sequence[str] | None) 
             raise ValueError(f"--comm-hook: the arithmetic of {compressor_name(hook)!r} is not known for this run")
     present = Row(basis.plan, basis.predict(basis.plan, where))
     others = sharded_candidates(basis, wanted, where)
-    return basis.workload.num_ranks, [present, *(Row(*candidate) for candidate in others)]
+    return basis.workload.num_ranks, [present, *(Row(*candidate) for candidate in others)], []
 
 
-def plan_text(plan: CommPlan | ShardedPlan) -> str:
+def plan_text(plan: Plan) -> str:
     """Returns the name of a plan; of a long list of buckets only their number."""
     if not isinstance(plan, CommPlan):
         return plan.name
