@@ -207,7 +207,7 @@ def _silent_reason(group: str, timeouts: list[Timeout], log: NcclLog) -> Reason:
         return reason("silent_ranks", ranks=ranks_text(silent), outside=outside, unknown=unknown)
     if world_size and not silent and not log.failed_ranks - ranks:
         return reason("all_wait")
-    unknown = unknown or "; what the others do, the log does not say"
+    unknown = unknown or f"; what the others of {world_size} ranks do, the log does not say"
     return reason("known_wait", ranks=ranks_text(ranks), unknown=unknown)
 
 

@@ -125,9 +125,9 @@ def test_hosts_that_nvlink_joins_are_still_hosts() -> None:
     ]
     log = read(*ranks)
     assert find_all(log) == []
-    with Console(file=io.StringIO(), width=200) as console:
-        print_log(log, [], console)
-    printed = console.file.getvalue()
+    file = io.StringIO()
+    print_log(log, [], Console(file=file, width=200))
+    printed = file.getvalue()
     assert "2 hosts, which NVLink joins" in printed
     assert re.search("P2P/MNNVL +between hosts", printed)
 
@@ -172,6 +172,15 @@ def test_a_log_without_nccl_is_none_because_of_others(tmp_path: Path) -> None:
         ),
         ("OSError: (External) Nccl error, unhandled cuda error (at /a/collective_helper.cc:100)", "torch_error"),
         ("OSError: (External) NCCL error(2), unhandled system error.", "torch_error"),
+        (
+            "nccl_utils.cc:134: NCCL operation ncclGetUniqueId(&id) failed: Unable to load NCCL library. Multi-GPU",
+            "no_libnccl",
+        ),
+        (
+            "NCCL operation f(&id) failed: Unable to load NCCL library. Last NCCL warning(error) log entry (may be"
+            " unrelated) 'Unable to load NCCL library.'.; current tracing scope: all-reduce.1",
+            "no_libnccl",
+        ),
         (
             "NCCL operation ncclCommInitRank(&comm) failed: unhandled cuda error. Last NCCL warning(error) log entry"
             " (may be unrelated) 'Cuda failure 2 'out of memory''.",
@@ -233,3 +242,11 @@ def test_what_a_warning_means(text: str, place: str, code: str) -> None:
     entry = explain(text, place)
     assert entry is not None
     assert entry.code == code
+
+
+def test_the_size_of_a_group_is_named_where_a_gather_proves_it() -> None:
+    work = "WorkNCCL(SeqNum=5, OpType=_ALLGATHER_BASE, NumelIn=10, NumelOut=160, Timeout(ms)=600000)"
+    found = findings(
+        f"[rank1]:[E a.cpp:1] [Rank 1] Watchdog caught collective operation timeout: {work} ran for 600003"
+    )
+    assert "others of 16 ranks" in found["collective_timeout"].why
