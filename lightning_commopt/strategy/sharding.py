@@ -9,10 +9,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
 from lightning_commopt.compat.lightning import PACKAGES
 from lightning_commopt.plan import OptionError
+from lightning_commopt.text.validation import warn_once
 
 _DATA_PARALLEL = "data_parallel"
 """The name that Lightning's ``device_mesh`` has for its data-parallel dimension."""
@@ -56,6 +58,7 @@ def shard(
         device = "cuda" if "nccl" in dist.get_backend() else "cpu"
         mesh = init_device_mesh(device, (dist.get_world_size(),))
     elif _DATA_PARALLEL in (mesh.mesh_dim_names or ()):
+        _warn_if_alone(module, mesh)
         mesh = mesh[_DATA_PARALLEL]
     if replicated:
         fsdp["reshard_after_forward"] = False
@@ -64,6 +67,18 @@ def shard(
     if _has_steps_only(module):
         for step in _STEPS:
             register_fsdp_forward_method(module, step)
+
+
+def _warn_if_alone(module: Module, mesh: DeviceMesh) -> None:
+    """Warns if every rank of Lightning's ``device_mesh`` would train on its own, which "auto" makes of one node."""
+    num_ranks = mesh.size()
+    if num_ranks == 1 or mesh[_DATA_PARALLEL].size() > 1 or any(isinstance(p, DTensor) for p in module.parameters()):
+        return
+    warn_once(
+        "shard() averages no gradients here: the data-parallel dimension of the mesh has one rank, the tensor-parallel"
+        f" one has {num_ranks}, and no parameter is tensor-parallel. Give the strategy data_parallel_size={num_ranks}"
+        " and tensor_parallel_size=1."
+    )
 
 
 def _has_steps_only(module: Module) -> bool:

@@ -1,5 +1,6 @@
 """``CommOptModelParallel(comm_hook=...)``: what travels, and that training goes on as it should."""
 
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -83,7 +84,7 @@ def _fit_without_forward() -> tuple[Params, Params, str]:
     with torch.random.fork_rng():
         run.fit(model, loader(32 * dist.get_world_size()), loader(32))
     try:
-        trainer(CommOptModelParallel(), max_epochs=1).fit(_PastForward(), loader(32))
+        trainer(CommOptModelParallel(2, 1), max_epochs=1).fit(_PastForward(), loader(32))
     except RuntimeError as error:
         explanation = str(error)
     return {name: value.full_tensor().numpy() for name, value in model.state_dict().items()}, expected, explanation
@@ -96,6 +97,25 @@ def test_parameters_are_gathered_without_a_forward() -> None:
     for got, expected, explanation in run_ranks(_fit_without_forward):
         assert_same(got, expected)
         assert "call self(...) in training_step" in explanation
+
+
+def _warnings_of_sizes() -> list[list[str]]:
+    shown = []
+    for sizes in ((2, 1), ("auto", "auto")):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer(CommOptModelParallel(*sizes), max_epochs=1, limit_train_batches=1).fit(_Sharded(), loader(32))
+        shown.append([str(warning.message) for warning in caught if "shard()" in str(warning.message)])
+    return shown
+
+
+@takes_collectives
+def test_ranks_that_train_on_their_own_are_told() -> None:
+    """If it fails, Lightning's default sizes leave gradients of a sharded model as they are, and nobody is told."""
+    (unwarned, warned), *_ = run_ranks(_warnings_of_sizes)
+    assert unwarned == []
+    assert [message.partition(":")[0] for message in warned] == ["shard() averages no gradients here"]
+    assert "data_parallel_size=2 and tensor_parallel_size=1" in warned[0]
 
 
 def _in_both_ways(
