@@ -34,7 +34,7 @@ def strategy_of(config):
     return {name: value for name, value in values.items() if value is not None}
 
 
-@pytest.mark.parametrize("experiment", sampled(EXPERIMENTS, by_default=["quickstart", "scaling"]))
+@pytest.mark.parametrize("experiment", sampled(EXPERIMENTS, by_default=["diloco", "quickstart", "scaling"]))
 def test_every_job_of_an_experiment_can_be_run(experiment):
     for overrides in jobs(experiment):
         config = composed(*overrides)

@@ -75,7 +75,7 @@ def test_the_ways_of_ddp_and_of_fsdp2_meet_in_what_is_common() -> None:
 
 def test_predictions_know_nothing_of_lightning() -> None:
     """If it fails, a step cannot be predicted from records alone."""
-    assert imports_of_rooms()["cost"].keys() <= {"measure", "compressors", "plan", "text"}
+    assert imports_of_rooms()["cost"].keys() <= {"measure", "compressors", "diloco_plan", "plan", "text"}
 
 
 def test_the_library_imports_no_command() -> None:

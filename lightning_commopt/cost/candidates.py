@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.cost.basis import Basis, recommended_compressors
+from lightning_commopt.cost.diloco import diloco_candidates
 from lightning_commopt.cost.predict import MIB, Costs, Prediction, buckets_of, jobs_of
 from lightning_commopt.cost.shared_core import wake_s
 from lightning_commopt.cost.workload import Gradient, Workload
+from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.measure.link.link import Link
 from lightning_commopt.plan import CommPlan, ddp_options
@@ -157,7 +159,7 @@ def forecasts(basis: Basis) -> list[Forecast]:
     """Returns the best plan with each recommended compressor and plain caps, exact ones first, and accumulation."""
     best = best_of_each(basis, recommended_compressors(), with_lists=False)
     predicted = [_forecast(candidate, basis) for candidate in best]
-    return [*sorted(predicted, key=lambda forecast: forecast.error_bound), _accumulating(basis)]
+    return [*sorted(predicted, key=lambda forecast: forecast.error_bound), *_exchanging(basis), _accumulating(basis)]
 
 
 def _forecast(candidate: Candidate, basis: Basis) -> Forecast:
@@ -178,6 +180,23 @@ def _forecast(candidate: Candidate, basis: Basis) -> Forecast:
         high_s=candidate.prediction.high_s,
         present_s=basis.step_s,
     )
+
+
+def _exchanging(basis: Basis) -> list[Forecast]:
+    """Returns DiLoCo with its default ``sync_every``; empty for one rank."""
+    return [
+        Forecast(
+            setting=f"CommOptDiLoCo(sync_every={plan.sync_every})",
+            is_lossy=True,
+            error_bound=1.0,  # not of a gradient: what it costs is known only from the loss
+            step_s=prediction.step_s,
+            low_s=prediction.low_s,
+            high_s=prediction.high_s,
+            present_s=basis.step_s,
+        )
+        for plan, prediction in diloco_candidates(basis)
+        if plan == DiLoCoPlan()
+    ]
 
 
 def _accumulating(basis: Basis) -> Forecast:

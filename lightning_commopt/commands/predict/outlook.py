@@ -17,6 +17,8 @@ from lightning_commopt.compressors import Compressor, compressor_from_config
 from lightning_commopt.cost.basis import Basis, basis_of_run, recommended_compressors
 from lightning_commopt.cost.candidates import Candidate, best_of_each
 from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs
+from lightning_commopt.cost.diloco import CHECK_LOSS, DiLoCoCandidate, diloco_candidates
+from lightning_commopt.cost.predict import Prediction
 from lightning_commopt.launch.lab import parse_rate
 from lightning_commopt.text.formatting import count, number
 from lightning_commopt.text.terminal import TextTable
@@ -31,36 +33,52 @@ class Outlook:
     title: str  # title of the table, with the run, the ranks and the link
     present: Candidate  # the run's own plan
     others: tuple[Candidate, ...]  # the best plan with each compressor, the fastest first
+    diloco: tuple[DiLoCoCandidate, ...] = ()  # plans with fewer exchanges
 
     def table(self) -> Group:
         columns = ("median step, s", "95 %", "exposed, s", "times as fast", "lossy")
         table = TextTable("plan", *columns, numbers=columns[:-1], title=self.title)
         candidates, now_s = (self.present, *self.others), self.present.prediction.step_s
         for candidate in candidates:
-            prediction, hook = candidate.prediction, candidate.plan.comm_hook
-            speedup = (
-                f"{now_s / prediction.step_s:.2f} ({now_s / prediction.high_s:.2f} to {now_s / prediction.low_s:.2f})"
-            )
-            table.add_row(
-                plan_text(candidate) + (" (as it ran)" if candidate is self.present else ""),
-                number(prediction.step_s),
-                f"{number(prediction.low_s)} to {number(prediction.high_s)}",
-                number(prediction.exposed_s),
-                "1" if candidate is self.present else speedup,
-                "yes" if hook is not None and hook.claims.is_lossy else "no",
-            )
-        reasons = dict.fromkeys(reason for candidate in candidates for reason in candidate.prediction.reasons)
-        shown = "\n".join(f"Assumes: {reason}." for reason in reasons)
+            hook = candidate.plan.comm_hook
+            is_lossy = hook is not None and hook.claims.is_lossy
+            text = plan_text(candidate)
+            if candidate is self.present:
+                _add_row(table, f"{text} (as it ran)", candidate.prediction, now_s, is_lossy=is_lossy, speedup="1")
+            else:
+                _add_row(table, text, candidate.prediction, now_s, is_lossy=is_lossy)
+        for plan, prediction in self.diloco:
+            _add_row(table, plan.name, prediction, now_s, is_lossy=True)
+        predictions = [prediction for _, prediction in (*candidates, *self.diloco)]
+        reasons = dict.fromkeys(reason for prediction in predictions for reason in prediction.reasons)
+        shown = "\n".join(f"{'' if reason == CHECK_LOSS else 'Assumes: '}{reason}." for reason in reasons)
         return Group(table, Padding(Text(shown), (0, 0, 0, 1)))
 
     def to_plain(self) -> dict[str, Any]:
         """Returns it in JSON types, times in seconds."""
         return {
-            "plans": [
+            key: [
                 {"plan": plan.to_dict(), "name": plan.name, **dataclasses.asdict(prediction)}
-                for plan, prediction in (self.present, *self.others)
+                for plan, prediction in predicted
             ]
+            for key, predicted in (("plans", (self.present, *self.others)), ("diloco", self.diloco))
         }
+
+
+def _add_row(
+    table: TextTable, text: str, prediction: Prediction, now_s: float, *, is_lossy: bool, speedup: str | None = None
+) -> None:
+    speedup = speedup or (
+        f"{now_s / prediction.step_s:.2f} ({now_s / prediction.high_s:.2f} to {now_s / prediction.low_s:.2f})"
+    )
+    table.add_row(
+        text,
+        number(prediction.step_s),
+        f"{number(prediction.low_s)} to {number(prediction.high_s)}",
+        number(prediction.exposed_s),
+        speedup,
+        "yes" if is_lossy else "no",
+    )
 
 
 def outlook(
@@ -71,14 +89,14 @@ def outlook(
     num_batches: int | None = None,
     comm_hooks: Sequence[str] | None = None,
 ) -> Outlook:
-    """Predicts the plan of a run, and the best plan with each compressor.
+    """Predicts the plan of a run, the best plan with each compressor, and DiLoCo.
 
     Args:
         run_dir: directory of the run.
         num_ranks: number of ranks; None for the run's own, as for the next two.
         link: rate in the notation of ``tc``.
         num_batches: batches to accumulate for a step.
-        comm_hooks: names of compressors; None for the recommended ones.
+        comm_hooks: names of compressors; None for the recommended ones, and DiLoCo.
 
     Raises:
         OSError: the run has no records.
@@ -101,7 +119,8 @@ def outlook(
     present = Candidate(world.plan, world.predict(world.plan, num_ranks=num_ranks))
     best = best_of_each(world, wanted, num_ranks=num_ranks)
     title = f" The median step of {run_dir} with {', '.join(words)}"
-    return Outlook(title=title, present=present, others=tuple(best))
+    diloco = diloco_candidates(world, num_ranks=num_ranks) if comm_hooks is None else ()
+    return Outlook(title=title, present=present, others=tuple(best), diloco=tuple(diloco))
 
 
 def plan_text(candidate: Candidate) -> str:

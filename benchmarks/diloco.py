@@ -1,0 +1,176 @@
+"""What DiLoCo costs in quality at equal samples: the small GPT on the ranks of this machine, over gloo.
+
+Every plan takes the same steps from the same seed on the same batches. Its difference to per-step DDP of the same seed
+is what it costs, in percent of DDP's loss; the interval is Student's, 95 % for the mean of these differences. Seeds
+differ by more than plans do, so only these paired differences tell something. The quality does not depend on the link;
+`commopt-train -m experiment=diloco` shows the time on a slow one.
+
+The figures beside ours are those of table 6 of Streaming DiLoCo (arXiv:2501.18512): C4, 35 M parameters.
+
+python benchmarks/diloco.py --output benchmarks/results/diloco_HARDWARE_DATE.json
+python benchmarks/diloco.py --num-ranks 4 --num-steps 3000 --num-seeds 5
+python benchmarks/diloco.py --plans "H=30, tau=1" "H=30, tau=5" "H=30, tau=1, alpha=0" "H=30, tau=5, alpha=0"
+python benchmarks/diloco.py --num-ranks 1 --plans "OuterMomentum"    # with one worker, against AdamW alone
+"""
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from quality import interval_of_mean
+from results_file import write_result
+
+from lightning_commopt import CommOptDDP, CommOptDiLoCo
+from lightning_commopt.callbacks import OuterMomentum
+from lightning_commopt.train.workloads.gpt import GPT, StdlibSources
+
+RESULT = "RESULT "
+BASELINE = "DDP"
+TAUS = (1, 2, 5, 10)
+PLANS: dict[str, dict[str, Any]] = {
+    **{f"H={every}": {"sync_every": every} for every in (10, 30, 100)},
+    **{
+        f"H={every}, {hook}": {"sync_every": every, "comm_hook": hook}
+        for every in (10, 30, 100)
+        for hook in ("int8", "int4")
+    },
+    **{f"H=30, tau={tau}": {"overlap": tau} for tau in TAUS},
+    **{f"H=30, tau={tau}, alpha=0": {"overlap": tau, "mixing": 0.0} for tau in TAUS},
+    "H=30, mean of weights": {"outer_lr": 1.0, "outer_momentum": 0.0},
+    "H=30, 2 fragments, tau=1, int4": {"fragments": 2, "overlap": 1, "comm_hook": "int4"},
+}
+ONE_WORKER: dict[str, dict[str, Any]] = {"OuterMomentum": {"sync_every": 30}}
+PUBLISHED = {(2, 30): "+0.6 %", (2, 100): "+1.4 %", (4, 30): "+2.6 %", (4, 100): "+3.7 %"}
+DEFAULT = [*(f"H={every}{hook}" for every in (10, 30, 100) for hook in ("", ", int4")), "OuterMomentum"]
+
+
+def train(name: str, seed: int, num_ranks: int, num_steps: int) -> dict[str, Any]:
+    """Makes one run on this rank; returns the loss on the validation set and the bytes that were sent in a step."""
+    seed_everything(seed, workers=True, verbose=False)
+    strategy = CommOptDiLoCo(**PLANS[name]) if name in PLANS else CommOptDDP()
+    callbacks: list[Callback] = [OuterMomentum(**ONE_WORKER[name])] if name in ONE_WORKER else []
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=num_ranks,
+        strategy=strategy,
+        max_steps=num_steps,
+        max_epochs=-1,
+        limit_val_batches=0,
+        logger=False,
+        callbacks=callbacks,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+    )
+    model, data = GPT(context=64), StdlibSources(context=64)
+    began = time.perf_counter()
+    trainer.fit(model, datamodule=data)
+    seconds = time.perf_counter() - began
+    trainer.limit_val_batches = 40
+    loss = trainer.validate(model, datamodule=data, verbose=False)[0]["val_loss"]
+    return {"val_loss": loss, "seconds": seconds}
+
+
+def run_rank(arguments: argparse.Namespace) -> None:
+    """Makes all runs of one seed in this process; rank 0 prints each as JSON."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for name in [BASELINE, *arguments.plans]:
+        run = train(name, arguments.worker, arguments.num_ranks, arguments.num_steps)
+        if os.environ["RANK"] == "0":
+            print(RESULT + json.dumps({"plan": name, "seed": arguments.worker, **run}), flush=True)
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
+    """Makes all runs, one seed after another; yields the runs so far, after each."""
+    runs: list[dict[str, Any]] = []
+    for seed in range(arguments.num_seeds):
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.num_ranks}"]
+        words = ["--worker", str(seed), "--num-ranks", str(arguments.num_ranks)]
+        words += ["--num-steps", str(arguments.num_steps), "--plans", *arguments.plans]
+        command = [sys.executable, *launcher, __file__, *words]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(RESULT):
+                    runs.append(json.loads(line.removeprefix(RESULT)))
+                    yield runs
+        if process.returncode:
+            sys.exit(f"the ranks of seed {seed} failed: {shown(command)}")
+
+
+def shown(command: list[str]) -> str:
+    """Returns a command without the folder of Python."""
+    return " ".join(["python", *command[1:]])
+
+
+def summary(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns for each plan its losses, and its differences to DDP of the same seed in percent."""
+    baseline = {run["seed"]: run["val_loss"] for run in runs if run["plan"] == BASELINE}
+    rows: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(run["plan"] for run in runs):
+        losses = {run["seed"]: run["val_loss"] for run in runs if run["plan"] == name}
+        gaps = [100 * (loss / baseline[seed] - 1) for seed, loss in losses.items()]
+        rows[name] = {
+            "losses": list(losses.values()),
+            "gap_percent": float(np.mean(gaps)),
+            "gaps_percent": gaps,
+            "interval_95_percent": interval_of_mean(gaps),
+        }
+    return rows
+
+
+def table(rows: dict[str, dict[str, Any]], num_ranks: int) -> str:
+    """Returns a table in Markdown, a row for each plan."""
+    lines = [
+        "| plan | loss, mean (min to max) | gap to DDP | 95 % interval | seeds | published, 35 M on C4 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        losses, interval = row["losses"], row["interval_95_percent"]
+        options = PLANS.get(name)
+        published = "" if options is None else PUBLISHED.get((num_ranks, options.get("sync_every", 30)), "")
+        ends = "" if interval is None else f"{interval[0]:+.2f} to {interval[1]:+.2f} %"
+        loss = f"{np.mean(losses):.4f} ({min(losses):.4f} to {max(losses):.4f})"
+        lines.append(f"| {name} | {loss} | {row['gap_percent']:+.2f} % | {ends} | {len(losses)} | {published} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Trains, prints a table and stores the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-ranks", type=int, default=2, help="workers, M in the papers")
+    parser.add_argument("--num-steps", type=int, default=600)
+    parser.add_argument("--num-seeds", type=int, default=3)
+    parser.add_argument("--plans", nargs="+", choices=[*PLANS, *ONE_WORKER], default=DEFAULT, metavar="PLAN")
+    parser.add_argument("--output", type=Path, help="stored after each run, with the table beside it as .md")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        run_rank(arguments)
+        return
+    load = os.getloadavg()[0]
+    settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "worker")}
+    rows: dict[str, dict[str, Any]] = {}
+    for runs in measure(arguments):
+        rows = summary(runs)
+        if arguments.output:
+            write_result(arguments.output, {"settings": settings, "summary": rows, "runs": runs}, load)
+            arguments.output.with_suffix(".md").write_text(table(rows, arguments.num_ranks) + "\n", encoding="utf-8")
+    print(table(rows, arguments.num_ranks))
+
+
+if __name__ == "__main__":
+    main()
