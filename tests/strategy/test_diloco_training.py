@@ -202,6 +202,7 @@ def _fit_synchronized() -> None:
     trainer(CommOptDiLoCo(), limit_val_batches=0).fit(_Synchronized(), loader())
 
 
+@pytest.mark.exhaustive
 def test_sync_batch_norm_is_refused() -> None:
     """If it fails, ranks wait for each other in every forward."""
     for _, trace in run_ranks_or_raise(_fit_synchronized, world_size=2):
