@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from quality import interval_of_mean
-from results_file import write_result
+from results_file import origin_of, write_result
 
 from lightning_commopt import CommOptDDP, CommOptDiLoCo
 from lightning_commopt.callbacks import OuterMomentum
@@ -168,7 +168,10 @@ def main() -> None:
         rows = summary(runs)
         if arguments.output:
             write_result(arguments.output, {"settings": settings, "summary": rows, "runs": runs}, load)
-            arguments.output.with_suffix(".md").write_text(table(rows, arguments.num_ranks) + "\n", encoding="utf-8")
+            origin = origin_of(arguments.output, load)
+            words = f"{origin['hardware']}, {origin['date']}, load average {load:.0f} at the start"
+            text = f"{words}: `{origin['command']}`\n\n{table(rows, arguments.num_ranks)}\n"
+            arguments.output.with_suffix(".md").write_text(text, encoding="utf-8")
     print(table(rows, arguments.num_ranks))
 
 

@@ -19,12 +19,12 @@ from rich.padding import Padding
 from rich.text import Text
 
 from lightning_commopt.commands.info.info import collect
-from lightning_commopt.commands.selftest import laws, on_device, sharded_laws, variants
+from lightning_commopt.commands.selftest import diloco, laws, on_device, sharded_laws, variants
 from lightning_commopt.commands.selftest.checks import CHECKS, Check, Measured, NotChecked
 from lightning_commopt.testing.places import Place
 from lightning_commopt.testing.ranks import PROCESSES, OutOfTime, find_place, last_line, prepare_rank, run_on
 
-_FILLED_BY = laws, sharded_laws, on_device, variants
+_FILLED_BY = laws, sharded_laws, diloco, on_device, variants
 LIMIT_S = 300.0
 """The checks for ``--full`` take no longer than this together."""
 

@@ -18,10 +18,10 @@ def test_the_command(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "selftest.json").read_text())
     num_of_fsdp2 = sum(outcome["name"].startswith("FSDP2") for outcome in written["outcomes"])
     assert num_of_fsdp2
-    num_passed = 10 + (num_of_fsdp2 if hasattr(FSDPModule, "set_custom_reduce_scatter") else 0)
+    num_passed = 11 + (num_of_fsdp2 if hasattr(FSDPModule, "set_custom_reduce_scatter") else 0)
     statuses = Counter(outcome["status"] for outcome in written["outcomes"])
     assert statuses == {"passed": num_passed, "not checked": len(written["outcomes"]) - num_passed}
-    assert len(written["outcomes"]) == 12 + num_of_fsdp2
+    assert len(written["outcomes"]) == 13 + num_of_fsdp2
     assert written["info"]["versions"]["torch"] == torch.__version__
 
 
