@@ -26,7 +26,8 @@ from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.sync.checkpoint import KEY, OF_DILOCO
 from lightning_commopt.sync.diloco.exchange import Arrived, GlobalWeights, Report
 from lightning_commopt.sync.diloco.fragments import Fragment
-from lightning_commopt.sync.diloco.rounds import Rounds, UnderWay
+from lightning_commopt.sync.diloco.rounds import Rounds
+from lightning_commopt.sync.diloco.under_way import UnderWay
 from lightning_commopt.sync.state import CheckpointError, as_checkpoint_error
 from lightning_commopt.text.validation import info, warn
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Collection
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,93 +20,18 @@ from lightning_commopt.measure.observer import (
     SEND,
     START,
     BucketInfo,
-    BucketSync,
     Observers,
 )
+from lightning_commopt.sync.diloco.counts import Counts
 from lightning_commopt.sync.diloco.exchange import Arrived, Exchange, GlobalWeights, LocalWeights, Report
-from lightning_commopt.sync.diloco.fragments import Fragment, split_model
+from lightning_commopt.sync.diloco.fragments import split_model
+from lightning_commopt.sync.diloco.into_model import carry_over, mix
 from lightning_commopt.sync.diloco.outer import OuterSGD
-from lightning_commopt.sync.executors import BucketFuture, WorkerThread
+from lightning_commopt.sync.diloco.under_way import UnderWay
+from lightning_commopt.sync.executors import WorkerThread
 from lightning_commopt.sync.gather import map_tensors
-from lightning_commopt.text.formatting import list_some
 
 _MEAN = OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
-
-
-class DiLoCoError(RuntimeError):
-    """An exchange failed; the message names the fragment and its parameters."""
-
-
-@dataclass(eq=False)
-class UnderWay:
-    """An exchange that has begun.
-
-    Attributes:
-        index: number of the fragment.
-        due: number of steps after which its result is applied.
-        arrived: its result, once the exchange has ended.
-        error: what it raised.
-    """
-
-    index: int
-    due: int
-    arrived: Arrived | None = None
-    error: Exception | None = None
-    future: BucketFuture | None = None  # None for one that was resumed
-    sync: BucketSync | None = None  # its observers; None for one that was resumed
-
-    def wait(self, fragment: Fragment) -> Arrived:
-        """Waits for the result; raises a DiLoCoError if the exchange failed."""
-        if self.future is not None:
-            try:
-                self.future.future.wait()
-            except Exception as error_of_future:
-                error = self.error or error_of_future  # a future adds the stack of its thread to the message
-                raise DiLoCoError(
-                    f"the exchange of fragment {self.index} failed ({type(error).__name__}: {error}); its parameters:"
-                    f" {list_some([*fragment.parameters], 8)}"
-                ) from error
-        assert self.arrived is not None
-        return self.arrived
-
-
-@dataclass
-class Counts:
-    """What one rank has trained on.
-
-    Attributes:
-        samples: number of samples.
-        samples_before: for each fragment, their number at its last exchange.
-        losses: sum of the losses since the last exchange of any fragment.
-        num_losses: their number.
-    """
-
-    samples: float = 0.0
-    samples_before: list[float] = field(default_factory=list)
-    losses: Tensor | float = 0.0
-    num_losses: int = 0
-
-    def add_loss(self, loss: Tensor) -> None:
-        """Adds the loss of a training step, without waiting for it."""
-        self.losses = self.losses + loss.detach().float()
-        self.num_losses += 1
-
-    def report(self, index: int, loss_scale: float = 0.0) -> Callable[[], Report]:
-        """Returns a function that reports on a fragment, and may wait for the device; the counts begin anew."""
-        samples, losses, number = self.samples - self.samples_before[index], self.losses, self.num_losses
-        self.samples_before[index], self.losses, self.num_losses = self.samples, 0.0, 0
-        return lambda: Report(samples, loss_scale, float(losses) / number if number else math.nan)
-
-    def forget(self, num_fragments: int) -> None:
-        """Drops what was counted since the last exchanges."""
-        self.samples_before, self.losses, self.num_losses = [self.samples] * num_fragments, 0.0, 0
-
-    def to_plain(self) -> dict[str, Any]:
-        return {**vars(self), "losses": float(self.losses)}
-
-    def load_plain(self, saved: Mapping[str, Any]) -> None:
-        """Sets the counts to those that `to_plain` has returned."""
-        vars(self).update({name: saved[name] for name in vars(self)})
 
 
 class Rounds:
@@ -180,22 +103,8 @@ class Rounds:
         while self.under_way:
             self._apply(self.under_way.popleft())
         old = self.fragments
-        names = [name for of in old for name in of.fragment.parameters]
-        self.fragments = self._divide(module, names)
-        kept: list[dict[str, Tensor]] = [{}, {}, {}]
-        for of in old:
-            flats = of.weights, of.momentum, self.exchange.unsent(of)
-            for by_name, flat in zip(kept, flats, strict=True):
-                by_name.update({} if flat is None else of.fragment.by_name(flat))
-        floats = {name: x for of in old for name, x in zip(of.fragment.floats, of.floats, strict=True)}
-        integers = {name: x for of in old for name, x in zip(of.fragment.integers, of.integers, strict=True)}
-        for of in self.fragments:
-            of.carried = torch.zeros_like(of.weights) if kept[2] else None
-            for by_name, flat in zip(kept, (of.weights, of.momentum, of.carried), strict=True):
-                for name, x in of.fragment.by_name(flat).items() if flat is not None else ():
-                    x.copy_(by_name.get(name, x))
-            of.floats = [floats.get(name, x) for name, x in zip(of.fragment.floats, of.floats, strict=True)]
-            of.integers = [integers.get(name, x) for name, x in zip(of.fragment.integers, of.integers, strict=True)]
+        self.fragments = self._divide(module, [name for of in old for name in of.fragment.parameters])
+        carry_over(old, self.fragments, self.exchange)
 
     def step(self, loss_scale: Callable[[], float] = float) -> list[tuple[int, Arrived]]:
         """Counts an optimizer step and begins the exchanges that follow it. All ranks must call it.
@@ -268,13 +177,13 @@ class Rounds:
             self._join(arrived.joined)
             arrived.joined, own_share = None, 0.0
         of.take(arrived)
-        _mix(of, own_share)
+        mix(of, own_share)
 
     def _join(self, joined: list[Arrived]) -> None:
         """Takes the global weights of all fragments, as a rank that has missed an exchange."""
         for of, arrived in zip(self.fragments, joined, strict=True):
             of.take(arrived)
-            _mix(of, 0.0)
+            mix(of, 0.0)
         self.counts.forget(len(self.fragments))
         self._num_joins += 1
         self.is_behind = False
@@ -394,16 +303,3 @@ class Rounds:
     def close(self) -> bool:
         """Ends the thread; returns whether all exchanges have succeeded."""
         return self._thread.close()
-
-
-@torch.no_grad()
-def _mix(of: GlobalWeights, own_share: float) -> None:
-    """Replaces a worker's buffers, and all but a share of its parameters, by global values."""
-    parameters, values = of.fragment.real_parameters(), of.fragment.views(of.weights)
-    if own_share:
-        values = [
-            torch.lerp(new.to(own.device, non_blocking=True), own.to(new.dtype), own_share)
-            for own, new in zip(parameters, values, strict=True)
-        ]
-    for tensor, value in zip(of.fragment.tensors(), [*values, *of.floats, *of.integers], strict=True):
-        tensor.copy_(value, non_blocking=True)

@@ -15,7 +15,8 @@ from lightning_commopt.sync.diloco.drift import DriftWatch
 from lightning_commopt.sync.diloco.exchange import Exchange, Report
 from lightning_commopt.sync.diloco.fragments import split_model
 from lightning_commopt.sync.diloco.outer import OuterSGD
-from lightning_commopt.sync.diloco.rounds import DiLoCoError, Rounds
+from lightning_commopt.sync.diloco.rounds import Rounds
+from lightning_commopt.sync.diloco.under_way import DiLoCoError
 from support.every_compressor import COMPRESSORS
 
 

@@ -1,0 +1,51 @@
+"""What one rank has trained on since its last exchanges."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightning_commopt.sync.diloco.exchange import Report
+
+
+@dataclass
+class Counts:
+    """What one rank has trained on.
+
+    Attributes:
+        samples: number of samples.
+        samples_before: for each fragment, their number at its last exchange.
+        losses: sum of the losses since the last exchange of any fragment.
+        num_losses: their number.
+    """
+
+    samples: float = 0.0
+    samples_before: list[float] = field(default_factory=list)
+    losses: Tensor | float = 0.0
+    num_losses: int = 0
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Adds the loss of a training step, without waiting for it."""
+        self.losses = self.losses + loss.detach().float()
+        self.num_losses += 1
+
+    def report(self, index: int, loss_scale: float = 0.0) -> Callable[[], Report]:
+        """Returns a function that reports on a fragment, and may wait for the device; the counts begin anew."""
+        samples, losses, number = self.samples - self.samples_before[index], self.losses, self.num_losses
+        self.samples_before[index], self.losses, self.num_losses = self.samples, 0.0, 0
+        return lambda: Report(samples, loss_scale, float(losses) / number if number else math.nan)
+
+    def forget(self, num_fragments: int) -> None:
+        """Drops what was counted since the last exchanges."""
+        self.samples_before, self.losses, self.num_losses = [self.samples] * num_fragments, 0.0, 0
+
+    def to_plain(self) -> dict[str, Any]:
+        return {**vars(self), "losses": float(self.losses)}
+
+    def load_plain(self, saved: Mapping[str, Any]) -> None:
+        """Sets the counts to those that `to_plain` has returned."""
+        vars(self).update({name: saved[name] for name in vars(self)})

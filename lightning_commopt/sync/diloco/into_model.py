@@ -1,0 +1,41 @@
+"""What exchanges do to a model and to its fragments: mixing new weights in, and dividing the model anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_commopt.sync.diloco.exchange import Exchange, GlobalWeights
+
+
+@torch.no_grad()
+def mix(of: GlobalWeights, own_share: float) -> None:
+    """Replaces a worker's buffers, and all but a share of its parameters, by global values."""
+    parameters, values = of.fragment.real_parameters(), of.fragment.views(of.weights)
+    if own_share:
+        values = [
+            torch.lerp(new.to(own.device, non_blocking=True), own.to(new.dtype), own_share)
+            for own, new in zip(parameters, values, strict=True)
+        ]
+    for tensor, value in zip(of.fragment.tensors(), [*values, *of.floats, *of.integers], strict=True):
+        tensor.copy_(value, non_blocking=True)
+
+
+def carry_over(old: Sequence[GlobalWeights], new: Sequence[GlobalWeights], exchange: Exchange) -> None:
+    """Gives the fragments of a model that was divided anew what the old ones have, parameter by parameter."""
+    kept: list[dict[str, Tensor]] = [{}, {}, {}]
+    for of in old:
+        flats = of.weights, of.momentum, exchange.unsent(of)
+        for by_name, flat in zip(kept, flats, strict=True):
+            by_name.update({} if flat is None else of.fragment.by_name(flat))
+    floats = {name: x for of in old for name, x in zip(of.fragment.floats, of.floats, strict=True)}
+    integers = {name: x for of in old for name, x in zip(of.fragment.integers, of.integers, strict=True)}
+    for of in new:
+        of.carried = torch.zeros_like(of.weights) if kept[2] else None
+        for by_name, flat in zip(kept, (of.weights, of.momentum, of.carried), strict=True):
+            for name, x in of.fragment.by_name(flat).items() if flat is not None else ():
+                x.copy_(by_name.get(name, x))
+        of.floats = [floats.get(name, x) for name, x in zip(of.fragment.floats, of.floats, strict=True)]
+        of.integers = [integers.get(name, x) for name, x in zip(of.fragment.integers, of.integers, strict=True)]
