@@ -114,3 +114,19 @@ def test_an_exchange_that_fails_again_and_again_is_an_error() -> None:
         one.members.conclude = lambda attempt, *, is_success, inner=conclude: inner(attempt, is_success=False)  # type: ignore[method-assign,misc]
     with pytest.raises(MembersError, match=r"failed 3 times, though none of them is missed: .* patience_s=3"):
         run(ranks, differences(2, 0))
+
+
+def test_a_joiner_and_the_others_begin_new_states_of_the_compressor() -> None:
+    """This compressor sends two different factors in turns; who joins must not send the other one."""
+    ranks = make(3, {"name": "alternating_powersgd", "matrix_rank": 1})
+    for seed in (0, 1):
+        run(ranks, differences(3, seed))
+    run(ranks[:2], differences(2, 2))
+    assert ranks[2].run(differences(1, 3)[0]).has_missed
+    arrived = run(ranks, differences(3, 4))
+    assert arrived[2].joined is not None
+    assert [report.samples for report in arrived[0].reports] == [1.0, 1.0, 0.0]
+    assert ranks[0].of.weights.equal(ranks[2].of.weights)
+    assert ranks[0].of.momentum is not None
+    assert ranks[2].of.momentum is not None
+    assert ranks[0].of.momentum.equal(ranks[2].of.momentum)
