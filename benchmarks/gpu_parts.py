@@ -28,7 +28,7 @@ _HERE = Path(__file__).parent
 _COMMOPT = ("-c", "from lightning_commopt.commands.app import app; app()")
 FITS = (
     *("ddp_32", "ddp_bf16", "accumulation", "clipping", "unused", "fp16", "fsdp_32", "compressors_32", "resume"),
-    *("fsdp_bf16", "compile", "callbacks", "compressors_bf16", "fsdp_bf16_true"),
+    *("fsdp_bf16", "compile", "diloco_32", "diloco_fp16", "callbacks", "compressors_bf16", "fsdp_bf16_true"),
 )
 FEW_FITS = ("ddp_32", "accumulation", "fsdp_32", "resume")
 PLANS = ("no_sync", "ddp", "int8", "int4", "powersgd", "alternating", "torch_powersgd", "bf16", "torch_bf16")

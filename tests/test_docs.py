@@ -132,6 +132,7 @@ GET_STARTED = Part([f"docs/get_started/{name}.md" for name in ("measure", "decid
 HOW_TO = [page for page in tracked("docs/how_to/*.md") if "<!-- run" in (REPOSITORY / page).read_text(encoding="utf-8")]
 
 
+@pytest.mark.exhaustive
 def test_first_steps_run(tmp_path: Path) -> None:
     assert GET_STARTED.run(tmp_path, slow=False)[0] == "python train.py"
 

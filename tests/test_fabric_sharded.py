@@ -85,6 +85,7 @@ def _all_plans() -> dict[str, tuple[Trained, list[int | None]]]:
     }
 
 
+@pytest.mark.exhaustive
 def test_plans_train_and_change() -> None:
     """If it fails, Fabric's users get other gradients than they asked for."""
     for found in run_ranks(_all_plans, limit_s=120):

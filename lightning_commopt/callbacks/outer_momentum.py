@@ -98,7 +98,9 @@ class OuterMomentum(Callback):
     def _count(self, *args: Any) -> None:
         self._num_steps += 1
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Moves the weights, if it is time; only then, as manual optimization may freeze parameters within a batch."""
         if self._num_steps >= self._sync_every:
             self._num_steps -= self._sync_every

@@ -93,7 +93,8 @@ fit(dist.group.WORLD)
 """
 
 
-@pytest.mark.parametrize(("end", "status"), [("raise", 1), pytest.param("exit", 3, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("end", "status"), [("raise", 1), ("exit", 3)])
 def test_hooks_are_gone_before_python_has_ended(end: str, status: int) -> None:
     """If it fails, a user's exception is a segmentation fault, and a launcher shows that instead."""
     ended = subprocess.run([sys.executable, "-c", _ENDS, end], capture_output=True, text=True, timeout=240)

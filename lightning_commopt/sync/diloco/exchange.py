@@ -39,7 +39,7 @@ class Report:
     drift: float = 0.0
 
     def to_tensor(self) -> Tensor:
-        return torch.tensor(astuple(self), dtype=torch.float64)
+        return torch.tensor(astuple(self), dtype=torch.float64, device="cpu")
 
 
 @dataclass(eq=False)

@@ -53,7 +53,7 @@ class Fragment:
     def new_flat(self) -> Tensor:
         """Returns uninitialized memory ``(n,)`` on the host, from which CUDA can copy while the host goes on."""
         is_cuda = any(x.is_cuda for x in self.parameters.values())
-        return torch.empty(self.layout.numel, dtype=self.dtype, pin_memory=is_cuda)
+        return torch.empty(self.layout.numel, dtype=self.dtype, device="cpu", pin_memory=is_cuda)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Returns a view of ``flat`` ``(n,)`` for each parameter, in the shape of `real_parameters`."""

@@ -66,7 +66,7 @@ class Mesh(Channel):
         """Receives what a rank sends, in contiguous tensors of the shapes and dtypes of ``like``."""
         place, received = self._members.index(source), []
         for tensor in like:
-            received.append(torch.empty(tensor.shape, dtype=tensor.dtype))
+            received.append(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
             for piece in _pieces(received[-1]):
                 self._gloo.recv([piece], place, 0).wait()
         return received

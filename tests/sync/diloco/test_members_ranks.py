@@ -85,16 +85,8 @@ def test_a_frozen_rank_joins_again_from_the_global_weights(rank: int, point: str
     assert f"rank {rank} did not come within patience_s=5; 2 of 3 ranks go on" in texts
 
 
-@pytest.mark.parametrize(
-    ("rank", "point"),
-    [
-        (0, "exchange"),
-        *(
-            pytest.param(rank, point, marks=pytest.mark.exhaustive)
-            for rank, point in zip((2, 0, 2, 2, 0), POINTS, strict=True)
-        ),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("rank", "point"), [(0, "exchange"), *zip((2, 0, 2, 2, 0), POINTS, strict=True)])
 def test_a_rank_that_is_killed_is_missed_once(rank: int, point: str) -> None:
     job = Job(PLAN, 40, PATIENCE_S, stops={rank: (point, 0 if point == "connecting" else 2)})
     with Ranks(train, 3, job) as ranks:
