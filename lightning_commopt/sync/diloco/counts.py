@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commopt.sync.diloco.exchange import Report
@@ -37,7 +38,8 @@ class Counts:
         """Returns a function that reports on a fragment, and may wait for the device; the counts begin anew."""
         samples, losses, number = self.samples - self.samples_before[index], self.losses, self.num_losses
         self.samples_before[index], self.losses, self.num_losses = self.samples, 0.0, 0
-        return lambda: Report(samples, loss_scale, float(losses) / number if number else math.nan)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        return lambda: Report(samples, loss_scale, float(losses) / number if number else math.nan, rank=rank)
 
     def forget(self, num_fragments: int) -> None:
         """Drops what was counted since the last exchanges."""

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from lightning_commopt.sync.diloco.exchange import Report
+from lightning_commopt.text.formatting import grouped
 from lightning_commopt.text.validation import warn_once
 
 _NUM_ROUNDS = 3
@@ -31,11 +32,10 @@ class DriftWatch:
         drift = math.fsum(report.drift for report in reports) / len(reports)
         self._check(index, drift)
         metrics = {f"diloco/drift/fragment_{index}": drift}
-        for first in range(0, len(reports), self._ranks_per_worker):
-            losses = [report.loss for report in reports[first : first + self._ranks_per_worker]]
+        for worker, losses in grouped((int(x.rank) // self._ranks_per_worker, x.loss) for x in reports).items():
             loss = math.fsum(losses) / len(losses)
             if not math.isnan(loss):
-                metrics[f"diloco/loss/worker_{first // self._ranks_per_worker}"] = loss
+                metrics[f"diloco/loss/worker_{worker}"] = loss
         return metrics
 
     def _check(self, index: int, drift: float) -> None:

@@ -30,13 +30,15 @@ class Report:
         samples: number of samples since the last exchange of this fragment, its weight in the mean.
         loss_scale: scale of its gradient scaler; 0 without one.
         loss: mean loss of its training steps since the last exchange of any fragment; NaN if it has none.
-        drift: Euclidean norm of its weights' difference from the global ones.
+        drift: Euclidean norm of its weights' difference from the global ones, which the exchange sets.
+        rank: its rank, as some may be missed.
     """
 
     samples: float
     loss_scale: float = 0.0
     loss: float = math.nan
     drift: float = 0.0
+    rank: float = 0.0
 
     def to_tensor(self) -> Tensor:
         return torch.tensor(astuple(self), dtype=torch.float64, device="cpu")

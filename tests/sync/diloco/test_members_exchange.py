@@ -27,7 +27,8 @@ class Rank:
     def __init__(self, rank: int, store: dist.Store, world_size: int, hook: Any, outer: OuterSGD = OUTER) -> None:
         torch.manual_seed(0)
         options: dict[str, Any] = {"patience_s": 3.0, "timeout_s": 60.0, "log": lambda text: None}
-        self.members = Members(dist.PrefixStore("members", store), rank, world_size, **options)
+        self.store = dist.PrefixStore("members", store)
+        self.members = Members(self.store, rank, world_size, **options)
         mesh = dist.PrefixStore("mesh", store)
         self.exchange = PatientExchange(self.members, mesh, compressor_from_config(hook), patience_s=3.0)
         fragment = split_model(nn.Linear(32, 32), 1, "bytes")[0]
@@ -123,7 +124,11 @@ def test_a_joiner_and_the_others_begin_new_states_of_the_compressor() -> None:
         run(ranks, differences(3, seed))
     run(ranks[:2], differences(2, 2))
     assert ranks[2].run(differences(1, 3)[0]).has_missed
-    arrived = run(ranks, differences(3, 4))
+    *others, joiners = differences(3, 4)
+    with ThreadPoolExecutor() as pool:
+        joining = pool.submit(ranks[2].run, joiners)
+        ranks[2].store.wait(["3/0/here/2"])  # nobody waits for a rank that was missed, so it must be there first
+        arrived = [*run(ranks[:2], others), joining.result()]
     assert arrived[2].joined is not None
     assert [report.samples for report in arrived[0].reports] == [1.0, 1.0, 0.0]
     assert ranks[0].of.weights.equal(ranks[2].of.weights)

@@ -189,8 +189,13 @@ def test_drift_that_grows_is_warned_of_once() -> None:
     steady = [1.0, 1.2, 1.1, 1.3, 1.4, 1.5]
     for drift in steady:
         watch.metrics(0, [Report(1, drift=drift)])
-    reports = [Report(1, loss=loss, drift=2.0) for loss in (1.0, 3.0, math.nan, math.nan)]
-    assert watch.metrics(1, reports) == {"diloco/drift/fragment_1": 2.0, "diloco/loss/worker_0": 2.0}
+    losses = {0: 1.0, 1: 3.0, 2: math.nan, 3: math.nan, 6: 4.0, 7: 6.0}  # the worker of ranks 4 and 5 was missed
+    reports = [Report(1, loss=loss, drift=2.0, rank=rank) for rank, loss in losses.items()]
+    assert watch.metrics(1, reports) == {
+        "diloco/drift/fragment_1": 2.0,
+        "diloco/loss/worker_0": 2.0,
+        "diloco/loss/worker_3": 5.0,
+    }
     for drift in (2.0, 2.5):
         watch.metrics(0, [Report(1, drift=drift)])
     with pytest.warns(UserWarning, match=r"fragment 0 has grown in 3 rounds \(norms 1.5, 2, 2.5, 4\)"):
