@@ -26,7 +26,6 @@ from lightning_commopt.compressors.hierarchical import Hierarchical
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.launch.nccl_variables import NcclOptions
-from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.plan_base import OptionError
 from lightning_commopt.strategy import base, remedies
@@ -147,11 +146,6 @@ class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
     def plan(self) -> DiLoCoPlan:
         """The plan in use."""
         return self._plan
-
-    @property
-    def sync_observers(self) -> Observers:
-        """Observers that are notified of exchanges, and of DDP's buckets within a node."""
-        return self._inner.observers
 
     @property
     def wire_bytes(self) -> int:

@@ -46,8 +46,8 @@ class SavesRanks(WithTimeout, _DDPStrategy):
 
     @property
     def sync_observers(self) -> Observers:
-        """Observers that are notified of exchanges."""
-        raise NotImplementedError
+        """Observers that are notified of exchanges, and of DDP's buckets within a node."""
+        return self._inner.observers
 
     def _begin_rounds(self, exchange: Exchange) -> None:
         assert self.lightning_module is not None
