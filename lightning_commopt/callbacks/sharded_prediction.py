@@ -54,7 +54,8 @@ class ShardedPredictionRecorder:
         self._device = trainer.strategy.root_device
         self._num_left = num_warmup_backwards
         self._plan = self._plan_in_use()
-        self._num_changes = self._num_changes_of_steps = 0  # of the plan, and before the steps that are kept
+        # Steps under an earlier plan are dropped, so the changes of the plan are counted, and those the kept steps saw.
+        self._num_changes = self._num_changes_of_steps = 0
         self._steps: deque[StepRecord] = deque(maxlen=NUM_STEPS)
         self._calls: UnitCalls | None = None
         self._times = GradientTimes((), self._device, self._num_ranks_on_host)

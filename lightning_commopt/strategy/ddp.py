@@ -24,7 +24,8 @@ from lightning_commopt.strategy import base, remedies
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
 from lightning_commopt.strategy.fit_guards import FitGuards
-from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
+from lightning_commopt.strategy.lightning_launcher import forget_previous_job
+from lightning_commopt.strategy.started import StartedAsDDP
 from lightning_commopt.sync.checkpoint import KEY, gather_state, read_state
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.ddp.manual_backward import ManualBackwardCheck
@@ -33,13 +34,10 @@ from lightning_commopt.tune.auto_plan import FitPlan
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-    from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
-else:
-    _DDPStrategy = object
 
 
 @document_plan_options
-class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
+class CommOptStrategy(base.NamedStrategy, StartedAsDDP):
     """Lightning's ``DDPStrategy`` with all options of gradient sync, and with compressors.
 
     It takes the arguments of ``DDPStrategy`` in the same order, so that it can replace it in any project, and the
@@ -78,7 +76,6 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
 
     # Whether Lightning's class ends the first backward of a static graph under manual optimization, as 2.5 does not.
     _flushes_static_graph: ClassVar[bool]
-    _check_environment = remedies.refuse_ray
 
     def __init__(
         self,
@@ -135,11 +132,6 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         return f"<{name}; for Fabric there is lightning_commopt.fabric.CommOptDDP>"
 
     @property
-    def start_method(self) -> str:
-        """How Lightning starts the processes of a node: "popen", "spawn", "fork" or "forkserver"."""
-        return self._start_method
-
-    @property
     def plan(self) -> CommPlan:
         """The plan in use."""
         return self.gradient_sync.plan
@@ -154,19 +146,8 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
         """Payload bytes of gradients that this rank has sent since the strategy was made; see `GradientSync`."""
         return self.gradient_sync.wire_bytes
 
-    def _configure_launcher(self) -> None:
-        self._check_environment()
-        super()._configure_launcher()
-        self._launcher = launcher_for(self)
-        remedies.check_start_method(self._launcher)
-
-    def setup_distributed(self) -> None:
-        with base.join_group(self, watch=self._watch, nccl=self._nccl):
-            super().setup_distributed()
-
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._guards.start(self)
         self.auto_plan.start_fit(is_fit=base.is_fit(self))
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -280,9 +261,6 @@ class CommOptStrategy(base.NamedStrategy, _DDPStrategy):
             if module is not None and self.gradient_sync.model is not None:
                 self.gradient_sync.resume(module)
         return checkpoint
-
-    def on_exception(self, exception: BaseException) -> None:
-        self._guards.fail(exception)
 
     def teardown(self) -> None:
         try:

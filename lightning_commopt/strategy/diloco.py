@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,11 @@ from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.launch.nccl_variables import NcclOptions
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.plan_base import OptionError
-from lightning_commopt.strategy import base, remedies
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import StartMethod, diloco_plan_from_arguments, document_plan_options
 from lightning_commopt.strategy.diloco_checkpoint import SavesRanks
 from lightning_commopt.strategy.fit_guards import FitGuards
-from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
+from lightning_commopt.strategy.lightning_launcher import forget_previous_job
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.diloco.drift import DriftWatch
 from lightning_commopt.sync.diloco.equalize import equalize
@@ -45,14 +44,9 @@ from lightning_commopt.sync.strategies import trainer_of
 from lightning_commopt.text.validation import warn_once
 from lightning_commopt.watch.waiting import print_now
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
-else:
-    _DDPStrategy = object
-
 
 @document_plan_options
-class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
+class CommOptDiLoCoStrategy(SavesRanks):
     """Trains on every rank, or on every node, on its own, and exchanges what was learned every ``sync_every`` steps.
 
     It takes the arguments of ``DDPStrategy`` up to ``start_method``, and the keywords below. Gradients are not
@@ -82,7 +76,6 @@ class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
         OptionError: an option is unknown or out of range.
     """
 
-    _check_environment = remedies.refuse_ray
     _shows_for_validation = False
 
     def __init__(
@@ -138,11 +131,6 @@ class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
         return cls(plan=plan, **kwargs)
 
     @property
-    def start_method(self) -> str:
-        """How Lightning starts the processes of a node: "popen", "spawn", "fork" or "forkserver"."""
-        return self._start_method
-
-    @property
     def plan(self) -> DiLoCoPlan:
         """The plan in use."""
         return self._plan
@@ -151,20 +139,6 @@ class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
     def wire_bytes(self) -> int:
         """Payload bytes that this rank has sent in exchanges of this fit."""
         return 0 if self.rounds is None else self.rounds.exchange.bytes_sent
-
-    def _configure_launcher(self) -> None:
-        self._check_environment()
-        super()._configure_launcher()
-        self._launcher = launcher_for(self)
-        remedies.check_start_method(self._launcher)
-
-    def setup_distributed(self) -> None:
-        with base.join_group(self, watch=self._watch, nccl=self._nccl):
-            super().setup_distributed()
-
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        self._guards.start(self)
 
     def configure_ddp(self) -> None:
         """Makes all ranks' weights equal, begins the rounds, and wraps the model if a node is one worker."""
@@ -348,9 +322,6 @@ class CommOptDiLoCoStrategy(SavesRanks, _DDPStrategy):
     def _finish(self) -> None:
         if self.rounds is not None and self.rounds.shows_own:
             self.rounds.finish()
-
-    def on_exception(self, exception: BaseException) -> None:
-        self._guards.fail(exception)
 
     def teardown(self) -> None:
         try:

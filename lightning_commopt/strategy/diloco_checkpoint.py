@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 from torch import Tensor
@@ -13,7 +13,8 @@ from torch import Tensor
 from lightning_commopt.compat.loops import batch_is_open
 from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.measure.observer import Observers
-from lightning_commopt.strategy.base import WithTimeout, is_fit
+from lightning_commopt.strategy.base import is_fit
+from lightning_commopt.strategy.started import StartedAsDDP
 from lightning_commopt.sync.checkpoint import KEY, open_checkpoint, to_checkpoint, to_plain
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.diloco import checkpoint as files
@@ -24,13 +25,8 @@ from lightning_commopt.sync.state import AnyState, CheckpointError, CommState
 from lightning_commopt.sync.strategies import trainer_of
 from lightning_commopt.text.validation import warn
 
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
-else:
-    _DDPStrategy = object
 
-
-class SavesRanks(WithTimeout, _DDPStrategy):
+class SavesRanks(StartedAsDDP):
     """The part of a strategy with `Rounds` that saves and resumes them; see `lightning_commopt.sync.diloco.checkpoint`.
 
     Attributes:

@@ -137,7 +137,7 @@ def _gather(numel: int, num_ranks: int, device: torch.device) -> Scratch:
         blockwise.encode(shard, None, message, block_format)
         gathered = yield channel.all_gather(message.view(-1))
         blockwise.decode(gathered, decoded, block_format)
-        decoded.clone()  # as rows are copied to where FSDP2 wants them
+        decoded.clone()  # This stands for the copy of the rows to where FSDP2 wants them.
 
     return rounds
 

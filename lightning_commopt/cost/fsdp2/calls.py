@@ -101,7 +101,7 @@ def load_of(
         if call.is_own:
             kind, payload = call.operation, unit.parameters if call.operation == "all_gather" else unit.gradients
             expected_s = probed.own(kind).time_s(payload.num_bytes, num_ranks)
-        else:  # of compressed parameters, as compressed gradients do not block
+        else:  # Only the exchange of compressed parameters is left, since compressed gradients do not block.
             kind, payload = "exchange", unit.parameters
             expected_s = probed.exchange.time_s(payload.sent_bytes(AS_INT8, num_ranks), num_ranks)
             expected_s += sum(gather_cost.times_s(payload.matrix_bytes)) if payload.matrix_numel else 0.0

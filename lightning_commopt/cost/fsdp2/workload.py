@@ -78,8 +78,9 @@ class ShardedWorkload:
     shares_core: bool = False  # compression has no processor of its own, so that it slows backward down
     num_others: float = 0.0  # threads of other programs that want this rank's processor, on average
     device: str = "cpu"  # "cpu" or "cuda"
-    gathers: Exposure = _NOT_KNOWN  # of all-gathers in forward and backward; zero on CPU, where all of them block
-    reduces: Exposure = _NOT_KNOWN  # likewise of reduce-scatters
+    # On CPU both are zero, since there every all-gather and every reduce-scatter blocks.
+    gathers: Exposure = _NOT_KNOWN  # the all-gathers in forward and backward
+    reduces: Exposure = _NOT_KNOWN  # the reduce-scatters
 
     def __post_init__(self) -> None:
         check_integer("num_ranks", self.num_ranks, at_least=1)

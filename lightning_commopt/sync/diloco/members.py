@@ -64,7 +64,7 @@ class Members:
         world_size: number of ranks, all of which are members at first.
         patience_s: time that a rank may let the others wait.
         timeout_s: time that this rank waits for the others once they have gone on without it.
-        log: is told who is missed and who is back.
+        log: called with a message whenever a rank is missed or joins again.
 
     Attributes:
         current: members of the last exchange, which all have the same global weights.

@@ -1,0 +1,48 @@
+"""How our strategies that start their ranks as Lightning's ``DDPStrategy`` does find and join each other."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lightning_commopt.launch.nccl_variables import NcclOptions
+from lightning_commopt.strategy import remedies
+from lightning_commopt.strategy.base import WithTimeout, join_group
+from lightning_commopt.strategy.fit_guards import FitGuards
+from lightning_commopt.strategy.lightning_launcher import launcher_for
+
+if TYPE_CHECKING:
+    from lightning.pytorch.strategies import DDPStrategy as _DDPStrategy
+else:
+    _DDPStrategy = object
+
+
+class StartedAsDDP(WithTimeout, _DDPStrategy):
+    """A strategy whose ranks are started, joined and watched by us; it sets the attributes in its constructor."""
+
+    _nccl: NcclOptions | None
+    _watch: bool
+    _guards: FitGuards
+    uneven_batches: str
+    _check_environment = remedies.refuse_ray
+
+    @property
+    def start_method(self) -> str:
+        """How Lightning starts the processes of a node: "popen", "spawn", "fork" or "forkserver"."""
+        return self._start_method
+
+    def _configure_launcher(self) -> None:
+        self._check_environment()
+        super()._configure_launcher()
+        self._launcher = launcher_for(self)
+        remedies.check_start_method(self._launcher)
+
+    def setup_distributed(self) -> None:
+        with join_group(self, watch=self._watch, nccl=self._nccl):
+            super().setup_distributed()
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._guards.start(self)
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._guards.fail(exception)
