@@ -140,6 +140,7 @@ def compressor_to_config(compressor: Compressor | ShardedCompressor, *, with_def
     Raises:
         ValueError: the class is not a dataclass or was defined in a function, or a value cannot be written as JSON.
     """
+    averages_buckets = isinstance(compressor, FromShards)
     if isinstance(compressor, FromShards):
         compressor = compressor.shards
     cls = type(compressor)
@@ -151,6 +152,8 @@ def compressor_to_config(compressor: Compressor | ShardedCompressor, *, with_def
         if field.init and (with_defaults or getattr(compressor, field.name) != field.default)
     }
     entry = entry_of(compressor)
+    if averages_buckets and entry is not None and entry_named(entry.name) != entry:
+        entry = None  # with buckets, the name makes a compressor of another class
     if entry is None and "<locals>" in cls.__qualname__:
         raise ValueError(f"{cls.__qualname__} has no import path: give it a name with @register_compressor")
     entry = entry or Entry(import_path(cls), cls, {})

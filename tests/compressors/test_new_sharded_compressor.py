@@ -8,11 +8,11 @@ from types import ModuleType
 
 import pytest
 
-from lightning_commopt import CommOptDDP, CommOptModelParallel
+from lightning_commopt import CommOptDDP, CommOptModelParallel, CommPlan
 from lightning_commopt.compressors import compressor_from_config, compressor_to_config, registry
 from lightning_commopt.compressors.catalog import example_compressors, ready_shards
 from lightning_commopt.compressors.configs import sharded_from_config
-from lightning_commopt.compressors.shards import FromShards
+from lightning_commopt.compressors.shards import FromShards, ShardedCompressor
 from lightning_commopt.strategy.adapters import aliases
 from lightning_commopt.testing import check_compressor
 from support.collectives import takes_collectives
@@ -69,6 +69,13 @@ def test_both_strategies_know_its_name(module: ModuleType) -> None:
     assert aliases()["commopt_ddp_fp8_spawn"]["comm_hook"] == "fp8"
     assert example_compressors()["fp8"] == FromShards(shards=module.Float8())
     assert ready_shards()["fp8"] == module.Float8()
+
+
+@pytest.mark.parametrize("shards", ready_shards().values(), ids=ready_shards())
+def test_plan_with_compressor_of_shards_is_read_back(shards: ShardedCompressor | None) -> None:
+    """If it fails, a fit that resumes or a file of a plan has the class for buckets with the same name, or an error."""
+    plan = CommOptDDP(comm_hook=shards).plan
+    assert CommPlan.from_dict(plan.to_dict()) == plan
 
 
 @takes_collectives
