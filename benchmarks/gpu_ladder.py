@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt import CommPlan
 from lightning_commopt.measure.runs.machine import PeakMemory
-from lightning_commopt.plan import ddp_options
+from lightning_commopt.plan.ddp import ddp_options
 from lightning_commopt.sync.ddp.attach import attach_bucket_hook, unwrap
 
 _TIMEOUT = timedelta(minutes=2)

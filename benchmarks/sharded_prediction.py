@@ -31,7 +31,7 @@ from lightning_commopt.cost.fsdp2.basis import ShardedBasis
 from lightning_commopt.launch.lab import NetLab, why_not
 from lightning_commopt.measure.files import common_steps, read_run
 from lightning_commopt.measure.runs.files import PREDICTION_FILE
-from lightning_commopt.sharded_plan import ShardedPlan
+from lightning_commopt.plan.sharded import ShardedPlan
 
 PLANS: dict[str, dict[str, Any]] = {
     "none": {},

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_commopt import CommOptModelParallel, shard
 from lightning_commopt.callbacks import CommTimeMonitor
-from lightning_commopt.sharded_plan import ShardedPlan
+from lightning_commopt.plan.sharded import ShardedPlan
 from lightning_commopt.train.workloads.gpt import Block
 
 NUM_BYTES, CONTEXT = 256, 64

@@ -54,19 +54,18 @@ if TYPE_CHECKING:
         ShardedCompressor,
         register_compressor,
     )
-    from lightning_commopt.diloco_plan import DiLoCoPlan
     from lightning_commopt.launch.nccl_variables import NcclOptions
     from lightning_commopt.lightning import CommOptDDP, CommOptDiLoCo, CommOptModelParallel
-    from lightning_commopt.plan import CommPlan, OptionError
-    from lightning_commopt.sharded_plan import ShardedPlan
+    from lightning_commopt.plan import CommPlan, DiLoCoPlan, OptionError
+    from lightning_commopt.plan.sharded import ShardedPlan
     from lightning_commopt.strategy.sharding import shard
 else:
     _MODULES = {
-        "DiLoCoPlan": "lightning_commopt.diloco_plan",
         "CommPlan": "lightning_commopt.plan",
+        "DiLoCoPlan": "lightning_commopt.plan",
         "NcclOptions": "lightning_commopt.launch.nccl_variables",
         "OptionError": "lightning_commopt.plan",
-        "ShardedPlan": "lightning_commopt.sharded_plan",
+        "ShardedPlan": "lightning_commopt.plan.sharded",
         "shard": "lightning_commopt.strategy.sharding",
     }
     _PACKAGES = ("baselines", "callbacks", "compressors", "fabric", "metrics", "plan")

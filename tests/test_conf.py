@@ -14,7 +14,7 @@ from lightning_commopt import CommOptDDP, CommPlan, DiLoCoPlan, Int4, PowerSGD
 from lightning_commopt.compat.hydra import allow_targets
 from lightning_commopt.compressors import compressor_from_config
 from lightning_commopt.launch.conf_path import conf_dir
-from lightning_commopt.plan import ddp_options, plan_options
+from lightning_commopt.plan.ddp import ddp_options, plan_options
 from lightning_commopt.train.sweep.config import ConfigError, check_config, sync_method
 from support.composed import composed
 from support.cross_section import sampled

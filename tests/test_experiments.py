@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from lightning_commopt.compat.hydra import allow_targets
 from lightning_commopt.launch.conf_path import conf_dir
-from lightning_commopt.plan import DDP_OPTION_SINCE
+from lightning_commopt.plan.ddp import DDP_OPTION_SINCE
 from lightning_commopt.train.sweep.config import ConfigError, check_config, spread_over_hosts
 from lightning_commopt.train.sweep.resolvers import divide, multiply
 from support.composed import composed

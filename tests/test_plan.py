@@ -16,7 +16,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt import CommOptDDP, CommPlan, PowerSGD
-from lightning_commopt import plan as plan_module
 from lightning_commopt.compressors import (
     AfterSteps,
     Cast,
@@ -30,7 +29,9 @@ from lightning_commopt.compressors import (
 )
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
 from lightning_commopt.measure.runs.settings import flat
-from lightning_commopt.plan import DDP_OPTION_SINCE, OptionError, UnknownOptionError, ddp_options
+from lightning_commopt.plan import OptionError, UnknownOptionError
+from lightning_commopt.plan import ddp as ddp_plan
+from lightning_commopt.plan.ddp import DDP_OPTION_SINCE, ddp_options
 from lightning_commopt.text import validation
 
 BF16 = Cast(dtype=torch.bfloat16)
@@ -133,7 +134,7 @@ def test_a_run_without_a_plan_has_none_to_show() -> None:
 @pytest.mark.parametrize("name", _SWITCHES)
 def test_a_switch_is_true_or_false(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a text is passed to DDP, which takes "false" for true."""
-    monkeypatch.setattr(plan_module, "ddp_options", lambda: {*ddp_options(), *DDP_OPTION_SINCE})
+    monkeypatch.setattr(ddp_plan, "ddp_options", lambda: {*ddp_options(), *DDP_OPTION_SINCE})
     with pytest.raises(OptionError, match=f"{name} must be true, false or None, got 'false'"):
         CommPlan.from_dict({name: "false"})
 
@@ -225,7 +226,7 @@ def test_ddp_gets_only_what_is_set() -> None:
 def test_bucket_list(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, one size for each bucket does not reach DDP, or reaches a torch that lacks the option."""
     with_list = {*ddp_options(), "bucket_cap_mb_list"}
-    monkeypatch.setattr(plan_module, "ddp_options", lambda: with_list)
+    monkeypatch.setattr(ddp_plan, "ddp_options", lambda: with_list)
     plan = CommPlan(bucket_cap_mb=OmegaConf.create([1, 2.5]))
     assert plan.ddp_kwargs() == {"bucket_cap_mb_list": [1, 2.5]}
     assert CommPlan.from_json(plan.to_json()) == plan
@@ -234,7 +235,7 @@ def test_bucket_list(monkeypatch: pytest.MonkeyPatch) -> None:
         CommOptDDP(bucket_cap_mb_list=[1], bucket_cap_mb=1)
     with pytest.raises(OptionError, match=r"bucket_cap_mb_list must be a list .* got 25"):
         CommOptDDP(bucket_cap_mb_list=25)
-    monkeypatch.setattr(plan_module, "ddp_options", lambda: with_list - {"bucket_cap_mb_list"})
+    monkeypatch.setattr(ddp_plan, "ddp_options", lambda: with_list - {"bucket_cap_mb_list"})
     with pytest.raises(OptionError, match=r"a list as bucket_cap_mb needs torch >= 2\.11"):
         CommPlan(bucket_cap_mb=[1, 2])
 
@@ -360,7 +361,7 @@ def test_an_option_of_a_compressor_beside_it(strategy: Any, arguments: dict[str,
 
 def test_an_option_of_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a user of an old torch gets a TypeError out of DDP in the middle of fit."""
-    monkeypatch.setattr(plan_module, "ddp_options", lambda: frozenset({"bucket_cap_mb"}))
+    monkeypatch.setattr(ddp_plan, "ddp_options", lambda: frozenset({"bucket_cap_mb"}))
     for name, since in DDP_OPTION_SINCE.items():
         options = {name: [1]} if name == "bucket_cap_mb_list" else {name: True}
         with pytest.raises(OptionError, match=f"needs torch >= {since}, but torch .* is installed"):
@@ -369,7 +370,7 @@ def test_an_option_of_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_hook_where_ddp_leaves_out_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, the hook waits for the last bucket of a backward, which may never come."""
-    monkeypatch.setattr(plan_module, "ddp_options", lambda: frozenset({"skip_all_reduce_unused_params"}))
+    monkeypatch.setattr(ddp_plan, "ddp_options", lambda: frozenset({"skip_all_reduce_unused_params"}))
     with pytest.raises(OptionError, match="comm_hook and skip_all_reduce_unused_params=True exclude each other"):
         CommPlan.from_dict({"comm_hook": "bf16", "skip_all_reduce_unused_params": True})
     CommPlan.from_dict({"skip_all_reduce_unused_params": True})
@@ -480,7 +481,7 @@ def test_name_of_options_at_their_defaults() -> None:
 
 def test_every_option_is_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, two plans that differ in one option cannot be told apart."""
-    monkeypatch.setattr(plan_module, "ddp_options", lambda: {*ddp_options(), *DDP_OPTION_SINCE})
+    monkeypatch.setattr(ddp_plan, "ddp_options", lambda: {*ddp_options(), *DDP_OPTION_SINCE})
     for switch in _SWITCHES:
         names = [CommPlan.from_dict({switch: value}).name for value in (True, False)]
         assert len(set(names)) == 2

@@ -20,7 +20,8 @@ import lightning_commopt.pytorch_lightning
 from lightning_commopt import DiLoCoPlan, callbacks, compressors, metrics, testing
 from lightning_commopt.commands.app import app
 from lightning_commopt.compressors import Compressor, compressor_names
-from lightning_commopt.plan import CommPlan, plan_options
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.plan.ddp import plan_options
 
 STRATEGIES = [
     (lightning_commopt.lightning.CommOptDDP, lightning.pytorch.strategies.DDPStrategy),

@@ -75,7 +75,7 @@ def test_the_ways_of_ddp_and_of_fsdp2_meet_in_what_is_common() -> None:
 
 def test_predictions_know_nothing_of_lightning() -> None:
     """If it fails, a step cannot be predicted from records alone."""
-    allowed = {"measure", "compressors", "diloco_plan", "plan", "sharded_plan", "text"}
+    allowed = {"measure", "compressors", "plan", "text"}
     assert imports_of_rooms()["cost"].keys() <= allowed
 
 
@@ -89,7 +89,7 @@ def test_the_library_imports_no_command() -> None:
 def test_training_needs_no_tests() -> None:
     """If it fails, whoever trains loads the laws for compressors, or these depend on more than they are about."""
     assert {name for name, others in imports_of_rooms().items() if "testing" in others} == {"commands"}
-    assert imports_of_rooms()["testing"].keys() <= {"compressors", "sync", "plan", "sharded_plan", "text"}
+    assert imports_of_rooms()["testing"].keys() <= {"compressors", "sync", "plan", "text"}
 
 
 def test_a_report_needs_records_only() -> None:

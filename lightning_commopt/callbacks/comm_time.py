@@ -19,7 +19,6 @@ from lightning_commopt.callbacks.publisher import AllRanks, CollectiveWatch, Met
 from lightning_commopt.callbacks.run_description import describe_hook, describe_parameters, describe_rank
 from lightning_commopt.callbacks.sharded_prediction import ShardedPredictionRecorder, recorder_for
 from lightning_commopt.compat.lightning import batches_that_stepped, count_samples
-from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.link.from_steps import NUM_TIMES
 from lightning_commopt.measure.link.tracker import LinkTracker
@@ -27,6 +26,7 @@ from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.measure.statistics import QUANTITIES, Steps, row
 from lightning_commopt.measure.summary import DEFAULT_NUM_WARMUP_STEPS
 from lightning_commopt.measure.verdict import Verdict
+from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.sync.ddp.observed import observe, stop_observing
 from lightning_commopt.text.terminal import TextConsole

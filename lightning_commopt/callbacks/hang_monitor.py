@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.compat.sigterm import report_lost_broadcasts
-from lightning_commopt.diloco_plan import DiLoCoPlan
+from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.sync.ddp.buckets import bucket_names
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_commopt.compat.lightning import Callback
-from lightning_commopt.diloco_plan import DiLoCoPlan
-from lightning_commopt.plan_base import OptionError
+from lightning_commopt.plan import DiLoCoPlan, OptionError
 from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.sync.diloco.outer import OuterSGD
 

@@ -17,11 +17,10 @@ from lightning_commopt.cost.candidates import forecasts
 from lightning_commopt.cost.compressor_cost import measure_costs
 from lightning_commopt.cost.gradient_times import GradientTimes
 from lightning_commopt.cost.link_probe import ProbedSize, probe_link
-from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.measure.link.from_steps import SentStep
 from lightning_commopt.measure.record import StepRecord
-from lightning_commopt.plan import CommPlan
+from lightning_commopt.plan import CommPlan, DiLoCoPlan
 from lightning_commopt.strategy.base import is_baseline, plan_of
 from lightning_commopt.sync.gather import all_ranks_ready
 from lightning_commopt.sync.store import prepare_key_spaces

@@ -14,11 +14,10 @@ from lightning_commopt.compat.lightning import comm_hook_of
 from lightning_commopt.compressors.channel import backends_of
 from lightning_commopt.compressors.configs import compressor_to_config
 from lightning_commopt.compressors.registry import compressor_name
-from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.launch.nccl_variables import PREFIX, nccl_variables
 from lightning_commopt.measure.runs.settings import Settings, flat
-from lightning_commopt.plan_base import Plan
-from lightning_commopt.sharded_plan import ShardedPlan
+from lightning_commopt.plan import DiLoCoPlan, Plan
+from lightning_commopt.plan.sharded import ShardedPlan
 from lightning_commopt.strategy.base import is_baseline, plan_of
 
 if TYPE_CHECKING:

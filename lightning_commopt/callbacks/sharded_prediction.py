@@ -26,8 +26,8 @@ from lightning_commopt.cost.gradient_times import GradientTimes
 from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.measure.link.from_steps import SentStep
 from lightning_commopt.measure.record import StepRecord
-from lightning_commopt.plan_base import OptionError
-from lightning_commopt.sharded_plan import ShardedPlan
+from lightning_commopt.plan import OptionError
+from lightning_commopt.plan.sharded import ShardedPlan
 from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.sync.fsdp2.gradients import replicas_and_shards, sharded_units
 from lightning_commopt.sync.fsdp2.unit import Column

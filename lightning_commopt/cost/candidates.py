@@ -14,10 +14,10 @@ from lightning_commopt.cost.diloco import diloco_candidates
 from lightning_commopt.cost.predict import MIB, Costs, Prediction, buckets_of, jobs_of
 from lightning_commopt.cost.shared_core import wake_s
 from lightning_commopt.cost.workload import Gradient, Workload
-from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.measure.link.link import Link
-from lightning_commopt.plan import CommPlan, ddp_options
+from lightning_commopt.plan import CommPlan, DiLoCoPlan
+from lightning_commopt.plan.ddp import ddp_options
 
 _NUM_BATCHES = 4
 """Batches in a step for which accumulation is forecast: enough to show what it saves, and a number that users try."""

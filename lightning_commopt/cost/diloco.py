@@ -9,8 +9,7 @@ from lightning_commopt.compressors.catalog import ready_compressors
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.predict import Prediction, jobs_of
 from lightning_commopt.cost.workload import Gradient
-from lightning_commopt.diloco_plan import DiLoCoPlan
-from lightning_commopt.plan import CommPlan
+from lightning_commopt.plan import CommPlan, DiLoCoPlan
 
 SYNC_EVERY = (10, 30, 100)
 """Steps between two exchanges for which DiLoCo is predicted: those for which papers have losses; 30 is the default."""

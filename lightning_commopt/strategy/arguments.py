@@ -16,16 +16,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.catalog import recommended
 from lightning_commopt.compressors.registry import canonical_name, compressor_name, names_with_option
-from lightning_commopt.diloco_plan import DiLoCoPlan
-from lightning_commopt.plan import (
-    CommPlan,
-    OptionError,
-    UnknownOptionError,
-    check_option_names,
-    ddp_options,
-    plan_options,
-)
-from lightning_commopt.sharded_plan import ShardedPlan
+from lightning_commopt.plan import CommPlan, DiLoCoPlan, OptionError, UnknownOptionError
+from lightning_commopt.plan.ddp import check_option_names, ddp_options, plan_options
+from lightning_commopt.plan.sharded import ShardedPlan
 from lightning_commopt.text.validation import did_you_mean, warn_once
 from lightning_commopt.tune.options import AUTO, TuneOptions, plan_from_option
 from lightning_commopt.watch.uneven_batches import POLICIES

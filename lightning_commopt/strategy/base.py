@@ -21,8 +21,8 @@ from lightning_commopt.compat.lightning import (
     has_trainer,
 )
 from lightning_commopt.launch.nccl_variables import NcclOptions, find_mistakes
-from lightning_commopt.plan import CommPlan, OptionError, ddp_options, plan_options
-from lightning_commopt.plan_base import Plan
+from lightning_commopt.plan import CommPlan, OptionError, Plan
+from lightning_commopt.plan.ddp import ddp_options, plan_options
 from lightning_commopt.strategy.adapters import register_aliases
 from lightning_commopt.strategy.lightning_launcher import Launcher
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit

@@ -24,10 +24,8 @@ from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.hierarchical import Hierarchical
 from lightning_commopt.compressors.kernels import c_library
-from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.launch.nccl_variables import NcclOptions
-from lightning_commopt.plan import CommPlan
-from lightning_commopt.plan_base import OptionError
+from lightning_commopt.plan import CommPlan, DiLoCoPlan, OptionError
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import StartMethod, diloco_plan_from_arguments, document_plan_options
 from lightning_commopt.strategy.diloco_checkpoint import SavesRanks

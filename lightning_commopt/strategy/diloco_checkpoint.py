@@ -11,8 +11,8 @@ from uuid import uuid4
 from torch import Tensor
 
 from lightning_commopt.compat.loops import batch_is_open
-from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.measure.observer import Observers
+from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.strategy.base import is_fit
 from lightning_commopt.strategy.started import StartedAsDDP
 from lightning_commopt.sync.checkpoint import KEY, open_checkpoint, to_checkpoint, to_plain

@@ -18,9 +18,8 @@ from typing_extensions import Self
 
 from lightning_commopt.compressors import ShardedCompressor
 from lightning_commopt.launch.nccl_variables import NcclOptions
-from lightning_commopt.plan import CommPlan
-from lightning_commopt.plan_base import OptionError
-from lightning_commopt.sharded_plan import ShardedPlan
+from lightning_commopt.plan import CommPlan, OptionError
+from lightning_commopt.plan.sharded import ShardedPlan
 from lightning_commopt.strategy.arguments import document_plan_options, sharded_plan_from_arguments
 from lightning_commopt.strategy.base import WithTimeout, check_plans_agree, join_group
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for

@@ -15,9 +15,8 @@ from typing_extensions import Self
 from lightning_commopt.compat.loops import batch_is_open
 from lightning_commopt.compressors import ShardedCompressor
 from lightning_commopt.launch.nccl_variables import NcclOptions
-from lightning_commopt.plan import CommPlan
-from lightning_commopt.plan_base import OptionError
-from lightning_commopt.sharded_plan import ShardedPlan
+from lightning_commopt.plan import CommPlan, OptionError
+from lightning_commopt.plan.sharded import ShardedPlan
 from lightning_commopt.strategy import base, remedies
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import document_plan_options, sharded_plan_from_arguments

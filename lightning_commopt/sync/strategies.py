@@ -10,8 +10,7 @@ import torch
 from torch.nn import Module
 
 from lightning_commopt.measure.observer import Observers
-from lightning_commopt.plan import CommPlan
-from lightning_commopt.plan_base import Plan
+from lightning_commopt.plan import CommPlan, Plan
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import ClusterEnvironment

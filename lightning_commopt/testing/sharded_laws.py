@@ -22,7 +22,7 @@ from lightning_commopt.compressors import ShardedCompressor, ShardedHierarchical
 from lightning_commopt.compressors.base import finish
 from lightning_commopt.compressors.shards import first_seed
 from lightning_commopt.plan import OptionError
-from lightning_commopt.sharded_plan import check_available
+from lightning_commopt.plan.sharded import check_available
 from lightning_commopt.sync.fsdp2.gradients import ShardedSync
 from lightning_commopt.testing import laws
 from lightning_commopt.testing.laws import Law, law

@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.compat.lightning import MisconfigurationException, batches_that_stepped
 from lightning_commopt.compressors.configs import without_imports
 from lightning_commopt.compressors.kernels import c_library
-from lightning_commopt.plan import CommPlan
-from lightning_commopt.plan_base import OptionError, Plan
+from lightning_commopt.plan import CommPlan, OptionError, Plan
 from lightning_commopt.sync.groups import borrow_host_group
 from lightning_commopt.sync.strategies import PlannedStrategy, TunedBuckets, TunedStrategy, trainer_of
 from lightning_commopt.text.validation import info, warn

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.compressors.configs import without_imports
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.measure.private_folder import PrivateFolder, UntrustedError, cache_folder
-from lightning_commopt.plan_base import OptionError, Plan
+from lightning_commopt.plan import OptionError, Plan
 from lightning_commopt.sync.strategies import PlannedStrategy
 from lightning_commopt.text.validation import warn_once
 from lightning_commopt.tune.options import TuneOptions

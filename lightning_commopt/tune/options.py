@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_commopt.compressors.configs import compressor_from_config, sharded_from_config
-from lightning_commopt.plan import CommPlan, OptionError, plan_options
-from lightning_commopt.plan_base import Plan
+from lightning_commopt.plan import CommPlan, OptionError, Plan
+from lightning_commopt.plan.ddp import plan_options
 from lightning_commopt.text.validation import did_you_mean
 
 AUTO, NEVER = "auto", "never"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_commopt.compat.loops import wrap_method
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.measure.recorder import issued_by
-from lightning_commopt.plan_base import Plan
+from lightning_commopt.plan import Plan
 from lightning_commopt.sync.groups import BorrowedGroups
 from lightning_commopt.text.validation import info, warn
 from lightning_commopt.tune.calibration import MEASURING_S, Calibration, shortlist, unpredicted

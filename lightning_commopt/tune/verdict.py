@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_commopt.cost.candidates import Candidate
 from lightning_commopt.measure.runs.record import Stretch, TriedPlan, Tuning
-from lightning_commopt.plan_base import Plan
+from lightning_commopt.plan import Plan
 from lightning_commopt.text.formatting import MILLISECONDS, short_percent
 from lightning_commopt.tune.director import Director
 from lightning_commopt.tune.limits import MAX_STEPS

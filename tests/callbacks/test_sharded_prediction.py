@@ -18,7 +18,7 @@ from lightning_commopt.cost.fsdp2.basis import ShardedBasis, has_sharded_basis
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.forecasts import read_forecasts
 from lightning_commopt.measure.runs.files import PREDICTION_FILE
-from lightning_commopt.sharded_plan import ShardedPlan, check_available
+from lightning_commopt.plan.sharded import ShardedPlan, check_available
 from support.lightnings import Callback, ModelParallelStrategy
 from support.ranks import run_ranks
 

@@ -14,7 +14,7 @@ from lightning_commopt.commands.app import app
 from lightning_commopt.commands.info import info
 from lightning_commopt.compressors import compressor_names
 from lightning_commopt.compressors.kernels import c_library
-from lightning_commopt.plan import DDP_OPTION_SINCE, ddp_options
+from lightning_commopt.plan.ddp import DDP_OPTION_SINCE, ddp_options
 from support.commopt import commopt, imported_by
 from support.cross_section import sampled
 from support.sample_runs import SampleRun, write_run

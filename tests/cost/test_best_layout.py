@@ -13,7 +13,8 @@ from lightning_commopt.cost.compressor_cost import CompressorCost, Stage
 from lightning_commopt.cost.predict import buckets_of, jobs_of
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.link.link import Link
-from lightning_commopt.plan import CommPlan, ddp_options
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.plan.ddp import ddp_options
 
 INT8 = compressor_from_config("int8")
 COSTS = {

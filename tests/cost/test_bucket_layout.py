@@ -13,7 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.cost.candidates import caps_for
 from lightning_commopt.cost.gradient_times import GradientTimes
 from lightning_commopt.cost.predict import buckets_of, layout_of
-from lightning_commopt.plan import CommPlan, ddp_options
+from lightning_commopt.plan import CommPlan
+from lightning_commopt.plan.ddp import ddp_options
 from support.ranks import run_ranks
 
 OPTIONS: list[dict[str, Any]] = [

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commopt import CommOptDiLoCo
-from lightning_commopt.plan_base import OptionError
+from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.diloco.patient import PatientExchange
 from support.ranks import run_ranks
 from support.strategy_models import BatchNormed, Params, assert_same, loader, numbers, trainer

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lightning_commopt import CommOptDDP, CommOptModelParallel, shard
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
-from lightning_commopt.plan import ddp_options
+from lightning_commopt.plan.ddp import ddp_options
 from lightning_commopt.text import validation
 from support.collectives import takes_collectives
 from support.kept_states import Sharded

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning_commopt import Cast, CommPlan, DiLoCoPlan, Int8, PowerSGD
 from lightning_commopt.compressors.catalog import ready_compressors
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
-from lightning_commopt.plan import ddp_options
+from lightning_commopt.plan.ddp import ddp_options
 from lightning_commopt.strategy.adapters import ADAPTERS
 from support.lightnings import ADAPTER, PACKAGE
 from support.ranks import run_ranks

@@ -18,9 +18,9 @@ from lightning_commopt.compressors.blockwise import BlockInt8
 from lightning_commopt.compressors.catalog import example_compressors
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt4, ShardedInt8
 from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
-from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.operations import OperationTotals, exposed_s
+from lightning_commopt.plan import DiLoCoPlan
 from support.cross_section import sampled
 
 COMPRESSORS = {

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_commopt.compressors.channel import Channel
-from lightning_commopt.diloco_plan import DiLoCoPlan
+from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.sync.diloco.exchange import Exchange
 from lightning_commopt.sync.diloco.members import Members
 from lightning_commopt.sync.diloco.mesh import Mesh

@@ -9,7 +9,7 @@ from lightning_commopt.cost.fsdp2.arithmetic import ShardCost
 from lightning_commopt.cost.fsdp2.basis import ShardedBasis
 from lightning_commopt.cost.fsdp2.links import Line, Lines, Load, ShardLinks
 from lightning_commopt.cost.fsdp2.workload import Call, Payload, ShardedWorkload, Unit
-from lightning_commopt.sharded_plan import ShardedPlan
+from lightning_commopt.plan.sharded import ShardedPlan
 
 MB = 10**6
 INT8, BF16 = ShardedInt8(), ShardedBf16()

@@ -11,7 +11,7 @@ import pytest
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_commopt import CommPlan
-from lightning_commopt.plan import plan_options
+from lightning_commopt.plan.ddp import plan_options
 from lightning_commopt.text import validation
 from lightning_commopt.text.validation import did_you_mean, warn, warn_once
 

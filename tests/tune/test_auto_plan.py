@@ -13,7 +13,7 @@ import pytest
 from lightning_commopt import CommOptDDP, CommPlan
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.gradient_times import GradientTimes
-from lightning_commopt.plan import ddp_options
+from lightning_commopt.plan.ddp import ddp_options
 from lightning_commopt.tune import tuner as tuner_module
 from support.cross_section import sampled
 from support.lightnings import Callback, DDPStrategy, LightningModule, ModelCheckpoint, Trainer

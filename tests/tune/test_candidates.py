@@ -17,7 +17,7 @@ from lightning_commopt.cost.compressor_cost import own_average
 from lightning_commopt.cost.predict import buckets_of, predict
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.link.link import Link
-from lightning_commopt.plan import ddp_options
+from lightning_commopt.plan.ddp import ddp_options
 from lightning_commopt.tune import calibration as calibration_module
 from lightning_commopt.tune.calibration import MAX_CANDIDATES, Calibration, Shortlist, shortlist
 from lightning_commopt.tune.options import TuneOptions

@@ -16,7 +16,8 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lightning_commopt.fabric import CommOptDDP
-from lightning_commopt.plan import CommPlan, OptionError, ddp_options
+from lightning_commopt.plan import CommPlan, OptionError
+from lightning_commopt.plan.ddp import ddp_options
 from lightning_commopt.tune import tuner as tuner_module
 from support.cross_section import sampled
 from support.ranks import run_ranks

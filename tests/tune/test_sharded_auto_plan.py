@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_commopt import CommOptModelParallel, OptionError, shard
 from lightning_commopt.callbacks import RunRecorder
-from lightning_commopt.sharded_plan import ShardedPlan
+from lightning_commopt.plan.sharded import ShardedPlan
 from support.ranks import run_ranks
 from support.scripted_tuning import scripted
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer

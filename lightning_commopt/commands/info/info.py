@@ -12,7 +12,7 @@ from lightning_commopt.compressors import compressor_names
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.compressors.kernels.dispatch import has_triton
 from lightning_commopt.measure.runs.machine import devices, nccl_version, versions
-from lightning_commopt.plan import DDP_OPTION_SINCE, ddp_options
+from lightning_commopt.plan.ddp import DDP_OPTION_SINCE, ddp_options
 from lightning_commopt.text.terminal import TextTable
 
 _KERNELS = {"c": "C", "triton": "Triton", "torch": "plain torch"}

@@ -25,8 +25,7 @@ from lightning_commopt.cost.fsdp2.basis import Elsewhere, ShardedBasis, has_shar
 from lightning_commopt.cost.predict import Prediction
 from lightning_commopt.launch.lab import parse_rate
 from lightning_commopt.measure.runs.files import PREDICTION_FILE
-from lightning_commopt.plan import CommPlan
-from lightning_commopt.plan_base import Plan
+from lightning_commopt.plan import CommPlan, Plan
 from lightning_commopt.text.formatting import count, number
 from lightning_commopt.text.terminal import TextTable
 

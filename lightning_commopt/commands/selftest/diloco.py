@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from lightning_commopt.commands.selftest.checks import check
 from lightning_commopt.compressors.channel import Channel
-from lightning_commopt.diloco_plan import DiLoCoPlan
+from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.sync.diloco.exchange import Exchange
 from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.testing.places import Place

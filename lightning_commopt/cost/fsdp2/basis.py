@@ -20,7 +20,7 @@ from lightning_commopt.cost.predict import COST_RATIO, LEAST_SHARE, Prediction, 
 from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.measure.plain import from_plain, load_json, read_object, write_json
 from lightning_commopt.measure.runs.files import PREDICTION_FILE
-from lightning_commopt.sharded_plan import ShardedPlan
+from lightning_commopt.plan.sharded import ShardedPlan
 from lightning_commopt.text.validation import check_integer
 
 FORMAT = 1

@@ -15,7 +15,7 @@ from lightning_commopt.cost.fsdp2.workload import Exposure, ShardedWorkload, Uni
 from lightning_commopt.cost.shared_core import competing_threads
 from lightning_commopt.measure.operations import exposed_s
 from lightning_commopt.measure.record import StepRecord
-from lightning_commopt.sharded_plan import ShardedPlan
+from lightning_commopt.plan.sharded import ShardedPlan
 
 _BLOCK = 10
 """A prediction is a median of many steps, so its spread is that of medians of this many, as for the link of DDP."""

@@ -8,7 +8,7 @@ from lightning_commopt.cost.fsdp2.arithmetic import ShardCost, ShardCosts
 from lightning_commopt.cost.fsdp2.links import Line, Lines
 from lightning_commopt.cost.fsdp2.simulate import Piece, Task, backward_s
 from lightning_commopt.cost.fsdp2.workload import AS_INT8, Exposure, ShardedWorkload, Unit
-from lightning_commopt.sharded_plan import ShardedPlan
+from lightning_commopt.plan.sharded import ShardedPlan
 
 
 class World(NamedTuple):

@@ -22,7 +22,7 @@ from torch.nn import Module
 
 from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.compressors.base import as_real
-from lightning_commopt.diloco_plan import DiLoCoPlan
+from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.sync.checkpoint import KEY, OF_DILOCO
 from lightning_commopt.sync.diloco.exchange import Arrived, GlobalWeights, Report
 from lightning_commopt.sync.diloco.fragments import Fragment

@@ -12,7 +12,7 @@ from torch.nn import Module, ModuleList, Sequential
 
 from lightning_commopt.compressors import Layout
 from lightning_commopt.compressors.base import as_real
-from lightning_commopt.plan_base import OptionError
+from lightning_commopt.plan import OptionError
 
 
 @dataclass(frozen=True, eq=False)

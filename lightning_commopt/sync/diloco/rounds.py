@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_commopt.compat.torch import foreach_copy_
-from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.measure.observer import (
     APPLIED,
     ARRIVE,
@@ -22,6 +21,7 @@ from lightning_commopt.measure.observer import (
     BucketInfo,
     Observers,
 )
+from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.sync.diloco.counts import Counts
 from lightning_commopt.sync.diloco.exchange import Arrived, Exchange, GlobalWeights, LocalWeights, Report
 from lightning_commopt.sync.diloco.fragments import split_model

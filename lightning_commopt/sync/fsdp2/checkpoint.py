@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from lightning_commopt.compressors.base import State
 from lightning_commopt.compressors.shards import first_seed
-from lightning_commopt.plan_base import OptionError
+from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.checkpoint import KEY, SavedState, open_checkpoint, read_state, to_plain
 from lightning_commopt.sync.fsdp2.gradients import sharded_units
 from lightning_commopt.sync.fsdp2.model_sync import ShardedModelSync

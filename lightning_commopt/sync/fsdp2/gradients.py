@@ -26,8 +26,8 @@ from lightning_commopt.compat.torch import call_after_backward
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
 from lightning_commopt.compressors.shards import ShardedCompressor
-from lightning_commopt.plan_base import OptionError
-from lightning_commopt.sharded_plan import check_available
+from lightning_commopt.plan import OptionError
+from lightning_commopt.plan.sharded import check_available
 from lightning_commopt.sync.executors import BucketFuture, WorkerThread
 from lightning_commopt.sync.fsdp2.unit import Column, UnitReduceScatter
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_groups, shared_node_groups

@@ -11,8 +11,8 @@ from torch.nn import Module
 
 from lightning_commopt.compressors import ShardedCompressor
 from lightning_commopt.compressors.sharded import ShardedExact
-from lightning_commopt.plan_base import OptionError
-from lightning_commopt.sharded_plan import ShardedPlan
+from lightning_commopt.plan import OptionError
+from lightning_commopt.plan.sharded import ShardedPlan
 from lightning_commopt.sync.fsdp2.gradients import ShardedSync, place_on_nodes, sharded_units
 from lightning_commopt.sync.fsdp2.parameters import GatheredParameters
 from lightning_commopt.sync.state import CommState

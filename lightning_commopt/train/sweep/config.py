@@ -17,14 +17,12 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_commopt.compat.lightning import PACKAGES
-from lightning_commopt.diloco_plan import DiLoCoPlan
 from lightning_commopt.launch.environment import is_lab_rank, num_started_ranks
 from lightning_commopt.launch.lab import NetLab, parse_rate
 from lightning_commopt.measure.runs.record import RunRecord, new_record
 from lightning_commopt.measure.runs.settings import hydra_settings
-from lightning_commopt.plan import CommPlan
-from lightning_commopt.plan_base import Plan
-from lightning_commopt.sharded_plan import ShardedPlan
+from lightning_commopt.plan import CommPlan, DiLoCoPlan, Plan
+from lightning_commopt.plan.sharded import ShardedPlan
 from lightning_commopt.strategy.base import is_baseline
 from lightning_commopt.strategy.ddp import CommOptStrategy
 from lightning_commopt.strategy.diloco import CommOptDiLoCoStrategy

@@ -15,7 +15,7 @@ from lightning_commopt.cost.fsdp2.calls import (
 )
 from lightning_commopt.cost.fsdp2.from_fit import basis_of_fit
 from lightning_commopt.measure.record import Collective, Phase, StepRecord
-from lightning_commopt.sharded_plan import ShardedPlan
+from lightning_commopt.plan.sharded import ShardedPlan
 from support.sharded_samples import COMPUTE_S, EXCHANGE_S, INT8, NO_COST, UNIT, links
 
 

@@ -22,7 +22,7 @@ from lightning_commopt.cost.fsdp2.workload import Exposure
 from lightning_commopt.measure.forecasts import read_forecasts
 from lightning_commopt.measure.link.link import PAYLOAD_SHARE
 from lightning_commopt.measure.runs.files import PREDICTION_FILE
-from lightning_commopt.sharded_plan import ShardedPlan
+from lightning_commopt.plan.sharded import ShardedPlan
 from support.sharded_samples import BF16, COMPUTE_S, EXCHANGE_S, INT8, basis
 
 REST_S = 0.7

@@ -10,7 +10,7 @@ from torch import nn
 
 from fake_device.device import Outcome, digest, in_all_schedules
 from lightning_commopt.compressors.channel import Channel
-from lightning_commopt.diloco_plan import DiLoCoPlan
+from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.sync.diloco.exchange import Exchange
 from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.sync.groups import borrow_groups, default_group

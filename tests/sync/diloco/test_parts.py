@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_commopt import OptionError
-from lightning_commopt.diloco_plan import DiLoCoPlan
+from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.sync.diloco.drift import DriftWatch
 from lightning_commopt.sync.diloco.exchange import Exchange, Report
 from lightning_commopt.sync.diloco.fragments import split_model

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_commopt.compressors.channel import Channel
-from lightning_commopt.diloco_plan import DiLoCoPlan
+from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.sync.diloco.exchange import Exchange
 from lightning_commopt.sync.diloco.rounds import Rounds
 from support.ranks import run_ranks

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_commopt.compressors import Compressor, ShardedCompressor
 from lightning_commopt.compressors.configs import sharded_from_config
 from lightning_commopt.compressors.words import short_name
-from lightning_commopt.plan import CommPlan
-from lightning_commopt.plan_base import OptionError, Plan
+from lightning_commopt.plan.base import OptionError, Plan
+from lightning_commopt.plan.ddp import CommPlan
 from lightning_commopt.text.validation import did_you_mean
 
 _NO_BUCKETS = "FSDP2 has no buckets"

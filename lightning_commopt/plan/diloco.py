@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from lightning_commopt.compressors import Compressor, compressor_from_config
 from lightning_commopt.compressors.words import short_name
-from lightning_commopt.plan import CommPlan
-from lightning_commopt.plan_base import OptionError, Plan
+from lightning_commopt.plan.base import OptionError, Plan
+from lightning_commopt.plan.ddp import CommPlan
 from lightning_commopt.text.validation import check_choice, check_integer, check_switch
 
 OVERLAPPED_MIXING = 0.5

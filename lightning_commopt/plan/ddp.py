@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import Compressor, compressor_from_config
 from lightning_commopt.compressors.words import option_in_words, short_name
-from lightning_commopt.plan_base import OptionError as OptionError
-from lightning_commopt.plan_base import Plan, UnknownOptionError
+from lightning_commopt.plan.base import OptionError, Plan, UnknownOptionError
 from lightning_commopt.text.validation import did_you_mean
 
 DDP_OPTION_SINCE = {
