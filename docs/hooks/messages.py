@@ -83,9 +83,7 @@ def markdown(repository: Path) -> str:
         link = posixpath.relpath(page, posixpath.dirname(_HERE))
         title = (repository / "docs" / page).read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")
         lines += [
-            f"## {title}",
-            "",
-            f"Explained in [{title}]({link}).",
+            f"## [{title}]({link})",
             "",
             "| message | kind | from |",
             "|---|---|---|",

@@ -93,6 +93,13 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
     return _NAMED_PAGE.sub(link, html)
 
 
+def on_post_build(config: MkDocsConfig) -> None:
+    """Writes the index of the search as a script, too: a page that was opened from a folder can load no JSON."""
+    folder = Path(config.site_dir) / "search"
+    index = (folder / "search_index.json").read_text(encoding="utf-8")
+    (folder / "search_index.js").write_text(f"var __index = {index}", encoding="utf-8")
+
+
 def _link_in_site(link: str, source: str, place: str, config: MkDocsConfig, files: Files) -> str:
     """Returns a link of the repository's file ``source`` as one of the site's page ``place``."""
     url = urlsplit(link)

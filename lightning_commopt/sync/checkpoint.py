@@ -1,6 +1,6 @@
 """What a checkpoint holds of gradient sync, version 3: how it is gathered, written and read.
 
-``docs/how_to/resume.md`` has the keys. Values are tensors, numbers, strings, lists and dicts, so that
+``docs/reference/files.md`` has the keys. Values are tensors, numbers, strings, lists and dicts, so that
 ``torch.load(weights_only=True)`` reads them.
 """
 
