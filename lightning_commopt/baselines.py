@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.compat.lightning import MisconfigurationException
 from lightning_commopt.lightning import CommOptDDP
 from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketInfo, Observers
-from lightning_commopt.plan import OptionError
-from lightning_commopt.plan.ddp import DDP_OPTION_SINCE, check_option_names, ddp_options, plan_options
+from lightning_commopt.plan import CommPlan, OptionError
+from lightning_commopt.plan.ddp import DDP_OPTION_SINCE, check_option_names, ddp_options
 from lightning_commopt.strategy.arguments import OWN_OPTIONS, StartMethod, named_arguments
 from lightning_commopt.sync.ddp.buckets import synced_parameters
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
@@ -177,7 +177,7 @@ class InterleavedDP(ParameterwiseDP):
 
 
 def _refuse_options(strategy: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
-    ddp_names = {*ddp_options(), *DDP_OPTION_SINCE, *plan_options(), *_LIGHTNINGS_DDP_OPTIONS, *OWN_OPTIONS}
+    ddp_names = {*ddp_options(), *DDP_OPTION_SINCE, *CommPlan.options(), *_LIGHTNINGS_DDP_OPTIONS, *OWN_OPTIONS}
     for name in options:
         if name in ddp_names:
             raise OptionError(

@@ -14,7 +14,7 @@ from lightning_commopt import CommOptDDP, CommPlan, DiLoCoPlan, Int4, PowerSGD
 from lightning_commopt.compat.hydra import allow_targets
 from lightning_commopt.compressors import compressor_from_config
 from lightning_commopt.launch.conf_path import conf_dir
-from lightning_commopt.plan.ddp import ddp_options, plan_options
+from lightning_commopt.plan.ddp import ddp_options
 from lightning_commopt.train.sweep.config import ConfigError, check_config, sync_method
 from support.composed import composed
 from support.cross_section import sampled
@@ -50,7 +50,7 @@ def test_powersgd_has_all_its_options_with_their_own_defaults():
 
 def test_commopt_has_all_options_of_a_plan_and_sets_none():
     config = composed()
-    assert set(plan_options()) <= set(config.strategy)
+    assert set(CommPlan.options()) <= set(config.strategy)
     assert instantiate(config.strategy, _convert_="all").plan.to_dict() == {}
 
 

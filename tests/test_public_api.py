@@ -21,7 +21,6 @@ from lightning_commopt import DiLoCoPlan, callbacks, compressors, metrics, testi
 from lightning_commopt.commands.app import app
 from lightning_commopt.compressors import Compressor, compressor_names
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.plan.ddp import plan_options
 
 STRATEGIES = [
     (lightning_commopt.lightning.CommOptDDP, lightning.pytorch.strategies.DDPStrategy),
@@ -147,7 +146,7 @@ def test_every_option_of_a_plan_is_a_documented_keyword(ours: type) -> None:
     """If it fails, an option cannot be set, or nobody can read what it does."""
     keywords = inspect.signature(ours).parameters
     documented, described = inspect.getdoc(ours) or "", inspect.getdoc(CommPlan) or ""
-    for option in plan_options():
+    for option in CommPlan.options():
         assert keywords[option].default is None
         assert keywords[option].kind is inspect.Parameter.KEYWORD_ONLY
         assert keywords[option] == inspect.signature(lightning_commopt.fabric.CommOptDDP).parameters[option]

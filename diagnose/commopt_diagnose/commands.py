@@ -118,7 +118,8 @@ def nccl_log(
     """
     from commopt_diagnose.nccl_log.findings import find_all
     from commopt_diagnose.nccl_log.reader import read_log
-    from commopt_diagnose.nccl_log.terminal import print_log, to_plain
+    from commopt_diagnose.nccl_log.summary import to_plain
+    from commopt_diagnose.nccl_log.terminal import print_log
 
     with errors_in_a_line():
         log = read_log(files, keeps_order=run is not None)

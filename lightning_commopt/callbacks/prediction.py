@@ -15,6 +15,7 @@ from lightning_commopt.callbacks.publisher import StepFiles
 from lightning_commopt.cost.basis import Basis, recommended_compressors
 from lightning_commopt.cost.candidates import forecasts
 from lightning_commopt.cost.compressor_cost import measure_costs
+from lightning_commopt.cost.fsdp2.basis import ShardedBasis
 from lightning_commopt.cost.gradient_times import GradientTimes
 from lightning_commopt.cost.link_probe import ProbedSize, probe_link
 from lightning_commopt.measure.forecasts import Forecast
@@ -35,7 +36,7 @@ NUM_STEPS = 100  # enough for a spread; the buckets of more would cost memory
 MAX_PROBE_BYTES = 2**26  # larger messages take as long per byte
 
 # Ranks may end the fit later than rank 0, for example after a slow callback. After this time the link is not probed.
-PATIENCE_S = 5.0
+_PATIENCE_S = 5.0
 
 
 class PredictionRecorder:
@@ -127,14 +128,7 @@ class PredictionRecorder:
             )
         except ValueError:  # too few steps, or no buckets
             return []
-        others = forecasts(basis)
-        if files is not None:
-            files.save_basis(basis, others)
-        info(
-            f"CommTimeMonitor: probed the link and measured compressors for its predictions, after the fit, in"
-            f" {time.perf_counter() - began:.1f} s."
-        )
-        return others
+        return publish(forecasts(basis), basis, files, began)
 
     def _probe(self) -> list[ProbedSize]:
         """Returns the times of a few all-reduces over the group of gradient sync; empty if not all ranks take part."""
@@ -143,9 +137,27 @@ class PredictionRecorder:
         gradients = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in gradients)
         with suppress(RuntimeError):  # a rank has failed, which is not for this callback to report
-            if all_ranks_ready("end of fit", PATIENCE_S, default_pg_timeout.total_seconds()):
+            if can_probe():
                 return probe_link(model.process_group, self._strategy.root_device, min(num_bytes, MAX_PROBE_BYTES))
         return []
+
+
+def can_probe() -> bool:
+    """Returns whether all ranks have ended the fit, and the link may be probed; all of them must call it."""
+    return all_ranks_ready("end of fit", _PATIENCE_S, default_pg_timeout.total_seconds())
+
+
+def publish(
+    others: list[Forecast], basis: Basis | ShardedBasis, files: StepFiles | None, began: float
+) -> list[Forecast]:
+    """Writes and returns what was predicted, and logs how long that took since ``began`` on the host's clock."""
+    if files is not None:
+        files.save_basis(basis, others)
+    info(
+        "CommTimeMonitor: probed the link and measured compressors for its predictions, after the fit, in"
+        f" {time.perf_counter() - began:.1f} s."
+    )
+    return others
 
 
 def _plan(strategy: Strategy, comm_hook: str) -> CommPlan | None:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
 
-from lightning_commopt.callbacks.prediction import MAX_PROBE_BYTES, NUM_STEPS, PATIENCE_S, PredictionRecorder
+from lightning_commopt.callbacks.prediction import MAX_PROBE_BYTES, NUM_STEPS, PredictionRecorder, can_probe, publish
 from lightning_commopt.callbacks.publisher import StepFiles
 from lightning_commopt.callbacks.unit_calls import UnitCalls
 from lightning_commopt.compat.fsdp import units_of
@@ -31,9 +30,7 @@ from lightning_commopt.plan.sharded import ShardedPlan
 from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.sync.fsdp2.gradients import replicas_and_shards, sharded_units
 from lightning_commopt.sync.fsdp2.unit import Column
-from lightning_commopt.sync.gather import all_ranks_ready
 from lightning_commopt.sync.store import prepare_key_spaces
-from lightning_commopt.text.validation import info
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -114,7 +111,7 @@ class ShardedPredictionRecorder:
         began = time.perf_counter()
         batches = usual_batches([] if self._calls is None else self._calls.batches)
         with suppress(RuntimeError):  # a rank has failed, which is not for this callback to report
-            if all_ranks_ready("end of fit", PATIENCE_S, default_pg_timeout.total_seconds()):
+            if can_probe():
                 return self._conclude(batches, files, began)
         return []
 
@@ -154,13 +151,7 @@ class ShardedPredictionRecorder:
         others = sharded_forecasts(basis, [hook for hook in hooks if not getattr(hook, "error_feedback", False)])
         if plan_of(self._strategy) is None:
             others = [other._replace(setting=f"CommOptModelParallel({other.setting})") for other in others]
-        if files is not None:
-            files.save_basis(basis, others)
-        info(
-            f"CommTimeMonitor: probed the link and measured compressors for its predictions, after the fit, in"
-            f" {time.perf_counter() - began:.1f} s."
-        )
-        return others
+        return publish(others, basis, files, began)
 
     def _plan_in_use(self) -> ShardedPlan:
         """Returns the plan of a strategy of ours; Lightning's own does what a plan without options does."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.cost.basis import Basis, recommended_compressors
 from lightning_commopt.cost.diloco import diloco_candidates
-from lightning_commopt.cost.predict import MIB, Costs, Prediction, buckets_of, jobs_of
+from lightning_commopt.cost.predict import MIB, Candidate, Costs, buckets_of, jobs_of
 from lightning_commopt.cost.shared_core import wake_s
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.forecasts import Forecast
@@ -31,20 +31,13 @@ their square; with 16 and 6 there are fewer buckets than in the layout that ends
 backward needs."""
 
 
-class Candidate(NamedTuple):
-    """A plan, and what it would take."""
-
-    plan: CommPlan
-    prediction: Prediction
-
-
 def candidates(
     basis: Basis,
     compressors: Iterable[Compressor | None],
     *,
     num_ranks: int | None = None,
     with_lists: bool = True,
-) -> list[Candidate]:
+) -> list[Candidate[CommPlan]]:
     """Returns the plan of ``basis`` and plans with other buckets and compressors, by predicted time.
 
     For each compressor, None being DDP's own average, there are DDP's own layout with the usual caps and, if
@@ -74,9 +67,9 @@ def candidates(
     return sorted(predicted, key=lambda candidate: candidate.prediction.step_s)
 
 
-def best_of_each(basis: Basis, compressors: Iterable[Compressor | None], **options: Any) -> list[Candidate]:
+def best_of_each(basis: Basis, compressors: Iterable[Compressor | None], **options: Any) -> list[Candidate[CommPlan]]:
     """Returns the best candidate with each compressor, the fastest first; ``options`` go to `candidates`."""
-    best: dict[Compressor | None, Candidate] = {}
+    best: dict[Compressor | None, Candidate[CommPlan]] = {}
     for candidate in candidates(basis, compressors, **options):
         if candidate.plan != basis.plan:
             best.setdefault(candidate.plan.comm_hook, candidate)
@@ -162,7 +155,7 @@ def forecasts(basis: Basis) -> list[Forecast]:
     return [*sorted(predicted, key=lambda forecast: forecast.error_bound), *_exchanging(basis), _accumulating(basis)]
 
 
-def _forecast(candidate: Candidate, basis: Basis) -> Forecast:
+def _forecast(candidate: Candidate[CommPlan], basis: Basis) -> Forecast:
     plan, present = candidate.plan, basis.plan
     has_other_hook = plan.comm_hook != present.comm_hook
     settings = []

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from lightning_commopt.compressors.catalog import ready_compressors
 from lightning_commopt.cost.basis import Basis
-from lightning_commopt.cost.predict import Prediction, jobs_of
+from lightning_commopt.cost.predict import Candidate, Prediction, jobs_of
 from lightning_commopt.cost.workload import Gradient
 from lightning_commopt.plan import CommPlan, DiLoCoPlan
 
@@ -22,13 +21,6 @@ _ALIKE = (
     "an exchange takes as long as the same bytes between DDP's ranks; on CUDA copies to the host and its arithmetic"
     " come on top"
 )
-
-
-class DiLoCoCandidate(NamedTuple):
-    """A plan with few exchanges, and what the mean step would take."""
-
-    plan: DiLoCoPlan
-    prediction: Prediction
 
 
 def predict_diloco(plan: DiLoCoPlan, basis: Basis, *, num_ranks: int | None = None) -> Prediction:
@@ -71,7 +63,7 @@ def _difference(gradient: Gradient) -> Gradient:
     return gradient._replace(itemsize=max(gradient.itemsize, _DIFFERENCE_ITEMSIZE))
 
 
-def diloco_candidates(basis: Basis, *, num_ranks: int | None = None) -> list[DiLoCoCandidate]:
+def diloco_candidates(basis: Basis, *, num_ranks: int | None = None) -> list[Candidate[DiLoCoPlan]]:
     """Returns DiLoCo with some ``sync_every``; for the default also with int4, and with the overlap that hides all."""
     if (basis.workload.num_ranks if num_ranks is None else num_ranks) == 1:
         return []
@@ -84,4 +76,4 @@ def diloco_candidates(basis: Basis, *, num_ranks: int | None = None) -> list[DiL
     overlap = math.ceil(waited_s / local_s)
     if 0 < overlap < DiLoCoPlan().sync_every:
         plans.append(DiLoCoPlan(overlap=overlap))
-    return [DiLoCoCandidate(plan, predict_diloco(plan, basis, num_ranks=num_ranks)) for plan in plans]
+    return [Candidate(plan, predict_diloco(plan, basis, num_ranks=num_ranks)) for plan in plans]

@@ -47,15 +47,11 @@ def fit_to_step(parts: FittedParts, plan: CommPlan, step_s: float) -> FittedPart
     is shorter than its parts stays unexplained.
     """
     sync_s = step_s - fixed_s(parts.workload, parts.workload.num_ranks)
-    stretched = _compressed_parts if _is_compressed(plan) else _uncompressed_parts
+    stretched = _compressed_parts if plan.is_lossy else _uncompressed_parts
     fitted = _reaching(sync_s, step_s, parts, plan, stretched)
     missing_s = max(0.0, step_s - _step_s(fitted, plan))
     workload = replace(fitted.workload, rest_s=fitted.workload.rest_s + missing_s)
     return fitted._replace(workload=workload)
-
-
-def _is_compressed(plan: CommPlan) -> bool:
-    return plan.comm_hook is not None and plan.comm_hook.claims.is_lossy
 
 
 def _step_s(parts: FittedParts, plan: CommPlan) -> float:

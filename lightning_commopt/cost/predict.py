@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Generic, TypeVar
 
 import torch
+from typing_extensions import NamedTuple
 
 from lightning_commopt.compressors import Compressor, Layout
 from lightning_commopt.compressors.base import PIECE_NUMEL
@@ -19,7 +20,7 @@ from lightning_commopt.cost.compressor_cost import CompressorCost, own_average
 from lightning_commopt.cost.simulate import Job, Outcome, Phase, simulate
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.link.link import Link
-from lightning_commopt.plan import CommPlan
+from lightning_commopt.plan import CommPlan, Plan
 from lightning_commopt.text.validation import check_integer
 
 MODEL_ERROR = 0.05
@@ -54,6 +55,16 @@ class Prediction:
     high_s: float  # upper end
     exposed_s: float  # time in which backward has nothing left to compute and waits for gradient sync
     reasons: tuple[str, ...] = ()  # assumptions behind it, in words
+
+
+_Plan = TypeVar("_Plan", bound=Plan)
+
+
+class Candidate(NamedTuple, Generic[_Plan]):
+    """A plan, and what it would take."""
+
+    plan: _Plan
+    prediction: Prediction
 
 
 class Errors(NamedTuple):

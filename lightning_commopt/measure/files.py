@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_commopt.measure.observer import BucketInfo
-from lightning_commopt.measure.plain import parse_json
+from lightning_commopt.measure.plain import check_format, parse_json
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.text.formatting import numbers_text
 
@@ -202,11 +202,7 @@ def _read_last_fit(path: Path) -> RankRecords:
                     last.broken_lines[number] = reason
     if last is None:
         raise _NoFitError(f"{path} has no line of type 'run' that can be read ({first_reason})")
-    if last.header["format"] > FORMAT:
-        raise ValueError(
-            f"{path} has format {last.header['format']}, and this version reads up to {FORMAT}: install a later"
-            " lightning_commopt"
-        )
+    check_format(path, last.header["format"], FORMAT)
     return last
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from lightning_commopt.measure.observer import APPLIED, DUE, END, BucketInfo, BucketSync
@@ -70,17 +70,7 @@ class RecordedSync(BucketSync):
     def span(self, seconds: Callable[[Any], float]) -> BucketSpan:
         """Returns the marks in seconds; the sync must have ended."""
         assert self._wire_bytes is not None
-        ready_s, start_s, *wire_s, end_s = map(seconds, self.marks)
-        return BucketSpan(
-            index=self.bucket.index,
-            backward=self._backward,
-            gradient_bytes=self.bucket.gradient_bytes,
-            wire_bytes=self._wire_bytes,
-            ready_s=ready_s,
-            start_s=start_s,
-            end_s=end_s,
-            wire=tuple(zip(wire_s[::2], wire_s[1::2], strict=True)),
-        )
+        return _span(self.bucket, self._backward, self._wire_bytes, map(seconds, self.marks))
 
 
 class RecordedExchange(BucketSync):
@@ -116,17 +106,21 @@ class RecordedExchange(BucketSync):
 
     def span(self, seconds: Callable[[float], float]) -> BucketSpan:
         """Returns the exchange; ``seconds`` converts times of the host."""
-        ready_s, start_s, *wire_s, end_s = map(seconds, self._times)
-        return BucketSpan(
-            index=self.fragment.index,
-            backward=EXCHANGE,
-            gradient_bytes=self.fragment.gradient_bytes,
-            wire_bytes=self._bytes,
-            ready_s=ready_s,
-            start_s=start_s,
-            end_s=end_s,
-            wire=tuple(zip(wire_s[::2], wire_s[1::2], strict=True)),
-        )
+        return _span(self.fragment, EXCHANGE, self._bytes, map(seconds, self._times))
+
+
+def _span(bucket: BucketInfo, backward: int, wire_bytes: int, times_s: Iterable[float]) -> BucketSpan:
+    ready_s, start_s, *wire_s, end_s = times_s
+    return BucketSpan(
+        index=bucket.index,
+        backward=backward,
+        gradient_bytes=bucket.gradient_bytes,
+        wire_bytes=wire_bytes,
+        ready_s=ready_s,
+        start_s=start_s,
+        end_s=end_s,
+        wire=tuple(zip(wire_s[::2], wire_s[1::2], strict=True)),
+    )
 
 
 class IssuedCollective:

@@ -86,15 +86,19 @@ def load_json(path: Path, kind: str, newest_format: int, read: Callable[[dict[st
     plain = read_object(path, f"result of {kind}")
     if plain.get("kind") != kind:
         raise ValueError(f"{path} is not a result of {kind}: its kind is {plain.get('kind')!r}")
-    if not isinstance(plain.get("format"), int) or plain["format"] > newest_format:
-        raise ValueError(
-            f"{path} has format {plain.get('format')!r}, and this version reads up to {newest_format}:"
-            " install a later lightning_commopt"
-        )
+    check_format(path, plain.get("format"), newest_format)
     with errors_naming(path):
         result = read(plain)
         check_numbers(result)
     return result
+
+
+def check_format(path: Path, given: object, newest: int) -> None:
+    """Raises a ValueError unless the format of a file is a number up to the ``newest`` that this version reads."""
+    if not isinstance(given, int) or given > newest:
+        raise ValueError(
+            f"{path} has format {given!r}, and this version reads up to {newest}: install a later lightning_commopt"
+        )
 
 
 def read_object(path: Path, what: str, *, allow_nan: bool = True) -> dict[str, Any]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,6 +26,22 @@ class OptionError(MisconfigurationException, ValueError):
 
 class UnknownOptionError(OptionError, TypeError):
     """A user's option has an unknown name."""
+
+
+def check_known(name: str, known: Sequence[str]) -> None:
+    """Raises an UnknownOptionError unless an option is ``known``."""
+    if name not in known:
+        hint = did_you_mean(name, known)
+        raise UnknownOptionError(f"unknown option {name!r}; known options: {', '.join(sorted(known))}{hint}")
+
+
+@contextmanager
+def option_errors(prefix: str = "") -> Iterator[None]:
+    """Turns an error about a value into an OptionError with ``prefix`` before the message."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise OptionError(f"{prefix}{error}") from error
 
 
 class Plan(ABC):
@@ -66,11 +82,28 @@ class Plan(ABC):
     def check_names(cls, names: Sequence[str]) -> None:
         """Raises an UnknownOptionError for a name that is not an option, or an OptionError that gives the reason."""
         for name in names:
-            if name not in cls.options():
-                hint = did_you_mean(name, cls.options())
-                raise UnknownOptionError(
-                    f"unknown option {name!r}; known options: {', '.join(sorted(cls.options()))}{hint}"
-                )
+            check_known(name, cls.options())
+
+    @classmethod
+    def of(cls, plan: Any, words: Sequence[str] = ()) -> Self:
+        """Returns a plan, or the plan in a file whose path is given.
+
+        Args:
+            plan: the plan or the path.
+            words: what a caller takes besides, for the message.
+
+        Raises:
+            OptionError: ``plan`` is neither, or the file has none.
+        """
+        if isinstance(plan, cls):
+            return plan
+        allowed = f"{''.join(f'{word!r}, ' for word in words)}a {cls.__name__}"
+        if not isinstance(plan, str | Path):
+            raise OptionError(f"plan must be {allowed}, the path of a file or None, got {plan!r}")
+        if not Path(plan).is_file():
+            hint = did_you_mean(str(plan), words)
+            raise OptionError(f"plan must be {allowed}, or the path of a file, and there is no file {plan!r}{hint}")
+        return cls.load(plan)
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> Self:

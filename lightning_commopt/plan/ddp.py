@@ -16,8 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import Compressor, compressor_from_config
 from lightning_commopt.compressors.words import option_in_words, short_name
-from lightning_commopt.plan.base import OptionError, Plan, UnknownOptionError
-from lightning_commopt.text.validation import did_you_mean
+from lightning_commopt.plan.base import OptionError, Plan, check_known, option_errors
 
 DDP_OPTION_SINCE = {
     "init_sync": "2.7",
@@ -90,10 +89,8 @@ class CommPlan(Plan):
         object.__setattr__(self, "bucket_cap_mb", _check_bucket_cap(self.bucket_cap_mb))
         if isinstance(self.bucket_cap_mb, tuple):
             _check_available("bucket_cap_mb_list", "a list as bucket_cap_mb")
-        try:
+        with option_errors("comm_hook: "):
             object.__setattr__(self, "comm_hook", compressor_from_config(self.comm_hook))
-        except (ValueError, TypeError) as error:
-            raise OptionError(f"comm_hook: {error}") from error
         if self.comm_hook is not None and self.skip_all_reduce_unused_params:
             raise OptionError(
                 "comm_hook and skip_all_reduce_unused_params=True exclude each other: DDP then leaves out buckets"
@@ -148,16 +145,10 @@ class CommPlan(Plan):
 
     def ddp_kwargs(self) -> dict[str, Any]:
         """Returns the keywords for ``DistributedDataParallel``, without options that are None."""
-        kwargs = {name: getattr(self, name) for name in plan_options() if name != "comm_hook"}
+        kwargs = {name: getattr(self, name) for name in self.options() if name != "comm_hook"}
         if isinstance(self.bucket_cap_mb, tuple):
             kwargs["bucket_cap_mb_list"] = list(kwargs.pop("bucket_cap_mb"))
         return {name: value for name, value in kwargs.items() if value is not None}
-
-
-@cache
-def plan_options() -> tuple[str, ...]:
-    """Returns the names of a plan's options."""
-    return CommPlan.options()
 
 
 _FSDP2_OPTIONS = (
@@ -176,8 +167,7 @@ def check_option_names(options: Iterable[str], known: Sequence[str]) -> None:
                 raise OptionError(f"{name} is an option of CommOptModelParallel, for models that FSDP2 shards")
             if name in DDP_OPTION_SINCE:
                 _check_available(name, name)
-            hint = did_you_mean(name, known)
-            raise UnknownOptionError(f"unknown option {name!r}; known options: {', '.join(sorted(known))}{hint}")
+            check_known(name, known)
 
 
 def _check_available(ddp_option: str, asked: str) -> None:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from lightning_commopt.compressors import Compressor, compressor_from_config
 from lightning_commopt.compressors.words import short_name
-from lightning_commopt.plan.base import OptionError, Plan
+from lightning_commopt.plan.base import OptionError, Plan, option_errors
 from lightning_commopt.plan.ddp import CommPlan
 from lightning_commopt.text.validation import check_choice, check_integer, check_switch
 
@@ -51,6 +51,8 @@ class DiLoCoPlan(Plan):
         OptionError: a value is out of range, or two options exclude each other.
     """
 
+    searched: ClassVar = ()
+
     sync_every: int = 30
     fragments: int = 1
     fragment_by: Literal["blocks", "bytes"] = "blocks"
@@ -64,12 +66,10 @@ class DiLoCoPlan(Plan):
     inner: CommPlan | None = None
 
     def __post_init__(self) -> None:
-        try:
+        with option_errors("comm_hook: "):
             object.__setattr__(self, "comm_hook", compressor_from_config(self.comm_hook))
-        except (ValueError, TypeError) as error:
-            raise OptionError(f"comm_hook: {error}") from error
         object.__setattr__(self, "inner", _inner_plan(self.inner))
-        try:
+        with option_errors():
             for name, least in (("sync_every", 1), ("fragments", 1), ("overlap", 0)):
                 check_integer(name, getattr(self, name), at_least=least)
             check_choice("fragment_by", self.fragment_by, ("blocks", "bytes"))
@@ -78,8 +78,6 @@ class DiLoCoPlan(Plan):
             _check_number("outer_lr", self.outer_lr, above=0.0)
             for name in ("outer_momentum", *(("mixing",) if self.mixing is not None else ())):
                 _check_number(name, getattr(self, name), at_least=0.0, below=1.0)
-        except ValueError as error:
-            raise OptionError(str(error)) from error
         if self.fragments > self.sync_every:
             raise OptionError(
                 f"fragments={self.fragments} do not fit in sync_every={self.sync_every}: one is exchanged in a step, so"
@@ -156,10 +154,8 @@ def _inner_plan(inner: object) -> CommPlan | None:
     if inner == "ddp":
         return CommPlan()
     if isinstance(inner, Mapping):
-        try:
+        with option_errors("inner: "):
             return CommPlan.from_dict(inner)
-        except OptionError as error:
-            raise OptionError(f"inner: {error}") from error
     raise OptionError(f"inner must be 'ddp', a CommPlan, a mapping of its options or None, got {inner!r}")
 
 

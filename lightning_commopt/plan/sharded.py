@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_commopt.compressors import Compressor, ShardedCompressor
 from lightning_commopt.compressors.configs import sharded_from_config
 from lightning_commopt.compressors.words import short_name
-from lightning_commopt.plan.base import OptionError, Plan
+from lightning_commopt.plan.base import OptionError, Plan, option_errors
 from lightning_commopt.plan.ddp import CommPlan
-from lightning_commopt.text.validation import did_you_mean
+from lightning_commopt.text.validation import check_choice, check_integer, check_switch
 
 _NO_BUCKETS = "FSDP2 has no buckets"
 _WHY_NOT = {
@@ -69,24 +68,14 @@ class ShardedPlan(Plan):
     reduce_scatter_max_input_buffers: int | None = None
 
     def __post_init__(self) -> None:
-        try:
+        with option_errors("comm_hook: "):
             object.__setattr__(self, "comm_hook", sharded_from_config(self.comm_hook))
-        except (ValueError, TypeError) as error:
-            raise OptionError(f"comm_hook: {error}") from error
-        size = self.reduce_scatter_max_input_buffers
-        allowed = {
-            "param_hook": (self.param_hook in (None, "int8"), '"int8" or None'),
-            "accumulate_grads": (self.accumulate_grads in ("sharded", "unsharded"), "one of sharded, unsharded"),
-            "separate_reduce_scatter_group": (isinstance(self.separate_reduce_scatter_group, bool), "true or false"),
-            "reduce_scatter_max_input_buffers": (
-                size is None or (isinstance(size, int) and not isinstance(size, bool) and size > 0),
-                "a number of buffers above 0 or None",
-            ),
-        }
-        for name, (is_allowed, what) in allowed.items():
-            if not is_allowed:
-                hint = did_you_mean(getattr(self, name), ("sharded", "unsharded")) if name == "accumulate_grads" else ""
-                raise OptionError(f"{name} must be {what}, got {getattr(self, name)!r}{hint}")
+        with option_errors():
+            check_choice("param_hook", self.param_hook, ("int8", None))
+            check_choice("accumulate_grads", self.accumulate_grads, ("sharded", "unsharded"))
+            check_switch("separate_reduce_scatter_group", self.separate_reduce_scatter_group)
+            if (size := self.reduce_scatter_max_input_buffers) is not None:
+                check_integer("reduce_scatter_max_input_buffers", size, at_least=1)
         for name in ("comm_hook", "param_hook"):
             if getattr(self, name) is not None:
                 check_available(name)
@@ -104,29 +93,24 @@ class ShardedPlan(Plan):
         super().check_names(names)
 
     @classmethod
-    def of(cls, plan: ShardedPlan | CommPlan | str | Path) -> ShardedPlan:
+    def of(cls, plan: Any, words: Sequence[str] = ()) -> ShardedPlan:
         """Returns a plan for FSDP2 from a plan, from a plan of DDP, or from the path of a file with either.
 
-        A `CommPlan` gives the compressor with the same name, with the options that differ from their defaults.
+        A `CommPlan` gives the compressor with the same name, with the options that differ from their defaults. The
+        other arguments and errors are those of `Plan.of`.
 
         Raises:
-            OptionError: ``plan`` is none of these, or has an option that cannot apply to FSDP2.
+            OptionError: ``plan`` has an option that cannot apply to FSDP2.
         """
-        if isinstance(plan, cls):
-            return plan
         if isinstance(plan, CommPlan):
             options = {name: value for name in plan.options() if (value := getattr(plan, name)) is not None}
             cls.check_names([*options])
             return cls(**options)
-        if not isinstance(plan, str | Path):
-            raise OptionError(f"plan must be a ShardedPlan, a CommPlan, the path of a file or None, got {plan!r}")
-        if not Path(plan).is_file():
-            raise OptionError(f"plan must be a ShardedPlan, or the path of a file, and there is no file {plan!r}")
         try:
-            return cls.load(plan)
+            return super().of(plan, words)
         except OptionError as error:
             with suppress(OptionError):  # the file may have a plan of DDP, whose compressor has other options
-                return cls.of(CommPlan.load(plan))
+                return cls.of(CommPlan.of(plan))
             raise error from None
 
     def with_comm_hook(self, comm_hook: str | Mapping[str, Any] | Compressor | ShardedCompressor) -> ShardedPlan:

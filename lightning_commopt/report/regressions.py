@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_commopt.measure.plain import check_numbers, parse_json
+from lightning_commopt.measure.plain import check_format, check_numbers, parse_json
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.intervals import Interval, compare
 from lightning_commopt.report.outputs import FORMAT, to_plain
@@ -125,8 +125,7 @@ def _load(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is neither a directory nor what commopt report --json prints: {error}") from error
     if not isinstance(report, dict) or not {"format", "groups", "failed"} <= report.keys():
         raise ValueError(f"{path} is not what commopt report --json prints")
-    if not isinstance(report["format"], int) or report["format"] > FORMAT:
-        raise ValueError(f"{path} has format {report['format']!r}, this version reads up to {FORMAT}")
+    check_format(path, report["format"], FORMAT)
     return report
 
 

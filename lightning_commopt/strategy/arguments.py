@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from numbers import Real
-from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
@@ -16,8 +15,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.catalog import recommended
 from lightning_commopt.compressors.registry import canonical_name, compressor_name, names_with_option
-from lightning_commopt.plan import CommPlan, DiLoCoPlan, OptionError, UnknownOptionError
-from lightning_commopt.plan.ddp import check_option_names, ddp_options, plan_options
+from lightning_commopt.plan import CommPlan, DiLoCoPlan, OptionError, Plan, UnknownOptionError
+from lightning_commopt.plan.ddp import check_option_names, ddp_options
 from lightning_commopt.plan.sharded import ShardedPlan
 from lightning_commopt.text.validation import did_you_mean, warn_once
 from lightning_commopt.tune.options import AUTO, TuneOptions, plan_from_option
@@ -66,10 +65,8 @@ def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, TuneOpt
     Raises:
         OptionError: an argument is wrong, unknown or given twice, or arguments contradict each other.
     """
-    given = named_arguments(arguments)
+    given, options, lightnings = _sorted_arguments(arguments, CommPlan)
     others = dict(arguments["kwargs"])
-    options = {name: value for name, value in given.items() if name in plan_options()}
-    lightnings = {name: value for name, value in given.items() if name not in (*plan_options(), *OWN_OPTIONS)}
     if "device_ids" in others:
         raise OptionError(f"device_ids={others['device_ids']!r} cannot be given: Lightning sets it, from its devices")
     _refuse_options_of_compressors(others, options["comm_hook"])
@@ -83,7 +80,7 @@ def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, TuneOpt
             raise OptionError(f"bucket_cap_mb_list must be a list of numbers of MiB, got {sizes!r}")
         options["bucket_cap_mb"] = list(sizes)
     tuned = TuneOptions.of(given.get("plan"), given.get("lossy"), {**given, **others, **options})
-    plan = plan_from_option(given.get("plan"), options) or CommPlan.from_dict(options)
+    plan = plan_from_option(CommPlan, given.get("plan"), options)
     _warn_of_unused(given, plan)
     if plan.comm_hook is not None and others.get("mixed_precision") is not None:
         raise OptionError("comm_hook and DDP's mixed_precision exclude each other: DDP takes one hook")
@@ -94,29 +91,23 @@ def sharded_plan_from_arguments(
     arguments: Mapping[str, Any],
 ) -> tuple[ShardedPlan, TuneOptions | None, dict[str, Any]]:
     """Sorts the arguments of a strategy for sharded models; see `plan_from_arguments`."""
-    given, plan_given = named_arguments(arguments), arguments["plan"]
+    given, options, lightnings = _sorted_arguments(arguments, ShardedPlan)
     for name in arguments["kwargs"]:
-        if name in (*given, "kwargs") or name not in {*ddp_options(), *plan_options(), "ddp_comm_hook"}:
+        if name in (*given, "kwargs") or name not in {*ddp_options(), *CommPlan.options(), "ddp_comm_hook"}:
             raise UnknownOptionError(f"unknown option {name!r}{did_you_mean(name, [*given])}")
         ShardedPlan.check_names([name])
     check_arguments(given)
-    options = {name: value for name, value in given.items() if name in ShardedPlan.options()}
-    lightnings = {name: value for name, value in given.items() if name not in (*options, *OWN_OPTIONS)}
-    if plan_given == AUTO and "lossy" not in given:
+    if given["plan"] == AUTO and "lossy" not in given:
         raise OptionError("plan='auto' chooses for sharded models in fits of a Trainer only, not in Fabric")
-    plan, tuned = ShardedPlan(**options), TuneOptions.of_shards(plan_given, given.get("lossy"), given)
-    if plan_given is None or plan_given == AUTO:
-        return plan, tuned, lightnings
-    if besides := [name for name in plan.options() if getattr(plan, name) != getattr(ShardedPlan(), name)]:
-        raise OptionError(f"plan={plan_given!r} is a whole plan, so {', '.join(besides)} cannot be given too")
-    return ShardedPlan.of(plan_given), tuned, lightnings
+    tuned = TuneOptions.of_shards(given["plan"], given.get("lossy"), given)
+    return plan_from_option(ShardedPlan, given["plan"], options), tuned, lightnings
 
 
 def diloco_plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[DiLoCoPlan, dict[str, Any]]:
     """Sorts the arguments of `CommOptDiLoCo`; returns the plan, and the arguments for Lightning's strategy."""
-    given, plan_given = named_arguments(arguments), arguments["plan"]
+    given, options, lightnings = _sorted_arguments(arguments, DiLoCoPlan)
     for name in arguments["kwargs"]:
-        if name in (*ddp_options(), *plan_options()):
+        if name in (*ddp_options(), *CommPlan.options()):
             raise OptionError(
                 f"{name} is an option of DDP, and DiLoCo wraps a model in DDP only within a node: write"
                 f" inner={{{name!r}: ...}}"
@@ -131,27 +122,19 @@ def diloco_plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[DiLoCoPlan
         raise OptionError(
             "patience_s and sigterm_every_n_steps exclude each other: an agreement on SIGTERM waits for all ranks"
         )
-    options = {name: value for name, value in given.items() if name in DiLoCoPlan.options()}
-    lightnings = {name: value for name, value in given.items() if name not in (*options, *OWN_OPTIONS)}
-    plan = DiLoCoPlan(**options)
-    if plan_given is None:
-        _check_patience(given["patience_s"], plan)
-        return plan, lightnings
-    if besides := [name for name in options if getattr(plan, name) != getattr(DiLoCoPlan(), name)]:
-        raise OptionError(f"plan={plan_given!r} is a whole plan, so {', '.join(besides)} cannot be given too")
-    if isinstance(plan_given, DiLoCoPlan):
-        plan = plan_given
-    elif not isinstance(plan_given, str | Path) or plan_given == AUTO:
-        raise OptionError(f"plan must be a DiLoCoPlan, the path of a file or None, got {plan_given!r}")
-    else:
-        plan = DiLoCoPlan.load(plan_given)
-    _check_patience(given["patience_s"], plan)
+    plan = plan_from_option(DiLoCoPlan, given["plan"], options)
+    if given["patience_s"] is not None and plan.inner is not None:
+        raise OptionError("patience_s is not possible with inner: the ranks of a node wait for each other in each step")
     return plan, lightnings
 
 
-def _check_patience(patience_s: float | None, plan: DiLoCoPlan) -> None:
-    if patience_s is not None and plan.inner is not None:
-        raise OptionError("patience_s is not possible with inner: the ranks of a node wait for each other in each step")
+def _sorted_arguments(
+    arguments: Mapping[str, Any], plan: type[Plan]
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Returns all named arguments of a constructor, those that are options of its plan, and those for Lightning."""
+    given = named_arguments(arguments)
+    options = {name: value for name, value in given.items() if name in plan.options()}
+    return given, options, {name: given[name] for name in given if name not in (*options, *OWN_OPTIONS)}
 
 
 def named_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from lightning_commopt.compat.lightning import (
 )
 from lightning_commopt.launch.nccl_variables import NcclOptions, find_mistakes
 from lightning_commopt.plan import CommPlan, OptionError, Plan
-from lightning_commopt.plan.ddp import ddp_options, plan_options
+from lightning_commopt.plan.ddp import ddp_options
 from lightning_commopt.strategy.adapters import register_aliases
 from lightning_commopt.strategy.lightning_launcher import Launcher
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit
@@ -53,8 +53,8 @@ class NamedStrategy(WithTimeout):
     @classmethod
     def from_plan(cls, plan: CommPlan | str | Path, **kwargs: Any) -> Self:
         """Makes a strategy from a plan, or from a file that `CommPlan.save` wrote, and other arguments."""
-        plan = plan if isinstance(plan, CommPlan) else CommPlan.load(plan)
-        return cls(**{name: getattr(plan, name) for name in plan_options()}, **kwargs)
+        plan = CommPlan.of(plan)
+        return cls(**{name: getattr(plan, name) for name in plan.options()}, **kwargs)
 
     @contextmanager
     def without_init_sync(self) -> Generator[None, None, None]:

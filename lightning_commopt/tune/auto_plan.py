@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,21 +25,24 @@ _KEY = "plan='auto'"
 """Key of the chosen plan in a checkpoint, beside the names of modules, none of which can be spelled like it."""
 
 
-class AutoPlan(ABC):
+_Strategy = TypeVar("_Strategy", bound=PlannedStrategy)
+_TrainersStrategy = TypeVar("_TrainersStrategy", bound=TunedStrategy)
+
+
+class AutoPlan(ABC, Generic[_Strategy]):
     """Tunes the fits of a strategy; without options it does nothing. See `FitPlan`, and `LoopPlan` for Fabric.
 
     Args:
         strategy: the one that trains.
         options: what may be chosen; None if ``plan`` is not "auto".
-        max_regret: share of a fit's time, over all its steps, that searching may cost.
     """
 
     _tells_verdict = True  # whether the verdict is logged; otherwise the caller of `describe` prints it
+    _max_regret = 0.01  # share of a fit's time, over all its steps, that searching may cost
 
-    def __init__(self, strategy: PlannedStrategy, options: TuneOptions | None, max_regret: float = 0.01) -> None:
+    def __init__(self, strategy: _Strategy, options: TuneOptions | None) -> None:
         self._strategy = strategy
         self._options = options
-        self._max_regret = max_regret
         self._base: Plan | None = None
         self._resumed: Plan | None = None
         self._tuner: Tuner | None = None
@@ -154,13 +157,8 @@ class AutoPlan(ABC):
             self._strategy.apply_plan(plan)
 
 
-class _PlanOfFits(AutoPlan):
+class _PlanOfFits(AutoPlan[_TrainersStrategy]):
     """Tunes the fits of a Trainer's strategy."""
-
-    _strategy: TunedStrategy
-
-    def __init__(self, strategy: TunedStrategy, options: TuneOptions | None, max_regret: float = 0.01) -> None:
-        super().__init__(strategy, options, max_regret)
 
     def _host_with(self, **options: Any) -> Host:
         """Returns the fit that the strategy is in, with what depends on how its model is wrapped."""
@@ -185,13 +183,8 @@ class _PlanOfFits(AutoPlan):
         )
 
 
-class FitPlan(_PlanOfFits):
+class FitPlan(_PlanOfFits[TunedBuckets]):
     """Tunes the fits of a Trainer's strategy with DDP: its buckets and compressors, by predictions."""
-
-    _strategy: TunedBuckets
-
-    def __init__(self, strategy: TunedBuckets, options: TuneOptions | None, max_regret: float = 0.01) -> None:
-        super().__init__(strategy, options, max_regret)
 
     def _host(self) -> Host:
         strategy = self._strategy
@@ -211,7 +204,7 @@ class FitPlan(_PlanOfFits):
         )
 
 
-class ShardedFitPlan(_PlanOfFits):
+class ShardedFitPlan(_PlanOfFits[TunedStrategy]):
     """Tunes the fits of a Trainer's strategy for sharded models: tries each compressor that may be chosen.
 
     Nothing is predicted, and averages are not guarded: FSDP2 keeps no gradients that a compressor has not seen.

@@ -12,10 +12,10 @@ from lightning_commopt.compat.loops import wrap_method
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.catalog import ready_compressors
 from lightning_commopt.cost.basis import Basis
-from lightning_commopt.cost.candidates import Candidate, candidates
+from lightning_commopt.cost.candidates import candidates
 from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs
 from lightning_commopt.cost.gradient_times import GradientTimes
-from lightning_commopt.cost.predict import Costs, Prediction, buckets_of, predict
+from lightning_commopt.cost.predict import Candidate, Costs, Prediction, buckets_of, predict
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
@@ -159,8 +159,8 @@ class Shortlist(NamedTuple):
         not_allowed: the largest share of a step that each compressor that was not allowed would save, by its name.
     """
 
-    base: Candidate
-    candidates: tuple[Candidate, ...]
+    base: Candidate[Any]
+    candidates: tuple[Candidate[Any], ...]
     not_allowed: dict[str, float]
 
 
@@ -190,9 +190,9 @@ def shortlist(basis: Basis, options: TuneOptions) -> Shortlist:
     return Shortlist(Candidate(base, own), tuple(chosen), _not_allowed(basis, options, best_s))
 
 
-def _diverse(promising: Sequence[Candidate], own_s: float, basis: Basis) -> list[Candidate]:
+def _diverse(promising: Sequence[Candidate[CommPlan]], own_s: float, basis: Basis) -> list[Candidate[CommPlan]]:
     """Returns candidates in the order in which to try them; ``promising`` begins with the fastest."""
-    best: dict[Compressor | None, Candidate] = {}
+    best: dict[Compressor | None, Candidate[CommPlan]] = {}
     for candidate in promising:
         best.setdefault(candidate.plan.comm_hook, candidate)
     gains = {hook: own_s - candidate.prediction.step_s for hook, candidate in best.items()}
@@ -200,7 +200,7 @@ def _diverse(promising: Sequence[Candidate], own_s: float, basis: Basis) -> list
     rest = [candidate for candidate in best.values() if candidate not in chosen]
     num_buckets = {candidate.plan: len(buckets_of(candidate.plan, basis.workload.gradients)) for candidate in promising}
 
-    def ratio(candidate: Candidate) -> float:
+    def ratio(candidate: Candidate[CommPlan]) -> float:
         """Returns how many times more or fewer buckets it has than the nearest chosen one with its compressor."""
         own, hook = num_buckets[candidate.plan], candidate.plan.comm_hook
         same = [num_buckets[other.plan] for other in chosen if other.plan.comm_hook == hook]

@@ -22,7 +22,7 @@ from lightning_commopt.tune.options import TuneOptions
 ApplyPlan = Callable[[CommPlan, Sequence[GradientSync]], None]
 
 
-class LoopPlan(AutoPlan):
+class LoopPlan(AutoPlan[BucketedStrategy]):
     """Tunes the module that a loop trains.
 
     A step ends with an optimizer step after a synchronized backward. Several optimizers make one step: it ends where
@@ -38,8 +38,6 @@ class LoopPlan(AutoPlan):
         syncs: the gradient syncs of the modules that are set up.
         apply_plan: changes the plan of the modules with these syncs, and of later ones; all ranks call it.
     """
-
-    _strategy: BucketedStrategy
 
     def __init__(
         self, strategy: BucketedStrategy, options: TuneOptions | None, syncs: ModuleSyncs, apply_plan: ApplyPlan

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_commopt.compressors.configs import compressor_from_config, sharded_from_config
-from lightning_commopt.plan import CommPlan, OptionError, Plan
-from lightning_commopt.plan.ddp import plan_options
-from lightning_commopt.text.validation import did_you_mean
+from lightning_commopt.plan import OptionError, Plan
+from lightning_commopt.plan.base import option_errors
 
 AUTO, NEVER = "auto", "never"
+_Plan = TypeVar("_Plan", bound=Plan)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,15 +40,10 @@ class TuneOptions:
         Raises:
             OptionError: a value is not allowed, two exclude each other, or nothing is left to choose.
         """
-        allowed = _lossy(lossy)
-        if plan != AUTO:
-            if allowed:
-                raise OptionError(f"lossy={lossy!r} needs plan='auto': it lists what that may choose")
+        if (allowed := _allowed(plan, lossy, options, compressor_from_config)) is None:
             return None
         if options.get("ddp_comm_hook") is not None:
             raise OptionError("plan='auto' and ddp_comm_hook exclude each other: DDP takes one hook")
-        if options.get("uneven_batches") == "allow":
-            raise OptionError("plan='auto' and uneven_batches='allow' exclude each other: ranks are timed together")
         if options.get("mixed_precision") is not None:
             raise OptionError("plan='auto' and DDP's mixed_precision exclude each other: DDP takes one hook")
         if allowed and options.get("skip_all_reduce_unused_params"):
@@ -73,23 +67,9 @@ class TuneOptions:
 
     @classmethod
     def of_shards(cls, plan: Any, lossy: Any, options: Mapping[str, Any]) -> TuneOptions | None:
-        """Checks the two options of a strategy for sharded models; see `of`.
-
-        Args:
-            plan: the strategy's option ``plan``.
-            lossy: the strategy's option ``lossy``.
-            options: the strategy's other options.
-
-        Raises:
-            OptionError: a value is not allowed, two exclude each other, or nothing is left to choose.
-        """
-        allowed = _lossy(lossy, sharded_from_config)
-        if plan != AUTO:
-            if allowed:
-                raise OptionError(f"lossy={lossy!r} needs plan='auto': it lists what that may choose")
+        """Checks the two options of a strategy for sharded models; arguments and errors are those of `of`."""
+        if (allowed := _allowed(plan, lossy, options, sharded_from_config)) is None:
             return None
-        if options.get("uneven_batches") == "allow":
-            raise OptionError("plan='auto' and uneven_batches='allow' exclude each other: ranks are timed together")
         if (hook := options.get("comm_hook")) not in (None, "none"):
             raise OptionError(f"plan='auto' has nothing to choose beside comm_hook={hook!r}: give one of the two")
         if not allowed:
@@ -112,45 +92,52 @@ class TuneOptions:
         )
 
 
-def plan_from_option(plan: Any, options: Mapping[str, Any]) -> CommPlan | None:
-    """Returns the plan that was given to a strategy as a whole or as a file; None if its options make it.
+def plan_from_option(kind: type[_Plan], plan: Any, options: Mapping[str, Any]) -> _Plan:
+    """Returns the plan that was given to a strategy as a whole or as a file, else the one that its options make.
 
     Args:
+        kind: class of the plan.
         plan: the strategy's option ``plan``.
-        options: the plan's options.
+        options: the strategy's options, of which those of a plan count.
 
     Raises:
-        OptionError: it is neither, the file holds none, or options are given besides.
+        OptionError: ``plan`` is neither, the file has none, options are given besides, or a value is out of range.
     """
-    if plan is None or plan == AUTO:
-        return None
-    if not isinstance(plan, CommPlan | str | Path):
-        raise OptionError(f"plan must be 'auto', a CommPlan, the path of a file or None, got {plan!r}")
-    besides = [name for name in plan_options() if _is_given(name, options)]
+    words = (AUTO,) if kind.searched else ()
+    if plan is None or plan in words:
+        return kind.from_dict({name: options[name] for name in kind.options() if name in options})
+    besides = [field.name for field in dataclasses.fields(kind) if _is_given(field.name, options, field.default)]  # type: ignore[arg-type]
     if besides:
         raise OptionError(f"plan={plan!r} is a whole plan, so {', '.join(besides)} cannot be given too")
-    if isinstance(plan, CommPlan):
-        return plan
-    if not Path(plan).is_file():
-        hint = did_you_mean(str(plan), [AUTO])
-        raise OptionError(
-            f"plan must be 'auto', a CommPlan, or the path of a file, and there is no file {plan!r}{hint}"
-        )
-    return CommPlan.load(plan)
+    return kind.of(plan, words)
 
 
-def _is_given(name: str, options: Mapping[str, Any]) -> bool:
+def _is_given(name: str, options: Mapping[str, Any], default: object = None) -> bool:
     """Returns whether an option of a plan is set; a comm hook "none" is not, in any spelling."""
-    value = options.get(name)
+    value = options.get(name, default)
     if name != "comm_hook":
-        return value is not None
+        return bool(value != default)
     try:
         return compressor_from_config(value) is not None
     except (ValueError, TypeError):
         return True
 
 
-def _lossy(lossy: Any, from_config: Callable[[Any], Any] = compressor_from_config) -> tuple[Any, ...]:
+def _allowed(
+    plan: Any, lossy: Any, options: Mapping[str, Any], from_config: Callable[[Any], Any]
+) -> tuple[Any, ...] | None:
+    """Returns the compressors that may be chosen; None unless ``plan`` is "auto"."""
+    allowed = _lossy(lossy, from_config)
+    if plan != AUTO:
+        if allowed:
+            raise OptionError(f"lossy={lossy!r} needs plan='auto': it lists what that may choose")
+        return None
+    if options.get("uneven_batches") == "allow":
+        raise OptionError("plan='auto' and uneven_batches='allow' exclude each other: ranks are timed together")
+    return allowed
+
+
+def _lossy(lossy: Any, from_config: Callable[[Any], Any]) -> tuple[Any, ...]:
     if lossy == NEVER or lossy is None:
         return ()
     if isinstance(lossy, str):
@@ -162,10 +149,8 @@ def _lossy(lossy: Any, from_config: Callable[[Any], Any] = compressor_from_confi
         )
     compressors = []
     for config in lossy:
-        try:
+        with option_errors("lossy: "):
             compressor = from_config(config)
-        except (ValueError, TypeError) as error:
-            raise OptionError(f"lossy: {error}") from error
         if compressor is not None and compressor not in compressors:
             compressors.append(compressor)
     return tuple(compressors)

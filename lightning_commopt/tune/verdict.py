@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_commopt.cost.candidates import Candidate
+from lightning_commopt.cost.predict import Candidate
 from lightning_commopt.measure.runs.record import Stretch, TriedPlan, Tuning
 from lightning_commopt.plan import Plan
 from lightning_commopt.text.formatting import MILLISECONDS, short_percent
@@ -128,7 +128,7 @@ def _predicted(director: Director, arm: int) -> str:
     return f"; predicted were {step} ({low} to {high})"
 
 
-def _interval(candidate: Candidate) -> tuple[float, float, float]:
+def _interval(candidate: Candidate[Any]) -> tuple[float, float, float]:
     return candidate.prediction.step_s, candidate.prediction.low_s, candidate.prediction.high_s
 
 

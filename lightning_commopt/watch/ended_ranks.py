@@ -6,18 +6,23 @@ A rank that only takes its time has a process, and is never among them.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import time
-from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from lightning_commopt.launch.environment import launching_rank
 from lightning_commopt.sync.strategies import RunningStrategy
 from lightning_commopt.watch import times
-from lightning_commopt.watch.hangs.process import find_exit, is_alive, process_fields
+from lightning_commopt.watch.hangs.process import (
+    children_by_process,
+    find_exit,
+    is_alive,
+    process_fields,
+    read_proc,
+    signal_name,
+    variables_of,
+)
 
 # By the class that Lightning has for it, each launcher has a name, and a variable for the number of a rank on its host.
 _LAUNCHERS = {"TorchElasticEnvironment": ("torchrun", "LOCAL_RANK"), "SLURMEnvironment": ("srun", "SLURM_LOCALID")}
@@ -72,7 +77,7 @@ class EndedRanks:
             return None
         rank = self._ranks_here.start + min(absent, key=lambda local_rank: (self._absent_since[local_rank], local_rank))
         process = f"{self._launcher} has no process of it any more"
-        unreaped = [pid for pid in _children_by_process()[launcher] if not is_alive(pid)]
+        unreaped = [pid for pid in children_by_process()[launcher] if not is_alive(pid)]
         how = find_exit(unreaped[0]) if len(unreaped) == len(absent) == 1 else None
         if how is None:
             # torchrun ends the other ranks if the status is another one.
@@ -81,12 +86,7 @@ class EndedRanks:
 
 
 def _status_text(status: int) -> str:
-    if status >= 0:
-        return f"has ended with status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"
+    return f"has ended with status {status}" if status >= 0 else f"was killed by {signal_name(-status)}"
 
 
 def _launcher_pid(variable: str) -> int | None:
@@ -97,10 +97,10 @@ def _launcher_pid(variable: str) -> int | None:
     own, fields = os.environ[variable], process_fields("self")
     while fields is not None and (pid := int(fields[1])) > 0:
         try:
-            if _variables(pid).get(variable) != own:
+            if variables_of(pid).get(variable) != own:
                 return pid
         except PermissionError:
-            return pid if _name(pid) == "slurmstepd" else None
+            return pid if read_proc(f"{pid}/comm").strip() == "slurmstepd" else None
         except OSError:
             return None
         fields = process_fields(pid)
@@ -113,13 +113,13 @@ def _values_below(pid: int, variable: str) -> set[int] | None:
     None if one of its children does not show the variable: it may be any rank, as a program can overwrite what the
     kernel shows of its environment.
     """
-    children = _children_by_process()
+    children = children_by_process()
     values: set[int] = set()
     below = [*children[pid]]
     for descendant in below:  # the list grows meanwhile
         below += children[descendant]
         try:
-            value = _variables(descendant).get(variable, "")
+            value = variables_of(descendant).get(variable, "")
         except PermissionError:
             return None
         except OSError:  # the process has ended meanwhile
@@ -129,24 +129,3 @@ def _values_below(pid: int, variable: str) -> set[int] | None:
         elif descendant in children[pid] and is_alive(descendant):
             return None
     return values
-
-
-def _children_by_process() -> dict[int, list[int]]:
-    """Returns the children of every process of this host, those included that nobody has waited for."""
-    children: dict[int, list[int]] = defaultdict(list)
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal() and (fields := process_fields(entry.name)) is not None:
-            children[int(fields[1])].append(int(entry.name))
-    return children
-
-
-def _variables(pid: int) -> dict[str, str]:
-    text = Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", "replace")
-    return dict(item.split("=", 1) for item in text.split("\0") if "=" in item)
-
-
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""

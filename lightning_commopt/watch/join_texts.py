@@ -7,11 +7,10 @@ import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from lightning_commopt.launch.interfaces import Listening
 from lightning_commopt.text.formatting import list_some, ranks_text
-from lightning_commopt.watch.hangs.process import descendants, process_state
+from lightning_commopt.watch.hangs.process import descendants, process_state, variables_of
 
 _MAX_SHOWN = 8
 """The most ranks, hosts or processes in a message, so that it stays readable on a terminal."""
@@ -157,10 +156,9 @@ def find_starting(missing: Collection[int], ranks_here: range, port: int) -> dic
 def _rank_of(pid: int, ranks_here: range, port: int) -> int:
     """Returns the rank of a process according to its environment; -1 if that does not show it."""
     try:
-        text = Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", "replace")
+        environment = variables_of(pid)
     except OSError:
         return -1
-    environment = dict(item.split("=", 1) for item in text.split("\0") if "=" in item)
     if environment.get("MASTER_PORT", str(port)) != str(port):
         return -1
     for name, first in (("RANK", 0), ("SLURM_PROCID", 0), ("LOCAL_RANK", ranks_here.start)):

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_commopt.cost.candidates import Candidate
-from lightning_commopt.cost.predict import Prediction
+from lightning_commopt.cost.predict import Candidate, Prediction
 from lightning_commopt.measure.record import Collective
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.report.build import build_report

@@ -11,8 +11,7 @@ from unittest.mock import patch
 
 from lightning_commopt.cost import compressor_cost
 from lightning_commopt.cost.basis import Basis
-from lightning_commopt.cost.candidates import Candidate
-from lightning_commopt.cost.predict import Prediction
+from lightning_commopt.cost.predict import Candidate, Prediction
 from lightning_commopt.tune import host as host_module
 from lightning_commopt.tune import tuner as tuner_module
 from lightning_commopt.tune.calibration import Shortlist

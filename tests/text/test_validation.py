@@ -11,7 +11,6 @@ import pytest
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from lightning_commopt import CommPlan
-from lightning_commopt.plan.ddp import plan_options
 from lightning_commopt.text import validation
 from lightning_commopt.text.validation import did_you_mean, warn, warn_once
 
@@ -30,7 +29,7 @@ from lightning_commopt.text.validation import did_you_mean, warn, warn_once
 )
 def test_hint(written: object, meant: str | None) -> None:
     """If it fails, a typing error is answered by a list, or by a name that has nothing to do with it."""
-    assert did_you_mean(written, plan_options()) == ("" if meant is None else f"; did you mean {meant!r}?")
+    assert did_you_mean(written, CommPlan.options()) == ("" if meant is None else f"; did you mean {meant!r}?")
 
 
 def test_settings_without_effect_point_at_their_line() -> None:

@@ -1,8 +1,7 @@
 """The command ``commopt bench``: parses, calls and prints."""
 
 import json as json_text
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,8 +13,6 @@ from lightning_commopt.text.terminal import TextConsole, print_text
 if TYPE_CHECKING:
     from commopt_diagnose.bench.model import LinkModel
     from commopt_diagnose.bench.result import BenchResult
-    from commopt_diagnose.bench.settings import BenchSettings
-    from commopt_diagnose.bench.start import OnProgress
 
 _NAMES = (
     "all_reduce, all_gather, reduce_scatter, broadcast, reduce, all_to_all, send_recv;"
@@ -233,7 +230,9 @@ def bench(
             num_repetitions=repetitions,
             is_checked=bool(check),
         )
-        result = _measure(settings, device, nproc_per_node, link, hosts)
+        from commopt_diagnose.bench.run import run_bench
+
+        result = run_bench(settings, device=device, ranks_per_host=nproc_per_node, link=link, num_hosts=hosts)
     if result is None:  # another rank prints
         return
     _show(result, json, predicted)
@@ -280,48 +279,6 @@ def _write(result: "BenchResult", output: Path | None, csv: Path | None, page: P
         echo(f"written to {', '.join(written)}", err=True)
 
 
-def _measure(
-    settings: "BenchSettings", device: str, nproc_per_node: int | None, link: str | None, hosts: int | None
-) -> "BenchResult | None":
-    """Returns the result; None on ranks that do not print."""
-    from commopt_diagnose.bench.job import bench_launched, device_type_of
-    from commopt_diagnose.bench.operations import compressor_of
-    from commopt_diagnose.bench.start import start_bench
-    from lightning_commopt.launch.environment import find_rank_identity
-    from lightning_commopt.launch.lab import RankError, parse_rate
-    from lightning_commopt.launch.process import InterruptedRun, raise_signals
-
-    for comm_hook in settings.comm_hooks:
-        compressor_of(comm_hook)  # raises what is wrong with it
-    identity = find_rank_identity()
-    if identity is not None and identity.world_size > 1:
-        options = {"--nproc-per-node": nproc_per_node, "--link": link, "--hosts": hosts}
-        unused = [name for name, value in options.items() if value is not None]
-        if unused:
-            raise ValueError(f"{', '.join(unused)}: a launcher has started the ranks already")
-        with _progress_bar(is_shown=identity.rank == 0) as on_progress:
-            return bench_launched(settings, identity, device=device, on_progress=on_progress)
-    if link is None and hosts is not None:
-        raise ValueError(f"--hosts {hosts} needs a link between them, such as --link 1gbit")
-    device_type, num_devices = device_type_of("cpu" if link is not None and device == "auto" else device)
-    if link is not None and device_type != "cpu":
-        raise ValueError(f"--link {link} is for ranks on CPU: --device must be cpu, got {device}")
-    parse_rate(link, "--link")
-    try:
-        with raise_signals(), _progress_bar() as on_progress:
-            return start_bench(
-                settings,
-                link=link,
-                num_hosts=1 if link is None else hosts or 2,
-                ranks_per_host=nproc_per_node or (num_devices if link is None else 1),
-                device_type=device_type,
-                on_progress=on_progress,
-            )
-    except (RankError, InterruptedRun) as error:
-        echo(f"commopt: {error}", err=True)
-        raise typer.Exit(1 if isinstance(error, RankError) else 128 + error.signal) from None
-
-
 def _parse_hook(text: str) -> Any:
     if not text.lstrip().startswith("{"):
         return text
@@ -329,16 +286,3 @@ def _parse_hook(text: str) -> Any:
         return json_text.loads(text)
     except json_text.JSONDecodeError as error:
         raise ValueError(f"--comm-hook is not JSON: {error.msg} in {text!r}") from None
-
-
-@contextmanager
-def _progress_bar(is_shown: bool = True) -> Iterator["OnProgress"]:
-    """Shows progress on standard error if that is a terminal."""
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = TextConsole(stderr=True)
-    texts = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %")
-    is_hidden = not (is_shown and console.is_terminal)
-    with Progress(*texts, TimeRemainingColumn(), console=console, transient=True, disable=is_hidden) as bar:
-        task = bar.add_task("starting ranks", total=None)
-        yield lambda num_done, total, label: bar.update(task, completed=num_done, total=total, description=label)

@@ -11,7 +11,7 @@ from commopt_diagnose.nccl_log.communicators import NcclLog
 from commopt_diagnose.nccl_log.findings import find_all
 from commopt_diagnose.nccl_log.lines import split_line
 from commopt_diagnose.nccl_log.reader import read_log
-from commopt_diagnose.nccl_log.terminal import extras_of, paths_of, rings_of, to_plain, versions_of
+from commopt_diagnose.nccl_log.summary import extras_of, paths_of, rings_of, to_plain, versions_of
 from diagnose_support.nccl_sample_logs import HEALTHY, SampleJob, findings, read, watchdog
 
 VERSIONS = ["2.4.8", "2.5.7", "2.8.4", "2.9.9", "2.14.3", "2.16.5", "2.18.5", "2.21.5", "2.24.3", "2.27.7", "2.30.7"]

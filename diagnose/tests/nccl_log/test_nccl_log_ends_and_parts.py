@@ -10,7 +10,8 @@ from rich.console import Console
 from commopt_diagnose.nccl_log.communicators import NcclLog
 from commopt_diagnose.nccl_log.findings import find_all
 from commopt_diagnose.nccl_log.reader import read_log
-from commopt_diagnose.nccl_log.terminal import extras_of, print_log, versions_of
+from commopt_diagnose.nccl_log.summary import extras_of, versions_of
+from commopt_diagnose.nccl_log.terminal import print_log
 from diagnose_support.nccl_sample_logs import SampleJob, findings, read
 
 HEAD = "node-a:10:11 [0] NCCL INFO "

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from commopt_diagnose import nccl_log
-from commopt_diagnose.nccl_log.terminal import versions_of
+from commopt_diagnose.nccl_log.summary import versions_of
 from diagnose_support.nccl_sample_logs import findings, read, told, watchdog
 from lightning_commopt.text.findings import read_texts
 

@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from commopt_diagnose.nccl_log.findings import find_all
-from commopt_diagnose.nccl_log.terminal import print_log, to_plain
+from commopt_diagnose.nccl_log.summary import to_plain
+from commopt_diagnose.nccl_log.terminal import print_log
 from diagnose_support.nccl_sample_logs import HEALTHY, SampleJob, read_file
 from lightning_commopt.text.findings import Finding
 

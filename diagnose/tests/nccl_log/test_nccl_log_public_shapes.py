@@ -12,7 +12,7 @@ import pytest
 
 from commopt_diagnose.nccl_log.findings import find_all
 from commopt_diagnose.nccl_log.reader import read_log
-from commopt_diagnose.nccl_log.terminal import versions_of
+from commopt_diagnose.nccl_log.summary import versions_of
 from commopt_diagnose.nccl_log.warnings import explain
 from diagnose_support.nccl_sample_logs import HEALTHY, SampleJob, findings, read, told, watchdog
 from support.commopt import commopt, refusal

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Group
@@ -22,21 +22,15 @@ from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs
 from lightning_commopt.cost.diloco import CHECK_LOSS, diloco_candidates
 from lightning_commopt.cost.fsdp2.arithmetic import ShardCosts, measure_shard_costs, predicted_shards
 from lightning_commopt.cost.fsdp2.basis import Elsewhere, ShardedBasis, has_sharded_basis, sharded_candidates
-from lightning_commopt.cost.predict import Prediction
+from lightning_commopt.cost.predict import Candidate
 from lightning_commopt.launch.lab import parse_rate
 from lightning_commopt.measure.runs.files import PREDICTION_FILE
 from lightning_commopt.plan import CommPlan, Plan
+from lightning_commopt.plan.base import option_errors
 from lightning_commopt.text.formatting import count, number
 from lightning_commopt.text.terminal import TextTable
 
 _MAX_BUCKETS_IN_NAME = 4  # more sizes would fill a terminal's width
-
-
-class Row(NamedTuple):
-    """A plan of any strategy, and what it would take."""
-
-    plan: Plan
-    prediction: Prediction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +38,9 @@ class Outlook:
     """Predictions for one world."""
 
     title: str  # title of the table, with the run, the ranks and the link
-    present: Row  # the run's own plan
-    others: tuple[Row, ...]  # other plans, the fastest first
-    diloco: tuple[Row, ...] = ()  # plans with fewer exchanges
+    present: Candidate[Any]  # the run's own plan
+    others: tuple[Candidate[Any], ...]  # other plans, the fastest first
+    diloco: tuple[Candidate[Any], ...] = ()  # plans with fewer exchanges
 
     def table(self) -> Group:
         columns = ("median step, s", "95 %", "exposed, s", "times as fast", "lossy")
@@ -117,40 +111,37 @@ def outlook(
     return Outlook(title=title, present=present, others=tuple(others), diloco=tuple(diloco))
 
 
-_Predicted = tuple[int, list[Row], list[Row]]
+_Predicted = tuple[int, list[Candidate[Any]], list[Candidate[Any]]]
 """The ranks of a run, predictions with that of its own plan first, and those of DiLoCo."""
 
 
 def _in_buckets(run_dir: Path, where: Elsewhere, comm_hooks: Sequence[str] | None) -> _Predicted:
     """Predicts from a run of DDP."""
-    wanted = _compressors(comm_hooks)
+    with option_errors("--comm-hook: "):
+        wanted = recommended_compressors() if comm_hooks is None else [compressor_from_config(x) for x in comm_hooks]
     basis = basis_of_run(run_dir)
     world = dataclasses.replace(basis, costs=dict(basis.costs) | missing_costs(basis, wanted))
     if where.bits_per_s is not None:
         world = dataclasses.replace(world, link=basis.link.at_rate(where.bits_per_s))
     if where.num_batches is not None:
         world = dataclasses.replace(world, workload=basis.workload.accumulating(where.num_batches))
-    present = Row(world.plan, world.predict(world.plan, num_ranks=where.num_ranks))
+    present = Candidate(world.plan, world.predict(world.plan, num_ranks=where.num_ranks))
     best = best_of_each(world, wanted, num_ranks=where.num_ranks)
-    diloco = diloco_candidates(world, num_ranks=where.num_ranks) if comm_hooks is None else ()
-    others = [Row(*candidate) for candidate in best]
-    return basis.workload.num_ranks, [present, *others], [Row(*candidate) for candidate in diloco]
+    diloco = diloco_candidates(world, num_ranks=where.num_ranks) if comm_hooks is None else []
+    return basis.workload.num_ranks, [present, *best], [*diloco]
 
 
 def _sharded(run_dir: Path, where: Elsewhere, comm_hooks: Sequence[str] | None) -> _Predicted:
     """Predicts from a run of FSDP2."""
     basis = ShardedBasis.load(run_dir / PREDICTION_FILE)
-    try:
+    with option_errors("--comm-hook: "):
         wanted = predicted_shards() if comm_hooks is None else [sharded_from_config(name) for name in comm_hooks]
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"--comm-hook: {error}") from None
     basis = dataclasses.replace(basis, costs={**basis.costs, **_missing_shard_costs(basis, wanted)})
     for hook in wanted if comm_hooks is not None else ():
         if hook is not None and hook not in basis.costs:
             raise ValueError(f"--comm-hook: the arithmetic of {compressor_name(hook)!r} is not known for this run")
-    present = Row(basis.plan, basis.predict(basis.plan, where))
-    others = sharded_candidates(basis, wanted, where)
-    return basis.workload.num_ranks, [present, *(Row(*candidate) for candidate in others)], []
+    present = Candidate(basis.plan, basis.predict(basis.plan, where))
+    return basis.workload.num_ranks, [present, *sharded_candidates(basis, wanted, where)], []
 
 
 def plan_text(plan: Plan) -> str:
@@ -161,15 +152,6 @@ def plan_text(plan: Plan) -> str:
     if not isinstance(cap, Sequence) or len(cap) <= _MAX_BUCKETS_IN_NAME:
         return plan.name
     return f"{dataclasses.replace(plan, bucket_cap_mb=None).name}, list of {count(len(cap), 'bucket')}"
-
-
-def _compressors(names: Sequence[str] | None) -> list[Compressor | None]:
-    if names is None:
-        return recommended_compressors()
-    try:
-        return [compressor_from_config(name) for name in names]
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"--comm-hook: {error}") from None
 
 
 def _missing_shard_costs(basis: ShardedBasis, wanted: Sequence[ShardedCompressor | None]) -> ShardCosts:

@@ -11,18 +11,16 @@ from lightning_commopt.sync.strategies import TunedBuckets, trainer_of
 from lightning_commopt.tune.auto_plan import FitPlan
 from lightning_commopt.tune.options import TuneOptions
 
-# The search may cost any multiple of the fit's time, as these fits run in order to be tuned.
-_UNLIMITED = 1e6
-
 
 class Tuning(FitPlan):
     """Looks for a plan whatever that costs, and writes it to a file; ``asked`` is what `inject.run_tuned` asks for."""
 
     _tells_verdict = False  # the command prints it
+    _max_regret = 1e6  # the search may cost any multiple of the fit's time, as these fits run in order to be tuned
 
     def __init__(self, strategy: TunedBuckets, asked: Mapping[str, Any]) -> None:
         options = TuneOptions.of("auto", asked["lossy"], strategy.plan.to_dict())
-        super().__init__(strategy, options, max_regret=_UNLIMITED)
+        super().__init__(strategy, options)
         self._asked = asked
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:

@@ -16,7 +16,7 @@ from lightning_commopt.cost.fsdp2.arithmetic import ShardCost, ShardCosts
 from lightning_commopt.cost.fsdp2.links import ShardLinks
 from lightning_commopt.cost.fsdp2.predict import World, communication_s
 from lightning_commopt.cost.fsdp2.workload import AS_INT8, ShardedWorkload
-from lightning_commopt.cost.predict import COST_RATIO, LEAST_SHARE, Prediction, expected_largest
+from lightning_commopt.cost.predict import COST_RATIO, LEAST_SHARE, Candidate, Prediction, expected_largest
 from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.measure.plain import from_plain, load_json, read_object, write_json
 from lightning_commopt.measure.runs.files import PREDICTION_FILE
@@ -185,16 +185,9 @@ def has_sharded_basis(run_dir: Path) -> bool:
     return path.exists() and read_object(path, "result of commopt prediction").get("strategy") == _STRATEGY
 
 
-class ShardedCandidate(NamedTuple):
-    """A plan, and what it would take."""
-
-    plan: ShardedPlan
-    prediction: Prediction
-
-
 def sharded_candidates(
     basis: ShardedBasis, hooks: Iterable[ShardedCompressor | None], where: Elsewhere = AS_IT_RAN
-) -> list[ShardedCandidate]:
+) -> list[Candidate[ShardedPlan]]:
     """Returns other plans than that of ``basis``, by predicted time.
 
     There is each of ``hooks`` whose arithmetic is known, with and without ``param_hook``; and where gradients are
@@ -210,7 +203,7 @@ def sharded_candidates(
     if (where.num_batches or basis.workload.num_batches) > 1:
         plans.append(_accumulating_otherwise(own))
     unique = [plan for plan in dict.fromkeys(plans) if plan != own]
-    predicted = [ShardedCandidate(plan, basis.predict(plan, where)) for plan in unique]
+    predicted = [Candidate(plan, basis.predict(plan, where)) for plan in unique]
     return sorted(predicted, key=lambda candidate: candidate.prediction.step_s)
 
 

@@ -23,6 +23,7 @@ from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.compressors.words import short_name
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import OptionError
+from lightning_commopt.plan.base import option_errors
 from lightning_commopt.sync.ddp.buckets import synced_parameters
 from lightning_commopt.sync.ddp.hook import BucketHook
 from lightning_commopt.sync.executors import Executor, SideStreams, WorkerThread
@@ -47,10 +48,8 @@ def place_compressor(
     world_size = dist.get_world_size(model.process_group)
     if ranks_per_node is None:
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    try:
+    with option_errors("comm_hook: "):
         return place_on_nodes(compressor, world_size, ranks_per_node)
-    except ValueError as error:
-        raise OptionError(f"comm_hook: {error}") from error
 
 
 def attach_bucket_hook(

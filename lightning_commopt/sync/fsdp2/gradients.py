@@ -27,6 +27,7 @@ from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
 from lightning_commopt.compressors.shards import ShardedCompressor
 from lightning_commopt.plan import OptionError
+from lightning_commopt.plan.base import option_errors
 from lightning_commopt.plan.sharded import check_available
 from lightning_commopt.sync.executors import BucketFuture, WorkerThread
 from lightning_commopt.sync.fsdp2.unit import Column, UnitReduceScatter
@@ -140,10 +141,8 @@ class ShardedSync:
                 f"comm_hook and set_gradient_divide_factor exclude each other; it was called on the unit of {unit.name}"
             )
         own = comm_object(module, "reduce_scatter")
-        try:
+        with option_errors(f"comm_hook does not work with the unit of {unit.name}: "):
             module.set_custom_reduce_scatter(unit)  # type: ignore[arg-type]  # the base class is private
-        except ValueError as error:
-            raise OptionError(f"comm_hook does not work with the unit of {unit.name}: {error}") from error
         # The comm object averages over the shards, so FSDP2 only has to divide by the number of replicas.
         module.set_gradient_divide_factor(float(num_replicas))
         module.set_force_sum_reduction_for_comms(True)
@@ -242,10 +241,8 @@ def place_on_nodes(
     if not isinstance(compressor, ShardedHierarchical):
         return compressor
     numbers_of_shards = [replicas_and_shards(columns)[1] for _, columns in units]
-    try:
+    with option_errors("comm_hook: "):
         return compressor.on_nodes(numbers_of_shards, ranks_per_node or dist.get_world_size())
-    except ValueError as error:
-        raise OptionError(f"comm_hook: {error}") from error
 
 
 def sharded_units(model: Module) -> list[tuple[FSDPModule, list[Column]]]:

@@ -21,7 +21,7 @@ from lightning_commopt.launch.environment import is_lab_rank, num_started_ranks
 from lightning_commopt.launch.lab import NetLab, parse_rate
 from lightning_commopt.measure.runs.record import RunRecord, new_record
 from lightning_commopt.measure.runs.settings import hydra_settings
-from lightning_commopt.plan import CommPlan, DiLoCoPlan, Plan
+from lightning_commopt.plan import CommPlan, DiLoCoPlan
 from lightning_commopt.plan.sharded import ShardedPlan
 from lightning_commopt.strategy.base import is_baseline
 from lightning_commopt.strategy.ddp import CommOptStrategy
@@ -180,7 +180,7 @@ def spread_over_hosts(config: DictConfig) -> DictConfig:
 def sync_method(config: DictConfig) -> str:
     """Returns the name of the comm hook, or the class of another strategy."""
     if _is_diloco(config) and config.strategy.get("plan") is None:
-        return DiLoCoPlan.from_dict(_options_of(DiLoCoPlan, config)).sync_method
+        return plan_from_option(DiLoCoPlan, None, _options(config)).sync_method
     if not _is_commopt(config):
         return str(config.strategy.get("_target_", "auto")).rpartition(".")[2]
     comm_hook = config.strategy.get("comm_hook")
@@ -202,26 +202,19 @@ def _check_plan(config: DictConfig) -> None:
     plan, lossy = options.get("plan"), options.get("lossy")
     with _as_config_error("strategy: "):
         if _is_diloco(config):
-            DiLoCoPlan.from_dict(_options_of(DiLoCoPlan, config))
+            plan_from_option(DiLoCoPlan, plan, options)
         elif _is_sharded(config):
             TuneOptions.of_shards(plan, lossy, options)
-            ShardedPlan.from_dict(_options_of(ShardedPlan, config))
+            plan_from_option(ShardedPlan, plan, options)
         elif _is_commopt(config):
-            of_plan = _options_of(CommPlan, config)
-            TuneOptions.of(plan, lossy, of_plan)
-            if plan_from_option(plan, of_plan) is None:
-                CommPlan.from_dict(of_plan)
+            TuneOptions.of(plan, lossy, options)
+            plan_from_option(CommPlan, plan, options)
 
 
 def _options(config: DictConfig) -> dict[str, Any]:
     options = OmegaConf.to_container(config.strategy, resolve=True)
     assert isinstance(options, dict)
     return {str(name): value for name, value in options.items()}
-
-
-def _options_of(plan: type[Plan], config: DictConfig) -> dict[str, Any]:
-    """Returns the options of the strategy that belong to its plan."""
-    return {name: value for name, value in _options(config).items() if name in plan.options()}
 
 
 def _check_link(config: DictConfig) -> None:

@@ -61,7 +61,7 @@ def process_state(pid: int) -> ProcessState:
         _STATES.get(fields[0], fields[0]),
         cpu_s=_cpu_s(fields),
         num_threads=int(fields[17]),
-        kernel_function=_read(f"{pid}/wchan").strip("0\n"),
+        kernel_function=read_proc(f"{pid}/wchan").strip("0\n"),
         resident_bytes=int(fields[21]) * os.sysconf("SC_PAGE_SIZE"),
     )
 
@@ -84,17 +84,22 @@ def find_exit(pid: int) -> str | None:
     if fields is None or len(fields) <= _EXIT_CODE:
         return None
     status = int(fields[_EXIT_CODE])
-    if status & 0x7F:
-        try:
-            return f"was killed by {signal.Signals(status & 0x7F).name}"
-        except ValueError:
-            return f"was killed by signal {status & 0x7F}"
+    if number := status & 0x7F:
+        return f"was killed by {signal_name(number)}"
     return f"exited with status {status >> 8}" if status or fields[0] in "ZX" else None
+
+
+def signal_name(number: int) -> str:
+    """Returns the name of a signal, such as "SIGKILL"; "signal 40" for one without a name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def catches(pid: int, signal_number: int) -> bool:
     """Returns whether a process has a handler for a signal; otherwise sending it may end the process."""
-    for line in _read(f"{pid}/status").splitlines():
+    for line in read_proc(f"{pid}/status").splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (signal_number - 1) & 1)
     return False
@@ -105,19 +110,31 @@ def descendants(pid: int) -> list[int]:
 
     Watchers are left out, and so are other ranks, which Lightning's launcher starts from rank 0. A watcher shows them.
     """
-    children: dict[int, list[int]] = defaultdict(list)
-    for entry in _PROC.iterdir() if _PROC.is_dir() else ():
-        if entry.name.isdecimal() and (fields := process_fields(entry.name)) is not None and fields[0] not in "ZX":
-            children[int(fields[1])].append(int(entry.name))
+    children = children_by_process()
     family = [pid]
     for parent in family:  # the list grows meanwhile
-        started = [child for child in children[parent] if not _is_watcher(child)]
+        started = [child for child in children[parent] if is_alive(child) and not _is_watcher(child)]
         family += [child for child in started if not any(map(_is_watcher, children[child]))]
     return family[1:]
 
 
+def children_by_process() -> dict[int, list[int]]:
+    """Returns the children of every process of this host, those included that nobody has waited for."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for entry in _PROC.iterdir() if _PROC.is_dir() else ():
+        if entry.name.isdecimal() and (fields := process_fields(entry.name)) is not None:
+            children[int(fields[1])].append(int(entry.name))
+    return children
+
+
+def variables_of(pid: int) -> dict[str, str]:
+    """Returns the environment that a process was started with; an OSError if it has ended or is another user's."""
+    text = (_PROC / f"{pid}/environ").read_bytes().decode("utf-8", "replace")
+    return dict(item.split("=", 1) for item in text.split("\0") if "=" in item)
+
+
 def _is_watcher(pid: int) -> bool:
-    return _WATCHER_MODULE in _read(f"{pid}/cmdline")
+    return _WATCHER_MODULE in read_proc(f"{pid}/cmdline")
 
 
 def end_rank(pid: int, link: RankLink, orderly_s: float) -> None:
@@ -136,14 +153,15 @@ def end_rank(pid: int, link: RankLink, orderly_s: float) -> None:
 
 def process_fields(path: object) -> list[str] | None:
     """Returns the fields of proc(5)'s stat from the third on, for "PID" or "PID/task/TID"; None if there is none."""
-    return _read(f"{path}/stat").rpartition(")")[2].split() or None
+    return read_proc(f"{path}/stat").rpartition(")")[2].split() or None
 
 
 def _cpu_s(fields: Sequence[str]) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _read(path: str) -> str:
+def read_proc(path: str) -> str:
+    """Returns the text of a file below ``/proc``; empty if there is none, or it cannot be read."""
     try:
         return (_PROC / path).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -160,7 +178,7 @@ def is_asleep(pid: int, thread: int) -> bool:
 def _turns(pid: int, thread: int) -> tuple[str, str]:
     """Returns a thread's state, and how long and how often it has run."""
     path = f"{pid}/task/{thread}"
-    return (process_fields(path) or ["X"])[0], _read(f"{path}/schedstat")
+    return (process_fields(path) or ["X"])[0], read_proc(f"{path}/schedstat")
 
 
 class ComputingProbe:
