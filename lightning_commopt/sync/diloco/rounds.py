@@ -106,11 +106,14 @@ class Rounds:
         self.fragments = self._divide(module, [name for of in old for name in of.fragment.parameters])
         carry_over(old, self.fragments, self.exchange)
 
-    def step(self, loss_scale: Callable[[], float] = float) -> list[tuple[int, Arrived]]:
+    def step(
+        self, loss_scale: Callable[[], float] = float, has_sigterm: Callable[[], bool] = bool
+    ) -> list[tuple[int, Arrived]]:
         """Counts an optimizer step and begins the exchanges that follow it. All ranks must call it.
 
         Args:
             loss_scale: returns the scale of this rank's gradient scaler; called if an exchange begins.
+            has_sigterm: returns whether this rank has received SIGTERM; called likewise.
 
         Returns:
             What was applied to the model, each with the number of its fragment.
@@ -119,14 +122,14 @@ class Rounds:
         applied = self._apply_due()
         for index, offset in enumerate(self.plan.offsets):
             if self.num_steps % self.plan.sync_every == offset:
-                self._begin(index, loss_scale())
+                self._begin(index, loss_scale(), has_sigterm=has_sigterm())
         return [*applied, *self._apply_due()]
 
-    def _begin(self, index: int, loss_scale: float) -> None:
+    def _begin(self, index: int, loss_scale: float, *, has_sigterm: bool) -> None:
         of, local = self.fragments[index], LocalWeights.of(self.fragments[index].fragment)
         self._introduce()
         local.num_joins = self._num_joins
-        report = self.counts.report(index, loss_scale)
+        report = self.counts.report(index, loss_scale, has_sigterm=has_sigterm)
         step = self._exchanges_before()
         future = self._thread.future(local.flat)
         sync = self.observers.exchange(BucketInfo(index, local.flat.nbytes, tuple(of.fragment.parameters), True))

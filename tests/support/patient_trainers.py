@@ -1,0 +1,166 @@
+"""Ranks that each run a Trainer in a process of its own, started one by one as between offices, of which some fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from lightning_commopt import CommOptDiLoCo
+from support.lightnings import Callback, CSVLogger, LightningModule, ModelCheckpoint, Trainer
+from support.strategy_models import FEATURES, BatchNormed, Params, numbers
+
+WORLD_SIZE = 3
+STEPS_PER_EPOCH = 12
+KILLED, FROZEN, RAISES = "killed", "frozen", "raises"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What each rank does.
+
+    Attributes:
+        folder: for checkpoints and logs.
+        port: that of rank 0's store.
+        faults: for each rank that fails, how, and before which step.
+        patience_s: see `CommOptDiLoCo`.
+        options: further options of the strategy.
+        epochs: number of epochs of `STEPS_PER_EPOCH` steps.
+        pause_s: pause before each step.
+    """
+
+    folder: Path
+    port: int
+    faults: dict[int, tuple[str, int]] = field(default_factory=dict)
+    patience_s: float | None = 2.0
+    options: dict[str, Any] = field(default_factory=dict)
+    epochs: int = 3
+    pause_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What a rank returns when its fit has ended.
+
+    Attributes:
+        weights: parameters and buffers.
+        metrics: ``callback_metrics``.
+        val_losses: this rank's own loss in each validation.
+        steps: optimizer steps.
+        num_trained: batches that it has trained on.
+        best: name of the checkpoint that was best.
+        log: what it has said.
+        error: name of the exception that has ended the fit, or "".
+    """
+
+    weights: Params
+    metrics: dict[str, float]
+    val_losses: list[float]
+    steps: int
+    num_trained: int
+    best: str
+    log: list[str]
+    error: str = ""
+
+
+class Observed(BatchNormed):
+    """Logs and validates in the ways for which Lightning needs all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_trained, self.val_losses = 0, list[float]()
+        self.metric = MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.num_trained += 1
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, on_epoch=True, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.val_losses.append(float(loss))
+        self.log("val_loss", loss, sync_dist=True)
+        self.metric.update(loss)
+        self.log("val_metric", self.metric)
+
+
+class Failing(Callback):
+    """Fails as told, and tells the store of each step."""
+
+    def __init__(self, rank: int, store: dist.Store, job: Fit) -> None:
+        self._rank, self._store, self._job = rank, store, job
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._store.set(f"step/{self._rank}/{trainer.global_step}", "")
+        time.sleep(self._job.pause_s)
+        fault, step = self._job.faults.get(self._rank, ("", -1))
+        if trainer.global_step != step:
+            return
+        if fault == RAISES:
+            raise ArithmeticError("broken on purpose")
+        os.kill(os.getpid(), {KILLED: signal.SIGKILL, FROZEN: signal.SIGSTOP}.get(fault) or signal.SIGTERM)
+
+
+def fit(rank: int, world_size: int, store: dist.Store, job: Fit) -> Ended:
+    """Fits on one rank."""
+    variables = {"NODE_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": job.port}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    mean = {"outer_lr": 1.0, "outer_momentum": 0.0}
+    strategy = CommOptDiLoCo(sync_every=4, patience_s=job.patience_s, **mean, **job.options)
+    log: list[str] = []
+    strategy._log_text = log.append  # type: ignore[method-assign]
+    best = ModelCheckpoint(job.folder / "best", monitor="val_loss", filename="{epoch}", save_top_k=1)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        num_nodes=world_size,
+        strategy=strategy,
+        max_epochs=job.epochs,
+        num_sanity_val_steps=0,
+        logger=CSVLogger(job.folder / "logs"),
+        callbacks=[best, Failing(rank, store, job)],
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    model, error = Observed(), ""
+    try:
+        trainer.fit(model, _data(rank, 4 * STEPS_PER_EPOCH), _data(rank + world_size, 8))
+    except BaseException as exception:
+        if type(exception).__name__ != "SIGTERMException":
+            raise
+        error = type(exception).__name__
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return Ended(
+        numbers(model),
+        metrics,
+        model.val_losses,
+        trainer.global_step,
+        model.num_trained,
+        Path(best.best_model_path).name,
+        log,
+        error,
+    )
+
+
+def _data(seed: int, samples: int) -> DataLoader[Any]:
+    x = torch.randn(samples, FEATURES, generator=torch.Generator().manual_seed(seed))
+    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=4)
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
