@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,18 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_commopt import CommOptDiLoCo
-from support.lightnings import Callback, CSVLogger, LightningModule, ModelCheckpoint, Trainer
+from support.lightnings import (
+    Callback,
+    CSVLogger,
+    LightningDataModule,
+    LightningModule,
+    ModelCheckpoint,
+    Trainer,
+)
 from support.strategy_models import FEATURES, BatchNormed, Params, numbers
 
-WORLD_SIZE = 3
 STEPS_PER_EPOCH = 12
-KILLED, FROZEN, RAISES = "killed", "frozen", "raises"
+KILLED, FROZEN, RAISES, TERMINATED = "killed", "frozen", "raises", "terminated"
 
 
 @dataclass(frozen=True)
@@ -32,7 +38,6 @@ class Fit:
 
     Attributes:
         folder: for checkpoints and logs.
-        port: that of rank 0's store.
         faults: for each rank that fails, how, and before which step.
         patience_s: see `CommOptDiLoCo`.
         options: further options of the strategy.
@@ -41,7 +46,6 @@ class Fit:
     """
 
     folder: Path
-    port: int
     faults: dict[int, tuple[str, int]] = field(default_factory=dict)
     patience_s: float | None = 2.0
     options: dict[str, Any] = field(default_factory=dict)
@@ -97,67 +101,75 @@ class Observed(BatchNormed):
 
 
 class Failing(Callback):
-    """Fails as told, and tells the store of each step."""
+    """Fails as told, and tells of each step before."""
 
-    def __init__(self, rank: int, store: dist.Store, job: Fit) -> None:
-        self._rank, self._store, self._job = rank, store, job
+    def __init__(self, job: Fit, tell: Callable[[int, int], None]) -> None:
+        self._job, self._tell = job, tell
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._store.set(f"step/{self._rank}/{trainer.global_step}", "")
+        self._tell(trainer.global_rank, trainer.global_step)
         time.sleep(self._job.pause_s)
-        fault, step = self._job.faults.get(self._rank, ("", -1))
+        fault, step = self._job.faults.get(trainer.global_rank, ("", -1))
         if trainer.global_step != step:
             return
         if fault == RAISES:
             raise ArithmeticError("broken on purpose")
-        os.kill(os.getpid(), {KILLED: signal.SIGKILL, FROZEN: signal.SIGSTOP}.get(fault) or signal.SIGTERM)
+        os.kill(os.getpid(), {KILLED: signal.SIGKILL, FROZEN: signal.SIGSTOP, TERMINATED: signal.SIGTERM}[fault])
 
 
-def fit(rank: int, world_size: int, store: dist.Store, job: Fit) -> Ended:
-    """Fits on one rank."""
-    variables = {"NODE_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": job.port}
+def fit(rank: int, world_size: int, store: dist.Store, port: int, job: Fit) -> Ended:
+    """Fits on one rank of a site of its own; ``port`` is that of rank 0's store."""
+    variables = {"NODE_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in variables.items()})
+    return train(job, lambda rank, step: store.set(f"step/{rank}/{step}", ""), num_nodes=world_size)
+
+
+def train(job: Fit, tell: Callable[[int, int], None], *, devices: int = 1, num_nodes: int = 1) -> Ended:
+    """Fits on this rank, and on those that Lightning starts for it."""
     mean = {"outer_lr": 1.0, "outer_momentum": 0.0}
-    strategy = CommOptDiLoCo(sync_every=4, patience_s=job.patience_s, **mean, **job.options)
+    strategy = CommOptDiLoCo(sync_every=4, patience_s=job.patience_s, **{**mean, **job.options})
     log: list[str] = []
     strategy._log_text = log.append  # type: ignore[method-assign]
     best = ModelCheckpoint(job.folder / "best", monitor="val_loss", filename="{epoch}", save_top_k=1)
     trainer = Trainer(
         accelerator="cpu",
-        devices=1,
-        num_nodes=world_size,
+        devices=devices,
+        num_nodes=num_nodes,
         strategy=strategy,
         max_epochs=job.epochs,
         num_sanity_val_steps=0,
         logger=CSVLogger(job.folder / "logs"),
-        callbacks=[best, Failing(rank, store, job)],
+        callbacks=[best, Failing(job, tell)],
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
     model, error = Observed(), ""
     try:
-        trainer.fit(model, _data(rank, 4 * STEPS_PER_EPOCH), _data(rank + world_size, 8))
+        trainer.fit(model, datamodule=_Data())
     except BaseException as exception:
         if type(exception).__name__ != "SIGTERMException":
             raise
         error = type(exception).__name__
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    return Ended(
-        numbers(model),
-        metrics,
-        model.val_losses,
-        trainer.global_step,
-        model.num_trained,
-        Path(best.best_model_path).name,
-        log,
-        error,
-    )
+    name = Path(best.best_model_path).name
+    return Ended(numbers(model), metrics, model.val_losses, trainer.global_step, model.num_trained, name, log, error)
 
 
-def _data(seed: int, samples: int) -> DataLoader[Any]:
-    x = torch.randn(samples, FEATURES, generator=torch.Generator().manual_seed(seed))
-    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=4)
+class _Data(LightningDataModule):
+    """Other samples on each rank."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self._loader(0, 4 * STEPS_PER_EPOCH)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return self._loader(1000, 8)
+
+    def _loader(self, seed: int, samples: int) -> DataLoader[Any]:
+        assert self.trainer is not None
+        generator = torch.Generator().manual_seed(seed + self.trainer.global_rank)
+        x = torch.randn(samples, FEATURES, generator=generator)
+        return DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=4)
 
 
 def free_port() -> int:
