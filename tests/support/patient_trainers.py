@@ -41,16 +41,20 @@ class Fit:
         faults: for each rank that fails, how, and before which step.
         patience_s: see `CommOptDiLoCo`.
         options: further options of the strategy.
-        epochs: number of epochs of `STEPS_PER_EPOCH` steps.
         pause_s: pause before each step.
+        num_steps: steps in each of the three epochs.
+        noise: standard deviation of what is added to targets.
+        seed: of the data.
     """
 
     folder: Path
     faults: dict[int, tuple[str, int]] = field(default_factory=dict)
     patience_s: float | None = 2.0
     options: dict[str, Any] = field(default_factory=dict)
-    epochs: int = 3
     pause_s: float = 0.0
+    num_steps: int = STEPS_PER_EPOCH
+    noise: float = 0.0
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class Ended:
         val_losses: this rank's own loss in each validation.
         steps: optimizer steps.
         num_trained: batches that it has trained on.
+        loss: of the weights, on samples that are the same on all ranks.
         best: name of the checkpoint that was best.
         log: what it has said.
         error: name of the exception that has ended the fit, or "".
@@ -73,6 +78,7 @@ class Ended:
     val_losses: list[float]
     steps: int
     num_trained: int
+    loss: float
     best: str
     log: list[str]
     error: str = ""
@@ -80,6 +86,8 @@ class Ended:
 
 class Observed(BatchNormed):
     """Logs and validates in the ways for which Lightning needs all ranks."""
+
+    lr = 0.02
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,14 +137,14 @@ def train(job: Fit, tell: Callable[[int, int], None], *, devices: int = 1, num_n
     mean = {"outer_lr": 1.0, "outer_momentum": 0.0}
     strategy = CommOptDiLoCo(sync_every=4, patience_s=job.patience_s, **{**mean, **job.options})
     log: list[str] = []
-    strategy._log_text = log.append  # type: ignore[method-assign]
+    strategy._log_text = log.append  # type: ignore[method-assign, assignment]
     best = ModelCheckpoint(job.folder / "best", monitor="val_loss", filename="{epoch}", save_top_k=1)
     trainer = Trainer(
         accelerator="cpu",
         devices=devices,
         num_nodes=num_nodes,
         strategy=strategy,
-        max_epochs=job.epochs,
+        max_epochs=3,
         num_sanity_val_steps=0,
         logger=CSVLogger(job.folder / "logs"),
         callbacks=[best, Failing(job, tell)],
@@ -146,30 +154,51 @@ def train(job: Fit, tell: Callable[[int, int], None], *, devices: int = 1, num_n
     )
     model, error = Observed(), ""
     try:
-        trainer.fit(model, datamodule=_Data())
+        trainer.fit(model, datamodule=_Data(job))
     except BaseException as exception:
         if type(exception).__name__ != "SIGTERMException":
             raise
         error = type(exception).__name__
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    name = Path(best.best_model_path).name
-    return Ended(numbers(model), metrics, model.val_losses, trainer.global_step, model.num_trained, name, log, error)
+    with torch.no_grad():
+        loss = float(model.eval().loss(_samples(job, 2000, 4096)))
+    return Ended(
+        weights=numbers(model),
+        metrics=metrics,
+        val_losses=model.val_losses,
+        steps=trainer.global_step,
+        num_trained=model.num_trained,
+        loss=loss,
+        best=Path(best.best_model_path).name,
+        log=log,
+        error=error,
+    )
 
 
 class _Data(LightningDataModule):
     """Other samples on each rank."""
 
+    def __init__(self, job: Fit) -> None:
+        super().__init__()
+        self._job = job
+
     def train_dataloader(self) -> DataLoader[Any]:
-        return self._loader(0, 4 * STEPS_PER_EPOCH)
+        return self._loader(0, 4 * self._job.num_steps)
 
     def val_dataloader(self) -> DataLoader[Any]:
         return self._loader(1000, 8)
 
     def _loader(self, seed: int, samples: int) -> DataLoader[Any]:
         assert self.trainer is not None
-        generator = torch.Generator().manual_seed(seed + self.trainer.global_rank)
-        x = torch.randn(samples, FEATURES, generator=generator)
-        return DataLoader(TensorDataset(x, x.sum(1, keepdim=True).sin()), batch_size=4)
+        data = TensorDataset(*_samples(self._job, seed + self.trainer.global_rank, samples))
+        return DataLoader(data, batch_size=4)
+
+
+def _samples(job: Fit, seed: int, number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10_000 * job.seed + seed)
+    x = torch.randn(number, FEATURES, generator=generator)
+    noise = job.noise * torch.randn(number, 1, generator=generator)
+    return x, x.sum(1, keepdim=True).sin() + noise
 
 
 def free_port() -> int:

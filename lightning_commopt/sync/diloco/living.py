@@ -152,8 +152,8 @@ class LivingRanks:
 
         if not poll(is_over, self._timeout_s):
             raise MembersError(
-                f"rank {self.rank} waited {self._timeout_s:g} s in {what} for {ranks_text(missing())}, which lives:"
-                " all ranks must call the same collectives"
+                f"rank {self.rank} waited {self._timeout_s:g} s in {what} for {ranks_text(missing())}, whose"
+                " processes run: all ranks must call the same collectives"
             )
         absent = missing()
         present = [rank for rank in self._all if rank not in absent]

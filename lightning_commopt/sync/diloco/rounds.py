@@ -12,16 +12,7 @@ from torch.nn import Module
 
 from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.diloco_plan import DiLoCoPlan
-from lightning_commopt.measure.observer import (
-    APPLIED,
-    ARRIVE,
-    DUE,
-    END,
-    SEND,
-    START,
-    BucketInfo,
-    Observers,
-)
+from lightning_commopt.measure.observer import APPLIED, DUE, BucketInfo, Observers
 from lightning_commopt.sync.diloco.counts import Counts
 from lightning_commopt.sync.diloco.exchange import Arrived, Exchange, GlobalWeights, LocalWeights, Report
 from lightning_commopt.sync.diloco.fragments import split_model
@@ -135,23 +126,12 @@ class Rounds:
         sync = self.observers.exchange(BucketInfo(index, local.flat.nbytes, tuple(of.fragment.parameters), True))
         under_way = UnderWay(index, self.num_steps + self.plan.overlap, future=future, sync=sync)
 
-        def run() -> None:
-            bytes_before = self.exchange.bytes_sent
-            try:
-                with torch.no_grad():
-                    local.wait()
-                    sync.note(START)
-                    sync.note(SEND)
-                    under_way.arrived = self.exchange.run(of, local, report(), step, self.outer)
-            except Exception as error:
-                under_way.error = error
-                raise
-            sync.note(ARRIVE)
-            sync.note(END, self.exchange.bytes_sent - bytes_before)
+        def exchange() -> Arrived:
+            return self.exchange.run(of, local, report(), step, self.outer)
 
         self.steps_before[index] = self.num_steps
         self.under_way.append(under_way)
-        self._thread.submit(run, [future])
+        self._thread.submit(lambda: under_way.run(local, exchange, lambda: self.exchange.bytes_sent), [future])
 
     def _apply_due(self) -> list[tuple[int, Arrived]]:
         applied = []
