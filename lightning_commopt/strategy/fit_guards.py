@@ -50,7 +50,7 @@ class FitGuards:
         if self._sigterm_check is not None:
             self._sigterm_check.agree_by(
                 before_batch=is_ending,
-                at_epoch_end=lambda has_received: any(living.objects(has_received, "the end of an epoch").values()),
+                at_epoch_end=lambda has_received: any(living.objects(has_received, "agreeing on SIGTERM").values()),
             )
 
     @property

@@ -60,9 +60,8 @@ class LivingCollectives(StartedAsDDP):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self._living is None:
             super().barrier(*args, **kwargs)
-            return
-        name = args[0] if args else kwargs.get("name")
-        self._living.barrier(f"barrier {name!r}" if name else "a barrier")
+        else:  # torch's has no name, so that ranks may give it different ones
+            self._living.barrier()
 
     def broadcast(self, obj: _T, src: int = 0) -> _T:
         """Returns the object of rank ``src``, or that of the first rank which lives if that one does not."""

@@ -66,6 +66,17 @@ def test_a_rank_that_comes_late_finds_the_results_of_the_others(ranks: Ranks) ->
     assert ranks.logs[2] == ["the others did not wait in a test for rank 2, which takes their result"]
 
 
+@pytest.mark.exhaustive
+def test_a_rank_that_lives_is_waited_for_however_slow_it_is(ranks: Ranks) -> None:
+    """If it fails, a healthy rank that writes a large checkpoint is taken for a dead one."""
+    with ThreadPoolExecutor() as pool:
+        others = pool.submit(ranks.gather, 0, 1)
+        assert not poll(others.done, 2 * PATIENCE_S)
+        assert ranks.gather(2) == [{0: 0, 1: 10, 2: 20}]
+        assert others.result(60) == [{0: 0, 1: 10, 2: 20}] * 2
+    assert not any(ranks.logs)
+
+
 def test_the_store_keeps_nothing_that_all_have_read(ranks: Ranks) -> None:
     for _ in range(3):
         ranks.gather(0, 1, 2)
