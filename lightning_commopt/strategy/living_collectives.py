@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any, TypeVar
 
 import torch
@@ -95,6 +96,30 @@ def _is_default(group: Any) -> bool:
     return group is None or group is dist.group.WORLD
 
 
+class _MetricGather:
+    """Gathers the states of a torchmetric over the living; a copy of the metric, which may outlive the fit, has it too.
+
+    A metric that is pickled is one without it.
+    """
+
+    def __init__(self, living: LivingRanks) -> None:
+        self._living = living
+
+    def __call__(self, value: Tensor, group: Any = None) -> list[Tensor]:
+        if self._living.is_closed:
+            gathered: list[Tensor] = import_module("torchmetrics.utilities.distributed").gather_all_tensors(
+                value, group
+            )
+            return gathered
+        return [*self._living.tensors(value, "a metric").values()]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _MetricGather:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
 def _redirect_metrics(module: Module, living: LivingRanks) -> Callable[[], None]:
     """Makes the torchmetrics in a module gather over the living; returns a function that undoes it."""
     if "torchmetrics" not in sys.modules:
@@ -106,13 +131,9 @@ def _redirect_metrics(module: Module, living: LivingRanks) -> Callable[[], None]
         if isinstance(part, metric_class) and part.dist_sync_fn is None and part.process_group is None
     ]
 
-    def gather_by(function: Callable[..., list[Tensor]] | None) -> None:
+    def gather_by(function: _MetricGather | None) -> None:
         for metric in metrics:
             metric.dist_sync_fn = function
 
-    gather_by(partial(_gather_for_metric, living))
+    gather_by(_MetricGather(living))
     return partial(gather_by, None)
-
-
-def _gather_for_metric(living: LivingRanks, value: Tensor, group: Any = None) -> list[Tensor]:
-    return [*living.tensors(value, "a metric").values()]

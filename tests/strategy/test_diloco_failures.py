@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -11,7 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchmetrics import MeanMetric
 
+from lightning_commopt.strategy.living_collectives import _redirect_metrics
+from lightning_commopt.sync.diloco.living import LivingRanks
 from lightning_commopt.sync.store import poll
 from support.patient_ranks import Ranks
 from support.patient_trainers import FROZEN, KILLED, RAISES, STEPS_PER_EPOCH, TERMINATED, Ended, Fit, fit, free_port
@@ -160,3 +167,20 @@ def test_survivors_of_a_launcher_end_as_if_nothing_had_happened(how: str, tmp_pa
 
 def _ends(folder: Path) -> list[str]:
     return re.findall(r"RANK \d ENDED (.*)\n", (folder / "output").read_text())
+
+
+def test_a_metric_is_copied_and_pickled_while_it_gathers_over_the_living() -> None:
+    """If it fails, a MetricTracker or a callback that copies the model breaks with ``patience_s``."""
+    module = nn.ModuleDict({"metric": MeanMetric()})
+    store = dist.HashStore()
+    living = LivingRanks(store, 0, 1, patience_s=60.0, timeout_s=60.0, log=lambda text: None)
+    undo = _redirect_metrics(module, living)
+    metric = module["metric"]
+    assert isinstance(metric, MeanMetric)
+    copied, pickled = metric.clone(), pickle.loads(pickle.dumps(metric))
+    assert copied.dist_sync_fn is metric.dist_sync_fn is not None
+    assert pickled.dist_sync_fn is None
+    assert [x.item() for x in copied.dist_sync_fn(torch.tensor(3.0))] == [3.0]
+    living.close()
+    undo()
+    assert metric.dist_sync_fn is None

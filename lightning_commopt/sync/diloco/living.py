@@ -47,6 +47,7 @@ class LivingRanks:
 
     Attributes:
         listener: finds ranks without a sign of life.
+        is_closed: whether `close` was called.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class LivingRanks:
         self._number = 0
         self._members = self._all
         self._old_keys: list[str] = []
-        self._has_left = False
+        self._has_left = self.is_closed = False
 
     @classmethod
     def of_all_ranks(cls, *, patience_s: float, timeout_s: float, log: Callable[[str], None]) -> LivingRanks:
@@ -85,7 +86,7 @@ class LivingRanks:
 
     def close(self) -> None:
         """Ends the signs of life; at the end of a fit in which this rank has not left, it waits for slower readers."""
-        had_left = self._has_left
+        had_left, self.is_closed = self._has_left, True
         self.leave()
         if self.rank == 0 and not had_left:
             others = self._all[1:]
