@@ -136,7 +136,7 @@ class CommTimeMonitor(PhaseCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         has_peers = trainer.world_size > 1 and dist.is_available() and dist.is_initialized()
-        groups = gathering_group() if has_peers else None
+        groups = gathering_group(trainer) if has_peers else None
         is_shared = groups is not None or trainer.world_size == 1
         self._publisher = MetricPublisher(publishes_all=self._logs_all, is_shared=is_shared)
         assert self._recorder is not None

@@ -87,7 +87,7 @@ class HangMonitor(PhaseCallback):
         self._stop_watching()
         self._watched = WatchedRank(
             after_s=self._after_s,
-            action=self._action,
+            action=self._action_for(trainer),
             folder=folder / "hangs",
             main_address=main_address,
             device=trainer.strategy.root_device,
@@ -97,13 +97,24 @@ class HangMonitor(PhaseCallback):
         self._is_ending = self._has_waited = False
         self._enter_number(kinds.SETUP)
         self._num_looks = _NUM_LOOKS if stage == "fit" else 0
+        if stage == "fit":
+            self._observe_sync(trainer, self._watched)
+
+    def _observe_sync(self, trainer: Trainer, watched: WatchedRank) -> None:
         plan, observers = plan_of(trainer.strategy), getattr(trainer.strategy, "sync_observers", None)
-        plan = plan.inner if isinstance(plan, DiLoCoPlan) else plan
-        if stage == "fit" and plan is not None and plan.comm_hook is not None and observers is not None:
-            # With DDP's own all-reduce, observing would cost a pass over the gradients; FSDP2 has no buckets.
-            observers.add(self._watched.observer)
-            self._closing.callback(observers.remove, self._watched.observer)
+        inner = plan.inner if isinstance(plan, DiLoCoPlan) else plan
+        # With DDP's own all-reduce, observing would cost a pass over the gradients; FSDP2 has no buckets.
+        has_marks = isinstance(plan, DiLoCoPlan) if inner is None else inner.comm_hook is not None
+        if observers is not None and has_marks:
+            observers.add(watched.observer)
+            self._closing.callback(observers.remove, watched.observer)
             self._num_looks = 0
+
+    def _action_for(self, trainer: Trainer) -> str:
+        if self._action == "abort" and getattr(trainer.strategy, "lets_ranks_fail", False):
+            warn_once("HangMonitor(action='abort') only reports with patience_s, with which a fit goes on.")
+            return "report"
+        return self._action
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._stop_watching()

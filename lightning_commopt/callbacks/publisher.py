@@ -141,8 +141,11 @@ def _broadcast(inner: Callable[[], None]) -> None:
         inner()
 
 
-def gathering_group() -> BorrowedGroups | None:
-    """Returns a gloo group of all ranks; None, with a warning, if they cannot connect over gloo."""
+def gathering_group(trainer: Trainer) -> BorrowedGroups | None:
+    """Returns a gloo group of all ranks; None, with a message, if they cannot connect over gloo or may go on alone."""
+    if getattr(trainer.strategy, "lets_ranks_fail", False):
+        info("CommTimeMonitor: each rank logs its own times, as the others go on without one that fails (patience_s).")
+        return None
     try:
         return borrow_host_group()
     except RuntimeError as error:

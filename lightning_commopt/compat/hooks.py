@@ -32,7 +32,12 @@ _WAITING = ("distributed_c10d.py", "_functional_collectives.py", "nn/functional.
 _OTHERS = ("elastic/", "launcher/", "run.py", "checkpoint/", "c10d_logger.py")
 """Files that start ranks, write files or wrap functions, whose frames surround everything that a rank does."""
 
-_OWN_WAITS = ("/lightning_commopt/watch/epoch_ends.py", "/lightning_commopt/sync/gather.py")
+_OWN_WAITS = (
+    "/lightning_commopt/watch/epoch_ends.py",
+    "/lightning_commopt/sync/gather.py",
+    "/lightning_commopt/sync/diloco/living.py",
+    "/lightning_commopt/sync/diloco/members.py",
+)
 
 
 class Activity(NamedTuple):

@@ -63,11 +63,16 @@ class SigtermCheck:
 
     The signal only sets a flag. When any rank has received it, all ranks raise Lightning's ``SIGTERMException`` before
     the same batch. All ranks must make it, for the same fit, with a Lightning that `broadcasts_sigterm`.
+
+    Attributes:
+        has_received: whether this rank has received the signal.
     """
 
     def __init__(self, trainer: Trainer, every_n_steps: int) -> None:
         self._trainer, self._every_n_steps = trainer, every_n_steps
-        self._has_received = False
+        self.has_received = False
+        self._agree_before_batch: Callable[[], bool] | None = None
+        self._any_rank: Callable[[bool], bool] = self._any_of_group
         self._checked_step = -1
         loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
         self._undo = [
@@ -76,23 +81,39 @@ class SigtermCheck:
             wrap_method(connector, "_sigterm_notifier_fn", self._receive),
         ]
 
+    def agree_by(self, *, before_batch: Callable[[], bool], at_epoch_end: Callable[[bool], bool]) -> None:
+        """Replaces the collectives by which the ranks agree.
+
+        Args:
+            before_batch: called before every batch; returns whether the ranks have agreed meanwhile.
+            at_epoch_end: is told whether this rank has received the signal, and returns whether any rank has.
+        """
+        self._agree_before_batch, self._any_rank = before_batch, at_epoch_end
+
     def close(self) -> None:
         while self._undo:
             self._undo.pop()()
 
     def _receive(self, inner: Callable[..., None], number: int, frame: FrameType | None) -> None:
         launcher = self._trainer.strategy.launcher
-        if launcher is not None and not self._has_received:
+        if launcher is not None and not self.has_received:
             # As Lightning does, this passes the signal on to the ranks that this one has started.
             launcher.kill(number)
-        self._has_received = True
+        self.has_received = True
 
     def _before_batch(self, inner: Callable[[], None]) -> None:
+        if self._agree_before_batch is not None:
+            self._raise_if(self._agree_before_batch())
+            return
         step = batches_that_stepped(self._trainer)
         if step % self._every_n_steps == 0 and step != self._checked_step:
             self._checked_step = step
-            if self._agree():
-                raise import_module(f"{package_of(self._trainer)}.utilities.exceptions").SIGTERMException
+            self._raise_if(self._agree())
+
+    def _raise_if(self, have_agreed: bool) -> None:
+        if have_agreed:
+            self._trainer._signal_connector.received_sigterm = True
+            raise import_module(f"{package_of(self._trainer)}.utilities.exceptions").SIGTERMException
 
     def _run_epoch(self, inner: Callable[..., None], *args: Any) -> None:
         inner(*args)
@@ -100,8 +121,11 @@ class SigtermCheck:
 
     def _agree(self) -> bool:
         """Returns whether any rank has received SIGTERM, and in that case tells Lightning on this rank."""
-        flag = torch.tensor([self._has_received], dtype=torch.int32, device=self._trainer.strategy.root_device)
-        dist.all_reduce(flag, dist.ReduceOp.MAX)
-        if flag.item():
+        if self._any_rank(self.has_received):
             self._trainer._signal_connector.received_sigterm = True
         return bool(self._trainer.received_sigterm)
+
+    def _any_of_group(self, has_received: bool) -> bool:
+        flag = torch.tensor([has_received], dtype=torch.int32, device=self._trainer.strategy.root_device)
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
-from torch.nn import Module, SyncBatchNorm
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Self
@@ -20,31 +18,24 @@ from typing_extensions import Self
 from lightning_commopt.compat.lightning import batches_that_stepped, count_samples, optimizer_is_toggled, timers
 from lightning_commopt.compat.loops import LoopEvents, batch_is_open, is_last_epoch, wrap_method
 from lightning_commopt.compressors import Compressor
-from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
-from lightning_commopt.compressors.channel import Channel
-from lightning_commopt.compressors.hierarchical import Hierarchical
-from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.launch.nccl_variables import NcclOptions
-from lightning_commopt.plan import CommPlan, DiLoCoPlan, OptionError
+from lightning_commopt.plan import CommPlan, DiLoCoPlan
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import StartMethod, diloco_plan_from_arguments, document_plan_options
 from lightning_commopt.strategy.diloco_checkpoint import SavesRanks
+from lightning_commopt.strategy.diloco_workers import WorkerExchanges, keep_batch_norm_within
 from lightning_commopt.strategy.fit_guards import FitGuards
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.diloco.drift import DriftWatch
 from lightning_commopt.sync.diloco.equalize import equalize
-from lightning_commopt.sync.diloco.exchange import Arrived, Exchange
-from lightning_commopt.sync.diloco.patient import PatientExchange
+from lightning_commopt.sync.diloco.exchange import Arrived
 from lightning_commopt.sync.diloco.rounds import Rounds
-from lightning_commopt.sync.groups import BorrowedGroups, borrow_groups, default_group
 from lightning_commopt.sync.strategies import trainer_of
-from lightning_commopt.text.validation import warn_once
-from lightning_commopt.watch.waiting import print_now
 
 
 @document_plan_options
-class CommOptDiLoCoStrategy(SavesRanks):
+class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
     """Trains on every rank, or on every node, on its own, and exchanges what was learned every ``sync_every`` steps.
 
     It takes the arguments of ``DDPStrategy`` up to ``start_method``, and the keywords below. Gradients are not
@@ -59,10 +50,10 @@ class CommOptDiLoCoStrategy(SavesRanks):
         uneven_batches: see `lightning_commopt.CommOptDDP`, as for all options down to ``watch``.
         patience_s: seconds that a rank may let the others wait in an exchange, and that a message may take. Then the
             exchange is repeated among those who are there, weighted by samples; nothing of the failed one is applied. A
-            rank that comes later drops what it has trained since and joins again from the global weights. It must be
-            the same process: a rank that has died ends the fit. So does the end of the process that hosts the store of
-            the process group, which is torchrun's agent, or without torchrun rank 0. All ranks still wait for each
-            other where Lightning makes them, at the end of epochs and in checkpoints, and agree on SIGTERM only there.
+            rank that comes later drops what it has trained since and joins again from the global weights, if it is the
+            same process. Where Lightning makes all ranks wait for each other, as at the end of an epoch, they wait for
+            those that have shown a sign of life within ``patience_s``. The fit goes on without a rank that has died,
+            unless its process hosts the store of the process group: torchrun's agent, or without torchrun rank 0.
             None for no limit but ``timeout``, which is an error.
         plan: a `DiLoCoPlan`, or the path of a file with one, in place of the other options of a plan.
         **kwargs: nothing; options of DDP belong to ``inner``.
@@ -110,13 +101,10 @@ class CommOptDiLoCoStrategy(SavesRanks):
         self._plan, self._lightnings_arguments = diloco_plan_from_arguments(dict(locals()))
         self.rounds: Rounds | None = None
         self._inner = GradientSync(self._plan.inner or CommPlan())
-        self._groups: BorrowedGroups | None = None
         self._events: LoopEvents | None = None
         self._saves_comm_state, self.uneven_batches = save_comm_state, uneven_batches
         self._nccl, self._watch = NcclOptions.from_config(nccl), watch
         self._patience_s = patience_s
-        if patience_s is not None:
-            sigterm_every_n_steps = sys.maxsize  # it is agreed on at the end of an epoch, too
         self._guards = FitGuards(watch=watch, sigterm_every_n_steps=sigterm_every_n_steps or self._plan.sync_every)
         forget_previous_job()
         super().__init__(**self._lightnings_arguments, **self._inner.plan.ddp_kwargs())
@@ -144,7 +132,6 @@ class CommOptDiLoCoStrategy(SavesRanks):
         assert module is not None
         if self.world_size > 1:
             equalize([*module.parameters(), *module.buffers()])
-        self._begin_rounds(self._make_exchange())
         self._drift_watch = DriftWatch(self.num_processes if self._is_inner else 1)
         self._shows_for_validation = False  # an exception may have ended a validation
         self._events = LoopEvents(
@@ -158,54 +145,15 @@ class CommOptDiLoCoStrategy(SavesRanks):
         self._time_limits = [
             wrap_method(callback, "on_train_batch_end", self._after_rounds) for callback in timers(trainer_of(self))
         ]
+        if self.world_size > 1 and self._patience_s is not None:
+            self._let_ranks_fail()  # after the events, so that all wait for each other before the exchange of the end
+        self._begin_rounds(self._make_exchange())
         within = self._node_group()
-        for part in module.modules():
-            if isinstance(part, SyncBatchNorm):
-                part.process_group = _group_of_batch_norm(within)
+        keep_batch_norm_within(module, within)
         if within is not None:
             self._ddp_kwargs["process_group"] = within
             super().configure_ddp()
             self._inner.resume(module)
-
-    def _make_exchange(self) -> Exchange:
-        compressor = self._plan.comm_hook
-        if self.world_size == 1:
-            if compressor is not None:
-                warn_once("comm_hook has no effect: there is only one process.")
-            if self._patience_s is not None:
-                warn_once(f"patience_s={self._patience_s:g} has no effect: there is only one process.")
-            return Exchange(None, None)
-        ranks_per_node = self.num_processes if self._is_inner else None
-        if ranks_per_node is not None:
-            compressor = Hierarchical(inner=compressor or UNCOMPRESSED, ranks_per_node=ranks_per_node)
-        elif compressor is not None and compressor.claims.has_c_kernels:
-            c_library.load()  # no exchange should wait for a compiler
-        if self._patience_s is not None:
-            timeout_s, rank = self.timeout.total_seconds(), self.global_rank
-            return PatientExchange.of_all_ranks(
-                compressor,
-                patience_s=self._patience_s,
-                timeout_s=timeout_s,
-                log=lambda text: print_now(f"[rank {rank}] DiLoCo: {text}"),
-            )
-        self._groups = borrow_groups(
-            default_group(), ranks_per_node=ranks_per_node, timeout=self.timeout, backend="gloo"
-        )
-        channel = Channel(self._groups.all_ranks, self._groups.within, self._groups.across)
-        return Exchange(channel, compressor)
-
-    @property
-    def _is_inner(self) -> bool:
-        return self._plan.inner is not None and self.num_processes > 1
-
-    def _node_group(self) -> dist.ProcessGroup | None:
-        """Returns a group of the ranks of this node if they form one worker. All ranks must call it."""
-        if not self._is_inner:
-            return None
-        nodes = [[*range(first, first + self.num_processes)] for first in range(0, self.world_size, self.num_processes)]
-        group, _ = dist.new_subgroups_by_enumeration(nodes, timeout=self.timeout)
-        assert isinstance(group, dist.ProcessGroup)
-        return group
 
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
@@ -225,7 +173,7 @@ class CommOptDiLoCoStrategy(SavesRanks):
         if optimizer_is_toggled(module) or not (unfrozen := rounds.unfrozen()):
             return
         if self.world_size > 1:
-            equalize(unfrozen)  # a training step may have unfrozen and trained them before
+            equalize(unfrozen, self._living)  # a training step may have unfrozen and trained them before
         rounds.divide_again(module)
         if self._inner.model is not None:
             self._inner.rewrap(self._wrap)
@@ -253,7 +201,8 @@ class CommOptDiLoCoStrategy(SavesRanks):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.rounds is not None and optimizer is self.optimizers[0]:
-            for index, arrived in self.rounds.step(self._loss_scale):
+            for index, arrived in self.rounds.step(self._loss_scale, lambda: self._guards.has_received_sigterm):
+                self._has_agreed_on_sigterm |= any(report.has_sigterm for report in arrived.reports)
                 self._agree_on_loss_scale([report.loss_scale for report in arrived.reports])
                 self._log(index, arrived)
         return output
@@ -337,17 +286,9 @@ class CommOptDiLoCoStrategy(SavesRanks):
             super().teardown()
         finally:
             self._inner.end_fit()
+            self._end_living()
             self._guards.close()
             self.rounds = self._groups = self._events = None
-
-
-def _group_of_batch_norm(within: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if within is None:
-        raise OptionError(
-            "SyncBatchNorm couples all ranks in every step, which DiLoCo must not: use BatchNorm, whose statistics the"
-            " exchanges average, or inner='ddp', with which it couples the ranks of a node"
-        )
-    return within
 
 
 def _nothing(*_: object) -> None:

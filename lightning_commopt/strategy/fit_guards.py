@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from lightning_commopt.compat.sigterm import SigtermCheck, broadcasts_sigterm
 from lightning_commopt.strategy.base import is_fit
 from lightning_commopt.strategy.remedies import explain_error
+from lightning_commopt.sync.diloco.living import LivingRanks
 from lightning_commopt.sync.strategies import TrainersStrategy, WatchedStrategy, trainer_of
 from lightning_commopt.text.validation import info, warn_once
 from lightning_commopt.watch.fit_watch import FitWatch
+from lightning_commopt.watch.patient_watch import PatientWatch
 
 
 class FitGuards:
     """The watch of a fit of several ranks, and their agreement on SIGTERM, from `start` to `close`.
+
+    Until `let_ranks_fail` a rank that fails ends the fit of all.
 
     Args:
         watch: whether fits are watched.
@@ -21,13 +27,36 @@ class FitGuards:
     def __init__(self, *, watch: bool, sigterm_every_n_steps: int | None) -> None:
         self._watches, self._sigterm_every_n_steps = watch, sigterm_every_n_steps
         self._sigterm_check: SigtermCheck | None = None
-        self.fit_watch: FitWatch | None = None
+        self.fit_watch: FitWatch | PatientWatch | None = None
 
     def start(self, strategy: WatchedStrategy) -> None:
         """Starts the guards if the strategy is about to fit. All ranks must call it."""
         if is_fit(strategy):
             self.fit_watch = FitWatch(strategy) if self._watches and strategy.world_size > 1 else None
             self._sigterm_check = _check_sigterm(strategy, self._sigterm_every_n_steps)
+
+    def let_ranks_fail(self, strategy: WatchedStrategy, living: LivingRanks, is_ending: Callable[[], bool]) -> None:
+        """From now on the fit goes on without ranks that fail. All ranks must call it.
+
+        Args:
+            strategy: as in `start`.
+            living: the ranks that take part.
+            is_ending: returns whether the exchanges before this batch have brought word of SIGTERM, the same on all
+                ranks that took part.
+        """
+        if self.fit_watch is not None:
+            self.fit_watch.close()
+        self.fit_watch = PatientWatch(strategy, living, compares=self._watches)
+        if self._sigterm_check is not None:
+            self._sigterm_check.agree_by(
+                before_batch=is_ending,
+                at_epoch_end=lambda has_received: any(living.objects(has_received, "agreeing on SIGTERM").values()),
+            )
+
+    @property
+    def has_received_sigterm(self) -> bool:
+        """Whether this rank has received SIGTERM, on which not all have agreed yet."""
+        return self._sigterm_check is not None and self._sigterm_check.has_received
 
     def fail(self, exception: BaseException) -> None:
         """Explains an exception that ends the fit, and reports it to the other ranks."""

@@ -96,6 +96,9 @@ class Launcher(_SubprocessScriptLauncher):
         with name_launcher(self.cluster_environment.main_port):
             if multirun_job() is None:
                 super()._call_children_scripts()
+                if getattr(self.strategy, "lets_ranks_fail", False):
+                    # Lightning's observer of ``procs`` would end all ranks when one has failed.
+                    self._job_ranks, self.procs = self.procs, []
             else:
                 self._start_job()
 

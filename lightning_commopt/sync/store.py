@@ -29,6 +29,9 @@ _FIRST_POLL_S = 0.001
 """The first pause between two looks at the store. Pauses double, so ranks that come together hardly wait."""
 _LAST_POLL_S = 0.1
 """The longest pause. A rank may notice so much too late, while each rank asks the store ten times a second."""
+LONGEST_LOOK_S = 1.0
+"""More than this between two looks at the store does not count as waiting: this process or the store has paused, for
+instance because the whole job was suspended. It is far above `_LAST_POLL_S`, also on a busy machine."""
 
 # For each default group, the store with its key spaces, and a counter for each name of a key space.
 _roots: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
@@ -91,14 +94,17 @@ class Agreement:
 def poll(condition: Callable[[], bool], timeout_s: float) -> bool:
     """Waits until a condition is true, and returns false if that takes longer than ``timeout_s``.
 
-    It is used for stores, since ``Store.wait`` would block other threads that use the store.
+    It is used for stores, since ``Store.wait`` would block other threads that use the store. See `LONGEST_LOOK_S` for
+    what does not count.
     """
-    deadline, pause_s = time.monotonic() + timeout_s, _FIRST_POLL_S
+    waited_s, looked_at, pause_s = 0.0, time.monotonic(), _FIRST_POLL_S
     while not condition():
-        if time.monotonic() > deadline:
+        if waited_s > timeout_s:
             return False
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LAST_POLL_S)
+        before, looked_at = looked_at, time.monotonic()
+        waited_s += min(looked_at - before, LONGEST_LOOK_S)
     return True
 
 

@@ -120,7 +120,7 @@ class EpochEnds:
         if self._rank == 0:
             poll(lambda: store.add(f"{run}/seen", 0) >= self._world_size, times.SEEN_S)
         if len(set(numbers)) > 1:
-            raise UnevenBatchesError(different_ends_message(numbers, epoch.number))
+            raise UnevenBatchesError(different_ends_message(dict(enumerate(numbers)), epoch.number))
         if self._rank == 0 and run > 1:  # nobody reads the keys of the previous epoch
             for key in ("left", "come", "all", "seen", *(f"rank/{rank}" for rank in self._ranks)):
                 store.delete_key(f"{run - 1}/{key}")

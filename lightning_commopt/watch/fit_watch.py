@@ -17,7 +17,7 @@ from lightning_commopt.watch import times
 from lightning_commopt.watch.epoch_ends import EpochEnds
 from lightning_commopt.watch.own_errors import log_own_errors
 from lightning_commopt.watch.peers import Failure, Lifelines, Peers
-from lightning_commopt.watch.uneven_batches import UnevenBatchesError, make_even
+from lightning_commopt.watch.uneven_batches import UnevenBatchesError, gather_on, make_even
 from lightning_commopt.watch.waiting import (
     end_waiting_rank,
     is_in_callback,
@@ -109,7 +109,7 @@ class FitWatch:
             self._thread.join(timeout=times.STALLED_S)
 
     def _make_even(self) -> None:
-        self._agreed = make_even(self._trainer, self._policy, self._device)
+        self._agreed = make_even(self._trainer, self._policy, self._rank, gather_on(self._device))
         self._peers.learn()  # all have written: Lightning's collectives for dataloaders follow
 
     def _leave_epoch(self) -> None:

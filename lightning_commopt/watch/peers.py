@@ -40,8 +40,8 @@ _BACKLOG = 1024
 
 _T = TypeVar("_T")
 
-_ORDERLY = ("SIGTERMException", "_TunerExitException")
-"""Lightning's exceptions that end a fit on all ranks as intended."""
+ORDERLY = ("SIGTERMException", "_TunerExitException")
+"""Names of Lightning's exceptions that end a fit on all ranks as intended."""
 
 _NUM_IDLE = "num_idle"
 
@@ -201,7 +201,7 @@ class Peers:
         Returns:
             The text, with the traceback; None if nothing was written, or after Ctrl-C.
         """
-        if type(exception).__name__ in _ORDERLY:
+        if type(exception).__name__ in ORDERLY:
             return None
         if isinstance(exception, Exception):
             lines = traceback.format_exception(type(exception), exception, exception.__traceback__)

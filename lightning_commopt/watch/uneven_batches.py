@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,13 +33,14 @@ class UnevenBatchesError(RuntimeError):
     """Ranks have different numbers of training batches; the message has the numbers and remedies."""
 
 
-def make_even(trainer: Trainer, policy: str, device: torch.device) -> int | None:
+def make_even(trainer: Trainer, policy: str, rank: int, gather: Callable[[int], Mapping[int, int]]) -> int | None:
     """Compares the ranks' numbers of batches, and applies the policy. All ranks must call it.
 
     Args:
         trainer: its training dataloaders have just been set up.
         policy: one of `POLICIES`.
-        device: the default group can gather its tensors.
+        rank: number of this rank.
+        gather: returns the numbers of all ranks, by rank; see `gather_on`.
 
     Returns:
         The number of batches in an epoch, the same on all ranks; None if it is unknown on a rank, if ``max_steps`` ends
@@ -51,13 +52,14 @@ def make_even(trainer: Trainer, policy: str, device: torch.device) -> int | None
     """
     if policy == "allow":
         return None
-    numbers = _gather_numbers(trainer, device)
-    unknown = [rank for rank, number in enumerate(numbers) if number < 0]
+    number_here = num_batches(trainer)
+    numbers = gather(-1 if number_here is None else number_here)
+    unknown = [other for other, number in numbers.items() if number < 0]
     if unknown:
         if policy != "error":
             raise UnevenBatchesError(_unknown_message(policy, unknown))
         return None
-    own, smallest, largest = numbers[dist.get_rank()], min(numbers), max(numbers)
+    own, smallest, largest = numbers[rank], min(numbers.values()), max(numbers.values())
     if smallest == largest:
         return own
     if most_batches_left(trainer) <= smallest:
@@ -68,7 +70,7 @@ def make_even(trainer: Trainer, policy: str, device: torch.device) -> int | None
     if policy == "error":
         raise UnevenBatchesError(f"{counts} {_WHY} {_WHAT_TO_DO}")
     if policy == "drop":
-        dropped = sum(numbers) - smallest * len(numbers)
+        dropped = sum(numbers.values()) - smallest * len(numbers)
         warn_once(
             f"{counts} uneven_batches='drop': every epoch ends after {smallest} batches on all ranks, which"
             f" drops {_count(dropped)} in total."
@@ -76,7 +78,7 @@ def make_even(trainer: Trainer, policy: str, device: torch.device) -> int | None
         if own > smallest:
             limit_batches(trainer, smallest)
         return smallest
-    repeated = largest * len(numbers) - sum(numbers)
+    repeated = largest * len(numbers) - sum(numbers.values())
     warn_once(
         f"{counts} uneven_batches='pad': every epoch has {largest} batches on all ranks; those with fewer start over,"
         f" and {repeated} batches count twice or more."
@@ -86,7 +88,7 @@ def make_even(trainer: Trainer, policy: str, device: torch.device) -> int | None
     return largest
 
 
-def different_ends_message(numbers: Sequence[int], epoch: int) -> str:
+def different_ends_message(numbers: Mapping[int, int], epoch: int) -> str:
     """Returns the message for an epoch that has ended after these numbers of batches, by rank."""
     return (
         f"Ranks ended epoch {epoch} after different numbers of batches: {_numbers_text(numbers)}. {_WHY} {_WHAT_TO_DO}"
@@ -106,13 +108,16 @@ def goes_on_message(left: tuple[int, int], going: tuple[int, int], epoch: int, *
     )
 
 
-def _gather_numbers(trainer: Trainer, device: torch.device) -> list[int]:
-    """Returns the number of batches of each rank; -1 where it is unknown."""
-    number = num_batches(trainer)
-    mine = torch.tensor([-1 if number is None else number], device=device)
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, mine)
-    return [int(number) for number in torch.cat(gathered)]
+def gather_on(device: torch.device) -> Callable[[int], dict[int, int]]:
+    """Returns a function that gathers a number of each rank, by tensors on a device that the default group supports."""
+
+    def gather(number: int) -> dict[int, int]:
+        mine = torch.tensor([number], device=device)
+        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, mine)
+        return {rank: int(other) for rank, other in enumerate(torch.cat(gathered))}
+
+    return gather
 
 
 def _unknown_message(policy: str, ranks: Sequence[int]) -> str:
@@ -123,13 +128,13 @@ def _unknown_message(policy: str, ranks: Sequence[int]) -> str:
     )
 
 
-def _numbers_text(numbers: Sequence[int]) -> str:
+def _numbers_text(numbers: Mapping[int, int]) -> str:
     """Returns the numbers with their ranks.
 
-    >>> _numbers_text([6, 6, 5])
+    >>> _numbers_text({0: 6, 1: 6, 2: 5})
     '6 batches on ranks 0, 1; 5 batches on rank 2'
     """
-    ranks_with = grouped((number, rank) for rank, number in enumerate(numbers))
+    ranks_with = grouped((number, rank) for rank, number in numbers.items())
     return "; ".join(f"{_count(number)} on {ranks_text(ranks)}" for number, ranks in ranks_with.items())
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_commopt import CommOptDDP
+from lightning_commopt import CommOptDDP, CommOptDiLoCo
 from lightning_commopt.callbacks import HangMonitor
 from lightning_commopt.compat.sigterm import broadcasts_sigterm
 from support.lightnings import Callback, DDPStrategy
@@ -30,6 +30,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": DDPStrategy,
     "native": CommOptDDP,
     "int8": lambda: CommOptDDP(comm_hook="int8"),
+    "diloco": lambda: CommOptDiLoCo(sync_every=5),
 }
 
 

@@ -46,6 +46,15 @@ def test_the_rank_that_is_waited_for_is_named(faults: list[tuple[str, str]], tmp
         assert any("hanging_fits.py" in frame for frame in frames_of(snapshots[1])) == (fault != "stopped")
 
 
+@pytest.mark.exhaustive
+def test_an_exchange_of_diloco_is_named(tmp_path: Path) -> None:
+    """If it fails, nobody learns that a rank waits in DiLoCo, and for whom."""
+    ((report,), _) = run_ranks(fit_with_faults, tmp_path, [("forward", "diloco")])
+    assert report["ranks"] == [1]
+    assert report["sentence"].startswith("rank 1 is still in forward of step 4")
+    assert report["sentence"].endswith("; rank 0 waits in exchange 0 of DiLoCo's fragment 0 (layers.*) of step 4")
+
+
 @pytest.mark.skipif(not HAS_SIGTERM_BROADCAST, reason="Lightning broadcasts SIGTERM from 2.5.2 on")
 @pytest.mark.exhaustive
 def test_lightnings_own_broadcast_is_named(tmp_path: Path) -> None:

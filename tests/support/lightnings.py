@@ -13,7 +13,7 @@ ADAPTER = ADAPTERS[PACKAGE]
 
 if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
     from lightning.fabric.utilities.exceptions import MisconfigurationException
-    from lightning.pytorch import Callback, LightningModule, Trainer, callbacks, seed_everything
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, callbacks, seed_everything
     from lightning.pytorch.callbacks import (
         BaseFinetuning,
         EarlyStopping,
@@ -31,7 +31,7 @@ if TYPE_CHECKING or PACKAGE == "lightning.pytorch":
     from lightning.pytorch.utilities import CombinedLoader
 else:
     from lightning_fabric.utilities.exceptions import MisconfigurationException
-    from pytorch_lightning import Callback, LightningModule, Trainer, callbacks, seed_everything
+    from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer, callbacks, seed_everything
     from pytorch_lightning.callbacks import (
         BaseFinetuning,
         EarlyStopping,
@@ -58,6 +58,7 @@ __all__ = [
     "CombinedLoader",
     "DDPStrategy",
     "EarlyStopping",
+    "LightningDataModule",
     "LightningEnvironment",
     "LightningModule",
     "LightningOptimizer",

@@ -34,12 +34,18 @@ class Counts:
         self.losses = self.losses + loss.detach().float()
         self.num_losses += 1
 
-    def report(self, index: int, loss_scale: float = 0.0) -> Callable[[], Report]:
+    def report(self, index: int, loss_scale: float = 0.0, *, has_sigterm: bool = False) -> Callable[[], Report]:
         """Returns a function that reports on a fragment, and may wait for the device; the counts begin anew."""
         samples, losses, number = self.samples - self.samples_before[index], self.losses, self.num_losses
         self.samples_before[index], self.losses, self.num_losses = self.samples, 0.0, 0
         rank = dist.get_rank() if dist.is_initialized() else 0
-        return lambda: Report(samples, loss_scale, float(losses) / number if number else math.nan, rank=rank)
+        return lambda: Report(
+            samples,
+            loss_scale,
+            float(losses) / number if number else math.nan,
+            rank=rank,
+            has_sigterm=float(has_sigterm),
+        )
 
     def forget(self, num_fragments: int) -> None:
         """Drops what was counted since the last exchanges."""

@@ -32,6 +32,7 @@ class Report:
         loss: mean loss of its training steps since the last exchange of any fragment; NaN if it has none.
         drift: Euclidean norm of its weights' difference from the global ones, which the exchange sets.
         rank: its rank, as some may be missed.
+        has_sigterm: 1 if it has received SIGTERM, and 0 otherwise.
     """
 
     samples: float
@@ -39,6 +40,7 @@ class Report:
     loss: float = math.nan
     drift: float = 0.0
     rank: float = 0.0
+    has_sigterm: float = 0.0
 
     def to_tensor(self) -> Tensor:
         return torch.tensor(astuple(self), dtype=torch.float64, device="cpu")

@@ -8,12 +8,13 @@ open, and a rank that was frozen finds in the store what was decided without it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from lightning_commopt.sync.diloco.errors import MembersError, store_errors
+from lightning_commopt.sync.diloco.pulse import Listener
 from lightning_commopt.sync.store import poll
 from lightning_commopt.text.formatting import list_some
 
@@ -25,10 +26,6 @@ FIRST_MESH = ""
 """Name of the connections among all ranks in the first exchange."""
 
 _DONE, _FAILED = "done", "failed"
-
-
-class MembersError(RuntimeError):
-    """The ranks can no longer agree; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +62,7 @@ class Members:
         patience_s: time that a rank may let the others wait.
         timeout_s: time that this rank waits for the others once they have gone on without it.
         log: called with a message whenever a rank is missed or joins again.
+        listener: finds ranks without a sign of life, for which nobody waits any longer; None to wait in any case.
 
     Attributes:
         current: members of the last exchange, which all have the same global weights.
@@ -81,8 +79,9 @@ class Members:
         patience_s: float,
         timeout_s: float,
         log: Callable[[str], None],
+        listener: Listener | None = None,
     ) -> None:
-        self._store, self.rank, self._log = store, rank, log
+        self._store, self.rank, self._log, self._listener = store, rank, log, listener
         self._all = tuple(range(world_size))
         self._patience_s, self._timeout_s = patience_s, timeout_s
         self._number = self._attempt = 0
@@ -122,7 +121,7 @@ class Members:
         Raises:
             MembersError: the store is lost, or nobody who has the global weights is left.
         """
-        with self._store_errors():
+        with store_errors():
             while True:
                 attempt = self._decide(self._all if wait_for_all else self._awaited)
                 if self.rank in attempt.members:
@@ -143,7 +142,7 @@ class Members:
         Raises:
             MembersError: the store is lost.
         """
-        with self._store_errors():
+        with store_errors():
             if is_success:
                 self._note(f"{attempt.name}/{_DONE}/{self.rank}")
             has_succeeded = self._end(attempt, is_success=is_success)
@@ -157,7 +156,7 @@ class Members:
             MembersError: the store is lost.
         """
         yes, answer = (f"{self._number}/{word}" for word in ("yes", "answer"))
-        with self._store_errors():
+        with store_errors():
             if value:
                 self._store.set(yes, "")
             while (attempt := self.meet()) is not None:
@@ -174,40 +173,37 @@ class Members:
             MembersError: one has not, or the store is lost.
         """
         keys = [f"{attempt.name}/{what}/{rank}" for rank in ranks]
-        with self._store_errors():
+        with store_errors():
             if keys and not self._wait(lambda: self._store.check(keys), self._patience_s, attempt):
                 raise MembersError(f"ranks {list_some([*map(str, ranks)], 8)} are not {what}")
 
     def tell(self, attempt: Attempt, what: str) -> None:
         """Lets `wait_for` of the others end."""
-        with self._store_errors():
+        with store_errors():
             self._note(f"{attempt.name}/{what}/{self.rank}")
 
     def tell_progress(self, attempt: Attempt) -> None:
         """Tells those who wait in an attempt that it goes on, and may take longer than ``patience_s``."""
-        with self._store_errors():
+        with store_errors():
             self._store.add(f"{attempt.name}/progress", 1)
 
     def _decide(self, awaited: Sequence[int]) -> Attempt:
         name = f"{self._number}/{self._attempt}"
         decision = f"{name}/members"
         self._note(f"{name}/here/{self.rank}")
-        awaited_keys = [f"{name}/here/{rank}" for rank in awaited]
         if self.is_behind:  # it does not know whether those who are here have the global weights
-            if not poll(lambda: self._store.check([decision]), self._timeout_s):
+            poll(lambda: self._store.check([decision]) or self._are_silent(self.current), self._timeout_s)
+            if not self._store.check([decision]):
                 raise MembersError(
-                    f"rank {self.rank} waited {self._timeout_s:g} s to join again, but none of ranks"
-                    f" {list_some([*map(str, self.current)], 8)} came, which have the global weights"
+                    f"rank {self.rank} waits to join again in vain: none of ranks"
+                    f" {list_some([*map(str, self.current)], 8)} comes, which have the global weights, and may have"
+                    " ended the fit"
                 )
             members = self._store.get(decision)
         else:
             patience_s = self._patience_s * (_RETRY_PATIENCE if self._attempt else 1)
-            are_here = poll(lambda: self._store.check(awaited_keys) or self._store.check([decision]), patience_s)
-            here = [
-                rank
-                for rank in self._all
-                if (are_here and rank in awaited) or self._store.check([f"{name}/here/{rank}"])
-            ]
+            poll(lambda: self._have_come(name, awaited) or self._store.check([decision]), patience_s)
+            here = [rank for rank in self._all if self._store.check([f"{name}/here/{rank}"])]
             members = self._store.compare_set(decision, "", json.dumps(here))
         ranks = tuple(json.loads(members))
         joiners = tuple(rank for rank in ranks if rank not in self.current)
@@ -217,6 +213,15 @@ class Members:
         attempt = Attempt(name, ranks, joiners, mesh)
         self._log_changes(attempt)
         return attempt
+
+    def _have_come(self, name: str, ranks: Sequence[int]) -> bool:
+        """Returns whether all of ``ranks`` are here that show a sign of life."""
+        if self._store.check([f"{name}/here/{rank}" for rank in ranks]):
+            return True
+        return self._are_silent([rank for rank in ranks if not self._store.check([f"{name}/here/{rank}"])])
+
+    def _are_silent(self, ranks: Sequence[int]) -> bool:
+        return self._listener is not None and self._listener.silent(ranks) == {*ranks}
 
     def _log_changes(self, attempt: Attempt) -> None:
         if self.rank != attempt.leader:
@@ -280,15 +285,3 @@ class Members:
     def _note(self, key: str) -> None:
         self._store.set(key, "")
         self._keys.append(key)
-
-    @contextmanager
-    def _store_errors(self) -> Generator[None, None, None]:
-        try:
-            yield
-        except MembersError:
-            raise
-        except RuntimeError as error:
-            raise MembersError(
-                "the store of the process group is lost, with which the ranks agree on who takes part: the process that"
-                f" hosts it has ended, which is torchrun's agent, or without torchrun rank 0 ({error})"
-            ) from error

@@ -9,17 +9,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commopt.compressors import Compressor
+from lightning_commopt.sync.diloco.errors import MembersError
 from lightning_commopt.sync.diloco.exchange import Arrived, Exchange, Finished, GlobalWeights, LocalWeights, Report
 from lightning_commopt.sync.diloco.fragments import Fragment
-from lightning_commopt.sync.diloco.members import FIRST_MESH, Attempt, Members, MembersError
+from lightning_commopt.sync.diloco.members import FIRST_MESH, Attempt, Members
 from lightning_commopt.sync.diloco.mesh import Mesh
 from lightning_commopt.sync.diloco.outer import OuterSGD
+from lightning_commopt.sync.diloco.pulse import Listener
 from lightning_commopt.sync.gather import map_tensors
 from lightning_commopt.sync.store import key_space
 
@@ -71,12 +74,18 @@ class PatientExchange(Exchange):
 
     @classmethod
     def of_all_ranks(
-        cls, compressor: Compressor | None, *, patience_s: float, timeout_s: float, log: Callable[[str], None]
+        cls,
+        compressor: Compressor | None,
+        *,
+        patience_s: float,
+        timeout_s: float,
+        log: Callable[[str], None],
+        listener: Listener | None = None,
     ) -> PatientExchange:
         """Returns one for the ranks of the default group, all of which must call it; see `Members`."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        store = key_space("diloco_members")
-        members = Members(store, rank, world_size, patience_s=patience_s, timeout_s=timeout_s, log=log)
+        options: dict[str, Any] = {"patience_s": patience_s, "timeout_s": timeout_s, "log": log, "listener": listener}
+        members = Members(key_space("diloco_members"), rank, world_size, **options)
         return cls(members, key_space("diloco_meshes"), compressor, patience_s=patience_s)
 
     @property

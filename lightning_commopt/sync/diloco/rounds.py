@@ -11,16 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_commopt.compat.torch import foreach_copy_
-from lightning_commopt.measure.observer import (
-    APPLIED,
-    ARRIVE,
-    DUE,
-    END,
-    SEND,
-    START,
-    BucketInfo,
-    Observers,
-)
+from lightning_commopt.measure.observer import APPLIED, DUE, BucketInfo, Observers
 from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.sync.diloco.counts import Counts
 from lightning_commopt.sync.diloco.exchange import Arrived, Exchange, GlobalWeights, LocalWeights, Report
@@ -106,11 +97,14 @@ class Rounds:
         self.fragments = self._divide(module, [name for of in old for name in of.fragment.parameters])
         carry_over(old, self.fragments, self.exchange)
 
-    def step(self, loss_scale: Callable[[], float] = float) -> list[tuple[int, Arrived]]:
+    def step(
+        self, loss_scale: Callable[[], float] = float, has_sigterm: Callable[[], bool] = bool
+    ) -> list[tuple[int, Arrived]]:
         """Counts an optimizer step and begins the exchanges that follow it. All ranks must call it.
 
         Args:
             loss_scale: returns the scale of this rank's gradient scaler; called if an exchange begins.
+            has_sigterm: returns whether this rank has received SIGTERM; called likewise.
 
         Returns:
             What was applied to the model, each with the number of its fragment.
@@ -119,36 +113,25 @@ class Rounds:
         applied = self._apply_due()
         for index, offset in enumerate(self.plan.offsets):
             if self.num_steps % self.plan.sync_every == offset:
-                self._begin(index, loss_scale())
+                self._begin(index, loss_scale(), has_sigterm=has_sigterm())
         return [*applied, *self._apply_due()]
 
-    def _begin(self, index: int, loss_scale: float) -> None:
+    def _begin(self, index: int, loss_scale: float, *, has_sigterm: bool) -> None:
         of, local = self.fragments[index], LocalWeights.of(self.fragments[index].fragment)
         self._introduce()
         local.num_joins = self._num_joins
-        report = self.counts.report(index, loss_scale)
+        report = self.counts.report(index, loss_scale, has_sigterm=has_sigterm)
         step = self._exchanges_before()
         future = self._thread.future(local.flat)
         sync = self.observers.exchange(BucketInfo(index, local.flat.nbytes, tuple(of.fragment.parameters), True))
         under_way = UnderWay(index, self.num_steps + self.plan.overlap, future=future, sync=sync)
 
-        def run() -> None:
-            bytes_before = self.exchange.bytes_sent
-            try:
-                with torch.no_grad():
-                    local.wait()
-                    sync.note(START)
-                    sync.note(SEND)
-                    under_way.arrived = self.exchange.run(of, local, report(), step, self.outer)
-            except Exception as error:
-                under_way.error = error
-                raise
-            sync.note(ARRIVE)
-            sync.note(END, self.exchange.bytes_sent - bytes_before)
+        def exchange() -> Arrived:
+            return self.exchange.run(of, local, report(), step, self.outer)
 
         self.steps_before[index] = self.num_steps
         self.under_way.append(under_way)
-        self._thread.submit(run, [future])
+        self._thread.submit(lambda: under_way.run(local, exchange, lambda: self.exchange.bytes_sent), [future])
 
     def _apply_due(self) -> list[tuple[int, Arrived]]:
         applied = []

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_commopt.measure.observer import BucketSync
-from lightning_commopt.sync.diloco.exchange import Arrived
+import torch
+
+from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketSync
+from lightning_commopt.sync.diloco.exchange import Arrived, LocalWeights
 from lightning_commopt.sync.diloco.fragments import Fragment
 from lightning_commopt.sync.executors import BucketFuture
 from lightning_commopt.text.formatting import list_some
@@ -32,6 +35,28 @@ class UnderWay:
     error: Exception | None = None
     future: BucketFuture | None = None  # None for one that was resumed
     sync: BucketSync | None = None  # its observers; None for one that was resumed
+
+    def run(self, local: LocalWeights, exchange: Callable[[], Arrived], bytes_sent: Callable[[], int]) -> None:
+        """Carries the exchange out, and keeps its result, or the error that it raises.
+
+        Args:
+            local: what is exchanged, whose copy may be under way.
+            exchange: carries it out.
+            bytes_sent: returns the payload bytes that this rank has sent so far.
+        """
+        assert self.sync is not None
+        bytes_before = bytes_sent()
+        try:
+            with torch.no_grad():
+                local.wait()
+                self.sync.note(START)
+                self.sync.note(SEND)
+                self.arrived = exchange()
+        except Exception as error:
+            self.error = error
+            raise
+        self.sync.note(ARRIVE)
+        self.sync.note(END, bytes_sent() - bytes_before)
 
     def wait(self, fragment: Fragment) -> Arrived:
         """Waits for the result; raises a DiLoCoError if the exchange failed."""

@@ -29,6 +29,9 @@ NUM_BYTES = _MARK.size * _NUM_MARKS
 PHASE, BUCKET_READY, BUCKET_START, COLLECTIVE_START, COLLECTIVE_END, BUCKET_END, BATCH = range(1, 8)
 """Kinds of marks, from BUCKET_START on in the order of a `BucketSync`'s events. A phase has its index in `PHASES`."""
 
+EXCHANGE_DUE, EXCHANGE_APPLIED = 8, 9
+"""Kinds of marks of an exchange of DiLoCo, whose result a step waits for in between."""
+
 
 _SHOWN_FACTOR = 3
 """Multiple of its longest time so far that a phase may last. A judgement: durations of one phase rarely differ more."""
@@ -113,8 +116,8 @@ class Mark(NamedTuple):
     at_s: float  # time on the monotonic clock of its host
     number: int  # counts from 1, in the order of writing
     kind: int  # one of this module's kinds
-    code: int  # index of a phase; of a bucket, 1 if it is the last one of a backward
-    value: int  # step of a phase, or index of a bucket or batch
+    code: int  # index of a phase; of a bucket, 1 if it is the last one of a backward; of an exchange, its fragment
+    value: int  # step of a phase, index of a bucket or batch, or number of an exchange of its fragment, from 0
 
 
 class MarkWriter:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,12 +23,13 @@ import torch.distributed as dist
 
 from lightning_commopt.compat.hooks import hook_owner
 from lightning_commopt.compat.torch import flight_records
-from lightning_commopt.measure.observer import END, BucketInfo, BucketSync, SyncObserver
+from lightning_commopt.measure.observer import APPLIED, DUE, END, BucketInfo, BucketSync, SyncObserver
 from lightning_commopt.sync.store import key_space
 from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.marks import MarkWriter
 from lightning_commopt.watch.hangs.observation import WatcherSettings
+from lightning_commopt.watch.hangs.snapshot import fragment_key
 from lightning_commopt.watch.hangs.stacks import MAX_FRAMES, make_dumpable, own_stacks
 from lightning_commopt.watch.hangs.transport import RankLink, find_own_ip, is_loopback
 from lightning_commopt.watch.hangs.watcher import SETTINGS_VARIABLE
@@ -207,18 +208,28 @@ def describe_work(frame: FrameType | None, events: Iterable[tuple[int, torch.cud
 
 
 class MarkedSync(SyncObserver):
-    """Writes a mark for every event of a bucket."""
+    """Writes a mark for every event of a bucket, and of an exchange for those that a step waits between."""
 
     def __init__(self, rank: WatchedRank) -> None:
         self._rank = rank
         self._names: dict[int, tuple[str, ...]] = {}
+        self._num_exchanges: Counter[int] = Counter()
 
     def ready(self, bucket: BucketInfo) -> BucketSync:
-        if self._names.get(bucket.index) != bucket.names:
-            self._names[bucket.index] = bucket.names
-            self._rank.name_buckets({bucket.index: bucket.names})
+        self._name(bucket.index, bucket)
         self._rank.mark(kinds.BUCKET_READY, bucket.is_last, bucket.index)
         return _MarkedBucket(self._rank, bucket.index)
+
+    def exchange(self, fragment: BucketInfo) -> BucketSync:
+        self._name(fragment_key(fragment.index), fragment)
+        number = self._num_exchanges[fragment.index]
+        self._num_exchanges[fragment.index] += 1
+        return _MarkedExchange(self._rank, fragment.index, number)
+
+    def _name(self, key: int, bucket: BucketInfo) -> None:
+        if self._names.get(key) != bucket.names:
+            self._names[key] = bucket.names
+            self._rank.name_buckets({key: bucket.names})
 
 
 class _MarkedBucket(BucketSync):
@@ -231,6 +242,18 @@ class _MarkedBucket(BucketSync):
         self._rank.mark(kinds.BUCKET_START + event, 0, self._index)
         if event == END:
             self._rank.note_device(self._index)
+
+
+class _MarkedExchange(BucketSync):
+    __slots__ = ("_index", "_number", "_rank")
+
+    def __init__(self, rank: WatchedRank, index: int, number: int) -> None:
+        self._rank, self._index, self._number = rank, index, number
+
+    def note(self, event: int, wire_bytes: int = 0) -> None:
+        if event in (DUE, APPLIED):
+            kind = kinds.EXCHANGE_DUE if event == DUE else kinds.EXCHANGE_APPLIED
+            self._rank.mark(kind, self._index, self._number)
 
 
 def _ending_of(exception: BaseException) -> tuple[str, str]:

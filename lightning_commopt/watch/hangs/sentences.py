@@ -131,6 +131,9 @@ def _position(rank: RankSnapshot) -> str:
 
 def operation_text(rank: RankSnapshot) -> str:
     """Returns the operation that a rank waits in, or waited in when it lost its connection."""
+    if rank.fragment is not None:
+        names = _names_text(rank.fragment_names)
+        return f"exchange {rank.exchange} of DiLoCo's fragment {rank.fragment}{names}"
     if rank.is_syncing or (rank.bucket is not None and rank.called is None):
         return f"the gradient sync of bucket {rank.bucket}{_names_text(rank.bucket_names)}"
     if rank.hook == SIGTERM_BROADCAST:
@@ -147,7 +150,8 @@ def _group_name(signature: Signature) -> str:
 
 def was_waiting(rank: RankSnapshot) -> bool:
     """Returns whether a rank waited in a known operation when it lost its connection."""
-    return rank.is_consequence and (rank.bucket is not None or rank.current_collective() is not None)
+    is_known = rank.bucket is not None or rank.fragment is not None or rank.current_collective() is not None
+    return rank.is_consequence and is_known
 
 
 def operation_of(difference: Difference, waiting: Sequence[RankSnapshot]) -> str | None:

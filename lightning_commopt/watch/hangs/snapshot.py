@@ -52,6 +52,10 @@ class RankSnapshot:
     bucket: int | None = None  # index of the oldest bucket that is ready and not averaged; None if there is none
     bucket_names: list[str] = field(default_factory=list)  # names of its parameters
     all_ready: bool = False  # whether the last bucket of this backward is ready
+    # DiLoCo's fragment whose exchange a step waits for, and how often it was exchanged before; None if there is none.
+    fragment: int | None = None
+    exchange: int | None = None
+    fragment_names: list[str] = field(default_factory=list)  # names of its parameters
     # The collective that the fit's thread is in, or has raised in, or that its device waits in; None if there is none.
     called: str | None = None
     # The hook of a callback or a module that the fit's thread is in, or `SIGTERM_BROADCAST`; None if there is none.
@@ -72,8 +76,9 @@ class RankSnapshot:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the rank waits for others, in a collective or in gradient sync."""
-        return self.state == "running" and (self.called is not None or self.is_syncing)
+        """Whether the rank waits for others, in a collective, in gradient sync or in an exchange of DiLoCo."""
+        is_exchanging = self.fragment is not None
+        return self.state == "running" and (self.called is not None or self.is_syncing or is_exchanging)
 
     @property
     def is_consequence(self) -> bool:
@@ -124,12 +129,18 @@ class RankSnapshot:
         return snapshot
 
 
+def fragment_key(index: int) -> int:
+    """Returns the number under which a fragment of DiLoCo has its names, beside those of buckets from 0 on."""
+    return -1 - index
+
+
 def place_in_training(marks: Sequence[Mark], names: Mapping[int, list[str]]) -> dict[str, Any]:
     """Returns the fields of a snapshot that follow from a rank's marks, the oldest first.
 
-    ``names`` has every bucket's parameters.
+    ``names`` has every bucket's parameters, and under `fragment_key` those of every fragment.
     """
     phase, step, batch, since = SETUP, 0, -1, 0
+    due: tuple[int, int] | None = None
     passed: set[int] = set()
     for position, mark in enumerate(marks):
         if mark.kind == kinds.PHASE:
@@ -139,6 +150,8 @@ def place_in_training(marks: Sequence[Mark], names: Mapping[int, list[str]]) -> 
             phase, step, batch = mark.code, mark.value, -1
         elif mark.kind == kinds.BATCH:
             batch = mark.value
+        elif mark.kind in (kinds.EXCHANGE_DUE, kinds.EXCHANGE_APPLIED):
+            due = (mark.code, mark.value) if mark.kind == kinds.EXCHANGE_DUE else None
     ready: list[int] = []
     pending: list[int] = []
     all_ready = False
@@ -150,7 +163,11 @@ def place_in_training(marks: Sequence[Mark], names: Mapping[int, list[str]]) -> 
         elif mark.kind == kinds.BUCKET_END and mark.value in pending:
             pending.remove(mark.value)
     bucket = pending[0] if pending else None
+    fragment, exchange = (None, None) if due is None else due
     return {
+        "fragment": fragment,
+        "exchange": exchange,
+        "fragment_names": [] if fragment is None else list(names.get(fragment_key(fragment), [])),
         "phase": phase,
         "step": step,
         "batch": batch,

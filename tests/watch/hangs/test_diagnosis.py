@@ -31,6 +31,10 @@ def syncing(number: int, **fields: Any) -> RankSnapshot:
     return rank(number, **{"phase": BACKWARD, "bucket": 4, "bucket_names": NAMES, "all_ready": True, **fields})
 
 
+def exchanging(number: int, **fields: Any) -> RankSnapshot:
+    return rank(number, **{"phase": BACKWARD, "fragment": 1, "exchange": 7, "fragment_names": NAMES, **fields})
+
+
 def finished(number: int) -> RankSnapshot:
     return rank(number, state="finished")
 
@@ -65,6 +69,15 @@ TIMED_OUT = "DistBackendError: Watchdog caught collective operation timeout: NCC
 
 CASES: dict[str, list[RankSnapshot]] = {
     "a slow dataloader": [syncing(0), syncing(1), rank(2, phase=DATA, place="data.py:33 in __getitem__"), syncing(3)],
+    "a rank that comes late to an exchange of DiLoCo": [
+        exchanging(0),
+        exchanging(1),
+        rank(2, step=139, place="model.py:20 in training_step"),
+    ],
+    "a rank that died before an exchange of DiLoCo": [
+        exchanging(0),
+        rank(1, state="died", detail="was killed by SIGKILL"),
+    ],
     "a slow worker of a dataloader": [
         syncing(0),
         rank(1, phase=DATA, innermost="x.py:1 in f", worker_places=["data.py:9 in read"]),

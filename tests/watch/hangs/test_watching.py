@@ -20,6 +20,7 @@ import torch
 
 from lightning_commopt.compat.hooks import activity_of
 from lightning_commopt.compat.torch import flight_records
+from lightning_commopt.measure.observer import APPLIED, DUE, END, START, BucketInfo
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs import rank_side
 from lightning_commopt.watch.hangs.diagnosis import diagnose
@@ -44,8 +45,9 @@ from lightning_commopt.watch.hangs.process import (
     process_state,
     thread_cpu_s,
 )
+from lightning_commopt.watch.hangs.rank_side import MarkedSync
 from lightning_commopt.watch.hangs.records import Records, read_hang_report
-from lightning_commopt.watch.hangs.snapshot import RankSnapshot, place_in_training
+from lightning_commopt.watch.hangs.snapshot import RankSnapshot, fragment_key, place_in_training
 from lightning_commopt.watch.hangs.stacks import (
     SIGNAL,
     Frame,
@@ -88,6 +90,27 @@ def test_place_in_training() -> None:
             writer.write(kinds.PHASE, DATA, 7)
             assert place() == [DATA, 7, 0, None, [], False]
     assert place() == [BACKWARD, 7, 2, 1, ["b", "c"], True]
+
+
+def test_the_exchange_that_a_step_waits_for() -> None:
+    """If it fails, a rank seems to wait for an exchange of DiLoCo that has arrived, or for none."""
+    writer = MarkWriter()
+
+    def place() -> list[object]:
+        names = {0: ["of a bucket"], fragment_key(1): ["a", "b"]}
+        found = place_in_training(read_marks(os.pread(writer.fd, NUM_BYTES, 0)), names)
+        return [found[name] for name in ("fragment", "exchange", "fragment_names", "bucket")]
+
+    observer = MarkedSync(SimpleNamespace(mark=writer.write, name_buckets=lambda names: None))  # type: ignore[arg-type]
+    bucket = BucketInfo(1, 8, ("a", "b"), True)
+    for number in range(2):
+        sync = observer.exchange(bucket)
+        sync.note(START)
+        sync.note(DUE)
+        assert place() == [1, number, ["a", "b"], None]
+        sync.note(END, 8)
+        sync.note(APPLIED)
+        assert place() == [None, None, [], None]
 
 
 def test_the_ends_that_a_rank_has_passed() -> None:

@@ -1,0 +1,81 @@
+"""WorkerExchanges: which ranks are one worker of DiLoCo, and over what the workers exchange."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.nn import Module, SyncBatchNorm
+
+from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
+from lightning_commopt.compressors.channel import Channel
+from lightning_commopt.compressors.hierarchical import Hierarchical
+from lightning_commopt.compressors.kernels import c_library
+from lightning_commopt.plan import DiLoCoPlan, OptionError
+from lightning_commopt.strategy.living_collectives import LivingCollectives
+from lightning_commopt.sync.diloco.exchange import Exchange
+from lightning_commopt.sync.diloco.patient import PatientExchange
+from lightning_commopt.sync.groups import BorrowedGroups, borrow_groups, default_group
+from lightning_commopt.text.validation import warn_once
+
+
+class WorkerExchanges(LivingCollectives):
+    """The part of a strategy that makes the exchange of a fit, and the group of ranks that form one worker."""
+
+    _plan: DiLoCoPlan
+    _groups: BorrowedGroups | None = None
+
+    def _make_exchange(self) -> Exchange:
+        """Returns the exchange of a fit. All ranks must call it."""
+        compressor = self._plan.comm_hook
+        if self.world_size == 1:
+            if compressor is not None:
+                warn_once("comm_hook has no effect: there is only one process.")
+            if self._patience_s is not None:
+                warn_once(f"patience_s={self._patience_s:g} has no effect: there is only one process.")
+            return Exchange(None, None)
+        ranks_per_node = self.num_processes if self._is_inner else None
+        if ranks_per_node is not None:
+            compressor = Hierarchical(inner=compressor or UNCOMPRESSED, ranks_per_node=ranks_per_node)
+        elif compressor is not None and compressor.claims.has_c_kernels:
+            c_library.load()  # no exchange should wait for a compiler
+        if self._living is not None and self._patience_s is not None:
+            return PatientExchange.of_all_ranks(
+                compressor,
+                patience_s=self._patience_s,
+                timeout_s=self.timeout.total_seconds(),
+                log=self._log_text,
+                listener=self._living.listener,
+            )
+        self._groups = borrow_groups(
+            default_group(), ranks_per_node=ranks_per_node, timeout=self.timeout, backend="gloo"
+        )
+        channel = Channel(self._groups.all_ranks, self._groups.within, self._groups.across)
+        return Exchange(channel, compressor)
+
+    @property
+    def _is_inner(self) -> bool:
+        return self._plan.inner is not None and self.num_processes > 1
+
+    def _node_group(self) -> dist.ProcessGroup | None:
+        """Returns a group of the ranks of this node if they form one worker. All ranks must call it."""
+        if not self._is_inner:
+            return None
+        nodes = [[*range(first, first + self.num_processes)] for first in range(0, self.world_size, self.num_processes)]
+        group, _ = dist.new_subgroups_by_enumeration(nodes, timeout=self.timeout)
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
+
+def keep_batch_norm_within(module: Module, within: dist.ProcessGroup | None) -> None:
+    """Makes each SyncBatchNorm of a module use the group of a worker's ranks.
+
+    Raises:
+        OptionError: there is one, and a worker is a single rank.
+    """
+    for part in module.modules():
+        if isinstance(part, SyncBatchNorm):
+            if within is None:
+                raise OptionError(
+                    "SyncBatchNorm couples all ranks in every step, which DiLoCo must not: use BatchNorm, whose"
+                    " statistics the exchanges average, or inner='ddp', with which it couples the ranks of a node"
+                )
+            part.process_group = within

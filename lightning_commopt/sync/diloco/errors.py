@@ -1,0 +1,24 @@
+"""Errors of ranks that agree on who takes part."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+
+class MembersError(RuntimeError):
+    """The ranks can no longer agree; the message says why."""
+
+
+@contextmanager
+def store_errors() -> Generator[None, None, None]:
+    """Returns a context in which a lost store is a `MembersError` that says what has ended."""
+    try:
+        yield
+    except MembersError:
+        raise
+    except RuntimeError as error:
+        raise MembersError(
+            "the store of the process group is lost, with which the ranks agree on who takes part: the process that"
+            f" hosts it has ended, which is torchrun's agent, or without torchrun rank 0 ({error})"
+        ) from error

@@ -1,0 +1,228 @@
+"""LivingRanks: small collectives that go on without a rank that has died or is frozen.
+
+Each rank writes its value to the store of the process group, and then that it is there; the first one that has waited
+enough decides whose values count. So a result depends on the store alone: a rank that dies afterwards takes nothing
+with it, and one that was frozen finds there what was decided meanwhile, and goes the same way as the others.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_commopt.sync.diloco.errors import MembersError, store_errors
+from lightning_commopt.sync.diloco.pulse import Listener, Pulse
+from lightning_commopt.sync.store import key_space, poll
+from lightning_commopt.text.formatting import ranks_text
+
+_PIECE_BYTES = 2**22
+"""Bytes in one message to the store, of which a TCPStore refuses those above 8 MiB."""
+_LEAVE_S = 10.0
+"""Time for which the rank that may host the store stays at the end for others, which may still read a result."""
+
+_T = TypeVar("_T")
+
+
+class LivingRanks:
+    """The ranks whose processes run. All that have not left must call the same collectives in the same order.
+
+    A collective waits for every rank that lives, however slow. A rank without a sign of life for ``patience_s`` is left
+    out until it shows one again.
+
+    Args:
+        store: part of a store that nothing else uses. The process that hosts it must live.
+        rank: number of this rank.
+        world_size: number of ranks.
+        patience_s: time without a sign of life after which a rank is left out.
+        timeout_s: time that a collective waits for ranks that live.
+        log: called with a message when a rank is left out, or back.
+
+    Attributes:
+        listener: finds ranks without a sign of life.
+        is_closed: whether `close` was called.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        *,
+        patience_s: float,
+        timeout_s: float,
+        log: Callable[[str], None],
+    ) -> None:
+        self._store, self.rank, self._log = store, rank, log
+        self._all = tuple(range(world_size))
+        self._patience_s, self._timeout_s = patience_s, timeout_s
+        self._pulses = dist.PrefixStore("pulse", store)
+        self._pulse = Pulse(self._pulses, rank, patience_s)
+        self.listener = Listener(self._pulses, patience_s)
+        self._number = 0
+        self._members = self._all
+        self._old_keys: list[str] = []
+        self._has_left = self.is_closed = False
+
+    @classmethod
+    def of_all_ranks(cls, *, patience_s: float, timeout_s: float, log: Callable[[str], None]) -> LivingRanks:
+        """Returns the ranks of the default group, all of which must call it."""
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        return cls(key_space("living"), rank, world_size, patience_s=patience_s, timeout_s=timeout_s, log=log)
+
+    def leave(self) -> None:
+        """Lets the others go on without this rank, whose further collectives return its own values at once."""
+        if not self._has_left:
+            self._has_left = True
+            with suppress(RuntimeError):  # the store has ended with the process that hosts it
+                self._store.set(f"left/{self.rank}", "")
+
+    def close(self) -> None:
+        """Ends the signs of life; at the end of a fit in which this rank has not left, it waits for slower readers."""
+        had_left, self.is_closed = self._has_left, True
+        self.leave()
+        if self.rank == 0 and not had_left:
+            others = self._all[1:]
+            with suppress(RuntimeError):  # another process hosts the store, and has ended
+                poll(lambda: not {*others} - self._left(others) - self.listener.silent(others), _LEAVE_S)
+        self._pulse.close()
+
+    def barrier(self, what: str = "a barrier") -> None:
+        """Waits until all are here."""
+        self._gather(what, b"")
+
+    def objects(self, value: _T, what: str) -> dict[int, _T]:
+        """Returns the values of all by their ranks; any that can be pickled."""
+        return {rank: pickle.loads(data) for rank, data in self._gather(what, pickle.dumps(value)).items()}
+
+    def tensors(self, value: Tensor, what: str) -> dict[int, Tensor]:
+        """Returns the tensors of all by their ranks, which may have any shapes, on the device of ``value``."""
+        file = io.BytesIO()
+        torch.save(value.detach().cpu().contiguous(), file)
+        gathered = self._gather(what, file.getvalue())
+        read = {rank: torch.load(io.BytesIO(data), weights_only=True) for rank, data in gathered.items()}
+        return {rank: tensor.to(value.device) for rank, tensor in read.items()}
+
+    def _gather(self, what: str, value: bytes) -> dict[int, bytes]:
+        """Returns the values of those whose values count, by their ranks.
+
+        Args:
+            what: name of the collective in messages, which must be the same on all ranks.
+            value: that of this rank.
+
+        Raises:
+            MembersError: the store is lost, a rank that lives did not come in time, or ranks are in different ones.
+        """
+        if self._has_left:
+            return {self.rank: value}
+        with store_errors():
+            name, self._number = str(self._number), self._number + 1
+            keys = [*self._write(f"{name}/value/{self.rank}", value), f"{name}/here/{self.rank}"]
+            self._store.set(keys[-1], what)
+            members = self._decide(name, what)
+            self._check_same(name, members, what)
+            if members == self._all:
+                # All have come, and so have read the results of those before.
+                for key in self._old_keys:
+                    self._store.delete_key(key)
+                self._old_keys = []
+            self._old_keys += [*keys, *([f"{name}/members"] if self.rank == 0 else [])]
+            self._log_changes(members, what)
+            return {rank: self._read(f"{name}/value/{rank}") for rank in members}
+
+    def _decide(self, name: str, what: str) -> tuple[int, ...]:
+        here, decision = [f"{name}/here/{rank}" for rank in self._all], f"{name}/members"
+
+        def missing() -> list[int]:
+            if self._store.check(here):
+                return []
+            return [rank for rank, key in zip(self._all, here, strict=True) if not self._store.check([key])]
+
+        def is_over() -> bool:
+            if self._store.check([decision]):
+                return True
+            absent = missing()
+            return not {*absent} - self._left(absent) - self.listener.silent(absent)
+
+        if not poll(is_over, self._timeout_s):
+            raise MembersError(
+                f"rank {self.rank} waited {self._timeout_s:g} s in {what} for {ranks_text(missing())}, whose"
+                " processes run: all ranks must call the same collectives"
+            )
+        absent = missing()
+        present = [rank for rank in self._all if rank not in absent]
+        return tuple(json.loads(self._store.compare_set(decision, "", json.dumps(present))))
+
+    def _left(self, ranks: Collection[int]) -> set[int]:
+        return {rank for rank in ranks if self._store.check([f"left/{rank}"])}
+
+    def _check_same(self, name: str, members: Collection[int], what: str) -> None:
+        others = {rank: self._store.get(f"{name}/here/{rank}").decode() for rank in members}
+        different = {rank: other for rank, other in others.items() if other != what}
+        if different:
+            rank = min(different)
+            raise MembersError(
+                f"rank {self.rank} is in {what}, and rank {rank} in {different[rank]}: all ranks must call the same"
+                " collectives in the same order"
+            )
+
+    def _log_changes(self, members: tuple[int, ...], what: str) -> None:
+        before, self._members = self._members, members
+        if self.rank not in members:
+            if self.rank not in before:
+                return
+            self._log(f"the others did not wait in {what} for {ranks_text([self.rank])}, which takes their result")
+        elif self.rank == min(members):
+            if gone := [rank for rank in before if rank not in members]:
+                self._log(
+                    f"{ranks_text(gone)}, which {'has' if len(gone) == 1 else 'have'} left or shown no sign of life for"
+                    f" patience_s={self._patience_s:g}: {len(members)} of {len(self._all)} ranks go on in {what}"
+                )
+            if back := [rank for rank in members if rank not in before]:
+                self._log(f"{ranks_text(back)} {'is' if len(back) == 1 else 'are'} back in {what}")
+
+    def _write(self, key: str, value: bytes) -> list[str]:
+        """Writes a value, and returns the keys that it takes."""
+        pieces = [value[first : first + _PIECE_BYTES] for first in range(0, len(value), _PIECE_BYTES)]
+        keys = [f"{key}/{number}" for number in range(len(pieces))]
+        for piece_key, piece in zip(keys, pieces, strict=True):
+            self._store.set(piece_key, piece)  # type: ignore[arg-type]  # it takes bytes, too
+        self._store.set(key, str(len(pieces)))
+        return [*keys, key]
+
+    def _read(self, key: str) -> bytes:
+        return b"".join(self._store.get(f"{key}/{number}") for number in range(int(self._store.get(key))))
+
+
+def reduced(values: Collection[Tensor], op: Any) -> Tensor:
+    """Returns the element-wise "sum", "mean" or "avg", "max", "min" or "product" of tensors of one shape.
+
+    Args:
+        values: one of each rank.
+        op: a name in any case, or a member of ``dist.ReduceOp``; None for the sum.
+
+    Raises:
+        ValueError: it is another operation.
+    """
+    names = ("SUM", "AVG", "MAX", "MIN", "PRODUCT")
+    name = "SUM" if op is None else op.upper() if isinstance(op, str) else None
+    name = next((x for x in names if op == getattr(dist.ReduceOp, x)), None) if name is None else name
+    stacked = torch.stack([*values])
+    if name in ("AVG", "MEAN"):
+        return stacked.sum(0) / len(stacked)
+    if name == "SUM":
+        return stacked.sum(0)
+    if name == "PRODUCT":
+        return stacked.prod(0)
+    if name == "MAX":
+        return stacked.amax(0)
+    if name == "MIN":
+        return stacked.amin(0)
+    raise ValueError(f"with patience_s reduce_op must be one of mean, {', '.join(names).lower()}, got {op!r}")
