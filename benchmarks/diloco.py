@@ -48,6 +48,15 @@ PLANS: dict[str, dict[str, Any]] = {
     **{f"H=30, tau={tau}": {"overlap": tau} for tau in TAUS},
     **{f"H=30, tau={tau}, alpha=0": {"overlap": tau, "mixing": 0.0} for tau in TAUS},
     "H=30, mean of weights": {"outer_lr": 1.0, "outer_momentum": 0.0},
+    **{
+        f"H={every}, momentum 0.5{', int4' * is_int4}": {
+            "sync_every": every,
+            "outer_momentum": 0.5,
+            "comm_hook": "int4" if is_int4 else None,
+        }
+        for every in (10, 30, 100)
+        for is_int4 in (False, True)
+    },
     "H=30, 2 fragments, tau=1, int4": {"fragments": 2, "overlap": 1, "comm_hook": "int4"},
 }
 ONE_WORKER: dict[str, dict[str, Any]] = {"OuterMomentum": {"sync_every": 30}}
