@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_commopt.compat.lightning import Callback
 from lightning_commopt.plan import DiLoCoPlan, OptionError
 from lightning_commopt.strategy.base import plan_of
-from lightning_commopt.sync.diloco.outer import OuterSGD
+from lightning_commopt.sync.diloco.outer import OuterSGD, warn_if_short
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -52,9 +52,10 @@ class OuterMomentum(Callback):
     def __init__(
         self, *, sync_every: int = 30, outer_lr: float = 0.7, outer_momentum: float = 0.9, nesterov: bool = True
     ) -> None:
-        options = DiLoCoPlan(sync_every=sync_every, outer_lr=outer_lr, outer_momentum=outer_momentum, nesterov=nesterov)
-        self._sync_every = options.sync_every
-        self._outer = OuterSGD(lr=outer_lr, momentum=outer_momentum, nesterov=options.nesterov)
+        self._options = DiLoCoPlan(
+            sync_every=sync_every, outer_lr=outer_lr, outer_momentum=outer_momentum, nesterov=nesterov
+        )
+        self._outer = OuterSGD(lr=outer_lr, momentum=outer_momentum, nesterov=self._options.nesterov)
         self._slow: dict[str, Tensor] = {}
         self._momenta: dict[str, Tensor] = {}
         self._num_steps = 0  # optimizer steps since the last move
@@ -83,6 +84,7 @@ class OuterMomentum(Callback):
         if resumed is not None:
             self._resume(resumed)
         self._handle = trainer.optimizers[0].register_step_post_hook(self._count)
+        warn_if_short(trainer, self._options, "without OuterMomentum")
 
     def _resume(self, saved: dict[str, Any]) -> None:
         self._num_steps = saved["num_steps"]
@@ -101,8 +103,8 @@ class OuterMomentum(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Moves the weights, if it is time; only then, as manual optimization may freeze parameters within a batch."""
-        if self._num_steps >= self._sync_every:
-            self._num_steps -= self._sync_every
+        if self._num_steps >= self._options.sync_every:
+            self._num_steps -= self._options.sync_every
             self._move(pl_module)
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ override ``_configure_launcher`` and ``_setup_distributed`` of ``ModelParallelSt
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -122,6 +123,14 @@ def _batch_size_functions(package: str) -> tuple[Callable[[Any], int], type[Exce
 def batches_that_stepped(trainer: Trainer) -> int:
     """Returns the step number that Lightning gives to loggers; ``global_step`` counts each optimizer separately."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def num_steps_of(trainer: Trainer) -> float:
+    """Returns the optimizer steps of a fit whose data are loaded; infinite if it has no end, or none that is known."""
+    try:
+        return float(trainer.estimated_stepping_batches)
+    except MisconfigurationException:  # accumulation that changes from epoch to epoch
+        return math.inf
 
 
 def will_accumulate(trainer: Trainer) -> bool:

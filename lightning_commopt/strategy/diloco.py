@@ -30,6 +30,7 @@ from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.diloco.drift import DriftWatch
 from lightning_commopt.sync.diloco.equalize import equalize
 from lightning_commopt.sync.diloco.exchange import Arrived
+from lightning_commopt.sync.diloco.outer import warn_if_short
 from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.sync.strategies import trainer_of
 
@@ -105,7 +106,9 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
         self._saves_comm_state, self.uneven_batches = save_comm_state, uneven_batches
         self._nccl, self._watch = NcclOptions.from_config(nccl), watch
         self._patience_s = patience_s
-        self._guards = FitGuards(watch=watch, sigterm_every_n_steps=sigterm_every_n_steps or self._plan.sync_every)
+        self._guards = FitGuards(
+            watch=watch, sigterm_every_n_steps=sigterm_every_n_steps, default_every_n_steps=self._plan.sync_every
+        )
         forget_previous_job()
         super().__init__(**self._lightnings_arguments, **self._inner.plan.ddp_kwargs())
 
@@ -158,6 +161,10 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
     def _register_ddp_hooks(self) -> None:
         assert isinstance(self.model, DistributedDataParallel)
         self._inner.attach(self.model, timeout=self._timeout, ranks_per_node=self.num_processes)
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        warn_if_short(trainer_of(self), self._plan, "with outer_lr=1.0 and outer_momentum=0.0, the mean of the weights")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)

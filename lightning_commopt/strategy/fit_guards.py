@@ -21,11 +21,15 @@ class FitGuards:
 
     Args:
         watch: whether fits are watched.
-        sigterm_every_n_steps: number of optimizer steps between two agreements; None for Lightning's own way.
+        sigterm_every_n_steps: number of optimizer steps between two agreements, as the user has set it, or None.
+        default_every_n_steps: the same if the user has set nothing; None for Lightning's own way.
     """
 
-    def __init__(self, *, watch: bool, sigterm_every_n_steps: int | None) -> None:
+    def __init__(
+        self, *, watch: bool, sigterm_every_n_steps: int | None, default_every_n_steps: int | None = None
+    ) -> None:
         self._watches, self._sigterm_every_n_steps = watch, sigterm_every_n_steps
+        self._default_every_n_steps = default_every_n_steps
         self._sigterm_check: SigtermCheck | None = None
         self.fit_watch: FitWatch | PatientWatch | None = None
 
@@ -33,7 +37,26 @@ class FitGuards:
         """Starts the guards if the strategy is about to fit. All ranks must call it."""
         if is_fit(strategy):
             self.fit_watch = FitWatch(strategy) if self._watches and strategy.world_size > 1 else None
-            self._sigterm_check = _check_sigterm(strategy, self._sigterm_every_n_steps)
+            self._sigterm_check = self._check_sigterm(strategy)
+
+    def _check_sigterm(self, strategy: TrainersStrategy) -> SigtermCheck | None:
+        """Replaces Lightning's check for SIGTERM in a fit of several ranks; returns None if nothing is to replace."""
+        every_n_steps = self._sigterm_every_n_steps or self._default_every_n_steps
+        if every_n_steps is None:
+            return None
+        trainer, option = trainer_of(strategy), f"sigterm_every_n_steps={self._sigterm_every_n_steps}"
+        if strategy.world_size == 1:
+            if self._sigterm_every_n_steps is not None:
+                info(f"{option} has no effect: there is only one process.")
+            return None
+        if not broadcasts_sigterm(trainer):
+            if self._sigterm_every_n_steps is not None:
+                warn_once(
+                    f"{option} has no effect: this version of Lightning does not broadcast SIGTERM between batches;"
+                    " those from 2.5.2 on do."
+                )
+            return None
+        return SigtermCheck(trainer, every_n_steps)
 
     def let_ranks_fail(self, strategy: WatchedStrategy, living: LivingRanks, is_ending: Callable[[], bool]) -> None:
         """From now on the fit goes on without ranks that fail. All ranks must call it.
@@ -69,20 +92,3 @@ class FitGuards:
             if guard is not None:
                 guard.close()
         self._sigterm_check = self.fit_watch = None
-
-
-def _check_sigterm(strategy: TrainersStrategy, every_n_steps: int | None) -> SigtermCheck | None:
-    """Replaces Lightning's check for SIGTERM in a fit of several ranks; returns None if there is nothing to replace."""
-    if every_n_steps is None:
-        return None
-    if strategy.world_size == 1:
-        info(f"sigterm_every_n_steps={every_n_steps} has no effect: there is only one process.")
-        return None
-    trainer = trainer_of(strategy)
-    if not broadcasts_sigterm(trainer):
-        warn_once(
-            f"sigterm_every_n_steps={every_n_steps} has no effect: this version of Lightning does not broadcast SIGTERM"
-            " between batches; those from 2.5.2 on do."
-        )
-        return None
-    return SigtermCheck(trainer, every_n_steps)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.compat.lightning import MisconfigurationException, batches_that_stepped
+from lightning_commopt.compat.lightning import batches_that_stepped, num_steps_of
 from lightning_commopt.compressors.configs import without_imports
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.plan import CommPlan, OptionError, Plan
@@ -164,16 +163,10 @@ class _PlanOfFits(AutoPlan[_TrainersStrategy]):
         """Returns the fit that the strategy is in, with what depends on how its model is wrapped."""
         strategy, trainer = self._strategy, trainer_of(self._strategy)
 
-        def num_steps_left() -> float:
-            try:
-                return float(trainer.estimated_stepping_batches - batches_that_stepped(trainer))
-            except MisconfigurationException:  # accumulation that changes from epoch to epoch
-                return math.inf
-
         return Host(
             strategy=strategy,
             step=lambda: batches_that_stepped(trainer),
-            num_steps_left=num_steps_left,
+            num_steps_left=lambda: num_steps_of(trainer) - batches_that_stepped(trainer),
             accumulated=trainer.accumulate_grad_batches,
             begin_backward=(strategy, "pre_backward"),
             end_backward=(strategy, "post_backward"),

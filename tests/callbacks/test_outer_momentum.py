@@ -1,5 +1,6 @@
 """OuterMomentum: the outer optimizer of DiLoCo around any strategy, against a few lines of torch."""
 
+import re
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -13,9 +14,10 @@ from torch import nn
 
 from lightning_commopt import CommOptDDP, CommOptDiLoCo, CommOptModelParallel, OptionError
 from lightning_commopt.callbacks import OuterMomentum
+from lightning_commopt.text import validation
 from support.collectives import takes_collectives
 from support.kept_states import Sharded
-from support.lightnings import DDPStrategy, ModelCheckpoint
+from support.lightnings import Callback, DDPStrategy, ModelCheckpoint
 from support.ranks import run_ranks
 from support.strategy_models import FreezeLater, Frozen, Gan, Manual, Params, Thaw, Thawing, Tiny, loader, trainer
 
@@ -192,3 +194,29 @@ def _fit_with_both() -> None:
 def test_what_is_refused_when_a_fit_begins() -> None:
     """If it fails, two outer optimizers move the same weights."""
     run_ranks(_fit_with_both, world_size=1)
+
+
+class _StopAfterEpoch(Callback):
+    def on_train_epoch_end(self, run: Any, pl_module: Any) -> None:
+        run.should_stop = run.max_epochs == -1
+
+
+@pytest.mark.parametrize(
+    ("num_epochs", "momentum", "words"),
+    [
+        (4, 0.75, None),  # 40 steps: 4 / 0.25 exchanges of one step each
+        (3, 0.75, "outer_momentum=0.75 suits fits of at least 40 exchanges, and this one has 30 .30 optimizer steps"),
+        (1, 0.0, None),
+        (-1, 0.9, None),  # without an end that is known
+    ],
+)
+def test_fit_too_short_for_its_momentum_warns(num_epochs: int, momentum: float, words: str | None) -> None:
+    """If it fails, somebody loses quality to the papers' momentum in a fit that is too short for it, without a word."""
+    validation.warn_once.cache_clear()
+    callbacks = [OuterMomentum(sync_every=1, outer_momentum=momentum), _StopAfterEpoch()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer("auto", max_epochs=num_epochs, callbacks=callbacks).fit(Tiny(), loader(40))
+    warned = [str(warning.message) for warning in caught if "outer_momentum" in str(warning.message)]
+    assert len(warned) == (words is not None)
+    assert words is None or re.search(words, warned[0])

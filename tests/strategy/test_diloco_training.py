@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,14 +143,17 @@ class _Validating(BatchNormed):
             raise ArithmeticError("broken on purpose")
 
 
-def _validate(folder: Path) -> tuple[dict[str, list[Params]], Params, list[dict[str, str]]]:
-    seen = {}
+def _validate(folder: Path) -> tuple[dict[str, list[Params]], Params, list[dict[str, str]], list[str]]:
+    seen, warned = {}, list[str]()
     options: dict[str, Any] = {"val_check_interval": 3, "max_epochs": 1, "callbacks": []}
     for weights in ("global", "local"):
         model, strategy = _Validating(), CommOptDiLoCo(sync_every=4, eval_weights=weights)
         logger = CSVLogger(folder, weights, "")
         fit = trainer(strategy, **{**options, "logger": logger, "log_every_n_steps": 1})
-        fit.fit(model, loader(48), loader(8))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit.fit(model, loader(48), loader(8))
+        warned += [str(warning.message) for warning in caught if "outer_momentum" in str(warning.message)]
         seen[weights] = [*model.validated, numbers(model)]
     saving = ModelCheckpoint(folder / "saved", "{step}", monitor="val_loss", save_top_k=-1)
     broken = _Validating(breaks=True)
@@ -166,7 +170,7 @@ def _validate(folder: Path) -> tuple[dict[str, list[Params]], Params, list[dict[
     dist.barrier()
     with open(folder / "global" / "metrics.csv", encoding="utf-8") as file:
         rows = [*csv.DictReader(file)]
-    return seen, numbers(broken), rows
+    return seen, numbers(broken), rows, warned
 
 
 def test_validation_uses_global_weights(tmp_path: Path) -> None:
@@ -180,13 +184,15 @@ def test_validation_uses_global_weights(tmp_path: Path) -> None:
     assert_same(first["local"][-1], first["global"][-1])  # a validation changes nothing
     start = numbers(BatchNormed())
     assert_same(first["global"][0], start)  # no exchange has been yet
-    for _, broken, _ in ranks:
+    for _, broken, *_ in ranks:
         assert_same(broken, start)
     saved = torch.load(tmp_path / "saved" / "step=3.ckpt", weights_only=True)["state_dict"]
     assert_same({name: x.double().numpy() for name, x in saved.items()}, start)
     own = torch.load(tmp_path / "saved" / "lightning_commopt_ranks" / "step=3.ckpt" / "rank_0.ckpt", weights_only=True)
     assert not torch.equal(own["weights"][0][0], saved["layers.0.weight"])
-    rows = ranks[0][2]
+    rows, warned = ranks[0][2:]
+    assert len(warned) == 1  # on rank 0, once
+    assert "at least 100 exchanges, and this one has 1 (6 optimizer steps, sync_every=4)" in warned[0]
     logged = {name: [row[name] for row in rows if row.get(name)] for name in rows[0] if name.startswith("diloco/")}
     assert logged.keys() == {"diloco/drift/fragment_0", "diloco/loss/worker_0", "diloco/loss/worker_1"}
     assert all(len(values) == 1 and float(values[0]) > 0 for values in logged.values()), logged

@@ -44,6 +44,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     worker busy.
     """
     for item in items:
+        # Fits of tests are shorter than the momentum of DiLoCo's outer optimizer wants them.
+        item.add_marker(pytest.mark.filterwarnings("ignore:outer_momentum="), append=False)
         item.add_marker(pytest.mark.filterwarnings("error"), append=False)  # below all that a test asks for
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.filterwarnings("default::UserWarning:torch"))
