@@ -64,6 +64,8 @@ def test_diloco_has_all_options_of_a_plan_with_their_defaults():
     strategy = instantiate(config.strategy, _convert_="all")
     assert strategy.plan == DiLoCoPlan(sync_every=10, comm_hook=Int4(), inner=CommPlan())
     assert sync_method(config) == strategy.plan.sync_method == "diloco_int4"
+    local = instantiate(composed("strategy=local_sgd", "strategy/comm_hook=int4").strategy, _convert_="all").plan
+    assert local == DiLoCoPlan(comm_hook=Int4(), outer_lr=1.0, outer_momentum=0.0)
 
 
 @pytest.mark.parametrize("strategy", options("strategy"))
