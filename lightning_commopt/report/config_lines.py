@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import yaml
 
@@ -40,6 +41,7 @@ def config_lines(run: Run, varied: Mapping[str, Value]) -> tuple[str, ...]:
             strategy, besides = {**strategy, "plan": "auto"}, (*besides, "plan", "lossy")
         options = {option: strategy[option] for option in besides if option in strategy}
         options = json.loads(json.dumps(nested(settings.plan) | options))  # lists, where settings have tuples
+        options = {option: _short(value) for option, value in options.items()}
         strategy = {"_target_": f"lightning_commopt.{name}", **options}
     # A compressor without a registered name was recorded by its repr, which YAML cannot make again.
     code = {"comm_hook"}.intersection(settings.plan or ())
@@ -49,6 +51,11 @@ def config_lines(run: Run, varied: Mapping[str, Value]) -> tuple[str, ...]:
         arguments = [f"{option}={value if option in code else repr(value)}" for option, value in options.items()]
         lines.append(f"{_PYTHON}{name}({', '.join(arguments)})")
     return tuple(lines)
+
+
+def _short(value: Any) -> Any:
+    """Returns the name of a compressor for a mapping of nothing but that."""
+    return value["name"] if isinstance(value, dict) and value.keys() == {"name"} else value
 
 
 def config_forms(lines: Iterable[str]) -> dict[str, str]:

@@ -19,6 +19,7 @@ _SPELLED = {
     "commopt_fsdp": "CommOptModelParallel",
     "commopt_fsdp_int8": "CommOptModelParallel, int8",
     "diloco": "DiLoCo",
+    "local_sgd": "DiLoCo, mean of weights",
     "single": "one process",
     "ddp_one_process": "DDP on one process",
     "DDPStrategy": "Lightning's DDP",

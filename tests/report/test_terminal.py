@@ -32,7 +32,7 @@ def test_the_lines_to_paste_and_the_figures_of_others_are_there(ladder):
     printed = _printed(ladder, 100)
     assert "Published by others, on their hardware (write-up on ViT-L/32 on 8x L40S and 8x A100):" in printed
     assert "  bf16: +65 % on 8x L40S (PCIe); slower on 8x A100 (NVLink)" in printed
-    assert "    name: bf16" in printed
+    assert "  comm_hook: bf16" in printed
     assert "99 (bf16) failed: ValueError: x" in printed
 
 
