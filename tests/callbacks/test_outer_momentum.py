@@ -204,8 +204,8 @@ class _StopAfterEpoch(Callback):
 @pytest.mark.parametrize(
     ("num_epochs", "momentum", "words"),
     [
-        (4, 0.75, None),  # 40 steps: 4 / 0.25 exchanges of one step each
-        (3, 0.75, "outer_momentum=0.75 suits fits of at least 40 exchanges, and this one has 30 .30 optimizer steps"),
+        (4, 0.5, None),  # 40 steps, 20 / 0.5 exchanges
+        (3, 0.5, "outer_momentum=0.5 suits fits of at least 40 exchanges, and this one has 30 .30 optimizer steps"),
         (1, 0.0, None),
         (-1, 0.9, None),  # without an end that is known
     ],
