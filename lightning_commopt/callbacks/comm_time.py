@@ -16,7 +16,7 @@ from lightning_commopt.callbacks.fit_totals import FitTotals
 from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.callbacks.prediction import PredictionRecorder
 from lightning_commopt.callbacks.publisher import AllRanks, CollectiveWatch, MetricPublisher, StepFiles, gathering_group
-from lightning_commopt.callbacks.run_description import describe_hook, describe_parameters, describe_rank
+from lightning_commopt.callbacks.run_description import describe_hook, describe_rank
 from lightning_commopt.callbacks.sharded_prediction import ShardedPredictionRecorder, recorder_for
 from lightning_commopt.compat.lightning import batches_that_stepped, count_samples
 from lightning_commopt.measure.clock import clock_for
@@ -113,7 +113,7 @@ class CommTimeMonitor(PhaseCallback):
         self._own_rows: list[list[float]] = []  # this rank's rows in the gathering that is under way
         self._num_samples = self._last_step = 0
         self._totals = FitTotals(world_size, self._num_warmup_steps)
-        self._all_ranks: AllRanks | None = None
+        self._all_ranks = AllRanks(None, (self._every_n_steps, len(QUANTITIES)))
         self._collectives: CollectiveWatch | None = None
         self._publisher = MetricPublisher(publishes_all=self._logs_all, is_shared=False)
         self._link: LinkTracker | None = None
@@ -148,8 +148,6 @@ class CommTimeMonitor(PhaseCallback):
                 self._closing.callback(self._prediction.close)
         # All ranks must access log_dir, which is broadcast.
         folder = trainer.log_dir or trainer.default_root_dir if self._dirpath is None else self._dirpath
-        header = {**describe_rank(trainer), "origin_unix_s": self._recorder.clock.origin_unix_s}
-        header["num_warmup_steps"] = self._num_warmup_steps
         has_trees = trainer.strategy.root_device.type == "cuda"
         # Exchanges of DiLoCo take the time of the slowest worker too, which a model of the link does not have.
         has_model = self._fit_link_model and not isinstance(plan_of(trainer.strategy), DiLoCoPlan)
@@ -157,7 +155,8 @@ class CommTimeMonitor(PhaseCallback):
         num_columns = len(QUANTITIES) + (NUM_TIMES if has_model else 0)
         self._all_ranks = AllRanks(groups, (self._every_n_steps, num_columns))
         if self._save_records and not getattr(trainer, "fast_dev_run", False):
-            self._files = StepFiles(folder, header | {"parameters": describe_parameters(pl_module)})
+            header = {"origin_unix_s": self._recorder.clock.origin_unix_s, "num_warmup_steps": self._num_warmup_steps}
+            self._files = StepFiles(folder, header | describe_rank(trainer, pl_module))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_start(trainer, pl_module)
@@ -168,13 +167,13 @@ class CommTimeMonitor(PhaseCallback):
         super().on_train_end(trainer, pl_module)
         assert self._recorder is not None
         self._closing.close()
-        while self._recorder.num_pending or (self._all_ranks is not None and not self._all_ranks.is_free):
+        while self._recorder.num_pending or not self._all_ranks.is_free:
             if not self._receive(trainer, _LAST_WINDOW_LIMIT_S):
                 warn(
                     f"CommTimeMonitor: not all ranks have sent their last steps within {_LAST_WINDOW_LIMIT_S:g} s; the"
                     " summary leaves these steps out."
                 )
-                self._all_ranks = None
+                self._all_ranks.give_up()
             self._send(trainer)
         self.new_steps, self._windows = tuple(self._windows), []
         self._conclude(trainer, is_complete=True)
@@ -184,8 +183,7 @@ class CommTimeMonitor(PhaseCallback):
                 f" num_warmup_steps={self._num_warmup_steps} leaves all of them out."
             )
         self._publisher.share(trainer, self.summary)
-        if self._all_ranks is not None:
-            self._all_ranks.close()
+        self._all_ranks.close()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         try:
@@ -231,14 +229,14 @@ class CommTimeMonitor(PhaseCallback):
     def _catch_up(self, trainer: Trainer) -> None:
         """Publishes the last window; before the first one, the steps so far."""
         self._receive(trainer)
-        if not self.metrics and self._all_ranks is not None:
+        if not self.metrics and not self._all_ranks.is_over:
             self._send(trainer, even_if_empty=True)  # another rank may have steps
             self._receive(trainer)
 
     def _send(self, trainer: Trainer, even_if_empty: bool = False) -> None:
         """Sends the oldest steps to all ranks, at most a window."""
         rows = self._take(trainer, self._every_n_steps)
-        if (rows or even_if_empty) and self._all_ranks is not None:
+        if (rows or even_if_empty) and not self._all_ranks.is_over:
             self._own_rows = rows
             self._all_ranks.send(torch.tensor(rows, dtype=torch.float64, device="cpu"))
 
@@ -260,20 +258,17 @@ class CommTimeMonitor(PhaseCallback):
 
     def _receive(self, trainer: Trainer, limit_s: float = math.inf) -> bool:
         """Publishes the sent window; returns false if it has not arrived from all ranks."""
-        if self._all_ranks is None or self._all_ranks.is_free:
-            return True
         try:
             values = self._all_ranks.take(limit_s)
         except RuntimeError as error:
-            self._all_ranks = None
+            self._all_ranks.give_up()
             warn(f"CommTimeMonitor failed to gather the ranks' times, and stops ({error}).", on_every_rank=True)
             return True
-        if values is None:
-            return False
-        self._own_rows = []
-        if values.shape[1]:
-            self._publish(trainer, *np.split(values.numpy(), [len(QUANTITIES)], axis=2))
-        return True
+        if values is not None:
+            self._own_rows = []
+            if values.shape[1]:
+                self._publish(trainer, *np.split(values.numpy(), [len(QUANTITIES)], axis=2))
+        return self._all_ranks.is_free
 
     def _publish(self, trainer: Trainer, values: NDArray[np.float64], times_s: NDArray[np.float64]) -> None:
         steps = Steps.of(values)

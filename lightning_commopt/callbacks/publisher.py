@@ -45,6 +45,9 @@ class AllRanks:
     """Gathers matrices ``(num_steps, num_quantities)`` from all ranks, without stopping any of them.
 
     The ``groups`` are from `gathering_group`; None for a single rank.
+
+    Attributes:
+        is_over: `give_up` was called.
     """
 
     def __init__(self, groups: BorrowedGroups | None, shape: tuple[int, int]) -> None:
@@ -53,6 +56,7 @@ class AllRanks:
         self._shape = shape
         self._work: dist.Work | None = None
         self._gathered: list[Tensor] = []
+        self.is_over = False
 
     @property
     def is_free(self) -> bool:
@@ -60,13 +64,18 @@ class AllRanks:
         return not self._gathered
 
     def close(self) -> None:
-        """Returns the groups; not to be called if ranks may be out of step."""
-        if self._groups is not None:
+        """Returns the groups, unless ranks may be out of step."""
+        if self._groups is not None and not self.is_over:
             self._groups.return_to_pool()
+
+    def give_up(self) -> None:
+        """Drops what is under way, after which nothing may be sent: the ranks may be out of step."""
+        self.is_over, self._gathered, self._work = True, [], None
 
     def send(self, rows: Tensor) -> None:
         """Starts to gather ``rows`` ``(n, num_quantities)``, missing ones as NaN; all ranks must do so, at any time."""
         assert self.is_free
+        assert not self.is_over
         # The device is named because a program may have set another default.
         matrix = torch.full(self._shape, torch.nan, dtype=torch.float64, device="cpu")
         matrix[: len(rows)] = rows.reshape(-1, self._shape[1])

@@ -47,21 +47,16 @@ def describe_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     return fields
 
 
-def describe_rank(trainer: Trainer) -> dict[str, Any]:
-    """Returns the header of a rank's file of steps."""
-    backend = dist.get_backend() if dist.is_available() and dist.is_initialized() else None
+def describe_rank(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """Returns the header of a rank's file of steps, with name, shape and itemsize of each parameter that is trained."""
+    trained = ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
     return {
         "rank": trainer.global_rank,
         **_describe_ranks(trainer),
-        "backend": backend,
+        "backend": dist.get_backend() if dist.is_available() and dist.is_initialized() else None,
         **describe_hook(trainer.strategy),
+        "parameters": [(name, tuple(parameter.shape), parameter.element_size()) for name, parameter in trained],
     }
-
-
-def describe_parameters(module: LightningModule) -> list[tuple[str, tuple[int, ...], int]]:
-    """Returns name, shape and bytes of an element for each parameter that is trained."""
-    trained = ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
-    return [(name, tuple(parameter.shape), parameter.element_size()) for name, parameter in trained]
 
 
 def describe_hook(strategy: Strategy) -> dict[str, Any]:

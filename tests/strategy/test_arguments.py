@@ -1,0 +1,122 @@
+"""Arguments of the strategies for DDP: those that are refused, and how, and those without effect."""
+
+import inspect
+import json
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+
+from lightning_commopt import CommOptDDP, PowerSGD
+from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
+from lightning_commopt.plan import OptionError, UnknownOptionError
+from lightning_commopt.plan.ddp import ddp_options
+from lightning_commopt.text import validation
+
+STRATEGIES = [CommOptDDP, FabricCommOptDDP]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"timeout": 30}, "timeout must be a timedelta above 0, .* got 30"),
+        ({"timeout": timedelta()}, "timeout must be .* got datetime.timedelta"),
+        ({"start_method": "forks"}, "start_method must be one of popen, .* got 'forks'; did you mean 'fork'"),
+        ({"process_group_backend": 1}, "process_group_backend must be .* got 1"),
+        ({"accelerator": "gpu"}, "accelerator must be an Accelerator or None; .* got 'gpu'"),
+        ({"parallel_devices": 2}, "parallel_devices must be a list of torch.device or None, got 2"),
+        ({"device_ids": [0]}, "device_ids=.0. cannot be given: Lightning sets it"),
+        ({"bucket_cap": 25}, "did you mean 'bucket_cap_mb'"),
+        ({"find_unused": True}, "did you mean 'find_unused_parameters'"),
+    ],
+)
+def test_bad_arguments(strategy: Any, arguments: dict[str, Any], message: str) -> None:
+    """If it fails, a mistake is found in the middle of a job's start, or not at all."""
+    with pytest.raises(OptionError, match=message):
+        strategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ddp_comm_hook": "bf16"}, "ddp_comm_hook must be a callable or None, got 'bf16'"),
+        ({"ddp_comm_wrapper": 1}, "ddp_comm_wrapper must be a callable or None, got 1"),
+        ({"model_averaging_period": 0}, "model_averaging_period must be .* got 0"),
+        ({"save_comm_state": "no"}, "save_comm_state must be true or false, got 'no'"),
+    ],
+)
+def test_bad_arguments_of_the_trainers_strategy(arguments: dict[str, Any], message: str) -> None:
+    """If it fails, a mistake is found in the middle of a job's start, or not at all."""
+    with pytest.raises(OptionError, match=message):
+        CommOptDDP(**arguments)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_known_options_are_those_that_can_be_given(strategy: Any) -> None:
+    """If it fails, an error lists options that the strategy refuses, or leaves out its own."""
+    with pytest.raises(UnknownOptionError, match="known options") as caught:
+        strategy(zip=1)
+    known = set(str(caught.value).partition("known options: ")[2].split(", "))
+    own = set(inspect.signature(strategy).parameters) - {"kwargs"}
+    assert known == own | (ddp_options() - {"device_ids"})
+    assert ("uneven_batches" in known) == (strategy is CommOptDDP)
+    assert {"save_comm_state", "watch"} <= known
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ({"comm_hook": "powersgd", "matrix_rank": 2}, {"name": "powersgd", "matrix_rank": 2}),
+        ({"comm_hook": "powerSGD", "matrix_rank": 2}, {"name": "powersgd", "matrix_rank": 2}),
+        ({"matrix_rank": 2, "start_step": 9}, {"name": "powersgd", "matrix_rank": 2, "start_step": 9}),
+        (
+            {"comm_hook": {"name": "powersgd", "seed": 1}, "matrix_rank": 2},
+            {"name": "powersgd", "seed": 1, "matrix_rank": 2},
+        ),
+        ({"comm_hook": "bf16", "matrix_rank": 2}, {"name": "powersgd", "matrix_rank": 2}),
+        ({"comm_hook": PowerSGD(), "matrix_rank": 2}, {"name": "powersgd", "matrix_rank": 2}),
+        ({"comm_hook": "fp16", "accumulate": "float32"}, {"name": "fp16", "accumulate": "float32"}),
+        ({"block_size": 64}, {"name": "int8", "block_size": 64}),
+    ],
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_option_of_a_compressor_beside_it(strategy: Any, arguments: dict[str, Any], shown: dict[str, Any]) -> None:
+    """If it fails, a user is not told how to give an option of a compressor, or told what fails."""
+    with pytest.raises(UnknownOptionError, match="write comm_hook=") as caught:
+        strategy(**arguments)
+    example = json.loads(str(caught.value).partition("comm_hook=")[2])
+    assert example == shown
+    strategy(comm_hook=example)
+
+
+def test_two_hooks() -> None:
+    """If it fails, one of two hooks is dropped without a word."""
+    with pytest.raises(OptionError, match="exclude each other"):
+        CommOptDDP(comm_hook="bf16", ddp_comm_hook=print)
+    assert CommOptDDP(comm_hook="none", ddp_comm_hook=print).plan.comm_hook is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ddp_comm_state": object()}, "ddp_comm_state has no effect: it needs ddp_comm_hook"),
+        ({"ddp_comm_wrapper": print}, "ddp_comm_wrapper has no effect: it needs ddp_comm_hook"),
+        (
+            {"model_averaging_period": 2, "ddp_comm_hook": print},
+            "model_averaging_period has no effect: it needs a Post",
+        ),
+    ],
+)
+def test_lightnings_arguments_without_effect(arguments: dict[str, Any], message: str) -> None:
+    """If it fails, an argument is dropped without a word."""
+    validation.warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=message):
+        CommOptDDP(**arguments)
+
+
+def test_lightnings_arguments_with_effect() -> None:
+    state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=2)
+    CommOptDDP(ddp_comm_hook=print, ddp_comm_state=object(), ddp_comm_wrapper=print)
+    CommOptDDP(ddp_comm_state=state, model_averaging_period=2)
