@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -70,6 +71,16 @@ def test_all_ranks_end_together_after_sigterm(tmp_path: Path, options: dict[str,
     assert [(end.error, end.log) for end in ended] == [("SIGTERMException", [])] * 3
     # An exchange begins after the step, which brings word, or with fragments one in the middle of the round.
     assert {end.steps for end in ended} == {19 if options else 20}
+
+
+@pytest.mark.exhaustive
+def test_what_measures_and_watches_a_fit_lets_it_go_on(tmp_path: Path) -> None:
+    """If it fails, CommTimeMonitor waits for the numbers of a dead rank, or HangMonitor ends the survivors."""
+    with Ranks(fit, 3, free_port(), Fit(tmp_path, {2: (KILLED, 17)}, is_watched=True)) as ranks:
+        ended = ranks.wait_for([0, 1])
+    _check_survivors(ended)
+    sentence = json.loads((tmp_path / "hangs" / "report.json").read_text())["sentence"]
+    assert sentence.startswith("rank 2 has died in "), sentence
 
 
 @pytest.mark.exhaustive
@@ -174,7 +185,7 @@ def test_a_metric_is_copied_and_pickled_while_it_gathers_over_the_living() -> No
     module = nn.ModuleDict({"metric": MeanMetric()})
     store = dist.HashStore()
     living = LivingRanks(store, 0, 1, patience_s=60.0, timeout_s=60.0, log=lambda text: None)
-    undo = _redirect_metrics(module, living)
+    _redirect_metrics(module, living)
     metric = module["metric"]
     assert isinstance(metric, MeanMetric)
     copied, pickled = metric.clone(), pickle.loads(pickle.dumps(metric))
@@ -182,5 +193,3 @@ def test_a_metric_is_copied_and_pickled_while_it_gathers_over_the_living() -> No
     assert pickled.dist_sync_fn is None
     assert [x.item() for x in copied.dist_sync_fn(torch.tensor(3.0))] == [3.0]
     living.close()
-    undo()
-    assert metric.dist_sync_fn is None
