@@ -87,6 +87,7 @@ def test_what_measures_and_watches_a_fit_lets_it_go_on(tmp_path: Path) -> None:
 def test_a_rank_that_raises_ends_alone(tmp_path: Path) -> None:
     with Ranks(fit, 3, free_port(), Fit(tmp_path, {2: (RAISES, 17)})) as ranks:
         answers = [ranks.outcome(rank) for rank in range(3)]
+    assert (tmp_path / "after.ckpt").exists()
     assert "ArithmeticError: broken on purpose" in (answers[2][1] or "")
     _check_survivors([end for end, _ in answers[:2]])
 

@@ -160,6 +160,7 @@ def train(job: Fit, tell: Callable[[int, int], None], *, devices: int = 1, num_n
     model, error = Observed(), ""
     try:
         trainer.fit(model, datamodule=_Data(job))
+        trainer.save_checkpoint(job.folder / "after.ckpt")
     except BaseException as exception:
         if type(exception).__name__ != "SIGTERMException":
             raise
