@@ -8,7 +8,6 @@ with it, and one that was frozen finds there what was decided meanwhile, and goe
 from __future__ import annotations
 
 import atexit
-import io
 import json
 import pickle
 from collections.abc import Callable, Collection
@@ -133,11 +132,9 @@ class LivingRanks:
 
     def tensors(self, value: Tensor, what: str) -> dict[int, Tensor]:
         """Returns the tensors of all by their ranks, which may have any shapes, on the device of ``value``."""
-        file = io.BytesIO()
-        torch.save(value.detach().cpu().contiguous(), file)
-        gathered = self._gather(what, file.getvalue())
-        read = {rank: torch.load(io.BytesIO(data), weights_only=True) for rank, data in gathered.items()}
-        return {rank: tensor.to(value.device) for rank, tensor in read.items()}
+        flat = value.detach().cpu().contiguous().view(-1)
+        packed = value.dtype, tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
+        return {rank: _unpack(*other).to(value.device) for rank, other in self.objects(packed, what).items()}
 
     def _gather(self, what: str, value: bytes) -> dict[int, bytes]:
         """Returns the values of those whose values count, by their ranks.
@@ -228,6 +225,12 @@ class LivingRanks:
 
     def _read(self, key: str) -> bytes:
         return b"".join(self._store.get(f"{key}/{number}") for number in range(int(self._store.get(key))))
+
+
+def _unpack(dtype: torch.dtype, shape: tuple[int, ...], data: bytes) -> Tensor:
+    if not data:  # torch.frombuffer refuses it
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
 
 
 def _close_open() -> None:
