@@ -39,7 +39,7 @@ TOO_LATE = "too late for the end of the fit"
 
 TRAINERS_PATIENCE_S = 6.0
 """Above what a Trainer does between exchanges on a busy machine; a healthy rank is frozen for half of it at most."""
-TRAINERS_STEPS = 20
+TRAINERS_STEPS = 40
 """In each of three epochs."""
 
 
@@ -107,11 +107,10 @@ def run_trainers_once(seed: int) -> dict[str, Any]:
     least, most = {"killed": (0.0, 0.0), "frozen": (1.2, 3.0), "healthy": (0.1, 0.5)}[kind]
     frozen_s = TRAINERS_PATIENCE_S * draw.uniform(least, most)
     plan = {"fragments": draw.choice([1, 2]), "overlap": draw.choice([0, 2]), "comm_hook": draw.choice([None, "int8"])}
-    options: dict[str, Any] = {"options": plan, "pause_s": STEP_S, "num_steps": TRAINERS_STEPS, "noise": 1.0}
+    options: dict[str, Any] = {"options": plan, "pause_s": STEP_S, "num_steps": TRAINERS_STEPS, "batch_size": 64}
+    options |= {"patience_s": TRAINERS_PATIENCE_S, "noise": 1.0, "seed": seed}
     with TemporaryDirectory() as folder:
-        calm, disturbed = (
-            Fit(Path(folder, name), patience_s=TRAINERS_PATIENCE_S, seed=seed, **options) for name in ("calm", "not")
-        )
+        calm, disturbed = (Fit(Path(folder, name), **options) for name in ("calm", "disturbed"))
         with Ranks(fit, 3, free_port(), calm) as ranks:
             undisturbed: Ended = ranks.wait_for(range(3))[0]
         with Ranks(fit, 3, free_port(), disturbed) as ranks:

@@ -293,7 +293,8 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
             super().teardown()
         finally:
             self._inner.end_fit()
-            self._end_living()
+            if self._living is not None:
+                self._living.settle()
             self._guards.close()
             self.rounds = self._groups = self._events = None
 

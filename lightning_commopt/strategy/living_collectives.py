@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -24,13 +22,13 @@ _T = TypeVar("_T")
 class LivingCollectives(StartedAsDDP):
     """The part of a strategy that gives Lightning the collectives of `LivingRanks` from `_let_ranks_fail` on.
 
+    They stay after the fit, for what follows it in the Trainer and in the program, as for ``trainer.save_checkpoint``.
     Those over a group that the caller names stay the group's.
     """
 
     _living: LivingRanks | None = None
     _patience_s: float | None
     _has_agreed_on_sigterm = False
-    _undo_metrics: Callable[[], None] | None = None
 
     @property
     def lets_ranks_fail(self) -> bool:
@@ -45,18 +43,10 @@ class LivingCollectives(StartedAsDDP):
         self._has_agreed_on_sigterm = False
         self._guards.let_ranks_fail(self, self._living, lambda: self._has_agreed_on_sigterm)
         assert self.lightning_module is not None
-        self._undo_metrics = _redirect_metrics(self.lightning_module, self._living)
+        _redirect_metrics(self.lightning_module, self._living)
 
     def _log_text(self, text: str) -> None:
         print_now(f"[rank {self.global_rank}] DiLoCo: {text}")
-
-    def _end_living(self) -> None:
-        if self._undo_metrics is not None:
-            self._undo_metrics()
-            self._undo_metrics = None
-        if self._living is not None:
-            self._living.close()
-            self._living = None
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self._living is None:
@@ -97,7 +87,7 @@ def _is_default(group: Any) -> bool:
 
 
 class _MetricGather:
-    """Gathers the states of a torchmetric over the living; a copy of the metric, which may outlive the fit, has it too.
+    """Gathers the states of a torchmetric over the living while there are any; a copy of the metric has it, too.
 
     A metric that is pickled is one without it.
     """
@@ -107,10 +97,8 @@ class _MetricGather:
 
     def __call__(self, value: Tensor, group: Any = None) -> list[Tensor]:
         if self._living.is_closed:
-            gathered: list[Tensor] = import_module("torchmetrics.utilities.distributed").gather_all_tensors(
-                value, group
-            )
-            return gathered
+            torchmetrics: Any = import_module("torchmetrics.utilities.distributed")
+            return list(torchmetrics.gather_all_tensors(value, group))
         return [*self._living.tensors(value, "a metric").values()]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _MetricGather:
@@ -120,20 +108,13 @@ class _MetricGather:
         return type(None), ()
 
 
-def _redirect_metrics(module: Module, living: LivingRanks) -> Callable[[], None]:
-    """Makes the torchmetrics in a module gather over the living; returns a function that undoes it."""
+def _redirect_metrics(module: Module, living: LivingRanks) -> None:
+    """Makes the torchmetrics in a module gather over the living, but for those that gather in a way of their own."""
     if "torchmetrics" not in sys.modules:
-        return lambda: None
+        return
     metric_class: Any = sys.modules["torchmetrics"].Metric
-    metrics: list[Any] = [
-        part
-        for part in module.modules()
-        if isinstance(part, metric_class) and part.dist_sync_fn is None and part.process_group is None
-    ]
-
-    def gather_by(function: _MetricGather | None) -> None:
-        for metric in metrics:
-            metric.dist_sync_fn = function
-
-    gather_by(_MetricGather(living))
-    return partial(gather_by, None)
+    for part in module.modules():
+        if isinstance(part, metric_class) and part.process_group is None:
+            metric: Any = part
+            if metric.dist_sync_fn is None or isinstance(metric.dist_sync_fn, _MetricGather):
+                metric.dist_sync_fn = _MetricGather(living)

@@ -43,7 +43,9 @@ class PatientWatch:
         self._events.close()
 
     def _make_even(self) -> None:
-        make_even(self._trainer, self._policy, self._living.rank, lambda number: self._gather(number, "data"))
+        make_even(
+            self._trainer, self._policy, self._living.rank, lambda number: self._gather(number, "the setup of data")
+        )
 
     def _begin_epoch(self) -> None:
         self._is_in_epoch = True

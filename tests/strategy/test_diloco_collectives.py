@@ -6,10 +6,13 @@ from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import pytest
 from torch import Tensor
 
 from lightning_commopt import CommOptDiLoCo
+from lightning_commopt.sync.diloco.living import LivingRanks
 from support.collectives import counted_collectives, needs_hooks
 from support.lightnings import Callback, CSVLogger, LightningModule, Trainer, callbacks
 from support.ranks import run_ranks
@@ -57,8 +60,8 @@ class _Logging(BatchNormed):
         self.log("val_loss", self.loss(batch))
 
 
-def _count(folder: Path) -> tuple[dict[int, Counter[str]], list[Counter[str]], Params]:
-    with counted_collectives(all_groups=True) as counted:
+def _count(folder: Path, patience_s: float | None) -> tuple[dict[int, Counter[str]], list[Counter[str]], Params]:
+    with counted_collectives(all_groups=True) as counted, patch.object(LivingRanks, "_gather", _counting(counted)):
         counts, model = _Counts(counted), _Logging()
         common = [
             callbacks.LearningRateMonitor(),
@@ -74,7 +77,7 @@ def _count(folder: Path) -> tuple[dict[int, Counter[str]], list[Counter[str]], P
         if hasattr(callbacks, "EMAWeightAveraging"):
             common.append(callbacks.EMAWeightAveraging(decay=0.5))
         fit = trainer(
-            CommOptDiLoCo(sync_every=_SYNC_EVERY),
+            CommOptDiLoCo(sync_every=_SYNC_EVERY, patience_s=patience_s),
             callbacks=[*common, counts],
             logger=CSVLogger(folder),
             log_every_n_steps=1,
@@ -88,16 +91,27 @@ def _count(folder: Path) -> tuple[dict[int, Counter[str]], list[Counter[str]], P
         return counts.steps, counts.validations, numbers(model)
 
 
+def _counting(counted: Counter[str]) -> Any:
+    gather = LivingRanks._gather
+
+    def counting(living: LivingRanks, what: str, value: bytes) -> dict[int, bytes]:
+        counted[what] += 1
+        return gather(living, what, value)
+
+    return counting
+
+
 @needs_hooks
-def test_steps_between_exchanges_have_no_collective(tmp_path: Path) -> None:
+@pytest.mark.parametrize("patience_s", [None, pytest.param(120.0, marks=pytest.mark.exhaustive)])
+def test_steps_between_exchanges_have_no_collective(tmp_path: Path, patience_s: float | None) -> None:
     """If it fails, a rank waits for the others in every step, whatever ``sync_every`` is."""
-    first, second = run_ranks(_count, tmp_path)
+    first, second = run_ranks(_count, tmp_path, patience_s)
     assert_same(first[2], second[2])
     for steps, validations, _ in (first, second):
         # Checkpoints agree on a path, and Lightning waits for the one who writes; SIGTERM is asked before an exchange.
         silent = [step for step in steps if step % _SYNC_EVERY and step % _SAVE_EVERY]
         assert len(silent) > 8
         assert {step: dict(steps[step]) for step in silent if steps[step]} == {}
-        assert steps[_SYNC_EVERY]
+        assert steps[_SYNC_EVERY] or patience_s is not None  # those exchanges are over connections of their own
         assert len(validations) > 4
         assert not any(validations[:-1]), validations

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_commopt import CommOptDiLoCo
+from lightning_commopt.callbacks import CommTimeMonitor, HangMonitor, RunRecorder
 from support.lightnings import (
     Callback,
     CSVLogger,
@@ -43,8 +44,10 @@ class Fit:
         options: further options of the strategy.
         pause_s: pause before each step.
         num_steps: steps in each of the three epochs.
+        batch_size: samples of a step.
         noise: standard deviation of what is added to targets.
         seed: of the data.
+        is_watched: whether our callbacks measure and watch.
     """
 
     folder: Path
@@ -53,8 +56,10 @@ class Fit:
     options: dict[str, Any] = field(default_factory=dict)
     pause_s: float = 0.0
     num_steps: int = STEPS_PER_EPOCH
+    batch_size: int = 4
     noise: float = 0.0
     seed: int = 0
+    is_watched: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ def train(job: Fit, tell: Callable[[int, int], None], *, devices: int = 1, num_n
         max_epochs=3,
         num_sanity_val_steps=0,
         logger=CSVLogger(job.folder / "logs"),
-        callbacks=[best, Failing(job, tell)],
+        callbacks=[best, Failing(job, tell), *(_watching(job.folder) if job.is_watched else ())],
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
@@ -155,6 +160,7 @@ def train(job: Fit, tell: Callable[[int, int], None], *, devices: int = 1, num_n
     model, error = Observed(), ""
     try:
         trainer.fit(model, datamodule=_Data(job))
+        trainer.save_checkpoint(job.folder / "after.ckpt")
     except BaseException as exception:
         if type(exception).__name__ != "SIGTERMException":
             raise
@@ -175,6 +181,11 @@ def train(job: Fit, tell: Callable[[int, int], None], *, devices: int = 1, num_n
     )
 
 
+def _watching(folder: Path) -> list[Callback]:
+    monitor = CommTimeMonitor(dirpath=folder, every_n_steps=3, num_warmup_steps=1)
+    return [monitor, HangMonitor(after_s=30.0, action="abort", dirpath=folder), RunRecorder(dirpath=folder)]
+
+
 class _Data(LightningDataModule):
     """Other samples on each rank."""
 
@@ -183,15 +194,16 @@ class _Data(LightningDataModule):
         self._job = job
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return self._loader(0, 4 * self._job.num_steps)
+        return self._loader(0, self._job.num_steps)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        return self._loader(1000, 8)
+        return self._loader(1000, 2)
 
-    def _loader(self, seed: int, samples: int) -> DataLoader[Any]:
+    def _loader(self, seed: int, num_batches: int) -> DataLoader[Any]:
         assert self.trainer is not None
-        data = TensorDataset(*_samples(self._job, seed + self.trainer.global_rank, samples))
-        return DataLoader(data, batch_size=4)
+        size = self._job.batch_size
+        data = TensorDataset(*_samples(self._job, seed + self.trainer.global_rank, num_batches * size))
+        return DataLoader(data, batch_size=size)
 
 
 def _samples(job: Fit, seed: int, number: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ def _under_way_to_plain(under_way: UnderWay) -> dict[str, Any]:
         "weights": arrived.weights,
         "floats": arrived.floats,
         "integers": arrived.integers,
-        "reports": [list(astuple(report)) for report in arrived.reports],
+        "reports": [report.to_plain() for report in arrived.reports],
     }
 
 

@@ -42,6 +42,10 @@ class Report:
     rank: float = 0.0
     has_sigterm: float = 0.0
 
+    def to_plain(self) -> list[float]:
+        """Returns what a checkpoint keeps: all but the signal, which a fit that resumes from it has not received."""
+        return list(astuple(self)[:-1])
+
     def to_tensor(self) -> Tensor:
         return torch.tensor(astuple(self), dtype=torch.float64, device="cpu")
 

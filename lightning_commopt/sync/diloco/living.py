@@ -7,7 +7,7 @@ with it, and one that was frozen finds there what was decided meanwhile, and goe
 
 from __future__ import annotations
 
-import io
+import atexit
 import json
 import pickle
 from collections.abc import Callable, Collection
@@ -29,6 +29,8 @@ _LEAVE_S = 10.0
 """Time for which the rank that may host the store stays at the end for others, which may still read a result."""
 
 _T = TypeVar("_T")
+
+_open: LivingRanks | None = None
 
 
 class LivingRanks:
@@ -66,16 +68,22 @@ class LivingRanks:
         self._pulses = dist.PrefixStore("pulse", store)
         self._pulse = Pulse(self._pulses, rank, patience_s)
         self.listener = Listener(self._pulses, patience_s)
-        self._number = 0
+        self._number = self._num_settled = 0
         self._members = self._all
         self._old_keys: list[str] = []
         self._has_left = self.is_closed = False
 
     @classmethod
     def of_all_ranks(cls, *, patience_s: float, timeout_s: float, log: Callable[[str], None]) -> LivingRanks:
-        """Returns the ranks of the default group, all of which must call it."""
+        """Returns the ranks of the default group, until the next call or the end of Python. All ranks must call it."""
+        global _open
+        if _open is None:
+            atexit.register(_close_open)
+        _close_open()
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        return cls(key_space("living"), rank, world_size, patience_s=patience_s, timeout_s=timeout_s, log=log)
+        options: dict[str, Any] = {"patience_s": patience_s, "timeout_s": timeout_s, "log": log}
+        _open = cls(key_space("living"), rank, world_size, **options)
+        return _open
 
     def leave(self) -> None:
         """Lets the others go on without this rank, whose further collectives return its own values at once."""
@@ -84,15 +92,35 @@ class LivingRanks:
             with suppress(RuntimeError):  # the store has ended with the process that hosts it
                 self._store.set(f"left/{self.rank}", "")
 
+    def settle(self) -> None:
+        """Keeps rank 0, whose process may host the store, until all have read what was gathered so far."""
+        if not self._has_left:
+            self._num_settled += 1
+            what = f"settled/{self._num_settled}"
+            with suppress(RuntimeError):  # the store has ended with the process that hosts it
+                self._store.set(f"{what}/{self.rank}", "")
+            self._wait_as_host(what)
+
     def close(self) -> None:
-        """Ends the signs of life; at the end of a fit in which this rank has not left, it waits for slower readers."""
-        had_left, self.is_closed = self._has_left, True
-        self.leave()
-        if self.rank == 0 and not had_left:
-            others = self._all[1:]
-            with suppress(RuntimeError):  # another process hosts the store, and has ended
-                poll(lambda: not {*others} - self._left(others) - self.listener.silent(others), _LEAVE_S)
-        self._pulse.close()
+        """Leaves as in `settle`, and shows no further sign of life."""
+        if not self.is_closed:
+            self.is_closed, had_left = True, self._has_left
+            self.leave()
+            if not had_left:
+                self._wait_as_host("left")
+            self._pulse.close()
+
+    def _wait_as_host(self, what: str) -> None:
+        def has_gone(rank: int) -> bool:
+            return self._store.check([f"{what}/{rank}"]) or self._store.check([f"left/{rank}"])
+
+        def are_all_gone() -> bool:
+            there = [rank for rank in self._all[1:] if not has_gone(rank)]
+            return self.listener.silent(there) == {*there}
+
+        if self.rank == 0:
+            with suppress(RuntimeError):  # as above, where rank 0 is not the host
+                poll(are_all_gone, _LEAVE_S)
 
     def barrier(self, what: str = "a barrier") -> None:
         """Waits until all are here."""
@@ -104,11 +132,9 @@ class LivingRanks:
 
     def tensors(self, value: Tensor, what: str) -> dict[int, Tensor]:
         """Returns the tensors of all by their ranks, which may have any shapes, on the device of ``value``."""
-        file = io.BytesIO()
-        torch.save(value.detach().cpu().contiguous(), file)
-        gathered = self._gather(what, file.getvalue())
-        read = {rank: torch.load(io.BytesIO(data), weights_only=True) for rank, data in gathered.items()}
-        return {rank: tensor.to(value.device) for rank, tensor in read.items()}
+        flat = value.detach().cpu().contiguous().view(-1)
+        packed = value.dtype, tuple(value.shape), flat.view(torch.uint8).numpy().tobytes()
+        return {rank: _unpack(*other).to(value.device) for rank, other in self.objects(packed, what).items()}
 
     def _gather(self, what: str, value: bytes) -> dict[int, bytes]:
         """Returns the values of those whose values count, by their ranks.
@@ -199,6 +225,17 @@ class LivingRanks:
 
     def _read(self, key: str) -> bytes:
         return b"".join(self._store.get(f"{key}/{number}") for number in range(int(self._store.get(key))))
+
+
+def _unpack(dtype: torch.dtype, shape: tuple[int, ...], data: bytes) -> Tensor:
+    if not data:  # torch.frombuffer refuses it
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _close_open() -> None:
+    if _open is not None:
+        _open.close()
 
 
 def reduced(values: Collection[Tensor], op: Any) -> Tensor:

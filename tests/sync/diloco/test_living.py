@@ -110,15 +110,29 @@ def test_large_values_travel_in_pieces(ranks: Ranks, monkeypatch: pytest.MonkeyP
             assert all(gathered[rank].equal(values[rank]) for rank in range(3))
 
 
-def test_the_host_of_the_store_leaves_last(ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
+)
+@pytest.mark.parametrize("shape", [(), (0, 4), (2, 3)])
+def test_tensors_of_all_kinds(ranks: Ranks, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    values = [torch.full(shape, rank, dtype=dtype) for rank in range(3)]
+    with ThreadPoolExecutor() as pool:
+        for gathered in pool.map(lambda one: one.tensors(values[one.rank], "a test"), ranks.all):
+            assert [(x.dtype, x.shape, x.equal(values[rank])) for rank, x in gathered.items()] == [
+                (dtype, shape, True)
+            ] * 3
+
+
+@pytest.mark.parametrize(("method", "key"), [("settle", "settled/1/0"), ("close", "left/0")])
+def test_the_host_of_the_store_leaves_last(ranks: Ranks, method: str, key: str) -> None:
     """If it fails, a result that another rank still reads is lost at the end of a fit."""
     with ThreadPoolExecutor() as pool:
-        closing = pool.submit(ranks.all[0].close)
-        ranks.all[1].close()
-        assert poll(lambda: ranks.store.check(["left/0"]), 60)
-        assert not closing.done()
-        ranks.all[2].close()
-        closing.result(60)
+        leaving = pool.submit(getattr(ranks.all[0], method))
+        getattr(ranks.all[1], method)()
+        assert poll(lambda: ranks.store.check([key]), 60)
+        assert not leaving.done()
+        getattr(ranks.all[2], method)()
+        leaving.result(60)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -200,3 +201,9 @@ def test_drift_that_grows_is_warned_of_once() -> None:
         watch.metrics(0, [Report(1, drift=drift)])
     with pytest.warns(UserWarning, match=r"fragment 0 has grown in 3 rounds \(norms 1.5, 2, 2.5, 4\)"):
         watch.metrics(0, [Report(1, drift=4.0)])
+
+
+def test_a_fit_that_resumes_has_not_received_the_signal_that_ended_the_one_before() -> None:
+    """If it fails, a fit that SIGTERM has ended with an exchange under way ends again as soon as it is resumed."""
+    report = Report(3.0, loss=2.0, drift=1.5, rank=1.0)
+    assert Report(*replace(report, has_sigterm=1.0).to_plain()) == report
