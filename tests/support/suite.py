@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,9 @@ from hydra.core.hydra_config import HydraConfig
 from lightning_commopt.launch.environment import RANK_VARIABLES
 from lightning_commopt.launch.lab import why_not
 
-# Else each process that a test starts compiles the modules of this checkout anew.
+# Else pytest rewrites the assertions of all tests in each run, and each process that a test starts compiles this
+# checkout anew: half of the time until the first test runs.
+sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 _LEFT_OUT = pytest.StashKey[int]()
@@ -89,6 +92,14 @@ def leaves_no_rank_and_no_job() -> Iterator[None]:
     yield
     assert os.environ.keys() & set(RANK_VARIABLES) == before, "run it in processes of its own, with run_ranks"
     HydraConfig.instance().cfg = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ends_warm_ranks() -> Iterator[None]:
+    """Ends the ranks that a file of tests has kept; the next one starts its own."""
+    yield
+    if warm_ranks := sys.modules.get("support.warm_ranks"):
+        warm_ranks.end_ranks()
 
 
 @pytest.fixture(scope="session", autouse=True)
