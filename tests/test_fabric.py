@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt import CommOptDDP as TrainerCommOptDDP
 from lightning_commopt.fabric import CommOptDDP
 from lightning_commopt.plan import OptionError
-from support.ranks import run_ranks
+from support.warm_ranks import run_ranks
 
 LOSSLESS: list[dict[str, Any]] = [
     {},

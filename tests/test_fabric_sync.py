@@ -17,7 +17,7 @@ from lightning_commopt.measure.observer import BucketInfo, BucketSync, BucketSyn
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.checkpoint import KEY, open_checkpoint
 from lightning_commopt.sync.ddp.hook import GradientSyncError
-from support.ranks import run_ranks
+from support.warm_ranks import run_ranks
 
 HALF = 5
 POWERSGD = PowerSGD(min_compression_rate=0.5)

@@ -31,7 +31,7 @@ Answer = tuple[Any, str | None]
 DIED = "it died before it answered"
 """Stands for the traceback of a rank that could not send one."""
 
-_SECONDS_AFTER_A_FAILURE = 5  # time for ranks with errors of their own to report them; the others wait in vain
+SECONDS_AFTER_A_FAILURE = 5  # time for ranks with errors of their own to report them; the others wait in vain
 LIMIT_S: float = 120
 """Time after which `run_on` ends ranks that have not answered. It is no measure of speed: a law takes seconds on busy
 cores."""
@@ -76,12 +76,7 @@ def run_ranks(
             for ``limit_s`` seconds.
     """
     job = Job(fn, args, world_size, group_timeout_s, backend, environment or {})
-    answers = collect_answers(job, limit_s, _SECONDS_AFTER_A_FAILURE)
-    for rank, (_, trace) in answers.items():  # in the order in which they answered: who failed first is named
-        if trace is not None:
-            raise RankError(f"rank {rank} raised\n{trace}")
-    check_all_answered(answers, world_size, limit_s)
-    return [answers[rank][0] for rank in range(world_size)]
+    return values_of(collect_answers(job, limit_s, SECONDS_AFTER_A_FAILURE), world_size, limit_s)
 
 
 def run_on(place: Place, fn: Callable[..., Any], *args: Any, environment: Mapping[str, str] | None = None) -> Any:
@@ -170,7 +165,7 @@ def collect_answers(job: Job, limit_s: float, grace_s: float) -> dict[int, Answe
             for process, (_, pipe) in zip(processes, pipes, strict=True):
                 process.start()
                 pipe.close()  # the rank's end is only the rank's now: when it dies, ours is at its end
-            _collect(answers, [pipe for pipe, _ in pipes], limit_s, grace_s)
+            wait_for_answers(answers, [pipe for pipe, _ in pipes], limit_s, grace_s)
         finally:
             for rank, process in enumerate(processes):
                 if process.pid is not None:
@@ -182,7 +177,7 @@ def collect_answers(job: Job, limit_s: float, grace_s: float) -> dict[int, Answe
     return answers
 
 
-def _collect(answers: dict[int, Answer], pipes: list[Connection], limit_s: float, grace_s: float) -> None:
+def wait_for_answers(answers: dict[int, Answer], pipes: list[Connection], limit_s: float, grace_s: float) -> None:
     """Waits for the ranks' answers; ``grace_s`` once one of them has raised, as the others may wait for it."""
     end = time.monotonic() + limit_s
     while waiting := {pipe: rank for rank, pipe in enumerate(pipes) if rank not in answers}:
@@ -199,6 +194,15 @@ def _collect(answers: dict[int, Answer], pipes: list[Connection], limit_s: float
             end = min(end, time.monotonic() + grace_s)
 
 
+def values_of(answers: dict[int, Answer], world_size: int, limit_s: float) -> list[Any]:
+    """Returns what ranks returned, in their order; raises a RankError if one has raised, or not answered."""
+    for rank, (_, trace) in answers.items():  # in the order in which they answered: who failed first is named
+        if trace is not None:
+            raise RankError(f"rank {rank} raised\n{trace}")
+    check_all_answered(answers, world_size, limit_s)
+    return [answers[rank][0] for rank in range(world_size)]
+
+
 def check_all_answered(answers: dict[int, Answer], world_size: int, limit_s: float) -> None:
     """Raises a RankError if a rank's answer is missing."""
     if len(answers) < world_size:
@@ -207,6 +211,17 @@ def check_all_answered(answers: dict[int, Answer], world_size: int, limit_s: flo
 
 
 def _rank(rank: int, folder: str, pipe: Connection, job: Job) -> None:
+    answer = run_job(rank, folder, job)
+    try:
+        pipe.send_bytes(answer)
+        pipe.close()
+    finally:
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+
+def run_job(rank: int, folder: str, job: Job) -> bytes:
+    """Makes this process a rank of a new group that meets in an empty folder; returns its pickled `Answer`."""
     torch.set_num_threads(1)
     os.environ.update(job.environment.get(str(rank), {}))
     os.environ.update(
@@ -220,12 +235,6 @@ def _rank(rank: int, folder: str, pipe: Connection, job: Job) -> None:
         store.set(f"connected/{rank}", "")  # gloo fails on a rank that still connects to one that has ended
         store.wait([f"connected/{other}" for other in range(job.world_size)])
         # By plain pickle: multiprocessing's own only lends tensors, and this process may be gone when they are fetched.
-        answer = pickle.dumps((job.fn(*job.args), None))
+        return pickle.dumps((job.fn(*job.args), None))
     except BaseException:
-        answer = pickle.dumps((None, traceback.format_exc()))
-    try:
-        pipe.send_bytes(answer)
-        pipe.close()
-    finally:
-        with contextlib.suppress(Exception):
-            dist.destroy_process_group()
+        return pickle.dumps((None, traceback.format_exc()))

@@ -21,8 +21,8 @@ from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.files import notices, rank_file, read_run
 from support.cross_section import sampled
 from support.lightnings import Callback, CSVLogger, DDPStrategy, LightningModule, Logger, Trainer
-from support.ranks import run_ranks
 from support.strategy_models import trainer
+from support.warm_ranks import run_ranks
 
 TIMES = [
     "step_s",
@@ -203,9 +203,9 @@ def without_gloo() -> tuple[int, list[str]]:
     def fail() -> None:
         raise RuntimeError("connection refused")
 
-    publisher_module.borrow_host_group = fail  # type: ignore[assignment]
     kept = MemoryLogger()
-    with warnings.catch_warnings(record=True) as recorded:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as recorded:
+        patch.setattr(publisher_module, "borrow_host_group", fail)
         warnings.simplefilter("always")
         fit(CommTimeMonitor(every_n_steps=5), CommOptDDP(), logger=kept)
     return len(kept.logged), warned(recorded)

@@ -25,7 +25,7 @@ from support.lightnings import (
     MisconfigurationException,
     ModelCheckpoint,
 )
-from support.ranks import run_ranks
+from support.warm_ranks import run_ranks
 
 START, STOP = ["wait", "start"], ["wait", "stop"]
 

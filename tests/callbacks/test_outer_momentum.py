@@ -18,8 +18,8 @@ from lightning_commopt.text import validation
 from support.collectives import takes_collectives
 from support.kept_states import Sharded
 from support.lightnings import Callback, DDPStrategy, ModelCheckpoint
-from support.ranks import run_ranks
 from support.strategy_models import FreezeLater, Frozen, Gan, Manual, Params, Thaw, Thawing, Tiny, loader, trainer
+from support.warm_ranks import run_ranks
 
 _OPTIONS: dict[str, Any] = {"sync_every": 4, "outer_lr": 0.8, "outer_momentum": 0.6}
 

@@ -15,7 +15,7 @@ from lightning_commopt.cost.basis import basis_of_run
 from lightning_commopt.measure.forecasts import read_forecasts
 from lightning_commopt.measure.runs.files import PREDICTION_FILE
 from lightning_commopt.plan import CommPlan
-from support.ranks import run_ranks
+from support.warm_ranks import run_ranks
 
 FITS: dict[str, dict[str, Any]] = {
     "plain": {"strategy": {}},

@@ -13,8 +13,9 @@ from lightning_commopt.measure.runs.losses import read_losses
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.report.build import build_report
 from support.lightnings import LightningModule, ModelParallelStrategy
-from support.ranks import run_ranks, run_ranks_or_raise
+from support.ranks import run_ranks_or_raise
 from support.strategy_models import trainer
+from support.warm_ranks import run_ranks
 
 BATCH_SIZE = 4
 

@@ -21,7 +21,7 @@ from lightning_commopt.testing.places import CPU
 from lightning_commopt.testing.steps import Net, Setup, flatten, random_gradients, run_steps, send
 from support.cross_section import sampled
 from support.every_compressor import BF16, BF16_IN_FLOAT32, COMPRESSORS, FURTHER, REGISTERED
-from support.ranks import run_ranks
+from support.warm_ranks import run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "one_bucket": {},

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_commopt.callbacks import CommTimeMonitor, SpeedMonitor
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.adapters import ADAPTERS
-from support.ranks import run_ranks
+from support.warm_ranks import run_ranks
 
 _OTHER = {"lightning.pytorch": "pytorch_lightning", "pytorch_lightning": "lightning.pytorch"}
 _PACKAGE = pytest.mark.parametrize("package", ADAPTERS)

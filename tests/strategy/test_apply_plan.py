@@ -17,8 +17,9 @@ from lightning_commopt.strategy.base import check_plans_agree
 from support.cross_section import sampled
 from support.lightnings import Callback, DDPStrategy, LightningModule, Trainer
 from support.own_compressors import Averages
-from support.ranks import run_ranks, run_ranks_or_raise
+from support.ranks import run_ranks_or_raise
 from support.strategy_models import FEATURES, Manual, Params, Tiny, assert_same, loader, numbers, trainer
+from support.warm_ranks import run_ranks
 
 _LOSSLESS: dict[str, dict[str, Any]] = {
     "native": {},

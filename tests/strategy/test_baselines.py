@@ -19,7 +19,7 @@ from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.strategy.base import plan_of
 from support.cross_section import sampled
 from support.lightnings import LightningEnvironment, MisconfigurationException
-from support.ranks import run_ranks, run_ranks_or_raise
+from support.ranks import run_ranks_or_raise
 from support.strategy_models import (
     FEATURES,
     BatchNormed,
@@ -36,6 +36,7 @@ from support.strategy_models import (
     trainer,
 )
 from support.training_modes import MODES, Mode
+from support.warm_ranks import run_ranks
 from support.watched_steps import GRADIENT_BYTES, Watch, assert_in_order
 
 BASELINES: dict[str, type[NaiveDP] | type[InterleavedDP]] = {"naive": NaiveDP, "interleaved": InterleavedDP}

@@ -22,8 +22,9 @@ from lightning_commopt.sync.checkpoint import KEY, _checksum
 from support.cross_section import sampled
 from support.every_compressor import COMPRESSORS
 from support.lightnings import Callback, LightningModule, MixedPrecision, OnExceptionCheckpoint, Trainer
-from support.ranks import run_ranks, run_ranks_or_raise
+from support.ranks import run_ranks_or_raise
 from support.strategy_models import Params, assert_same, numbers, trainer
+from support.warm_ranks import run_ranks
 
 HALF = 8
 OPTIONS: dict[str, dict[str, Any]] = {

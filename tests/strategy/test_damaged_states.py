@@ -19,8 +19,8 @@ from lightning_commopt.sync.checkpoint import KEY, open_checkpoint, to_checkpoin
 from lightning_commopt.sync.state import CheckpointError
 from support.cross_section import sampled
 from support.kept_states import DDP, HERE, SHARDED, Sharded
-from support.ranks import run_ranks
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer
+from support.warm_ranks import run_ranks
 
 _NUM_DAMAGES = 6
 _PLAIN: list[Any] = [None, "spam", -1, 2.5, [], {}]

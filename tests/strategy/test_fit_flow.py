@@ -26,7 +26,7 @@ from support.lightnings import (
     Trainer,
 )
 from support.own_compressors import Averages
-from support.ranks import run_ranks, run_ranks_or_raise
+from support.ranks import run_ranks_or_raise
 from support.strategy_models import (
     FEATURES,
     BatchNormed,
@@ -39,6 +39,7 @@ from support.strategy_models import (
     numbers,
     trainer,
 )
+from support.warm_ranks import run_ranks
 
 _BYTES = sum(parameter.numel() * 4 for parameter in Tiny().parameters())
 _BATCHES = 3  # in an epoch of two ranks

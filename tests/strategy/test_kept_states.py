@@ -20,8 +20,8 @@ from support.collectives import takes_collectives
 from support.cross_section import sampled
 from support.kept_states import DDP, HERE, SHARDED, Sharded
 from support.lightnings import Callback
-from support.ranks import run_ranks
 from support.strategy_models import Tiny, loader, trainer
+from support.warm_ranks import run_ranks
 
 _NUM_STEPS = 6  # before the checkpoint
 

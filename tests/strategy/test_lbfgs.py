@@ -14,8 +14,8 @@ from lightning_commopt import CommOptDDP
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
 from lightning_commopt.text import validation
 from support.cross_section import sampled
-from support.ranks import run_ranks
 from support.strategy_models import Params, Tiny, assert_same, loader, numbers, trainer
+from support.warm_ranks import run_ranks
 
 _BY_GRADIENTS = {"line_search_fn": None, "tolerance_change": 0}
 _SEARCH = {"line_search_fn": "strong_wolfe"}

@@ -15,8 +15,8 @@ from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
 from lightning_commopt.text import validation
 from support.lightnings import DDPStrategy
-from support.ranks import run_ranks
 from support.strategy_models import Gan, Manual, Params, Tiny, loader, numbers, trainer
+from support.warm_ranks import run_ranks
 
 
 class LossBackward(Manual):

@@ -19,8 +19,8 @@ from lightning_commopt import CommOptModelParallel
 from lightning_commopt.strategy.adapters import ADAPTERS, adapter_for
 from support.collectives import counted_collectives, needs_hooks
 from support.lightnings import PACKAGE, ModelParallelStrategy
-from support.ranks import run_ranks
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer
+from support.warm_ranks import run_ranks
 
 _ACCUMULATED, _STEPS = 4, 3
 _BATCHES = _ACCUMULATED * _STEPS

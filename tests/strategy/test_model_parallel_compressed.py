@@ -18,8 +18,8 @@ from lightning_commopt.compressors.sharded import ShardedInt8
 from support.collectives import takes_collectives
 from support.cross_section import sampled
 from support.lightnings import LightningModule, ModelParallelStrategy
-from support.ranks import run_ranks
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer
+from support.warm_ranks import run_ranks
 
 # Older torch cannot run FSDP2 on CPU either.
 

@@ -18,8 +18,8 @@ from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.sync.ddp.observed import observe, observe_wrapped
 from support.cross_section import sampled
 from support.lightnings import DDPStrategy, LightningModule, SingleDeviceStrategy, Trainer
-from support.ranks import run_ranks
 from support.strategy_models import Embedded, Gan, Keeping, Manual, Params, Tiny, assert_same, loader, numbers, trainer
+from support.warm_ranks import run_ranks
 from support.watched_steps import GRADIENT_BYTES, Watch, assert_in_order
 
 SMALL = 0.001  # MiB: three buckets or more

@@ -18,8 +18,8 @@ from lightning_commopt.plan.ddp import ddp_options
 from lightning_commopt.text import validation
 from support.collectives import takes_collectives
 from support.kept_states import Sharded
-from support.ranks import run_ranks
 from support.strategy_models import FEATURES, Tiny, loader, trainer
+from support.warm_ranks import run_ranks
 
 
 class _Scaled(Tiny):

@@ -9,8 +9,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP
 from support.lightnings import LightningModule
-from support.ranks import run_ranks, run_ranks_or_raise
+from support.ranks import run_ranks_or_raise
 from support.strategy_models import trainer
+from support.warm_ranks import run_ranks
 
 
 class _InTurns(LightningModule):

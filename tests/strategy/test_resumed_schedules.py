@@ -17,8 +17,8 @@ from support.collectives import takes_collectives
 from support.cross_section import sampled
 from support.every_compressor import COMPRESSORS
 from support.lightnings import Callback, LightningModule
-from support.ranks import run_ranks
 from support.strategy_models import Params, assert_same, trainer
+from support.warm_ranks import run_ranks
 
 _NUM_STEPS = 9
 _SHAPES = [(12, 20), (30, 8), (16, 16)]

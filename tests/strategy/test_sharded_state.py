@@ -14,8 +14,8 @@ from support.collectives import takes_collectives
 from support.cross_section import sampled
 from support.kept_states import Sharded
 from support.lightnings import Callback
-from support.ranks import run_ranks
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer
+from support.warm_ranks import run_ranks
 
 pytestmark = takes_collectives
 

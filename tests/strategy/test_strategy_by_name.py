@@ -19,8 +19,8 @@ from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
 from lightning_commopt.plan.ddp import ddp_options
 from lightning_commopt.strategy.adapters import ADAPTERS
 from support.lightnings import ADAPTER, PACKAGE
-from support.ranks import run_ranks
 from support.strategy_models import SelfFed, trainer
+from support.warm_ranks import run_ranks
 
 _HOOKS = {"": None, **{f"_{name}": compressor for name, compressor in ready_compressors().items() if name != "topk"}}
 _OF_LIGHTNING = [name for name, entry in StrategyRegistry.items() if entry["strategy"] is DDPStrategy]

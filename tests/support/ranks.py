@@ -16,8 +16,12 @@ from support.lightnings import ADAPTER, PACKAGE
 
 __all__ = ["RankError", "run_ranks", "run_ranks_or_raise"]
 
+_CALLBACKS = ("comm_time", "hang_monitor", "nvtx_ranges", "run_recorder")  # with Hydra, each rank imports for 0.3 s
 PROCESSES.set_forkserver_preload(
-    [*("torch.distributed", "torch._dynamo", "pytest"), *(PACKAGE, ADAPTER, "lightning_commopt.testing")]
+    [
+        *("torch.distributed", "torch._dynamo", "pytest", PACKAGE, ADAPTER, "lightning_commopt.testing"),
+        *(f"lightning_commopt.callbacks.{name}" for name in _CALLBACKS),
+    ]
 )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_commopt.sync import gather as gathering
 from lightning_commopt.sync.gather import all_ranks_ready, gather_on_rank_0, map_tensors
 from lightning_commopt.sync.store import prepare_key_spaces
-from support.ranks import run_ranks
+from support.warm_ranks import run_ranks
 
 
 def _value(rank: int) -> dict[str, Any]:
@@ -36,9 +36,8 @@ def _tensors(value: dict[str, Any]) -> list[Tensor]:
 
 
 def _gather(piece_bytes: int) -> int | None:
-    gathering._PIECE_BYTES = piece_bytes
     value = _value(dist.get_rank())
-    with torch.device("meta"):
+    with torch.device("meta"), mock.patch.object(gathering, "_PIECE_BYTES", piece_bytes):
         gathered = gather_on_rank_0(value, torch.device("cpu"))
     for rank, value in enumerate(gathered or ()):
         expected = _value(rank)
@@ -64,8 +63,8 @@ def _count_bytes(num_bytes: int) -> list[int]:
         lengths.append(sum(len(each) for each in pieces or ()))
         gather(piece, pieces)
 
-    gathering._ALL_PIECES_BYTES, gathering._MIN_PIECE_BYTES = 3000, 100
-    with mock.patch.object(gathering.dist, "gather", count):
+    limits = mock.patch.multiple(gathering, _ALL_PIECES_BYTES=3000, _MIN_PIECE_BYTES=100)
+    with limits, mock.patch.object(gathering.dist, "gather", count):
         gather_on_rank_0(torch.ones(num_bytes, dtype=torch.uint8), torch.device("cpu"))
     return lengths
 

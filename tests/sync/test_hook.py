@@ -23,7 +23,8 @@ from lightning_commopt.sync.ddp.hook import BucketHook
 from lightning_commopt.sync.executors import WorkerThread
 from lightning_commopt.text import validation
 from support.own_compressors import Averages
-from support.ranks import run_ranks, run_ranks_or_raise
+from support.ranks import run_ranks_or_raise
+from support.warm_ranks import run_ranks
 
 _SYNC_HAS_STARTED = threading.Event()
 _BACKWARD_REACHED_THE_INPUT = threading.Event()

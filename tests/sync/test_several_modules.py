@@ -17,7 +17,7 @@ from lightning_commopt.compressors import AllReduce, Compressor, Hierarchical, P
 from lightning_commopt.fabric import CommOptDDP
 from lightning_commopt.sync.ddp.attach import attach_bucket_hook
 from support.every_compressor import COMPRESSORS, LOSSLESS
-from support.ranks import run_ranks
+from support.warm_ranks import run_ranks
 
 _SIZE = 32
 Params = list[np.ndarray]

@@ -31,7 +31,7 @@ from lightning_commopt.testing.sharded_laws import (
 from lightning_commopt.testing.steps import flatten, of_all_ranks, run_steps
 from support.collectives import needs_hooks
 from support.cross_section import sampled
-from support.ranks import run_ranks
+from support.warm_ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
     not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"

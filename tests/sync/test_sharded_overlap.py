@@ -18,8 +18,8 @@ from lightning_commopt.sync.fsdp2.gradients import Overlap, ShardedSync
 from lightning_commopt.sync.fsdp2.unit import _reduce_scatter
 from lightning_commopt.testing.sharded_laws import ShardedSetup, averages_of
 from lightning_commopt.testing.steps import flatten
-from support.ranks import run_ranks
 from support.strategy_models import Tiny, loader, trainer
+from support.warm_ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
     not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_commopt.testing import ranks
+from support import warm_ranks
 from support.ranks import RankError, run_ranks, run_ranks_or_raise
 
 
@@ -22,6 +23,29 @@ def test_ranks_answer_in_order_from_processes_of_their_own() -> None:
     assert [answer[:2] for answer in first] == [(0, 3.0), (1, 3.0)]
     assert [answer[:2] for answer in second] == [(0, 5.0), (1, 5.0)]
     assert len({pid for *_, pid in first + second} | {os.getpid()}) == 5
+
+
+def _random_sum(world_size: int) -> tuple[int, float, bool]:
+    is_new = os.environ.setdefault("LEFT_BEHIND", "1") == "1" and not os.path.exists("left_behind")
+    os.environ["LEFT_BEHIND"] = "2"
+    dist.barrier()
+    open("left_behind", "w").close()
+    total = torch.rand(1)
+    dist.all_reduce(total)
+    assert dist.get_world_size() == world_size
+    return os.getpid(), total.item() / world_size, is_new
+
+
+def test_warm_ranks_stay_and_forget() -> None:
+    """If it fails, a test depends on those before it, or each starts ranks of its own."""
+    first, second, third = (warm_ranks.run_ranks(_random_sum, num, world_size=num) for num in (2, 3, 2))
+    pids = [[pid for pid, *_ in answers] for answers in (first, second, third)]
+    assert pids[0] == pids[1][:2] == pids[2]
+    assert len({(total, is_new) for _, total, is_new in first + third}) == 1
+    assert all(is_new for _, _, is_new in second)
+    with pytest.raises(RankError, match="integer division"):
+        warm_ranks.run_ranks(divmod, 1, 0)
+    assert not {*pids[1]} & {pid for pid, *_ in warm_ranks.run_ranks(_random_sum, 2)}
 
 
 def _fail_on_rank_1(deadly: bool) -> None:
@@ -42,7 +66,7 @@ def _fail_on_rank_1(deadly: bool) -> None:
 def test_a_failure_is_told_while_the_other_rank_waits(
     deadly: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ranks, "_SECONDS_AFTER_A_FAILURE", 0.5)
+    monkeypatch.setattr(ranks, "SECONDS_AFTER_A_FAILURE", 0.5)
     with pytest.raises(RankError, match=message):
         run_ranks(_fail_on_rank_1, deadly)
 

@@ -17,9 +17,9 @@ from lightning_commopt.plan.ddp import ddp_options
 from lightning_commopt.tune import tuner as tuner_module
 from support.cross_section import sampled
 from support.lightnings import Callback, DDPStrategy, LightningModule, ModelCheckpoint, Trainer
-from support.ranks import run_ranks
 from support.scripted_tuning import scripted
 from support.strategy_models import Gan, Manual, Params, Tiny, Unused, assert_same, loader, numbers, trainer
+from support.warm_ranks import run_ranks
 
 _SMALL = CommPlan(bucket_cap_mb=0.001)
 _VIEW = CommPlan(bucket_cap_mb=100)

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_commopt import CommOptModelParallel, OptionError, shard
 from lightning_commopt.callbacks import RunRecorder
 from lightning_commopt.plan.sharded import ShardedPlan
-from support.ranks import run_ranks
 from support.scripted_tuning import scripted
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer
+from support.warm_ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
     not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
