@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _TIME_CONSTANTS = 20
 """How many times 1 / (1 - momentum) exchanges a fit should have. With half as many, in ``benchmarks/diloco.py``, a
-momentum of 0.9 cost twice the loss of 0.5, and one of 0.5 more than none."""
+momentum of 0.9 cost twice the loss of 0.5, and one of 0.5 as much as none."""
 
 
 @dataclass(frozen=True, kw_only=True)
