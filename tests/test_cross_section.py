@@ -65,7 +65,8 @@ def test_of_torch():
 """
 
 
-@pytest.mark.parametrize("workers", sampled(["-n=0", "-n=1"], by_default=["-n=0"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("workers", ["-n=0", "-n=1"])
 def test_only_warnings_within_tests_are_errors(
     pytester: pytest.Pytester, workers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,10 +9,9 @@ import os
 import socket
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_commopt.launch.environment import launching_rank
-from lightning_commopt.sync.strategies import RunningStrategy
 from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs.process import (
     children_by_process,
@@ -23,6 +22,9 @@ from lightning_commopt.watch.hangs.process import (
     signal_name,
     variables_of,
 )
+
+if TYPE_CHECKING:
+    from lightning_commopt.sync.strategies import RunningStrategy
 
 # By the class that Lightning has for it, each launcher has a name, and a variable for the number of a rank on its host.
 _LAUNCHERS = {"TorchElasticEnvironment": ("torchrun", "LOCAL_RANK"), "SLURMEnvironment": ("srun", "SLURM_LOCALID")}

@@ -262,27 +262,30 @@ def test_names_and_colours(domain):
     assert [colors[name] for name in kept] == [COLORS[color] for color in ("purple", "red", "yellow")]
 
 
-def on_two_ranks(kind, is_watched):
+def on_two_ranks(kind):
+    recorded = RecordedDomain()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvtx, "get_domain", lambda name: recorded)
+        watched = fit_in_buckets(kind)
+    return watched, fit_in_buckets(kind), recorded.events, recorded.payloads, recorded.is_balanced, recorded.tree
+
+
+def fit_in_buckets(kind):
     strategies = {
         "ddp": lambda: DDPStrategy(bucket_cap_mb=1e-5, find_unused_parameters=False),
         "none": lambda: CommOptDDP(bucket_cap_mb=1e-5),
         "powersgd": lambda: CommOptDDP(comm_hook="powersgd", bucket_cap_mb=1e-5),
         "int8": lambda: CommOptDDP(comm_hook="int8"),
     }
-    recorded = RecordedDomain()
-    if is_watched:
-        nvtx.get_domain = lambda name: recorded
     model = Line()
     settings = {"devices": 2, "strategy": strategies[kind](), "accumulate_grad_batches": 2, "limit_val_batches": 0}
     fit(model=model, data=loader(4, num_ranks=2), **settings)
-    parameters = [p.detach().numpy() for p in model.parameters()]
-    return parameters, recorded.events, recorded.payloads, recorded.is_balanced, recorded.tree
+    return [p.detach().numpy() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("kind", sampled(["ddp", "none", "powersgd", "int8"], by_default=["ddp", "int8"]))
 def test_every_bucket_is_a_range_in_backward_and_changes_nothing(kind):
-    watched, alone = run_ranks(on_two_ranks, kind, True), run_ranks(on_two_ranks, kind, False)
-    for (parameters, events, payloads, is_balanced, tree), (expected, *_) in zip(watched, alone, strict=True):
+    for parameters, expected, events, payloads, is_balanced, tree in run_ranks(on_two_ranks, kind):
         assert all((mine == other).all() for mine, other in zip(parameters, expected, strict=True))
         assert is_balanced
         assert tree == [batch(index, STEP if index % 2 else ACCUMULATED) for index in range(4)]

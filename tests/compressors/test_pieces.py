@@ -17,7 +17,7 @@ from lightning_commopt.measure.observer import Observers
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.sync.ddp.attach import attach_bucket_hook
 from support.every_compressor import BF16, BF16_IN_FLOAT32
-from support.ranks import run_ranks
+from support.warm_ranks import run_ranks
 
 SUMMED_ON_THE_WAY: dict[str, Compressor] = {"bf16": BF16, "bf16_feedback": ErrorFeedback(inner=BF16)}
 SUMMED_BY_US: dict[str, Compressor] = {

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -157,33 +156,6 @@ def assert_overlap(strategy: str, record: StepRecord) -> None:
         assert max(ready) <= min(bucket.start_s for bucket in record.buckets)
     else:
         assert all(bucket.start_s < later for bucket, later in zip(record.buckets, ready[1:], strict=False))
-
-
-class Slow(Tiny):
-    """Takes a while to compute the gradients of its first layer, when those of the others are there."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = self.layers[0](x)
-        if first.requires_grad:
-            first.register_hook(take_a_while)
-        return self.layers[1:](first)
-
-
-def take_a_while(gradient: Tensor) -> None:
-    torch.ones(1000, 1000).matmul(torch.ones(1000, 1000))
-
-
-def overlap_of_slow_backward(strategy: str) -> float:
-    watch = Watch()
-    fit(BASELINES[strategy](), Mode(module=Slow), callbacks=[watch])
-    return float(np.median([record.totals.overlapped_share or 0 for record in watch.records()[1:]]))
-
-
-@pytest.mark.exhaustive
-def test_communication_is_hidden_behind_backward_by_one_of_them() -> None:
-    """If it fails, the interleaved strategy waits within backward."""
-    naive, interleaved = (max(run_ranks(overlap_of_slow_backward, name)) for name in ("naive", "interleaved"))
-    assert interleaved > 0.1 > naive
 
 
 def names_in_order() -> list[list[str]]:

@@ -14,8 +14,8 @@ from torch import Tensor
 from lightning_commopt import CommOptDDP
 from support.collectives import counted_collectives, needs_hooks
 from support.lightnings import OnExceptionCheckpoint
-from support.ranks import run_ranks
 from support.strategy_models import Params, Tiny, assert_same, loader, numbers, trainer
+from support.warm_ranks import run_ranks
 
 _STEPS = 6  # two epochs of 12 batches, four for a step
 

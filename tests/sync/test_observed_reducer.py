@@ -18,8 +18,8 @@ from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.sync.ddp.observed import before_backward, observe_all_reduce
 from support.collectives import needs_hooks
 from support.lightnings import DDPStrategy
-from support.ranks import run_ranks
 from support.strategy_models import Embedded, Params, assert_same, loader, numbers, trainer
+from support.warm_ranks import run_ranks
 
 NUM_STEPS = 4
 FIRST_BUCKET = 500 * 500 + 500 + 500 + 1  # gradients of the last two layers

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_commopt.sync.fsdp2.parameters import GatheredParameters
-from support.ranks import run_ranks
+from support.warm_ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
     not hasattr(FSDPModule, "set_custom_all_gather"), reason="FSDP2 takes other collectives from torch 2.9 on"

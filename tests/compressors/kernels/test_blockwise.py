@@ -146,18 +146,18 @@ def test_each_rounding_is_to_the_nearest_level_in_float64(
 @pytest.mark.parametrize(
     ("block_format", "most", "zeroed_below"), [(BlockFormat(8, 256), 0.01, 0.05), (BlockFormat(4, 32), 0.15, 0.2)]
 )
-@pytest.mark.parametrize(("world_size", "outliers"), [(1, 10), (2, 0), (4, 10)])
+@pytest.mark.parametrize(("world_size", "outliers"), [(1, 3), (2, 0), (4, 3)])
 def test_the_mean_is_close(
     block_format: BlockFormat, most: float, zeroed_below: float, world_size: int, outliers: int
 ) -> None:
-    flats = gradients(300_000, world_size)
+    flats = gradients(100_000, world_size)
     places = torch.arange(outliers) * 29_989 + 7
     for flat in flats:
         flat[places] = 1e4
     exact = torch.stack(flats).double().mean(0)
     error = Step(flats, None, block_format).mean.double() - exact
     assert error.norm() <= most * exact.norm()
-    small = torch.ones(300_000, dtype=torch.bool)
+    small = torch.ones(100_000, dtype=torch.bool)
     small[places] = False
     # Two scales of a block without an outlier: what is smaller may well be rounded to zero.
     zeroed = (error == -exact) & small & (exact.abs() > zeroed_below)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from lightning_commopt.measure.runs.files import LOSS_FILE
 from lightning_commopt.measure.runs.losses import LossCurve, LossPoint, read_losses, write_losses
-from support.ranks import run_ranks
+from support.warm_ranks import run_ranks
 
 POINTS = [
     LossPoint(kind="train", step=1, seconds=0.5, loss=2.0),

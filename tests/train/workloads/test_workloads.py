@@ -12,8 +12,8 @@ from lightning_commopt.train.workloads.gpt import GPT, StdlibSources
 from lightning_commopt.train.workloads.mlp import MLP, SIZES, Blobs
 from lightning_commopt.train.workloads.vision import RandomImages, VisionModel
 from support.known import known
-from support.ranks import run_ranks
 from support.refusals import one_by_one, refusals
+from support.warm_ranks import run_ranks
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -20,7 +20,6 @@ from lightning_commopt.watch.hangs.marks import (
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
 AFTER_S = 60.0
-STATES_OF_THE_END = ("running", "finished")
 
 
 def rank(number: int, phase: int = FORWARD, idle_s: float = 0.0, **fields: Any) -> RankSnapshot:
