@@ -57,6 +57,8 @@ class ShardedPredictionRecorder:
         self._calls: UnitCalls | None = None
         self._times = GradientTimes((), self._device, self._num_ranks_on_host)
         self._columns = self._columns_of_units()
+        # The forward of a validation may leave parameters gathered, without the mesh of their shards.
+        self._group = _group_of(next(filter(None, self._columns))) if any(self._columns) else None
         self.is_over = not self._columns  # then `enter` need not be called
         if self._columns:
             prepare_key_spaces()
@@ -116,9 +118,8 @@ class ShardedPredictionRecorder:
         return []
 
     def _conclude(self, batches: list[Batch], files: StepFiles | None, began: float) -> list[Forecast]:
-        columns = next(columns for columns in self._columns if columns)
-        mesh = getattr(columns[0].owner, columns[0].attribute).device_mesh
-        group = mesh.get_group(mesh.ndim - 1)
+        group = self._group
+        assert group is not None
         units = units_of_calls(self._columns, batches, group.size())
         least_s = _least_of_all_ranks(batches, group, self._device)
         largest_bytes = max(max(unit.gradients.num_bytes, unit.parameters.num_bytes) for unit in units)
@@ -169,6 +170,13 @@ class ShardedPredictionRecorder:
         if not columns or any(replicas_and_shards(unit)[0] > 1 for unit in columns.values()):
             return []
         return [columns.get(unit, []) for unit in units_of(model)]
+
+
+def _group_of(columns: Sequence[Column]) -> dist.ProcessGroup:
+    """Returns the ranks that have shards of a unit, whose parameters are not gathered."""
+    mesh = getattr(columns[0].owner, columns[0].attribute).device_mesh
+    group: dist.ProcessGroup = mesh.get_group(mesh.ndim - 1)
+    return group
 
 
 def recorder_for(

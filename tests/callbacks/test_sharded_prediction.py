@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from small_fit import Net, fit
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_commopt import CommOptModelParallel, shard
@@ -35,17 +36,21 @@ FITS: dict[str, dict[str, Any]] = {
     "half": {"policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
     "stock": {"strategy": "stock"},
     "changing": {"callbacks": ["change"]},
+    "validated": {"replicated": True, "validates": True, "val_check_interval": 12, "limit_val_batches": 1},
     "short": {"max_steps": 3},
 }
 
 
 class Sharded(Net):
-    def __init__(self, policy: MixedPrecisionPolicy | None = None) -> None:
+    def __init__(self, policy: MixedPrecisionPolicy | None = None, replicated: bool = False) -> None:
         super().__init__()
-        self.policy = policy or MixedPrecisionPolicy()
+        self.policy, self.replicated = policy or MixedPrecisionPolicy(), replicated
 
     def configure_model(self) -> None:
-        shard(self, self.device_mesh, blocks=torch.nn.Linear, mp_policy=self.policy)
+        shard(self, self.device_mesh, blocks=torch.nn.Linear, mp_policy=self.policy, replicated=self.replicated)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.layers(batch[0])  # which leaves replicated parameters gathered
 
 
 class Change(Callback):
@@ -63,7 +68,8 @@ def train(folder: str, name: str) -> tuple[set[str], str]:
     strategy = ModelParallelStrategy(2, 1) if kind == "stock" else CommOptModelParallel(2, 1, **plan)
     options["callbacks"] = [Change() for _ in options.pop("callbacks", ())]
     monitor = CommTimeMonitor(every_n_steps=3, num_warmup_steps=2, dirpath=f"{folder}/{name}", print_summary=False)
-    net = fit(monitor, strategy, net=Sharded(options.pop("policy", None)), **{"max_steps": 12, **options})
+    net = Sharded(options.pop("policy", None), options.pop("replicated", False))
+    fit(monitor, strategy, net=net, **{"max_steps": 12, **options})
     assert monitor.verdict is not None
     modules = {type(comm).__module__ for _, comm in comm_objects(net)}
     return modules, " ".join((*monitor.verdict.recommendations, monitor.verdict.note))
@@ -92,6 +98,7 @@ PLANS: dict[str, ShardedPlan] = {
     "half": ShardedPlan(),
     "stock": ShardedPlan(),
     "changing": ShardedPlan(comm_hook=ShardedInt8()),
+    "validated": ShardedPlan(),
 }
 
 
