@@ -31,6 +31,7 @@ from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.sync.ddp.observed import observe, stop_observing
 from lightning_commopt.text.terminal import TextConsole
 from lightning_commopt.text.validation import check_choice, check_integer, check_switch, info, warn
+from lightning_commopt.watch.own_errors import log_own_errors
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -286,7 +287,8 @@ class CommTimeMonitor(PhaseCallback):
         # All ranks take part in the prediction, so it must come before any return.
         if is_complete and self._prediction is not None:
             sent = () if self._link is None else tuple(self._link.steps)
-            about["forecasts"] = self._prediction.conclude(about["comm_hook"], self._files, sent)
+            with log_own_errors("The prediction of CommTimeMonitor"):
+                about["forecasts"] = self._prediction.conclude(about["comm_hook"], self._files, sent)
         if (summary := self._totals.summary(**about)) is None:
             return
         self.summary = {**summary.metrics, **(self._link.metrics if self._link is not None else {})}

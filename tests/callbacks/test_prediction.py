@@ -96,3 +96,16 @@ def test_somebody_elses_hook_predicts_nothing(fits: Path) -> None:
     """If it fails, fp16's times are taken for those of an uncompressed average."""
     assert not (fits / "torch_hook" / PREDICTION_FILE).exists()
     assert read_forecasts(fits / "torch_hook") == ()
+
+
+def train_with_a_bug(folder: str) -> tuple[bool, bool]:
+    """Returns whether a fit has a verdict, and a prediction, though predicting raises."""
+    monitor = CommTimeMonitor(num_warmup_steps=2, dirpath=folder, print_summary=False)
+    with patch.object(prediction, "measure_costs", side_effect=AttributeError("a bug")):
+        fit(monitor, CommOptDDP())
+    return monitor.verdict is not None, Path(folder, PREDICTION_FILE).exists()
+
+
+def test_a_bug_in_a_prediction_ends_no_fit(tmp_path: Path) -> None:
+    """If it fails, a training of days raises at its end, because something about it could not be predicted."""
+    assert run_ranks(train_with_a_bug, str(tmp_path)) == [(True, False)] * 2
