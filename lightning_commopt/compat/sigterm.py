@@ -86,7 +86,7 @@ class SigtermCheck:
 
         Args:
             before_batch: called before every batch; returns whether the ranks have agreed meanwhile.
-            at_epoch_end: is told whether this rank has received the signal, and returns whether any rank has.
+            at_epoch_end: called with whether this rank has received the signal; returns whether any rank has.
         """
         self._agree_before_batch, self._any_rank = before_batch, at_epoch_end
 

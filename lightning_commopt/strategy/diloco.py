@@ -294,7 +294,7 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
         finally:
             self._inner.end_fit()
             if self._living is not None:
-                self._living.settle()
+                self._living.wait_for_readers()
             self._guards.close()
             self.rounds = self._groups = self._events = None
 

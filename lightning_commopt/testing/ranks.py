@@ -196,7 +196,8 @@ def wait_for_answers(answers: dict[int, Answer], pipes: list[Connection], limit_
 
 def values_of(answers: dict[int, Answer], world_size: int, limit_s: float) -> list[Any]:
     """Returns what ranks returned, in their order; raises a RankError if one has raised, or not answered."""
-    for rank, (_, trace) in answers.items():  # in the order in which they answered: who failed first is named
+    # Answers are in the order in which they came, so that the rank that failed first is named.
+    for rank, (_, trace) in answers.items():
         if trace is not None:
             raise RankError(f"rank {rank} raised\n{trace}")
     check_all_answered(answers, world_size, limit_s)

@@ -68,7 +68,7 @@ class LivingRanks:
         self._pulses = dist.PrefixStore("pulse", store)
         self._pulse = Pulse(self._pulses, rank, patience_s)
         self.listener = Listener(self._pulses, patience_s)
-        self._number = self._num_settled = 0
+        self._number = self._num_ends = 0
         self._members = self._all
         self._old_keys: list[str] = []
         self._has_left = self.is_closed = False
@@ -92,17 +92,17 @@ class LivingRanks:
             with suppress(RuntimeError):  # the store has ended with the process that hosts it
                 self._store.set(f"left/{self.rank}", "")
 
-    def settle(self) -> None:
+    def wait_for_readers(self) -> None:
         """Keeps rank 0, whose process may host the store, until all have read what was gathered so far."""
         if not self._has_left:
-            self._num_settled += 1
-            what = f"settled/{self._num_settled}"
+            self._num_ends += 1
+            what = f"has_read/{self._num_ends}"
             with suppress(RuntimeError):  # the store has ended with the process that hosts it
                 self._store.set(f"{what}/{self.rank}", "")
             self._wait_as_host(what)
 
     def close(self) -> None:
-        """Leaves as in `settle`, and shows no further sign of life."""
+        """Leaves once all have read what was gathered, and shows no further sign of life."""
         if not self.is_closed:
             self.is_closed, had_left = True, self._has_left
             self.leave()
@@ -119,7 +119,7 @@ class LivingRanks:
             return self.listener.silent(there) == {*there}
 
         if self.rank == 0:
-            with suppress(RuntimeError):  # as above, where rank 0 is not the host
+            with suppress(RuntimeError):  # another process hosts the store, and has ended
                 poll(are_all_gone, _LEAVE_S)
 
     def barrier(self, what: str = "a barrier") -> None:

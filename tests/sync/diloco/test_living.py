@@ -123,7 +123,7 @@ def test_tensors_of_all_kinds(ranks: Ranks, dtype: torch.dtype, shape: tuple[int
             ] * 3
 
 
-@pytest.mark.parametrize(("method", "key"), [("settle", "settled/1/0"), ("close", "left/0")])
+@pytest.mark.parametrize(("method", "key"), [("wait_for_readers", "has_read/1/0"), ("close", "left/0")])
 def test_the_host_of_the_store_leaves_last(ranks: Ranks, method: str, key: str) -> None:
     """If it fails, a result that another rank still reads is lost at the end of a fit."""
     with ThreadPoolExecutor() as pool:
