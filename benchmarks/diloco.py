@@ -10,12 +10,14 @@ The figures beside ours are those of table 6 of Streaming DiLoCo (arXiv:2501.185
 python benchmarks/diloco.py --output benchmarks/results/diloco_HARDWARE_DATE.json
 python benchmarks/diloco.py --num-ranks 4 --num-steps 3000 --num-seeds 5
 python benchmarks/diloco.py --plans "H=30, tau=1" "H=30, tau=5" "H=30, tau=1, alpha=0" "H=30, tau=5, alpha=0"
+python benchmarks/diloco.py --batch-size 64 --num-steps 1000 --plans "H=30, momentum 0.5"    # with less noise
 python benchmarks/diloco.py --num-ranks 1 --plans "OuterMomentum"    # with one worker, against AdamW alone
 """
 
 import argparse
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -64,8 +66,8 @@ PUBLISHED = {(2, 30): "+0.6 %", (2, 100): "+1.4 %", (4, 30): "+2.6 %", (4, 100):
 DEFAULT = [*(f"H={every}{hook}" for every in (10, 30, 100) for hook in ("", ", int4")), "OuterMomentum"]
 
 
-def train(name: str, seed: int, num_ranks: int, num_steps: int) -> dict[str, Any]:
-    """Makes one run on this rank; returns the loss on the validation set and the bytes that were sent in a step."""
+def train(name: str, seed: int, num_ranks: int, num_steps: int, batch_size: int) -> dict[str, Any]:
+    """Makes one run on this rank; returns the loss on the validation set and the seconds of the fit."""
     seed_everything(seed, workers=True, verbose=False)
     strategy = CommOptDiLoCo(**PLANS[name]) if name in PLANS else CommOptDDP()
     callbacks: list[Callback] = [OuterMomentum(**ONE_WORKER[name])] if name in ONE_WORKER else []
@@ -82,11 +84,11 @@ def train(name: str, seed: int, num_ranks: int, num_steps: int) -> dict[str, Any
         enable_model_summary=False,
         enable_checkpointing=False,
     )
-    model, data = GPT(context=64), StdlibSources(context=64)
+    model, data = GPT(context=64), StdlibSources(context=64, batch_size=batch_size)
     began = time.perf_counter()
     trainer.fit(model, datamodule=data)
     seconds = time.perf_counter() - began
-    trainer.limit_val_batches = 40
+    trainer.limit_val_batches = math.ceil(40 * 8 / batch_size)  # the same sequences for every size
     loss = trainer.validate(model, datamodule=data, verbose=False)[0]["val_loss"]
     return {"val_loss": loss, "seconds": seconds}
 
@@ -97,7 +99,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for name in [BASELINE, *arguments.plans]:
-        run = train(name, arguments.worker, arguments.num_ranks, arguments.num_steps)
+        run = train(name, arguments.worker, arguments.num_ranks, arguments.num_steps, arguments.batch_size)
         if os.environ["RANK"] == "0":
             print(RESULT + json.dumps({"plan": name, "seed": arguments.worker, **run}), flush=True)
 
@@ -108,7 +110,8 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     for seed in range(arguments.num_seeds):
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.num_ranks}"]
         words = ["--worker", str(seed), "--num-ranks", str(arguments.num_ranks)]
-        words += ["--num-steps", str(arguments.num_steps), "--plans", *arguments.plans]
+        words += ["--num-steps", str(arguments.num_steps), "--batch-size", str(arguments.batch_size)]
+        words += ["--plans", *arguments.plans]
         command = [sys.executable, *launcher, __file__, *words]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
@@ -162,6 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-ranks", type=int, default=2, help="workers, M in the papers")
     parser.add_argument("--num-steps", type=int, default=600)
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences of 64 bytes in a rank's batch")
     parser.add_argument("--num-seeds", type=int, default=3)
     parser.add_argument("--plans", nargs="+", choices=[*PLANS, *ONE_WORKER], default=DEFAULT, metavar="PLAN")
     parser.add_argument("--output", type=Path, help="stored after each run, with the table beside it as .md")

@@ -3,12 +3,14 @@
 Trains the digits CNN and the small GPT for the same steps, from the same seeds and batches, with each compressor, on
 two hosts of the network lab. The metric is that of the validation set: accuracy of the digits, loss of the GPT. Its
 difference to the uncompressed run of the same seed is what the compressor costs; the interval is Student's, 95 % for
-the mean of these differences. "Time to equal" is the training time, without validation, until the metric is within a
-tolerance of the uncompressed run's last one: what a user buys.
+the mean of these differences. DiLoCo's exchanges may be compared, too, also with more steps than DDP: with "2 x steps"
+the learning rate's one cycle is twice as long. "Time to equal" is the training time, without validation, until the
+metric is within a tolerance of the uncompressed run's last one: what a user buys.
 
 python benchmarks/quality.py --output benchmarks/results/quality_HARDWARE_DATE.json
 python benchmarks/quality.py --tasks gpt --num-steps 3000 --hooks none int4    # a longer training
 python benchmarks/quality.py --hooks none fsdp2 "fsdp2 int8" "fsdp2 int4"      # FSDP2's reduce-scatters, beside DDP
+python benchmarks/quality.py --tasks gpt --rate 10mbit --hooks none int4 "diloco int4" "diloco int4, 2 x steps"
 """
 
 import argparse
@@ -30,7 +32,7 @@ from results_file import write_result
 from rich.console import Console
 from rich.table import Table
 
-from lightning_commopt import CommOptDDP, CommOptModelParallel
+from lightning_commopt import CommOptDDP, CommOptDiLoCo, CommOptModelParallel
 from lightning_commopt.launch.lab import NetLab, why_not
 from lightning_commopt.train.workloads.digits import Digits, DigitsCNN
 from lightning_commopt.train.workloads.gpt import GPT, StdlibSources
@@ -63,6 +65,14 @@ SHARDED: dict[str, dict[str, Any]] = {
     "fsdp2 int4, error feedback": {"comm_hook": {"name": "int4", "error_feedback": True}},
     "fsdp2 int8, int8 parameters": {"comm_hook": "int8", "param_hook": "int8"},
 }
+DILOCO: dict[str, dict[str, Any]] = {
+    "diloco": {"outer_momentum": 0.5},
+    "diloco int4": {"outer_momentum": 0.5, "comm_hook": "int4"},
+    "local sgd int4": {"outer_lr": 1.0, "outer_momentum": 0.0, "comm_hook": "int4"},
+}
+STEP_FACTORS = (1.5, 2.0, 3.0)
+"""How many times as many steps as DDP a DiLoCo plan may take to reach the same metric."""
+LONGER = {f"{name}, {factor:g} x steps": (name, factor) for name in DILOCO for factor in STEP_FACTORS}
 TASKS: dict[str, dict[str, Any]] = {
     "digits": {
         "metric": "val_accuracy",
@@ -122,8 +132,10 @@ def comm_hook(name: str, num_steps: int) -> Any:
     return config
 
 
-def new_strategy(name: str, num_hosts: int, num_steps: int) -> CommOptDDP | CommOptModelParallel:
+def new_strategy(name: str, num_hosts: int, num_steps: int) -> CommOptDDP | CommOptModelParallel | CommOptDiLoCo:
     """Returns the strategy with a compressor."""
+    if name in DILOCO:
+        return CommOptDiLoCo(**DILOCO[name])
     if name in SHARDED:
         return CommOptModelParallel(data_parallel_size=num_hosts, tensor_parallel_size=1, **SHARDED[name])
     return CommOptDDP(
@@ -135,8 +147,10 @@ def train(task: str, name: str, seed: int, num_hosts: int, num_steps: int) -> di
     """Makes one run on this rank; returns its curve and the bytes it sent in a step."""
     seed_everything(seed, workers=True, verbose=False)
     model, data = model_and_data(task)
+    plan, factor = LONGER.get(name, (name, 1.0))
+    num_steps = round(num_steps * factor)
     curve = Curve(TASKS[task]["metric"])
-    strategy = new_strategy(name, num_hosts, num_steps)
+    strategy = new_strategy(plan, num_hosts, num_steps)
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
@@ -272,7 +286,9 @@ def main() -> None:
     parser.add_argument("--num-seeds", type=int, default=3, help="stored after each")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--num-steps", type=int, help="of every task, instead of its own")
-    parser.add_argument("--hooks", nargs="+", choices=[*HOOKS, *SHARDED], default=list(HOOKS), metavar="HOOK")
+    parser.add_argument(
+        "--hooks", nargs="+", choices=[*HOOKS, *SHARDED, *DILOCO, *LONGER], default=list(HOOKS), metavar="HOOK"
+    )
     parser.add_argument("--timeout-s", type=float, default=3600, help="for the runs of one seed")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)

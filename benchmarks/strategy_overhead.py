@@ -1,5 +1,7 @@
 """Step time of CommOptDDP against Lightning's DDPStrategy with the same options, and against no DDP for one rank.
 
+Also that of CommOptDiLoCo's steps between two exchanges, against no DDP for one rank.
+
 Runs the variants in the same processes on the same model and data, in blocks of steps that take turns in every order,
 so that a drift of the machine hits all. The baseline runs twice in each turn: its ratio to itself is the noise of the
 measurement. A block counts with the 20th percentile of its steps, as other work on the machine only ever adds time.
@@ -27,17 +29,19 @@ from results_file import write_result
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_commopt import CommOptDDP
+from lightning_commopt import CommOptDDP, CommOptDiLoCo
 
 PAIRS = {
     "two_ranks": 2,
     "two_ranks_static_graph_bucket_view": 2,
     "one_rank": 1,
+    "one_rank_diloco": 1,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "two_ranks": {},
     "two_ranks_static_graph_bucket_view": {"static_graph": True, "gradient_as_bucket_view": True},
     "one_rank": {},
+    "one_rank_diloco": {"sync_every": 30},
 }
 
 
@@ -80,7 +84,7 @@ class StepTimes(Callback):
 def strategy_of(variant: str, pair: str, device: str) -> Strategy:
     """Returns the strategy of one side: ours, or the one to compare with."""
     if variant == "commopt":
-        return CommOptDDP(**OPTIONS[pair])
+        return CommOptDiLoCo(**OPTIONS[pair]) if pair == "one_rank_diloco" else CommOptDDP(**OPTIONS[pair])
     return SingleDeviceStrategy(torch.device(device, 0)) if PAIRS[pair] == 1 else DDPStrategy(**OPTIONS[pair])
 
 

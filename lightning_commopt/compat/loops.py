@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 
+def _ignore(*_: object) -> None:
+    """Does nothing where nobody wants to know of an event."""
+
+
 class LoopEvents:
     """Calls back where Lightning has no hook for strategies, until `close`.
 
@@ -35,11 +39,11 @@ class LoopEvents:
         self,
         trainer: Trainer,
         *,
-        on_data: Callable[[], None],
-        on_epoch_start: Callable[[], None],
-        on_next_batch: Callable[[], None],
-        on_epoch_end: Callable[[], None],
-        on_error: Callable[[BaseException], None],
+        on_data: Callable[[], None] = _ignore,
+        on_epoch_start: Callable[[], None] = _ignore,
+        on_next_batch: Callable[[], None] = _ignore,
+        on_epoch_end: Callable[[], None] = _ignore,
+        on_error: Callable[[BaseException], None] = _ignore,
     ) -> None:
         loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
 

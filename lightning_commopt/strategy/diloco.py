@@ -137,14 +137,7 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
             equalize([*module.parameters(), *module.buffers()])
         self._drift_watch = DriftWatch(self.num_processes if self._is_inner else 1)
         self._shows_for_validation = False  # an exception may have ended a validation
-        self._events = LoopEvents(
-            trainer_of(self),
-            on_data=_nothing,
-            on_epoch_start=_nothing,
-            on_next_batch=_nothing,
-            on_epoch_end=self._finish_if_last,
-            on_error=_nothing,
-        )
+        self._events = LoopEvents(trainer_of(self), on_epoch_end=self._finish_if_last)
         self._time_limits = [
             wrap_method(callback, "on_train_batch_end", self._after_rounds) for callback in timers(trainer_of(self))
         ]
@@ -297,7 +290,3 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
                 self._living.wait_for_readers()
             self._guards.close()
             self.rounds = self._groups = self._events = None
-
-
-def _nothing(*_: object) -> None:
-    pass

@@ -29,7 +29,6 @@ class PatientWatch:
             self._trainer,
             on_data=self._make_even,
             on_epoch_start=self._begin_epoch,
-            on_next_batch=lambda: None,
             on_epoch_end=self._leave_epoch,
             on_error=self.fail,
         )
