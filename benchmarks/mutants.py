@@ -53,11 +53,16 @@ def _compiled(*names: str) -> tuple[str, ...]:
 
 
 _FOLDER = "lightning_commopt/compressors"
+_DILOCO = ("tests/sync/diloco", "tests/strategy", "-k", "diloco")
 _COMPRESSORS = ("tests/compressors", "tests/streams", "-k", "not interpreter and not compile")
 TESTS = {
     "lightning_commopt/sync/*.py": ("tests/streams", "tests/sync"),
     "lightning_commopt/sync/ddp/*.py": ("tests/streams", "tests/sync", "tests/strategy"),
     "lightning_commopt/sync/fsdp2/*.py": ("tests/sync", "tests/streams", "tests/strategy", "-k", "sharded or fsdp2"),
+    "lightning_commopt/sync/diloco/*.py": _DILOCO,
+    "lightning_commopt/strategy/*diloco*.py": _DILOCO,
+    "lightning_commopt/strategy/living*.py": _DILOCO,
+    "lightning_commopt/plan/*.py": ("tests/plan", "tests/sync/diloco/test_parts.py"),
     "lightning_commopt/tune/*.py": ("tests/tune",),
     "lightning_commopt/cost/*.py": ("tests/cost", "tests/tune"),
     "lightning_commopt/watch/hangs/*.py": ("tests/watch/hangs",),
@@ -82,7 +87,7 @@ TESTS = {
     f"{_FOLDER}/kernels/*": _compiled("low_rank", "low_rank_rounds", "orthonormal", "c_library"),
 }
 """What is about a file; its first pattern counts. Arguments of pytest, or programs."""
-_BRANCHES = ("callbacks", "cost", "launch", "measure", "strategy", "sync", "train", "tune", "watch")
+_BRANCHES = ("callbacks", "cost", "launch", "measure", "plan", "strategy", "sync", "train", "tune", "watch")
 """Rooms whose conditions are reversed, too."""
 WAITS = {"wait", "wait_stream", "wait_event", "record_stream", "protect", "synchronize"}
 _RESULTS = {"pending.wait", "exact.wait"}
