@@ -10,7 +10,7 @@ import commopt_diagnose
 from commopt_diagnose.bench.model import LinkModel
 from diagnose_support.nccl_sample_logs import SLOW
 from diagnose_support.sample_bench import result_of, sample
-from diagnose_support.topology_samples import DOCUMENTED
+from diagnose_support.topology_samples import PRINTED
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.diagnosis import diagnose
 from lightning_commopt.watch.hangs.marks import Mark
@@ -55,7 +55,7 @@ def test_other_files(tmp_path: Path) -> None:
     log.write_text("".join(f"{line}{HOSTILE}\n" for line in lines), errors="replace")
     check("nccl-log", log)
     matrix = tmp_path / "topology.txt"
-    for text in (next(iter(DOCUMENTED.values())).tabbed(),):
+    for text in (next(iter(PRINTED.values())).tabbed(),):
         for sent in (text.replace("GPU0", f"GPU0{HOSTILE}"), HOSTILE + text, text.replace("\t", f"{HOSTILE}\t")):
             matrix.write_text(sent, errors="replace")
             check("topo", "--from", matrix)

@@ -17,7 +17,7 @@ from commopt_diagnose.topology.sources import read_content
 from commopt_diagnose.topology.terminal import print_topology
 from diagnose_support.nccl_sample_logs import BROKEN, SLOW, SampleJob
 from diagnose_support.sample_bench import result_of, sample
-from diagnose_support.topology_samples import DOCUMENTED
+from diagnose_support.topology_samples import PRINTED
 from lightning_commopt.text.findings import Finding
 from lightning_commopt.watch.hangs.diagnosis import diagnose
 from lightning_commopt.watch.hangs.records import HangReport, Records
@@ -47,9 +47,9 @@ def test_a_bench_in_a_pipe_keeps_nccl_tests_columns() -> None:
     assert any(len(line.split()) == 9 for line in console.export_text().splitlines() if line.startswith(" "))
 
 
-@pytest.mark.parametrize("name", DOCUMENTED)
+@pytest.mark.parametrize("name", PRINTED)
 def test_topologies(name: str) -> None:
-    machine = read_content(DOCUMENTED[name].tabbed().encode(), "input")
+    machine = read_content(PRINTED[name].tabbed().encode(), "input")
     found = find_in_topology(machine)
     check_numbers_are_whole(lambda console: print_topology(machine, found, console))
 
@@ -81,7 +81,7 @@ def test_findings() -> None:
 def test_commands_print_in_ascii(variables: dict[str, str], tmp_path: Path) -> None:
     """If it fails, a command dies half way where a terminal or a cron job has no UTF-8."""
     logs = SLOW.write(tmp_path / "log")
-    (tmp_path / "topo.txt").write_text(next(iter(DOCUMENTED.values())).tabbed(), encoding="utf-8")
+    (tmp_path / "topo.txt").write_text(next(iter(PRINTED.values())).tabbed(), encoding="utf-8")
     result_of(sample(lambda size: 1e-3 + size / 1e9)).save(tmp_path / "bench.json")
     for snapshot in SNAPSHOTS:
         Records(tmp_path / "hangs", snapshot.rank).keep(snapshot, [])

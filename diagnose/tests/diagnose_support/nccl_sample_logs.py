@@ -191,7 +191,7 @@ SLOW = SampleJob(
     rank_settings={3: {"NCCL_ALGO": "Tree"}},
     notes=("NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'",),
 )
-"""The job of docs/nccl_log.md that is slow: two settings and a missing kernel module."""
+"""The slow job of docs/nccl_log.md: two settings and a missing kernel module."""
 
 BROKEN = SampleJob(
     hosts=("node-a", "node-b"),
@@ -207,7 +207,7 @@ BROKEN = SampleJob(
         )
     },
 )
-"""The job of docs/nccl_log.md whose link broke."""
+"""A job whose link broke."""
 
 
 def read_file(path: Path) -> NcclLog:

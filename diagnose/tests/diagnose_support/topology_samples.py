@@ -197,7 +197,7 @@ XML = """<system version="1">
 </system>
 """
 
-DOCUMENTED = {
+PRINTED = {
     "pcie": replace(SAMPLES["pcie_4"], headings="new"),
     "broken": replace(SAMPLES["nvswitch_8"], nics=(), gpus=lambda low, high: "NV16" if 3 in (low, high) else "NV18"),
 }
