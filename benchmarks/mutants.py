@@ -53,6 +53,7 @@ def _compiled(*names: str) -> tuple[str, ...]:
 
 
 _FOLDER = "lightning_commopt/compressors"
+_PLANS = ("tests/plan", "tests/sync/diloco/test_parts.py", "tests/strategy/test_sharded_plan.py")
 _DILOCO = ("tests/sync/diloco", "tests/strategy", "-k", "diloco")
 _COMPRESSORS = ("tests/compressors", "tests/streams", "-k", "not interpreter and not compile")
 TESTS = {
@@ -62,7 +63,7 @@ TESTS = {
     "lightning_commopt/sync/diloco/*.py": _DILOCO,
     "lightning_commopt/strategy/*diloco*.py": _DILOCO,
     "lightning_commopt/strategy/living*.py": _DILOCO,
-    "lightning_commopt/plan/*.py": ("tests/plan", "tests/sync/diloco/test_parts.py"),
+    "lightning_commopt/plan/*.py": _PLANS,
     "lightning_commopt/tune/*.py": ("tests/tune",),
     "lightning_commopt/cost/*.py": ("tests/cost", "tests/tune"),
     "lightning_commopt/watch/hangs/*.py": ("tests/watch/hangs",),

@@ -1,0 +1,89 @@
+"""DiLoCoPlan and ShardedPlan: names, derived options, and refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_commopt.plan import CommPlan, DiLoCoPlan, OptionError
+from lightning_commopt.plan.sharded import ShardedPlan
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "DiLoCo every 30 steps"),
+        ({"sync_every": 5, "comm_hook": "int8"}, "DiLoCo every 5 steps, int8"),
+        ({"fragments": 2, "fragment_by": "bytes"}, "DiLoCo every 30 steps, 2 fragments by bytes"),
+        ({"overlap": 3, "mixing": 0.25}, "DiLoCo every 30 steps, overlap 3, mixing 0.25"),
+        ({"outer_lr": 1.0, "outer_momentum": 0.0}, "DiLoCo every 30 steps, outer lr 1, momentum 0"),
+        ({"nesterov": False}, "DiLoCo every 30 steps, no Nesterov"),
+        ({"eval_weights": "local"}, "DiLoCo every 30 steps, local weights in validation"),
+        ({"inner": "ddp"}, "DiLoCo every 30 steps, DDP within nodes"),
+        (
+            {"inner": {"bucket_cap_mb": 5}},
+            f"DiLoCo every 30 steps, DDP within nodes ({CommPlan(bucket_cap_mb=5).name})",
+        ),
+    ],
+)
+def test_names_of_diloco(options: dict[str, Any], name: str) -> None:
+    assert DiLoCoPlan(**options).name == name
+
+
+@pytest.mark.parametrize(
+    ("options", "share"),
+    [({}, 0.0), ({"overlap": 1}, 0.5), ({"overlap": 1, "mixing": 0.0}, 0.0), ({"mixing": 0.25}, 0.25)],
+)
+def test_the_share_of_own_parameters(options: dict[str, Any], share: float) -> None:
+    assert DiLoCoPlan(**options).own_share == share
+
+
+def test_a_mixing_out_of_range() -> None:
+    with pytest.raises(OptionError, match=r"mixing must be a number of at least 0 and below 1, got 1\.0"):
+        DiLoCoPlan(mixing=1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "uncompressed"),
+        ({"comm_hook": "int8", "param_hook": "int8"}, "int8, int8 parameters"),
+        ({"accumulate_grads": "unsharded"}, "uncompressed, accumulate unsharded"),
+    ],
+)
+def test_names_of_sharded_plans(options: dict[str, Any], name: str) -> None:
+    assert ShardedPlan(**options).name == name
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("reduce_scatter_max_input_buffers", 2, "2 input buffers"),
+        ("separate_reduce_scatter_group", True, "separate reduce-scatter group"),
+    ],
+)
+def test_names_of_options_that_newer_versions_of_torch_have(option: str, value: Any, words: str) -> None:
+    if hasattr(FSDPModule, f"set_{option}"):
+        assert ShardedPlan(**{option: value}).name == f"uncompressed, {words}"
+    else:
+        with pytest.raises(OptionError, match=f"{option} needs a newer torch"):
+            ShardedPlan(**{option: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reduce_scatter_max_input_buffers": 0}, "reduce_scatter_max_input_buffers must be .* got 0"),
+        ({"param_hook": "int4"}, "param_hook must be .* got 'int4'"),
+    ],
+)
+def test_refused_options_of_sharded_plans(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        ShardedPlan(**options)
+
+
+def test_options_of_ddp_are_refused_with_the_reason() -> None:
+    with pytest.raises(OptionError, match="static_graph is an option of DDP, which cannot apply to sharded models"):
+        ShardedPlan.from_dict({"static_graph": True})
