@@ -15,10 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn import Module
 
 from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.compressors.base import as_real
@@ -51,36 +48,6 @@ def rank_file(path: str | Path, rank: int) -> str:
 def followed(path: str | Path) -> str | Path:
     """Returns what a link on a local disk leads to, since ranks write beside the file."""
     return os.path.realpath(path) if os.path.islink(path) else path
-
-
-def global_state_dict(module: Module, rounds: Rounds) -> dict[str, Any]:
-    """Returns a module's ``state_dict`` with global weights and buffers in place of a worker's own.
-
-    Values in float32 and float64 share the memory of the global weights.
-    """
-    state = module.state_dict()
-    if rounds.shows_own:
-        values = {_place(x): value for of in rounds.fragments for x, value in _pairs(of)}
-        for name, x in state.items():
-            if isinstance(x, Tensor) and _place(x) in values:
-                state[name] = values[_place(x)].to(x.dtype)
-    return state
-
-
-def _place(x: Tensor) -> tuple[Any, ...]:
-    return x.data_ptr(), x.dtype, x.shape, x.stride()
-
-
-def _pairs(of: GlobalWeights) -> list[tuple[Tensor, Tensor]]:
-    """Returns all tensors of a fragment that have elements, each with its global value."""
-    parameters = [*of.fragment.parameters.values()]
-    values = [
-        torch.view_as_complex(value) if x.is_complex() else value
-        for x, value in zip(parameters, of.fragment.views(of.weights), strict=True)
-    ]
-    tensors = [*parameters, *of.fragment.floats.values(), *of.fragment.integers.values()]
-    pairs = zip(tensors, [*values, *of.floats, *of.integers], strict=True)
-    return [(x, value) for x, value in pairs if x.numel()]
 
 
 def common_part(rounds: Rounds, identity: str, world_size: int) -> dict[str, Any]:
