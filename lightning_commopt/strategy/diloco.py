@@ -173,7 +173,7 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
     def _include_unfrozen(self, rounds: Rounds) -> None:
         module = self.lightning_module
         assert module is not None
-        if optimizer_is_toggled(module) or not (unfrozen := rounds.unfrozen()):
+        if optimizer_is_toggled(module) or not (unfrozen := rounds.left_out.unfrozen()):
             return
         self._equalize(unfrozen)  # a training step may have unfrozen and trained them before
         rounds.divide_again(module)
@@ -267,7 +267,7 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
     def on_train_end(self) -> None:
         if self.rounds is not None:
             self.rounds.finish_again()
-            self._equalize(self.rounds.left_out)  # averages of other parameters, say, which hooks have moved
+            self._equalize([*self.rounds.left_out.parameters.values()])  # hooks may have moved them
         super().on_train_end()
 
     def _finish(self) -> None:

@@ -106,7 +106,9 @@ class SavesRanks(LivingCollectives):
             return
         # Names of files may have a rank's own numbers in them.
         filepath, identity = self.broadcast((filepath, uuid4().hex))
-        names = ("optimizer_states", "lr_schedulers", type(self.precision_plugin).__qualname__)
+        names = ["optimizer_states", "lr_schedulers", "callbacks", type(self.precision_plugin).__qualname__]
+        if "current_model_state" in checkpoint:  # WeightAveraging has put this rank's average in the model's place
+            names.append("state_dict")
         entries = {name: checkpoint[name] for name in names if name in checkpoint}
         if (state := self._inner.state()) is not None:
             entries[KEY] = _to_plain(state)

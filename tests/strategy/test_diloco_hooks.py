@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,17 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from lightning_commopt import CommOptDiLoCo
-from support.lightnings import Callback, LightningModule, Trainer
+from support.lightnings import Callback, LightningModule, ModelCheckpoint, Trainer
 from support.ranks import run_ranks
 from support.strategy_models import Gan, Params, Tiny, assert_same, loader, numbers, trainer
 
 _MEANS: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
 
 
-def _fit(model: LightningModule, *callbacks: Callback, sync_every: int = 2, **options: Any) -> Params:
-    """Trains for six steps."""
-    run = trainer(CommOptDiLoCo(sync_every=sync_every, **options), callbacks=[*callbacks], limit_val_batches=0)
-    run.fit(model, loader())
+def _fit(model: LightningModule, *callbacks: Callback, ckpt_path: Path | None = None, **options: Any) -> Params:
+    """Trains for six steps; options of the outer optimizer are the strategy's, all others the Trainer's."""
+    outer = {name: options.pop(name) for name in _MEANS if name in options}
+    strategy = CommOptDiLoCo(sync_every=options.pop("sync_every", 2), **outer)
+    run = trainer(strategy, callbacks=[*callbacks], limit_val_batches=0, **options)
+    run.fit(model, loader(), ckpt_path=ckpt_path)
     return numbers(model)
 
 
@@ -111,11 +115,15 @@ class _Caching(Tiny):
 
 
 class _Teaching(Tiny):
-    """Has a frozen copy of its layers that follows them."""
+    """Learns from a frozen layer that follows its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.teacher = nn.Linear(6, 6).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weight = next(self.layers.parameters())
+        return super().training_step(batch, batch_idx) + (weight - self.teacher.weight.mean()).square().sum()
 
     def on_train_batch_end(self, *args: Any) -> None:
         with torch.no_grad():
@@ -138,6 +146,51 @@ def test_ranks_end_with_equal_weights_whatever_their_modules_do() -> None:
     starting, setting, plain, caching, _ = first
     assert_same(setting, starting)
     assert_same(caching, plain)
+
+
+class _Averaging(Callback):
+    """Averages weights like Lightning's WeightAveraging, which saves the average in place of the model's weights."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.average, self.count = deepcopy(pl_module.state_dict()), 0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self.count += 1 + trainer.global_rank
+        for name, x in pl_module.state_dict().items():
+            self.average[name].lerp_(x, 0.5 if self.count % 4 else 0.25)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.load_state_dict(self.average)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["current_model_state"], checkpoint["state_dict"] = checkpoint["state_dict"], self.average
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.average = deepcopy(checkpoint["state_dict"])
+        pl_module.load_state_dict(checkpoint["current_model_state"])
+
+
+def _resume(folder: Path) -> list[tuple[Params, Params]]:
+    fits = []
+    for callbacks in ([], [_Averaging()]):
+        dirpath = folder / str(len(callbacks))
+        saving = ModelCheckpoint(dirpath=dirpath, filename="{epoch}", save_top_k=-1)
+        uninterrupted = _fit(_Teaching(), *callbacks, saving, enable_checkpointing=True)
+        fits.append((uninterrupted, _fit(_Teaching(), *callbacks, ckpt_path=dirpath / "epoch=0.ckpt")))
+    return fits
+
+
+def test_a_fit_resumes_with_what_each_rank_has_moved_or_averaged(tmp_path: Path) -> None:
+    """If it fails, all ranks go on with the frozen weights of rank 0, or with the state of its callbacks."""
+    for fits in run_ranks(_resume, tmp_path):
+        for uninterrupted, resumed in fits:
+            assert_same(resumed, uninterrupted)
 
 
 class _Computing(Tiny):

@@ -124,6 +124,7 @@ def rank_part(rounds: Rounds, identity: str, rank: int, entries: Mapping[str, An
         "states": [of.state for of in rounds.fragments],
         "carried": [of.carried for of in rounds.fragments],
         "counts": rounds.counts.to_plain(),
+        "left_out": rounds.left_out.moved(),
     }
 
 
@@ -179,6 +180,7 @@ class Saved:
     @staticmethod
     def _restore_own(rounds: Rounds, own: Mapping[str, Any]) -> None:
         rounds.counts.load_plain(own["counts"])
+        rounds.left_out.restore(own.get("left_out", {}))
         parts = zip(rounds.fragments, own["weights"], own["states"], own["carried"], strict=True)
         for of, weights, state, carried in parts:
             of.state, of.carried = state, carried

@@ -17,6 +17,7 @@ from lightning_commopt.sync.diloco.counts import Counts
 from lightning_commopt.sync.diloco.exchange import Arrived, Exchange, GlobalWeights, LocalWeights, Report
 from lightning_commopt.sync.diloco.fragments import split_model
 from lightning_commopt.sync.diloco.into_model import carry_over, mix
+from lightning_commopt.sync.diloco.left_out import LeftOut
 from lightning_commopt.sync.diloco.outer import OuterSGD
 from lightning_commopt.sync.diloco.under_way import UnderWay
 from lightning_commopt.sync.executors import WorkerThread
@@ -37,7 +38,7 @@ class Rounds:
 
     Attributes:
         fragments: the global weights.
-        left_out: the parameters that are in no fragment, as they were frozen when the model was divided.
+        left_out: the parameters that are in no fragment.
         counts: what this rank has trained on.
         num_steps: number of optimizer steps so far.
         steps_before: for each fragment, their number at its last exchange.
@@ -57,6 +58,7 @@ class Rounds:
         self.observers = Observers() if observers is None else observers
         self.outer = OuterSGD(lr=plan.outer_lr, momentum=plan.outer_momentum, nesterov=plan.nesterov)
         self.fragments: list[GlobalWeights] = []
+        self.left_out = LeftOut([], [])
         self.fragments = self._divide(module, trained)
         self.num_steps = 0
         self.steps_before = [0] * plan.fragments
@@ -78,13 +80,9 @@ class Rounds:
     def _divide(self, module: Module, trained: Collection[str]) -> list[GlobalWeights]:
         buffers = {name: x for of in self.fragments for name, x in of.fragment.buffers.items()}
         parts = split_model(module, self.plan.fragments, self.plan.fragment_by, trained, buffers)
-        known = {id(x) for part in parts for x in part.parameters.values()}
-        self.left_out = [x for x in module.parameters() if id(x) not in known]
+        known = [x for part in parts for x in part.parameters.values()]
+        self.left_out = LeftOut(module.named_parameters(), known, earlier=self.left_out)
         return [GlobalWeights.of(fragment, self.outer) for fragment in parts]
-
-    def unfrozen(self) -> list[Tensor]:
-        """Returns the parameters that require a gradient, and are in no fragment."""
-        return [x for x in self.left_out if x.requires_grad]
 
     def divide_again(self, module: Module) -> None:
         """Divides the model anew, when parameters were unfrozen. All ranks must call it after the same step.
