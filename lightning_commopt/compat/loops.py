@@ -33,7 +33,8 @@ class LoopEvents:
         on_next_batch: called before the next batch is fetched.
         on_epoch_end: called after the last batch of an epoch, before a validation, and again when the loop over the
             batches has ended without an exception.
-        on_end: called when training has ended without an exception, before the hooks ``on_train_end``.
+        on_end: called when training has ended without an exception, before the hooks ``on_train_end``, and again when
+            the fit loop has.
         on_error: called with an exception that leaves the fit loop, before Lightning and its callbacks see it.
     """
 
@@ -59,6 +60,7 @@ class LoopEvents:
         def run_fit(inner: Callable[..., None], *args: Any) -> None:
             try:
                 inner(*args)
+                on_end()  # a fit that resumes at its end trains nothing, and has no `on_run_end`
             except BaseException as error:
                 on_error(error)
                 raise

@@ -66,6 +66,7 @@ def common_part(rounds: Rounds, identity: str, world_size: int) -> dict[str, Any
         "plan": _describe(rounds.plan),
         "num_steps": rounds.num_steps,
         "steps_before": list(rounds.steps_before),
+        "changed": sorted(rounds.changed),
         "fragments": [_fragment_to_plain(of, keeps_weights=rounds.shows_final) for of in rounds.fragments],
         "under_way": [_under_way_to_plain(under_way) for under_way in rounds.under_way],
     }
@@ -170,6 +171,7 @@ class Saved:
         if self.own is not None:
             self._restore_own(rounds, self.own)
             rounds.under_way.extend(under_way)
+            rounds.changed.update(self.common.get("changed", ()))
             return
         for ended in under_way:
             assert ended.arrived is not None

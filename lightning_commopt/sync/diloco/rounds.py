@@ -42,6 +42,7 @@ class Rounds:
         counts: what this rank has trained on.
         num_steps: number of optimizer steps so far.
         steps_before: for each fragment, their number at its last exchange.
+        changed: numbers of the fragments that may have been trained since their last exchange.
         under_way: the exchanges that have begun, and are not applied yet.
         is_behind: whether the others have gone on without this rank, so that training is in vain until it joins again.
     """
@@ -67,7 +68,7 @@ class Rounds:
         self._thread = WorkerThread()
         self._own: list[list[Tensor]] | None = None  # this worker's weights while the model has others
         self._final_weights: list[GlobalWeights] | None = None
-        self._changed: set[int] = set()  # fragments that may have been trained since their last exchange
+        self.changed: set[int] = set()
         self.is_behind = False
         self._num_joins = 0
         self._introduced: list[GlobalWeights] | None = None  # what the exchange knows
@@ -101,7 +102,7 @@ class Rounds:
 
     def expect_changes(self) -> None:
         """Is told that training goes on, also by other optimizers than the one whose steps count."""
-        self._changed.update(range(len(self.fragments)))
+        self.changed.update(range(len(self.fragments)))
 
     def step(
         self, loss_scale: Callable[[], float] = float, has_sigterm: Callable[[], bool] = bool
@@ -137,7 +138,7 @@ class Rounds:
             return self.exchange.run(of, local, report(), step, self.outer)
 
         self.steps_before[index] = self.num_steps
-        self._changed.discard(index)
+        self.changed.discard(index)
         self.under_way.append(under_way)
         self._thread.submit(lambda: under_way.run(local, exchange, lambda: self.exchange.bytes_sent), [future])
 
@@ -279,7 +280,7 @@ class Rounds:
         latest = replace(of, momentum=None, state=map_tensors(Tensor.clone, of.state))
         if under_way is not None:
             latest.take(under_way.wait(of.fragment))
-        if index not in self._changed:
+        if index not in self.changed:
             return latest
         local = LocalWeights.of(of.fragment)
         local.wait()
