@@ -78,13 +78,17 @@ class OuterMomentum(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()
-        resumed, self._resumed = self._resumed, None
         self._num_steps, self._slow, self._momenta = 0, {}, {}
-        self._begin_round(pl_module)
-        if resumed is not None:
-            self._resume(resumed)
-        self._handle = trainer.optimizers[0].register_step_post_hook(self._count)
         warn_if_short(trainer, self._options, "without OuterMomentum")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begins with the first batch, as hooks of the module may set weights until then, which is no training."""
+        if self._handle is None:
+            self._begin_round(pl_module)
+            if self._resumed is not None:
+                self._resume(self._resumed)
+                self._resumed = None
+            self._handle = trainer.optimizers[0].register_step_post_hook(self._count)
 
     def _resume(self, saved: dict[str, Any]) -> None:
         self._num_steps = saved["num_steps"]
@@ -104,7 +108,7 @@ class OuterMomentum(Callback):
     ) -> None:
         """Moves the weights, if it is time; only then, as manual optimization may freeze parameters within a batch."""
         if self._num_steps >= self._options.sync_every:
-            self._num_steps -= self._options.sync_every
+            self._num_steps %= self._options.sync_every
             self._move(pl_module)
 
     @torch.no_grad()
@@ -135,7 +139,7 @@ class OuterMomentum(Callback):
         return {"num_steps": self._num_steps, "slow": slow, "momenta": momenta}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._resumed = state_dict
+        self._resumed = state_dict if state_dict["slow"] else None  # it may have been saved before the first batch
 
     def _check_saving(self) -> None:
         if self._is_distributed:

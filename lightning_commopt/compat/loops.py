@@ -3,7 +3,8 @@
 The names are the same in ``lightning`` and ``pytorch_lightning``; this module imports neither. It reads or sets
 ``max_batches``, ``_combined_loader`` and ``_data_fetcher`` of the fit loop, ``_mode`` of a combined loader, ``length``
 of a data fetcher, and ``val_check_batch`` and ``_val_check_time_interval`` of the Trainer. `LoopEvents` wraps
-``setup_data`` and ``run`` of the fit loop, and ``advance``, ``on_advance_end`` and ``run`` of its epoch loop.
+``setup_data``, ``run`` and ``on_run_end`` of the fit loop, and ``advance``, ``on_advance_end`` and ``run`` of its epoch
+loop.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class LoopEvents:
         on_next_batch: called before the next batch is fetched.
         on_epoch_end: called after the last batch of an epoch, before a validation, and again when the loop over the
             batches has ended without an exception.
+        on_end: called when training has ended without an exception, before the hooks ``on_train_end``, and again when
+            the fit loop has.
         on_error: called with an exception that leaves the fit loop, before Lightning and its callbacks see it.
     """
 
@@ -43,6 +46,7 @@ class LoopEvents:
         on_epoch_start: Callable[[], None] = _ignore,
         on_next_batch: Callable[[], None] = _ignore,
         on_epoch_end: Callable[[], None] = _ignore,
+        on_end: Callable[[], None] = _ignore,
         on_error: Callable[[BaseException], None] = _ignore,
     ) -> None:
         loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
@@ -56,9 +60,14 @@ class LoopEvents:
         def run_fit(inner: Callable[..., None], *args: Any) -> None:
             try:
                 inner(*args)
+                on_end()  # a fit that resumes at its end trains nothing, and has no `on_run_end`
             except BaseException as error:
                 on_error(error)
                 raise
+
+        def on_run_end(inner: Callable[..., None], *args: Any) -> None:
+            on_end()
+            inner(*args)
 
         def run_epoch(inner: Callable[..., None], *args: Any) -> None:
             on_epoch_start()
@@ -77,6 +86,7 @@ class LoopEvents:
         self._undo = [
             wrap_method(loop, "setup_data", setup_data),
             wrap_method(loop, "run", run_fit),
+            wrap_method(loop, "on_run_end", on_run_end),
             wrap_method(epoch_loop, "run", run_epoch),
             wrap_method(epoch_loop, "advance", advance),
             wrap_method(epoch_loop, "on_advance_end", on_advance_end),

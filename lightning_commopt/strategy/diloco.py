@@ -33,6 +33,7 @@ from lightning_commopt.sync.diloco.exchange import Arrived
 from lightning_commopt.sync.diloco.outer import warn_if_short
 from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.sync.strategies import trainer_of
+from lightning_commopt.text.validation import warn_once
 
 
 @document_plan_options
@@ -137,7 +138,7 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
             equalize([*module.parameters(), *module.buffers()])
         self._drift_watch = DriftWatch(self.num_processes if self._is_inner else 1)
         self._shows_for_validation = False  # an exception may have ended a validation
-        self._events = LoopEvents(trainer_of(self), on_epoch_end=self._finish_if_last)
+        self._events = LoopEvents(trainer_of(self), on_epoch_end=self._finish_if_last, on_end=self._finish)
         self._time_limits = [
             wrap_method(callback, "on_train_batch_end", self._after_rounds) for callback in timers(trainer_of(self))
         ]
@@ -157,12 +158,14 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
 
     def on_train_start(self) -> None:
         super().on_train_start()
+        self._take_over_weights()
         warn_if_short(trainer_of(self), self._plan, "with outer_lr=1.0 and outer_momentum=0.0, the mean of the weights")
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         assert self.rounds is not None
         self.rounds.show_own()
+        self.rounds.expect_changes()
         self._include_unfrozen(self.rounds)
         self._is_first_batch = batch_idx == 0
         self.rounds.counts.samples += count_samples(trainer_of(self), batch) or 1
@@ -170,10 +173,9 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
     def _include_unfrozen(self, rounds: Rounds) -> None:
         module = self.lightning_module
         assert module is not None
-        if optimizer_is_toggled(module) or not (unfrozen := rounds.unfrozen()):
+        if optimizer_is_toggled(module) or not (unfrozen := rounds.left_out.unfrozen()):
             return
-        if self.world_size > 1:
-            equalize(unfrozen, self._living)  # a training step may have unfrozen and trained them before
+        self._equalize(unfrozen)  # a training step may have unfrozen and trained them before
         rounds.divide_again(module)
         if self._inner.model is not None:
             self._inner.rewrap(self._wrap)
@@ -200,7 +202,9 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.rounds is not None and optimizer is self.optimizers[0]:
+        if self.rounds is not None and optimizer is not self.optimizers[0]:
+            self.rounds.expect_changes()
+        elif self.rounds is not None:
             for index, arrived in self.rounds.step(self._loss_scale, lambda: self._guards.has_received_sigterm):
                 self._has_agreed_on_sigterm |= any(report.has_sigterm for report in arrived.reports)
                 self._agree_on_loss_scale([report.loss_scale for report in arrived.reports])
@@ -261,14 +265,19 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
             self._finish()
 
     def on_train_end(self) -> None:
-        self._finish()
         if self.rounds is not None:
             self.rounds.finish_again()
+            self._equalize([*self.rounds.left_out.parameters.values()])  # hooks may have moved them
         super().on_train_end()
 
     def _finish(self) -> None:
         if self.rounds is not None and self.rounds.shows_own:
             self.rounds.finish()
+            if self.rounds.counts.samples and not self.rounds.num_steps:
+                warn_once(
+                    "DiLoCo: no step of the first optimizer was counted, so that workers exchanged nothing before the"
+                    " end of the fit. Call step() of what self.optimizers() returns."
+                )
 
     def teardown(self) -> None:
         try:

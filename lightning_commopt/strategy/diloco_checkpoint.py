@@ -14,19 +14,20 @@ from lightning_commopt.compat.loops import batch_is_open
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.strategy.base import is_fit
-from lightning_commopt.strategy.started import StartedAsDDP
+from lightning_commopt.strategy.living_collectives import LivingCollectives
 from lightning_commopt.sync.checkpoint import KEY, open_checkpoint, to_checkpoint, to_plain
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.diloco import checkpoint as files
 from lightning_commopt.sync.diloco.exchange import Exchange
 from lightning_commopt.sync.diloco.rounds import Rounds
+from lightning_commopt.sync.diloco.state_dict import global_state_dict
 from lightning_commopt.sync.gather import map_tensors
 from lightning_commopt.sync.state import AnyState, CheckpointError, CommState
 from lightning_commopt.sync.strategies import trainer_of
 from lightning_commopt.text.validation import warn
 
 
-class SavesRanks(StartedAsDDP):
+class SavesRanks(LivingCollectives):
     """The part of a strategy with `Rounds` that saves and resumes them; see `lightning_commopt.sync.diloco.checkpoint`.
 
     Attributes:
@@ -52,6 +53,21 @@ class SavesRanks(StartedAsDDP):
         self.rounds = Rounds(self._plan, self.lightning_module, exchange, saved.trained, self.sync_observers)
         saved.restore(self.rounds)
 
+    def _begin_again(self, rounds: Rounds) -> None:
+        rounds.wait()
+        rounds.close()
+        self._begin_rounds(rounds.exchange)
+
+    def _take_over_weights(self) -> None:
+        """Begins with the weights that hooks have set before the first batch, which is no training."""
+        rounds, module = self.rounds, self.lightning_module
+        assert rounds is not None
+        assert module is not None
+        is_new = not rounds.num_steps and not rounds.counts.samples
+        if is_new and rounds.differs_from(rounds.fragments):
+            self._equalize([*module.parameters(), *module.buffers()])
+            self._begin_again(rounds)
+
     def _keep_ended(self, rounds: Rounds) -> None:
         """Keeps the rounds of a fit that has ended for checkpoints that are saved after it."""
         if self._saves_comm_state and rounds.shows_final:
@@ -64,7 +80,7 @@ class SavesRanks(StartedAsDDP):
         if self.rounds is None:
             return super().lightning_module_state_dict()
         assert self.lightning_module is not None
-        return files.global_state_dict(self.lightning_module, self.rounds)
+        return global_state_dict(self.lightning_module, self.rounds)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
@@ -90,7 +106,9 @@ class SavesRanks(StartedAsDDP):
             return
         # Names of files may have a rank's own numbers in them.
         filepath, identity = self.broadcast((filepath, uuid4().hex))
-        names = ("optimizer_states", "lr_schedulers", type(self.precision_plugin).__qualname__)
+        names = ["optimizer_states", "lr_schedulers", "callbacks", type(self.precision_plugin).__qualname__]
+        if "current_model_state" in checkpoint:  # WeightAveraging has put this rank's average in the model's place
+            names.append("state_dict")
         entries = {name: checkpoint[name] for name in names if name in checkpoint}
         if (state := self._inner.state()) is not None:
             entries[KEY] = _to_plain(state)
@@ -130,9 +148,7 @@ class SavesRanks(StartedAsDDP):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         super().load_model_state_dict(checkpoint, strict)
         if self.rounds is not None:  # the learning rate finder loads a checkpoint in the middle of a fit
-            self.rounds.wait()
-            self.rounds.close()
-            self._begin_rounds(self.rounds.exchange)
+            self._begin_again(self.rounds)
             assert self.lightning_module is not None
             self._inner.resume(self.lightning_module)
 

@@ -7,9 +7,10 @@ from torch.nn import Module, SyncBatchNorm
 
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.channel import Channel
-from lightning_commopt.compressors.hierarchical import Hierarchical
+from lightning_commopt.compressors.hierarchical import Hierarchical, place_on_nodes
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.plan import DiLoCoPlan, OptionError
+from lightning_commopt.plan.base import option_errors
 from lightning_commopt.strategy.living_collectives import LivingCollectives
 from lightning_commopt.sync.diloco.exchange import Exchange
 from lightning_commopt.sync.diloco.patient import PatientExchange
@@ -32,11 +33,19 @@ class WorkerExchanges(LivingCollectives):
             if self._patience_s is not None:
                 warn_once(f"patience_s={self._patience_s:g} has no effect: there is only one process.")
             return Exchange(None, None)
-        ranks_per_node = self.num_processes if self._is_inner else None
-        if ranks_per_node is not None:
+        ranks_per_node = None
+        if compressor is not None:
+            if compressor.claims.has_c_kernels:
+                c_library.load()  # no exchange should wait for a compiler
+            with option_errors("comm_hook: "):
+                compressor, ranks_per_node = place_on_nodes(compressor, self.world_size, self.num_processes)
+        if self._is_inner and ranks_per_node is None:
+            ranks_per_node = self.num_processes
             compressor = Hierarchical(inner=compressor or UNCOMPRESSED, ranks_per_node=ranks_per_node)
-        elif compressor is not None and compressor.claims.has_c_kernels:
-            c_library.load()  # no exchange should wait for a compiler
+        if ranks_per_node is not None and self._patience_s is not None:
+            raise OptionError(
+                "patience_s is not possible with comm_hook='hierarchical': ranks of a node need each other"
+            )
         if self._living is not None and self._patience_s is not None:
             return PatientExchange.of_all_ranks(
                 compressor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ from torch.nn import Module
 
 from lightning_commopt.plan import OptionError
 from lightning_commopt.strategy.started import StartedAsDDP
+from lightning_commopt.sync.diloco.equalize import equalize
 from lightning_commopt.sync.diloco.living import LivingRanks, reduced
 from lightning_commopt.watch.waiting import print_now
 
@@ -44,6 +46,11 @@ class LivingCollectives(StartedAsDDP):
         self._guards.let_ranks_fail(self, self._living, lambda: self._has_agreed_on_sigterm)
         assert self.lightning_module is not None
         _redirect_metrics(self.lightning_module, self._living)
+
+    def _equalize(self, tensors: Sequence[Tensor]) -> None:
+        """Gives all ranks the values of the first one, in place. All ranks must call it."""
+        if self.world_size > 1:
+            equalize(tensors, self._living)
 
     def _log_text(self, text: str) -> None:
         print_now(f"[rank {self.global_rank}] DiLoCo: {text}")

@@ -99,6 +99,20 @@ def test_manual_optimization_counts_steps_and_moves_all_parameters() -> None:
         torch.testing.assert_close(state["slow"][name], parameter.detach(), rtol=0, atol=0)
 
 
+class _Setting(Tiny):
+    def on_train_start(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(0.1)
+
+
+def test_weights_that_a_hook_sets_before_the_first_batch_are_no_training() -> None:
+    """If it fails, the first move multiplies what the hook has changed."""
+    expected = Tiny()
+    _Setting.on_train_start(expected)  # type: ignore[arg-type]
+    _assert_close(_fit(_Setting()), _reference(expected))
+
+
 def test_lr_one_without_momentum_changes_nothing() -> None:
     """If it fails, the weights move elsewhere than where the outer optimizer says."""
     model = Tiny()

@@ -59,6 +59,20 @@ def _differ(a: Params, b: Params) -> bool:
     return any((a[name] != x).any() for name, x in b.items())
 
 
+def _hierarchical() -> list[Params]:
+    hooks = {"name": "hierarchical", "inner": "all_reduce"}, None
+    return [_on_nodes(5, sync_every=2, comm_hook=hook)[-1] for hook in hooks]
+
+
+@pytest.mark.exhaustive
+def test_differences_of_single_ranks_cross_nodes_once() -> None:
+    """If it fails, comm_hook="hierarchical" has no groups of nodes, or another mean."""
+    ranks = run_ranks(_hierarchical, world_size=4)
+    for hierarchical, plain in ranks:
+        assert_same(hierarchical, ranks[0][0])
+        assert_same(hierarchical, plain, rtol=1e-4)
+
+
 def test_ranks_of_a_node_train_together_and_nodes_by_themselves() -> None:
     """If it fails, the ranks of a node drift apart, or nodes exchange more or less than once in a round."""
     ranks = run_ranks(_two_nodes, world_size=4)

@@ -15,10 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.nn import Module
 
 from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.compressors.base import as_real
@@ -53,36 +50,6 @@ def followed(path: str | Path) -> str | Path:
     return os.path.realpath(path) if os.path.islink(path) else path
 
 
-def global_state_dict(module: Module, rounds: Rounds) -> dict[str, Any]:
-    """Returns a module's ``state_dict`` with global weights and buffers in place of a worker's own.
-
-    Values in float32 and float64 share the memory of the global weights.
-    """
-    state = module.state_dict()
-    if rounds.shows_own:
-        values = {_place(x): value for of in rounds.fragments for x, value in _pairs(of)}
-        for name, x in state.items():
-            if isinstance(x, Tensor) and _place(x) in values:
-                state[name] = values[_place(x)].to(x.dtype)
-    return state
-
-
-def _place(x: Tensor) -> tuple[Any, ...]:
-    return x.data_ptr(), x.dtype, x.shape, x.stride()
-
-
-def _pairs(of: GlobalWeights) -> list[tuple[Tensor, Tensor]]:
-    """Returns all tensors of a fragment that have elements, each with its global value."""
-    parameters = [*of.fragment.parameters.values()]
-    values = [
-        torch.view_as_complex(value) if x.is_complex() else value
-        for x, value in zip(parameters, of.fragment.views(of.weights), strict=True)
-    ]
-    tensors = [*parameters, *of.fragment.floats.values(), *of.fragment.integers.values()]
-    pairs = zip(tensors, [*values, *of.floats, *of.integers], strict=True)
-    return [(x, value) for x, value in pairs if x.numel()]
-
-
 def common_part(rounds: Rounds, identity: str, world_size: int) -> dict[str, Any]:
     """Returns what a checkpoint has under `KEY`. The exchanges under way must have ended; see `Rounds.wait`.
 
@@ -99,6 +66,7 @@ def common_part(rounds: Rounds, identity: str, world_size: int) -> dict[str, Any
         "plan": _describe(rounds.plan),
         "num_steps": rounds.num_steps,
         "steps_before": list(rounds.steps_before),
+        "changed": sorted(rounds.changed),
         "fragments": [_fragment_to_plain(of, keeps_weights=rounds.shows_final) for of in rounds.fragments],
         "under_way": [_under_way_to_plain(under_way) for under_way in rounds.under_way],
     }
@@ -157,6 +125,7 @@ def rank_part(rounds: Rounds, identity: str, rank: int, entries: Mapping[str, An
         "states": [of.state for of in rounds.fragments],
         "carried": [of.carried for of in rounds.fragments],
         "counts": rounds.counts.to_plain(),
+        "left_out": rounds.left_out.moved(),
     }
 
 
@@ -202,6 +171,7 @@ class Saved:
         if self.own is not None:
             self._restore_own(rounds, self.own)
             rounds.under_way.extend(under_way)
+            rounds.changed.update(self.common.get("changed", ()))
             return
         for ended in under_way:
             assert ended.arrived is not None
@@ -212,6 +182,7 @@ class Saved:
     @staticmethod
     def _restore_own(rounds: Rounds, own: Mapping[str, Any]) -> None:
         rounds.counts.load_plain(own["counts"])
+        rounds.left_out.restore(own.get("left_out", {}))
         parts = zip(rounds.fragments, own["weights"], own["states"], own["carried"], strict=True)
         for of, weights, state, carried in parts:
             of.state, of.carried = state, carried

@@ -16,28 +16,57 @@ from lightning_commopt.plan import OptionError
 
 
 @dataclass(frozen=True, eq=False)
+class Buffer:
+    """A buffer of a module.
+
+    Attributes:
+        owner: the module.
+        name: its name there.
+        first: what it was when the fit began.
+    """
+
+    owner: Module
+    name: str
+    first: Tensor
+
+    @property
+    def tensor(self) -> Tensor:
+        """What the module has by now, as it may replace a buffer by another tensor.
+
+        One of another shape, such as a cache that grows, is left to each rank, and ``first`` stands in for it: ranks
+        must send the same shapes. It is also what DDP broadcasts then.
+        """
+        now = dict(self.owner.named_buffers(recurse=False)).get(self.name, self.first)
+        return now if (now.shape, now.dtype) == (self.first.shape, self.first.dtype) else self.first
+
+
+@dataclass(frozen=True, eq=False)
 class Fragment:
     """Parameters that are exchanged together, with the buffers of their modules.
 
     Attributes:
         parameters: the trainable parameters by their names, each only once if modules share it.
-        owners_of_floats: the modules that have floating-point buffers, by the names of these.
-        owners_of_integers: the modules that have other buffers.
+        float_buffers: floating-point buffers, whose mean the workers get, by their names.
+        other_buffers: all other buffers, which the workers get from the first of them.
     """
 
     parameters: dict[str, Tensor]
-    owners_of_floats: dict[str, Module] = field(default_factory=dict)
-    owners_of_integers: dict[str, Module] = field(default_factory=dict)
+    float_buffers: dict[str, Buffer] = field(default_factory=dict)
+    other_buffers: dict[str, Buffer] = field(default_factory=dict)
 
     @property
     def floats(self) -> dict[str, Tensor]:
-        """Floating-point buffers, whose mean the workers get; modules may replace them by other tensors."""
-        return _buffers(self.owners_of_floats)
+        """The tensors of ``float_buffers`` at present."""
+        return {name: buffer.tensor for name, buffer in self.float_buffers.items()}
 
     @property
     def integers(self) -> dict[str, Tensor]:
-        """All other buffers, which the workers get from the first of them."""
-        return _buffers(self.owners_of_integers)
+        """The tensors of ``other_buffers`` at present."""
+        return {name: buffer.tensor for name, buffer in self.other_buffers.items()}
+
+    @property
+    def buffers(self) -> dict[str, Buffer]:
+        return {**self.float_buffers, **self.other_buffers}
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -72,11 +101,9 @@ class Fragment:
         return [as_real(x.detach()) for x in self.parameters.values()]
 
 
-def _buffers(owners: Mapping[str, Module]) -> dict[str, Tensor]:
-    return {name: owner.get_buffer(name.rpartition(".")[2]) for name, owner in owners.items()}
-
-
-def split_model(module: Module, number: int, by: str, trained: Collection[str] = ()) -> tuple[Fragment, ...]:
+def split_model(
+    module: Module, number: int, by: str, trained: Collection[str] = (), buffers: Mapping[str, Buffer] | None = None
+) -> tuple[Fragment, ...]:
     """Divides what a model trains into fragments, in the same way on all ranks.
 
     Args:
@@ -84,6 +111,7 @@ def split_model(module: Module, number: int, by: str, trained: Collection[str] =
         number: number of fragments.
         by: "blocks" or "bytes"; see `DiLoCoPlan`.
         trained: names of parameters that were trained before, and may be frozen.
+        buffers: those of an earlier division of the model by their names.
 
     Raises:
         OptionError: the model has fewer blocks or parameters than fragments.
@@ -106,7 +134,7 @@ def split_model(module: Module, number: int, by: str, trained: Collection[str] =
     )
     order = {name: position for position, name in enumerate(parameters)}
     parts = [sorted(names, key=order.__getitem__) for names in parts]
-    return _with_buffers(module, [{name: parameters[name] for name in names} for names in parts])
+    return _with_buffers(module, [{name: parameters[name] for name in names} for names in parts], buffers or {})
 
 
 def _blocks(module: Module, parameters: Mapping[str, Tensor]) -> list[list[str]]:
@@ -154,12 +182,15 @@ def _balance(groups: Iterable[list[str]], parts: list[list[str]], parameters: Ma
     return parts
 
 
-def _with_buffers(module: Module, parts: Sequence[dict[str, Tensor]]) -> tuple[Fragment, ...]:
+def _with_buffers(
+    module: Module, parts: Sequence[dict[str, Tensor]], known: Mapping[str, Buffer]
+) -> tuple[Fragment, ...]:
     """Returns the fragments, with each buffer in the one that has parameters of its module, or else in the first."""
     fragments = tuple(Fragment(parameters) for parameters in parts)
     owners = {name.rpartition(".")[0]: fragment for fragment in reversed(fragments) for name in fragment.parameters}
-    for name, buffer in module.named_buffers():
-        fragment = owners.get(name.rpartition(".")[0], fragments[0])
-        into = fragment.owners_of_floats if buffer.is_floating_point() else fragment.owners_of_integers
-        into[name] = module.get_submodule(name.rpartition(".")[0])
+    for name, tensor in module.named_buffers():
+        owner, _, own_name = name.rpartition(".")
+        buffer = known.get(name) or Buffer(module.get_submodule(owner), own_name, tensor)
+        fragment = owners.get(owner, fragments[0])
+        (fragment.float_buffers if buffer.first.is_floating_point() else fragment.other_buffers)[name] = buffer
     return fragments

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,6 +17,7 @@ from lightning_commopt.sync.diloco.counts import Counts
 from lightning_commopt.sync.diloco.exchange import Arrived, Exchange, GlobalWeights, LocalWeights, Report
 from lightning_commopt.sync.diloco.fragments import split_model
 from lightning_commopt.sync.diloco.into_model import carry_over, mix
+from lightning_commopt.sync.diloco.left_out import LeftOut
 from lightning_commopt.sync.diloco.outer import OuterSGD
 from lightning_commopt.sync.diloco.under_way import UnderWay
 from lightning_commopt.sync.executors import WorkerThread
@@ -37,9 +38,11 @@ class Rounds:
 
     Attributes:
         fragments: the global weights.
+        left_out: the parameters that are in no fragment.
         counts: what this rank has trained on.
         num_steps: number of optimizer steps so far.
         steps_before: for each fragment, their number at its last exchange.
+        changed: numbers of the fragments that may have been trained since their last exchange.
         under_way: the exchanges that have begun, and are not applied yet.
         is_behind: whether the others have gone on without this rank, so that training is in vain until it joins again.
     """
@@ -55,6 +58,8 @@ class Rounds:
         self.plan, self.exchange = plan, exchange
         self.observers = Observers() if observers is None else observers
         self.outer = OuterSGD(lr=plan.outer_lr, momentum=plan.outer_momentum, nesterov=plan.nesterov)
+        self.fragments: list[GlobalWeights] = []
+        self.left_out = LeftOut([], [])
         self.fragments = self._divide(module, trained)
         self.num_steps = 0
         self.steps_before = [0] * plan.fragments
@@ -63,6 +68,7 @@ class Rounds:
         self._thread = WorkerThread()
         self._own: list[list[Tensor]] | None = None  # this worker's weights while the model has others
         self._final_weights: list[GlobalWeights] | None = None
+        self.changed: set[int] = set()
         self.is_behind = False
         self._num_joins = 0
         self._introduced: list[GlobalWeights] | None = None  # what the exchange knows
@@ -73,14 +79,11 @@ class Rounds:
         return self._final_weights is not None
 
     def _divide(self, module: Module, trained: Collection[str]) -> list[GlobalWeights]:
-        parts = split_model(module, self.plan.fragments, self.plan.fragment_by, trained)
-        known = {id(x) for part in parts for x in part.parameters.values()}
-        self._left_out = [x for x in module.parameters() if id(x) not in known]
+        buffers = {name: x for of in self.fragments for name, x in of.fragment.buffers.items()}
+        parts = split_model(module, self.plan.fragments, self.plan.fragment_by, trained, buffers)
+        known = [x for part in parts for x in part.parameters.values()]
+        self.left_out = LeftOut(module.named_parameters(), known, earlier=self.left_out)
         return [GlobalWeights.of(fragment, self.outer) for fragment in parts]
-
-    def unfrozen(self) -> list[Tensor]:
-        """Returns the parameters that require a gradient, and are in no fragment."""
-        return [x for x in self._left_out if x.requires_grad]
 
     def divide_again(self, module: Module) -> None:
         """Divides the model anew, when parameters were unfrozen. All ranks must call it after the same step.
@@ -97,6 +100,10 @@ class Rounds:
         self.fragments = self._divide(module, [name for of in old for name in of.fragment.parameters])
         carry_over(old, self.fragments, self.exchange)
 
+    def expect_changes(self) -> None:
+        """Is told that training goes on, also by other optimizers than the one whose steps count."""
+        self.changed.update(range(len(self.fragments)))
+
     def step(
         self, loss_scale: Callable[[], float] = float, has_sigterm: Callable[[], bool] = bool
     ) -> list[tuple[int, Arrived]]:
@@ -110,6 +117,7 @@ class Rounds:
             What was applied to the model, each with the number of its fragment.
         """
         self.num_steps += 1
+        self.expect_changes()
         applied = self._apply_due()
         for index, offset in enumerate(self.plan.offsets):
             if self.num_steps % self.plan.sync_every == offset:
@@ -130,6 +138,7 @@ class Rounds:
             return self.exchange.run(of, local, report(), step, self.outer)
 
         self.steps_before[index] = self.num_steps
+        self.changed.discard(index)
         self.under_way.append(under_way)
         self._thread.submit(lambda: under_way.run(local, exchange, lambda: self.exchange.bytes_sent), [future])
 
@@ -240,13 +249,17 @@ class Rounds:
         """
         final = self._final_weights
         assert final is not None
-        pairs = [pair for of in final for pair in zip(of.fragment.tensors(), of.tensors(), strict=True)]
-        if self.exchange.any_rank(not all(torch.equal(x.cpu(), value.to(x.dtype)) for x, value in pairs)):
+        if self.differs_from(final):
             for of in final:
                 local = LocalWeights.of(of.fragment)
                 local.num_joins = self._num_joins
                 of.take(self.exchange.run(of, local, Report(1.0), self._exchanges_before(), _MEAN))
             self._show(final)
+
+    def differs_from(self, weights: Sequence[GlobalWeights]) -> bool:
+        """Returns whether the model has other values on any rank. All ranks must call it."""
+        pairs = [pair for of in weights for pair in zip(of.fragment.tensors(), of.tensors(), strict=True)]
+        return self.exchange.any_rank(not all(torch.equal(x.cpu(), value.to(x.dtype)) for x, value in pairs))
 
     def _introduce(self) -> None:
         """Tells the exchange of the fragments, and of what has arrived before a fit was resumed."""
@@ -267,7 +280,7 @@ class Rounds:
         latest = replace(of, momentum=None, state=map_tensors(Tensor.clone, of.state))
         if under_way is not None:
             latest.take(under_way.wait(of.fragment))
-        if self.steps_before[index] == self.num_steps:
+        if index not in self.changed:
             return latest
         local = LocalWeights.of(of.fragment)
         local.wait()

@@ -126,11 +126,11 @@ def test_unfrozen_parameters_keep_what_others_had() -> None:
             for x in model.parameters():
                 x.add_(x.requires_grad)
         rounds.step()
-    assert not rounds.unfrozen()
+    assert not rounds.left_out.unfrozen()
     model.frozen.requires_grad_(True)
-    assert len(rounds.unfrozen()) == 2
+    assert len(rounds.left_out.unfrozen()) == 2
     rounds.divide_again(model)
-    assert not rounds.unfrozen()
+    assert not rounds.left_out.unfrozen()
     assert not rounds.under_way
     known = {name: values for of in rounds.fragments for name, values in of.fragment.by_name(of.weights).items()}
     momentum = {name: x for of in rounds.fragments for name, x in of.fragment.by_name(of.momentum).items()}  # type: ignore[arg-type]

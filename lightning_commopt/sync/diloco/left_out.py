@@ -1,0 +1,53 @@
+"""The parameters that are in no fragment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from lightning_commopt.compressors.base import as_real
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class LeftOut:
+    """The parameters that were frozen when a model was divided. Hooks may move them, such as a teacher's.
+
+    Args:
+        parameters: all parameters of the model by their names.
+        known: those in fragments.
+        earlier: what was left out before the model was divided anew.
+    """
+
+    def __init__(
+        self, parameters: Iterable[tuple[str, Tensor]], known: Iterable[Tensor], earlier: LeftOut | None = None
+    ) -> None:
+        ids = {id(x) for x in known}
+        self.parameters = {name: x for name, x in parameters if id(x) not in ids}
+        self._sums: dict[str, int] = {} if earlier is None else dict(earlier._sums)
+        for name, x in self.parameters.items():
+            if name not in self._sums:
+                self._sums[name] = _sum(x)
+
+    def unfrozen(self) -> list[Tensor]:
+        """Returns the parameters that require a gradient."""
+        return [x for x in self.parameters.values() if x.requires_grad]
+
+    def moved(self) -> dict[str, Tensor]:
+        """Returns the parameters that have changed since the fit began, on this rank."""
+        return {name: x.detach() for name, x in self.parameters.items() if _sum(x) != self._sums[name]}
+
+    @torch.no_grad()
+    def restore(self, moved: Mapping[str, Tensor]) -> None:
+        """Sets the parameters that `moved` has returned."""
+        for name, value in moved.items():
+            if name in self.parameters:
+                self.parameters[name].copy_(value)
+
+
+def _sum(x: Tensor) -> int:
+    """Returns the sum of a tensor's bits as integers, which tells values apart at the speed of the memory."""
+    flat = as_real(x.detach()).reshape(-1)
+    return int(flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64))

@@ -1,0 +1,59 @@
+"""The ``state_dict`` of a module with global weights in place of a worker's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from lightning_commopt.sync.diloco.exchange import GlobalWeights
+from lightning_commopt.sync.diloco.rounds import Rounds
+
+
+def global_state_dict(module: Module, rounds: Rounds) -> dict[str, Any]:
+    """Returns a module's ``state_dict`` with global weights and buffers in place of a worker's own.
+
+    Values in float32 and float64 share the memory of the global weights, unless the module computes its state, such as
+    one that merges adapters into the weights.
+    """
+    state = module.state_dict()
+    if not rounds.shows_own:
+        return state
+    values = {_place(x): value for of in rounds.fragments for x, value in _pairs(of)}
+    places = {*values, *map(_place, (*module.parameters(), *module.buffers()))}
+    if any(isinstance(x, Tensor) and x.numel() and _place(x) not in places for x in state.values()):
+        return _computed_state(module, rounds)
+    for name, x in state.items():
+        if isinstance(x, Tensor) and _place(x) in values:
+            state[name] = values[_place(x)].to(x.dtype)
+    return state
+
+
+def _computed_state(module: Module, rounds: Rounds) -> dict[str, Any]:
+    rounds.show_global()
+    try:
+        state = module.state_dict()
+        for name, x in state.items():
+            if isinstance(x, Tensor):
+                state[name] = x.clone()
+    finally:
+        rounds.show_own()
+    return state
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    return x.data_ptr(), x.dtype, x.shape, x.stride()
+
+
+def _pairs(of: GlobalWeights) -> list[tuple[Tensor, Tensor]]:
+    """Returns all tensors of a fragment that have elements, each with its global value."""
+    parameters = [*of.fragment.parameters.values()]
+    values = [
+        torch.view_as_complex(value) if x.is_complex() else value
+        for x, value in zip(parameters, of.fragment.views(of.weights), strict=True)
+    ]
+    tensors = [*parameters, *of.fragment.floats.values(), *of.fragment.integers.values()]
+    pairs = zip(tensors, [*values, *of.floats, *of.integers], strict=True)
+    return [(x, value) for x, value in pairs if x.numel()]

@@ -1,0 +1,224 @@
+"""DiLoCo with hooks that set weights themselves, and modules whose state is not their tensors."""
+
+from __future__ import annotations
+
+import warnings
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_commopt import CommOptDiLoCo
+from support.lightnings import Callback, LightningModule, ModelCheckpoint, Trainer
+from support.ranks import run_ranks
+from support.strategy_models import Gan, Params, Tiny, assert_same, loader, numbers, trainer
+
+_MEANS: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
+
+
+def _fit(model: LightningModule, *callbacks: Callback, ckpt_path: Path | None = None, **options: Any) -> Params:
+    """Trains for six steps; options of the outer optimizer are the strategy's, all others the Trainer's."""
+    outer = {name: options.pop(name) for name in _MEANS if name in options}
+    strategy = CommOptDiLoCo(sync_every=options.pop("sync_every", 2), **outer)
+    run = trainer(strategy, callbacks=[*callbacks], limit_val_batches=0, **options)
+    run.fit(model, loader(), ckpt_path=ckpt_path)
+    return numbers(model)
+
+
+class _Doubling(Callback):
+    """Ends a fit after the first epoch, and doubles the weights then, as a callback that averages them sets them."""
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.should_stop = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.before = numbers(pl_module)
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.mul_(2)
+
+
+def _stopped() -> tuple[Params, Params]:
+    doubling = _Doubling()
+    doubled = _fit(Tiny(), doubling, sync_every=3)
+    return doubling.before, doubled
+
+
+def test_what_callbacks_set_at_the_end_of_a_stopped_fit_stays() -> None:
+    """If it fails, the averages of EMAWeightAveraging are lost after a whole round, or ``on_train_end`` sees others."""
+    first, second = run_ranks(_stopped)
+    for before, doubled in (first, second):
+        assert_same(before, first[0])
+        assert_same(doubled, {name: 2 * x for name, x in before.items()})
+
+
+class _OnlyCritic(Gan):
+    """Trains nothing but what its second optimizer has, or all by optimizers that Lightning does not see."""
+
+    def __init__(self, is_hidden: bool) -> None:
+        super().__init__()
+        self.is_hidden = is_hidden
+        self.own: list[Params] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizers: Any = self.optimizers(use_pl_optimizer=not self.is_hidden)
+        optimizer = optimizers[0 if self.is_hidden else 1]
+        optimizer.zero_grad()
+        self.manual_backward(torch.stack([((x - self.global_rank) ** 2).sum() for x in self.parameters()]).sum())
+        optimizer.step()
+        self.own.append(numbers(self))
+
+
+def _without_counted_steps(is_hidden: bool) -> tuple[Params, Params]:
+    model = _OnlyCritic(is_hidden)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        final = _fit(model, **_MEANS)
+    is_told = any("no step of the first optimizer was counted" in str(warning.message) for warning in seen)
+    assert is_told == (model.global_rank == 0)
+    return model.own[-1], final
+
+
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_a_fit_without_steps_that_count_ends_with_the_mean(is_hidden: bool) -> None:
+    """If it fails, all that was trained is lost."""
+    (first, final), (second, other) = run_ranks(_without_counted_steps, is_hidden)
+    assert any((first[name] != second[name]).any() for name in first)
+    assert_same(final, other)
+    assert_same(final, {name: (x + second[name]) / 2 for name, x in first.items()}, rtol=1e-6)
+
+
+class _Setting(Tiny):
+    """Sets its weights when training begins, to other ones on each rank."""
+
+    def on_train_start(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.fill_(0.1 + self.global_rank)
+
+
+class _Caching(Tiny):
+    """Has caches that grow with what a rank has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(1, dtype=torch.bool), persistent=False)
+        self.register_buffer("angles", torch.ones(1), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.mask = torch.ones(2 + batch_idx + self.global_rank, dtype=torch.bool)
+        self.angles = torch.ones(len(self.mask))
+        return super().training_step(batch, batch_idx)
+
+
+class _Teaching(Tiny):
+    """Learns from a frozen layer that follows its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(6, 6).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        weight = next(self.layers.parameters())
+        return super().training_step(batch, batch_idx) + (weight - self.teacher.weight.mean()).square().sum()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            self.teacher.weight.lerp_(next(self.layers.parameters()).mean(), 0.1)
+
+
+def _fit_all() -> list[Params]:
+    starting = Tiny()
+    with torch.no_grad():
+        for parameter in starting.parameters():
+            parameter.fill_(0.1)
+    return [_fit(model) for model in (starting, _Setting(), Tiny(), _Caching(), _Teaching())]
+
+
+def test_ranks_end_with_equal_weights_whatever_their_modules_do() -> None:
+    """If it fails, weights that a hook sets count as training, or caches and frozen weights make ranks differ."""
+    first, second = run_ranks(_fit_all)
+    for a, b in zip(first, second, strict=True):
+        assert_same(a, b)
+    starting, setting, plain, caching, _ = first
+    assert_same(setting, starting)
+    assert_same(caching, plain)
+
+
+class _Averaging(Callback):
+    """Averages weights like Lightning's WeightAveraging, which saves the average in place of the model's weights."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.average, self.count = deepcopy(pl_module.state_dict()), 0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self.count += 1 + trainer.global_rank
+        for name, x in pl_module.state_dict().items():
+            self.average[name].lerp_(x, 0.5 if self.count % 4 else 0.25)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.load_state_dict(self.average)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["current_model_state"], checkpoint["state_dict"] = checkpoint["state_dict"], self.average
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        self.average = deepcopy(checkpoint["state_dict"])
+        pl_module.load_state_dict(checkpoint["current_model_state"])
+
+
+def _resume(folder: Path) -> list[tuple[Params, Params]]:
+    fits = []
+    for callbacks in ([], [_Averaging()]):
+        dirpath = folder / str(len(callbacks))
+        saving = ModelCheckpoint(dirpath=dirpath, filename="{epoch}", save_top_k=-1)
+        uninterrupted = _fit(_Teaching(), *callbacks, saving, enable_checkpointing=True)
+        fits.append((uninterrupted, _fit(_Teaching(), *callbacks, ckpt_path=dirpath / "epoch=0.ckpt")))
+    return fits
+
+
+def test_a_fit_resumes_with_what_each_rank_has_moved_or_averaged(tmp_path: Path) -> None:
+    """If it fails, all ranks go on with the frozen weights of rank 0, or with the state of its callbacks."""
+    for fits in run_ranks(_resume, tmp_path):
+        for uninterrupted, resumed in fits:
+            assert_same(resumed, uninterrupted)
+
+
+class _Computing(Tiny):
+    """Saves copies of its weights."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return {name: x.clone() for name, x in super().state_dict(*args, **kwargs).items()}
+
+
+class _Saving(Callback):
+    def __init__(self) -> None:
+        self.saved: list[Params] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        state = trainer.strategy.lightning_module_state_dict()
+        self.saved.append({name: x.clone().numpy() for name, x in state.items()})
+
+
+def _save() -> tuple[list[Params], Params, list[Params], Params]:
+    plain, computing = _Saving(), _Saving()
+    return plain.saved, _fit(Tiny(), plain), computing.saved, _fit(_Computing(), computing)
+
+
+def test_a_state_that_a_module_computes_is_one_of_the_global_weights() -> None:
+    """If it fails, checkpoints of such modules hold what rank 0 has trained on its own."""
+    first, second = run_ranks(_save)
+    for plain, final, computing, other in (first, second):
+        assert_same(other, final)
+        for ours, expected, on_first in zip(computing, plain, first[0], strict=True):
+            assert_same(ours, expected)
+            assert_same(ours, on_first)
