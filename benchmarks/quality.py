@@ -275,7 +275,7 @@ def print_table(rows: dict[str, dict[str, Any]], task: str) -> None:
             row["reached"],
             f"{row['wire_bytes_per_step'] / 1e6:.3f}",
         )
-    Console(width=max(120, Console().width)).print(table)
+    Console(width=max(150, Console().width)).print(table)
 
 
 def main() -> None:

@@ -127,8 +127,10 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
 
     @property
     def wire_bytes(self) -> int:
-        """Payload bytes that this rank has sent in exchanges of this fit."""
-        return 0 if self.rounds is None else self.rounds.exchange.bytes_sent
+        """Payload bytes that this rank has sent in exchanges of this fit, or after it of the last one."""
+        return self._ended_wire_bytes if self.rounds is None else self.rounds.exchange.bytes_sent
+
+    _ended_wire_bytes = 0
 
     def configure_ddp(self) -> None:
         """Makes all ranks' weights equal, begins the rounds, and wraps the model if a node is one worker."""
@@ -291,6 +293,7 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
                 if self.rounds.shows_own:  # an exception has ended the fit
                     self.rounds.show_global()
                 self._keep_ended(self.rounds)
+                self._ended_wire_bytes = self.rounds.exchange.bytes_sent
             self._inner.release_wrapper()
             super().teardown()
         finally:

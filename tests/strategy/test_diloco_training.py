@@ -106,28 +106,29 @@ class _Overflowing(Tiny):
         return loss * float("inf") if batch_idx == 1 and self.global_rank == 1 else loss
 
 
-def _count() -> tuple[list[int], list[int], list[float]]:
+def _count() -> tuple[list[int], list[int], list[float], int]:
     accumulated, two, scaled = _Steps(), _Steps(), _Steps()
     options: dict[str, Any] = {"limit_val_batches": 0, "max_epochs": 1}
-    trainer(CommOptDiLoCo(sync_every=2), accumulate_grad_batches=2, callbacks=[accumulated], **options).fit(
-        Tiny(), loader(56)
-    )
+    strategy = CommOptDiLoCo(sync_every=2)
+    trainer(strategy, accumulate_grad_batches=2, callbacks=[accumulated], **options).fit(Tiny(), loader(56))
     gan = MODES["gan"]
     trainer(CommOptDiLoCo(sync_every=2), callbacks=[two], **options).fit(gan.module(), loader(32))
     plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=256.0))
     trainer(CommOptDiLoCo(sync_every=3), plugins=[plugin], callbacks=[scaled], **options).fit(
         _Overflowing(), loader(32)
     )
-    return accumulated.num_steps, two.num_steps, scaled.scales
+    return accumulated.num_steps, two.num_steps, scaled.scales, strategy.wire_bytes
 
 
 def test_steps_of_the_first_optimizer_count() -> None:
     """If it fails, rounds are shorter than ``sync_every``, or gradient scalers drift apart for good."""
     ranks = run_ranks(_count)
-    for accumulated, two, _ in ranks:
+    for accumulated, two, _, num_bytes in ranks:
         assert accumulated == [0, 1, 1, 2, 2, 3, 4]  # the last batch of an epoch always steps
         assert two == [1, 2, 3, 4]
-    assert [scales for _, _, scales in ranks] == [[256, 256, 128, 128], [256, 128, 128, 128]]
+        model_bytes = sum(4 * x.numel() for x in Tiny().parameters())
+        assert 2 * model_bytes < num_bytes < 2.1 * model_bytes  # two exchanges with their reports, known after the fit
+    assert [scales for _, _, scales, _ in ranks] == [[256, 256, 128, 128], [256, 128, 128, 128]]
 
 
 class _Validating(BatchNormed):
