@@ -139,9 +139,10 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         seconds.setdefault((run["rate"], run["plan"]), []).append(run["step_s"])
     rows = []
     for (rate, plan), values in seconds.items():
-        row = {"rate": rate, "plan": plan, "step_s": float(np.median(values)), "min": min(values), "max": max(values)}
+        step_s = float(np.median(values))
+        row = {"rate": rate, "plan": plan, "step_s": step_s, "min": min(values), "max": max(values)}
         if alone := seconds.get((rate, NO_EXCHANGE)):
-            row["computing"] = float(np.median(alone)) / row["step_s"]
+            row["computing"] = float(np.median(alone)) / step_s
         rows.append(row)
     return rows
 
