@@ -132,3 +132,16 @@ def test_the_library_imports_without_what_commands_need() -> None:
     command = [sys.executable, "-c", _IMPORT_ALL, ",".join(OF_COMMANDS), *library]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
+
+
+def test_class_variables_name_their_type() -> None:
+    """If it fails, Python 3.10 refuses to evaluate the annotations, and with them the import of plans."""
+    bare = [
+        f"{path}:{node.lineno}"
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(node.annotation, ast.Name)
+        and node.annotation.id == "ClassVar"
+    ]
+    assert bare == []

@@ -92,4 +92,4 @@ class AlternatingPowerSGD(PowerIterationPreset):
     Source: see `AlternatingLowRank`.
     """
 
-    algorithm: ClassVar = AlternatingLowRank
+    algorithm: ClassVar[type[AlternatingLowRank]] = AlternatingLowRank

@@ -98,7 +98,7 @@ class BlockInt8(Blockwise):
     Source: see `lightning_commopt.compressors.kernels.blockwise`.
     """
 
-    bits: ClassVar = 8  # per code
+    bits: ClassVar[int] = 8  # per code
     block_size: int = 128
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class BlockInt4(Blockwise):
     Source: see `lightning_commopt.compressors.kernels.blockwise`.
     """
 
-    bits: ClassVar = 4  # per code
+    bits: ClassVar[int] = 4  # per code
     block_size: int = 32
 
     def __post_init__(self) -> None:
@@ -142,7 +142,7 @@ class BlockInt4(Blockwise):
 class Int8(Preset):
     """Int8: `BlockInt8` within `ErrorFeedback`, which describe the settings."""
 
-    algorithm: ClassVar = BlockInt8
+    algorithm: ClassVar[type[BlockInt8]] = BlockInt8
 
     block_size: int = BlockInt8.block_size
     error_feedback: bool = True
@@ -160,7 +160,7 @@ class Int4(Preset):
     gradients hardly change from step to step, small ones may be rounded to zero in every step without it.
     """
 
-    algorithm: ClassVar = BlockInt4
+    algorithm: ClassVar[type[BlockInt4]] = BlockInt4
 
     block_size: int = BlockInt4.block_size
     error_feedback: bool = False

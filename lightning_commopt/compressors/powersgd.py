@@ -116,6 +116,6 @@ class PowerSGD(PowerIterationPreset):
     Optimization", NeurIPS 2019, algorithms 1 and 2.
     """
 
-    algorithm: ClassVar = LowRank
+    algorithm: ClassVar[type[LowRank]] = LowRank
 
     warm_start: bool = LowRank.warm_start

@@ -170,7 +170,7 @@ class ShardedInt8(ShardedBlockwise):
         ValueError: a setting is out of range, or ``error_feedback`` and ``stochastic_rounding`` are both true.
     """
 
-    bits: ClassVar = BlockInt8.bits
+    bits: ClassVar[int] = BlockInt8.bits
     block_size: int = BlockInt8.block_size
     error_feedback: bool = False
     stochastic_rounding: bool = False
@@ -221,7 +221,7 @@ class ShardedInt4(ShardedBlockwise):
         ValueError: a setting is out of range.
     """
 
-    bits: ClassVar = BlockInt4.bits
+    bits: ClassVar[int] = BlockInt4.bits
     block_size: int = BlockInt4.block_size
     error_feedback: bool = False
 

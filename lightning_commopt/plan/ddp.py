@@ -63,7 +63,7 @@ class CommPlan(Plan):
         OptionError: a value is out of range, two options exclude each other, or the installed torch lacks an option.
     """
 
-    searched: ClassVar = ("bucket_cap_mb", "comm_hook")
+    searched: ClassVar[tuple[str, ...]] = ("bucket_cap_mb", "comm_hook")
 
     static_graph: bool | None = None
     gradient_as_bucket_view: bool | None = None

@@ -51,7 +51,7 @@ class DiLoCoPlan(Plan):
         OptionError: a value is out of range, or two options exclude each other.
     """
 
-    searched: ClassVar = ()
+    searched: ClassVar[tuple[str, ...]] = ()
 
     sync_every: int = 30
     fragments: int = 1
