@@ -30,6 +30,7 @@ from lightning_commopt.measure.runs.settings import flat
 from lightning_commopt.plan import OptionError, UnknownOptionError
 from lightning_commopt.plan import ddp as ddp_plan
 from lightning_commopt.plan.ddp import DDP_OPTION_SINCE, ddp_options
+from lightning_commopt.strategy import arguments
 from lightning_commopt.text import validation
 
 BF16 = Cast(dtype=torch.bfloat16)
@@ -93,6 +94,14 @@ def test_a_broken_file_is_named(content: bytes, error: type[OptionError], reason
             load(path)
 
 
+@pytest.fixture
+def all_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes every option of DDP for one that this torch has."""
+    known = frozenset({*ddp_options(), *DDP_OPTION_SINCE})
+    for module in (ddp_plan, arguments):
+        monkeypatch.setattr(module, "ddp_options", lambda: known)
+
+
 _PLAN: dict[str, Any] = {"comm_hook": {"name": "powersgd", "matrix_rank": 2}, "bucket_cap_mb": [1, 25]}
 
 
@@ -113,7 +122,9 @@ _PLAN: dict[str, Any] = {"comm_hook": {"name": "powersgd", "matrix_rank": 2}, "b
         ({"kind": "commopt prediction", "format": 1, "plan": _PLAN, "step_s": 1.0}, "the result of commopt prediction"),
     ],
 )
-def test_another_file_of_a_run_shows_its_plan(content: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_another_file_of_a_run_shows_its_plan(
+    content: dict[str, Any], message: str, tmp_path: Path, all_options: None
+) -> None:
     """If it fails, who gives a run's file as the plan reads that 'status' is an unknown option."""
     path = tmp_path / "run.json"
     path.write_text(json.dumps(content))
@@ -130,14 +141,13 @@ def test_a_run_without_a_plan_has_none_to_show() -> None:
 
 
 @pytest.mark.parametrize("name", _SWITCHES)
-def test_a_switch_is_true_or_false(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_switch_is_true_or_false(name: str, all_options: None) -> None:
     """If it fails, a text is passed to DDP, which takes "false" for true."""
-    monkeypatch.setattr(ddp_plan, "ddp_options", lambda: {*ddp_options(), *DDP_OPTION_SINCE})
     with pytest.raises(OptionError, match=f"{name} must be true, false or None, got 'false'"):
         CommPlan.from_dict({name: "false"})
 
 
-def test_buckets_are_in_mebibytes() -> None:
+def test_buckets_are_in_mebibytes(all_options: None) -> None:
     assert CommPlan(bucket_cap_mb=[1, 2.5]).name == "uncompressed, buckets of 1, 2.5 MiB"
 
 
@@ -221,10 +231,8 @@ def test_ddp_gets_only_what_is_set() -> None:
     assert CommOptDDP(bucket_cap_mb=25, dim=0)._ddp_kwargs == {"bucket_cap_mb": 25, "dim": 0}
 
 
-def test_bucket_list(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bucket_list(monkeypatch: pytest.MonkeyPatch, all_options: None) -> None:
     """If it fails, one size for each bucket does not reach DDP, or reaches a torch that lacks the option."""
-    with_list = {*ddp_options(), "bucket_cap_mb_list"}
-    monkeypatch.setattr(ddp_plan, "ddp_options", lambda: with_list)
     plan = CommPlan(bucket_cap_mb=OmegaConf.create([1, 2.5]))
     assert plan.ddp_kwargs() == {"bucket_cap_mb_list": [1, 2.5]}
     assert CommPlan.from_json(plan.to_json()) == plan
@@ -233,7 +241,7 @@ def test_bucket_list(monkeypatch: pytest.MonkeyPatch) -> None:
         CommOptDDP(bucket_cap_mb_list=[1], bucket_cap_mb=1)
     with pytest.raises(OptionError, match=r"bucket_cap_mb_list must be a list .* got 25"):
         CommOptDDP(bucket_cap_mb_list=25)
-    monkeypatch.setattr(ddp_plan, "ddp_options", lambda: with_list - {"bucket_cap_mb_list"})
+    monkeypatch.setattr(ddp_plan, "ddp_options", lambda: ddp_options() - {"bucket_cap_mb_list"})
     with pytest.raises(OptionError, match=r"a list as bucket_cap_mb needs torch >= 2\.11"):
         CommPlan(bucket_cap_mb=[1, 2])
 
@@ -369,9 +377,8 @@ def test_name_of_options_at_their_defaults() -> None:
     assert CommPlan(static_graph=False, find_unused_parameters=False).name == "uncompressed"
 
 
-def test_every_option_is_in_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_option_is_in_the_name(all_options: None) -> None:
     """If it fails, two plans that differ in one option cannot be told apart."""
-    monkeypatch.setattr(ddp_plan, "ddp_options", lambda: {*ddp_options(), *DDP_OPTION_SINCE})
     for switch in _SWITCHES:
         names = [CommPlan.from_dict({switch: value}).name for value in (True, False)]
         assert len(set(names)) == 2

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_commopt.plan import CommPlan, DiLoCoPlan, OptionError
 from lightning_commopt.plan.sharded import ShardedPlan
+from support.collectives import takes_collectives
 
 
 @pytest.mark.parametrize(
@@ -49,7 +50,7 @@ def test_a_mixing_out_of_range() -> None:
     ("options", "name"),
     [
         ({}, "uncompressed"),
-        ({"comm_hook": "int8", "param_hook": "int8"}, "int8, int8 parameters"),
+        pytest.param({"comm_hook": "int8", "param_hook": "int8"}, "int8, int8 parameters", marks=takes_collectives),
         ({"accumulate_grads": "unsharded"}, "uncompressed, accumulate unsharded"),
     ],
 )
