@@ -234,16 +234,6 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
         for logger in trainer.loggers if self.is_global_zero else ():
             logger.log_metrics(metrics, step=batches_that_stepped(trainer))
 
-    def _loss_scale(self) -> float:
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        return 0.0 if scaler is None else float(scaler.get_scale())
-
-    def _agree_on_loss_scale(self, scales: list[float]) -> None:
-        """Sets this rank's gradient scaler to the smallest scale of all, since steps may be skipped on some only."""
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None and min(scales) != max(scales):
-            scaler.update(min(scales))
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a value over the ranks; within a training batch it returns this rank's own, without waiting."""
         if group is None and self.rounds is not None and batch_is_open(trainer_of(self)):

@@ -19,7 +19,10 @@ from lightning_commopt.text.validation import warn_once
 
 
 class WorkerExchanges(LivingCollectives):
-    """The part of a strategy that makes the exchange of a fit, and the group of ranks that form one worker."""
+    """The part of a strategy that makes the exchange of a fit and the group of ranks that form one worker.
+
+    It also agrees on the scale of the loss, where gradients are scaled.
+    """
 
     _plan: DiLoCoPlan
     _groups: BorrowedGroups | None = None
@@ -72,6 +75,16 @@ class WorkerExchanges(LivingCollectives):
         group, _ = dist.new_subgroups_by_enumeration(nodes, timeout=self.timeout)
         assert isinstance(group, dist.ProcessGroup)
         return group
+
+    def _loss_scale(self) -> float:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return 0.0 if scaler is None else float(scaler.get_scale())
+
+    def _agree_on_loss_scale(self, scales: list[float]) -> None:
+        """Sets this rank's gradient scaler to the smallest scale of all, since steps may be skipped on some only."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None and min(scales) != max(scales):
+            scaler.update(min(scales))
 
 
 def keep_batch_norm_within(module: Module, within: dist.ProcessGroup | None) -> None:
