@@ -1,9 +1,10 @@
 """All that a GPU can tell, in one command of about ten minutes that may be cut at any time.
 
-Parts run in order of value, each in processes of its own that are all ended at its limit. After each row of the result
-the JSON file and the Markdown table are written anew. A part that fails is a row with its error, and the next one goes
-on. With several GPUs each rank has its own; with one GPU two ranks share it, as two hosts. Slow links are those of the
-network lab, where this machine can make one. The exit status is 1 if something is wrong or has failed.
+Parts run in order of value, each in processes of its own that are all ended at its limit: first, beside each other,
+those that time nothing, then the others one by one. After each row of the result the JSON file and the Markdown table
+are written anew. A part that fails is a row with its error, and the next one goes on. With several GPUs each rank has
+its own; with one GPU two ranks share it, as two hosts. Slow links are those of the network lab, where this machine can
+make one. The exit status is 1 if something is wrong or has failed.
 
 python benchmarks/gpu.py
 python benchmarks/gpu.py --limit 480 --output FOLDER --parts parity,ladder
@@ -19,9 +20,11 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
@@ -36,7 +39,9 @@ from lightning_commopt.launch.process import InterruptedRun, raise_signals, run_
 _LIMIT_S = 600.0
 """In which all parts have the limits of `PARTS`."""
 _LEFT_S = 1.0  # of a program's limit for what comes after it
-_MARK = "COMMOPT_GPU_PROGRAM"
+_RUN, _MARK = "COMMOPT_GPU_RUN", "COMMOPT_GPU_PROGRAM"
+_RUN_ID = uuid.uuid4().hex
+_is_over = threading.Event()  # no program is to be started any more
 _GONE_S = 10.0
 _POLL_S = 0.05
 
@@ -52,7 +57,9 @@ def run_program(
     mark = uuid.uuid4().hex
     try:
         [output] = run_ranks(
-            [(command, {**environment, _MARK: mark})], on_output=lambda _, part: on_output(part), timeout_s=limit_s
+            [(command, {**environment, _RUN: _RUN_ID, _MARK: mark})],
+            on_output=lambda _, part: on_output(part),
+            timeout_s=limit_s,
         )
         return 0, output
     except RankError as error:
@@ -127,8 +134,14 @@ def run_part(name: str, part: Part, setting: Setting, report: Report, limit_s: f
         report.add(name, each)
     programs = [] if known else part.programs(setting)
     for at, program in enumerate(programs):
+        if _is_over.is_set():
+            return
         remaining_s = start_s + limit_s - time.monotonic()
-        own_s = remaining_s * program.share / sum(other.share for other in programs[at:])
+        if remaining_s < program.least_s:
+            report.add(name, row(program.name, "no time left", "not run"))
+            continue
+        share_s = remaining_s * program.share / sum(other.share for other in programs[at:])
+        own_s = max(share_s, program.least_s)
         if program.output is not None:
             program.output.unlink(missing_ok=True)  # of an earlier run on this day
         rows = Rows(report, name, program)
@@ -137,6 +150,8 @@ def run_part(name: str, part: Part, setting: Setting, report: Report, limit_s: f
             status, output = run_program(command_of(program, own_s - _LEFT_S), environment, own_s, rows.read)
         finally:
             rows.read_file()
+        if _is_over.is_set():
+            return
         if rows.error is not None:
             report.add(name, row(f"{program.name}, its file", rows.error, "failed"))
         if status is None:
@@ -147,17 +162,30 @@ def run_part(name: str, part: Part, setting: Setting, report: Report, limit_s: f
 
 
 def run_all(names: list[str], setting: Setting, report: Report, limit_s: float) -> None:
-    """Runs parts until the time is up."""
-    ends_at = time.monotonic() + limit_s
+    """Runs parts until the time is up: those that time nothing beside each other, then the others one by one."""
+    ends_at, scale = time.monotonic() + limit_s, limit_s / _LIMIT_S
+    beside = [name for name in names if not PARTS[name].is_timed]
+    own_s = {name: min(max(PARTS[name].least_s, PARTS[name].limit_s * scale), limit_s) for name in names}
+    running: list[Future[None]] = []
+    with ThreadPoolExecutor(max(1, len(beside))) as pool:
+        try:
+            running += [pool.submit(run_part, name, PARTS[name], setting, report, own_s[name]) for name in beside]
+            for future in running:
+                future.result()
+        except BaseException:
+            _is_over.set()
+            while wait(running, _POLL_S).not_done:  # one may be starting a program right now
+                _end_marked(f"{_RUN}={_RUN_ID}".encode())
+            raise
     for name in names:
-        part = PARTS[name]
-        remaining_s = ends_at - time.monotonic()
-        own_s = min(max(part.least_s, part.limit_s * limit_s / _LIMIT_S), remaining_s)
-        if own_s < part.least_s:
+        part, remaining_s = PARTS[name], ends_at - time.monotonic()
+        if name in beside:
+            continue
+        if remaining_s < part.least_s:
             report.begin(name, part.title, 0.0)
             report.add(name, row(part.title, "not run: no time left", "not run"))
             continue
-        run_part(name, part, setting, report, own_s)
+        run_part(name, part, setting, report, min(own_s[name], remaining_s))
 
 
 def parse() -> argparse.Namespace:

@@ -26,11 +26,12 @@ Reader = Callable[[dict[str, Any]], Iterator[Row]]
 
 _HERE = Path(__file__).parent
 _COMMOPT = ("-c", "from lightning_commopt.commands.app import app; app()")
-FITS = (
-    *("ddp_32", "ddp_bf16", "accumulation", "clipping", "unused", "fp16", "fsdp_32", "compressors_32", "resume"),
-    *("fsdp_bf16", "compile", "diloco_32", "diloco_fp16", "callbacks", "compressors_bf16", "fsdp_bf16_true"),
+FITS = ("ddp_32", "ddp_bf16", "accumulation", "clipping", "unused", "fp16", "fsdp_32", "compressors_32")
+MORE_FITS = (
+    *("resume", "auto", "fsdp_bf16", "compile", "diloco_32", "diloco_fp16", "callbacks", "compressors_bf16"),
+    "fsdp_bf16_true",
 )
-FEW_FITS = ("ddp_32", "accumulation", "fsdp_32", "resume")
+FEW_FITS, FEW_MORE_FITS = ("ddp_32", "accumulation", "fsdp_32"), ("resume",)
 PLANS = ("no_sync", "ddp", "int8", "int4", "powersgd", "alternating", "torch_powersgd", "bf16", "torch_bf16")
 FEW_PLANS = ("ddp", "int8")
 RATES = {"10gbit": "10 Gbit/s", "none": "without a limit", "1gbit": "1 Gbit/s", "25gbit": "25 Gbit/s"}
@@ -70,6 +71,7 @@ class Program:
         name: of it, for the row that says how it failed.
         arguments: of Python; ``{limit_s}`` becomes the seconds that it has.
         share: of the part's time, in relation to the programs after it.
+        least_s: below which it is not run.
         output: its file.
         read: makes rows of that.
     """
@@ -77,6 +79,7 @@ class Program:
     name: str
     arguments: Sequence[str]
     share: float = 1.0
+    least_s: float = 0.0
     output: Path | None = None
     read: Reader | None = None
 
@@ -88,7 +91,8 @@ class Part:
     Attributes:
         title: in tables.
         limit_s: of 600 s in all; parts shrink and grow with the limit of all.
-        least_s: below which it is not run.
+        least_s: below which it is not run: on one H200 its programs need up to 15 s until they train.
+        is_timed: what it finds depends on how fast it runs, so that nothing may run beside it.
         programs: what it runs.
         notes: rows on what it cannot run here.
         known: rows that other parts have measured already; then nothing is run.
@@ -97,6 +101,7 @@ class Part:
     title: str
     limit_s: float
     least_s: float
+    is_timed: bool = True
     programs: Callable[[Setting], list[Program]]
     notes: Callable[[Setting], list[Row]] = field(default=lambda setting: [])
     known: Callable[[Mapping[str, Any]], list[Row]] = field(default=lambda parts: [])
@@ -117,6 +122,7 @@ def _on_ranks(
     *options: str,
     rate: str | None = None,
     share: float = 1.0,
+    least_s: float = 0.0,
 ) -> Program:
     """Returns a program whose ranks do cases."""
     place = setting.place
@@ -125,7 +131,7 @@ def _on_ranks(
         *("--limit-s", "{limit_s}", *(["--rate", rate] if rate else []), "--cases", ",".join(cases)),
         *("--", str(_HERE / script), *options),
     )
-    return Program(name=name, arguments=arguments, share=share)
+    return Program(name=name, arguments=arguments, share=share, least_s=least_s)
 
 
 def _selftest(setting: Setting, *, is_full: bool = False) -> list[Program]:
@@ -143,9 +149,9 @@ def _selftest_by_itself(setting: Setting) -> list[Row]:
     return [row("all checks", "a dry run leaves them to commopt selftest --device cpu", "not run")]
 
 
-def _fits(setting: Setting) -> list[Program]:
-    cases, num_steps = (FEW_FITS, "6") if setting.is_dry else (FITS, "30")
-    return [_on_ranks(setting, "fits", "gpu_fits.py", cases, "--num-steps", num_steps)]
+def _fits(setting: Setting, *, cases: Sequence[str], few: Sequence[str]) -> list[Program]:
+    options = ("--num-steps", "6" if setting.is_dry else "30")
+    return [_on_ranks(setting, "fits", "gpu_fits.py", few if setting.is_dry else cases, *options)]
 
 
 _TINY_LADDER = ("--model", "plain_vit_tiny", "--batch-size", "2", "--turn-s", "0.1")
@@ -154,7 +160,7 @@ _TINY_LADDER = ("--model", "plain_vit_tiny", "--batch-size", "2", "--turn-s", "0
 def _ladder(setting: Setting) -> list[Program]:
     is_lab = setting.why_no_lab is None
     rates = {rate: link for rate, link in RATES.items() if rate == "none" or is_lab}
-    shares = {"10gbit": 1.2, "none": 0.8, "1gbit": 2.2, "25gbit": 0.8}
+    least_s = {"10gbit": 40, "none": 35, "1gbit": 60, "25gbit": 35}  # one turn, after the start of the ranks
     if setting.is_dry:
         rates = dict(list(rates.items())[:1])
     options = (*_TINY_LADDER, "--num-turns", "1") if setting.is_dry else ("--num-turns", "2")
@@ -167,7 +173,8 @@ def _ladder(setting: Setting) -> list[Program]:
             *options,
             *("--link", link),
             rate=None if rate == "none" else rate,
-            share=shares[rate],
+            share=least_s[rate],
+            least_s=0 if setting.is_dry else least_s[rate],
         )
         for rate, link in rates.items()
     ]
@@ -235,12 +242,7 @@ def _auto(setting: Setting) -> list[Program]:
         options = ("--model", "plain_vit_tiny", "--num-fit-steps", "12", "--num-rounds", "1", "--num-caps", "1")
     link = RATES[AUTO_RATE] if is_lab else RATES["none"]
     rate = AUTO_RATE if is_lab else None
-    search = _on_ranks(
-        setting, f"a plan, {link}", "gpu_auto.py", ["search"], *options, "--link", link, rate=rate, share=2.0
-    )
-    if setting.is_dry:
-        return [search]
-    return [_on_ranks(setting, "bit for bit", "gpu_fits.py", ["auto"]), search]
+    return [_on_ranks(setting, f"a plan, {link}", "gpu_auto.py", ["search"], *options, "--link", link, rate=rate)]
 
 
 def _faults(setting: Setting) -> list[Program]:
@@ -257,20 +259,26 @@ def _memory(setting: Setting) -> list[Program]:
     return [_on_ranks(setting, "memory", "gpu_ladder.py", plans, *options, *end)]
 
 
+_FITS, _MORE_FITS = (
+    functools.partial(_fits, cases=cases, few=few) for cases, few in ((FITS, FEW_FITS), (MORE_FITS, FEW_MORE_FITS))
+)
 PARTS: dict[str, Part] = {
-    "selftest": Part(title="selftest", limit_s=60, least_s=20, programs=_selftest, notes=_selftest_by_itself),
-    "parity": Part(title="parity", limit_s=115, least_s=25, programs=_fits),
-    "ladder": Part(title="ladder of plans", limit_s=155, least_s=30, programs=_ladder, notes=_no_lab),
-    "kernels": Part(title="kernels", limit_s=45, least_s=15, programs=_kernels),
-    "profiler": Part(title="CommTimeMonitor", limit_s=55, least_s=20, programs=_profiler),
-    "overhead": Part(title="overhead", limit_s=60, least_s=20, programs=_overhead),
-    "auto": Part(title='plan="auto"', limit_s=50, least_s=25, programs=_auto),
-    "faults": Part(title="faults", limit_s=60, least_s=30, programs=_faults),
+    "selftest": Part(
+        title="selftest", limit_s=120, least_s=90, is_timed=False, programs=_selftest, notes=_selftest_by_itself
+    ),
+    "parity": Part(title="parity", limit_s=140, least_s=100, is_timed=False, programs=_FITS),
+    "more_parity": Part(title="parity, more", limit_s=140, least_s=100, is_timed=False, programs=_MORE_FITS),
+    "faults": Part(title="faults", limit_s=80, least_s=60, is_timed=False, programs=_faults),
+    "profiler": Part(title="CommTimeMonitor", limit_s=80, least_s=70, programs=_profiler),
+    "ladder": Part(title="ladder of plans", limit_s=170, least_s=70, programs=_ladder, notes=_no_lab),
+    "kernels": Part(title="kernels", limit_s=35, least_s=30, programs=_kernels),
+    "auto": Part(title='plan="auto"', limit_s=70, least_s=60, programs=_auto),
+    "overhead": Part(title="overhead", limit_s=80, least_s=80, programs=_overhead),
     "memory": Part(title="memory", limit_s=20, least_s=20, programs=_memory, known=known_memory),
     "selftest_full": Part(
         title="selftest --full",
         limit_s=330,
-        least_s=40,
+        least_s=100,
         programs=functools.partial(_selftest, is_full=True),
         notes=_selftest_by_itself,
     ),

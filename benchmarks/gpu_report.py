@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -31,7 +32,7 @@ def slug(name: str) -> str:
 
 
 class Report:
-    """Rows of all parts.
+    """Rows of all parts, of which several may run at the same time.
 
     Args:
         folder: of the files.
@@ -59,32 +60,33 @@ class Report:
         self.suffix = f"{slug(self.hardware)}_{date.today().isoformat()}"
         self.path = folder / f"{'gpu_dry_run' if is_dry else 'gpu'}_{self.suffix}.json"
         self.parts: dict[str, dict[str, Any]] = {}
+        self._lock = threading.RLock()
         self.ended_by: str | None = None
         folder.mkdir(parents=True, exist_ok=True)
 
     def begin(self, part: str, title: str, limit_s: float) -> None:
         """Adds a part, whose rows come next."""
-        self.parts[part] = {"title": title, "limit_s": round(limit_s, 1), "seconds": 0.0, "rows": []}
-        self.write()
+        with self._lock:
+            self.parts[part] = {"title": title, "limit_s": round(limit_s, 1), "seconds": 0.0, "rows": []}
+            self.write()
 
     def add(self, part: str, row: dict[str, Any]) -> None:
-        """Adds a row, or replaces that of this name, and writes the files."""
+        """Adds a row, or replaces that of this name, with the seconds of this run at which it was known."""
         assert row["verdict"] in VERDICTS, row
-        rows = self.parts[part]["rows"]
-        at = next((at for at, other in enumerate(rows) if other["name"] == row["name"]), None)
-        if at is not None and rows[at] == row:
-            return
-        if at is None:
-            rows.append(row)
-        else:
-            rows[at] = row
-        print(f"{part}: {row['name']}: {row['verdict']}: {row['result']}", flush=True)
-        self.write()
+        with self._lock:
+            rows = self.parts[part]["rows"]
+            at = next((at for at, other in enumerate(rows) if other["name"] == row["name"]), len(rows))
+            if rows[at:] and row.items() <= rows[at].items():
+                return
+            rows[at : at + 1] = [{**row, "at_s": round(time.monotonic() - self._start_s, 1)}]
+            print(f"{part}: {row['name']}: {row['verdict']}: {row['result']}", flush=True)
+            self.write()
 
     def end(self, part: str, seconds: float) -> None:
         """Notes what a part took."""
-        self.parts[part]["seconds"] = round(seconds, 1)
-        self.write()
+        with self._lock:
+            self.parts[part]["seconds"] = round(seconds, 1)
+            self.write()
 
     def count(self) -> Counter[str]:
         """Returns how many rows there are of each verdict."""

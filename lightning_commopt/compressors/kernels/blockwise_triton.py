@@ -26,7 +26,7 @@ from lightning_commopt.compressors.kernels.blockwise_tiles_triton import (
     row_at,
     write_tile,
 )
-from lightning_commopt.compressors.kernels.elementwise_triton import load, store
+from lightning_commopt.compressors.kernels.elementwise_triton import load, store, store_if
 from lightning_commopt.compressors.kernels.launch_triton import launch
 
 _TILE_NUMEL = 4096
@@ -113,7 +113,7 @@ def _encode(
         c += load(residual + elements, inside, is_whole).to(tl.float32)
     rest, finite = write_tile(c, message, row, blocks, num_blocks, fits, K, ROWS_ALIGNED, TILE, B, H)
     if HAS_RESIDUAL:
-        tl.store(residual + elements, rest.to(residual.dtype.element_ty), inside & finite)
+        store_if(residual + elements, rest.to(residual.dtype.element_ty), finite, inside, is_whole)
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -137,7 +137,7 @@ def _reduce(
     if HAS_RESIDUAL:
         kept = load(residual + elements, inside, is_whole).to(tl.float32)
         kept += rest * WORLD_SIZE
-        tl.store(residual + elements, kept.to(residual.dtype.element_ty), inside & finite)
+        store_if(residual + elements, kept.to(residual.dtype.element_ty), finite, inside, is_whole)
 
 
 @triton.jit(do_not_specialize=_SIZES)

@@ -23,7 +23,8 @@ _BLOCK = 4096
 """Elements per program: 16 for each of the 256 threads of 8 warps, so that a thread has several wide accesses under
 way, and spills no registers (``benchmarks/compiled_kernels.py``)."""
 _FINITE_BLOCK = 8192
-"""Elements per flag. A check only reads, so its registers suffice for twice `_BLOCK`, with half as many flags."""
+"""Elements per flag, and flags that are combined at a time. A check only reads, so its registers suffice for twice
+`_BLOCK`, with half as many flags."""
 
 
 def narrow(flat: Tensor, residual: Tensor | None, scale: float, out: Tensor) -> None:
@@ -51,13 +52,18 @@ def add_lost(residual: Tensor, values: Tensor, rounded: Tensor, factor: int, fin
 
 
 def all_finite(values: Tensor) -> Tensor:
-    """Returns whether ``values`` ``(n,)`` are finite, one flag for each block of them."""
+    """Returns whether ``values`` ``(n,)`` are finite, one flag for all of them."""
     num_blocks = -(-values.numel() // _FINITE_BLOCK)
     flags = torch.empty(num_blocks, dtype=torch.bool, device=values.device)
+    options = {"num_warps": 8, "enable_fp_fusion": False}
     if num_blocks:
-        options = {"num_warps": 8, "enable_fp_fusion": False}
         launch(_find_bad, (num_blocks, 1, 1), values, flags, values.numel(), BLOCK=_FINITE_BLOCK, **options)
-    return flags
+    if num_blocks <= 1:
+        return flags
+    # Every program of a kernel that depends on the flags reads all of them.
+    whole = torch.empty(1, dtype=torch.bool, device=values.device)
+    launch(_combine_flags, (1, 1, 1), whole, flags, num_blocks, BLOCK=_FINITE_BLOCK, **options)
+    return whole
 
 
 def _launch(kernel: Any, dtype: torch.dtype, first: Tensor, *args: Any, **constants: Any) -> None:
@@ -85,6 +91,18 @@ def store(pointers, values, inside, is_whole):
         tl.store(pointers, values)
     else:
         tl.store(pointers, values, inside)
+
+
+@triton.jit
+def store_if(pointers, values, chosen, inside, is_whole):
+    """Writes the elements that are ``chosen`` and ``inside``.
+
+    The choice is the same for whole blocks, ``(TILE, 1, 1)``, so that by itself it leaves the accesses wide.
+    """
+    if is_whole:
+        tl.store(pointers, values, chosen)
+    else:
+        tl.store(pointers, values, inside & chosen)
 
 
 @triton.jit
@@ -207,3 +225,13 @@ def _find_bad(values, flags, numel, BLOCK: tl.constexpr):
         block = block.to(tl.float32)
     is_good = tl.abs(block) < float("inf")
     tl.store(flags + tl.program_id(0), tl.min(is_good.to(tl.int32), 0) != 0)
+
+
+@triton.jit(do_not_specialize=["num_flags"])
+def _combine_flags(whole, flags, num_flags, BLOCK: tl.constexpr):
+    """Writes whether all flags are set."""
+    is_good = tl.full((BLOCK,), 1, tl.int8)
+    for first in range(0, num_flags, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        is_good &= tl.load(flags + at, at < num_flags, 1).to(tl.int8)
+    tl.store(whole, tl.min(is_good.to(tl.int32), 0) != 0)
