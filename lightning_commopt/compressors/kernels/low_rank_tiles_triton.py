@@ -25,6 +25,10 @@ SUM_BLOCK = 64
 REST_BLOCK = 2048
 """Elements that one program copies uncompressed: half of a tile by rows, since most of the rest is short vectors."""
 
+_MAX_UNROLLED = 8
+"""Columns of the factors up to which loops over them are unrolled, so that all of a tile's loads are under way at once.
+More would take too many registers."""
+
 # Rows and columns of a tile, of 32 KiB at most in float32, so that it fits in registers. A tile is wide if rows are
 # summed up and tall if columns are, which makes few partial sums.
 _TILES = {True: (32, 128), False: (256, 32), None: (32, 128)}
@@ -75,6 +79,8 @@ def plan_for(parts: Parts, device: torch.device, by_rows: bool | None = None) ->
             rest.append((first, place + first - start, min(REST_BLOCK, end - first)))
         place += end - start
     options = {"TILE_M": tile_m, "TILE_K": tile_k, "num_warps": tile_m * tile_k // 1024, "enable_fp_fusion": True}
+    num_columns = max((matrix.r for matrix in parts.matrices), default=0)
+    options["COLUMNS"] = num_columns if num_columns <= _MAX_UNROLLED else 0
     options["ALIGNED"] = gcd(4, *(number for matrix in parts.matrices for number in (matrix.start, matrix.k)))
     tile_table, rest_table, sum_table = (
         torch.tensor(rows, dtype=torch.int64, device="cpu").to(device) for rows in (tiles, rest, sums)
@@ -108,11 +114,25 @@ def load_tile(tiles, ALIGNED: tl.constexpr, TILE_M: tl.constexpr, TILE_K: tl.con
 
 
 @triton.jit
-def product_tile(factor_p, factor_q, m, k, r, rows, columns, zeros):
-    """Returns this tile of ``P Q^T``; ``factor_p`` and ``factor_q`` point to the factors of the matrix."""
+def thin(pointer, i, r, side, at):
+    """Returns the elements ``at`` of column ``i`` of a factor with ``r`` columns, of which each has ``side`` elements.
+
+    They are zeros for a column that the factor does not have.
+    """
+    return tl.load(pointer + i * side + at, at < tl.where(i < r, side, 0), 0)
+
+
+@triton.jit
+def product_tile(factor_p, factor_q, m, k, r, rows, columns, zeros, COLUMNS: tl.constexpr):
+    """Returns this tile of ``P Q^T``; ``factor_p`` and ``factor_q`` point to the factors of the matrix.
+
+    ``COLUMNS`` is at least ``r``, or 0 for a loop that is not unrolled.
+    """
     product = zeros
-    for i in range(r):
-        thin_p = tl.load(factor_p + i * m + rows, rows < m, 0)
-        thin_q = tl.load(factor_q + i * k + columns, columns < k, 0)
-        product += thin_p[:, None] * thin_q[None, :]
+    if COLUMNS > 0:
+        for i in tl.static_range(COLUMNS):
+            product += thin(factor_p, i, r, m, rows)[:, None] * thin(factor_q, i, r, k, columns)[None, :]
+    else:
+        for i in range(r):
+            product += thin(factor_p, i, r, m, rows)[:, None] * thin(factor_q, i, r, k, columns)[None, :]
     return product

@@ -26,6 +26,7 @@ from lightning_commopt.compressors.kernels.low_rank_tiles_triton import (
     load_tile,
     plan_for,
     product_tile,
+    thin,
 )
 
 _SUM_SPLITS = 16  # partial sums that are added up at once: with `SUM_BLOCK` 8 numbers for each thread of 4 warps
@@ -105,6 +106,7 @@ def _compress(
     RESIDUAL: tl.constexpr,
     SCALE: tl.constexpr,
     BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -116,25 +118,35 @@ def _compress(
         if RESIDUAL == 1:
             gradients = values
             kept = tl.load(residual + elements, inside, 0)
-            kept -= product_tile(sent_p + p, sent_q + q, m, k, r, rows, columns, tl.zeros_like(kept))
+            kept -= product_tile(sent_p + p, sent_q + q, m, k, r, rows, columns, tl.zeros_like(kept), COLUMNS)
             values += kept
             tl.store(residual + elements, tl.where(tl.abs(gradients) < float("inf"), values, kept), inside)
         if RESIDUAL == 2:
             values += tl.load(residual + elements, inside, 0).to(values.dtype)
             tl.store(bucket + elements, values, inside)
-        for i in range(r):
-            if BY_ROWS:
-                thin = tl.load(factor + q + i * k + columns, columns < k, 0)
-                tl.store(partials + out + i * m + rows, tl.sum(values * thin[None, :], 1), rows < m)
-            else:
-                thin = tl.load(factor + p + i * m + rows, rows < m, 0)
-                tl.store(partials + out + i * k + columns, tl.sum(values * thin[:, None], 0), columns < k)
+        if COLUMNS > 0:
+            for i in tl.static_range(COLUMNS):
+                _multiply(values, factor, p, q, i, m, k, r, rows, columns, partials + out, BY_ROWS)
+        else:
+            for i in range(r):
+                _multiply(values, factor, p, q, i, m, k, r, rows, columns, partials + out, BY_ROWS)
     else:
         at, places, there = _load_chunk(rest, num_tiles, BLOCK)
         chunk = tl.load(bucket + at, there, 0)
         if RESIDUAL != 0:
             chunk += tl.load(residual + at, there, 0).to(chunk.dtype)
         tl.store(message + places, chunk * SCALE, there)
+
+
+@triton.jit
+def _multiply(values, factor, p, q, i, m, k, r, rows, columns, out, BY_ROWS: tl.constexpr):
+    """Multiplies a tile by its part of column ``i`` of the factor, if the factor has it."""
+    if BY_ROWS:
+        part = tl.sum(values * thin(factor + q, i, r, k, columns)[None, :], 1)
+        tl.store(out + i * m + rows, part, rows < tl.where(i < r, m, 0))
+    else:
+        part = tl.sum(values * thin(factor + p, i, r, m, rows)[:, None], 0)
+        tl.store(out + i * k + columns, part, columns < tl.where(i < r, k, 0))
 
 
 @triton.jit
@@ -186,6 +198,7 @@ def _decompress(
     num_flags,
     RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -199,7 +212,7 @@ def _decompress(
         m, k, r, rows, columns, elements, inside, p, q, _ = load_tile(tiles, ALIGNED, TILE_M, TILE_K)
         mean = tl.zeros((TILE_M, TILE_K), bucket.dtype.element_ty)
         if is_finite:
-            mean = product_tile(factor_p + p, factor_q + q, m, k, r, rows, columns, mean)
+            mean = product_tile(factor_p + p, factor_q + q, m, k, r, rows, columns, mean, COLUMNS)
         else:
             if RESIDUAL == 1:
                 gradients = tl.load(bucket + elements, inside, 0)
@@ -228,6 +241,7 @@ def _subtract_product(
     factor_q,
     finite,
     num_flags,
+    COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_K: tl.constexpr,
@@ -236,5 +250,5 @@ def _subtract_product(
     if all_set(finite, num_flags):
         m, k, r, rows, columns, elements, inside, p, q, _ = load_tile(tiles, ALIGNED, TILE_M, TILE_K)
         rest = tl.load(flat + elements, inside, 0)
-        rest -= product_tile(factor_p + p, factor_q + q, m, k, r, rows, columns, tl.zeros_like(rest))
+        rest -= product_tile(factor_p + p, factor_q + q, m, k, r, rows, columns, tl.zeros_like(rest), COLUMNS)
         tl.store(out + elements, rounded_for(out, rest), inside)
