@@ -60,7 +60,9 @@ def run_once(name: str, strategy: str, has_monitor: bool, wait_s: float, where: 
         closing.callback(job.close)
         reported_at_s = watch(job, wait_s)
         outputs, begin_s, left = job.outputs, job.fault_at_s, job.left()
-        report = read_report(folder / "host0") if has_monitor else None
+        # The watcher of a rank that has failed may report, in the folder of its own host.
+        reports = [read_report(folder / f"host{host}") for host in range(fault.world_size)] if has_monitor else []
+        report = next(filter(None, reports), None)
         verdict = judge(fault, report, outputs)
         at_s = reported_at_s.get(verdict.source or "") if verdict.is_reported else None
         reported_s = None if at_s is None or begin_s is None else at_s - begin_s

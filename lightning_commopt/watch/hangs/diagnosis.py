@@ -152,7 +152,7 @@ def diagnose(snapshots: Sequence[RankSnapshot]) -> Diagnosis:
     has_records = all(rank.parsed_collectives() for rank in ordered)
     if not has_records and (alone := [rank for ranks in called_alone(ordered).values() for rank in ranks]):
         return _diagnosis("alone", alone, ordered)
-    if behind := _behind(known):
+    if behind := _behind([rank for rank in known if not rank.is_inferred]):
         return _diagnosis("late", behind, ordered)
     if silent := [rank for rank in ordered if rank not in known]:
         return _diagnosis("unreachable", silent, ordered)
@@ -236,7 +236,7 @@ def _last_in_sync(snapshots: Sequence[RankSnapshot]) -> RankSnapshot | None:
 def _behind(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:
     """Returns the ranks of a lower step or with fewer buckets; empty if all are equal."""
     progress = {rank.rank: (rank.step, rank.phase == BACKWARD, rank.ready) for rank in snapshots}
-    least = min(progress.values())
+    least = min(progress.values(), default=None)
     behind = [rank for rank in snapshots if progress[rank.rank] == least]
     return behind if len(behind) < len(snapshots) else []
 
@@ -260,6 +260,7 @@ def _diagnosis(
         parts = [sentences.group_text(culprits, describe), sentences.group_text(waiting, sentences.describe_waiting)]
         sentence = "; ".join(part for part in parts if part)
         in_one = [rank for rank in (*waiting, *culprits) if rank.is_waiting or sentences.was_waiting(rank)]
+        in_one.sort(key=attrgetter("is_inferred"))  # the others know better what they wait in
         operation = next(map(sentences.operation_text, in_one), None)
     if left is not None:
         first = left  # this rank waits in what was skipped

@@ -12,7 +12,12 @@ from lightning_commopt.compat.hooks import activity_of
 from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs import process as processes
-from lightning_commopt.watch.hangs.flight_recorder import Collective
+from lightning_commopt.watch.hangs.device_place import (
+    add_device_bucket,
+    current_span,
+    find_unmarked_bucket,
+    follow_device,
+)
 from lightning_commopt.watch.hangs.marks import NUM_BYTES, PHASES, Mark, PhaseTimes, read_marks
 from lightning_commopt.watch.hangs.process import ComputingProbe
 from lightning_commopt.watch.hangs.snapshot import SIGTERM_BROADCAST, RankSnapshot, place_in_training
@@ -173,8 +178,9 @@ class Observation:
             **place_in_training(self.marks, self._names),
         )
         if is_whole and state == "running":
-            if self._add_stacks(snapshot):
-                self._add_dump(snapshot)
+            is_answered = self._add_stacks(snapshot) and self._add_dump(snapshot)
+            if self._settings.has_gpu and not is_answered:
+                self._infer_wait(snapshot)
         elif self._raised:
             self._add_thread(snapshot, self._raised)
             self._apply_dump(snapshot, self._last_dump)
@@ -247,12 +253,19 @@ class Observation:
             if (place := user_place(frames)) is not None:
                 snapshot.worker_places.append(str(place))
 
-    def _add_dump(self, snapshot: RankSnapshot) -> None:
+    def _add_dump(self, snapshot: RankSnapshot) -> bool:
+        """Adds the collectives that the process reports; returns whether it has answered."""
         dump = self._link.request(times.ANSWER_S, dump=True)
         if dump is None:
             snapshot.missing.append(f"collectives: the process has not answered within {times.ANSWER_S:g} s")
-            return
+            return False
         self._apply_dump(snapshot, dump)
+        return True
+
+    def _infer_wait(self, snapshot: RankSnapshot) -> None:
+        """Lets a rank wait that does not say what its device is in, where its thread only waits for the device."""
+        if snapshot.hook == SIGTERM_BROADCAST and snapshot.called is None:
+            snapshot.called, snapshot.is_ahead = "broadcast", True
 
     def _apply_dump(self, snapshot: RankSnapshot, dump: dict[str, Any]) -> None:
         if dump.get("owner") and snapshot.hook is not None:  # the class that has the hook is known
@@ -260,36 +273,18 @@ class Observation:
         snapshot.collectives = dump.get("collectives")
         if dump.get("missing"):
             snapshot.missing.append(dump["missing"])
-        if self._settings.has_gpu and snapshot.called is None:
-            # The host runs ahead, and waits wherever it needs a result, so the collective of the device counts.
-            snapshot.called = _operation_of(snapshot.current_collective())
-        if dump.get("device_bucket") is not None and snapshot.bucket is None:
-            snapshot.bucket, snapshot.all_ready = dump["device_bucket"], True
+        marks = self.marks
+        span = follow_device(snapshot, marks) if self._settings.has_gpu else current_span(marks)
+        if dump.get("device_bucket") is not None:
+            add_device_bucket(snapshot, dump)
         elif snapshot.phase == kinds.BACKWARD and self._num_unmarked:
-            self._find_unmarked(snapshot)
+            find_unmarked_bucket(snapshot, span, self._num_unmarked)
         elif snapshot.phase == kinds.BACKWARD and snapshot.bucket is None and snapshot.called is None:
             # With another hook than ours, or before DDP has built its buckets, only the collective is known.
-            snapshot.called = _operation_of(snapshot.current_collective())
+            current = snapshot.current_collective()
+            snapshot.called = None if current is None else current.signature.operation
         if snapshot.bucket is not None:
             snapshot.bucket_names = list(self._names.get(snapshot.bucket, []))
-
-    def _find_unmarked(self, snapshot: RankSnapshot) -> None:
-        """Finds the buckets of a DDP without a hook among the collectives that were called in this backward."""
-        entered_s = next(mark.at_s for mark in reversed(self.marks) if mark.kind == kinds.PHASE)
-        since_unix_s = entered_s + time.time() - time.monotonic()
-        called = [
-            collective
-            for collective in snapshot.parsed_collectives()
-            if collective.called_unix_s >= since_unix_s and collective.signature.operation == "all_reduce"
-        ]
-        snapshot.ready = len(called)
-        snapshot.all_ready = len(called) >= self._num_unmarked
-        current = snapshot.current_collective()
-        snapshot.bucket = called.index(current) if current in called else None
-
-
-def _operation_of(collective: Collective | None) -> str | None:
-    return None if collective is None else collective.signature.operation
 
 
 def _text_of(frame: Frame | None) -> str | None:

@@ -70,14 +70,14 @@ class PeerWatchers:
                 return True
         return False
 
-    def send_all(self, **message: Any) -> None:
-        """Sends a message to all, also those whose ranks have ended: one of them may be about to report."""
+    def send_all(self, **message: Any) -> list[dict[str, Any]]:
+        """Sends a message to all, also those whose ranks have ended: one of them may be about to report.
 
-        def send(rank: int) -> None:
-            with suppress(OSError):
-                ask(self._addresses[rank], self._key, message, times.HELLO_ANSWER_S)
-
-        self._in_parallel(send, list(self._addresses))
+        Returns:
+            The answers of those that can be reached.
+        """
+        answers = self._in_parallel(lambda rank: self._send(rank, message), list(self._addresses))
+        return [answer for answer in answers if answer is not None]
 
     def _ask_state(self, rank: int) -> RankSnapshot:
         address = self._addresses[rank]
@@ -91,10 +91,12 @@ class PeerWatchers:
             return RankSnapshot(rank=rank, host=address.host, state=state, detail=str(error))
 
     def _hello(self, rank: int) -> dict[str, Any] | None:
-        try:
-            return ask(self._addresses[rank], self._key, {"hello": True}, times.HELLO_ANSWER_S)
-        except OSError:
-            return None
+        return self._send(rank, {"hello": True})
+
+    def _send(self, rank: int, message: dict[str, Any]) -> dict[str, Any] | None:
+        with suppress(OSError):
+            return ask(self._addresses[rank], self._key, message, times.HELLO_ANSWER_S)
+        return None
 
     def _in_parallel(self, function: Callable[[int], _T], ranks: list[int]) -> list[_T]:
         if not ranks:

@@ -84,7 +84,8 @@ class WatchedRank:
             )
         os.close(self._marks.fd)
         self.observer = MarkedSync(self)
-        self._events: deque[tuple[int, torch.cuda.Event]] | None = (
+        self._step = 0
+        self._events: deque[tuple[int, int, torch.cuda.Event]] | None = (
             deque(maxlen=_NUM_EVENTS) if device.type == "cuda" else None
         )
         self._link = RankLink(own)
@@ -97,6 +98,7 @@ class WatchedRank:
 
     def enter(self, phase: int, step: int) -> None:
         """Marks the begin of a phase, an index into `lightning_commopt.watch.hangs.marks.PHASES`."""
+        self._step = step
         self._marks.write(kinds.PHASE, phase, step)
 
     def mark(self, kind: int, code: int = 0, value: int = 0) -> None:
@@ -116,7 +118,7 @@ class WatchedRank:
         if self._events is not None:
             event = torch.cuda.Event()
             event.record()
-            self._events.append((index, event))
+            self._events.append((self._step, index, event))
 
     def note_stop(self, reason: str) -> None:
         """Reports why the training of this rank ends before its last batch."""
@@ -192,7 +194,9 @@ def exchange_addresses(
     link.send(peers=exchange("address", [ip, answer["port"], socket.gethostname()]))
 
 
-def describe_work(frame: FrameType | None, events: Iterable[tuple[int, torch.cuda.Event]] | None) -> dict[str, Any]:
+def describe_work(
+    frame: FrameType | None, events: Iterable[tuple[int, int, torch.cuda.Event]] | None
+) -> dict[str, Any]:
     """Returns what a rank has called: the hook that a frame is in, the collectives, and the bucket on the device."""
     work: dict[str, Any] = {"owner": hook_owner(frame)}
     try:
@@ -201,7 +205,8 @@ def describe_work(frame: FrameType | None, events: Iterable[tuple[int, torch.cud
         work["missing"] = f"collectives: {error}"
     if events is not None:
         try:
-            work["device_bucket"] = next((index for index, event in [*events] if not event.query()), None)
+            pending = ((step, index) for step, index, event in [*events] if not event.query())
+            work["device_step"], work["device_bucket"] = next(pending, (None, None))
         except RuntimeError as error:  # after an error of CUDA every call raises it again
             work["missing"] = f"buckets on the device: {_first_line(error)}"
     return work

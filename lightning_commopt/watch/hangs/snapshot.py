@@ -58,6 +58,8 @@ class RankSnapshot:
     fragment_names: list[str] = field(default_factory=list)  # names of its parameters
     # The collective that the fit's thread is in, or has raised in, or that its device waits in; None if there is none.
     called: str | None = None
+    # Whether the fit's thread has gone on, or may have, since it called that: its stack does not show the place then.
+    is_ahead: bool = False
     # The hook of a callback or a module that the fit's thread is in, or `SIGTERM_BROADCAST`; None if there is none.
     hook: str | None = None
     # The user's own code that the fit's thread is in, or has raised in, as "file:line in function".
@@ -95,8 +97,15 @@ class RankSnapshot:
         return self.state in ("unreachable", "unwatched", "silent")
 
     @property
+    def is_inferred(self) -> bool:
+        """Whether it is known that the rank waits, but not in what: it has not said what its device is in."""
+        return self.is_ahead and self.collectives is None
+
+    @property
     def frames(self) -> list[str]:
-        """Stack of the fit's thread, innermost first, without line numbers; empty if unknown."""
+        """Stack of the fit's thread where the rank is, innermost first, without line numbers; empty if unknown."""
+        if self.is_ahead:
+            return []
         frames = self.stacks.get(f"process {self.pid}", {}).get(self.fit_thread, [])
         return [re.sub(r":\d+ in ", " ", frame) for frame in frames]
 
@@ -110,12 +119,15 @@ class RankSnapshot:
 
     def current_collective(self) -> Collective | None:
         """Returns the collective that the rank waits in, or did when it lost its connection; None if there is none."""
-        collectives = self.parsed_collectives()
-        outstanding = next((collective for collective in collectives if not collective.is_done), None)
+        collectives, outstanding = self.parsed_collectives(), self.outstanding_collective()
         was_in_one = self.is_consequence and (self.called is not None or self.phase == BACKWARD)
         if outstanding is None and was_in_one and collectives:
             return collectives[-1]  # gloo marks collectives that have failed as ended
         return outstanding
+
+    def outstanding_collective(self) -> Collective | None:
+        """Returns the oldest collective that has not ended on this rank; None if there is none."""
+        return next((collective for collective in self.parsed_collectives() if not collective.is_done), None)
 
     def to_plain(self) -> dict[str, Any]:
         return {**vars(self), "phase_name": PHASES[self.phase].name}

@@ -1,7 +1,8 @@
 """The watcher: reports a hang even when its rank is stopped or dead.
 
 Every rank has one. It reads the state of its own rank from memory and the kernel, and asks the other watchers over TCP.
-Only the lowest rank whose watcher can be reached asks all and reports, so that a hang is reported once.
+Only the lowest rank whose watcher can be reached asks all, and the watcher of a rank that has ended. Those that find a
+hang at the same time agree on one that reports it (`Turn`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from lightning_commopt.watch.hangs.process import end_rank, is_alive
 from lightning_commopt.watch.hangs.records import Records
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 from lightning_commopt.watch.hangs.transport import Address, RankLink, Server
+from lightning_commopt.watch.hangs.turn import Turn
 
 SETTINGS_VARIABLE = "COMMOPT_HANG_WATCHER"
 """Environment variable with a watcher's settings, as JSON. Other users can read arguments, but not this."""
@@ -49,6 +51,7 @@ class Watcher:
         self._after_s, self._aborts = settings.after_s, settings.action == "abort"
         self._records = Records(Path(settings.folder), settings.rank)
         self._peers = PeerWatchers(settings.rank, settings.key)
+        self._turn = Turn(settings.rank)
         self._is_reported = False
         self._own_report: tuple[Diagnosis, list[RankSnapshot]] | None = None
         self._must_abort = threading.Event()
@@ -103,19 +106,15 @@ class Watcher:
         # Other ranks may end for the same reason, or all may be ended together, which is not a hang.
         time.sleep(times.DEATH_S)
         snapshots: list[RankSnapshot] | None = None
-        while True:
-            # Do not report failures that our own abort caused.
-            if self._is_reported or self._must_abort.is_set() or not self._peers:
-                return
+        while self._peers and not self._is_settled:
             if any(_is_cause(notice, snapshot) for notice in self._peers.notices.values()):
                 return
             before, snapshots = snapshots, self._look()
             if not (is_alive(self._settings.pid) and may_be_caught(snapshot, before, snapshots, self._after_s)):
-                break
+                is_shared = all((rank.state, rank.detail) == (snapshot.state, snapshot.detail) for rank in snapshots)
+                if is_shared or not is_waited_for(snapshot, snapshots) or self._report(diagnose(snapshots), snapshots):
+                    return
             time.sleep(times.CONFIRM_S)
-        is_shared = all((rank.state, rank.detail) == (snapshot.state, snapshot.detail) for rank in snapshots)
-        if not is_shared and is_waited_for(snapshot, snapshots):
-            self._report(diagnose(snapshots), snapshots)
 
     def _inquire(self) -> None:
         """Reports a hang that a second look confirms, as a rank may just have moved, unless a lower rank reports."""
@@ -133,12 +132,35 @@ class Watcher:
     def _look(self) -> list[RankSnapshot]:
         return [self._own.snapshot(), *self._peers.snapshots()]
 
-    def _report(self, diagnosis: Diagnosis, snapshots: list[RankSnapshot]) -> None:
-        """Prints and writes a report, once for each hang; with ``action="abort"`` ends all ranks if some wait."""
-        idle_s = max(rank.idle_s for rank in [rank for rank in snapshots if rank.state == "running"] or snapshots)
+    @property
+    def _is_settled(self) -> bool:
+        """Whether the end of this rank needs no report, as it was reported, or follows from our own abort."""
+        return self._must_abort.is_set() or (self._is_reported and not self._aborts)
+
+    def _report(self, diagnosis: Diagnosis, snapshots: list[RankSnapshot]) -> bool:
+        """Reports a hang, once; with ``action="abort"`` ends all ranks if some wait.
+
+        Returns:
+            False if another watcher is about to, which may still end before it has.
+        """
         aborts = self._aborts and may_end_ranks(snapshots, diagnosis.kind)
         if self._is_reported and not aborts:
-            return
+            return True
+        if not self._turn.take(self._ask_for_turn):
+            return False
+        try:
+            if not self._must_abort.is_set() and (aborts or not self._is_reported):
+                self._tell(diagnosis, snapshots, aborts)
+        finally:
+            self._turn.give_back()
+        return True
+
+    def _ask_for_turn(self) -> list[bool]:
+        return [bool(answer.get("refused")) for answer in self._peers.send_all(turn=self._settings.rank)]
+
+    def _tell(self, diagnosis: Diagnosis, snapshots: list[RankSnapshot], aborts: bool) -> None:
+        """Prints and writes a report; what was reported before gets one line, if ranks are ended now."""
+        idle_s = max(rank.idle_s for rank in [rank for rank in snapshots if rank.state == "running"] or snapshots)
         is_first, self._is_reported = not self._is_reported, True
         self._own_report = diagnosis, snapshots
         self._records.keep(snapshots[0], self._own.marks)
@@ -187,6 +209,8 @@ class Watcher:
             self._peers.notices[question["notice"]["rank"]] = question["notice"]
         if question.get("abort"):
             self._must_abort.set()
+        if "turn" in question:
+            return {"refused": self._turn.refuse(question["turn"])}
         if question.get("reported"):
             self._is_reported = True
             self._records.keep(self._own.snapshot(is_whole=False), self._own.marks)

@@ -473,7 +473,7 @@ def test_a_gpu_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         def query(self) -> bool:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
 
-    events: Any = [(0, Event())]
+    events: Any = [(3, 0, Event())]
     found = rank_side.describe_work(None, events)
     assert found["missing"] == (
         "buckets on the device: RuntimeError: CUDA error: an illegal memory access was encountered"
