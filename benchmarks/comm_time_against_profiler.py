@@ -92,7 +92,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
             devices=1 if arguments.share_gpu else int(os.environ["LOCAL_WORLD_SIZE"]),
             num_nodes=int(os.environ["WORLD_SIZE"]) if arguments.share_gpu else 1,
             strategy=strategy,
-            callbacks=[comm_time, ProfiledSteps(trace)],
+            callbacks=[ProfiledSteps(trace), comm_time],
         )
         records = read_run(folder)[0].steps[NUM_WARMUP_STEPS:]
         events = json.loads(trace.read_text())["traceEvents"]

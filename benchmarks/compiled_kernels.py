@@ -228,6 +228,7 @@ def _launch_cast(dtypes: Sequence[torch.dtype]) -> None:
         flat, out = torch.zeros(numel, dtype=dtype), torch.zeros(numel, dtype=out_dtype)
         wide = torch.promote_types(dtype, torch.float32)
         elementwise.narrow(flat, None, 1 / 3, out)
+        elementwise.convert(out, flat)
         for sums in (torch.zeros(numel, dtype=wide), None):
             elementwise.sum_rows(out.repeat(8, 1), sums, out, wide)
         for residual_dtype in (wide, torch.bfloat16):

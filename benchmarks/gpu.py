@@ -194,7 +194,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=_LIMIT_S, help="seconds for all parts")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"with commas between them, of {', '.join(PARTS)}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is a dry run over gloo")
-    parser.add_argument("--commit", help="of this checkout, for the result, where git does not know it")
+    parser.add_argument("--commit", help="of this checkout, for the result; else what git says")
     arguments = parser.parse_args()
     arguments.parts = arguments.parts.split(",")
     for name in arguments.parts:

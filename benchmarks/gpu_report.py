@@ -39,7 +39,7 @@ class Report:
         settings: of the run, for the JSON.
         place: where ranks run, in words.
         is_dry: no GPU is used.
-        commit: of the checkout, for a copy of it that git does not know.
+        commit: of the checkout, for a copy of it that git does not know, or takes for another one.
 
     Attributes:
         suffix: of the names of all files of this run: hardware and date.
@@ -55,7 +55,7 @@ class Report:
         gpus = [device["name"] for device in self._origin["devices"] if device["kind"] == "cuda"]
         number = f"{len(gpus)} x " if len(gpus) > 1 else ""
         self.hardware = self._origin["hardware"] if is_dry or not gpus else f"{number}{gpus[0]}"
-        if commit is not None and self._origin["git"] is None:
+        if commit is not None:
             self._origin["git"] = {"commit": commit}
         self.suffix = f"{slug(self.hardware)}_{date.today().isoformat()}"
         self.path = folder / f"{'gpu_dry_run' if is_dry else 'gpu'}_{self.suffix}.json"

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from lightning_commopt.compressors.base import Claims, Compressor, Layout, Rounds, State, in_pieces
 from lightning_commopt.compressors.channel import Channel
-from lightning_commopt.compressors.kernels.elementwise import add_lost, all_finite, narrow, sum_rows, wide_dtype, widen
+from lightning_commopt.compressors.kernels.elementwise import (
+    add_lost,
+    all_finite,
+    convert,
+    narrow,
+    sum_rows,
+    wide_dtype,
+    widen,
+)
 from lightning_commopt.compressors.registry import register_compressor
 from lightning_commopt.text.validation import check_choice
 
@@ -66,7 +74,7 @@ class Cast(Compressor):
         narrow(flat, residual, scale, message)
         mean = yield channel.all_reduce(message)
         if residual is None:
-            flat.copy_(mean)
+            convert(mean, flat)
         else:
             widen(flat, residual, mean, scale, all_finite(mean))
 
@@ -83,7 +91,7 @@ class Cast(Compressor):
         sum_rows(received, mean, rounded, wide)
         gathered = (yield channel.all_gather(rounded)).view(-1)[:n]
         if residual is None or mean is None:
-            flat.copy_(gathered)
+            convert(gathered, flat)
         else:
             finite = all_finite(gathered)
             widen(flat, residual, gathered, scale, finite)

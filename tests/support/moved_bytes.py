@@ -88,10 +88,12 @@ def _with_older(*names: str) -> Callable[[Mapping[str, Any]], int]:
 
 _KERNELS: dict[str, Callable[[Mapping[str, Any]], int]] = {
     "_narrow": _narrow,
+    "_convert": _sum("values", "out"),
     "_sum_rows": _sum_rows,
     "_widen": _sum("mean", twice="flat residual"),
     "_add_lost": _sum("values", "rounded", twice="residual"),
     "_find_bad": _sum("values", "flags"),
+    "_combine_flags": _sum("flags", "whole"),
     "_encode": _encode,
     "_reduce": _reduce,
     "_average": _sum("received", "mean"),

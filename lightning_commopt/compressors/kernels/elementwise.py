@@ -53,6 +53,17 @@ def narrow(flat: Tensor, residual: Tensor | None, scale: float, out: Tensor) -> 
 
 
 @also_in("triton")
+def convert(values: Tensor, out: Tensor) -> None:
+    """Copies ``values`` to another dtype. From bfloat16 to float32 torch's own copy takes twice as long on an H200.
+
+    Args:
+        values: ``(n,)`` floating point.
+        out: ``(n,)`` of any floating-point dtype; overwritten.
+    """
+    out.copy_(values)
+
+
+@also_in("triton")
 def sum_rows(rows: Tensor, out: Tensor | None, rounded: Tensor, dtype: torch.dtype) -> None:
     """Adds up the rows, from the first to the last, in ``dtype``, and rounds the sums.
 

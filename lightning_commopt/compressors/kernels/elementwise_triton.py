@@ -19,12 +19,12 @@ from torch import Tensor
 
 from lightning_commopt.compressors.kernels.launch_triton import launch
 
-_BLOCK = 4096
-"""Elements per program: 16 for each of the 256 threads of 8 warps, so that a thread has several wide accesses under
-way, and spills no registers (``benchmarks/compiled_kernels.py``)."""
+_BLOCK, _NUM_WARPS = 1024, 4
+"""Elements and warps of a program: 8 elements for each thread, two wide accesses of float32. With 4096 and 8, `widen`
+takes 12 % longer on an H200 (``benchmarks/kernel_tiles.py``)."""
 _FINITE_BLOCK = 8192
-"""Elements per flag, and flags that are combined at a time. A check only reads, so its registers suffice for twice
-`_BLOCK`, with half as many flags."""
+"""Elements per flag, and flags that are combined at a time. A check only reads, so its registers suffice for more than
+`_BLOCK`, with fewer flags."""
 
 
 def narrow(flat: Tensor, residual: Tensor | None, scale: float, out: Tensor) -> None:
@@ -32,6 +32,11 @@ def narrow(flat: Tensor, residual: Tensor | None, scale: float, out: Tensor) -> 
     added = flat if residual is None else residual
     args = (out, flat, added, flat.numel())
     _launch(_narrow, flat.dtype, *args, SCALE=scale, HAS_RESIDUAL=residual is not None)
+
+
+def convert(values: Tensor, out: Tensor) -> None:
+    """Copies ``values`` to the dtype of ``out``."""
+    _launch(_convert, values.dtype, out, values)
 
 
 def sum_rows(rows: Tensor, out: Tensor | None, rounded: Tensor, dtype: torch.dtype) -> None:
@@ -70,7 +75,7 @@ def _launch(kernel: Any, dtype: torch.dtype, first: Tensor, *args: Any, **consta
     """Runs ``kernel`` over all elements of ``first``, with the arithmetic for numbers of ``dtype``."""
     if first.numel():
         wide = tl.float64 if dtype == torch.float64 else tl.float32
-        grid, options = (-(-first.numel() // _BLOCK), 1, 1), {"num_warps": 8, "enable_fp_fusion": False}
+        grid, options = (-(-first.numel() // _BLOCK), 1, 1), {"num_warps": _NUM_WARPS, "enable_fp_fusion": False}
         launch(kernel, grid, first, *args, first.numel(), **constants, WIDE=wide, BLOCK=_BLOCK, **options)
 
 
@@ -148,6 +153,12 @@ def _narrow(
     if HAS_RESIDUAL:
         c += load(residual + elements, inside, is_whole).to(WIDE)
     store(out + elements, rounded_for(out, c * SCALE), elements < numel, is_whole)
+
+
+@triton.jit(do_not_specialize=["numel"])
+def _convert(out, values, numel, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    elements, inside, is_whole = _elements(numel, BLOCK)
+    store(out + elements, rounded_for(out, load(values + elements, inside, is_whole)), inside, is_whole)
 
 
 @triton.jit(do_not_specialize=["numel"])

@@ -29,9 +29,13 @@ _MAX_UNROLLED = 8
 """Columns of the factors up to which loops over them are unrolled, so that all of a tile's loads are under way at once.
 More would take too many registers."""
 
-# Rows and columns of a tile, of 32 KiB at most in float32, so that it fits in registers. A tile is wide if rows are
-# summed up and tall if columns are, which makes few partial sums.
-_TILES = {True: (32, 128), False: (256, 32), None: (32, 128)}
+# Rows, columns and warps of a tile, by whether rows are summed up, columns, or neither: of those in
+# `benchmarks/kernel_tiles.py` the fastest with 4 columns of factors on an H200. The first ones are for loops that are
+# unrolled, which is what lets Triton keep all of a tile in one layout: other shapes cost a pass through shared memory.
+_TILES = {
+    True: {True: (64, 64, 8), False: (128, 64, 4), None: (64, 64, 4)},
+    False: {True: (32, 128, 2), False: (128, 64, 4), None: (128, 32, 4)},
+}
 
 
 class Plan(NamedTuple):
@@ -59,7 +63,9 @@ def plan_for(parts: Parts, device: torch.device, by_rows: bool | None = None) ->
 
     The partial sums of a matrix are ``(splits, r, m)`` or ``(splits, r, k)``; with None there are none.
     """
-    tile_m, tile_k = _TILES[by_rows]
+    num_columns = max((matrix.r for matrix in parts.matrices), default=0)
+    is_unrolled = num_columns <= _MAX_UNROLLED
+    tile_m, tile_k, num_warps = _TILES[is_unrolled][by_rows]
     tiles, sums = [], []
     p_start = q_start = num_partials = 0
     for matrix in parts.matrices:
@@ -78,9 +84,8 @@ def plan_for(parts: Parts, device: torch.device, by_rows: bool | None = None) ->
         for first in range(start, end, REST_BLOCK):
             rest.append((first, place + first - start, min(REST_BLOCK, end - first)))
         place += end - start
-    options = {"TILE_M": tile_m, "TILE_K": tile_k, "num_warps": tile_m * tile_k // 1024, "enable_fp_fusion": True}
-    num_columns = max((matrix.r for matrix in parts.matrices), default=0)
-    options["COLUMNS"] = num_columns if num_columns <= _MAX_UNROLLED else 0
+    options = {"TILE_M": tile_m, "TILE_K": tile_k, "num_warps": num_warps, "enable_fp_fusion": True}
+    options["COLUMNS"] = num_columns if is_unrolled else 0
     options["ALIGNED"] = gcd(4, *(number for matrix in parts.matrices for number in (matrix.start, matrix.k)))
     tile_table, rest_table, sum_table = (
         torch.tensor(rows, dtype=torch.int64, device="cpu").to(device) for rows in (tiles, rest, sums)

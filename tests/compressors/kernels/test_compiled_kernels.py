@@ -22,7 +22,7 @@ IS_OLD = tuple(map(int, version("triton").split(".")[:2])) < (3, 5)
 DEVICES = [80] if IS_OLD else [75, 100]
 # Those that give the bits of plain torch must not be fused by the compiler; the others are fused on every rank.
 UNFUSED = {
-    *("_find_bad", "_combine_flags", "_narrow", "_sum_rows", "_widen", "_add_lost"),
+    *("_find_bad", "_combine_flags", "_narrow", "_convert", "_sum_rows", "_widen", "_add_lost"),
     *("_encode", "_reduce", "_average", "_find_bad_scales", "_decode"),
 }
 FUSED = {

@@ -117,7 +117,8 @@ def results(
     elementwise.sum_rows(rows, None, alone, dtype)
     added = [sums.cpu(), rounded.cpu(), alone.cpu()]
     if residual is None:
-        return [sent.cpu(), *added]
+        elementwise.convert(sent, flat)
+        return [sent.cpu(), *added, flat.cpu()]
     mean, is_finite = (sent * 2).to(narrow), torch.ones(140, dtype=torch.bool, device=device)
     is_finite[-1] = finite
     elementwise.widen(flat, residual, mean, SCALE, is_finite)
