@@ -5,6 +5,7 @@ import sys
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
+from lightning_commopt.compat.hydra import VERSION_BASE
 from lightning_commopt.launch.conf_path import conf_dir
 from lightning_commopt.train.start import config_groups
 from support.wheels import run_checked
@@ -30,7 +31,7 @@ def test_help_lists_each_group_once_and_imports_nothing_that_is_slow() -> None:
 
 def test_every_group_is_one_of_hydras() -> None:
     """If it fails, the help offers what Hydra does not find, or leaves out a group."""
-    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+    with initialize_config_dir(str(conf_dir()), **VERSION_BASE):
         loader = GlobalHydra.instance().config_loader()
         groups = config_groups(conf_dir())
         for group, options in groups.items():
