@@ -88,12 +88,13 @@ class Link(RankLink):
         pass
 
 
-def silent_server(is_silent: bool) -> Server:
-    """Returns the watcher of a third rank, which waits; a silent one accepts connections and answers too late."""
+def third_watcher(is_silent: bool, has_met: threading.Event) -> Server:
+    """Returns the watcher of a third rank, which waits; once it has met rank 0's, a silent one answers too late."""
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
-        if is_silent:
+        if is_silent and has_met.is_set():
             time.sleep(1)
+        has_met.set()
         return RankSnapshot(rank=2, host="a", phase=FORWARD, idle_s=100.0, limit_s=60.0, called="all_reduce").to_plain()
 
     return Server("127.0.0.1", "key", answer)
@@ -120,13 +121,15 @@ def let_watch(
         )
         watchers.append(watching.Watcher(settings, rank, Link()))  # type: ignore[arg-type]
     ports = [watcher.receive({"listen": "127.0.0.1"})["port"] for watcher in watchers]
-    ports.append(silent_server(is_silent).port)
+    has_met = threading.Event()
+    ports.append(third_watcher(is_silent, has_met).port)
     delays_s = [draw.uniform(0, 0.02) for _ in watchers]
 
     def run(watcher: watching.Watcher, delay_s: float) -> None:
         watcher.receive({"peers": [["127.0.0.1", port, "a"] for port in ports]})
         while not watcher._peers:
             time.sleep(0.001)
+        has_met.wait(20)
         time.sleep(delay_s)
         watcher.run()
 
