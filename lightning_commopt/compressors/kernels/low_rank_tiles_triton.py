@@ -25,16 +25,16 @@ SUM_BLOCK = 64
 REST_BLOCK = 2048
 """Elements that one program copies uncompressed: half of a tile by rows, since most of the rest is short vectors."""
 
-_MAX_UNROLLED = 8
-"""Columns of the factors up to which loops over them are unrolled, so that all of a tile's loads are under way at once.
-More would take too many registers."""
+_MAX_UNROLLED, _WIDE = 4, 4
+"""Columns of the factors up to which loops over them are unrolled, so that all of a tile's loads are under way at once;
+and elements of an access, at a multiple of which rows must begin for that. Else it would take too many registers."""
 
 # Rows, columns and warps of a tile, by whether rows are summed up, columns, or neither: of those in
 # `benchmarks/kernel_tiles.py` the fastest with 4 columns of factors on an H200. The first ones are for loops that are
 # unrolled, which is what lets Triton keep all of a tile in one layout: other shapes cost a pass through shared memory.
 _TILES = {
     True: {True: (64, 64, 8), False: (128, 64, 4), None: (64, 64, 4)},
-    False: {True: (32, 128, 2), False: (128, 64, 4), None: (128, 32, 4)},
+    False: {True: (16, 128, 2), False: (128, 32, 4), None: (128, 32, 4)},
 }
 
 
@@ -64,7 +64,8 @@ def plan_for(parts: Parts, device: torch.device, by_rows: bool | None = None) ->
     The partial sums of a matrix are ``(splits, r, m)`` or ``(splits, r, k)``; with None there are none.
     """
     num_columns = max((matrix.r for matrix in parts.matrices), default=0)
-    is_unrolled = num_columns <= _MAX_UNROLLED
+    aligned = gcd(_WIDE, *(number for matrix in parts.matrices for number in (matrix.start, matrix.k)))
+    is_unrolled = num_columns <= _MAX_UNROLLED and aligned == _WIDE
     tile_m, tile_k, num_warps = _TILES[is_unrolled][by_rows]
     tiles, sums = [], []
     p_start = q_start = num_partials = 0
@@ -86,7 +87,7 @@ def plan_for(parts: Parts, device: torch.device, by_rows: bool | None = None) ->
         place += end - start
     options = {"TILE_M": tile_m, "TILE_K": tile_k, "num_warps": num_warps, "enable_fp_fusion": True}
     options["COLUMNS"] = num_columns if is_unrolled else 0
-    options["ALIGNED"] = gcd(4, *(number for matrix in parts.matrices for number in (matrix.start, matrix.k)))
+    options["ALIGNED"] = aligned
     tile_table, rest_table, sum_table = (
         torch.tensor(rows, dtype=torch.int64, device="cpu").to(device) for rows in (tiles, rest, sums)
     )
