@@ -15,8 +15,9 @@ from lightning_commopt.watch.hangs.marks import FORWARD
 from lightning_commopt.watch.hangs.nccl_ras import RasError
 from lightning_commopt.watch.hangs.observation import WatcherSettings
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
-from lightning_commopt.watch.hangs.transport import RankLink, Server
+from lightning_commopt.watch.hangs.transport import Server
 from lightning_commopt.watch.hangs.turn import Turn
+from support.silent_link import SilentLink
 
 
 def test_two_that_ask_at_the_same_time() -> None:
@@ -78,16 +79,6 @@ class Hanging:
         )
 
 
-class Link(RankLink):
-    """Sends nothing."""
-
-    def __init__(self) -> None:
-        pass
-
-    def send(self, **message: Any) -> None:
-        pass
-
-
 def third_watcher(is_silent: bool, has_met: threading.Event) -> Server:
     """Returns the watcher of a third rank, which waits; once it has met rank 0's, a silent one answers too late."""
 
@@ -119,7 +110,7 @@ def let_watch(
             world_size=3,
             has_gpu=True,
         )
-        watchers.append(watching.Watcher(settings, rank, Link()))  # type: ignore[arg-type]
+        watchers.append(watching.Watcher(settings, rank, SilentLink()))  # type: ignore[arg-type]
     ports = [watcher.receive({"listen": "127.0.0.1"})["port"] for watcher in watchers]
     has_met = threading.Event()
     ports.append(third_watcher(is_silent, has_met).port)

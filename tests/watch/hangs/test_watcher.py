@@ -17,22 +17,13 @@ from lightning_commopt.watch.hangs.flight_recorder import Signature
 from lightning_commopt.watch.hangs.marks import BACKWARD, DATA, FORWARD, MarkWriter
 from lightning_commopt.watch.hangs.observation import Observation, WatcherSettings
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
-from lightning_commopt.watch.hangs.transport import Address, RankLink, Server, ask
+from lightning_commopt.watch.hangs.transport import Address, Server, ask
+from support.silent_link import SilentLink
 
 LOST = "RuntimeError: [pair.cc:545] Read error [127.0.0.1]:1: Connection reset by peer"
 TRAINER = ("/x/site-packages/lightning/pytorch/trainer/trainer.py", 9, "fit")
 NO_PROCESS = 2**22 + 1
 """Above the highest number that Linux gives to a process."""
-
-
-class Link(RankLink):
-    """Sends nothing."""
-
-    def __init__(self) -> None:
-        pass
-
-    def send(self, **message: Any) -> None:
-        pass
 
 
 class EndingRank:
@@ -68,7 +59,7 @@ def make_watcher(
         world_size=2,
         has_gpu=has_nccl,
     )
-    watcher = watching.Watcher(settings, rank, Link())
+    watcher = watching.Watcher(settings, rank, SilentLink())
     port = watcher.receive({"listen": "127.0.0.1"})["port"]
     watcher.receive({"peers": [["127.0.0.1", 1, "a"], ["127.0.0.1", other_port, "a"]]})
     return watcher, port
@@ -168,7 +159,7 @@ def failed_rank(phase: int, operations: list[tuple[str, bool]], raised_in: tuple
     writer = MarkWriter()
     writer.write(kinds.PHASE, phase, 3)
     settings = WatcherSettings(rank=0, host="a", pid=NO_PROCESS, fit_thread=(1, 1), after_s=60.0)
-    observation = Observation(settings, marks_fd=writer.fd, stacks_fd=-1, link=Link())
+    observation = Observation(settings, marks_fd=writer.fd, stacks_fd=-1, link=SilentLink())
     observation.learn({"buckets": [[0, ["a"]], [1, ["b"]]], "are_all": True})
     entries = [
         {
