@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -234,8 +236,10 @@ def lab(lab_machine: None) -> Iterator[NetLab]:
 
 def outputs(lab: NetLab, script: str) -> list[str]:
     """Runs a script on both hosts, as nobody's rank, and returns what they print, whether they fail or not."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # of a venv that is not activated
+    environment = {"RANK": "", "COLUMNS": "200", "PATH": path}
     try:
-        return lab.run(["sh", "-c", script], environment={"RANK": "", "COLUMNS": "200"}, timeout_s=240)
+        return lab.run(["sh", "-c", script], environment=environment, timeout_s=240)
     except RankError as error:
         return error.outputs
 
