@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,11 +27,12 @@ from lightning_commopt.strategy.diloco_checkpoint import SavesRanks
 from lightning_commopt.strategy.diloco_workers import WorkerExchanges, keep_batch_norm_within
 from lightning_commopt.strategy.fit_guards import FitGuards
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job
+from lightning_commopt.strategy.loss_scale import agree_on_loss_scale, loss_scale
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.diloco.drift import DriftWatch
 from lightning_commopt.sync.diloco.equalize import equalize
 from lightning_commopt.sync.diloco.exchange import Arrived
-from lightning_commopt.sync.diloco.outer import warn_if_short
+from lightning_commopt.sync.diloco.outer import MEAN_OF_WEIGHTS, warn_if_short
 from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.sync.strategies import trainer_of
 from lightning_commopt.text.validation import warn_once
@@ -161,7 +163,7 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._take_over_weights()
-        warn_if_short(trainer_of(self), self._plan, "with outer_lr=1.0 and outer_momentum=0.0, the mean of the weights")
+        warn_if_short(trainer_of(self), self._plan, MEAN_OF_WEIGHTS)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
@@ -207,9 +209,10 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
         if self.rounds is not None and optimizer is not self.optimizers[0]:
             self.rounds.expect_changes()
         elif self.rounds is not None:
-            for index, arrived in self.rounds.step(self._loss_scale, lambda: self._guards.has_received_sigterm):
+            scale, has_sigterm = partial(loss_scale, self.precision_plugin), lambda: self._guards.has_received_sigterm
+            for index, arrived in self.rounds.step(scale, has_sigterm):
                 self._has_agreed_on_sigterm |= any(report.has_sigterm for report in arrived.reports)
-                self._agree_on_loss_scale([report.loss_scale for report in arrived.reports])
+                agree_on_loss_scale(self.precision_plugin, [report.loss_scale for report in arrived.reports])
                 self._log(index, arrived)
         return output
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.nn import Module, SyncBatchNorm
 
+from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.hierarchical import Hierarchical, place_on_nodes
@@ -15,33 +16,23 @@ from lightning_commopt.strategy.living_collectives import LivingCollectives
 from lightning_commopt.sync.diloco.exchange import Exchange
 from lightning_commopt.sync.diloco.patient import PatientExchange
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_groups, default_group
+from lightning_commopt.sync.strategies import RunningStrategy
 from lightning_commopt.text.validation import warn_once
 
 
 class WorkerExchanges(LivingCollectives):
-    """The part of a strategy that makes the exchange of a fit and the group of ranks that form one worker.
-
-    It also agrees on the scale of the loss, where gradients are scaled.
-    """
+    """The part of a strategy that makes the exchange of a fit and the group of ranks that form one worker."""
 
     _plan: DiLoCoPlan
     _groups: BorrowedGroups | None = None
 
     def _make_exchange(self) -> Exchange:
         """Returns the exchange of a fit. All ranks must call it."""
-        compressor = self._plan.comm_hook
         if self.world_size == 1:
-            if compressor is not None:
-                warn_once("comm_hook has no effect: there is only one process.")
             if self._patience_s is not None:
                 warn_once(f"patience_s={self._patience_s:g} has no effect: there is only one process.")
-            return Exchange(None, None)
-        ranks_per_node = None
-        if compressor is not None:
-            if compressor.claims.has_c_kernels:
-                c_library.load()  # no exchange should wait for a compiler
-            with option_errors("comm_hook: "):
-                compressor, ranks_per_node = place_on_nodes(compressor, self.world_size, self.num_processes)
+            return exchange_alone(self._plan)
+        compressor, ranks_per_node = placed_compressor(self._plan, self)
         if self._is_inner and ranks_per_node is None:
             ranks_per_node = self.num_processes
             compressor = Hierarchical(inner=compressor or UNCOMPRESSED, ranks_per_node=ranks_per_node)
@@ -57,11 +48,8 @@ class WorkerExchanges(LivingCollectives):
                 log=self._log_text,
                 listener=self._living.listener,
             )
-        self._groups = borrow_groups(
-            default_group(), ranks_per_node=ranks_per_node, timeout=self.timeout, backend="gloo"
-        )
-        channel = Channel(self._groups.all_ranks, self._groups.within, self._groups.across)
-        return Exchange(channel, compressor)
+        exchange, self._groups = exchange_of_all_ranks(compressor, ranks_per_node, self)
+        return exchange
 
     @property
     def _is_inner(self) -> bool:
@@ -76,15 +64,34 @@ class WorkerExchanges(LivingCollectives):
         assert isinstance(group, dist.ProcessGroup)
         return group
 
-    def _loss_scale(self) -> float:
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        return 0.0 if scaler is None else float(scaler.get_scale())
 
-    def _agree_on_loss_scale(self, scales: list[float]) -> None:
-        """Sets this rank's gradient scaler to the smallest scale of all, since steps may be skipped on some only."""
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        if scaler is not None and min(scales) != max(scales):
-            scaler.update(min(scales))
+def exchange_alone(plan: DiLoCoPlan) -> Exchange:
+    """Returns the exchange of a single rank, which sends nothing."""
+    if plan.comm_hook is not None:
+        warn_once("comm_hook has no effect: there is only one process.")
+    return Exchange(None, None)
+
+
+def placed_compressor(plan: DiLoCoPlan, strategy: RunningStrategy) -> tuple[Compressor | None, int | None]:
+    """Returns the compressor of a plan, and the ranks of a node if it needs groups within and across nodes.
+
+    Raises:
+        OptionError: the compressor does not fit the nodes.
+    """
+    if plan.comm_hook is None:
+        return None, None
+    if plan.comm_hook.claims.has_c_kernels:
+        c_library.load()  # no exchange should wait for a compiler
+    with option_errors("comm_hook: "):
+        return place_on_nodes(plan.comm_hook, strategy.world_size, strategy.num_processes)
+
+
+def exchange_of_all_ranks(
+    compressor: Compressor | None, ranks_per_node: int | None, strategy: RunningStrategy
+) -> tuple[Exchange, BorrowedGroups]:
+    """Returns an exchange that all ranks take part in, and its groups, which are borrowed. All ranks must call it."""
+    groups = borrow_groups(default_group(), ranks_per_node=ranks_per_node, timeout=strategy.timeout, backend="gloo")
+    return Exchange(Channel(groups.all_ranks, groups.within, groups.across), compressor), groups
 
 
 def keep_batch_norm_within(module: Module, within: dist.ProcessGroup | None) -> None:
@@ -98,6 +105,7 @@ def keep_batch_norm_within(module: Module, within: dist.ProcessGroup | None) -> 
             if within is None:
                 raise OptionError(
                     "SyncBatchNorm couples all ranks in every step, which DiLoCo must not: use BatchNorm, whose"
-                    " statistics the exchanges average, or inner='ddp', with which it couples the ranks of a node"
+                    " statistics the exchanges average, or in a Trainer inner='ddp', with which it couples the ranks of"
+                    " a node"
                 )
             part.process_group = within

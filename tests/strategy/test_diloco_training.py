@@ -215,4 +215,4 @@ def test_sync_batch_norm_is_refused() -> None:
     for _, trace in run_ranks_or_raise(_fit_synchronized, world_size=2):
         assert trace is not None
         assert OptionError.__name__ in trace
-        assert "use BatchNorm, whose statistics the exchanges average, or inner='ddp'" in trace
+        assert "use BatchNorm, whose statistics the exchanges average, or in a Trainer inner='ddp'" in trace

@@ -19,6 +19,10 @@ _TIME_CONSTANTS = 20
 momentum of 0.9 cost twice the loss of 0.5, and one of 0.5 as much as none."""
 
 
+MEAN_OF_WEIGHTS = "with outer_lr=1.0 and outer_momentum=0.0, the mean of the weights"
+"""What to compare with, beside a smaller momentum, when there are several workers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OuterSGD:
     """SGD with momentum on the mean difference between global and local weights, as if it were a gradient.
@@ -65,9 +69,14 @@ def warn_if_short(trainer: Trainer, plan: DiLoCoPlan, otherwise: str) -> None:
         plan: of which ``outer_momentum`` and ``sync_every`` count.
         otherwise: what to compare with, besides a smaller momentum.
     """
+    if not getattr(trainer, "fast_dev_run", False):
+        warn_if_few_steps(num_steps_of(trainer), plan, otherwise)
+
+
+def warn_if_few_steps(num_steps: float, plan: DiLoCoPlan, otherwise: str) -> None:
+    """Warns like `warn_if_short` of a training with ``num_steps`` optimizer steps."""
     num_needed = round(_TIME_CONSTANTS / (1 - plan.outer_momentum))
-    num_steps = num_steps_of(trainer)
-    if plan.outer_momentum and num_steps < num_needed * plan.sync_every and not getattr(trainer, "fast_dev_run", False):
+    if plan.outer_momentum and num_steps < num_needed * plan.sync_every:
         warn_once(
             f"outer_momentum={plan.outer_momentum:g} suits fits of at least {num_needed} exchanges, and this one has"
             f" {num_steps // plan.sync_every:.0f} ({num_steps:.0f} optimizer steps, sync_every={plan.sync_every}):"
