@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import re
@@ -43,10 +44,13 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def document_plan_options(strategy: _Class) -> _Class:
-    """Replaces the reference to a plan in a docstring by the plan's descriptions, for LightningCLI's help."""
+    """Replaces the reference to a plan in a docstring by descriptions of its options, for LightningCLI's help."""
+    keywords = inspect.signature(strategy).parameters
     for plan in (CommPlan, ShardedPlan, DiLoCoPlan):
         if strategy.__doc__ and plan.__doc__:  # with python -OO there are no docstrings
-            options = plan.__doc__.partition("Attributes:\n")[2].partition("\n\n")[0]
+            described = plan.__doc__.partition("Attributes:\n")[2].partition("\n\n")[0]
+            entries = re.split(r"\n(?= {8}\w+: )", described)
+            options = "\n".join(entry for entry in entries if entry.split(":")[0].strip() in keywords)
             reference = rf"(?m)^ *{plan.options()[0]}: see `{plan.__name__}`.*$"
             strategy.__doc__ = re.sub(reference, options.replace("\\", r"\\"), strategy.__doc__)
     return strategy
@@ -114,16 +118,17 @@ def diloco_plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[DiLoCoPlan
             )
         raise UnknownOptionError(f"unknown option {name!r}{did_you_mean(name, [*given])}")
     check_arguments(given)
-    if given["uneven_batches"] == "allow":
+    if given.get("uneven_batches") == "allow":
         raise OptionError(
             "uneven_batches='allow' is not possible with DiLoCo: ranks must exchange after the same steps"
         )
-    if given["patience_s"] is not None and given["sigterm_every_n_steps"] is not None:
+    is_patient = given.get("patience_s") is not None
+    if is_patient and given["sigterm_every_n_steps"] is not None:
         raise OptionError(
             "patience_s and sigterm_every_n_steps exclude each other: an agreement on SIGTERM waits for all ranks"
         )
     plan = plan_from_option(DiLoCoPlan, given["plan"], options)
-    if given["patience_s"] is not None and plan.inner is not None:
+    if is_patient and plan.inner is not None:
         raise OptionError("patience_s is not possible with inner: the ranks of a node wait for each other in each step")
     return plan, lightnings
 

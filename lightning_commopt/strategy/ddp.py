@@ -14,7 +14,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.compat.lightning import optimizer_is_toggled, package_of
+from lightning_commopt.compat.lightning import optimizer_is_toggled
 from lightning_commopt.compat.loops import batch_is_open
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.launch.nccl_variables import NcclOptions
@@ -125,11 +125,6 @@ class CommOptStrategy(base.NamedStrategy, StartedAsDDP):
         super().__init__(**self._lightnings_arguments)
 
     accelerator = moving_accelerator
-
-    def __repr__(self) -> str:
-        """Returns the text that Fabric shows in its error for a strategy of a Trainer."""
-        name = f"{type(self).__module__}.CommOptDDP for {package_of(self)}.Trainer, {self.plan.name}"
-        return f"<{name}; for Fabric there is lightning_commopt.fabric.CommOptDDP>"
 
     @property
     def plan(self) -> CommPlan:

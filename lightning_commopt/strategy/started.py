@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import TYPE_CHECKING
 
+from lightning_commopt.compat.lightning import package_of
 from lightning_commopt.launch.nccl_variables import NcclOptions
+from lightning_commopt.plan import Plan
 from lightning_commopt.strategy import remedies
+from lightning_commopt.strategy.adapters import BASES
 from lightning_commopt.strategy.base import WithTimeout, join_group
 from lightning_commopt.strategy.fit_guards import FitGuards
 from lightning_commopt.strategy.lightning_launcher import launcher_for
@@ -24,6 +28,17 @@ class StartedAsDDP(WithTimeout, _DDPStrategy):
     _guards: FitGuards
     uneven_batches: str
     _check_environment = remedies.refuse_ray
+
+    @property
+    @abstractmethod
+    def plan(self) -> Plan:
+        """The plan in use."""
+
+    def __repr__(self) -> str:
+        """Returns the text that Fabric shows in its error for a strategy of a Trainer."""
+        name = next(cls.__name__ for cls in type(self).__mro__ if cls.__name__ in BASES)
+        where = f"{type(self).__module__}.{name} for {package_of(self)}.Trainer, {self.plan.name}"
+        return f"<{where}; for Fabric there is lightning_commopt.fabric.{name}>"
 
     @property
     def start_method(self) -> str:
