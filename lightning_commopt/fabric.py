@@ -1,4 +1,4 @@
-"""CommOptDDP for Lightning Fabric."""
+"""CommOptDDP, CommOptDiLoCo and CommOptModelParallel for Lightning Fabric."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
 from lightning_commopt.strategy.base import NamedStrategy, check_plans_agree, exchange_plan, join_group
+from lightning_commopt.strategy.fabric_diloco import CommOptDiLoCo as CommOptDiLoCo
 from lightning_commopt.strategy.fabric_model_parallel import CommOptModelParallel as CommOptModelParallel
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
 from lightning_commopt.strategy.remedies import (

@@ -6,7 +6,6 @@ import inspect
 from abc import ABCMeta
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 
 import lightning.fabric.strategies
 import lightning.pytorch.strategies
@@ -27,6 +26,7 @@ STRATEGIES = [
     (lightning_commopt.pytorch_lightning.CommOptDDP, pytorch_lightning.strategies.DDPStrategy),
     (lightning_commopt.fabric.CommOptDDP, lightning.fabric.strategies.DDPStrategy),
 ]
+_DILOCO_OF_FABRIC = lightning_commopt.fabric.CommOptDiLoCo
 
 
 def test_names() -> None:
@@ -131,7 +131,7 @@ def test_commands() -> None:
     assert sorted(get_command(app).commands) == commands  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("ours", "stock"), STRATEGIES)
+@pytest.mark.parametrize(("ours", "stock"), [*STRATEGIES, (_DILOCO_OF_FABRIC, lightning.fabric.strategies.DDPStrategy)])
 def test_takes_all_that_lightnings_strategy_takes(ours: type, stock: type) -> None:
     """If it fails, an existing ``DDPStrategy(...)`` call breaks when its name is replaced."""
     of_ours, of_stock = (inspect.signature(cls).parameters for cls in (ours, stock))
@@ -154,16 +154,25 @@ def test_every_option_of_a_plan_is_a_documented_keyword(ours: type) -> None:
     assert described.partition("Attributes:\n")[2].partition("\n\n")[0] in documented
 
 
-@pytest.mark.parametrize("ours", [lightning_commopt.lightning, lightning_commopt.pytorch_lightning])
-def test_every_option_of_diloco_is_a_documented_keyword(ours: ModuleType) -> None:
+@pytest.mark.parametrize(
+    "ours",
+    [lightning_commopt.lightning.CommOptDiLoCo, lightning_commopt.pytorch_lightning.CommOptDiLoCo, _DILOCO_OF_FABRIC],
+)
+def test_every_option_of_diloco_is_a_documented_keyword(ours: type) -> None:
     """If it fails, an option of a DiLoCoPlan cannot be set, has two defaults, or nobody can read what it does."""
-    keywords, documented = inspect.signature(ours.CommOptDiLoCo).parameters, inspect.getdoc(ours.CommOptDiLoCo) or ""
+    keywords, documented = inspect.signature(ours).parameters, inspect.getdoc(ours) or ""
     for field in dataclasses.fields(DiLoCoPlan):
+        if ours is _DILOCO_OF_FABRIC and field.name in ("eval_weights", "inner"):
+            assert field.name not in keywords
+            assert f"    {field.name}: " not in documented
+            continue
         assert keywords[field.name].default == field.default
         assert keywords[field.name].kind is inspect.Parameter.KEYWORD_ONLY
         assert documented.count(f"    {field.name}: ") == 1
     described = inspect.getdoc(DiLoCoPlan) or ""
-    assert described.partition("Attributes:\n")[2].partition("\n\n")[0] in documented
+    assert "accumulate_grads: " not in (inspect.getdoc(lightning_commopt.fabric.CommOptModelParallel) or "")
+    all_described = described.partition("Attributes:\n")[2].partition("\n\n")[0]
+    assert all_described in documented or ours is _DILOCO_OF_FABRIC
 
 
 def test_compressors_are_frozen_and_keyword_only() -> None:

@@ -4,9 +4,10 @@ They have the same code but different classes: a Trainer accepts only strategies
 Importing this module imports neither of them. Its classes get their bases when the program imports a package.
 
 Our strategies override ``_configure_launcher``, ``_register_ddp_hooks`` and ``_setup_distributed`` (Fabric) of
-``DDPStrategy``, and read or set its ``_accelerator``, ``_checkpoint_io``, ``_ddp_kwargs``, ``_timeout``,
+``DDPStrategy``, read or set its ``_accelerator``, ``_checkpoint_io``, ``_ddp_kwargs``, ``_timeout``,
 ``_start_method``, ``_launcher``, ``_backward_sync_control`` and ``_determine_ddp_device_ids`` (Fabric) and
-``_pl_static_graph_delay_done``, for which there is no public alternative. They override ``_configure_launcher`` and
+``_pl_static_graph_delay_done``, and call its ``_convert_stateful_objects_in_state`` (Fabric), for which there is no
+public alternative. They override ``_configure_launcher`` and
 ``_setup_distributed`` of ``ModelParallelStrategy``, and read or set its ``_data_parallel_size``,
 ``_tensor_parallel_size`` and ``_save_distributed_checkpoint``. Our launcher overrides ``_call_children_scripts`` and
 calls ``_check_can_spawn_children``.

@@ -5,7 +5,7 @@ Importing this module imports neither torch nor Lightning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from importlib import import_module
 from itertools import product
@@ -140,12 +140,10 @@ def register_with(module: ModuleType) -> None:
     from lightning_commopt.compressors.catalog import ready_compressors, ready_shards
 
     register_aliases(getattr(module, registry), partial(_make, ours, "CommOptDDP"))
-    if ours == "lightning_commopt.fabric":
-        return
-    for alias, cls, hooks in (
-        (MODEL_PARALLEL, "CommOptModelParallel", ready_shards()),
-        (DILOCO, "CommOptDiLoCo", ready_compressors()),
-    ):
+    others: list[tuple[str, str, Iterable[str]]] = [(DILOCO, "CommOptDiLoCo", ready_compressors())]
+    if ours != "lightning_commopt.fabric":  # whose CommOptModelParallel cannot do without a function of the user's
+        others.append((MODEL_PARALLEL, "CommOptModelParallel", ready_shards()))
+    for alias, cls, hooks in others:
         make = partial(_make, ours, cls)
         for comm_hook in (None, *hooks):
             name = f"{alias}{f'_{comm_hook}' if comm_hook else ''}"

@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning_commopt import Cast, CommPlan, DiLoCoPlan, Int8, PowerSGD
 from lightning_commopt.compressors.catalog import ready_compressors
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
+from lightning_commopt.fabric import CommOptDiLoCo as FabricCommOptDiLoCo
 from lightning_commopt.plan.ddp import ddp_options
 from lightning_commopt.strategy.adapters import ADAPTERS
 from support.lightnings import ADAPTER, PACKAGE
@@ -35,8 +36,12 @@ def test_aliases_are_those_of_ddp() -> None:
     for registry in (*registries, STRATEGY_REGISTRY):
         # topk is an example's, which another test of this process may have registered before Lightning was imported.
         assert {name for name in registry if name.startswith("commopt_ddp") and "topk" not in name} == expected
-    for alias in ("commopt_model_parallel", "commopt_diloco", "commopt_diloco_int4"):
-        assert [alias in registry for registry in (*registries, STRATEGY_REGISTRY)] == [True, True, False]
+    for alias, is_in_fabric in (
+        ("commopt_model_parallel", False),
+        ("commopt_diloco", True),
+        ("commopt_diloco_int4", True),
+    ):
+        assert [alias in registry for registry in (*registries, STRATEGY_REGISTRY)] == [True, True, is_in_fabric]
 
 
 @pytest.mark.parametrize("name", _OF_LIGHTNING)
@@ -68,7 +73,9 @@ def test_alias_of_diloco(package: str) -> None:
         strategy="commopt_diloco_int8", logger=False, barebones=True, accelerator="cpu", devices=2
     )
     assert type(run.strategy) is import_module(ADAPTERS[package]).CommOptDiLoCo
-    assert run.strategy.plan == DiLoCoPlan(comm_hook=Int8())
+    of_fabric: Any = Fabric(strategy="commopt_diloco_int8", accelerator="cpu", devices=2).strategy
+    assert type(of_fabric) is FabricCommOptDiLoCo
+    assert run.strategy.plan == of_fabric.plan == DiLoCoPlan(comm_hook=Int8())
 
 
 _IN_A_NOTEBOOK = """
