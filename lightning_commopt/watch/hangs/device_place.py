@@ -44,10 +44,11 @@ def follow_device(snapshot: RankSnapshot, marks: Sequence[Mark]) -> Span:
     """Moves a snapshot to where the oldest collective was called that the device has not finished.
 
     A rank stays where it is if its thread is in a collective itself, or has raised something of its own, or if nothing
-    is outstanding: then the device computes, and the rank waits for nobody.
+    is outstanding: then the device computes, and the rank waits for nobody. Before Lightning's broadcast the thread
+    copies a flag to the device, and so waits until it has computed all that was called before.
 
     Args:
-        snapshot: has its collectives; ``phase``, ``step`` and what belongs to them are changed.
+        snapshot: has its collectives; ``phase``, ``step`` and what belongs to them, or ``device_step``, are changed.
         marks: of this rank, the oldest first.
 
     Returns:
@@ -59,6 +60,9 @@ def follow_device(snapshot: RankSnapshot, marks: Sequence[Mark]) -> Span:
     current, outstanding = snapshot.current_collective(), snapshot.outstanding_collective()
     snapshot.called = None if current is None else current.signature.operation
     if outstanding is None or not (snapshot.state == "running" or snapshot.is_consequence):
+        if snapshot.hook == SIGTERM_BROADCAST and snapshot.state == "running" and snapshot.parsed_collectives():
+            before = [mark for mark in marks if mark.at_s < now.begin_s]
+            snapshot.device_step, snapshot.is_computing = place_in_training(before, {})["step"], True
         return now
     span = find_span(outstanding, marks) or now
     if span.is_over:

@@ -33,6 +33,8 @@ def hints_for(kind: str, culprits: Sequence[RankSnapshot], waiting: Sequence[Ran
     alone = called_alone((*culprits, *waiting)) if kind in _OF_ONE_SIDE else {}
     if alone:
         hints = _HINTS[f"alone {next(iter(alone))}"]
+    elif kind == "late" and first.device_step is not None:
+        hints = _HINTS["late device"]
     elif kind == "late":
         hints = _HINTS.get(f"late {PHASES[first.phase].name}", _HINTS["late"])
     elif kind == "ended" and first.phase in range(first_of_stage("validation"), first_of_stage("test")):
@@ -92,6 +94,10 @@ def describe_culprit(kind: str, rank: RankSnapshot) -> str:
             )
         case "waiting":
             return f"{{wait}} in {operation_text(rank)} of {_position(rank)}"
+        case "late" if rank.device_step is not None:
+            is_before = rank.device_step < rank.step
+            what = f"step {rank.device_step}" if is_before else f"what it called before this batch of step {rank.step}"
+            return f"{{is}} still computing {what} on its device"
     if rank.is_waiting and kind in ("outlier", "alone"):
         return f"{{wait}} in {operation_text(rank)} of {_position(rank)}{place}, unlike the others"
     if rank.is_waiting:

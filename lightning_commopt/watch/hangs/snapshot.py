@@ -67,9 +67,11 @@ class RankSnapshot:
     innermost: str | None = None  # the innermost code of any kind that the fit's thread is in
     worker_places: list[str] = field(default_factory=list)  # the user's own code that the dataloader's workers are in
     is_compiling: bool = False  # whether the fit's thread is in a compiler
-    # Whether the fit's thread, or in a dataloader its workers, use CPU time; unknown with a GPU, where a waiting
-    # thread uses CPU time too
+    # Whether the fit's thread, or in a dataloader its workers, use CPU time. With a GPU, where a waiting thread uses it
+    # too, only a `device_step` tells.
     is_computing: bool = False
+    # The step that the device computes while the fit's thread waits for it before a batch; None if it is not known.
+    device_step: int | None = None
     fit_thread: str = ""  # key of that thread in ``stacks``
     process: str = ""  # its state in the kernel, in words
     collectives: Any = None  # the collectives that it has called, as the Flight Recorder's JSON; the oldest first

@@ -253,6 +253,23 @@ def test_a_device_that_only_computes(num_buckets: int) -> None:
     assert (found.is_waiting, found.phase, found.step, found.is_ahead) == (False, DATA, 4, False)
 
 
+def test_what_a_device_computes_before_a_batch() -> None:
+    """If it fails, a dataloader is blamed for a long kernel, or a healthy job is ended as soon as if it did nothing."""
+    rank, other = Rank(1, stack=IN_BROADCAST, num_buckets=1), Rank(0, stack=IN_BROADCAST, num_buckets=1)
+    rank.run_steps()
+    other.run_steps(is_done=False)
+    found = diagnose([other.look(), rank.look()])
+    assert found.sentence == f"rank 1 is still computing step 3 on its device; rank 0 waits in {IN_SYNC} of step 3"
+    assert (found.kind, found.ranks, found.verdict) == ("late", (1,), "non-communication slow")
+    assert found.hints[0].startswith("Compare that device with the others")
+    rank.enter(FORWARD, 4)
+    rank.enter(DATA, 4)  # of a batch whose gradients are accumulated in the same step
+    sentence = diagnose([other.look(), rank.look()]).sentence
+    assert sentence.startswith("rank 1 is still computing what it called before this batch of step 4 on its device; ")
+    rank.fall_silent()
+    assert not rank.look().is_computing
+
+
 def test_a_rank_that_does_not_say_what_its_device_is_in() -> None:
     """If it fails, a rank whose NCCL has an error seems to be busy, or to be ahead of those that wait with it."""
     silent, other = (Rank(number, stack=IN_BROADCAST, num_buckets=1) for number in (0, 2))
