@@ -108,7 +108,7 @@ class AllRanks:
 class CollectiveWatch:
     """Observes the collectives of a fit until `close`; before torch 2.14 only FSDP2's. Needs the process group.
 
-    On CUDA only FSDP2's collectives have times. The waits of computation for them are observed too.
+    On CUDA only FSDP2's collectives have times. The waits of computation for FSDP2's are observed too.
     """
 
     def __init__(self, trainer: Trainer, recorder: StepRecorder) -> None:
@@ -125,10 +125,10 @@ class CollectiveWatch:
             )
             if units_of(model):
                 self._closers.append(ComputationWaits(trainer.strategy.root_device, recorder.wait).close)
-        elif self._hooks is None:
-            self._closers.append(ObservedUnits(model, recorder.issue, sees_end=True).close)
-        else:  # gloo's reduce-scatters do not report their end
-            self._closers.append(ObservedUnits(model, recorder.call, ["reduce_scatter"], sees_end=True).close)
+        else:
+            # With hooks a call only ends collectives that do not report their end, such as gloo's reduce-scatters.
+            listener = recorder.issue if self._hooks is None else recorder.call
+            self._closers.append(ObservedUnits(model, listener, sees_end=True, around=recorder.waiting).close)
         if self._hooks is None:
             info(
                 "CommTimeMonitor observes only gradient sync and FSDP2's all-gathers and reduce-scatters; torch reports"

@@ -91,7 +91,7 @@ def _groups_of(module: FSDPModule) -> list[Any]:
 
 
 Around = Callable[[], AbstractContextManager[None]]
-"""Makes the context in which a collective that was notified of is issued."""
+"""Makes the context in which a collective that was notified of is issued, and in which a thread waits for one."""
 
 
 class NotifyingComm:
@@ -116,7 +116,7 @@ class ObservedUnits:
         operations: the operations to observe.
         sees_end: whether to observe completion too. On CUDA a collective counts as completed when the stream that
             issued it has waited for it.
-        around: makes the context in which each collective is issued.
+        around: see `Around`.
     """
 
     def __init__(

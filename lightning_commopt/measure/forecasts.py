@@ -94,8 +94,13 @@ class Present(NamedTuple):
         return low > 1 and 1 - 1 / expected >= WORTH_IT
 
 
-def shorter_steps(present: Present, forecasts: Sequence[Forecast]) -> list[str]:
-    """Recommends settings that shorten the step, the exact ones first; a less exact one only if it saves more."""
+def shorter_steps(
+    present: Present, forecasts: Sequence[Forecast], options: str = "comm_hook= or bucket_cap_mb="
+) -> list[str]:
+    """Recommends settings that shorten the step, the exact ones first; a less exact one only if it saves more.
+
+    ``options`` are named if none of them is clearly faster.
+    """
     if present.comm_hook in _PARAMETERWISE:
         return ["strategy=CommOptDDP(), lossless: gradients travel in buckets, not one by one."]
     recommendations, best = [], 1.0
@@ -107,13 +112,14 @@ def shorter_steps(present: Present, forecasts: Sequence[Forecast]) -> list[str]:
             best = expected
             recommendations.append(_recommendation(present, forecast))
     if forecasts and not recommendations and present.exposed_s >= WORTH_IT * present.step_s:
-        recommendations = [_none_is_faster("comm_hook= or bucket_cap_mb=")]
+        recommendations = [_none_is_faster(options)]
     return [*_if_compression_costs_more(present, forecasts), *recommendations]
 
 
 def shorter_sharded_steps(present: Present, forecasts: Sequence[Forecast]) -> list[str]:
     """Recommends settings that shorten a step of FSDP2, as `shorter_steps` does for DDP."""
-    return shorter_steps(present, forecasts) or [_none_is_faster("comm_hook= or param_hook=")]
+    options = "comm_hook= or param_hook="
+    return shorter_steps(present, forecasts, options) or [_none_is_faster(options)]
 
 
 def _none_is_faster(options: str) -> str:

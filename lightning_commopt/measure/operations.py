@@ -47,7 +47,7 @@ class OperationTotals:
         self._num_steps = -num_warmup_steps
         self._num_phases: Counter[str] = Counter()
         self._sums: dict[tuple[str, str, str], list[float]] = defaultdict(partial(list, (0, 0, 0.0, 0.0)))
-        self._has_waits = False
+        self._has_known_waits: set[tuple[str, str, str]] = set()
         self._backward_s = self._host_bound_s = 0.0
 
     def add(self, records: Iterable[StepRecord]) -> None:
@@ -59,21 +59,24 @@ class OperationTotals:
             if record.host_bound_s is not None:
                 self._backward_s += record.totals.backward_s - record.totals.exposed_s
                 self._host_bound_s += record.host_bound_s
-            self._has_waits |= bool(record.waits)
             for collective, waited_s in zip(record.collectives, exposed_s(record), strict=True):
-                sums = self._sums[collective.phase, collective.operation, collective.source]
+                kind = collective.phase, collective.operation, collective.source
+                sums = self._sums[kind]
                 sums[0] += 1
                 sums[1] += collective.num_bytes
                 start_s, end_s = collective.start_s, collective.end_s
                 sums[2] += 0.0 if start_s is None or end_s is None else end_s - start_s
-                sums[3] += waited_s or 0.0
+                if waited_s is not None:
+                    self._has_known_waits.add(kind)
+                    sums[3] += waited_s
 
     def operations(self) -> tuple[Operation, ...]:
         """Returns the means of a step, by phase, the most time first."""
         means = []
         for (phase, operation, source), sums in self._sums.items():
             num_calls, num_bytes, seconds, exposed_s = (total / self._num_steps for total in sums)
-            times_s = (seconds, exposed_s if self._has_waits else None) if seconds > 0 else (None, None)
+            is_known = (phase, operation, source) in self._has_known_waits
+            times_s = (seconds, exposed_s if is_known else None) if seconds > 0 else (None, None)
             num_phases = self._num_phases[phase] / self._num_steps
             means.append(
                 Operation(operation, phase, source, num_calls, num_bytes, times_s[0], num_phases, exposed_s=times_s[1])
@@ -121,7 +124,8 @@ def operation_rows(operations: Sequence[Operation], step_s: float) -> list[tuple
 def exposed_s(record: StepRecord) -> tuple[float | None, ...]:
     """Returns, for each collective, how long computation waits for it; None if that was not observed.
 
-    If several collectives are under way, a wait counts for the one that ends first.
+    If several collectives are under way, a wait counts for the one that ends first. On CPU any call may block, and only
+    waits for FSDP2 are recorded, so a collective without one is unknown there.
 
     >>> from lightning_commopt.measure.record import Collective, Phase
     >>> gather = Collective("all_gather", "forward", "", 8, start_s=1.0, end_s=3.0)
@@ -143,7 +147,7 @@ def exposed_s(record: StepRecord) -> tuple[float | None, ...]:
     ]
     timed.sort(reverse=True)
     waited_s: list[float | None] = [None] * len(record.collectives)
-    for *_, place in timed if record.waits else ():
+    for *_, place in timed if record.waits and record.host_bound_s is not None else ():
         waited_s[place] = 0.0
     under_way: list[tuple[float, float, int]] = []
     for reached_s, until_s in record.waits:

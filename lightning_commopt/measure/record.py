@@ -130,8 +130,8 @@ class StepRecord:
     phases: tuple[Phase, ...]  # ordered by time
     buckets: tuple[BucketSpan, ...]  # exchanges, then buckets by when they were ready; empty if none are observed
     collectives: tuple[Collective, ...] = ()  # ordered by when they were issued; empty if none are observed
-    # Start and end of each wait of the device's computation for another stream, ordered by time, which only FSDP2 has;
-    # with DiLoCo of each wait for an exchange.
+    # Start and end of each wait for FSDP2's collectives, ordered by time: of the device's computation, on CPU of the
+    # thread that computes. With DiLoCo of each wait for an exchange.
     waits: tuple[tuple[float, float], ...] = ()
     # Time in which the device had nothing to do in backward because the host had not yet launched its work; None on
     # CPU. It is known only per bucket: if the device had computed a bucket before the host continued with backward, all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -63,6 +64,7 @@ class StepRecorder(SyncObserver):
         self._collective_mark = clock.mark if isinstance(clock, HostClock) else lambda: None
         self._has_passed = None if isinstance(clock, HostClock) else clock.has_passed
         self._backward = 0
+        self._thread = threading.get_ident()
         self._resolved: deque[StepRecord] = deque()
         self._pending: deque[StepMarks] = deque()
 
@@ -100,6 +102,14 @@ class StepRecorder(SyncObserver):
         wait = DeviceWait(self._mark)
         self._waits.append(wait)
         return wait
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Records that the step waits for what this thread waits for within, if it is the recorder's own thread."""
+        wait = self.wait() if threading.get_ident() == self._thread else None
+        yield
+        if wait is not None:
+            wait.end()
 
     @property
     def _is_in_step(self) -> bool:

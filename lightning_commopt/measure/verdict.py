@@ -96,7 +96,9 @@ def verdict(
         headline, is_hidden = _without_sync(world_size, costs, operations)
         for_sharded = _for_sharded(comm_hook, operations)
         if forecasts and operations:
-            for_sharded = shorter_sharded_steps(present._replace(exposed_s=_waited_s(operations)), forecasts)
+            # A compressor's arithmetic may cost time that is no wait for a collective.
+            waited_s = math.nan if is_lossy else _waited_s(operations)
+            for_sharded = shorter_sharded_steps(present._replace(exposed_s=waited_s), forecasts)
         recommendations = [*([] if is_hidden else for_sharded), *data]
     elif costs.straggler_rank >= 0:
         headline = (

@@ -22,6 +22,7 @@ from lightning_commopt.compat.fsdp import ComputationWaits, ObservedUnits, comm_
 from lightning_commopt.compressors.configs import sharded_from_config
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.files import read_run
+from lightning_commopt.measure.operations import OperationTotals
 from lightning_commopt.measure.recorder import StepRecorder, parts_of_one
 from lightning_commopt.sync.fsdp2.gradients import ShardedSync
 from lightning_commopt.sync.fsdp2.parameters import GatheredParameters
@@ -172,7 +173,7 @@ def _timed_scatters() -> tuple[list[float], float]:
     recorder = StepRecorder(clock)
     recorder.enter("backward")
     hooks = CollectiveHooks(recorder.issue, sees_end=True)
-    observed = ObservedUnits(model, recorder.call, ["reduce_scatter"], sees_end=True)
+    observed = ObservedUnits(model, recorder.call, sees_end=True)
     model(torch.randn(4, 33)).square().mean().backward()
     returned = clock.mark()
     time.sleep(0.1)
@@ -190,6 +191,38 @@ def test_end_of_reduce_scatters() -> None:
     for ends_s, returned_s in run_ranks(_timed_scatters):
         assert len(ends_s) == 2
         assert max(ends_s) <= returned_s
+
+
+def _waited_for_the_other(hook: str | None) -> float:
+    """Returns how long this rank waits for collectives in a backward that the other begins half a second later."""
+    model, recorder = _model(), StepRecorder(HostClock())
+    sync = None if hook is None else ShardedSync(sharded_from_config(hook))  # type: ignore[arg-type]
+    if sync is not None:
+        sync.attach(model)
+        sync.allow_overlap()
+    hooks = CollectiveHooks(recorder.issue, sees_end=True)
+    observed = ObservedUnits(model, recorder.call, sees_end=True, around=recorder.waiting)
+    loss = model(torch.randn(4, 33)).square().mean()
+    dist.barrier()
+    time.sleep(0.5 * dist.get_rank())
+    recorder.enter("backward")
+    loss.backward()
+    recorder.end_step(0, 4)
+    observed.close()
+    hooks.close()
+    if sync is not None:
+        sync.detach()
+    totals = OperationTotals()
+    totals.add(recorder.take(1))
+    return sum(one.exposed_s or 0.0 for one in totals.operations())
+
+
+@needs_hooks
+@pytest.mark.parametrize("hook", [None, "int8"])
+def test_the_wait_for_collectives_is_known_on_cpu(hook: str | None) -> None:
+    """If it fails, nobody learns how long FSDP2's step on CPU waits, or what runs beside backward counts as waiting."""
+    first_s, second_s = run_ranks(_waited_for_the_other, hook)
+    assert first_s > 0.3 > second_s
 
 
 def _in_a_stream(hook: str | None) -> list[tuple[str, str, bool]]:

@@ -153,6 +153,9 @@ CASES: dict[str, Callable[[], Verdict]] = {
     "FSDP2 with predictions that may all be slower": lambda: sharded(
         "CommOptModelParallel", forecasts=[forecast._replace(high_s=0.71) for forecast in SHARDED]
     ),
+    "FSDP2 that waits, with predictions that may all be slower": lambda: sharded(
+        "CommOptModelParallel", 0.3, [forecast._replace(high_s=0.71) for forecast in SHARDED], step_s=2 / 3
+    ),
     "FSDP2 whose compressor takes more time than it saves": lambda: sharded("int8", forecasts=[EXACT, *SHARDED]),
     "FSDP2 with predictions and nothing to save": lambda: sharded("CommOptModelParallel", 0.005, SHARDED, step_s=2 / 3),
     "FSDP2 that is compressed": lambda: judged(

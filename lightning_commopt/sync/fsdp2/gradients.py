@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Module
 
 from lightning_commopt.compat.fsdp import (
+    Around,
     comm_object,
     dtypes_of,
     has_all_reduce_hook,
@@ -196,12 +197,13 @@ class Overlap:
             for group in groups
         }
         self._channels = {group: channels.of_borrowed(borrowed) for group, borrowed in self._borrowed.items()}
-        self._under_way: deque[BucketFuture] = deque()
+        self._under_way: deque[tuple[BucketFuture, Around]] = deque()
 
-    def submit(self, task: Callable[[Channel], None], output: Tensor, group: dist.ProcessGroup) -> None:
+    def submit(self, task: Callable[[Channel], None], output: Tensor, group: dist.ProcessGroup, around: Around) -> None:
         """Starts a task that fills ``output`` before this backward ends; waits until few enough are under way.
 
-        If an earlier task has raised an exception, this raises it, and so does `wait`.
+        Waits for the task are within ``around()``. If an earlier task has raised an exception, this raises it, and so
+        does `wait`.
         """
 
         def run() -> None:
@@ -210,17 +212,18 @@ class Overlap:
 
         future = self._executor.future(output)
         self._executor.submit(run, [future])
-        self._under_way.append(future)
+        self._under_way.append((future, around))
         try:
             call_after_backward(self.wait)
         except RuntimeError:  # no backward is running: the user has told FSDP2 to reduce after it
             self.wait()
-        while len(self._under_way) > _MAX_UNDER_WAY:
-            self._under_way.popleft().future.wait()
+        self.wait(_MAX_UNDER_WAY)
 
-    def wait(self) -> None:
-        while self._under_way:
-            self._under_way.popleft().future.wait()
+    def wait(self, num_left: int = 0) -> None:
+        while len(self._under_way) > num_left:
+            future, around = self._under_way.popleft()
+            with around():
+                future.future.wait()
 
     def close(self) -> None:
         """Ends the thread, and returns the groups unless ranks may be out of step."""

@@ -169,7 +169,8 @@ class UnitReduceScatter(CompressedUnit):
                 _reduce_scatter(rows, output_tensor, runs, self._compressor, state, channel, carried)
 
         if overlap is not None and self._is_untouched(output_tensor):
-            overlap.submit(task, output_tensor, self.group)  # FSDP2 may have another group of the same ranks
+            # FSDP2 may have another group of the same ranks.
+            overlap.submit(task, output_tensor, self.group, self.around)
             return
         if overlap is not None:
             overlap.wait()
