@@ -1,5 +1,6 @@
 """BucketHook: overlap with backward, order of collectives, failures."""
 
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -141,6 +142,7 @@ def test_a_failure_surfaces_with_its_bucket() -> None:
     assert on_second is not None
     assert "gradient sync of bucket 0 failed (ArithmeticError: no luck)" in on_second
     assert "its parameters: 5.bias, 5.weight" in on_second
+    assert re.search(r"test_hook\.py\(\d+\): rounds", on_second)
     assert on_first is not None
     assert "gradient sync of bucket" in on_first
 

@@ -175,10 +175,12 @@ class BucketHook:
                 self._under_way.remove(bucket.index)
                 bucket.sync.note(END, self._channel.bytes_sent - bytes_before)
         except Exception as error:
-            raise GradientSyncError(
+            failed = GradientSyncError(
                 f"gradient sync of bucket {bucket.index} failed ({type(error).__name__}: {error}); "
                 f"its parameters: {list_some(bucket.names, 8)}"
-            ) from error
+            )
+            # DDP makes a text of it, which has the frames of this exception but not those of its cause.
+            raise failed.with_traceback(error.__traceback__) from error
 
     def _rounds(self, bucket: Bucket) -> Rounds:
         if bucket.is_compressible:
