@@ -13,7 +13,7 @@ def row(name: str, result: str, verdict: str = "measured", **numbers: Any) -> Ro
 
 
 def selftest_rows(found: dict[str, Any]) -> Iterator[Row]:
-    verdicts = {"passed": "right", "failed": "wrong", "not checked": "not run"}
+    verdicts = {"passed": "right", "failed": "wrong", "not checked": "not run", "out of time": "not run"}
     for outcome in found["outcomes"]:
         result = f"{outcome['status']}: {outcome['detail']}; {outcome['seconds']:.1f} s"
         yield row(outcome["name"], result, verdicts[outcome["status"]], place=found["place"], **outcome["numbers"])

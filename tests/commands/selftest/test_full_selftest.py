@@ -52,7 +52,7 @@ def test_the_extra_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     extra = [check for check in CHECKS if check.is_extra and not check.name.endswith("; in several buckets")]
     monkeypatch.setattr(run, "CHECKS", extra)
     written = tmp_path / "selftest.json"
-    commopt("selftest", "--full", "--device", "cpu", "--output", written)
+    commopt("selftest", "--full", "--device", "cpu", "--output", written, "--limit-s", 3000)
     found = json.loads(written.read_text())
     statuses = {outcome["name"]: outcome["status"] for outcome in found["outcomes"]}
     assert len(statuses) == len(extra)
@@ -168,9 +168,18 @@ def test_ranks_that_can_run_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_check_is_started_when_time_is_up() -> None:
     """If it fails, the command takes longer than it says."""
     found = run_selftest("cpu", is_full=True, limit_s=0)
-    assert {outcome.status for outcome in found.outcomes} == {"not checked"}
+    assert {outcome.status for outcome in found.outcomes} == {"out of time"}
     assert len(found.outcomes) == len(SOME_CHECKS)
     assert found.is_whole
+
+
+@pytest.mark.usefixtures("some_checks")
+def test_checks_that_are_cut_short_do_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a busy machine that has checked nothing looks as good as one on which everything holds."""
+    monkeypatch.setattr(run, "CHECKS", [Check("is late", mock.Mock(side_effect=ranks.OutOfTime), is_on_ranks=False)])
+    output = commopt("selftest", "--device", "cpu", "--limit-s", 40, status=2).output
+    assert "out of time: is late\n    the 40 s for all checks (--limit-s) ended before it did" in output
+    assert output.endswith("1 out of time\n")
 
 
 def _wait(place: Place) -> None:
