@@ -6,11 +6,10 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import Result
 
 from lightning_commopt.report import page
 from lightning_commopt.report.terminal import report_sweep
-from support.commopt import commopt, refusal
+from support.commopt import Printed, commopt, refusal
 from support.narrow import printed
 from support.sample_runs import ladder_report, save_rates, save_run, write_sweep
 
@@ -18,7 +17,7 @@ RATES = {"none": [100, 101, 99], "bf16": [150, 152, 148]}
 SLOWER = {"none": [100, 101, 99], "bf16": [120, 121, 119]}
 
 
-def _run(*arguments: object, status: int = 0) -> Result:
+def _run(*arguments: object, status: int = 0) -> Printed:
     return commopt("report", *arguments, status=status, columns=100)
 
 

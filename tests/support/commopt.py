@@ -1,9 +1,9 @@
 """Runs the command ``commopt``, in this process or in one of its own."""
 
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from lightning_commopt.commands.app import app
 from support.wheels import run_checked
@@ -18,12 +18,26 @@ finally:
 """
 
 
-def commopt(*arguments: object, status: int = 0, columns: int = 120, **options: Any) -> Result:
+class Printed(NamedTuple):
+    """What a command has printed."""
+
+    stdout: str
+    stderr: str
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+
+def commopt(*arguments: object, status: int = 0, columns: int = 120, **options: Any) -> Printed:
     """Runs a command, which must end with this exit status, and with no traceback."""
-    result = CliRunner(env={"COLUMNS": str(columns)}).invoke(app, [*map(str, arguments)], **options)
+    runner: Any = CliRunner(env={"COLUMNS": str(columns)})
+    runner.mix_stderr = False  # click before 8.2 mixes stderr into stdout otherwise; later ones do not read this
+    result = runner.invoke(app, [*map(str, arguments)], **options)
+    printed = Printed(result.stdout, result.stderr)
     assert result.exception is None or isinstance(result.exception, SystemExit), result.exc_info
-    assert result.exit_code == status, result.output
-    return result
+    assert result.exit_code == status, printed.output
+    return printed
 
 
 def refusal(*arguments: object, status: int = 2) -> str:
