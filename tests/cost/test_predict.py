@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -12,7 +14,7 @@ from lightning_commopt.compressors import compressor_from_config
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.candidates import candidates
 from lightning_commopt.cost.compressor_cost import CompressorCost, Stage
-from lightning_commopt.cost.predict import predict
+from lightning_commopt.cost.predict import LEAST_SHARE, predict
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.link.link import Link
 from lightning_commopt.measure.plain import from_plain
@@ -35,6 +37,23 @@ def test_two_ranks_and_buckets_of_one_gradient() -> None:
     found = predict(CommPlan(bucket_cap_mb=0.5), WORK, LINK, {})
     assert (found.step_s, found.exposed_s) == pytest.approx((0.8, 0.1))
     assert found.low_s < found.step_s < found.high_s
+
+
+def test_noise_makes_no_step_take_no_time() -> None:
+    """If it fails, a noisy run predicts plans that are "1.00 (0.48 to 20.2)" times as fast, or less than was seen."""
+    found = predict(CommPlan(bucket_cap_mb=0.5), dataclasses.replace(WORK, spread_s=1.0), LINK, {})
+    assert found.step_s / found.low_s == pytest.approx(4)
+    slow = dataclasses.replace(LINK, s_per_byte=1 / MIB)  # computing takes 0.7 s of 4.4 s
+    found = predict(CommPlan(bucket_cap_mb=0.25), dataclasses.replace(WORK, spread_s=10.0), slow, {})
+    assert found.low_s == pytest.approx(0.9 * 0.7)
+    files = (Path(__file__).parents[2] / "benchmarks" / "results").glob("*prediction*.json")
+    rows = [row for file in files for row in json.loads(file.read_text())["rows"]]
+    shares = [
+        row["predicted"] / median(row["speedups"]) if "speedups" in row else row["measured_s"] / row["predicted_s"]
+        for row in rows
+    ]
+    assert len(shares) > 1000
+    assert min(shares) > 1.5 * LEAST_SHARE
 
 
 def test_one_bucket_waits_for_backward() -> None:

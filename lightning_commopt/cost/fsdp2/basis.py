@@ -16,7 +16,7 @@ from lightning_commopt.cost.fsdp2.arithmetic import ShardCost, ShardCosts
 from lightning_commopt.cost.fsdp2.links import ShardLinks
 from lightning_commopt.cost.fsdp2.predict import World, communication_s
 from lightning_commopt.cost.fsdp2.workload import AS_INT8, ShardedWorkload
-from lightning_commopt.cost.predict import COST_RATIO, LEAST_SHARE, Candidate, Prediction, expected_largest
+from lightning_commopt.cost.predict import COST_RATIO, Candidate, Prediction, expected_largest, least_s
 from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.measure.plain import from_plain, load_json, read_object, write_json
 from lightning_commopt.measure.runs.files import PREDICTION_FILE
@@ -87,7 +87,7 @@ class ShardedBasis:
         more_s = math.hypot(*errors_s, *(max(0.0, change_s) for change_s in changes_s))
         return Prediction(
             step_s=step_s,
-            low_s=max(step_s - less_s, LEAST_SHARE * step_s),
+            low_s=max(step_s - less_s, least_s(step_s, step_s - exposed_s)),
             high_s=step_s + more_s,
             exposed_s=exposed_s,
             reasons=self._reasons(where),

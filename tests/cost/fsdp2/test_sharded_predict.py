@@ -38,6 +38,14 @@ def test_the_runs_own_plan_takes_what_was_measured() -> None:
         assert predicted.low_s < 1.7 < predicted.high_s < 2.1
 
 
+def test_noise_makes_no_step_take_no_time() -> None:
+    """If it fails, a noisy run predicts that a compressor makes it up to 20 times as fast."""
+    run = basis()
+    noisy = dataclasses.replace(run, workload=dataclasses.replace(run.workload, spread_s=10.0))
+    predicted = noisy.predict(ShardedPlan(comm_hook=INT8))
+    assert predicted.step_s / predicted.low_s == pytest.approx(4)
+
+
 def test_compressed_reduce_scatters_run_beside_backward() -> None:
     """If it fails, a compressor is predicted to save less or more than its bytes and what backward hides."""
     predicted = basis().predict(ShardedPlan(comm_hook=INT8))
