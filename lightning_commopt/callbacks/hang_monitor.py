@@ -18,6 +18,7 @@ from lightning_commopt.sync.groups import let_gloo_finish_at_exit
 from lightning_commopt.text.validation import check_choice, check_positive, warn, warn_once
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.rank_side import WatchedRank
+from lightning_commopt.watch.own_errors import log_own_errors
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -120,8 +121,9 @@ class HangMonitor(PhaseCallback):
         self._stop_watching()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        super().on_exception(trainer, pl_module, exception)
-        self._stop_watching(exception)
+        with log_own_errors("HangMonitor"):
+            super().on_exception(trainer, pl_module, exception)
+            self._stop_watching(exception)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Waits until the ranks' watchers are connected, which they usually are by then."""

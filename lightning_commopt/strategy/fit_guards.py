@@ -11,6 +11,7 @@ from lightning_commopt.sync.diloco.living import LivingRanks
 from lightning_commopt.sync.strategies import TrainersStrategy, WatchedStrategy, trainer_of
 from lightning_commopt.text.validation import info, warn_once
 from lightning_commopt.watch.fit_watch import FitWatch
+from lightning_commopt.watch.own_errors import log_own_errors
 from lightning_commopt.watch.patient_watch import PatientWatch
 
 
@@ -83,9 +84,10 @@ class FitGuards:
 
     def fail(self, exception: BaseException) -> None:
         """Explains an exception that ends the fit, and reports it to the other ranks."""
-        explain_error(exception)
-        if self.fit_watch is not None:
-            self.fit_watch.fail(exception)
+        with log_own_errors("The watch of a fit"):
+            explain_error(exception)
+            if self.fit_watch is not None:
+                self.fit_watch.fail(exception)
 
     def close(self) -> None:
         for guard in (self._sigterm_check, self.fit_watch):

@@ -126,4 +126,7 @@ def check_backward(trainable: Trainable, module: LightningModule, is_static: boo
 def explain_error(exception: BaseException) -> None:
     """Replaces messages of torch that show no remedy; see `_EXPLANATIONS`."""
     for message, explanation in _EXPLANATIONS.items():
-        exception.args = tuple(explanation if message in str(arg) else arg for arg in exception.args)
+        is_explained = [isinstance(arg, str) and message in arg for arg in exception.args]
+        if any(is_explained):
+            args = zip(is_explained, exception.args, strict=True)
+            exception.args = tuple(explanation if yes else arg for yes, arg in args)

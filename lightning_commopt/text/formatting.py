@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from itertools import groupby, islice
 from typing import NamedTuple, TypeVar
 
@@ -48,6 +48,14 @@ def number(value: float, digits: int = 3, max_decimals: int = 99) -> str:
         return "0"
     exponent = int(f"{value:.{digits - 1}e}".partition("e")[2])
     return f"{value:.{min(max_decimals, max(0, digits - 1 - exponent))}f}"
+
+
+def text_of(value: object, show: Callable[[object], str] = str) -> str:
+    """Returns ``show(value)``; a placeholder if that raises, as it may for an exception of a user's own class."""
+    try:
+        return show(value)
+    except Exception:
+        return f"<{show.__name__}() failed>"
 
 
 def percent(share: float) -> str:

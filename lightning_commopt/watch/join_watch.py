@@ -19,6 +19,7 @@ from lightning_commopt.launch.interfaces import find_listening, list_interfaces,
 from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.sync.store import Agreement, poll
 from lightning_commopt.sync.strategies import RunningStrategy
+from lightning_commopt.text.formatting import text_of
 from lightning_commopt.watch import times
 from lightning_commopt.watch.ended_ranks import EndedRanks
 from lightning_commopt.watch.join_texts import (
@@ -90,7 +91,7 @@ class JoinWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            first_line = str(error).partition("\n")[0]
+            first_line = text_of(error).partition("\n")[0]
             self._error = f"{type(error).__name__}: {first_line}"
         self._stop.set()
         self._thread.join(2 * times.JOIN_CLOSE_S)

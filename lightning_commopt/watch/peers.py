@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 import torch.distributed as dist
 
 from lightning_commopt.sync.store import poll
-from lightning_commopt.text.formatting import escape_controls
+from lightning_commopt.text.formatting import escape_controls, text_of
 from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs.process import process_fields
 
@@ -207,7 +207,7 @@ class Peers:
             lines = traceback.format_exception(type(exception), exception, exception.__traceback__)
             text = f"Rank {self._rank} has failed:\n{''.join(lines).rstrip()}"
         else:
-            text = f"Rank {self._rank} has ended the fit with {exception!r}."
+            text = f"Rank {self._rank} has ended the fit with {text_of(exception, repr)}."
         is_first = self._report(Failure(self._rank, has_died=False, text=text))
         return text if is_first and not isinstance(exception, KeyboardInterrupt) else None
 

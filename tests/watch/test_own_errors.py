@@ -1,16 +1,20 @@
-"""A watch that fails because of a bug in it logs that once, and training continues."""
+"""A watch that fails because of a bug in it logs that once, and training continues; no user's error breaks a watch."""
 
+import json
 import logging
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch.distributed as dist
 
 from lightning_commopt import CommOptDDP
+from lightning_commopt.callbacks import HangMonitor, RunRecorder
 from lightning_commopt.watch import fit_watch, own_errors, times
 from lightning_commopt.watch.fit_watch import FitWatch
 from lightning_commopt.watch.join_watch import JoinWatch
 from support.ranks import run_ranks
-from support.strategy_models import SelfFed, trainer
+from support.strategy_models import SelfFed, Tiny, loader, trainer
 
 _ERROR = "an error of the watch"
 
@@ -67,3 +71,44 @@ def test_an_error_is_logged_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest
         with own_errors.log_own_errors(watch):
             _raise()
     assert [record.getMessage().split()[0] for record in caplog.records] == ["a", "b"]
+
+
+class Unreadable(Exception):  # noqa: N818
+    """An exception of a user that has no text."""
+
+    def __str__(self) -> str:
+        raise TypeError("a mistake in a user's exception")
+
+    __repr__ = __str__
+
+
+class Failing(Tiny):
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
+
+    def training_step(self, batch: Any, batch_idx: int) -> NoReturn:
+        raise self.error
+
+
+def _fail(error: BaseException, folder: Path) -> list[str]:
+    records = Records()
+    run = trainer(CommOptDDP(), callbacks=[HangMonitor(dirpath=folder), RunRecorder(dirpath=folder)])
+    with pytest.raises(type(error)) as raised:
+        run.fit(Failing(error), loader())
+    assert raised.value is error
+    return records.texts
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (Unreadable(), "Unreadable: <str() failed>"),
+        (RuntimeError(Unreadable()), "RuntimeError: <str() failed>"),
+        (SystemExit(Unreadable()), "SystemExit: <str() failed>"),
+    ],
+)
+def test_an_exception_without_a_text_ends_a_fit_as_itself(error: BaseException, text: str, tmp_path: Path) -> None:
+    """If it fails, a mistake in a user's exception hides it, and the other ranks never hear of it."""
+    assert run_ranks(_fail, error, tmp_path) == [[], []]
+    assert json.loads((tmp_path / "run.json").read_text())["error"].endswith(text)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from lightning_commopt.measure.plain import errors_naming, from_plain, read_object, write_json
 from lightning_commopt.measure.runs.files import RUN_FILE
 from lightning_commopt.measure.runs.settings import Settings, Value
+from lightning_commopt.text.formatting import text_of
 
 Status = Literal["running", "finished", "failed"]
 
@@ -191,7 +192,7 @@ def fail_record(
 
 def fail_rank(folder: Path, error: BaseException, *, rank: int, seconds: float) -> None:
     """Records that an error ended a rank, and so the run, if it has a record; never raises, as that would hide it."""
-    reason = f"{type(error).__name__}: {error}"
+    reason = f"{type(error).__name__}: {text_of(error)}"
     with suppress(OSError):
         fail_record(folder, reason if rank == 0 else f"rank {rank}: {reason}", seconds=seconds)
 

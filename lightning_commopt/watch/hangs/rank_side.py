@@ -25,6 +25,7 @@ from lightning_commopt.compat.hooks import hook_owner
 from lightning_commopt.compat.torch import flight_records
 from lightning_commopt.measure.observer import APPLIED, DUE, END, BucketInfo, BucketSync, SyncObserver
 from lightning_commopt.sync.store import key_space
+from lightning_commopt.text.formatting import text_of
 from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs.marks import MarkWriter
@@ -268,10 +269,10 @@ def _ending_of(exception: BaseException) -> tuple[str, str]:
     if type(exception).__name__ == "SIGTERMException":  # Lightning's, which it raises once a step is over
         return "terminated", "SIGTERM"
     if isinstance(exception, SystemExit):
-        return "failed", f"SystemExit: {exception.code!r}"
+        return "failed", f"SystemExit: {text_of(exception.code, repr)}"
     return "failed", _first_line(exception)
 
 
 def _first_line(exception: BaseException) -> str:
-    text = str(exception).strip().splitlines()
+    text = text_of(exception).strip().splitlines()
     return f"{type(exception).__name__}: {text[0]}" if text else type(exception).__name__
