@@ -81,6 +81,7 @@ class WatchedRank:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
+                cwd=root,  # Python looks for modules there first, and a program's own folder may have a secrets.py
                 env=os.environ | {"PYTHONPATH": python_path, SETTINGS_VARIABLE: json.dumps(asdict(settings))},
             )
         os.close(self._marks.fd)

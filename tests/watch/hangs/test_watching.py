@@ -45,7 +45,7 @@ from lightning_commopt.watch.hangs.process import (
     process_state,
     thread_cpu_s,
 )
-from lightning_commopt.watch.hangs.rank_side import MarkedSync
+from lightning_commopt.watch.hangs.rank_side import MarkedSync, WatchedRank
 from lightning_commopt.watch.hangs.records import Records, read_hang_report
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot, fragment_key, place_in_training
 from lightning_commopt.watch.hangs.stacks import (
@@ -57,6 +57,7 @@ from lightning_commopt.watch.hangs.stacks import (
 )
 from lightning_commopt.watch.hangs.transport import RankLink
 from support.commopt import commopt
+from support.ranks import run_ranks
 
 
 def test_marks_keep_the_newest() -> None:
@@ -560,3 +561,17 @@ def test_a_rank_that_ends_while_it_is_looked_at(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(own, "_add_stacks", lambda found: writer.write(kinds.PHASE, BACKWARD, len(looks)))
     looks.append("again")
     assert own.snapshot().phase == BACKWARD
+
+
+def _meet_beside_a_file() -> bool:
+    Path("hmac.py").write_text("raise RuntimeError('a file of the user')")
+    options: dict[str, Any] = {"after_s": 60.0, "action": "report", "main_address": ("localhost", 0)}
+    watched = WatchedRank(folder=Path("hangs"), device=torch.device("cpu"), **options)
+    has_met = watched.meet()
+    watched.close()
+    return has_met
+
+
+def test_a_watcher_imports_nothing_from_where_its_rank_runs() -> None:
+    """If it fails, a file there that is named as a module of Python is run, and training waits for watchers."""
+    assert run_ranks(_meet_beside_a_file) == [True, True]
