@@ -211,7 +211,7 @@ class JoinWatch:
         return Arrival(
             rank=self._rank,
             host=socket.gethostname(),
-            network=namespace_name("net"),
+            network=namespace_name("net") or socket.gethostname(),
             listening=find_listening(self._backend, interfaces),
             interfaces={interface.name: interface.with_prefix for interface in interfaces},
         )

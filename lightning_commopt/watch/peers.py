@@ -21,6 +21,8 @@ from lightning_commopt.text.formatting import escape_controls, text_of
 from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs.process import process_fields
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 _KEY = "lifeline"
 
 _MAX_TRIES = 3
@@ -279,16 +281,22 @@ class Peers:
 
 def _process_name(pid: int) -> str | None:
     """Returns a name that no other process ever has; None if it has ended, or cannot be seen."""
-    fields = process_fields(pid)
+    fields, namespace = process_fields(pid), namespace_name("pid")
     # Field 22 of proc(5) is the start time.
-    return None if fields is None or fields[0] in "ZX" else f"{namespace_name('pid')} {pid} {fields[19]}"
+    return None if namespace is None or fields is None or fields[0] in "ZX" else f"{namespace} {pid} {fields[19]}"
 
 
 @cache
-def namespace_name(kind: str) -> str:
-    """Returns a name of this process's namespace, "pid" or "net", that no other host or container has."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot} {os.stat(f'/proc/self/ns/{kind}').st_ino}"
+def namespace_name(kind: str) -> str | None:
+    """Returns a name of this process's namespace, "pid" or "net", that no other host or container has.
+
+    None where the kernel does not tell, as in some sandboxes.
+    """
+    try:
+        boot = _BOOT_ID.read_text(encoding="ascii").strip()
+        return f"{boot} {os.stat(f'/proc/self/ns/{kind}').st_ino}"
+    except OSError:
+        return None
 
 
 def _is_gone(process: str) -> bool:

@@ -1,10 +1,16 @@
 """Which ranks are waited for in vain."""
 
+from pathlib import Path
+
 import pytest
 import torch.distributed as dist
 
-from lightning_commopt.watch.peers import Lifelines, Peers
+from lightning_commopt import CommOptDDP
+from lightning_commopt.watch import peers
+from lightning_commopt.watch.peers import Lifelines, Peers, namespace_name
 from lightning_commopt.watch.waiting import print_now
+from support.ranks import run_ranks
+from support.strategy_models import SelfFed, trainer
 
 
 def test_ranks_that_wait_for_a_slow_one_are_told_apart() -> None:
@@ -41,3 +47,16 @@ def test_text_of_another_rank_is_printed_without_control_characters(capsys: pyte
     assert len(failure.text.splitlines()) > 1
     print_now("\x1b[2Jé\nsecond")
     assert capsys.readouterr().err == "\\x1b[2Jé\nsecond\n"
+
+
+def _fit_in_a_sandbox() -> int:
+    peers._BOOT_ID = Path("/proc/sys/kernel/random/nothing")
+    namespace_name.cache_clear()
+    job = trainer(CommOptDDP())
+    job.fit(SelfFed())
+    return job.global_step
+
+
+def test_a_fit_where_the_kernel_does_not_name_the_host() -> None:
+    """If it fails, no fit of ours begins in a sandbox that has no ``boot_id``."""
+    assert all(num_steps > 0 for num_steps in run_ranks(_fit_in_a_sandbox))
