@@ -86,13 +86,17 @@ class HangMonitor(PhaseCallback):
         environment: Any = getattr(trainer.strategy, "cluster_environment", None)
         main_address = ("localhost", 0) if environment is None else (environment.main_address, environment.main_port)
         self._stop_watching()
-        self._watched = WatchedRank(
-            after_s=self._after_s,
-            action=self._action_for(trainer),
-            folder=folder / "hangs",
-            main_address=main_address,
-            device=trainer.strategy.root_device,
-        )
+        try:
+            self._watched = WatchedRank(
+                after_s=self._after_s,
+                action=self._action_for(trainer),
+                folder=folder / "hangs",
+                main_address=main_address,
+                device=trainer.strategy.root_device,
+            )
+        except OSError as error:  # too many processes or descriptors
+            warn(f"HangMonitor has no effect: its watcher cannot be started ({error}).", on_every_rank=True)
+            return
         self._stage = kinds.first_of_stage(_STAGES[stage])
         self._step = trainer.global_step
         self._is_ending = self._has_waited = False

@@ -11,6 +11,7 @@ from hanging_fits import HAS_SIGTERM_BROADCAST, LosingBroadcast, fit_slowly, fit
 from torch.torch_version import TorchVersion
 
 from lightning_commopt.callbacks import HangMonitor, hang_monitor
+from lightning_commopt.watch.hangs import rank_side
 from lightning_commopt.watch.hangs.records import read_hang_report
 from support.lightnings import DDPStrategy
 from support.marked_processes import Program
@@ -82,6 +83,24 @@ def test_a_broadcast_that_lightning_gives_up_is_reported(tmp_path: Path) -> None
         (message,) = messages
         assert "Lightning's broadcast of SIGTERM, before a batch of step 1, has failed" in message
         assert "(RuntimeError: Timed out waiting 2000ms)" in message
+
+
+def _fit_without_processes(folder: Path) -> tuple[list[str], int]:
+    def refuse(*args: Any, **options: Any) -> None:
+        raise BlockingIOError("too many processes")
+
+    rank_side.subprocess.Popen = refuse  # type: ignore[assignment, misc]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = trainer(DDPStrategy(), callbacks=[HangMonitor(dirpath=folder)], max_epochs=1)
+        run.fit(Tiny(), loader())
+    return [str(one.message) for one in caught if "HangMonitor" in str(one.message)], run.global_step
+
+
+def test_a_fit_goes_on_without_its_watcher(tmp_path: Path) -> None:
+    """If it fails, what should find hangs keeps a fit from beginning on a host that allows no more processes."""
+    message = "HangMonitor has no effect: its watcher cannot be started (too many processes)."
+    assert run_ranks(_fit_without_processes, tmp_path) == [([message], 3)] * 2
 
 
 def check(fault: str, report: dict[str, Any]) -> None:
