@@ -116,6 +116,13 @@ class Hierarchical(Wrapper):
         return residual
 
 
+def is_hierarchical(compressor: object) -> bool:
+    """Returns whether a compressor is a `Hierarchical`, or has one anywhere in its composition."""
+    while isinstance(compressor, Compressor) and not isinstance(compressor, Hierarchical):
+        compressor = getattr(compressor, "inner", None)
+    return isinstance(compressor, Hierarchical)
+
+
 def place_on_nodes(compressor: Compressor, world_size: int, ranks_per_node: int) -> tuple[Compressor, int | None]:
     """Sets ``ranks_per_node`` of a `Hierarchical`, anywhere in the composition, to the launcher's if it is None.
 

@@ -15,6 +15,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.catalog import recommended
+from lightning_commopt.compressors.hierarchical import is_hierarchical
 from lightning_commopt.compressors.registry import canonical_name, compressor_name, names_with_option
 from lightning_commopt.plan import CommPlan, DiLoCoPlan, OptionError, Plan, UnknownOptionError
 from lightning_commopt.plan.ddp import check_option_names, ddp_options
@@ -130,6 +131,8 @@ def diloco_plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[DiLoCoPlan
     plan = plan_from_option(DiLoCoPlan, given["plan"], options)
     if is_patient and plan.inner is not None:
         raise OptionError("patience_s is not possible with inner: the ranks of a node wait for each other in each step")
+    if given["patience_s"] is not None and is_hierarchical(plan.comm_hook):
+        raise OptionError("patience_s is not possible with comm_hook='hierarchical': ranks of a node need each other")
     return plan, lightnings
 
 

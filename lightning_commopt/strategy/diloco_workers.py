@@ -36,10 +36,6 @@ class WorkerExchanges(LivingCollectives):
         if self._is_inner and ranks_per_node is None:
             ranks_per_node = self.num_processes
             compressor = Hierarchical(inner=compressor or UNCOMPRESSED, ranks_per_node=ranks_per_node)
-        if ranks_per_node is not None and self._patience_s is not None:
-            raise OptionError(
-                "patience_s is not possible with comm_hook='hierarchical': ranks of a node need each other"
-            )
         if self._living is not None and self._patience_s is not None:
             return PatientExchange.of_all_ranks(
                 compressor,
