@@ -155,8 +155,17 @@ def optimizer_is_toggled(module: LightningModule) -> bool:
 
 def timers(trainer: Trainer) -> list[Callback]:
     """Returns the callbacks that end a fit after some time, also that of ``Trainer(max_time=...)``."""
-    timer: type[Callback] = import_module(f"{package_of(trainer)}.callbacks").Timer
-    return [callback for callback in trainer.callbacks if isinstance(callback, timer)]  # type: ignore[attr-defined]
+    return _callbacks_of_class(trainer, "Timer")
+
+
+def prunes(trainer: Trainer) -> bool:
+    """Returns whether a callback prunes the model in the course of a fit."""
+    return bool(_callbacks_of_class(trainer, "ModelPruning"))
+
+
+def _callbacks_of_class(trainer: Trainer, name: str) -> list[Callback]:
+    kind: type[Callback] = getattr(import_module(f"{package_of(trainer)}.callbacks"), name)
+    return [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
 
 
 def has_trainer(module: LightningModule) -> bool:

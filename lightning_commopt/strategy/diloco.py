@@ -24,7 +24,7 @@ from lightning_commopt.plan import CommPlan, DiLoCoPlan
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import StartMethod, diloco_plan_from_arguments, document_plan_options
 from lightning_commopt.strategy.diloco_checkpoint import SavesRanks
-from lightning_commopt.strategy.diloco_workers import WorkerExchanges, keep_batch_norm_within
+from lightning_commopt.strategy.diloco_workers import WorkerExchanges, keep_batch_norm_within, refuse_pruning
 from lightning_commopt.strategy.fit_guards import FitGuards
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job
 from lightning_commopt.strategy.loss_scale import agree_on_loss_scale, loss_scale
@@ -138,6 +138,7 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
         """Makes all ranks' weights equal, begins the rounds, and wraps the model if a node is one worker."""
         module = self.lightning_module
         assert module is not None
+        refuse_pruning(trainer_of(self))
         if self.world_size > 1:
             equalize([*module.parameters(), *module.buffers()])
         self._drift_watch = DriftWatch(self.num_processes if self._is_inner else 1)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch.distributed as dist
 from torch.nn import Module, SyncBatchNorm
 
+from lightning_commopt.compat.lightning import prunes
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.channel import Channel
@@ -18,6 +21,9 @@ from lightning_commopt.sync.diloco.patient import PatientExchange
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_groups, default_group
 from lightning_commopt.sync.strategies import RunningStrategy
 from lightning_commopt.text.validation import warn_once
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 
 class WorkerExchanges(LivingCollectives):
@@ -105,3 +111,12 @@ def keep_batch_norm_within(module: Module, within: dist.ProcessGroup | None) -> 
                     " a node"
                 )
             part.process_group = within
+
+
+def refuse_pruning(trainer: Trainer) -> None:
+    """Raises an OptionError if a callback prunes the model: the mean over workers has the zeros of no mask."""
+    if prunes(trainer):
+        raise OptionError(
+            "ModelPruning is not possible with DiLoCo: each worker would prune other weights. Prune before the fit,"
+            " with torch.nn.utils.prune, or after it"
+        )

@@ -15,7 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_commopt import CommOptDiLoCo, OptionError
-from support.lightnings import Callback, CSVLogger, LightningModule, MixedPrecision, ModelCheckpoint, Trainer
+from support.lightnings import (
+    Callback,
+    CSVLogger,
+    LightningModule,
+    MixedPrecision,
+    ModelCheckpoint,
+    Trainer,
+    callbacks,
+)
 from support.ranks import run_ranks, run_ranks_or_raise
 from support.strategy_models import BatchNormed, Params, Tiny, assert_same, loader, numbers, trainer
 from support.training_modes import MODES
@@ -216,3 +224,15 @@ def test_sync_batch_norm_is_refused() -> None:
         assert trace is not None
         assert OptionError.__name__ in trace
         assert "use BatchNorm, whose statistics the exchanges average, or in a Trainer inner='ddp'" in trace
+
+
+def _fit_pruned() -> None:
+    pruning = callbacks.ModelPruning("l1_unstructured", amount=0.3)
+    trainer(CommOptDiLoCo(), callbacks=[pruning], limit_val_batches=0).fit(Tiny(), loader())
+
+
+def test_pruning_is_refused() -> None:
+    """If it fails, ranks prune different weights, and exchanges average their masks to fractions."""
+    for _, trace in run_ranks_or_raise(_fit_pruned, world_size=2):
+        assert trace is not None
+        assert "OptionError: ModelPruning is not possible with DiLoCo" in trace
