@@ -91,6 +91,29 @@ def test_a_fit_without_steps_that_count_ends_with_the_mean(is_hidden: bool) -> N
     assert_same(final, {name: (x + second[name]) / 2 for name, x in first.items()}, rtol=1e-6)
 
 
+class _Clipping(Tiny):
+    """Limits its weights after each batch."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.1, 0.1)
+        self.clipped = numbers(self)
+
+
+def _clip() -> tuple[Params, Params]:
+    model = _Clipping()
+    final = _fit(model, sync_every=3, **_MEANS)
+    return model.clipped, final
+
+
+def test_what_a_hook_does_after_the_last_exchange_stays() -> None:
+    """If it fails, a fit whose last round is whole ends with weights that were not clipped after the last batch."""
+    (clipped, final), (_, other) = run_ranks(_clip)
+    assert_same(final, clipped, rtol=1e-6)
+    assert_same(final, other)
+
+
 class _Setting(Tiny):
     """Sets its weights when training begins, to other ones on each rank."""
 

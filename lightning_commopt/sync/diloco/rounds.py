@@ -231,6 +231,8 @@ class Rounds:
         self._introduce()
         for under_way in self.under_way:
             self._join_early(under_way.arrived)
+        if self._was_changed_by_hooks():
+            self.expect_changes()
         self.exchange.watch_end()
         final = [self._final(index) for index in range(len(self.fragments))]
         finished = self.exchange.finish(final)
@@ -241,6 +243,15 @@ class Rounds:
                 self._join(finished.joined)
         self._final_weights = final
         self._show(final)
+
+    def _was_changed_by_hooks(self) -> bool:
+        """Returns whether hooks have changed weights of fragments that were not trained since their last exchange.
+
+        With mixing, or while an exchange is under way, a model has none of the global weights to compare with.
+        """
+        settled = [of for index, of in enumerate(self.fragments) if index not in self.changed]
+        is_comparable = not self.plan.own_share and not self.under_way and self.exchange.is_complete
+        return bool(settled) and is_comparable and self.differs_from(settled)
 
     def finish_again(self) -> None:
         """Averages over the workers what a callback has put into the model since `finish`, such as their averages.
