@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from command_line import need_lab
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from results_file import write_result
@@ -35,7 +36,7 @@ from small_gpt import train_gpt
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
-from lightning_commopt.launch.lab import NetLab, why_not
+from lightning_commopt.launch.lab import NetLab
 
 RESULT = "RESULT "
 SLOWER = 1.1
@@ -283,9 +284,7 @@ def main() -> None:
     if arguments.worker:
         run_rank(arguments)
         return
-    reason = why_not()
-    if reason is not None:
-        sys.exit(reason)
+    need_lab()
     load = os.getloadavg()[0]
     result: dict[str, Any] = {}
     if "exposed" in arguments.parts:

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from command_line import link_rate, need_lab, positive
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from results_file import write_result
 from rich.console import Console
@@ -33,7 +34,7 @@ from torchvision.models import get_model
 from two_hosts import vit_tiny
 
 from lightning_commopt import CommOptDDP, CommOptDiLoCo
-from lightning_commopt.launch.lab import NetLab, RankError, parse_rate, why_not
+from lightning_commopt.launch.lab import NetLab, RankError
 
 RESULT = "RESULT "
 NO_EXCHANGE = "none"
@@ -159,27 +160,18 @@ def print_table(rows: list[dict[str, Any]], title: str) -> None:
 def parse() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", nargs="+", default=["10mbit", "100mbit", "1gbit"], help="of each link, each way")
+    parser.add_argument("--rates", nargs="+", type=link_rate, default=["10mbit", "100mbit", "1gbit"], help="each way")
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS))
     parser.add_argument("--model", default="vit_tiny", help="'vit_tiny', or any of torchvision for 224 x 224 images")
-    parser.add_argument("--batch-size", type=int, default=2, help="images in a batch of one rank")
-    parser.add_argument("--num-warmup-steps", type=int, default=3, help="of plans without rounds")
-    parser.add_argument("--num-steps", type=int, default=10, help="timed steps of plans without rounds")
-    parser.add_argument("--num-rounds", type=int, default=2, help=f"timed rounds of DiLoCo, of {SYNC_EVERY} steps each")
-    parser.add_argument("--num-turns", type=int, default=3)
+    parser.add_argument("--batch-size", type=positive, default=2, help="images in a batch of one rank")
+    parser.add_argument("--num-warmup-steps", type=positive, default=3, help="of plans without rounds")
+    parser.add_argument("--num-steps", type=positive, default=10, help="timed steps of plans without rounds")
+    parser.add_argument("--num-rounds", type=positive, default=2, help=f"timed rounds of DiLoCo, {SYNC_EVERY} steps")
+    parser.add_argument("--num-turns", type=positive, default=3)
     parser.add_argument("--timeout-s", type=float, default=1800, help="for one run")
     parser.add_argument("--output", type=Path, help="stored after each run")
     parser.add_argument("--worker", choices=PLANS, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    for name in ("batch_size", "num_warmup_steps", "num_steps", "num_rounds", "num_turns"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be above 0, got {getattr(arguments, name)}")
-    for rate in arguments.rates:
-        try:
-            parse_rate(rate, "rates")
-        except ValueError as error:
-            parser.error(f"--{error}")
-    return arguments
+    return parser.parse_args()
 
 
 def main() -> None:
@@ -188,9 +180,7 @@ def main() -> None:
     if arguments.worker:
         run_rank(arguments)
         return
-    reason = why_not()
-    if reason is not None:
-        sys.exit(reason)
+    need_lab()
     load, rows = os.getloadavg()[0], list[dict[str, Any]]()
     settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "worker")}
     for runs in measure(arguments):

@@ -8,6 +8,7 @@ import os
 import warnings
 
 import torch
+from command_line import positive
 from gpu_models import SIZES
 from gpu_ranks import begin_case, emit, forget_plans
 from tuning import compare
@@ -25,14 +26,11 @@ def main() -> None:
     parser.add_argument("--share-gpu", action="store_true", help="known from the environment of the rank")
     parser.add_argument("--model", choices=SIZES, default="plain_vit_small")
     parser.add_argument("--link", default="without a limit", help="what rows call the link between ranks")
-    parser.add_argument("--num-fit-steps", type=int, default=100)
-    parser.add_argument("--num-rounds", type=int, default=2, help="turns of the grid")
-    parser.add_argument("--num-caps", type=int, default=len(_CAPS_MB), help="bucket sizes in the grid")
+    parser.add_argument("--num-fit-steps", type=positive, default=100)
+    parser.add_argument("--num-rounds", type=positive, default=2, help="turns of the grid")
+    parser.add_argument("--num-caps", type=positive, default=len(_CAPS_MB), help="bucket sizes in the grid")
     parser.add_argument("--cases", required=True, choices=(CASE,))
     arguments = parser.parse_args()
-    for name in ("num_fit_steps", "num_rounds", "num_caps"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
     warnings.filterwarnings("ignore")
     forget_plans()
     num_ranks, is_first = int(os.environ["WORLD_SIZE"]), os.environ["RANK"] == "0"

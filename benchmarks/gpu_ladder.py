@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from command_line import positive
 from gpu_models import IMAGE_SIZE, NUM_CLASSES, SIZES, VisionTransformer
 from gpu_ranks import begin_case, emit, left_s
 from torch import Tensor
@@ -228,14 +229,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--share-gpu", action="store_true", help="known from the environment of the rank")
     parser.add_argument("--model", choices=SIZES, default="plain_vit_l_32")
     parser.add_argument("--link", default="without a limit", help="what rows call the link between ranks")
-    parser.add_argument("--batch-size", type=int, default=32, help="images in a batch of one rank")
-    parser.add_argument("--num-turns", type=int, default=3)
+    parser.add_argument("--batch-size", type=positive, default=32, help="images in a batch of one rank")
+    parser.add_argument("--num-turns", type=positive, default=3)
     parser.add_argument("--turn-s", type=float, default=2.0, help="of a plan, without its warm-up")
     parser.add_argument("--cases", required=True, help=f"plans with commas between them, of {', '.join(PLANS)}")
     arguments = parser.parse_args()
-    for name in ("batch_size", "num_turns", "turn_s"):
-        if getattr(arguments, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')} must be above 0, got {getattr(arguments, name)}")
+    if arguments.turn_s <= 0:
+        parser.error(f"--turn-s must be above 0, got {arguments.turn_s:g}")
     if unknown := [name for name in arguments.cases.split(",") if name not in PLANS]:
         parser.error(f"--cases must be of {', '.join(PLANS)}, got {unknown[0]!r}")
     return arguments

@@ -26,7 +26,9 @@ from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from lightning_commopt.launch.lab import NetLab, RankError, parse_rate
+from command_line import link_rate
+
+from lightning_commopt.launch.lab import NetLab, RankError
 from lightning_commopt.launch.process import run_ranks
 
 FOLDER, ENDS_AT = "COMMOPT_JOB_FOLDER", "COMMOPT_JOB_ENDS_AT"
@@ -215,7 +217,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--num-ranks", type=int, default=2)
     parser.add_argument("--share-gpu", action="store_true", help="all ranks have GPU 0, as hosts of their own")
-    parser.add_argument("--rate", help="each rank is on a host of the lab, with a link of this rate or 'unlimited'")
+    parser.add_argument("--rate", type=link_rate, help="each rank is on a host of the lab, with such a link")
     parser.add_argument("--limit-s", type=float, default=300, help="of all cases")
     parser.add_argument("--cases", required=True, help="of the script, with commas between them")
     parser.add_argument("script", nargs="+", help="behind --: a Python script that takes --cases, with its options")
@@ -224,10 +226,6 @@ def main() -> None:
         parser.error(f"--num-ranks must be at least 2, got {arguments.num_ranks}")
     if arguments.limit_s <= 0:
         parser.error(f"--limit-s must be above 0, got {arguments.limit_s:g}")
-    try:
-        parse_rate(arguments.rate)
-    except ValueError as error:
-        parser.error(f"--{error}")
     place = Place(device=arguments.device, num_ranks=arguments.num_ranks, shares_gpu=arguments.share_gpu)
     os.environ.update({**place.environment, **os.environ})
     cases = arguments.cases.split(",")

@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from command_line import need_lab
 from results_file import write_result
 from rich.console import Console
 from rich.table import Table
@@ -30,7 +31,7 @@ from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.compressor_cost import CompressorCost
 from lightning_commopt.cost.shared_core import Interrupts
 from lightning_commopt.cost.workload import Gradient
-from lightning_commopt.launch.lab import NetLab, why_not
+from lightning_commopt.launch.lab import NetLab
 from lightning_commopt.measure.observer import BucketInfo
 from lightning_commopt.measure.record import StepRecord
 
@@ -229,9 +230,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Runs the jobs, predicts, prints and stores the tables."""
     arguments = parse()
-    reason = why_not()
-    if reason is not None:
-        sys.exit(reason)
+    need_lab()
     load, jobs = os.getloadavg()[0], []
     for model in arguments.models:
         for rate in arguments.rates:

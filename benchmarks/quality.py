@@ -27,13 +27,14 @@ from typing import Any
 import numpy as np
 import scipy.stats
 import torch
+from command_line import need_lab, positive
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from results_file import write_result
 from rich.console import Console
 from rich.table import Table
 
 from lightning_commopt import CommOptDDP, CommOptDiLoCo, CommOptModelParallel
-from lightning_commopt.launch.lab import NetLab, why_not
+from lightning_commopt.launch.lab import NetLab
 from lightning_commopt.train.workloads.digits import Digits, DigitsCNN
 from lightning_commopt.train.workloads.gpt import GPT, StdlibSources
 
@@ -285,7 +286,7 @@ def main() -> None:
     parser.add_argument("--rate", default="1gbit", help="of each host's link in each direction")
     parser.add_argument("--num-seeds", type=int, default=3, help="stored after each")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--num-steps", type=int, help="of every task, instead of its own")
+    parser.add_argument("--num-steps", type=positive, help="of every task, instead of its own")
     parser.add_argument(
         "--hooks", nargs="+", choices=[*HOOKS, *SHARDED, *DILOCO, *LONGER], default=list(HOOKS), metavar="HOOK"
     )
@@ -296,11 +297,7 @@ def main() -> None:
     if arguments.worker is not None:
         run_rank(arguments)
         return
-    reason = why_not()
-    if reason is not None:
-        sys.exit(reason)
-    if arguments.num_steps is not None and arguments.num_steps < 1:
-        parser.error(f"--num-steps must be above 0, got {arguments.num_steps}")
+    need_lab()
     if BASELINE not in arguments.hooks:
         parser.error(f"--hooks must hold {BASELINE!r}, to compare with")
     load = os.getloadavg()[0]

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import ray
 import torch
+from command_line import need_lab
 from lightning.pytorch import Callback, Trainer
 from ray.train import RunConfig, ScalingConfig
 from ray.train.lightning import RayLightningEnvironment, prepare_trainer
@@ -32,7 +33,7 @@ from two_hosts import device_sent_bytes
 import lightning_commopt
 import lightning_commopt.ray
 from lightning_commopt.launch.environment import RANK_VARIABLES
-from lightning_commopt.launch.lab import NetLab, why_not
+from lightning_commopt.launch.lab import NetLab
 from lightning_commopt.train.workloads.mlp import MLP, Blobs
 
 WAYS = ("without Ray", "Ray Train")
@@ -166,9 +167,7 @@ def main() -> None:
     if arguments.worker:
         (run_rank if arguments.worker == WAYS[0] else run_node)(arguments)
         return
-    reason = why_not()
-    if reason is not None:
-        sys.exit(reason)
+    need_lab()
     load = os.getloadavg()[0]
     turns: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     for number in range(arguments.num_repeats):

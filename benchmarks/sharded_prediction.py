@@ -23,12 +23,13 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from command_line import need_lab
 from results_file import write_result
 from rich.console import Console
 from rich.table import Table
 
 from lightning_commopt.cost.fsdp2.basis import ShardedBasis
-from lightning_commopt.launch.lab import NetLab, why_not
+from lightning_commopt.launch.lab import NetLab
 from lightning_commopt.measure.files import common_steps, read_run
 from lightning_commopt.measure.runs.files import PREDICTION_FILE
 from lightning_commopt.plan.sharded import ShardedPlan
@@ -153,8 +154,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Runs the fits, predicts, prints and stores the tables."""
     arguments = parse()
-    if (reason := why_not()) is not None:
-        sys.exit(reason)
+    need_lab()
     load = os.getloadavg()[0]
     rows: list[dict[str, Any]] = []
     job = str(Path(__file__).with_name("sharded_prediction_job.py"))

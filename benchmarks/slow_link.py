@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import need_lab
 from rich.console import Console
 from small_gpt import train_gpt
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
-from lightning_commopt.launch.lab import NetLab, why_not
+from lightning_commopt.launch.lab import NetLab
 from lightning_commopt.measure.summary import FitSummary
 
 PLANS: dict[str, Any] = {
@@ -67,9 +68,7 @@ def main() -> None:
     if arguments.worker:
         run_rank(arguments)
         return
-    reason = why_not()
-    if reason is not None:
-        sys.exit(reason)
+    need_lab()
     with NetLab(arguments.num_hosts, arguments.rate) as lab:
         for plan in arguments.plans:
             command = [sys.executable, __file__, *sys.argv[1:], "--worker", plan]

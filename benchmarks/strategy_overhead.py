@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from command_line import positive
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from results_file import write_result
@@ -143,17 +144,14 @@ def summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
 def main() -> None:
     """Runs all pairs, each in processes of its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-turns", type=int, default=60)
-    parser.add_argument("--num-steps", type=int, default=25, help="timed steps in a block")
+    parser.add_argument("--num-turns", type=positive, default=60)
+    parser.add_argument("--num-steps", type=positive, default=25, help="timed steps in a block")
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--share-gpu", action="store_true", help="both ranks on GPU 0, as hosts of their own")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--pair", choices=PAIRS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    for name in ("num_turns", "num_steps"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(arguments, name)}")
     if arguments.pair:
         run_rank(arguments)
         return

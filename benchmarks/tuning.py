@@ -20,11 +20,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from command_line import need_lab
 from results_file import write_result
 from rich.console import Console
 from rich.table import Table
 
-from lightning_commopt.launch.lab import NetLab, why_not
+from lightning_commopt.launch.lab import NetLab
 
 RESULT, CHANGE = "RESULT ", "CHANGE THE RATE"
 MODELS = ("mlp", "vit", "mobilenet")
@@ -119,9 +120,7 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=1800)
     parser.add_argument("--output", type=Path, help="result file")
     arguments = parser.parse_args()
-    reason = why_not()
-    if reason is not None:
-        sys.exit(reason)
+    need_lab()
     load_at_start, results, rows = os.getloadavg()[0], [], []
     for model, rate, num_hosts in product(arguments.models, arguments.rates, arguments.num_hosts):
         settings = {

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from command_line import link_rate, need_lab, positive
 from results_file import write_result
 from rich.console import Console
 from rich.table import Table
@@ -33,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.models import VisionTransformer, get_model
 
 from lightning_commopt import CommPlan
-from lightning_commopt.launch.lab import NetLab, RankError, parse_rate, why_not
+from lightning_commopt.launch.lab import NetLab, RankError
 from lightning_commopt.launch.lab.lab import DEVICE
 from lightning_commopt.sync.ddp.attach import attach_bucket_hook
 
@@ -244,26 +245,18 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def parse() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-hosts", type=int, default=2)
-    parser.add_argument("--rate", default="1gbit", help="of each host's link in each direction, or 'unlimited'")
+    parser.add_argument("--num-hosts", type=positive, default=2)
+    parser.add_argument("--rate", type=link_rate, default="1gbit", help="of each host's link each way, or 'unlimited'")
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=list(PLANS), metavar="PLAN", help=", ".join(PLANS))
     parser.add_argument("--model", default="vit_l_32", help="'vit_tiny', or any of torchvision for 224 x 224 images")
-    parser.add_argument("--batch-size", type=int, default=2, help="images in a batch of one rank")
-    parser.add_argument("--num-warmup-steps", type=int, default=4)
-    parser.add_argument("--num-steps", type=int, default=10, help="timed steps in a turn")
-    parser.add_argument("--num-repeats", type=int, default=3, help="turns of each plan")
+    parser.add_argument("--batch-size", type=positive, default=2, help="images in a batch of one rank")
+    parser.add_argument("--num-warmup-steps", type=positive, default=4)
+    parser.add_argument("--num-steps", type=positive, default=10, help="timed steps in a turn")
+    parser.add_argument("--num-repeats", type=positive, default=3, help="turns of each plan")
     parser.add_argument("--timeout-s", type=float, default=1800, help="for one turn")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--worker", choices=PLANS, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    for name in ("num_hosts", "batch_size", "num_warmup_steps", "num_steps", "num_repeats"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be above 0, got {getattr(arguments, name)}")
-    try:
-        parse_rate(arguments.rate)
-    except ValueError as error:
-        parser.error(f"--{error}")
-    return arguments
+    return parser.parse_args()
 
 
 def main() -> None:
@@ -272,9 +265,7 @@ def main() -> None:
     if arguments.worker:
         run_rank(arguments)
         return
-    reason = why_not()
-    if reason is not None:
-        sys.exit(reason)
+    need_lab()
     num_cores = len(os.sched_getaffinity(0))
     if arguments.num_hosts > num_cores:
         print(f"{arguments.num_hosts} ranks share {num_cores} cores, which adds time that is not the network's")
