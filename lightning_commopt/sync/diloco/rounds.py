@@ -1,16 +1,15 @@
-"""Rounds: which fragment is exchanged after which step, and which weights a model shows to a validation."""
+"""Rounds: which fragment is exchanged after which step, and with what a fit ends."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.measure.observer import APPLIED, DUE, BucketInfo, Observers
 from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.sync.diloco.counts import Counts
@@ -19,6 +18,7 @@ from lightning_commopt.sync.diloco.fragments import split_model
 from lightning_commopt.sync.diloco.into_model import carry_over, mix
 from lightning_commopt.sync.diloco.left_out import LeftOut
 from lightning_commopt.sync.diloco.outer import OuterSGD
+from lightning_commopt.sync.diloco.shown import ShowsWeights
 from lightning_commopt.sync.diloco.under_way import UnderWay
 from lightning_commopt.sync.executors import WorkerThread
 from lightning_commopt.sync.gather import map_tensors
@@ -26,7 +26,7 @@ from lightning_commopt.sync.gather import map_tensors
 _MEAN = OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
 
 
-class Rounds:
+class Rounds(ShowsWeights):
     """The exchanges of one model in the course of a fit.
 
     Args:
@@ -66,17 +66,10 @@ class Rounds:
         self.counts = Counts(samples_before=[0.0] * plan.fragments)
         self.under_way: deque[UnderWay] = deque()
         self._thread = WorkerThread()
-        self._own: list[list[Tensor]] | None = None  # this worker's weights while the model has others
-        self._final_weights: list[GlobalWeights] | None = None
         self.changed: set[int] = set()
         self.is_behind = False
         self._num_joins = 0
         self._introduced: list[GlobalWeights] | None = None  # what the exchange knows
-
-    @property
-    def shows_final(self) -> bool:
-        """Whether the model has the weights of the end of a fit."""
-        return self._final_weights is not None
 
     def _divide(self, module: Module, trained: Collection[str]) -> list[GlobalWeights]:
         buffers = {name: x for of in self.fragments for name, x in of.fragment.buffers.items()}
@@ -191,35 +184,6 @@ class Rounds:
         arrived = [under_way.arrived for under_way in self.under_way]
         return self.exchange.is_complete and all(x is None or x.is_complete for x in arrived)
 
-    @property
-    def shows_own(self) -> bool:
-        """Whether the model has this worker's weights."""
-        return self._own is None
-
-    def own_weights(self) -> list[list[Tensor]]:
-        """Returns this worker's weights and buffers of each fragment, whatever the model shows."""
-        return [of.fragment.tensors() for of in self.fragments] if self._own is None else self._own
-
-    def show_global(self) -> None:
-        """Puts the global weights of the last exchanges into the model until `show_own`."""
-        self._show(self.fragments)
-
-    def _show(self, weights: list[GlobalWeights]) -> None:
-        if self._own is None:
-            self._own = [[x.detach().clone() for x in tensors] for tensors in self.own_weights()]
-        for of in weights:
-            foreach_copy_(of.fragment.tensors(), of.tensors())
-
-    def to_host(self) -> None:
-        """Moves this worker's own weights, while the model has others, to the host's memory."""
-        self._own = [[x.cpu() for x in tensors] for tensors in self._own or ()]
-
-    def show_own(self) -> None:
-        """Puts this worker's own weights back, if the model has others."""
-        own, self._own, self._final_weights = self._own, None, None
-        for of, tensors in zip(self.fragments, own or (), strict=False):
-            foreach_copy_(of.fragment.tensors(), tensors)
-
     def finish(self) -> None:
         """Ends a fit: exchanges what was trained since the last exchanges, and shows the result.
 
@@ -266,11 +230,6 @@ class Rounds:
                 local.num_joins = self._num_joins
                 of.take(self.exchange.run(of, local, Report(1.0), self._exchanges_before(), _MEAN))
             self._show(final)
-
-    def differs_from(self, weights: Sequence[GlobalWeights]) -> bool:
-        """Returns whether the model has other values on any rank. All ranks must call it."""
-        pairs = [pair for of in weights for pair in zip(of.fragment.tensors(), of.tensors(), strict=True)]
-        return self.exchange.any_rank(not all(torch.equal(x.cpu(), value.to(x.dtype)) for x, value in pairs))
 
     def _introduce(self) -> None:
         """Tells the exchange of the fragments, and of what has arrived before a fit was resumed."""
