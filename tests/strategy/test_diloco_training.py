@@ -25,7 +25,7 @@ from support.lightnings import (
     callbacks,
 )
 from support.ranks import run_ranks, run_ranks_or_raise
-from support.strategy_models import BatchNormed, Params, Tiny, assert_same, loader, numbers, trainer
+from support.strategy_models import BatchNormed, Manual, Params, Tiny, assert_same, loader, numbers, trainer
 from support.training_modes import MODES
 
 _STREAMING = {"sync_every": 3, "fragments": 2, "overlap": 1}
@@ -59,9 +59,21 @@ class _Complex(Tiny):
         return self.layers((x * self.phase).abs())
 
 
-_OWN_MODES: dict[str, Callable[[], LightningModule]] = {"scheduled": _Scheduled, "complex": _Complex}
+class _PerSample(Manual):
+    """Returns a loss for each sample."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:  # type: ignore[override]
+        super().training_step(batch, batch_idx)
+        return (self(batch[0]) - batch[1]).detach().square()
+
+
+_OWN_MODES: dict[str, Callable[[], LightningModule]] = {
+    "scheduled": _Scheduled,
+    "complex": _Complex,
+    "per_sample": _PerSample,
+}
 _MODES = sorted(({*MODES, *_OWN_MODES}) - {"own_collectives"})  # that one couples the ranks in every step
-_SHORT = {"gan", "manual_accumulation", "16_mixed", "unfrozen_in_training", "complex", "swa"}
+_SHORT = {"gan", "manual_accumulation", "16_mixed", "unfrozen_in_training", "complex", "per_sample", "swa"}
 
 
 def _fit(mode: str, options: dict[str, Any]) -> Params:

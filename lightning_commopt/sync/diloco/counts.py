@@ -30,8 +30,8 @@ class Counts:
     num_losses: int = 0
 
     def add_loss(self, loss: Tensor) -> None:
-        """Adds the loss of a training step, without waiting for it."""
-        self.losses = self.losses + loss.detach().float()
+        """Adds the mean of what a training step returns, without waiting for it; a manual one may return many."""
+        self.losses = self.losses + loss.detach().float().mean()
         self.num_losses += 1
 
     def report(self, index: int, loss_scale: float = 0.0, *, has_sigterm: bool = False) -> Callable[[], Report]:
