@@ -171,6 +171,19 @@ def test_ranks_end_with_equal_weights_whatever_their_modules_do() -> None:
     assert_same(caching, plain)
 
 
+def _fit_twice() -> list[Params]:
+    models = _Caching(), Tiny()
+    for model in models:
+        _fit(model)
+    return [_fit(model) for model in models]
+
+
+def test_a_second_fit_begins_with_caches_of_any_size() -> None:
+    """If it fails, ranks send each other buffers of different sizes, and one of them dies of it."""
+    for caching, plain in run_ranks(_fit_twice):
+        assert_same(caching, plain)
+
+
 class _Averaging(Callback):
     """Averages weights like Lightning's WeightAveraging, which saves the average in place of the model's weights."""
 

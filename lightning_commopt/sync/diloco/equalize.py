@@ -8,8 +8,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import Parameter
 
 from lightning_commopt.sync.diloco.living import LivingRanks
+
+_Sum = tuple[tuple[int, ...], int]
+"""Shape and checksum of a tensor."""
 
 
 @torch.no_grad()
@@ -20,13 +24,24 @@ def equalize(tensors: Sequence[Tensor], living: LivingRanks | None = None) -> No
     checkpoint need none of it: they compare checksums first.
 
     Args:
-        tensors: of any shapes and dtypes, the same on all ranks, on devices that the default group supports.
+        tensors: of any dtypes, which are the same on all ranks, as are the shapes of parameters. A buffer that has
+            another shape than on the first rank, such as a cache that has grown, gets that shape.
         living: the ranks that take part; None for all of the default group, which none may have left.
+
+    Raises:
+        ValueError: a parameter has another shape on another rank.
     """
-    tensors = [x.detach() for x in tensors if x.numel()]
-    mine = [_checksum(x) for x in tensors]
+    mine = [(tuple(x.shape), _checksum(x.detach())) for x in tensors]
     everyone = _gather(mine) if living is None else [*living.objects(mine, "comparing weights").values()]
-    differ = [x for position, x in enumerate(tensors) if len({sums[position] for sums in everyone}) > 1]
+    differ = []
+    for x, *of_ranks in zip(tensors, *everyone, strict=True):
+        shapes = [shape for shape, _ in of_ranks]
+        if isinstance(x, Parameter) and len({*shapes}) > 1:
+            raise ValueError(f"all ranks must have the same model, got a parameter of shapes {shapes} on them")
+        if x.shape != shapes[0]:
+            x.data = x.new_empty(shapes[0])
+        if len({*of_ranks}) > 1:
+            differ.append(x.detach())
     for dtype in sorted({x.dtype for x in differ}, key=str):
         alike = [x for x in differ if x.dtype == dtype]
         flat = torch.cat([x.reshape(-1) for x in alike])
@@ -38,7 +53,7 @@ def equalize(tensors: Sequence[Tensor], living: LivingRanks | None = None) -> No
             x.copy_(part.view(x.shape))
 
 
-def _gather(mine: list[int]) -> list[list[int]]:
+def _gather(mine: list[_Sum]) -> list[list[_Sum]]:
     everyone = [mine] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone
