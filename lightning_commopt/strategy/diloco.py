@@ -180,7 +180,7 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
         assert module is not None
         if optimizer_is_toggled(module) or not (unfrozen := rounds.left_out.unfrozen()):
             return
-        self._equalize(unfrozen)  # a training step may have unfrozen and trained them before
+        self._equalize([*unfrozen.values()])  # a training step may have unfrozen and trained them before
         rounds.divide_again(module)
         if self._inner.model is not None:
             self._inner.rewrap(self._wrap)
@@ -207,6 +207,8 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.rounds is not None:
+            self.rounds.left_out.note_step()
         if self.rounds is not None and optimizer is not self.optimizers[0]:
             self.rounds.expect_changes()
         elif self.rounds is not None:

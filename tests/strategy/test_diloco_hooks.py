@@ -91,6 +91,36 @@ def test_a_fit_without_steps_that_count_ends_with_the_mean(is_hidden: bool) -> N
     assert_same(final, {name: (x + second[name]) / 2 for name, x in first.items()}, rtol=1e-6)
 
 
+class _Alternating(Gan):
+    """Unfreezes its critic only within a step, as image translation does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic.requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.critic.requires_grad_(True)
+        super().training_step(batch, batch_idx)
+        self.critic.requires_grad_(False)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.own = numbers(self)
+
+
+def _alternate() -> tuple[Params, Params]:
+    model = _Alternating()
+    final = _fit(model, sync_every=4, **_MEANS)
+    return model.own, final
+
+
+def test_parameters_that_are_unfrozen_only_within_steps_are_exchanged() -> None:
+    """If it fails, all that other ranks than the first have trained of them is lost."""
+    (first, final), (second, other) = run_ranks(_alternate)
+    assert (first["critic.0.weight"] != second["critic.0.weight"]).any()
+    assert_same(final, {name: (x + second[name]) / 2 for name, x in first.items()}, rtol=1e-6)
+    assert_same(final, other)
+
+
 class _Clipping(Tiny):
     """Limits its weights after each batch."""
 

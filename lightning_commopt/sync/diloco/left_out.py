@@ -26,14 +26,19 @@ class LeftOut:
     ) -> None:
         ids = {id(x) for x in known}
         self.parameters = {name: x for name, x in parameters if id(x) not in ids}
+        self._trained: set[str] = set()
         self._sums: dict[str, int] = {} if earlier is None else dict(earlier._sums)
         for name, x in self.parameters.items():
             if name not in self._sums:
                 self._sums[name] = _sum(x)
 
-    def unfrozen(self) -> list[Tensor]:
-        """Returns the parameters that require a gradient."""
-        return [x for x in self.parameters.values() if x.requires_grad]
+    def note_step(self) -> None:
+        """Remembers which parameters require a gradient in an optimizer step, as they may be frozen between batches."""
+        self._trained.update(name for name, x in self.parameters.items() if x.requires_grad)
+
+    def unfrozen(self) -> dict[str, Tensor]:
+        """Returns the parameters that require a gradient, or did so in a step."""
+        return {name: x for name, x in self.parameters.items() if x.requires_grad or name in self._trained}
 
     def moved(self) -> dict[str, Tensor]:
         """Returns the parameters that have changed since the fit began, on this rank."""

@@ -90,7 +90,8 @@ class Rounds(ShowsWeights):
         while self.under_way:
             self._apply(self.under_way.popleft())
         old = self.fragments
-        self.fragments = self._divide(module, [name for of in old for name in of.fragment.parameters])
+        trained = [name for of in old for name in of.fragment.parameters]
+        self.fragments = self._divide(module, [*trained, *self.left_out.unfrozen()])
         carry_over(old, self.fragments, self.exchange)
 
     def expect_changes(self) -> None:
