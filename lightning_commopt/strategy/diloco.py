@@ -171,13 +171,15 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
         assert self.rounds is not None
         self.rounds.show_own()
         self.rounds.expect_changes()
-        self._include_unfrozen(self.rounds)
         self._is_first_batch = batch_idx == 0
+        self._include_unfrozen(self.rounds)
         self.rounds.counts.samples += count_samples(trainer_of(self), batch) or 1
 
     def _include_unfrozen(self, rounds: Rounds) -> None:
         module = self.lightning_module
         assert module is not None
+        if self._is_first_batch:
+            rounds.find_added(module)
         if optimizer_is_toggled(module) or not (unfrozen := rounds.left_out.unfrozen()):
             return
         self._equalize([*unfrozen.values()])  # a training step may have unfrozen and trained them before
@@ -263,8 +265,9 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
             self._finish()
 
     def on_train_end(self) -> None:
-        if self.rounds is not None:
+        if self.rounds is not None and self.lightning_module is not None:
             self.rounds.finish_again()
+            self.rounds.find_added(self.lightning_module)
             self._equalize([*self.rounds.left_out.parameters.values()])  # hooks may have moved them
         super().on_train_end()
 

@@ -21,7 +21,7 @@ _MEANS: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
 
 def _fit(model: LightningModule, *callbacks: Callback, ckpt_path: Path | None = None, **options: Any) -> Params:
     """Trains for six steps; options of the outer optimizer are the strategy's, all others the Trainer's."""
-    outer = {name: options.pop(name) for name in _MEANS if name in options}
+    outer = {name: options.pop(name) for name in (*_MEANS, "fragments") if name in options}
     strategy = CommOptDiLoCo(sync_every=options.pop("sync_every", 2), **outer)
     run = trainer(strategy, callbacks=[*callbacks], limit_val_batches=0, **options)
     run.fit(model, loader(), ckpt_path=ckpt_path)
@@ -119,6 +119,52 @@ def test_parameters_that_are_unfrozen_only_within_steps_are_exchanged() -> None:
     assert (first["critic.0.weight"] != second["critic.0.weight"]).any()
     assert_same(final, {name: (x + second[name]) / 2 for name, x in first.items()}, rtol=1e-6)
     assert_same(final, other)
+
+
+class _Growing(Tiny):
+    """Gets a layer in the second epoch, another one in its place in the third, and one that is left behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.extra: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(self.norm(x))
+        return output if self.extra is None else output + self.extra(x)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch > 0:
+            optimizer: Any = self.optimizers()
+            width = 2 + self.current_epoch
+            self.extra = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
+            with torch.no_grad():
+                for parameter in self.extra.parameters():
+                    parameter.add_(self.global_rank)
+            optimizer.add_param_group({"params": [*self.extra.parameters()]})
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.own = numbers(self)
+
+    def on_train_epoch_end(self) -> None:
+        self.late = nn.Linear(2, 2)
+        nn.init.constant_(self.late.weight, self.global_rank)
+
+
+def _grow() -> tuple[Params, Params]:
+    model = _Growing()
+    final = _fit(model, sync_every=4, max_epochs=3, fragments=2, **_MEANS)
+    return model.own, final
+
+
+def test_layers_that_a_hook_adds_are_exchanged() -> None:
+    """If it fails, each rank trains a new layer alone, or from a layer that it has taken the place of."""
+    (first, final), (second, other) = run_ranks(_grow)
+    trained = {name for name in first if "late" not in name and "num_batches" not in name}
+    assert any((first[name] != second[name]).any() for name in trained if "extra" in name)
+    assert_same(final, other)
+    means = {name: (first[name] + second[name]) / 2 for name in trained}
+    assert_same({name: final[name] for name in trained}, means, rtol=1e-6)
 
 
 class _Clipping(Tiny):

@@ -190,7 +190,9 @@ def _with_buffers(
     owners = {name.rpartition(".")[0]: fragment for fragment in reversed(fragments) for name in fragment.parameters}
     for name, tensor in module.named_buffers():
         owner, _, own_name = name.rpartition(".")
-        buffer = known.get(name) or Buffer(module.get_submodule(owner), own_name, tensor)
+        part, buffer = module.get_submodule(owner), known.get(name)
+        if buffer is None or buffer.owner is not part:
+            buffer = Buffer(part, own_name, tensor)
         fragment = owners.get(owner, fragments[0])
         (fragment.float_buffers if buffer.first.is_floating_point() else fragment.other_buffers)[name] = buffer
     return fragments

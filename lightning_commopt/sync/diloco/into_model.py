@@ -24,18 +24,27 @@ def mix(of: GlobalWeights, own_share: float) -> None:
 
 
 def carry_over(old: Sequence[GlobalWeights], new: Sequence[GlobalWeights], exchange: Exchange) -> None:
-    """Gives the fragments of a model that was divided anew what the old ones have, parameter by parameter."""
+    """Gives the fragments of a model that was divided anew what the old ones have, parameter by parameter.
+
+    Parameters and buffers that have taken the place of others of the same name begin anew.
+    """
+    now = {name: x for of in new for name, x in {**of.fragment.parameters, **of.fragment.buffers}.items()}
     kept: list[dict[str, Tensor]] = [{}, {}, {}]
     for of in old:
         flats = of.weights, of.momentum, exchange.unsent(of)
         for by_name, flat in zip(kept, flats, strict=True):
-            by_name.update({} if flat is None else of.fragment.by_name(flat))
-    floats = {name: x for of in old for name, x in zip(of.fragment.floats, of.floats, strict=True)}
-    integers = {name: x for of in old for name, x in zip(of.fragment.integers, of.integers, strict=True)}
+            parts = {} if flat is None else of.fragment.by_name(flat)
+            by_name.update({name: x for name, x in parts.items() if of.fragment.parameters[name] is now.get(name)})
+    buffers = {
+        name: x
+        for of in old
+        for (name, buffer), x in zip(of.fragment.buffers.items(), [*of.floats, *of.integers], strict=True)
+        if buffer is now.get(name)
+    }
     for of in new:
         of.carried = torch.zeros_like(of.weights) if kept[2] else None
         for by_name, flat in zip(kept, (of.weights, of.momentum, of.carried), strict=True):
             for name, x in of.fragment.by_name(flat).items() if flat is not None else ():
                 x.copy_(by_name.get(name, x))
-        of.floats = [floats.get(name, x) for name, x in zip(of.fragment.floats, of.floats, strict=True)]
-        of.integers = [integers.get(name, x) for name, x in zip(of.fragment.integers, of.integers, strict=True)]
+        of.floats = [buffers.get(name, x) for name, x in zip(of.fragment.floats, of.floats, strict=True)]
+        of.integers = [buffers.get(name, x) for name, x in zip(of.fragment.integers, of.integers, strict=True)]

@@ -1,4 +1,4 @@
-"""The parameters that are in no fragment."""
+"""The parameters that are in no fragment, as they were frozen when the model was divided, or not there."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class LeftOut:
-    """The parameters that were frozen when a model was divided. Hooks may move them, such as a teacher's.
+    """The parameters that are in no fragment. Hooks may move them, such as a teacher's.
 
     Args:
         parameters: all parameters of the model by their names.
         known: those in fragments.
-        earlier: what was left out before the model was divided anew.
+        earlier: what was left out before.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class LeftOut:
     ) -> None:
         ids = {id(x) for x in known}
         self.parameters = {name: x for name, x in parameters if id(x) not in ids}
-        self._trained: set[str] = set()
+        self._trained: set[str] = set() if earlier is None else earlier._trained
         self._sums: dict[str, int] = {} if earlier is None else dict(earlier._sums)
         for name, x in self.parameters.items():
             if name not in self._sums:

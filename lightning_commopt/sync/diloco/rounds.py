@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,7 @@ from lightning_commopt.measure.observer import APPLIED, DUE, BucketInfo, Observe
 from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.sync.diloco.counts import Counts
 from lightning_commopt.sync.diloco.exchange import Arrived, Exchange, GlobalWeights, LocalWeights, Report
-from lightning_commopt.sync.diloco.fragments import split_model
+from lightning_commopt.sync.diloco.fragments import Fragment, split_model
 from lightning_commopt.sync.diloco.into_model import carry_over, mix
 from lightning_commopt.sync.diloco.left_out import LeftOut
 from lightning_commopt.sync.diloco.outer import OuterSGD
@@ -74,17 +74,24 @@ class Rounds(ShowsWeights):
     def _divide(self, module: Module, trained: Collection[str]) -> list[GlobalWeights]:
         buffers = {name: x for of in self.fragments for name, x in of.fragment.buffers.items()}
         parts = split_model(module, self.plan.fragments, self.plan.fragment_by, trained, buffers)
-        known = [x for part in parts for x in part.parameters.values()]
-        self.left_out = LeftOut(module.named_parameters(), known, earlier=self.left_out)
+        self._leave_out(module, parts)
         return [GlobalWeights.of(fragment, self.outer) for fragment in parts]
 
+    def _leave_out(self, module: Module, parts: Iterable[Fragment]) -> None:
+        known = [x for part in parts for x in part.parameters.values()]
+        self.left_out = LeftOut(module.named_parameters(), known, earlier=self.left_out)
+
+    def find_added(self, module: Module) -> None:
+        """Leaves out also what the model has got since it was divided."""
+        self._leave_out(module, [of.fragment for of in self.fragments])
+
     def divide_again(self, module: Module) -> None:
-        """Divides the model anew, when parameters were unfrozen. All ranks must call it after the same step.
+        """Divides the model anew, when parameters were unfrozen or added. All ranks must call it after the same step.
 
         The exchanges under way are applied early. Global weights, momentum and residuals are kept for each parameter.
 
         Args:
-            module: the model, whose unfrozen parameters are equal on all ranks.
+            module: the model, whose unfrozen and new parameters are equal on all ranks.
         """
         self.wait()
         while self.under_way:
