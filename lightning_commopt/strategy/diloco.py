@@ -30,7 +30,7 @@ from lightning_commopt.strategy.lightning_launcher import forget_previous_job
 from lightning_commopt.strategy.loss_scale import agree_on_loss_scale, loss_scale
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.diloco.drift import DriftWatch
-from lightning_commopt.sync.diloco.equalize import equalize
+from lightning_commopt.sync.diloco.equalize import equalize, tensors_of
 from lightning_commopt.sync.diloco.exchange import Arrived
 from lightning_commopt.sync.diloco.outer import MEAN_OF_WEIGHTS, warn_if_short
 from lightning_commopt.sync.diloco.rounds import Rounds
@@ -139,8 +139,9 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
         module = self.lightning_module
         assert module is not None
         refuse_pruning(trainer_of(self))
+        tensors = tensors_of(module)
         if self.world_size > 1:
-            equalize([*module.parameters(), *module.buffers()])
+            equalize(tensors)
         self._drift_watch = DriftWatch(self.num_processes if self._is_inner else 1)
         self._shows_for_validation = False  # an exception may have ended a validation
         self._events = LoopEvents(trainer_of(self), on_epoch_end=self._finish_if_last, on_end=self._finish)
@@ -209,8 +210,6 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.rounds is not None:
-            self.rounds.left_out.note_step()
         if self.rounds is not None and optimizer is not self.optimizers[0]:
             self.rounds.expect_changes()
         elif self.rounds is not None:

@@ -18,6 +18,7 @@ from lightning_commopt.strategy.living_collectives import LivingCollectives
 from lightning_commopt.sync.checkpoint import KEY, open_checkpoint, to_checkpoint, to_plain
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.diloco import checkpoint as files
+from lightning_commopt.sync.diloco.equalize import tensors_of
 from lightning_commopt.sync.diloco.exchange import Exchange
 from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.sync.diloco.state_dict import global_state_dict
@@ -65,7 +66,7 @@ class SavesRanks(LivingCollectives):
         assert module is not None
         is_new = not rounds.num_steps and not rounds.counts.samples
         if is_new and rounds.differs_from(rounds.fragments):
-            self._equalize([*module.parameters(), *module.buffers()])
+            self._equalize(tensors_of(module))
             self._begin_again(rounds)
 
     def _keep_ended(self, rounds: Rounds) -> None:

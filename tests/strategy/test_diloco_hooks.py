@@ -260,6 +260,39 @@ def test_a_second_fit_begins_with_caches_of_any_size() -> None:
         assert_same(caching, plain)
 
 
+class _Remembering(_Caching):
+    """Puts buffers in the place of others in inference mode, which ``trainer.validate`` uses beside NCCL."""
+
+    worst: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("worst", torch.zeros(()))
+
+    @torch.inference_mode()
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.worst = torch.maximum(self.worst, self.loss(batch))
+        self.angles = torch.full((3 + self.global_rank,), float(self.global_rank))
+
+
+def _validate_first() -> tuple[Params, Params, bool]:
+    model, other = _Remembering(), Tiny()
+    for each in (model, other):
+        run = trainer(CommOptDiLoCo(sync_every=2))
+        run.validate(each, loader(8), verbose=False)
+        run.fit(each, loader(), loader(8))
+    return numbers(model), numbers(other), model.worst.is_inference()
+
+
+def test_buffers_of_inference_mode_are_exchanged() -> None:
+    """If it fails, a fit after a validation in inference mode, or with one in it, ends with an error."""
+    for remembering, plain, is_inference in run_ranks(_validate_first):
+        worst = remembering.pop("worst")
+        assert worst > 0
+        assert not is_inference
+        assert_same(remembering, plain)
+
+
 class _Averaging(Callback):
     """Averages weights like Lightning's WeightAveraging, which saves the average in place of the model's weights."""
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
+from lightning_commopt.sync.diloco.fragments import ordinary_buffer
 from lightning_commopt.sync.diloco.living import LivingRanks
 
 _Sum = tuple[tuple[int, ...], int]
@@ -51,6 +52,14 @@ def equalize(tensors: Sequence[Tensor], living: LivingRanks | None = None) -> No
             flat = next(iter(living.tensors(flat, "sending weights").values()))
         for x, part in zip(alike, flat.split([x.numel() for x in alike]), strict=True):
             x.copy_(part.view(x.shape))
+
+
+def tensors_of(module: Module) -> list[Tensor]:
+    """Returns the parameters and buffers of a module, all of which can be changed in place."""
+    for part in module.modules():
+        for name, x in [*part.named_buffers(recurse=False)]:
+            ordinary_buffer(part, name, x)
+    return [*module.parameters(), *module.buffers()]
 
 
 def _gather(mine: list[_Sum]) -> list[list[_Sum]]:

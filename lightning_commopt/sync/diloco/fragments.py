@@ -37,7 +37,17 @@ class Buffer:
         must send the same shapes. It is also what DDP broadcasts then.
         """
         now = dict(self.owner.named_buffers(recurse=False)).get(self.name, self.first)
-        return now if (now.shape, now.dtype) == (self.first.shape, self.first.dtype) else self.first
+        if (now.shape, now.dtype) != (self.first.shape, self.first.dtype):
+            return self.first
+        return now if torch.is_inference_mode_enabled() else ordinary_buffer(self.owner, self.name, now)
+
+
+def ordinary_buffer(owner: Module, name: str, tensor: Tensor) -> Tensor:
+    """Returns a buffer; if it was made in inference mode, a copy takes its place that can be changed elsewhere."""
+    if tensor.is_inference():
+        tensor = tensor.clone()
+        setattr(owner, name, tensor)
+    return tensor
 
 
 @dataclass(frozen=True, eq=False)

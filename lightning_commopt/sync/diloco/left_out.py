@@ -32,8 +32,8 @@ class LeftOut:
             if name not in self._sums:
                 self._sums[name] = _sum(x)
 
-    def note_step(self) -> None:
-        """Remembers which parameters require a gradient in an optimizer step, as they may be frozen between batches."""
+    def note_training(self) -> None:
+        """Remembers which parameters require a gradient now, in a step, as they may be frozen between batches."""
         self._trained.update(name for name, x in self.parameters.items() if x.requires_grad)
 
     def unfrozen(self) -> dict[str, Tensor]:

@@ -104,6 +104,7 @@ class Rounds(ShowsWeights):
     def expect_changes(self) -> None:
         """Is told that training goes on, also by other optimizers than the one whose steps count."""
         self.changed.update(range(len(self.fragments)))
+        self.left_out.note_training()
 
     def step(
         self, loss_scale: Callable[[], float] = float, has_sigterm: Callable[[], bool] = bool
