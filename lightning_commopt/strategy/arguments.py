@@ -131,7 +131,7 @@ def diloco_plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[DiLoCoPlan
     plan = plan_from_option(DiLoCoPlan, given["plan"], options)
     if is_patient and plan.inner is not None:
         raise OptionError("patience_s is not possible with inner: the ranks of a node wait for each other in each step")
-    if given["patience_s"] is not None and is_hierarchical(plan.comm_hook):
+    if is_patient and is_hierarchical(plan.comm_hook):
         raise OptionError("patience_s is not possible with comm_hook='hierarchical': ranks of a node need each other")
     return plan, lightnings
 

@@ -216,7 +216,7 @@ class CommOptDiLoCo(SavesRanksOfFabric):
             self._begin(Saved())  # after the last training, or after weights that were loaded since `setup_module`
         assert self.rounds is not None
         if unfrozen := self.rounds.left_out.unfrozen():
-            self._equalize(unfrozen)
+            self._equalize([*unfrozen.values()])
             self.rounds.divide_again(self._module)
         return self.rounds
 
