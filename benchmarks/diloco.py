@@ -29,6 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from command_line import positive
 from lightning.pytorch import Callback, Trainer, seed_everything
 from quality import interval_of_mean
 from results_file import origin_of, write_result
@@ -107,7 +108,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
 def measure(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     """Makes all runs, one seed after another; yields the runs so far, after each."""
     runs: list[dict[str, Any]] = []
-    for seed in range(arguments.num_seeds):
+    for seed in range(arguments.first_seed, arguments.first_seed + arguments.num_seeds):
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.num_ranks}"]
         words = ["--worker", str(seed), "--num-ranks", str(arguments.num_ranks)]
         words += ["--num-steps", str(arguments.num_steps), "--batch-size", str(arguments.batch_size)]
@@ -163,10 +164,11 @@ def table(rows: dict[str, dict[str, Any]], num_ranks: int) -> str:
 def main() -> None:
     """Trains, prints a table and stores the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-ranks", type=int, default=2, help="workers, M in the papers")
-    parser.add_argument("--num-steps", type=int, default=600)
-    parser.add_argument("--batch-size", type=int, default=8, help="sequences of 64 bytes in a rank's batch")
-    parser.add_argument("--num-seeds", type=int, default=3)
+    parser.add_argument("--num-ranks", type=positive, default=2, help="workers, M in the papers")
+    parser.add_argument("--num-steps", type=positive, default=600)
+    parser.add_argument("--batch-size", type=positive, default=8, help="sequences of 64 bytes in a rank's batch")
+    parser.add_argument("--num-seeds", type=positive, default=3)
+    parser.add_argument("--first-seed", type=int, default=0, help="to add seeds to an earlier result")
     parser.add_argument("--plans", nargs="+", choices=[*PLANS, *ONE_WORKER], default=DEFAULT, metavar="PLAN")
     parser.add_argument("--output", type=Path, help="stored after each run, with the table beside it as .md")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
