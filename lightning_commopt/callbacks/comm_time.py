@@ -295,7 +295,10 @@ class CommTimeMonitor(PhaseCallback):
         if is_complete and self._link is not None and (why := self._link.why_unknown):
             info(f"CommTimeMonitor: {why}")
         self.verdict = summary.verdict
-        if self._print_summary and trainer.is_global_zero:
+        if not self._print_summary or not trainer.is_global_zero:
+            return
+        # Where nobody reads stdout any more rich would end the process, and the end of the fit with it.
+        with contextlib.suppress(OSError, ValueError, SystemExit):
             console = TextConsole()
             console.print(summary.table())
             if self._files is not None:

@@ -222,8 +222,10 @@ class StepFiles:
         self._save("prediction", partial(basis.save, self.folder, forecasts))
 
     def print_next(self, console: TextConsole, *, has_forecasts: bool) -> None:
-        """Prints where the files are, and the command that shows more of them."""
-        command = "predict" if has_forecasts else "trace"
+        """Prints where the files are, if they could be written, and the command that shows more of them."""
+        if "steps" in self._failed:
+            return
+        command = "predict" if has_forecasts and not self._failed else "trace"
         print_text(f"Files: {self.folder}. Next: commopt {command} {quote(str(self.folder))}", console)
 
     def _save(self, what: str, save: Callable[[], None]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from types import FrameType
 
 import torch
@@ -34,10 +35,13 @@ def end_waiting_rank(rank: int, reason: str, waited_s: float) -> None:
 
 
 def print_now(text: str) -> None:
-    """Prints lines, which may quote other ranks, on stderr after flushing stdout."""
-    sys.stdout.flush()
-    sys.stderr.write(f"{escape_controls(text)}\n")
-    sys.stderr.flush()
+    """Prints lines, which may quote other ranks, on stderr after flushing stdout, as far as these can be written to."""
+    unwritable = OSError, ValueError, AttributeError  # its reader has ended, it was closed, or there is none
+    with suppress(*unwritable):
+        sys.stdout.flush()
+    with suppress(*unwritable):
+        sys.stderr.write(f"{escape_controls(text)}\n")
+        sys.stderr.flush()
 
 
 def is_in_collective(thread: int) -> bool:

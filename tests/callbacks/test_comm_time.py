@@ -2,6 +2,8 @@
 
 import csv
 import math
+import os
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -304,6 +306,22 @@ def test_summary_is_printed_once(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert lines[-1] == f"Files: {tmp_path}. Next: commopt trace {tmp_path}"
     fit(CommTimeMonitor(num_warmup_steps=0, dirpath=tmp_path, print_summary=False), devices=1)
     assert capsys.readouterr().out == ""
+
+
+def test_a_summary_that_nobody_reads_does_not_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a fit behind a pipe to ``head`` ends as soon as it is trained, before it is saved."""
+    for is_closed in (True, False):
+        reader, writer = os.pipe()
+        os.close(reader)
+        stdout = os.fdopen(writer, "w")
+        monkeypatch.setattr(sys, "stdout", stdout)
+        if is_closed:
+            stdout.close()
+        comm_time = CommTimeMonitor(num_warmup_steps=0, dirpath=tmp_path)
+        assert fit(comm_time, devices=1).trainer.state.finished
+        assert comm_time.summary
+        monkeypatch.undo()
+        stdout.close()
 
 
 def resumed(folder: str) -> tuple[list[int | None], int]:

@@ -1,5 +1,7 @@
 """Which ranks are waited for in vain."""
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import torch.distributed as dist
 from lightning_commopt import CommOptDDP
 from lightning_commopt.watch import peers
 from lightning_commopt.watch.peers import Lifelines, Peers, namespace_name
-from lightning_commopt.watch.waiting import print_now
+from lightning_commopt.watch.waiting import end_process, print_now
 from support.ranks import run_ranks
 from support.strategy_models import SelfFed, trainer
 
@@ -47,6 +49,19 @@ def test_text_of_another_rank_is_printed_without_control_characters(capsys: pyte
     assert len(failure.text.splitlines()) > 1
     print_now("\x1b[2Jé\nsecond")
     assert capsys.readouterr().err == "\\x1b[2Jé\nsecond\n"
+
+
+def test_a_rank_ends_although_nobody_reads_what_it_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a rank whose output nobody reads waits for ever for one that has died."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    with open(os.devnull) as unwritable:
+        for stream in (None, unwritable):
+            for name in ("stdout", "stderr"):
+                monkeypatch.setattr(sys, name, stream)
+            end_process("another rank has died")
+        monkeypatch.undo()
+    assert ended == [1, 1]
 
 
 def _fit_in_a_sandbox() -> int:

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -223,8 +224,9 @@ class Watcher:
 
 
 def _print(*lines: str) -> None:
-    sys.stderr.write(escape_controls("\n".join(lines)) + "\n")  # exceptions of ranks may hold anything
-    sys.stderr.flush()
+    with suppress(OSError):  # who reads it may have ended
+        sys.stderr.write(escape_controls("\n".join(lines)) + "\n")  # exceptions of ranks may hold anything
+        sys.stderr.flush()
 
 
 def _is_cause(notice: dict[str, Any], own: RankSnapshot) -> bool:
@@ -246,7 +248,6 @@ def main() -> None:
     watcher = Watcher(settings, observation, link)
     link.start(watcher.receive, observation.note_exit)
     watcher.run()
-    sys.stderr.flush()
     os._exit(0)  # threads may still be answering
 
 
