@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple, TypeVar
+from weakref import WeakSet
 
 import torch.distributed as dist
 
@@ -74,6 +75,7 @@ class Lifelines:
         self.ended: set[int] = set()
         if self._expected:
             self._listen(main_address)
+        _open.add(self)
 
     def update(self) -> None:
         """Makes missing connections, and records those that have ended. For one thread; mostly takes no time."""
@@ -145,6 +147,18 @@ class Lifelines:
             connection.sendall(f"{self._rank} {token}".encode())
             connection.setblocking(False)
             self.connections[0] = connection
+
+
+_open: WeakSet[Lifelines] = WeakSet()
+
+
+def _close_copies() -> None:
+    for lifelines in _open:
+        lifelines.close()
+
+
+# A worker of a dataloader would keep the connections of its rank open after that has died.
+os.register_at_fork(after_in_child=_close_copies)
 
 
 class Failure(NamedTuple):

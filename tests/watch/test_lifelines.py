@@ -1,6 +1,7 @@
 """Connections that show which processes have ended, and nothing else."""
 
 import json
+import os
 import socket
 import struct
 import time
@@ -69,6 +70,21 @@ def test_a_rank_that_has_ended_is_seen_on_the_other_node(make: Make, ends: int) 
     both[ends].close()
     assert _until(lambda: both[1 - ends].ended, both[1 - ends])
     assert both[1 - ends].ended == {(0, 2)[ends]}
+
+
+def test_a_forked_process_does_not_outlive_its_rank(make: Make) -> None:
+    """If it fails, a rank that was killed seems to live until its dataloader's workers have noticed."""
+    first, other = _connected(make)
+    reader, writer = os.pipe()
+    if (worker := os.fork()) == 0:
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    other.close()
+    assert _until(lambda: first.ended, first)
+    os.close(writer)
+    os.waitpid(worker, 0)
+    os.close(reader)
 
 
 def test_a_connection_that_is_reset_is_no_death(make: Make) -> None:
