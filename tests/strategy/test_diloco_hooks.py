@@ -11,21 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_commopt import CommOptDiLoCo
+from support.diloco_fits import MEANS, fit
 from support.lightnings import Callback, LightningModule, ModelCheckpoint, Trainer
 from support.ranks import run_ranks
-from support.strategy_models import Gan, Params, Tiny, assert_same, loader, numbers, trainer
-
-_MEANS: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0}
-
-
-def _fit(model: LightningModule, *callbacks: Callback, ckpt_path: Path | None = None, **options: Any) -> Params:
-    """Trains for six steps; options of the outer optimizer are the strategy's, all others the Trainer's."""
-    outer = {name: options.pop(name) for name in (*_MEANS, "fragments") if name in options}
-    strategy = CommOptDiLoCo(sync_every=options.pop("sync_every", 2), **outer)
-    run = trainer(strategy, callbacks=[*callbacks], limit_val_batches=0, **options)
-    run.fit(model, loader(), ckpt_path=ckpt_path)
-    return numbers(model)
+from support.strategy_models import Gan, Params, Tiny, assert_same, numbers
 
 
 class _Doubling(Callback):
@@ -43,7 +32,7 @@ class _Doubling(Callback):
 
 def _stopped() -> tuple[Params, Params]:
     doubling = _Doubling()
-    doubled = _fit(Tiny(), doubling, sync_every=3)
+    doubled = fit(Tiny(), doubling, sync_every=3)
     return doubling.before, doubled
 
 
@@ -76,7 +65,7 @@ def _without_counted_steps(is_hidden: bool) -> tuple[Params, Params]:
     model = _OnlyCritic(is_hidden)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        final = _fit(model, **_MEANS)
+        final = fit(model, **MEANS)
     is_told = any("no step of the first optimizer was counted" in str(warning.message) for warning in seen)
     assert is_told == (model.global_rank == 0)
     return model.own[-1], final
@@ -91,82 +80,6 @@ def test_a_fit_without_steps_that_count_ends_with_the_mean(is_hidden: bool) -> N
     assert_same(final, {name: (x + second[name]) / 2 for name, x in first.items()}, rtol=1e-6)
 
 
-class _Alternating(Gan):
-    """Unfreezes its critic only within a step, as image translation does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.critic.requires_grad_(False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        self.critic.requires_grad_(True)
-        super().training_step(batch, batch_idx)
-        self.critic.requires_grad_(False)
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.own = numbers(self)
-
-
-def _alternate() -> tuple[Params, Params]:
-    model = _Alternating()
-    final = _fit(model, sync_every=4, **_MEANS)
-    return model.own, final
-
-
-def test_parameters_that_are_unfrozen_only_within_steps_are_exchanged() -> None:
-    """If it fails, all that other ranks than the first have trained of them is lost."""
-    (first, final), (second, other) = run_ranks(_alternate)
-    assert (first["critic.0.weight"] != second["critic.0.weight"]).any()
-    assert_same(final, {name: (x + second[name]) / 2 for name, x in first.items()}, rtol=1e-6)
-    assert_same(final, other)
-
-
-class _Growing(Tiny):
-    """Gets a layer in the second epoch, another one in its place in the third, and one that is left behind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(6)
-        self.extra: nn.Module | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = super().forward(self.norm(x))
-        return output if self.extra is None else output + self.extra(x)
-
-    def on_train_epoch_start(self) -> None:
-        if self.current_epoch > 0:
-            optimizer: Any = self.optimizers()
-            width = 2 + self.current_epoch
-            self.extra = nn.Sequential(nn.Linear(6, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
-            with torch.no_grad():
-                for parameter in self.extra.parameters():
-                    parameter.add_(self.global_rank)
-            optimizer.add_param_group({"params": [*self.extra.parameters()]})
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.own = numbers(self)
-
-    def on_train_epoch_end(self) -> None:
-        self.late = nn.Linear(2, 2)
-        nn.init.constant_(self.late.weight, self.global_rank)
-
-
-def _grow() -> tuple[Params, Params]:
-    model = _Growing()
-    final = _fit(model, sync_every=4, max_epochs=3, fragments=2, **_MEANS)
-    return model.own, final
-
-
-def test_layers_that_a_hook_adds_are_exchanged() -> None:
-    """If it fails, each rank trains a new layer alone, or from a layer that it has taken the place of."""
-    (first, final), (second, other) = run_ranks(_grow)
-    trained = {name for name in first if "late" not in name and "num_batches" not in name}
-    assert any((first[name] != second[name]).any() for name in trained if "extra" in name)
-    assert_same(final, other)
-    means = {name: (first[name] + second[name]) / 2 for name in trained}
-    assert_same({name: final[name] for name in trained}, means, rtol=1e-6)
-
-
 class _Clipping(Tiny):
     """Limits its weights after each batch."""
 
@@ -179,7 +92,7 @@ class _Clipping(Tiny):
 
 def _clip() -> tuple[Params, Params]:
     model = _Clipping()
-    final = _fit(model, sync_every=3, **_MEANS)
+    final = fit(model, sync_every=3, **MEANS)
     return model.clipped, final
 
 
@@ -197,20 +110,6 @@ class _Setting(Tiny):
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.fill_(0.1 + self.global_rank)
-
-
-class _Caching(Tiny):
-    """Has caches that grow with what a rank has seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mask", torch.ones(1, dtype=torch.bool), persistent=False)
-        self.register_buffer("angles", torch.ones(1), persistent=False)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.mask = torch.ones(2 + batch_idx + self.global_rank, dtype=torch.bool)
-        self.angles = torch.ones(len(self.mask))
-        return super().training_step(batch, batch_idx)
 
 
 class _Teaching(Tiny):
@@ -234,63 +133,16 @@ def _fit_all() -> list[Params]:
     with torch.no_grad():
         for parameter in starting.parameters():
             parameter.fill_(0.1)
-    return [_fit(model) for model in (starting, _Setting(), Tiny(), _Caching(), _Teaching())]
+    return [fit(model) for model in (starting, _Setting(), _Teaching())]
 
 
 def test_ranks_end_with_equal_weights_whatever_their_modules_do() -> None:
-    """If it fails, weights that a hook sets count as training, or caches and frozen weights make ranks differ."""
+    """If it fails, weights that a hook sets count as training, or frozen weights make ranks differ."""
     first, second = run_ranks(_fit_all)
     for a, b in zip(first, second, strict=True):
         assert_same(a, b)
-    starting, setting, plain, caching, _ = first
+    starting, setting, _ = first
     assert_same(setting, starting)
-    assert_same(caching, plain)
-
-
-def _fit_twice() -> list[Params]:
-    models = _Caching(), Tiny()
-    for model in models:
-        _fit(model)
-    return [_fit(model) for model in models]
-
-
-def test_a_second_fit_begins_with_caches_of_any_size() -> None:
-    """If it fails, ranks send each other buffers of different sizes, and one of them dies of it."""
-    for caching, plain in run_ranks(_fit_twice):
-        assert_same(caching, plain)
-
-
-class _Remembering(_Caching):
-    """Puts buffers in the place of others in inference mode, which ``trainer.validate`` uses beside NCCL."""
-
-    worst: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("worst", torch.zeros(()))
-
-    @torch.inference_mode()
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.worst = torch.maximum(self.worst, self.loss(batch))
-        self.angles = torch.full((3 + self.global_rank,), float(self.global_rank))
-
-
-def _validate_first() -> tuple[Params, Params, bool]:
-    model, other = _Remembering(), Tiny()
-    for each in (model, other):
-        run = trainer(CommOptDiLoCo(sync_every=2))
-        run.validate(each, loader(8), verbose=False)
-        run.fit(each, loader(), loader(8))
-    return numbers(model), numbers(other), model.worst.is_inference()
-
-
-def test_buffers_of_inference_mode_are_exchanged() -> None:
-    """If it fails, a fit after a validation in inference mode, or with one in it, ends with an error."""
-    for remembering, plain, is_inference in run_ranks(_validate_first):
-        worst = remembering.pop("worst")
-        assert worst > 0
-        assert not is_inference
-        assert_same(remembering, plain)
 
 
 class _Averaging(Callback):
@@ -326,8 +178,8 @@ def _resume(folder: Path) -> list[tuple[Params, Params]]:
     for callbacks in ([], [_Averaging()]):
         dirpath = folder / str(len(callbacks))
         saving = ModelCheckpoint(dirpath=dirpath, filename="{epoch}", save_top_k=-1)
-        uninterrupted = _fit(_Teaching(), *callbacks, saving, enable_checkpointing=True)
-        fits.append((uninterrupted, _fit(_Teaching(), *callbacks, ckpt_path=dirpath / "epoch=0.ckpt")))
+        uninterrupted = fit(_Teaching(), *callbacks, saving, enable_checkpointing=True)
+        fits.append((uninterrupted, fit(_Teaching(), *callbacks, ckpt_path=dirpath / "epoch=0.ckpt")))
     return fits
 
 
@@ -356,7 +208,7 @@ class _Saving(Callback):
 
 def _save() -> tuple[list[Params], Params, list[Params], Params]:
     plain, computing = _Saving(), _Saving()
-    return plain.saved, _fit(Tiny(), plain), computing.saved, _fit(_Computing(), computing)
+    return plain.saved, fit(Tiny(), plain), computing.saved, fit(_Computing(), computing)
 
 
 def test_a_state_that_a_module_computes_is_one_of_the_global_weights() -> None:
