@@ -4,13 +4,12 @@ They have the same code but different classes: a Trainer accepts only strategies
 Importing this module imports neither of them. Its classes get their bases when the program imports a package.
 
 Our strategies override ``_configure_launcher``, ``_register_ddp_hooks`` and ``_setup_distributed`` (Fabric) of
-``DDPStrategy``, read or set its ``_accelerator``, ``_checkpoint_io``, ``_ddp_kwargs``, ``_timeout``,
-``_start_method``, ``_launcher``, ``_backward_sync_control`` and ``_determine_ddp_device_ids`` (Fabric) and
+``DDPStrategy``, read or set its ``_accelerator``, ``_checkpoint_io``, ``_ddp_kwargs``, ``_timeout``, ``_start_method``,
+``_launcher``, ``_backward_sync_control`` and ``_determine_ddp_device_ids`` (Fabric) and
 ``_pl_static_graph_delay_done``, and call its ``_convert_stateful_objects_in_state`` (Fabric), for which there is no
-public alternative. They override ``_configure_launcher`` and
-``_setup_distributed`` of ``ModelParallelStrategy``, and read or set its ``_data_parallel_size``,
-``_tensor_parallel_size`` and ``_save_distributed_checkpoint``. Our launcher overrides ``_call_children_scripts`` and
-calls ``_check_can_spawn_children``.
+public alternative. They override ``_configure_launcher`` and ``_setup_distributed`` of ``ModelParallelStrategy``, and
+read or set its ``_data_parallel_size``, ``_tensor_parallel_size`` and ``_save_distributed_checkpoint``. Our launcher
+overrides ``_call_children_scripts`` and calls ``_check_can_spawn_children``.
 """
 
 from __future__ import annotations
@@ -151,6 +150,18 @@ def is_validation_next(trainer: Trainer) -> bool:
 def optimizer_is_toggled(module: LightningModule) -> bool:
     """Returns whether ``toggle_optimizer`` has frozen the parameters of other optimizers."""
     return bool(module._param_requires_grad_state)
+
+
+def is_log_beside_batch(trainer: Trainer, caller: str) -> bool:
+    """Returns whether ``self.log`` calls a strategy in ``on_train_batch_start`` or ``on_train_batch_end``.
+
+    Args:
+        trainer: the Trainer of a fit.
+        caller: ``__name__`` of the module that calls the strategy. Callbacks may call it as well, to decide something.
+    """
+    hooks = ("on_train_batch_start", "on_train_batch_end")
+    is_log = caller == f"{package_of(trainer)}.trainer.connectors.logger_connector.result"
+    return is_log and trainer.lightning_module._current_fx_name in hooks
 
 
 def timers(trainer: Trainer) -> list[Callback]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -16,7 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Self
 
-from lightning_commopt.compat.lightning import batches_that_stepped, count_samples, optimizer_is_toggled, timers
+from lightning_commopt.compat.lightning import (
+    batches_that_stepped,
+    count_samples,
+    is_log_beside_batch,
+    optimizer_is_toggled,
+    timers,
+)
 from lightning_commopt.compat.loops import LoopEvents, batch_is_open, is_last_epoch, wrap_method
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.launch.nccl_variables import NcclOptions
@@ -243,8 +250,10 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a value over the ranks; within a training batch it returns this rank's own, without waiting."""
-        if group is None and self.rounds is not None and batch_is_open(trainer_of(self)):
-            return tensor
+        if group is None and self.rounds is not None:
+            trainer, caller = trainer_of(self), sys._getframe(1).f_globals["__name__"]
+            if batch_is_open(trainer) or is_log_beside_batch(trainer, caller):
+                return tensor
         return super().reduce(tensor, group, reduce_op)
 
     def on_validation_start(self) -> None:

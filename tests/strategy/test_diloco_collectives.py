@@ -56,6 +56,12 @@ class _Logging(BatchNormed):
         self.log_dict({"a": loss, "b": 2 * loss}, sync_dist=True, reduce_fx="max")
         return loss
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.log("early", float(batch_idx), sync_dist=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log_dict({"late": float(batch_idx)}, on_step=True, on_epoch=True, sync_dist=True, reduce_fx="sum")
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch))
 
