@@ -113,10 +113,9 @@ def diloco_plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[DiLoCoPlan
     given, options, lightnings = _sorted_arguments(arguments, DiLoCoPlan)
     for name in arguments["kwargs"]:
         if name in (*ddp_options(), *CommPlan.options()):
-            raise OptionError(
-                f"{name} is an option of DDP, and DiLoCo wraps a model in DDP only within a node: write"
-                f" inner={{{name!r}: ...}}"
-            )
+            wraps = f"wraps a model in DDP only within a node: write inner={{{name!r}: ...}}"
+            why = wraps if "inner" in given else "has no wrapper of DDP in Fabric"
+            raise OptionError(f"{name} is an option of DDP, and DiLoCo {why}")
         raise UnknownOptionError(f"unknown option {name!r}{did_you_mean(name, [*given])}")
     check_arguments(given)
     if given.get("uneven_batches") == "allow":
