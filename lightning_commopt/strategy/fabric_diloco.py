@@ -113,7 +113,7 @@ class CommOptDiLoCo(SavesRanksOfFabric):
         self._saves_comm_state, self._watch, self._nccl = save_comm_state, watch, NcclOptions.from_config(nccl)
         self.sync_observers, self._drift_watch = Observers(), DriftWatch()
         self._exchange: Exchange | None = None
-        self._counted: Optimizer | None = None  # whose steps count
+        self._counted: Optimizer | None = None  # the one whose steps count
         forget_previous_job()
         super().__init__(**lightnings_arguments)
         self._backward_sync_control: Any = _NothingToSkip()

@@ -40,8 +40,8 @@ class SavesRanksOfFabric(WithTimeout, DDPStrategy):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.rounds: Rounds | None = None
-        self._module: Module | None = None  # that is trained
-        self._early: tuple[Module, files.Saved] | None = None  # of a module that is not set up yet
+        self._module: Module | None = None  # the one in training
+        self._early: tuple[Module, files.Saved] | None = None  # for a module that is yet to be set up
 
     @abstractmethod
     def _begin(self, saved: files.Saved) -> None:

@@ -15,8 +15,9 @@ from lightning_commopt.sync.store import key_space
 from lightning_commopt.sync.strategies import WatchedStrategy, trainer_of
 from lightning_commopt.watch import times
 from lightning_commopt.watch.epoch_ends import EpochEnds
+from lightning_commopt.watch.lifelines import Lifelines
 from lightning_commopt.watch.own_errors import log_own_errors
-from lightning_commopt.watch.peers import Failure, Lifelines, Peers
+from lightning_commopt.watch.peers import Failure, Peers
 from lightning_commopt.watch.uneven_batches import UnevenBatchesError, gather_on, make_even
 from lightning_commopt.watch.waiting import (
     end_waiting_rank,

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import torch.distributed as dist
 
-from lightning_commopt.watch.peers import Lifelines
+from lightning_commopt.watch.lifelines import Lifelines
 
 _LIMIT_S = 30
 

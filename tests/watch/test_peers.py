@@ -9,7 +9,8 @@ import torch.distributed as dist
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.watch import peers
-from lightning_commopt.watch.peers import Lifelines, Peers, namespace_name
+from lightning_commopt.watch.lifelines import Lifelines
+from lightning_commopt.watch.peers import Peers, namespace_name
 from lightning_commopt.watch.waiting import end_process, print_now
 from support.ranks import run_ranks
 from support.strategy_models import SelfFed, trainer

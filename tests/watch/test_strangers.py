@@ -11,10 +11,10 @@ from contextlib import ExitStack, contextmanager, suppress
 import pytest
 import torch.distributed as dist
 
-from lightning_commopt.watch import peers
+from lightning_commopt.watch import lifelines
 from lightning_commopt.watch.hangs.nccl_ras import RasError, ask_ras
 from lightning_commopt.watch.hangs.transport import Address, Server, ask
-from lightning_commopt.watch.peers import Lifelines
+from lightning_commopt.watch.lifelines import Lifelines
 from support.strangers import LIMIT_S, Port, connect_as_strangers, send_as_strangers
 
 _KEY = "a key that nobody else has"
@@ -78,11 +78,11 @@ def test_strangers_hold_few_descriptors_of_a_rank() -> None:
     first = Lifelines(store, 0, (0, 2), "127.0.0.1")
     port = json.loads(store.get("lifeline"))[1]
     with ExitStack() as open_connections:
-        for _ in range(3 * peers._MAX_STRANGERS):
+        for _ in range(3 * lifelines._MAX_STRANGERS):
             open_connections.enter_context(socket.create_connection(("127.0.0.1", port), timeout=LIMIT_S))
         for _ in range(4):
             first.update()
-            assert len(first._unidentified) <= peers._MAX_STRANGERS
+            assert len(first._unidentified) <= lifelines._MAX_STRANGERS
     first.close()
 
 

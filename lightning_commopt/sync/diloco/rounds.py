@@ -222,9 +222,9 @@ class Rounds(ShowsWeights):
 
         With mixing, or while an exchange is under way, a model has none of the global weights to compare with.
         """
-        settled = [of for index, of in enumerate(self.fragments) if index not in self.changed]
+        unchanged = [of for index, of in enumerate(self.fragments) if index not in self.changed]
         is_comparable = not self.plan.own_share and not self.under_way and self.exchange.is_complete
-        return bool(settled) and is_comparable and self.differs_from(settled)
+        return bool(unchanged) and is_comparable and self.differs_from(unchanged)
 
     def finish_again(self) -> None:
         """Averages over the workers what a callback has put into the model since `finish`, such as their averages.
