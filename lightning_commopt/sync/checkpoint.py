@@ -51,7 +51,7 @@ _DTYPES = {
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 }
 """The dtypes of buckets by their names in a checkpoint, so that no name in a file is looked up in torch."""
-_PATIENCE_S = 60.0  # how far apart ranks may reach a checkpoint; docs/explanation/watchers.md has what depends on it
+_PATIENCE_S = 60.0  # how far apart ranks may reach a checkpoint, unless the group's timeout is shorter
 
 
 def to_plain(state: AnyState) -> dict[str, Any]:

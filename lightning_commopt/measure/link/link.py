@@ -93,7 +93,7 @@ def num_wakes(operation: str, num_ranks: int) -> float:
     """Returns how often a collective over gloo wakes the threads of a rank, over that with two ranks.
 
     A ring's hops come one after another; the messages of a direct exchange come together, and several are taken at
-    once. Chosen on steps of four and eight ranks, see ``docs/explanation/predict.md``; nothing is known beyond.
+    once. Chosen on steps of four and eight ranks, see ``docs/evidence/predict.md``; nothing is known beyond.
     """
     doublings = math.log2(max(2, num_ranks))
     return 2 * doublings - 1 if operation == "all_reduce" else doublings
