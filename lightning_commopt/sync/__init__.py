@@ -1,1 +1,1 @@
-"""Gradient sync: what both strategies share, with DDP's side in ``ddp`` and FSDP2's in ``fsdp2``."""
+"""Gradient sync: what strategies share; ``ddp``, ``fsdp2`` and ``diloco`` do not import each other."""
