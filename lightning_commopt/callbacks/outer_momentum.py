@@ -115,7 +115,7 @@ class OuterMomentum(Callback):
     def _move(self, module: LightningModule) -> None:
         for name, parameter in _trained(module):
             if (slow := self._slow.get(name)) is not None:
-                self._outer.step(slow, self._momenta.get(name), slow - parameter)
+                slow.add_(self._outer.update(self._momenta.get(name), slow - parameter), alpha=-self._outer.lr)
                 parameter.copy_(slow)
         self._begin_round(module)
 

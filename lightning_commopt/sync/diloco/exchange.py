@@ -192,7 +192,7 @@ class Exchange:
 
         Args:
             of: the global state, whose momentum and compressor's state are updated.
-            local: this worker's weights; overwritten.
+            local: this worker's weights, whose memory the new global weights take.
             report: what the workers tell each other.
             step: number of earlier exchanges of this fragment, for a new state of the compressor.
             outer: moves the global weights.
@@ -211,8 +211,9 @@ class Exchange:
             if not of.state:
                 of.state = self._compressor.init(layout, difference.device, step)
             finish(self._compressor.rounds(difference, layout, of.state, self._channel))
-        weights = of.fragment.new_flat().copy_(of.weights)
-        outer.step(weights, of.momentum, difference)
+        # On CPU, fresh memory for the new weights would cost as much as the whole update.
+        update = outer.update(of.momentum, difference)
+        weights = torch.add(of.weights, update, alpha=-outer.lr, out=difference)
         return Arrived(weights, self._mean(local.floats), self._first(local.integers), reports)
 
     def unsent(self, of: GlobalWeights) -> Tensor | None:

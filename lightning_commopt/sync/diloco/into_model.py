@@ -13,14 +13,22 @@ from lightning_commopt.sync.diloco.exchange import Exchange, GlobalWeights
 @torch.no_grad()
 def mix(of: GlobalWeights, own_share: float) -> None:
     """Replaces a worker's buffers, and all but a share of its parameters, by global values."""
-    parameters, values = of.fragment.real_parameters(), of.fragment.views(of.weights)
-    if own_share:
-        values = [
-            torch.lerp(new.to(own.device, non_blocking=True), own.to(new.dtype), own_share)
-            for own, new in zip(parameters, values, strict=True)
-        ]
-    for tensor, value in zip(of.fragment.tensors(), [*values, *of.floats, *of.integers], strict=True):
+    fragment = of.fragment
+    for own, value in zip(fragment.real_parameters(), fragment.views(of.weights), strict=True):
+        if own_share:
+            _mix_parameter(own, value, own_share)
+        else:
+            own.copy_(value, non_blocking=True)
+    buffers = [*fragment.floats.values(), *fragment.integers.values()]
+    for tensor, value in zip(buffers, [*of.floats, *of.integers], strict=True):
         tensor.copy_(value, non_blocking=True)
+
+
+def _mix_parameter(own: Tensor, value: Tensor, own_share: float) -> None:
+    new, wide = value.to(own.device, non_blocking=True), own.to(value.dtype)  # `own` itself if it has this dtype
+    torch.lerp(new, wide, own_share, out=wide)
+    if wide is not own:
+        own.copy_(wide)
 
 
 def carry_over(old: Sequence[GlobalWeights], new: Sequence[GlobalWeights], exchange: Exchange) -> None:

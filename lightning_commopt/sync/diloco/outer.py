@@ -41,20 +41,18 @@ class OuterSGD:
     momentum: float = 0.9
     nesterov: bool = True
 
-    def step(self, weights: Tensor, buffer: Tensor | None, difference: Tensor) -> None:
-        """Moves the global weights, in place.
+    def update(self, buffer: Tensor | None, difference: Tensor) -> Tensor:
+        """Returns what the global weights lose, times ``lr``; it is ``buffer`` or ``difference`` itself.
 
         Args:
-            weights: the global weights at the last exchange, of any shape.
-            buffer: the momentum, of the same shape, which is updated in place; None without momentum.
-            difference: ``weights`` minus the mean of the workers' weights; overwritten.
+            buffer: the momentum, of any shape, which is updated in place; None without momentum.
+            difference: the global weights at the last exchange minus the mean of the workers' weights, of the same
+                shape; overwritten.
         """
         if buffer is None:
-            weights.add_(difference, alpha=-self.lr)
-            return
+            return difference
         buffer.mul_(self.momentum).add_(difference)
-        update = difference.add_(buffer, alpha=self.momentum) if self.nesterov else buffer
-        weights.add_(update, alpha=-self.lr)
+        return difference.add_(buffer, alpha=self.momentum) if self.nesterov else buffer
 
     def new_buffer(self, weights: Tensor) -> Tensor | None:
         """Returns the momentum to start with; None if there is none."""

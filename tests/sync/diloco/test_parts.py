@@ -32,7 +32,7 @@ def test_outer_sgd_is_torchs(momentum: float, nesterov: bool) -> None:
     buffer = ours.new_buffer(weights)
     for _ in range(5):
         expected.grad = torch.randn(50, generator=generator, dtype=torch.float64)
-        ours.step(weights, buffer, expected.grad.clone())
+        weights -= ours.lr * ours.update(buffer, expected.grad.clone())
         optimizer.step()
         torch.testing.assert_close(weights, expected.detach(), rtol=1e-14, atol=1e-14)
 
@@ -172,10 +172,24 @@ def test_losses_are_those_since_the_last_exchange() -> None:
     assert rounds.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_arrives_is_mixed_with_own_weights(dtype: torch.dtype) -> None:
+    """If it fails, an exchange with overlap leaves weights of half precision, or of single, as they are."""
+    model = nn.Linear(2, 2, dtype=dtype)
+    rounds = _rounds(model, sync_every=2, overlap=1, outer_lr=1.0, outer_momentum=0.0)
+    with torch.no_grad():
+        for value in (0.0, 4.0, 8.0):
+            for x in model.parameters():
+                x.fill_(value)
+            rounds.step()
+    assert [x.tolist() for x in model.parameters()] == [[[6.0, 6.0], [6.0, 6.0]], [6.0, 6.0]]
+    assert rounds.close()
+
+
 def test_failed_exchange_names_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a user cannot tell which exchange has failed, or training goes on without it."""
     rounds = _rounds(nn.Linear(2, 2), sync_every=1)
-    monkeypatch.setattr(OuterSGD, "step", lambda *_: 1 / 0)
+    monkeypatch.setattr(OuterSGD, "update", lambda *_: 1 / 0)
     with pytest.raises(
         DiLoCoError,
         match=r"exchange of fragment 0 failed \(ZeroDivisionError: division by zero\); its parameters: weight, bias",
