@@ -60,6 +60,11 @@ PLANS: dict[str, dict[str, Any]] = {
         for every in (10, 30, 100)
         for is_int4 in (False, True)
     },
+    "H=30, momentum 0.5, int4 with feedback": {
+        "sync_every": 30,
+        "outer_momentum": 0.5,
+        "comm_hook": {"name": "int4", "error_feedback": True},
+    },
     "H=30, 2 fragments, tau=1, int4": {"fragments": 2, "overlap": 1, "comm_hook": "int4"},
 }
 ONE_WORKER: dict[str, dict[str, Any]] = {"OuterMomentum": {"sync_every": 30}}

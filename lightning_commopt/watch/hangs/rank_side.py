@@ -39,6 +39,20 @@ from lightning_commopt.watch.waiting import end_process
 _NUM_EVENTS = 256
 """Events of buckets on the device that are kept: enough for the steps by which the host may be ahead of it."""
 
+# The folder of this package may hold a backport of a module of Python, and the program's own folder a secrets.py: the
+# watcher looks into neither before Python's own modules.
+_START = """\
+import sys
+sys.path[:] = filter(None, sys.path)
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+spec = PathFinder.find_spec("lightning_commopt", sys.argv[4:])
+package = sys.modules[spec.name] = module_from_spec(spec)
+spec.loader.exec_module(package)
+from lightning_commopt.watch.hangs.watcher import main
+main()
+"""
+
 
 class WatchedRank:
     """This rank, with a watcher beside it until `close`. All ranks must make it.
@@ -71,18 +85,16 @@ class WatchedRank:
             has_gpu=device.type == "cuda",
         )
         root = str(Path(__file__).resolve().parents[3])  # the folder that this package was imported from
-        python_path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         own, others = socket.socketpair()
         with others:
             fds = (others.fileno(), self._marks.fd, make_dumpable())
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "lightning_commopt.watch.hangs.watcher", *map(str, fds)],
+                [sys.executable, "-c", _START, *map(str, fds), root],
                 pass_fds=fds,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,
-                cwd=root,  # Python looks for modules there first, and a program's own folder may have a secrets.py
-                env=os.environ | {"PYTHONPATH": python_path, SETTINGS_VARIABLE: json.dumps(asdict(settings))},
+                env=os.environ | {SETTINGS_VARIABLE: json.dumps(asdict(settings))},
             )
         os.close(self._marks.fd)
         self.observer = MarkedSync(self)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,10 +15,13 @@ from pathlib import Path
 from subprocess import PIPE
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import lightning_commopt
 from lightning_commopt.compat.hooks import activity_of
 from lightning_commopt.compat.torch import flight_records
 from lightning_commopt.measure.observer import APPLIED, DUE, END, START, BucketInfo
@@ -563,15 +567,20 @@ def test_a_rank_that_ends_while_it_is_looked_at(monkeypatch: pytest.MonkeyPatch)
     assert own.snapshot().phase == BACKWARD
 
 
-def _meet_beside_a_file() -> bool:
-    Path("hmac.py").write_text("raise RuntimeError('a file of the user')")
+def _meet_beside_files() -> bool:
+    site = Path(f"site_{dist.get_rank()}")
+    package = Path(lightning_commopt.__file__).parent
+    copy = shutil.copytree(package, site / package.name, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in (Path(), site):
+        (folder / "hmac.py").write_text("raise RuntimeError('no module of Python')")
     options: dict[str, Any] = {"after_s": 60.0, "action": "report", "main_address": ("localhost", 0)}
-    watched = WatchedRank(folder=Path("hangs"), device=torch.device("cpu"), **options)
+    with patch.object(rank_side, "__file__", str(copy / "watch" / "hangs" / "rank_side.py")):
+        watched = WatchedRank(folder=Path("hangs"), device=torch.device("cpu"), **options)
     has_met = watched.meet()
     watched.close()
     return has_met
 
 
-def test_a_watcher_imports_nothing_from_where_its_rank_runs() -> None:
+def test_a_watcher_imports_nothing_from_the_folders_of_its_rank_and_its_package() -> None:
     """If it fails, a file there that is named as a module of Python is run, and training waits for watchers."""
-    assert run_ranks(_meet_beside_a_file) == [True, True]
+    assert run_ranks(_meet_beside_files) == [True, True]
