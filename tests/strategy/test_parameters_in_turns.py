@@ -1,14 +1,17 @@
 """Parameters that take turns within the training step, without Lightning's toggling."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP
-from support.lightnings import LightningModule
+from support.lightnings import DDPStrategy, LightningModule
 from support.ranks import run_ranks_or_raise
 from support.strategy_models import trainer
 from support.warm_ranks import run_ranks
@@ -33,19 +36,45 @@ class _InTurns(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-def _fit(starts_frozen: bool, **options: Any) -> np.ndarray:
+def _fit(strategy: Any, model: _InTurns) -> np.ndarray:
     data = TensorDataset(torch.randn(64, 8, generator=torch.Generator().manual_seed(0)))
-    model = _InTurns(starts_frozen)
-    trainer(CommOptDDP(**options)).fit(model, DataLoader(data, batch_size=4, num_workers=0))
+    trainer(strategy).fit(model, DataLoader(data, batch_size=4, num_workers=0))
     return np.concatenate([parameter.detach().numpy().ravel() for parameter in model.parameters()])
 
 
 def _fit_with_unused() -> np.ndarray:
-    return _fit(False, find_unused_parameters=True)
+    return _fit(CommOptDDP(find_unused_parameters=True), _InTurns(starts_frozen=False))
 
 
 def _fit_frozen() -> np.ndarray:
-    return _fit(True, find_unused_parameters=True)
+    return _fit(CommOptDDP(find_unused_parameters=True), _InTurns(starts_frozen=True))
+
+
+class _Ignored(_InTurns):
+    """Has a part that DDP is told to ignore, frozen between steps, and trained by each rank by itself."""
+
+    def __init__(self) -> None:
+        super().__init__(starts_frozen=True)
+        ignored = [f"halves.1.{name}" for name, _ in self.halves[1].named_parameters()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ignored)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.halves[1].requires_grad_(True)
+        return self.halves[1](self.halves[0](batch[0]).tanh()).pow(2).mean()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.halves[1].requires_grad_(False)
+
+
+def _fit_ignored(strategy: Callable[[], Any]) -> np.ndarray:
+    return _fit(strategy(), _Ignored())
+
+
+@pytest.mark.exhaustive
+def test_ignored_parameters_are_left_alone() -> None:
+    """If it fails, a parameter that DDP is told to ignore cannot be unfrozen within a step, as with DDPStrategy."""
+    for expected, actual in zip(run_ranks(_fit_ignored, DDPStrategy), run_ranks(_fit_ignored, CommOptDDP), strict=True):
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_ranks_agree() -> None:

@@ -24,7 +24,7 @@ from lightning_commopt.compressors.words import short_name
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import OptionError
 from lightning_commopt.plan.base import option_errors
-from lightning_commopt.sync.ddp.buckets import synced_parameters
+from lightning_commopt.sync.ddp.buckets import known_parameters, synced_parameters
 from lightning_commopt.sync.ddp.hook import BucketHook
 from lightning_commopt.sync.executors import Executor, SideStreams, WorkerThread
 from lightning_commopt.sync.groups import borrow_groups, shared_node_groups
@@ -135,8 +135,8 @@ def warn_of_launch_order(module: Module) -> None:
 class Trainable:
     """The parameters of a model that required a gradient when it was wrapped, which DDP synchronizes."""
 
-    def __init__(self, model: Module) -> None:
-        parameters = list(model.parameters())
+    def __init__(self, model: DistributedDataParallel) -> None:
+        parameters = list(known_parameters(model).values())
         self._trainable = [parameter for parameter in parameters if parameter.requires_grad]
         self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
 

@@ -53,18 +53,23 @@ class BucketOrder:
 
 
 def synced_parameters(model: DistributedDataParallel) -> dict[str, Parameter]:
-    """Returns the parameters that DDP synchronizes, by name and in DDP's order, of a model that was just wrapped.
+    """Returns the parameters that DDP synchronizes, by name and in DDP's order, of a model that was just wrapped."""
+    return {name: parameter for name, parameter in known_parameters(model).items() if parameter.requires_grad}
+
+
+def known_parameters(model: DistributedDataParallel) -> dict[str, Parameter]:
+    """Returns the parameters that DDP was not told to ignore, frozen ones too, by name and in DDP's order.
 
     As in DDP, an ignored parameter is synchronized if it also has another name, or if it belongs to the root module,
     since DDP then looks for a name that begins with a dot.
     """
-    synced = {
+    known = {
         parameter
         for module_name, module in model.module.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if parameter.requires_grad and f"{module_name}.{name}" not in model.parameters_to_ignore
+        if f"{module_name}.{name}" not in model.parameters_to_ignore
     }
-    return {name: parameter for name, parameter in model.module.named_parameters() if parameter in synced}
+    return {name: parameter for name, parameter in model.module.named_parameters() if parameter in known}
 
 
 def gradient_bytes(model: DistributedDataParallel) -> int:
