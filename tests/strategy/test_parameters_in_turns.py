@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP
-from support.lightnings import DDPStrategy, LightningModule
+from support.lightnings import Callback, DDPStrategy, LightningModule, Trainer
 from support.ranks import run_ranks_or_raise
 from support.strategy_models import trainer
 from support.warm_ranks import run_ranks
@@ -36,9 +36,9 @@ class _InTurns(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-def _fit(strategy: Any, model: _InTurns) -> np.ndarray:
+def _fit(strategy: Any, model: _InTurns, **options: Any) -> np.ndarray:
     data = TensorDataset(torch.randn(64, 8, generator=torch.Generator().manual_seed(0)))
-    trainer(strategy).fit(model, DataLoader(data, batch_size=4, num_workers=0))
+    trainer(strategy, **options).fit(model, DataLoader(data, batch_size=4, num_workers=0))
     return np.concatenate([parameter.detach().numpy().ravel() for parameter in model.parameters()])
 
 
@@ -81,6 +81,25 @@ def test_ranks_agree() -> None:
     """If it fails, each rank trains by itself when a step freezes and unfreezes parameters."""
     first, second = run_ranks(_fit_with_unused)
     np.testing.assert_array_equal(first, second)
+
+
+class _ChangesPlan(Callback):
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx in (3, 4):  # after a step that has frozen the first half, and after one that has frozen the second
+            strategy: Any = trainer.strategy
+            strategy.apply_plan("all_reduce" if batch_idx == 3 else "none")
+
+
+def _fit_in_turns(changes_plan: bool) -> np.ndarray:
+    strategy = CommOptDDP(find_unused_parameters=True)
+    return _fit(strategy, _InTurns(starts_frozen=False), callbacks=[_ChangesPlan()] if changes_plan else [])
+
+
+def test_plan_changes_while_a_part_is_frozen() -> None:
+    """If it fails, a plan that is applied to parts that take turns leaves out the frozen one for good."""
+    first, second = run_ranks(_fit_in_turns, True)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(first, run_ranks(_fit_in_turns, False)[0])
 
 
 def test_unfrozen_within_a_step_is_refused() -> None:

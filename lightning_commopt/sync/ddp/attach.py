@@ -148,6 +148,18 @@ class Trainable:
         """Returns whether a parameter that DDP waits for was frozen."""
         return not all(parameter.requires_grad for parameter in self._trainable)
 
+    @contextmanager
+    def unfrozen(self) -> Generator[None, None, None]:
+        """Returns a context in which those that were frozen since then require a gradient again."""
+        frozen = [parameter for parameter in self._trainable if not parameter.requires_grad]
+        try:
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+            yield
+        finally:
+            for parameter in frozen:
+                parameter.requires_grad_(False)
+
 
 @contextmanager
 def kept_buffers(module: Module) -> Generator[None, None, None]:

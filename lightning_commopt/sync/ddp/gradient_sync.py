@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
@@ -163,7 +164,8 @@ class GradientSync:
         model = self.model
         assert model is not None
         resumed = self.hook.state() if self.hook is not None and self.hook.has_only_resumed else None
-        device, hook = model.device, self.hook
+        device, hook, trainable = model.device, self.hook, self.trainable
+        assert trainable is not None
         module = unwrap(model)
         residuals = self.detach()
         if hook is not None and hook.lost:
@@ -176,16 +178,18 @@ class GradientSync:
         num_syncs = torch.tensor(self.num_syncs, device=device)
         dist.all_reduce(num_syncs, dist.ReduceOp.MAX)
         self.num_syncs = int(num_syncs)
-        with kept_buffers(module):  # wrapping overwrites them by rank 0's
+        # With find_unused_parameters some may be frozen in this batch only, as two parts that take turns are.
+        in_turns = trainable.unfrozen() if self.plan.find_unused_parameters else nullcontext()
+        with kept_buffers(module), in_turns:  # wrapping overwrites buffers by rank 0's
             _synchronize(device)  # Lightning wraps on a stream that does not wait for the last step
             wrap(module)
             _synchronize(device)
-        if resumed is not None:  # a callback has frozen parameters again that were frozen in the checkpoint
-            self._resume(resumed, module)
-        elif self.hook is not None:
-            self.hook.add_residuals(residuals)
-        elif hook is not None and hook.compressor.claims.keeps_residual:  # even if this rank has lost its residuals
-            self._residual_adder = ResidualAdder(module, residuals)
+            if resumed is not None:  # a callback has frozen parameters again that were frozen in the checkpoint
+                self._resume(resumed, module)
+            elif self.hook is not None:
+                self.hook.add_residuals(residuals)
+            elif hook is not None and hook.compressor.claims.keeps_residual:  # even if this rank has lost its residuals
+                self._residual_adder = ResidualAdder(module, residuals)
 
     def state(self) -> CommState | None:
         """Returns the state of this fit, or of one that has just ended, without copying; None if there is none."""
