@@ -5,6 +5,7 @@ Shapes are those of `lightning_commopt.compressors.kernels.factors`; a bucket ha
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +21,10 @@ from lightning_commopt.compressors.kernels.elementwise import wide_dtype
 from lightning_commopt.compressors.kernels.factors import Matrix, Parts, Shapes, factors_numel, orthonormal
 from lightning_commopt.compressors.kernels.low_rank import compress, decompress, holds_sums, subtract_product
 from lightning_commopt.compressors.wrappers import ErrorFeedback, Preset
-from lightning_commopt.text.validation import check_integer, warn_once
+from lightning_commopt.text.validation import check_integer, check_positive, warn_once
+
+_MAX_SEED = 2**63
+"""torch takes seeds below 2**64, and the number of the step is added to ours."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +60,12 @@ class PowerIteration(Compressor):
     def __post_init__(self) -> None:
         check_integer("matrix_rank", self.matrix_rank, at_least=1)
         check_integer("seed", self.seed, at_least=0)
+        if self.seed >= _MAX_SEED:
+            raise ValueError(f"seed must be an integer below 2**63, got {self.seed!r}")
         if self.refresh_steps is not None:
             check_integer("refresh_steps", self.refresh_steps, at_least=1)
-        if not isinstance(self.min_compression_rate, Real) or not self.min_compression_rate > 0:
-            raise ValueError(f"min_compression_rate must be a number above 0, got {self.min_compression_rate!r}")
-        if not isinstance(self.epsilon, Real) or not self.epsilon >= 0:
+        check_positive("min_compression_rate", self.min_compression_rate)
+        if isinstance(self.epsilon, bool) or not isinstance(self.epsilon, Real) or not 0 <= self.epsilon < math.inf:
             raise ValueError(f"epsilon must be a number of at least 0, got {self.epsilon!r}")
         if self.matrix_rank > 1 and self.epsilon != PowerIteration.epsilon:
             warn_once(f"epsilon={self.epsilon!r} has no effect with matrix_rank={self.matrix_rank}")

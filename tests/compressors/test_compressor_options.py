@@ -9,6 +9,8 @@ from support.refusals import one_by_one, refusals
 
 HOOKS = [
     *({"name": "powersgd", "refresh_steps": 0}, {"name": "powersgd", "residual_dtype": "float16"}),
+    *({"name": "powersgd", "min_compression_rate": True}, {"name": "powersgd", "epsilon": float("inf")}),
+    {"name": "powersgd", "seed": 2**63},
     *({"name": "alternating_powersgd", "matrix_rank": 0}, {"name": "bf16", "accumulate": "float64"}),
     *({"name": "int8", "block_size": 100}, {"name": "int8", "block_size": 512}, {"name": "int4", "block_size": 16}),
     *({"name": "hierarchical"}, {"name": "hierarchical", "inner": "none"}),
