@@ -25,7 +25,7 @@ from lightning_commopt.compressors.registry import (
     spellings,
 )
 from lightning_commopt.compressors.shards import FromShards, ShardedCompressor
-from lightning_commopt.text.validation import did_you_mean, normalize_name
+from lightning_commopt.text.validation import did_you_mean, normalize_name, plain_number
 
 _may_import: ContextVar[bool] = ContextVar("may_import", default=True)
 
@@ -147,7 +147,7 @@ def compressor_to_config(compressor: Compressor | ShardedCompressor, *, with_def
     if not dataclasses.is_dataclass(compressor):
         raise ValueError(f"{cls.__qualname__} must be a dataclass, as its fields are the options")
     values = {
-        field.name: getattr(compressor, field.name)
+        field.name: plain_number(getattr(compressor, field.name))
         for field in dataclasses.fields(compressor)
         if field.init and (with_defaults or getattr(compressor, field.name) != field.default)
     }

@@ -17,7 +17,7 @@ from lightning_commopt.compressors import Compressor, ShardedCompressor, compres
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.measure.runs.files import RUN_FILE
 from lightning_commopt.measure.runs.settings import Settings, nested
-from lightning_commopt.text.validation import did_you_mean
+from lightning_commopt.text.validation import did_you_mean, plain_number
 
 
 class OptionError(MisconfigurationException, ValueError):
@@ -129,6 +129,8 @@ class Plan(ABC):
                 options[name] = compressor_to_config(value)
             elif isinstance(value, tuple):  # plans hold lists as tuples, which can be hashed
                 options[name] = list(value)
+            else:
+                options[name] = plain_number(value)
         return options
 
     @classmethod

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Literal, TypeVar, get_args
 
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
@@ -187,7 +187,7 @@ def _optional(is_allowed: Callable[[object], bool]) -> Callable[[object], bool]:
 
 
 def _is_count(value: object) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
+    return value is None or (isinstance(value, Integral) and not isinstance(value, bool) and int(value) > 0)
 
 
 _CALLABLE = _optional(callable), "a callable or None"

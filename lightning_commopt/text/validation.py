@@ -53,6 +53,13 @@ def check_power_of_two(name: str, value: object, at_least: int, at_most: int) ->
         raise ValueError(f"{name} must be a power of two from {at_least} to {at_most}, got {value!r}")
 
 
+def plain_number(value: object) -> object:
+    """Returns an integer or a float of NumPy as Python's, which JSON can hold; any other value unchanged."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Returns the end of an error message, ``"; did you mean 'x'?"``, or "" if no known name is similar.
 

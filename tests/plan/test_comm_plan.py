@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -64,6 +65,7 @@ class OwnFeedback(Compressor):
         {"comm_hook": "bf16"},
         {"comm_hook": {"name": "powersgd", "matrix_rank": 4, "start_step": 500}},
         {"comm_hook": AfterSteps(inner=ErrorFeedback(inner=BF16), start_step=3)},
+        {"comm_hook": {"name": "powersgd", "matrix_rank": np.int64(4), "min_compression_rate": np.float32(1.5)}},
     ],
 )
 def test_json_and_back(options: dict[str, Any], tmp_path: Path) -> None:

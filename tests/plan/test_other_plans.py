@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
@@ -56,6 +57,12 @@ def test_a_mixing_out_of_range() -> None:
 )
 def test_names_of_sharded_plans(options: dict[str, Any], name: str) -> None:
     assert ShardedPlan(**options).name == name
+
+
+def test_numbers_of_numpy_in_json() -> None:
+    """If it fails, a plan with a number of NumPy cannot be saved, nor the record of a run with it."""
+    plan = DiLoCoPlan(sync_every=np.int64(5), outer_lr=np.float32(0.5))  # type: ignore[arg-type]
+    assert DiLoCoPlan.from_json(plan.to_json()) == plan
 
 
 @pytest.mark.parametrize(

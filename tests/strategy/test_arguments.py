@@ -5,6 +5,7 @@ import json
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
@@ -119,4 +120,4 @@ def test_lightnings_arguments_without_effect(arguments: dict[str, Any], message:
 def test_lightnings_arguments_with_effect() -> None:
     state = PostLocalSGDState(process_group=None, subgroup=None, start_localSGD_iter=2)
     CommOptDDP(ddp_comm_hook=print, ddp_comm_state=object(), ddp_comm_wrapper=print)
-    CommOptDDP(ddp_comm_state=state, model_averaging_period=2)
+    CommOptDDP(ddp_comm_state=state, model_averaging_period=np.int64(2))  # type: ignore[arg-type]
