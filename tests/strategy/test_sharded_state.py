@@ -129,7 +129,7 @@ def test_weights_alone(tmp_path: Path) -> None:
     assert run_ranks(_weights_only, tmp_path) == [False, False]
 
 
-def _second_fit() -> tuple[bool, bool]:
+def _second_fit() -> tuple[bool, bool, bool]:
     strategy = CommOptModelParallel(comm_hook=FEEDBACK)
     model, keep = Sharded(), _Keep()
     run = trainer(strategy, max_epochs=1, callbacks=[keep])
@@ -139,12 +139,15 @@ def _second_fit() -> tuple[bool, bool]:
     kept = sync.residuals()
     run.fit_loop.max_epochs = 2
     run.fit(model, loader(24))
-    return bool(kept), all(torch.allclose(keep.residuals[name], kept[name], atol=1e-6) for name in kept)
+    is_same = all(torch.allclose(keep.residuals[name], kept[name], atol=1e-6) for name in kept)
+    run.fit_loop.max_epochs = 3
+    run.fit(Sharded(), loader(24))
+    return bool(kept), is_same, not keep.residuals
 
 
 def test_a_second_fit_goes_on() -> None:
-    """If it fails, the second fit of a Trainer is refused, or has lost the residuals of the first."""
-    assert run_ranks(_second_fit) == [(True, True)] * 2
+    """If it fails, a second fit is refused, or has lost the residuals of the first; or another model gets them."""
+    assert run_ranks(_second_fit) == [(True, True, True)] * 2
 
 
 def _plain_afterwards() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -55,6 +56,7 @@ class ShardedSync:
         self.units: list[UnitReduceScatter] = []
         self._replaced: dict[FSDPModule, Any] = {}  # the comm object that each unit had before `attach`
         self._channels = Channels()
+        self._model_ref: weakref.ref[Module] | None = None  # of the last `attach`
 
     @property
     def wire_bytes(self) -> int:
@@ -63,6 +65,8 @@ class ShardedSync:
 
     def attach(self, model: Module, *, ranks_per_node: int | None = None, timeout: timedelta | None = None) -> None:
         """Gives each unit of ``model`` a comm object, once all are sharded. All ranks must call it.
+
+        The residuals of an earlier fit of the same model are added to its next gradients.
 
         Args:
             model: the model, whose units are sharded.
@@ -73,7 +77,9 @@ class ShardedSync:
             OptionError: torch is too old, a unit is sharded in a way that is not supported here, or ``ranks_per_node``
                 does not divide its shards.
         """
-        earlier_residuals = self.residuals()
+        is_same_model = self._model_ref is not None and self._model_ref() is model
+        earlier_residuals = self.residuals() if is_same_model else {}
+        self._model_ref = weakref.ref(model)
         units = sharded_units(model)
         self._channels.timeout = timeout
         self.compressor = place_on_nodes(self.compressor, units, ranks_per_node)
@@ -98,7 +104,7 @@ class ShardedSync:
             prepare_kernels(run, device, has_c_kernels=self.compressor.claims.has_c_kernels)
 
     def detach(self) -> None:
-        """Gives the units their own reduce-scatter back; the state stays for checkpoints and a further fit."""
+        """Gives the units their own reduce-scatter back; the state stays for checkpoints and the model's next fit."""
         for module, comm in self._replaced.items():
             module.set_custom_reduce_scatter(comm)
             module.set_gradient_divide_factor(None)  # type: ignore[arg-type]  # its default
