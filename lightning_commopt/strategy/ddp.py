@@ -168,6 +168,9 @@ class CommOptStrategy(base.NamedStrategy, StartedAsDDP):
 
     def on_train_start(self) -> None:
         super().on_train_start()
+        unused = self.gradient_sync.unused_hook
+        if unused is not None and self.world_size > 1 and self.gradient_sync.model is None:
+            remedies.warn_of_unregistered_hook(unused, self)
         self._manual_backward_check = ManualBackwardCheck(self.model, self.lightning_module, self.optimizers)
 
     def pre_backward(self, closure_loss: Tensor) -> None:

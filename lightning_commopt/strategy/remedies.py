@@ -73,6 +73,14 @@ def explain_one_rank(unused_hook: str | None) -> None:
     )
 
 
+def warn_of_unregistered_hook(hook: str, strategy: object) -> None:
+    """Warns once about the option ``hook`` of a strategy of several ranks whose wrapper has no hook of ours."""
+    warn_once(
+        f"{hook} has no effect: {type(strategy).__name__} wraps the model by itself. Call self._register_ddp_hooks() at"
+        " the end of its configure_ddp, or override _setup_model, which only wraps."
+    )
+
+
 def warn_of_local_decisions(optimizers: Iterable[object]) -> None:
     """Warns about LBFGS if it decides by this rank's loss how often it calls its closure, which runs a backward."""
     for optimizer in optimizers:

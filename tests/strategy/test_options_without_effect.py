@@ -135,3 +135,22 @@ def test_a_search_that_nobody_makes(other: dict[str, Any]) -> None:
     effects = [str(warning.message) for warning in caught if "has no effect" in str(warning.message)]
     needed = "skip_all_reduce_unused_params=True has no effect: it needs find_unused_parameters=True."
     assert effects == ([] if other else [needed])
+
+
+class _WrapsItself(CommOptDDP):
+    """Somebody's own strategy, which forgets Lightning's `_register_ddp_hooks`."""
+
+    def configure_ddp(self) -> None:
+        self.model = nn.parallel.DistributedDataParallel(self.model)
+
+
+def _warnings_of_own_wrapper() -> list[str]:
+    return _warnings_of(partial(_WrapsItself, comm_hook="int8"), Tiny())
+
+
+def test_a_strategy_that_registers_no_hook() -> None:
+    """If it fails, a subclass that wraps the model by itself trains uncompressed without a word."""
+    first, second = run_ranks(_warnings_of_own_wrapper)
+    assert len(first) == 1
+    assert "comm_hook has no effect: _WrapsItself wraps the model by itself" in first[0]
+    assert not second
