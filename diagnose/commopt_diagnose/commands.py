@@ -86,7 +86,7 @@ def _explain_hang(run_dir: Path, *, json: bool) -> None:
     from lightning_commopt.watch.hangs.records import read_hang_report
 
     with errors_in_a_line():
-        report = read_hang_report(newest_run(run_dir, "hangs", "rank_0.json"))
+        report = read_hang_report(newest_run(run_dir, "hangs/*", "rank_0.json"))
     if json:
         plain = {
             "was_reported": report.was_reported,

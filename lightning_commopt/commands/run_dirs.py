@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from lightning_commopt.commands.errors import echo
 
 
-def newest_run(folder: Path, *names: str) -> Path:
-    """Returns ``folder`` if it holds one of these files or folders, else the directory below it that does.
+def newest_run(folder: Path, *patterns: str) -> Path:
+    """Returns ``folder`` if a file in it matches one of these patterns, else the directory below it where one does.
 
-    Of several the one that was written last counts, and a line on standard error names it. If there is none, ``folder``
-    itself is returned: what reads it knows best what is missing.
+    Of several the one that was written last counts, and a line on standard error names it. Folders match too, but
+    theirs is the time at which a file was added or removed. If there is none, ``folder`` itself is returned: what reads
+    it knows best what is missing.
     """
-    if not folder.is_dir() or any((folder / name).exists() for name in names):
+    if not folder.is_dir() or _matches(folder, patterns):
         return folder
-    runs: list[Path] = []
-    for path, folders, files in os.walk(folder):
-        if any(name in folders or name in files for name in names):
-            runs.append(Path(path))
+    runs: dict[Path, float] = {}
+    for path, folders, _ in os.walk(folder):
+        if found := _matches(Path(path), patterns):
+            runs[Path(path)] = max(match.stat().st_mtime for match in found)
             folders.clear()  # a run holds no other run
     if not runs:
         return folder
-    newest = max(runs, key=lambda path: max((path / name).stat().st_mtime for name in names if (path / name).exists()))
+    newest = max(runs, key=runs.__getitem__)
     others = f", the newest of {len(runs)} runs below {folder}" if len(runs) > 1 else ""
     echo(f"commopt: {newest}{others}", err=True)
     return newest
+
+
+def _matches(folder: Path, patterns: Iterable[str]) -> list[Path]:
+    return [match for pattern in patterns for match in folder.glob(pattern)]

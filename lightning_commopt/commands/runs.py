@@ -18,7 +18,7 @@ RunDir = Annotated[
 def _with_steps(folder: Path, *others: str) -> Path:
     from lightning_commopt.measure.files import FOLDER
 
-    return newest_run(folder, FOLDER, *others)
+    return newest_run(folder, f"{FOLDER}/rank_*.jsonl", *others)
 
 
 def trace(
