@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from lightning_commopt.compat.lightning import comm_hook_of
 from lightning_commopt.compressors.channel import backends_of
@@ -32,7 +33,7 @@ def describe_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     fields = {
         **_describe_ranks(trainer),
         "sync_method": type(trainer.strategy).__name__,
-        "num_parameters": sum(parameter.numel() for parameter in module.parameters()),
+        "num_parameters": num_parameters(module),
     }
     plan = plan_of(trainer.strategy)
     if plan is not None:
@@ -47,9 +48,18 @@ def describe_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     return fields
 
 
+def num_parameters(module: LightningModule) -> int | None:
+    """Returns the elements of all parameters; None before ``configure_model``, or a first forward, has made them."""
+    parameters = list(module.parameters())
+    return None if any(map(is_lazy, parameters)) else sum(parameter.numel() for parameter in parameters) or None
+
+
 def describe_rank(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Returns the header of a rank's file of steps, with name, shape and itemsize of each parameter that is trained."""
-    trained = ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
+    """Returns the header of a rank's file of steps, with name, shape and itemsize of each parameter that is trained.
+
+    Parameters that the first forward will make are left out. DDP refuses them, so that gradient sync has none.
+    """
+    trained = ((name, x) for name, x in module.named_parameters() if x.requires_grad and not is_lazy(x))
     return {
         "rank": trainer.global_rank,
         **_describe_ranks(trainer),

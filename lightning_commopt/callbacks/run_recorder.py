@@ -17,7 +17,13 @@ from torch import Tensor
 
 from lightning_commopt.callbacks.comm_time import CommTimeMonitor
 from lightning_commopt.callbacks.publisher import PREFIX
-from lightning_commopt.callbacks.run_description import describe_run, describe_tuning, nccl_settings, with_plan
+from lightning_commopt.callbacks.run_description import (
+    describe_run,
+    describe_tuning,
+    nccl_settings,
+    num_parameters,
+    with_plan,
+)
 from lightning_commopt.callbacks.speed import SpeedMonitor
 from lightning_commopt.compat.lightning import Callback
 from lightning_commopt.measure.runs.losses import LossCurve, LossPoint, read_losses, write_losses
@@ -154,6 +160,9 @@ class RunRecorder(Callback):
         num_bytes = trainer.strategy.reduce(num_bytes, reduce_op="max")
         if self._record is not None:
             results = self._results(trainer) | {"peak_memory_bytes": float(num_bytes)}
+            # FSDPStrategy has shards by now.
+            if self._record.num_parameters is None and self._record.strategy != "FSDPStrategy":
+                results["num_parameters"] = num_parameters(pl_module)
             self._record = dataclasses.replace(self._record, **results)
             self._log_loss_name(self._record)
             self._save(self._folder(trainer), losses)

@@ -277,3 +277,26 @@ def test_a_place_that_cannot_be_written_does_not_end_training(tmp_path):
     assert model.trainer.global_step == 6
     assert len(messages) == 2
     assert "the run cannot be recorded" in messages[0]
+
+
+class Lazy(RankLoss):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.LazyLinear(2)
+
+
+class Configured(RankLoss):
+    def __init__(self):
+        super().__init__()
+        del self.layer
+
+    def configure_model(self):
+        self.layer = torch.nn.Linear(3, 2)
+
+
+@pytest.mark.parametrize("model", [Lazy, Configured])
+@pytest.mark.parametrize("callback", [SpeedMonitor, CommTimeMonitor])
+def test_parameters_that_the_fit_makes(model, callback, tmp_path):
+    """If it fails, a monitor ends a fit whose first forward makes parameters, or a record counts none."""
+    fit(tmp_path, model=model(), callbacks=[callback()], default_root_dir=tmp_path, num_sanity_val_steps=0)
+    assert RunRecord.load(tmp_path).num_parameters == 8
