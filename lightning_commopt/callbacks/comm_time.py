@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -147,7 +148,8 @@ class CommTimeMonitor(PhaseCallback):
             if self._print_summary or self._save_records:  # else nobody would read predictions
                 self._prediction = recorder_for(trainer, pl_module, self._num_warmup_steps)
                 self._closing.callback(self._prediction.close)
-        # All ranks must access log_dir, which is broadcast.
+        # All ranks must access log_dir, which is broadcast, and this.
+        fit = trainer.strategy.broadcast(token_hex(8)) if has_peers else token_hex(8)
         folder = trainer.log_dir or trainer.default_root_dir if self._dirpath is None else self._dirpath
         has_trees = trainer.strategy.root_device.type == "cuda"
         # Exchanges of DiLoCo take the time of the slowest worker too, which a model of the link does not have.
@@ -156,8 +158,8 @@ class CommTimeMonitor(PhaseCallback):
         num_columns = len(QUANTITIES) + (NUM_TIMES if has_model else 0)
         self._all_ranks = AllRanks(groups, (self._every_n_steps, num_columns))
         if self._save_records and not getattr(trainer, "fast_dev_run", False):
-            header = {"origin_unix_s": self._recorder.clock.origin_unix_s, "num_warmup_steps": self._num_warmup_steps}
-            self._files = StepFiles(folder, header | describe_rank(trainer, pl_module))
+            about = {"origin_unix_s": self._recorder.clock.origin_unix_s, "num_warmup_steps": self._num_warmup_steps}
+            self._files = StepFiles(folder, {"fit": fit, **about, **describe_rank(trainer, pl_module)})
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_validation_start(trainer, pl_module)

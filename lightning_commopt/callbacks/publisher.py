@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -22,6 +23,7 @@ from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder, issued_by, parts_of_one
+from lightning_commopt.measure.runs.files import PREDICTION_FILE
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_host_group
 from lightning_commopt.text.terminal import TextConsole, print_text
 from lightning_commopt.text.validation import info, warn
@@ -207,14 +209,23 @@ class MetricPublisher:
 
 
 class StepFiles:
-    """Writes this rank's steps, and the prediction. After a failure it warns and stops writing that file."""
+    """Writes this rank's steps and the prediction, in place of an earlier fit's.
+
+    After a failure it warns and stops writing that file.
+    """
 
     def __init__(self, folder: str | Path, header: Mapping[str, Any]) -> None:
         self.folder = Path(folder)
         self._writer = StepWriter(rank_file(folder, header["rank"]), header)
         self._failed: set[str] = set()
+        # Of an earlier fit in this directory, which is not the last one any more once this one has written steps.
+        self._stale = self.folder / PREDICTION_FILE if header["rank"] == 0 else None
 
     def save_steps(self, steps: Sequence[StepRecord]) -> None:
+        if self._stale is not None:
+            with suppress(OSError):
+                self._stale.unlink()
+            self._stale = None
         self._save("steps", partial(self._writer.write, steps))
 
     def save_basis(self, basis: Basis | ShardedBasis, forecasts: Sequence[Forecast]) -> None:

@@ -32,15 +32,17 @@ def rank_file(run_dir: str | Path, rank: int) -> Path:
 class StepWriter:
     """Appends one rank's steps to its file, created with the first step.
 
-    The file is open only during writes: nothing has to be closed, and a fork inherits nothing.
+    The file is open only during writes: nothing has to be closed, and a fork inherits nothing. If something else has
+    written to it in between, such as another run in the same directory, what follows gets a header of its own.
+
     ``path`` is from `rank_file`; the JSON-serializable ``header`` of the rank has "rank", "world_size", "origin_unix_s"
-    of its clock, and anything else.
+    of its clock, and anything else. What all ranks of a fit have under "fit", and no other fit has, tells fits apart.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         self._path = path
         self._header = json.dumps({"type": "run", "format": FORMAT, **header})
-        self._has_header = False
+        self._size: int | None = None  # of the file after the last write; None before the first
         self._layout: Mapping[int, BucketInfo] = {}
 
     def write(self, records: Sequence[StepRecord]) -> None:
@@ -49,7 +51,9 @@ class StepWriter:
         Raises:
             OSError: the file cannot be written. What was appended is removed again if possible; call it again.
         """
-        lines, layout = [] if self._has_header else [self._header], self._layout
+        if not records:
+            return
+        lines, layout = ([], self._layout) if self._size == _size(self._path) else ([self._header], {})
         for record in records:
             if record.layout != layout:
                 layout = record.layout
@@ -57,9 +61,8 @@ class StepWriter:
                 plain = [{"index": b.index, "gradient_bytes": b.gradient_bytes, "names": b.names} for b in buckets]
                 lines.append(json.dumps({"type": "layout", "buckets": plain}))
             lines.append(f'{{"type":"step",{record.to_json()[1:]}')
-        if records:
-            _append(self._path, "".join([f"{line}\n" for line in lines]).encode())
-            self._has_header, self._layout = True, layout
+        self._size = _append(self._path, "".join([f"{line}\n" for line in lines]).encode())
+        self._layout = layout
 
 
 @dataclass(kw_only=True)
@@ -77,6 +80,11 @@ class RankRecords:
     # The number of each line that is left out, counted from 1 in the file, and why it could not be read.
     broken_lines: dict[int, str] = field(default_factory=dict)
     is_cut: bool = False  # the file ends within a line, as after a killed process; that line is left out
+
+    @property
+    def fit(self) -> tuple[int, Any]:
+        """Number of ranks and "fit" of the header, which files of earlier versions do not have."""
+        return self.world_size, self.header.get("fit")
 
     @classmethod
     def of_header(cls, path: Path, values: Mapping[str, Any]) -> RankRecords:
@@ -118,7 +126,7 @@ class RankRecords:
 def read_run(run_dir: str | Path) -> list[RankRecords]:
     """Reads the steps of all ranks in the last fit of a run, complete or cut off.
 
-    A fit that was resumed in the same directory continues the files. If it had fewer ranks, the files of the others
+    A fit that was resumed in the same directory continues the files. The files of ranks that have not written in it
     are ignored. The ranks are in order; `notices` lists what is missing.
 
     Raises:
@@ -139,7 +147,7 @@ def read_run(run_dir: str | Path) -> list[RankRecords]:
     if not ranks:
         raise ValueError(f"{folder}: none of the {len(paths)} files of ranks can be read. {unreadable}")
     newest = max(ranks, key=lambda records: records.origin_unix_s or 0.0)
-    ranks = [records for records in ranks if records.world_size == newest.world_size]
+    ranks = [records for records in ranks if records.fit == newest.fit]
     return sorted(ranks, key=lambda records: records.rank)
 
 
@@ -215,8 +223,12 @@ def _parse(line: bytes) -> dict[str, Any]:
     return values
 
 
-def _append(path: Path, data: bytes) -> None:
-    """Appends whole lines to a file, or nothing."""
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _append(path: Path, data: bytes) -> int:
+    """Appends whole lines to a file, or nothing; returns the size of the file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+b", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
@@ -232,3 +244,4 @@ def _append(path: Path, data: bytes) -> None:
             with suppress(OSError):
                 file.truncate(size)
             raise
+        return size + len(data)

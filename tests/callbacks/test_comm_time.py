@@ -284,12 +284,15 @@ def test_an_epoch_in_which_a_rank_takes_no_step_hangs_nobody() -> None:
 
 def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
     comm_time = CommTimeMonitor(every_n_steps=5, dirpath=tmp_path)
+    fits = set()
     for num_fits in (1, 2):
         fit(comm_time, devices=1)
+        fits.add(read_run(tmp_path)[0].header["fit"])
         assert len(read_run(tmp_path)[0].steps) == NUM_STEPS
         lines = rank_file(tmp_path, 0).read_text()
         assert lines.count('"type": "run"') == num_fits
         assert lines.count('"type":"step"') == num_fits * NUM_STEPS
+    assert len(fits) == 2
 
 
 def test_a_short_fit_has_no_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,3 +29,13 @@ def test_a_prediction_that_cannot_be_written_is_warned_of_once(
     (message,) = [str(warning.message) for warning in recwarn]
     assert "saving the prediction failed" in message
     assert [step.step for step in read_run(tmp_path)[0].steps] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("rank", "is_kept"), [(0, False), (1, True)])
+def test_the_prediction_of_an_earlier_fit_ends_with_the_first_steps(tmp_path: Path, rank: int, is_kept: bool) -> None:
+    """If it fails, a killed fit is summarized with the recommendations of the fit before it in its directory."""
+    (tmp_path / PREDICTION_FILE).write_text("{}")
+    files = StepFiles(tmp_path, {"rank": rank, "world_size": 2, "origin_unix_s": 0.0})
+    assert (tmp_path / PREDICTION_FILE).exists()
+    files.save_steps([StepRecord(step=0, num_samples=1, phases=(Phase("backward", 0, 1),), buckets=())])
+    assert (tmp_path / PREDICTION_FILE).exists() == is_kept

@@ -101,6 +101,26 @@ def test_of_a_resumed_run_the_last_fit_is_read(tmp_path):
     assert types == ["run", "layout", "step", "step", "step", "run", "step"]
 
 
+def test_ranks_of_different_fits_are_not_mixed(tmp_path):
+    """If it fails, waits and stragglers come from an earlier fit of a rank that was killed in the last one."""
+    for rank in range(2):
+        StepWriter(rank_file(tmp_path, rank), header(rank, fit="one")).write(STEPS)
+    StepWriter(rank_file(tmp_path, 0), header(0, origin_unix_s=1.8e9, fit="two")).write(STEPS[:2])
+    (last,) = read_run(tmp_path)
+    assert (last.header["fit"], len(last.steps)) == ("two", 2)
+    assert notices([last]) == ["ranks without records: 1 (of 2 ranks)"]
+
+
+def test_two_runs_that_write_to_one_file_are_not_mixed(tmp_path):
+    """If it fails, steps of one run count as those of another that runs in the same directory."""
+    first, second = (StepWriter(rank_file(tmp_path, 0), header(world_size=1, fit=name)) for name in ("one", "two"))
+    for number, writer in enumerate([first, second, first, first]):
+        writer.write([STEPS[number]])
+    (last,) = read_run(tmp_path)
+    assert (last.header["fit"], [record.step for record in last.steps]) == ("one", [2, 3])
+    assert [record.layout for record in last.steps] == [layout()] * 2
+
+
 def test_a_file_that_is_cut_anywhere_gives_the_steps_before_the_cut(tmp_path):
     path = rank_file(tmp_path, 0)
     StepWriter(path, header(world_size=1)).write(STEPS)
