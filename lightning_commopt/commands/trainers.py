@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -51,18 +50,19 @@ def run_changed(command: Sequence[str], change: str, asked: Mapping[str, Any]) -
         asked: what the function depends on, as JSON has it.
 
     Returns:
-        The status of the command, and whether a Trainer was made.
+        The status of the command, as a shell has it, and whether a Trainer was made.
 
     Raises:
         OSError: the command cannot be started.
     """
+    from lightning_commopt.launch.process import run_beneath  # every Python process of the command imports this module
+
     with tempfile.TemporaryDirectory(prefix="commopt-") as folder:
         (Path(folder) / "sitecustomize.py").write_text(_SITECUSTOMIZE, encoding="utf-8")
         path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
         variable = json.dumps({"change": change, "asked": asked, "note": str(Path(folder) / _NOTE)})
         environment = {**os.environ, "PYTHONPATH": path, VARIABLE: variable}
-        ran = subprocess.run(list(command), env=environment, check=False)
-        return ran.returncode, (Path(folder) / _NOTE).exists()
+        return run_beneath(command, environment), (Path(folder) / _NOTE).exists()
 
 
 def install() -> None:
@@ -78,13 +78,19 @@ def _change_trainer(module: ModuleType) -> None:
     @wraps(init)
     def changed(self: Any, *args: Any, **kwargs: Any) -> None:
         given = inspect.signature(init).bind(self, *args, **kwargs)
+        own = dict(given.arguments)
         given.apply_defaults()
+        defaults = {name: value for name, value in given.arguments.items() if name not in own}
         variable = json.loads(os.environ[VARIABLE])
         place, _, name = variable["change"].partition(":")
         package = module.__name__.removesuffix(".trainer.trainer")
         getattr(import_module(place), name)(package, given.arguments, variable["asked"])
         with suppress(OSError):  # the command has ended, and its folder with it, before this process
             Path(variable["note"]).touch()
+        # Lightning takes variables of the environment, such as PL_TRAINER_MAX_STEPS, for what is not given.
+        for name, value in defaults.items():
+            if given.arguments[name] is value:
+                del given.arguments[name]
         init(*given.args, **given.kwargs)
 
     module.Trainer.__init__ = changed

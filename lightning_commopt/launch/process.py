@@ -18,6 +18,7 @@ _POLL_S = 0.1  # output is forwarded at once; only ends, signals and time limits
 _PIPE_BYTES = 2**20  # one read of this size empties any pipe of Linux
 _LINES_IN_MESSAGE = 40  # a screenful: a traceback, and some lines before it
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_GROUP_SIGNALS = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class InterruptedRun(BaseException):
@@ -208,6 +209,30 @@ def run_in_group(
     return program.process.returncode
 
 
+def run_beneath(command: Sequence[str], env: Mapping[str, str]) -> int:
+    """Runs a command in this process group, with our input and output, and leaves what a signal does to it.
+
+    Terminals and schedulers send signals to the whole group, so we only wait for what the command makes of them.
+    SIGTERM is passed on, as it may be for us alone: containers send it to their first process.
+
+    Returns:
+        The exit status as a shell has it: 128 more than the number of the signal that ended the command.
+
+    Raises:
+        OSError: the command cannot be started.
+    """
+    started: list[subprocess.Popen[bytes]] = []
+
+    def handle(number: int, _: Any) -> None:
+        for process in started if number == signal.SIGTERM else ():
+            process.send_signal(number)
+
+    with _handle_signals(handle, (signal.SIGTERM, *_GROUP_SIGNALS)):
+        started.append(subprocess.Popen(command, env=env))
+        status = started[0].wait()
+    return status if status >= 0 else 128 - status
+
+
 @contextmanager
 def raise_signals() -> Iterator[None]:
     """Raises `InterruptedRun` at the first signal that asks us to stop; later ones do not disturb the clean-up.
@@ -234,11 +259,13 @@ def collect_signals() -> Iterator[list[signal.Signals]]:
 
 
 @contextmanager
-def _handle_signals(handler: Callable[[int, Any], None]) -> Iterator[None]:
+def _handle_signals(
+    handler: Callable[[int, Any], None], signals: Sequence[signal.Signals] = _STOP_SIGNALS
+) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handled = [number for number in _STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    handled = [number for number in signals if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in handled}
     try:
         yield

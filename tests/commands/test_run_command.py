@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from lightning_commopt.callbacks import CommTimeMonitor, HangMonitor, SpeedMonitor
-from lightning_commopt.commands.monitored import add_monitors
+from lightning_commopt.commands.monitored import CHANGE, add_monitors
+from lightning_commopt.commands.trainers import VARIABLE, _change_trainer
 from support.commopt import refusal
+from support.lightnings import Trainer
 
 _SCRIPT = """
 import torch
@@ -57,6 +61,20 @@ def test_a_program_without_a_trainer(program: str, status: int, tmp_path: Path) 
 
 def test_a_command_that_is_not_there() -> None:
     assert refusal("run", "--", "there-is-no-such-command").startswith("commopt: ")
+
+
+def test_variables_of_the_environment_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """If it fails, a script whose Trainer is set by PL_TRAINER_* trains with Lightning's defaults instead."""
+    own = type("Trainer", (Trainer,), {})  # the variables have the name of the class
+    module = ModuleType(Trainer.__module__)
+    module.Trainer = own  # type: ignore[attr-defined]
+    monkeypatch.setenv(VARIABLE, json.dumps({"change": CHANGE, "asked": {}, "note": str(tmp_path / "made")}))
+    monkeypatch.setenv("PL_TRAINER_MAX_STEPS", "7")
+    monkeypatch.setenv("PL_TRAINER_MAX_EPOCHS", "8")
+    _change_trainer(module)
+    made = own(accelerator="cpu", logger=False, max_epochs=9)
+    assert (made.max_steps, made.max_epochs) == (7, 9)
+    assert any(isinstance(callback, CommTimeMonitor) for callback in made.callbacks)
 
 
 @pytest.mark.parametrize("given", [None, [], SpeedMonitor(), [SpeedMonitor(), CommTimeMonitor(every_n_steps=7)]])

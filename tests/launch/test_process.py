@@ -1,11 +1,20 @@
 import os
 import signal
+import subprocess
 import sys
 import threading
+from contextlib import suppress
 
 import pytest
 
-from lightning_commopt.launch.process import InterruptedRun, RankError, raise_signals, run_in_group, run_ranks
+from lightning_commopt.launch.process import (
+    InterruptedRun,
+    RankError,
+    raise_signals,
+    run_beneath,
+    run_in_group,
+    run_ranks,
+)
 from support.process_groups import is_group_gone
 
 PYTHON = (sys.executable, "-u", "-c")
@@ -168,3 +177,43 @@ def test_ranks_that_take_too_long_are_ended():
         run_ranks(programs, on_output=lambda *_: None, timeout_s=0.5)
     assert caught.value.status is None
     assert run_ranks([((*PYTHON, ""), os.environ)] * 2, on_output=lambda *_: None) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [("", 0), ("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)]
+)
+def test_the_status_is_what_a_shell_has(code, status):
+    assert run_beneath((*PYTHON, code), os.environ) == status
+
+
+SAVES_FIRST = """
+import signal, sys, time
+def end(number, frame):
+    time.sleep(1)
+    sys.exit(number)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, end)
+print("ready", flush=True)
+time.sleep(600)
+"""
+BENEATH = f"""
+import os, sys
+from lightning_commopt.launch.process import run_beneath
+sys.exit(run_beneath([sys.executable, "-c", {SAVES_FIRST!r}], os.environ))
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "kill"), [(signal.SIGINT, os.killpg), (signal.SIGUSR1, os.killpg), (signal.SIGTERM, os.kill)]
+)
+def test_a_program_decides_what_a_signal_does(number, kill):
+    """If it fails, Ctrl-C or a scheduler kills a fit before its checkpoint, or leaves one that nobody waits for."""
+    ours = subprocess.Popen((*PYTHON, BENEATH), stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert ours.stdout is not None
+        assert ours.stdout.readline() == b"ready\n"
+        kill(ours.pid, number)
+        assert ours.wait(timeout=60) == number
+    finally:
+        with ours, suppress(ProcessLookupError):
+            os.killpg(ours.pid, signal.SIGKILL)
