@@ -27,7 +27,7 @@ from lightning_commopt.measure.statistics import ratio
 from lightning_commopt.text.formatting import byte_unit, number, short_percent
 
 _SMALL_BYTES = 2**16  # collectives of fewer bytes per step are taken for metrics, not for gradients or weights
-_DATA_DOMINATES = 0.2  # share of a step above which waiting for data is worth a recommendation
+_DATA_DOMINATES = 0.2  # share of a step above which waiting for data, or for a check before it, is worth one
 
 
 class Costs(NamedTuple):
@@ -84,6 +84,9 @@ def verdict(
             without one.
     """
     costs = Costs(**{name: metrics[name] for name in Costs._fields})
+    # Before it waits for data, each batch waits for Lightning's check for SIGTERM, which no DataLoader shortens.
+    checks_s = sum(operation.seconds or 0.0 for operation in operations if _is_check(operation))
+    costs = costs._replace(data_s=max(0.0, costs.data_s - checks_s))
     median_step_s = metrics.get("step_s_p50", costs.step_s)
     present = Present(costs.step_s, costs.exposed_s, median_step_s, comm_hook, is_lossy)
     for_communication = [*_for_waiting(costs), *shorter_steps(present, forecasts)]
@@ -216,10 +219,10 @@ def _for_operations(costs: Costs, operations: Sequence[Operation]) -> list[str]:
     recommendations = []
     for operation in operations:
         seconds = operation.seconds or 0.0
-        if operation.source == "lightning" and operation.operation == "broadcast" and operation.num_calls > 1:
+        if _is_check(operation) and (operation.num_calls > 1 or seconds >= _DATA_DOMINATES * costs.step_s):
             recommendations.append(
-                f"{operation.num_calls:.3g} broadcasts per step are Lightning's own check for SIGTERM before every"
-                f" batch ({costs.share(seconds)} of the step): sigterm_every_n_steps=10, of CommOptDDP and"
+                f"Lightning's own check for SIGTERM before every batch, {operation.num_calls:.3g} per step,"
+                f" is {costs.share(seconds)} of the step: sigterm_every_n_steps=10, of CommOptDDP and"
                 " CommOptModelParallel, checks every tenth step."
             )
         elif (
@@ -237,6 +240,10 @@ def _for_operations(costs: Costs, operations: Sequence[Operation]) -> list[str]:
                 f" {remedy}."
             )
     return recommendations
+
+
+def _is_check(operation: Operation) -> bool:
+    return (operation.source, operation.operation, operation.phase) == ("lightning", "broadcast", "data")
 
 
 def _for_straggler(costs: Costs) -> str:

@@ -134,6 +134,9 @@ CASES: dict[str, Callable[[], Verdict]] = {
     "marks that do not fit together": lambda: judged(exposed_s=0.8, comm_s=0.8),
     "many checks for SIGTERM": lambda: beside("broadcast", "data", "lightning", 4.0, 32.0, 0.007),
     "one check for SIGTERM": lambda: beside("broadcast", "data", "lightning", 1.0, 8.0, 0.007),
+    "data seems to dominate, but most of it is that check": lambda: judged(
+        forecasts=(), operations=[Operation("broadcast", "data", "lightning", 1.0, 8.0, 0.3)], data_s=0.4, step_s=1.0
+    ),
     "a rare collective of Lightning": lambda: beside("all_reduce", "data", "lightning", 0.1, 0.4, 0.007),
     "metrics are reduced in forward": lambda: beside("all_reduce", "forward", "", 12.0, 48.0, 0.07),
     "they take little": lambda: beside("all_reduce", "forward", "", 12.0, 48.0, 0.007),
