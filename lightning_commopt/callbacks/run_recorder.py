@@ -86,6 +86,7 @@ class RunRecorder(Callback):
         self._ends_run = ends_run
         self._names = {"val_loss": val_loss, "val_accuracy": val_accuracy}
         self._record: RunRecord | None = None
+        self._is_running = not ends_run  # whether an exception is one of the run, on any rank
         self._reset()
 
     def _reset(self) -> None:
@@ -101,6 +102,7 @@ class RunRecorder(Callback):
         if stage != "fit":
             return
         self._reset()
+        self._is_running = True
         self._memory = PeakMemory(trainer.strategy.root_device)
         if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
             known = describe_run(trainer, pl_module)
@@ -166,8 +168,11 @@ class RunRecorder(Callback):
             self._record = dataclasses.replace(self._record, **results)
             self._log_loss_name(self._record)
             self._save(self._folder(trainer), losses)
+        self._is_running = not self._ends_run
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if not self._is_running:  # but a test after the fit, or a fit that has not begun in a folder of another run
+            return
         folder = self._folder(trainer)
         if self._record is not None:
             with suppress(RuntimeError, OSError):  # the device or the disk may have failed

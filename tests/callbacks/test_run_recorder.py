@@ -300,3 +300,21 @@ def test_parameters_that_the_fit_makes(model, callback, tmp_path):
     """If it fails, a monitor ends a fit whose first forward makes parameters, or a record counts none."""
     fit(tmp_path, model=model(), callbacks=[callback()], default_root_dir=tmp_path, num_sanity_val_steps=0)
     assert RunRecord.load(tmp_path).num_parameters == 8
+
+
+class BadTest(RankLoss):
+    def test_step(self, batch, batch_idx):
+        raise RuntimeError("no such test")
+
+
+@pytest.mark.parametrize("has_fitted", [True, False])
+def test_what_fails_beside_the_fit_is_no_failure_of_the_run(has_fitted, tmp_path):
+    """If it fails, a finished run is reported as failed: its own after a bad test, or that of an earlier program."""
+    recorder, loader = RunRecorder(dirpath=tmp_path), DataLoader(TensorDataset(torch.ones(4, 3)))
+    fit(tmp_path, recorder=recorder if has_fitted else None)
+    tester = trainer("auto", callbacks=[recorder])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(RuntimeError, match="no such test"):
+            tester.test(BadTest(), loader)
+    assert RunRecord.load(tmp_path).status == "finished"
