@@ -134,7 +134,7 @@ class CUDAProfilerWindow(Callback):
             self._stop_profiler()
 
     def _check_starts(self, trainer: Trainer) -> None:
-        if self._has_checked:
+        if self._has_checked or not self._is_active:
             return
         self._has_checked = True
         step = batches_that_stepped(trainer)

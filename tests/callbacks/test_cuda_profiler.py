@@ -290,11 +290,12 @@ def test_ranks_that_do_not_exist(events):
 def test_without_cuda_it_says_once_that_it_does_nothing(monkeypatch):
     validation.warn_once.cache_clear()
     events: list[Any] = []
-    window = CUDAProfilerWindow(start_step=1)
+    trainer = trainer_for([window := CUDAProfilerWindow(start_step=1), Events(events)])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for _ in range(2):
-            trainer_for([window, Events(events)]).fit(Line(), loader())
+        for num_epochs in (1, 2):  # the second fit begins after ``start_step``
+            trainer.fit_loop.max_epochs = num_epochs
+            trainer.fit(Line(), loader())
     assert sum("has no effect" in str(warning.message) for warning in caught) == 1
     assert events == [0, 1, 2, 3] * 2
     assert window.results == []
