@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 CHANGE = f"{__name__}:add_monitors"
@@ -12,8 +12,8 @@ def add_monitors(package: str, arguments: dict[str, Any], asked: Mapping[str, An
     """Adds the monitors that a Trainer does not have already; see `trainers.run_changed`."""
     from lightning_commopt.callbacks import CommTimeMonitor, HangMonitor
 
-    given = arguments["callbacks"] or []
-    callbacks = list(given) if isinstance(given, list) else [given]
+    given = arguments["callbacks"] or ()
+    callbacks = list(given) if isinstance(given, Iterable) else [given]  # Hydra gives a ListConfig
     for monitor in (CommTimeMonitor, HangMonitor):
         if not any(isinstance(callback, monitor) for callback in callbacks):
             callbacks.append(monitor())

@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from omegaconf import ListConfig
 
 from lightning_commopt.callbacks import CommTimeMonitor, HangMonitor, SpeedMonitor
 from lightning_commopt.commands.monitored import CHANGE, add_monitors
@@ -77,13 +78,18 @@ def test_variables_of_the_environment_count(monkeypatch: pytest.MonkeyPatch, tmp
     assert any(isinstance(callback, CommTimeMonitor) for callback in made.callbacks)
 
 
-@pytest.mark.parametrize("given", [None, [], SpeedMonitor(), [SpeedMonitor(), CommTimeMonitor(every_n_steps=7)]])
+_OF_HYDRA = ListConfig([SpeedMonitor()], flags={"allow_objects": True})
+
+
+@pytest.mark.parametrize(
+    "given", [None, [], SpeedMonitor(), _OF_HYDRA, [SpeedMonitor(), CommTimeMonitor(every_n_steps=7)]]
+)
 def test_a_trainers_own_callbacks_stay(given: Any) -> None:
     """If it fails, a script loses a callback, or has a monitor twice."""
     arguments = {"callbacks": given}
     add_monitors("lightning.pytorch", arguments, {})
     callbacks = arguments["callbacks"]
-    own = given if isinstance(given, list) else [given] if given else []
+    own = [given] if isinstance(given, SpeedMonitor) else list(given or ())
     assert callbacks[: len(own)] == own
     assert sorted(type(callback).__name__ for callback in callbacks if not isinstance(callback, SpeedMonitor)) == [
         CommTimeMonitor.__name__,
