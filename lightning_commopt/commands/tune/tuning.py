@@ -11,9 +11,15 @@ from lightning_commopt.sync.strategies import TunedBuckets, trainer_of
 from lightning_commopt.tune.auto_plan import FitPlan
 from lightning_commopt.tune.options import TuneOptions
 
+_UNDECIDED = ("measuring", "too short", "searching")
+"""Statuses of a fit that ended before anything was decided."""
+
 
 class Tuning(FitPlan):
-    """Looks for a plan whatever that costs, and writes it to a file; ``asked`` is what `inject.run_tuned` asks for."""
+    """Looks for a plan whatever that costs, and writes it to a file; ``asked`` is what `inject.run_tuned` asks for.
+
+    Of several fits the last that has decided something counts.
+    """
 
     _tells_verdict = False  # the command prints it
     _max_regret = 1e6  # the search may cost any multiple of the fit's time, as these fits run in order to be tuned
@@ -32,6 +38,10 @@ class Tuning(FitPlan):
     def end_fit(self, keep: Callable[[CommPlan], None] | None = None) -> None:
         super().end_fit(keep)
         description = self.describe()
-        if description:
+        if not description:
+            return
+        verdict = Path(self._asked["verdict"])
+        has_decided = description["num_search_steps"] > 0 or description["status"] not in _UNDECIDED
+        if has_decided or not verdict.exists():
             self._strategy.plan.save(self._asked["output"])
-            Path(self._asked["verdict"]).write_text(description["verdict"], encoding="utf-8")
+            verdict.write_text(description["verdict"], encoding="utf-8")

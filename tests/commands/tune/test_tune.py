@@ -82,19 +82,20 @@ def _fit_as_tuned(variable: dict[str, Any]) -> str:
         trainers.install()
         run = trainer("ddp", max_epochs=1000)
         run.fit(Tiny(), loader())
+        trainer("ddp", max_steps=3, max_epochs=1).fit(Tiny(), loader())  # too short to find anything
     assert run.global_step < 1000
     return type(run.strategy).__name__
 
 
 @pytest.mark.exhaustive
 def test_a_trainer_gets_a_plan_that_is_searched_for(tmp_path: Path) -> None:
-    """If it fails, Trainers of a tuned program train without a search, to the end, or without a plan at the end."""
+    """If it fails, Trainers of a tuned program train without a search, to the end, or without the plan at the end."""
     plan, verdict = tmp_path / "plan.json", tmp_path / "verdict.txt"
     asked = {"lossy": [], "output": str(plan), "verdict": str(verdict), "ends_fit": True}
     variable = {"change": "lightning_commopt.commands.tune.inject:tune_trainer", "asked": asked}
     assert run_ranks(_fit_as_tuned, {**variable, "note": str(tmp_path / "made")}) == ["CommOptDDP"] * 2
     assert CommPlan.load(plan) == _SMALL
-    assert verdict.read_text()
+    assert "Chosen after" in verdict.read_text()
 
 
 @pytest.mark.exhaustive
