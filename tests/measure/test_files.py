@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from sample_steps import header, layout, step_record, write_run
 
 from lightning_commopt.measure.files import StepWriter, notices, rank_file, read_run
+from lightning_commopt.measure.plain import write_json
 from lightning_commopt.measure.record import PHASES, StepRecord
 
 STEPS = [step_record(step) for step in range(4)]
@@ -264,18 +267,34 @@ def test_files_of_ranks_that_the_last_fit_has_not_are_left_out(tmp_path):
     assert all(len(found.steps) == 1 for found in ranks)
 
 
+@contextmanager
+def full_after(num_bytes: int) -> Iterator[None]:
+    """Expects that what is written within does not fit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_is_full_leaves_no_part_of_a_json_file(tmp_path):
+    """If it fails, each run with a full disk leaves a hidden file there, and no file can be written any more."""
+    write_json(tmp_path / "run.json", "old")
+    with full_after(100):
+        write_json(tmp_path / "run.json", "new" * 100)
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+    assert json.loads((tmp_path / "run.json").read_text()) == "old"
+
+
 def test_a_disk_that_is_full_leaves_whole_lines_and_the_call_can_be_repeated(tmp_path):
     path = rank_file(tmp_path, 0)
     writer = StepWriter(path, header(world_size=1))
     writer.write(STEPS[:1])
     before = path.read_bytes()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 500, hard))
-    try:
-        with pytest.raises(OSError, match="too large"):
-            writer.write(STEPS[1:])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with full_after(len(before) + 500):
+        writer.write(STEPS[1:])
     assert path.read_bytes() == before
     writer.write(STEPS[1:])
     (found,) = read_run(tmp_path)
