@@ -142,14 +142,15 @@ class CommTimeMonitor(PhaseCallback):
         is_shared = groups is not None or trainer.world_size == 1
         self._publisher = MetricPublisher(publishes_all=self._logs_all, is_shared=is_shared)
         assert self._recorder is not None
+        fit = token_hex(8)
         if has_peers:
+            fit = trainer.strategy.broadcast(fit)
             self._collectives = CollectiveWatch(trainer, self._recorder)
             self._closing.callback(self._collectives.close)
             if self._print_summary or self._save_records:  # else nobody would read predictions
                 self._prediction = recorder_for(trainer, pl_module, self._num_warmup_steps)
                 self._closing.callback(self._prediction.close)
-        # All ranks must access log_dir, which is broadcast, and this.
-        fit = trainer.strategy.broadcast(token_hex(8)) if has_peers else token_hex(8)
+        # All ranks must access log_dir, which is broadcast.
         folder = trainer.log_dir or trainer.default_root_dir if self._dirpath is None else self._dirpath
         has_trees = trainer.strategy.root_device.type == "cuda"
         # Exchanges of DiLoCo take the time of the slowest worker too, which a model of the link does not have.
