@@ -100,6 +100,7 @@ class NcclLog:
     silent_files: list[str] = field(default_factory=list)  # files without a line from NCCL
     damaged_files: dict[str, str] = field(default_factory=dict)  # damaged compressed files, with the error
     torn: dict[str, TornLines] = field(default_factory=dict)  # files in which processes cut each other's lines
+    left_out: dict[str, TornLines] = field(default_factory=dict)  # files from which Ray left out lines of other ranks
     versions: dict[str, Fact] = field(default_factory=dict)  # versions in lines that no process wrote
     packages: dict[str, Fact] = field(default_factory=dict)  # NCCL's Python packages; the job may load another NCCL
     listed: dict[int, tuple[str, int, int, str]] = field(default_factory=dict)  # nccl-tests' host, pid, device, bus id
@@ -116,6 +117,10 @@ class NcclLog:
     choice_lines: dict[Choice, Line] = field(default_factory=dict)  # the first line with each choice
     inspected: Inspected = field(default_factory=Inspected)
     matched: list[Matched] = field(default_factory=list)  # the Inspector's records that match a run's steps
+
+    def may_lack_lines(self, file: str) -> bool:
+        """Returns whether a rank may have written more into a file than it shows."""
+        return file in self.torn or file in self.left_out
 
     def warn(self, text: str, line: Line, *, rank: int | None = None, host: str = "", place: str = "") -> None:
         """Adds a warning, or counts it if its rank has written it before."""

@@ -72,7 +72,7 @@ class RasReport(NamedTuple):
 
 @dataclass(kw_only=True)
 class TornLines:
-    """The lines of a file in which several processes wrote into each other."""
+    """The lines of a file in which several processes wrote into each other, or those that are left out."""
 
     first: Line
     count: int = 0

@@ -45,7 +45,8 @@ def find_all(log: NcclLog) -> list[Finding]:
     """Finds what is wrong, slow or unequal, and what could not be judged; once if communicators share it."""
     findings = [*find_warnings(log), *find_timeouts(log), *find_ras(log.ras), *_find_differences(log)]
     for communicator in log.communicators:
-        for find in (_find_missing, _find_unfinished, *_PATH_FINDERS):
+        are_whole = not any(member.file in log.left_out for member in communicator.all_members)
+        for find in (_find_missing, *((_find_unfinished,) if are_whole else ()), *_PATH_FINDERS):
             where = f"communicator {communicator.number}" if communicator.count == 1 else "communicators without an id"
             findings += [replace(slow, where=where) for slow in find(communicator)]
     rest = log.rest()
@@ -68,9 +69,10 @@ def _find_settings(log: NcclLog) -> Iterator[Finding]:
 
 
 def _find_torn(log: NcclLog) -> Iterator[Finding]:
-    """Finds files in which processes wrote into each other's lines."""
-    for file, torn in log.torn.items():
-        yield finding("note", "torn_lines", torn, count=count(torn.count, "line"), file=Path(file).name)
+    """Finds files in which processes wrote into each other's lines, or from which Ray left out lines."""
+    for code, files in (("torn_lines", log.torn), ("left_out_lines", log.left_out)):
+        for file, lines in files.items():
+            yield finding("note", code, lines, count=count(lines.count, "line"), file=Path(file).name)
 
 
 def _find_small_protocol(log: NcclLog) -> Iterator[Finding]:
@@ -117,7 +119,7 @@ def _find_differences(log: NcclLog) -> Iterator[Finding]:
             yield from _differing(code, name, advice, facts, ranks)
         ready = {m.process: m.file for m in communicator.all_members if m.finished and m.started}
         settings = {process: process.settings for process in ready if process.bootstrap is not None}
-        torn = {process for process, file in ready.items() if file in log.torn}
+        torn = {process for process, file in ready.items() if log.may_lack_lines(file)}
         yield from _find_setting_differences(settings, ranks, torn)
 
 

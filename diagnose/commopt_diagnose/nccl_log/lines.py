@@ -46,6 +46,8 @@ _BARE = re.compile(
 _FRAME = " \t\r│|"  # what a terminal's window may draw around a line
 _CLOCK = re.compile(r"\d{1,2}$")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[\d{1,2}m(?= )|\x00")
+# What Ray writes behind a line, in place of lines of other processes that differ from it in numbers only.
+_REPEATED = re.compile(r"\s*(?:ESC)?\s*\[repeated (\d{1,6})x across cluster\].*$")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,6 +69,7 @@ class Message:
     text: str  # the line behind its head
     is_whole: bool = True  # False for the end of a file that stops in the middle of a line
     is_alone: bool = True  # False if another message follows in the same line
+    num_left_out: int = 0  # lines that Ray took for repeats of this one, and left out
 
     @property
     def thread(self) -> tuple[int | None, int | None]:
@@ -197,7 +200,17 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
     >>> found.host, found.device, found.place, found.level, found.text
     (None, 0, 'misc/socket.cc:446', 'WARN', 'wrong type 3 != 4')
     """
-    text = _ESCAPES.sub("", text)
+    whole = _ESCAPES.sub("", text)
+    text, repeated = whole, _REPEATED.search(whole)
+    if repeated is not None:
+        text = whole[: repeated.start()]
+    for message in _split(text, file, number, is_whole=is_whole):
+        if repeated is not None:
+            message.whole_line, message.num_left_out = whole, int(repeated[1]) - 1  # the line shown is one of them
+        yield message
+
+
+def _split(text: str, file: str, number: int, *, is_whole: bool) -> Iterator[Message]:
     starts = []
     for mark in _MARK.finditer(text):
         head = _HEAD.search(text[: mark.start()], max(0, mark.start() - 300))

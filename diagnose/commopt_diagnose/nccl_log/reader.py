@@ -12,7 +12,7 @@ from gzip import BadGzipFile
 from pathlib import Path
 
 from commopt_diagnose.nccl_log.communicators import NcclLog
-from commopt_diagnose.nccl_log.facts import Choice, Fact, RasReport
+from commopt_diagnose.nccl_log.facts import Choice, Fact, RasReport, TornLines
 from commopt_diagnose.nccl_log.grouping import add_listed, add_unnamed, group_members
 from commopt_diagnose.nccl_log.inspector import Inspected
 from commopt_diagnose.nccl_log.lines import Message, read_messages
@@ -82,6 +82,9 @@ class LogReader:
         repeats = Repeats()
         try:
             for message in read_messages(path, repeats):
+                if message.num_left_out:
+                    left_out = self.log.left_out.setdefault(message.file, TornLines(first=message.line))
+                    left_out.count += message.num_left_out
                 if message.level:
                     self.log.num_lines += 1
                     self._read_nccl(message)

@@ -199,8 +199,9 @@ def _silent_reason(group: str, timeouts: list[Timeout], log: NcclLog) -> Reason:
     if len(silent) >= len(ranks) and log.warnings:
         return reason("warned")
     unknown = "" if world_size else "; whether there are other ranks, the log does not say"
-    if silent and any(timeout.line.file in log.torn for timeout in log.timeouts.values()):
-        return reason("known_wait", ranks=ranks_text(ranks), unknown="; lines are torn, so others may do so too")
+    if silent and any(log.may_lack_lines(timeout.line.file) for timeout in log.timeouts.values()):
+        lacking = "; the log lacks lines or parts of them, so others may do so too"
+        return reason("known_wait", ranks=ranks_text(ranks), unknown=lacking)
     # If most ranks are silent, the log may just lack them, unless it has other lines of all these ranks.
     if silent and (len(silent) < len(ranks) or (world_size and seen.issuperset(silent))):
         outside = "are not in this group, " if group and not re.match(r"PG (?:ID )?0\b|.*default", group) else ""

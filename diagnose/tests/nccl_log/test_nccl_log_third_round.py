@@ -250,3 +250,33 @@ def test_the_size_of_a_group_is_named_where_a_gather_proves_it() -> None:
         f"[rank1]:[E a.cpp:1] [Rank 1] Watchdog caught collective operation timeout: {work} ran for 600003"
     )
     assert "others of 16 ranks" in found["collective_timeout"].why
+
+
+def _of_worker(rank: int, text: str, repeats: str = "") -> str:
+    return f"(Worker pid={rank}7, ip=10.0.0.{rank}) {told(text, host=f'node-{rank}').strip()}{repeats}\n"
+
+
+@pytest.mark.parametrize("color", ["", "\x1b[32m", "ESC[32m"])
+def test_lines_that_ray_left_out_prove_nothing(color: str) -> None:
+    """If it fails, what Ray appends is read as part of a value, or its gaps as what ranks do not have."""
+    times = f"{color} [repeated 3x across cluster] (Ray deduplicates logs by default. Set RAY_DEDUP_LOGS=0 to)"
+    comm = "comm 0x7f rank {0} nranks 4 cudaDev 0 busId 1000 commId 0xa - Init"
+    lines = [
+        *(
+            _of_worker(0, text)
+            for text in ("Bootstrap : Using eth0:10.0.0.1<0>", "NCCL_P2P_LEVEL set by environment to SYS")
+        ),
+        _of_worker(0, "Using network Socket"),
+        *(_of_worker(0, f"{comm.format(0)} {end}") for end in ("START", "COMPLETE")),
+        _of_worker(1, "Bootstrap : Using eth0:10.0.0.2<0>", times),
+        _of_worker(1, "Using network Socket", times),
+        _of_worker(1, f"{comm.format(1)} START"),
+        _of_worker(1, "Channel 00/0 : 1[0] -> 2[0] [send] via NET/Socket/0", times),
+        _of_worker(1, f"{comm.format(1)} COMPLETE", times),
+        _of_worker(2, f"{comm.format(2)} START", times),
+    ]
+    log = read("".join(lines))
+    assert [connection.path for connection in log.communicators[0].connections] == ["NET/Socket"]
+    found = {finding.code: finding for finding in find_all(log)}
+    assert not found.keys() & {"different_network", "different_settings", "unfinished_init"}
+    assert found["left_out_lines"].what.startswith("Ray left out 10 lines")
