@@ -26,7 +26,8 @@ class LoggedWarning:
 class Timeout:
     """A collective that PyTorch's watchdog gave up."""
 
-    rank: int
+    rank_in_job: int | None  # None before torch 2.3, and where the line lacks PyTorch's prefix
+    rank_in_group: int
     group: str  # "" if unknown
     sequence: int | None  # None before torch 2.0
     operation: str  # such as ALLREDUCE
@@ -34,6 +35,10 @@ class Timeout:
     limit_s: float | None
     waited_s: float | None
     line: Line
+
+    @property
+    def rank(self) -> int:
+        return self.rank_in_group if self.rank_in_job is None else self.rank_in_job
 
     @property
     def num_ranks(self) -> int | None:

@@ -105,7 +105,7 @@ def to_plain(log: NcclLog, findings: list[Finding]) -> dict[str, Any]:
         "processes": [_plain_process(process) for process in log.processes],
         "tuner": [{**choice._asdict(), "times": times} for choice, times in log.choices.most_common()],
         "warnings": [dataclasses.asdict(warning) for warning in log.warnings],
-        "timeouts": [dataclasses.asdict(timeout) for timeout in log.timeouts.values()],
+        "timeouts": [{"rank": timeout.rank, **dataclasses.asdict(timeout)} for timeout in log.timeouts.values()],
         "inspector": [_plain_measured(row) for row in log.inspected.rows()],
         "matched": [{"name": row.name, **_plain_measured(row)} for row in log.matched],
         "findings": [finding.to_plain() for finding in findings],

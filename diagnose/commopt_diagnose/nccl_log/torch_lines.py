@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from commopt_diagnose.nccl_log.communicators import NcclLog
 from commopt_diagnose.nccl_log.facts import Progress, Timeout
@@ -42,11 +43,11 @@ class TorchLines:
                 return True
         elif error := _PATTERNS["torch_error"].search(text):
             who = _group_and_rank(text[: error.start()])
-            self.log.warn(error[1], message.line, rank=None if who is None else who[1])
+            self.log.warn(error[1], message.line, rank=None if who is None else who.rank)
             return True
         elif match := _PATTERNS["torch_text"].search(text):
             who = _group_and_rank(text[: match.start()])
-            self.log.warn(match[1], message.line, rank=None if who is None else who[1], place="torch")
+            self.log.warn(match[1], message.line, rank=None if who is None else who.rank, place="torch")
             return True
         elif self._follows_result(message):
             rank = -1
@@ -81,7 +82,7 @@ class TorchLines:
         text = message.text
         if any(word in text for word in _OUTSIDE_WORDS) and (match := _PATTERNS["outside"].search(text)):
             who = _group_and_rank(text[: match.start()])
-            self.log.warn(text, message.line, rank=None if who is None else who[1], place="outside")
+            self.log.warn(text, message.line, rank=None if who is None else who.rank, place="outside")
 
     def read_watchdog(self, message: Message) -> bool:
         """Reads a line of PyTorch's watchdog; terminals and mails break it in two."""
@@ -94,7 +95,8 @@ class TorchLines:
             text, line = first.text + text, first.line
         timeout, progress = _parse_timeout(text, line), _parse_progress(text, line)
         if timeout is not None:
-            key = (timeout.rank, timeout.group, timeout.sequence, timeout.operation, timeout.sizes)
+            who = timeout.rank_in_job, timeout.rank_in_group, timeout.group
+            key = (*who, timeout.sequence, timeout.operation, timeout.sizes)
             self.log.timeouts.setdefault(key, timeout)
         elif "atchdog caught" in text:
             self._wrapped = message
@@ -114,8 +116,9 @@ def _parse_timeout(text: str, line: Line) -> Timeout | None:
     named = dict(re.findall(r"(\w+(?:\(ms\))?) ?= ?(\[[^\]]*\]|[^,\s)]+)", match[1]))
     sequence = named.get("SeqNum", "")
     return Timeout(
-        rank=who[1],
-        group=who[0],
+        rank_in_job=who.rank_in_job,
+        rank_in_group=who.rank_in_group,
+        group=who.group,
         sequence=int(sequence) if sequence.isdecimal() else None,
         operation=named.get("OpType", "a collective"),
         sizes=", ".join(f"{key}={named[key]}" for key in ("TensorShape", "NumelIn", "NumelOut") if key in named),
@@ -132,12 +135,34 @@ def _parse_progress(text: str, line: Line) -> Progress | None:
     if match is None or who is None or int(match[3]) > int(match[2]):
         return None
     work = int(match[1]) if match[1] else None
-    return Progress(rank=who[1], group=who[0], work=work, enqueued=int(match[2]), line=line)
+    return Progress(rank=who.rank, group=who.group, work=work, enqueued=int(match[2]), line=line)
 
 
-def _group_and_rank(text: str) -> tuple[str, int] | None:
-    """Returns the rank that stands last in front of a message, and its process group, if it is named."""
-    matches = _PATTERNS["group_and_rank"].finditer(text)
-    named = [(match[1] or "", int(match[2] or match[3])) for match in matches]
-    groups = [group for group, rank in named if group and rank == named[-1][1]]
-    return ((groups or [""])[0], named[-1][1]) if named else None
+class _Writer(NamedTuple):
+    """The rank that wrote a line."""
+
+    rank_in_job: int | None
+    rank_in_group: int
+    group: str  # its process group; "" if unknown
+
+    @property
+    def rank(self) -> int:
+        return self.rank_in_group if self.rank_in_job is None else self.rank_in_job
+
+
+def _group_and_rank(text: str) -> _Writer | None:
+    """Returns the rank that stands last in front of a message, and its process group, if it is named.
+
+    Since torch 2.3 a prefix has the rank in the job, as in ``[rank9]:``; what follows counts the ranks of the group.
+
+    >>> _group_and_rank("[rank9]:[E129 16:38:47 ProcessGroupNCCL.cpp:683] [PG ID 5 PG GUID 37(TP) Rank 1] ")
+    _Writer(rank_in_job=9, rank_in_group=1, group='PG ID 5 PG GUID 37(TP)')
+    """
+    matches = list(_PATTERNS["group_and_rank"].finditer(text))
+    in_job = [int(match[3]) for match in matches if match[3]]
+    in_group = [(match[1] or "", int(match[2])) for match in matches if match[2]]
+    if not matches:
+        return None
+    rank = in_group[-1][1] if in_group else in_job[-1]
+    groups = [group for group, named in in_group if group and named == rank]
+    return _Writer(in_job[-1] if in_job else None, rank, (groups or [""])[0])

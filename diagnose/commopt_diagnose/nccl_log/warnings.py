@@ -129,7 +129,12 @@ def _with_groups(log: NcclLog) -> list[Timeout]:
     named |= {(last.rank, last.work): last.group for last in progress}
     alike = grouped((timeout.call, named.get((timeout.rank, timeout.sequence))) for timeout in log.timeouts.values())
     once: dict[tuple[object, ...], Timeout] = {}
+    by_place = {
+        (timeout.rank_in_group, timeout.call) for timeout in log.timeouts.values() if timeout.rank_in_job is not None
+    }
     for timeout in log.timeouts.values():
+        if timeout.rank_in_job is None and (timeout.rank_in_group, timeout.call) in by_place:
+            continue  # what the process prints as it ends, where the prefix is missing
         others = set(filter(None, alike[timeout.call]))
         group = named.get((timeout.rank, timeout.sequence)) or (others.pop() if len(others) == 1 else "")
         once.setdefault((timeout.rank, group, timeout.sequence, timeout.operation), replace(timeout, group=group))
@@ -153,7 +158,7 @@ def _asleep(timeouts: list[Timeout]) -> Reason | None:
         if timeout.waited_s and timeout.limit_s and timeout.waited_s > _LATE * timeout.limit_s + 60:
             is_unnamed = len({other.sequence for other in timeouts}) > 1 and not timeout.group
             groups = "; the numbers may be of different process groups, so they are not compared" if is_unnamed else ""
-            return reason("asleep", timeout, groups=groups, **vars(timeout))
+            return reason("asleep", timeout, groups=groups, rank=timeout.rank, **vars(timeout))
     return None
 
 
@@ -187,29 +192,40 @@ def _reason(group: str, timeouts: list[Timeout], num_calls: int, log: NcclLog) -
     return reason("different_calls") if num_calls > 1 else _silent_reason(group, timeouts, log)
 
 
+def _may_be_cause(warning: LoggedWarning) -> bool:
+    """Returns whether a warning says more than that a collective timed out or failed."""
+    kind = explain(warning.text, warning.place)
+    return kind is None or not (kind.severity == "note" or kind.code in _OF_TIMEOUTS or kind.code in _OF_RESULTS)
+
+
 def _silent_reason(group: str, timeouts: list[Timeout], log: NcclLog) -> Reason:
     """Returns the reason if all ranks that timed out wait in one collective; the log may not have all ranks."""
-    ranks = {timeout.rank for timeout in timeouts}
-    named = [communicator.num_ranks for communicator in log.communicators]
-    named += [timeout.num_ranks for timeout in timeouts]
-    world_size = max(filter(None, named), default=0)
-    seen = {rank for communicator in log.communicators for rank in communicator.members}
-    seen |= {last.rank for last in log.progress.values()}
-    silent = sorted(set(range(world_size or max(ranks) + 1)) - ranks - log.failed_ranks)
-    if len(silent) >= len(ranks) and log.warnings:
+    shown = ranks_text({timeout.rank for timeout in timeouts})
+    # Ranks are counted in the group where that is another number: which ranks of the job those are is unknown.
+    is_part = any(timeout.rank != timeout.rank_in_group for timeout in timeouts)
+    ranks = {timeout.rank_in_group if is_part else timeout.rank for timeout in timeouts}
+    communicators = [] if is_part else log.communicators
+    sizes = [*(each.num_ranks for each in communicators), *(timeout.num_ranks for timeout in timeouts)]
+    world_size = max(filter(None, sizes), default=0)
+    seen = {rank for communicator in communicators for rank in communicator.members}
+    seen |= set() if is_part else {last.rank for last in log.progress.values()}
+    failed = set[int]() if is_part else log.failed_ranks
+    silent = sorted(set(range(world_size or max(ranks) + 1)) - ranks - failed)
+    if len(silent) >= len(ranks) and any(map(_may_be_cause, log.warnings)):
         return reason("warned")
     unknown = "" if world_size else "; whether there are other ranks, the log does not say"
     if silent and any(log.may_lack_lines(timeout.line.file) for timeout in log.timeouts.values()):
         lacking = "; the log lacks lines or parts of them, so others may do so too"
-        return reason("known_wait", ranks=ranks_text(ranks), unknown=lacking)
+        return reason("known_wait", ranks=shown, unknown=lacking)
     # If most ranks are silent, the log may just lack them, unless it has other lines of all these ranks.
     if silent and (len(silent) < len(ranks) or (world_size and seen.issuperset(silent))):
-        outside = "are not in this group, " if group and not re.match(r"PG (?:ID )?0\b|.*default", group) else ""
-        return reason("silent_ranks", ranks=ranks_text(silent), outside=outside, unknown=unknown)
-    if world_size and not silent and not log.failed_ranks - ranks:
+        is_all = not group or is_part or re.match(r"PG (?:ID )?0\b|.*default", group)
+        outside, of_group = "" if is_all else "are not in this group, ", " of the group" if is_part else ""
+        return reason("silent_ranks", ranks=f"{ranks_text(silent)}{of_group}", outside=outside, unknown=unknown)
+    if world_size and not silent and not failed - ranks:
         return reason("all_wait")
     unknown = unknown or f"; what the others of {world_size} ranks do, the log does not say"
-    return reason("known_wait", ranks=ranks_text(ranks), unknown=unknown)
+    return reason("known_wait", ranks=shown, unknown=unknown)
 
 
 def find_ras(reports: list[RasReport]) -> Iterator[Finding]:

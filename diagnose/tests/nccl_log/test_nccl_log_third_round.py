@@ -280,3 +280,42 @@ def test_lines_that_ray_left_out_prove_nothing(color: str) -> None:
     found = {finding.code: finding for finding in find_all(log)}
     assert not found.keys() & {"different_network", "different_settings", "unfinished_init"}
     assert found["left_out_lines"].what.startswith("Ray left out 10 lines")
+
+
+def _in_group(
+    rank: int, place: int, *, sizes: str = "NumelIn=8, NumelOut=16", group: str = "PG ID 5 PG GUID 37(TP)"
+) -> str:
+    """Returns lines of a rank that counts otherwise in its group."""
+    failed = watchdog(place, 49, "_ALLGATHER_BASE").replace("NumelIn=8, NumelOut=8", sizes)
+    status = "failure detected by watchdog at work sequence id: 49 PG status: last enqueued work: 60, last completed"
+    lines = (
+        failed
+        + f"[rank{place}]:[E129 16:38:47.7 ProcessGroupNCCL.cpp:2241] [{group} Rank {place}]  {status} work: 48\n"
+    )
+    return lines.replace(f"[rank{place}]", f"[rank{rank}]")
+
+
+def test_ranks_are_those_of_the_job() -> None:
+    """If it fails, a timeout in a part of the job is put down to ranks that have nothing to do with it."""
+    whole = findings(_in_group(8, 0), _in_group(9, 1))["collective_timeout"]
+    assert "PG ID 5 PG GUID 37(TP): ranks 8, 9 in _ALLGATHER_BASE 49" in whole.what
+    assert whole.why.startswith("all ranks wait")
+    part = findings(*(_in_group(8 + n, n, sizes="NumelIn=8, NumelOut=32") for n in (0, 1, 3)))["collective_timeout"]
+    assert "rank 2 of the group did not time out: they never came" in part.why
+    alone = findings(_in_group(9, 1, sizes="NumelIn=8, NumelOut=8"))["collective_timeout"]
+    assert "all ranks of this log (rank 9) wait" in alone.why
+
+
+def test_what_a_process_prints_as_it_ends_is_no_other_rank() -> None:
+    """That line has only the rank in the group."""
+    ended = watchdog(1, 49, "_ALLGATHER_BASE", group="PG ID 5 PG GUID 37(TP)").partition("] ")[2]
+    ended = f"  what():  {ended}".replace("NumelIn=8, NumelOut=8", "NumelIn=8, NumelOut=16")
+    for lines in ((ended, _in_group(9, 1)), (_in_group(9, 1), ended)):
+        assert "37(TP): rank 9 in" in findings(*lines)["collective_timeout"].what
+
+
+def test_a_rank_that_only_heard_of_the_timeout_explains_nothing() -> None:
+    signal = (
+        "[rank0]:[E a.cpp:1] [PG ID 0 PG GUID 0(default_pg) Rank 0] Observed flight recorder dump signal from another"
+    )
+    assert "begin with the warnings" not in findings(_in_group(9, 1), signal)["collective_timeout"].advice
