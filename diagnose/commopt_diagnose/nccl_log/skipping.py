@@ -14,7 +14,8 @@ _OF_INTEREST = re.compile(
     rb"atchdog|nqueued|[Ll]ast error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|(?:CUDA|[Cc]uda|NCCL|HIP) failure "
     rb"|[NnRr](?:CCL|ccl).?[Vv]ersion|nvidia-nccl-cu|using nccl|nccl\w+ failed:|nccl\w+(?:Error|Usage|Argument): "
     rb"|dump signal|currently unknown|mismatch between coll|destroy_process_group\(\) was|with exception: CUDA"
-    rb"|acquire GIL|\[rank\d+\]: ?\[E|ncclUniqueId|monitoredBarrier|nccl: (?:unhandled|internal|invalid)|Nccl error"
+    rb"|acquire GIL|\[rank\d+\]: ?\[E|\[rank\d+\]: [\w.]+(?:Error|Exception)\b"
+    rb"|ncclUniqueId|monitoredBarrier|nccl: (?:unhandled|internal|invalid)|Nccl error"
     rb"|^\s*(?:Channel|Ring) \d+.* via |^\s*(?:NET/|Using network )"
     rb"|oom[-_ ]kill|CUDA out of memory|on signal \d|Xid \(|Signal \d+ \(|exitcode *: -\d|may be stuck"
 )
@@ -23,7 +24,7 @@ _WORDS = (
     *(b"atchdog", b"nqueued", b"ast error:", b" Rank ", b"] INFO ", b" WARN ", b'{"', b" failure ", b"ccl", b"CCL"),
     *(b"ignal ", b"currently unknown", b"mismatch", b"destroy_process", b"with exception", b"acquire GIL", b"[E"),
     *(b" via ", b"NET/", b"Using network", b"monitoredBarrier", b"may be stuck", b"oom", b"out of memory", b"Xid"),
-    b"exitcode",
+    *(b"exitcode", b"[rank"),
 )
 # Beginnings of lines about buffers and the threads of proxies, from which nothing is concluded. With
 # NCCL_DEBUG_SUBSYS=ALL they are most of a log.

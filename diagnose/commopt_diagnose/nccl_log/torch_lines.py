@@ -75,7 +75,7 @@ class TorchLines:
         return message.number == self._result_number + 1 and explain(message.text, "Last error") is not None
 
     def read_outside(self, message: Message) -> None:
-        """Reads what the kernel, a launcher, the program or XLA say of a process that ended or waits.
+        """Reads what the kernel, a launcher, the program or XLA say of a process that failed, ended or waits.
 
         That explains what NCCL reports, but a log is not NCCL's because of it.
         """
@@ -83,6 +83,8 @@ class TorchLines:
         if any(word in text for word in _OUTSIDE_WORDS) and (match := _PATTERNS["outside"].search(text)):
             who = _group_and_rank(text[: match.start()])
             self.log.warn(text, message.line, rank=None if who is None else who.rank, place="outside")
+        elif "[rank" in text and (match := _PATTERNS["raised"].search(text)):
+            self.log.warn(match[2], message.line, rank=int(match[1]), place="raised")
 
     def read_watchdog(self, message: Message) -> bool:
         """Reads a line of PyTorch's watchdog; terminals and mails break it in two."""

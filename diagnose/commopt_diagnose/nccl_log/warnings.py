@@ -189,7 +189,21 @@ def _reason(group: str, timeouts: list[Timeout], num_calls: int, log: NcclLog) -
             return reason("unnamed_groups")
         late = min(timeouts, key=lambda timeout: (timeout.sequence is None, timeout.sequence or 0))
         return reason("late_rank", late, rank=late.rank)
-    return reason("different_calls") if num_calls > 1 else _silent_reason(group, timeouts, log)
+    if num_calls > 1:
+        return reason("different_calls")
+    return _own_error(ranks, log) or _silent_reason(group, timeouts, log)
+
+
+def _own_error(ranks: set[int], log: NcclLog) -> Reason | None:
+    """Returns the reason if a rank that did not time out, or one that is not known, failed by itself."""
+    errors = [w for w in log.warnings if w.place in ("outside", "raised") and _may_be_cause(w)]
+    others: dict[int, LoggedWarning] = {}
+    for error in errors:
+        if error.rank is not None and error.rank not in ranks:
+            others.setdefault(error.rank, error)
+    if others:
+        return reason("failed_ranks", *list(others.values())[:1], ranks=ranks_text(others))
+    return reason("warned") if any(w.rank is None for w in errors) else None
 
 
 def _may_be_cause(warning: LoggedWarning) -> bool:

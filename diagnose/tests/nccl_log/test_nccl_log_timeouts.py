@@ -1,0 +1,105 @@
+"""Timeouts of ranks of a part of the job, and of ranks that others made wait; logs from which Ray left out lines."""
+
+from __future__ import annotations
+
+import pytest
+
+from commopt_diagnose.nccl_log.findings import find_all
+from diagnose_support.nccl_sample_logs import findings, read, told, watchdog
+
+
+def _of_worker(rank: int, text: str, repeats: str = "") -> str:
+    return f"(Worker pid={rank}7, ip=10.0.0.{rank}) {told(text, host=f'node-{rank}').strip()}{repeats}\n"
+
+
+@pytest.mark.parametrize("color", ["", "\x1b[32m", "ESC[32m"])
+def test_lines_that_ray_left_out_prove_nothing(color: str) -> None:
+    """If it fails, what Ray appends is read as part of a value, or its gaps as what ranks do not have."""
+    times = f"{color} [repeated 3x across cluster] (Ray deduplicates logs by default. Set RAY_DEDUP_LOGS=0 to)"
+    comm = "comm 0x7f rank {0} nranks 4 cudaDev 0 busId 1000 commId 0xa - Init"
+    lines = [
+        *(
+            _of_worker(0, text)
+            for text in ("Bootstrap : Using eth0:10.0.0.1<0>", "NCCL_P2P_LEVEL set by environment to SYS")
+        ),
+        _of_worker(0, "Using network Socket"),
+        *(_of_worker(0, f"{comm.format(0)} {end}") for end in ("START", "COMPLETE")),
+        _of_worker(1, "Bootstrap : Using eth0:10.0.0.2<0>", times),
+        _of_worker(1, "Using network Socket", times),
+        _of_worker(1, f"{comm.format(1)} START"),
+        _of_worker(1, "Channel 00/0 : 1[0] -> 2[0] [send] via NET/Socket/0", times),
+        _of_worker(1, f"{comm.format(1)} COMPLETE", times),
+        _of_worker(2, f"{comm.format(2)} START", times),
+    ]
+    log = read("".join(lines))
+    assert [connection.path for connection in log.communicators[0].connections] == ["NET/Socket"]
+    found = {finding.code: finding for finding in find_all(log)}
+    assert not found.keys() & {"different_network", "different_settings", "unfinished_init"}
+    assert found["left_out_lines"].what.startswith("Ray left out 10 lines")
+
+
+def _in_group(
+    rank: int, place: int, *, sizes: str = "NumelIn=8, NumelOut=16", group: str = "PG ID 5 PG GUID 37(TP)"
+) -> str:
+    """Returns lines of a rank that counts otherwise in its group."""
+    failed = watchdog(place, 49, "_ALLGATHER_BASE").replace("NumelIn=8, NumelOut=8", sizes)
+    status = "failure detected by watchdog at work sequence id: 49 PG status: last enqueued work: 60, last completed"
+    lines = (
+        failed
+        + f"[rank{place}]:[E129 16:38:47.7 ProcessGroupNCCL.cpp:2241] [{group} Rank {place}]  {status} work: 48\n"
+    )
+    return lines.replace(f"[rank{place}]", f"[rank{rank}]")
+
+
+def test_ranks_are_those_of_the_job() -> None:
+    """If it fails, a timeout in a part of the job is put down to ranks that have nothing to do with it."""
+    whole = findings(_in_group(8, 0), _in_group(9, 1))["collective_timeout"]
+    assert "PG ID 5 PG GUID 37(TP): ranks 8, 9 in _ALLGATHER_BASE 49" in whole.what
+    assert whole.why.startswith("all ranks wait")
+    part = findings(*(_in_group(8 + n, n, sizes="NumelIn=8, NumelOut=32") for n in (0, 1, 3)))["collective_timeout"]
+    assert "rank 2 of the group did not time out: they never came" in part.why
+    alone = findings(_in_group(9, 1, sizes="NumelIn=8, NumelOut=8"))["collective_timeout"]
+    assert "all ranks of this log (rank 9) wait" in alone.why
+
+
+def test_what_a_process_prints_as_it_ends_is_no_other_rank() -> None:
+    """That line has only the rank in the group."""
+    ended = watchdog(1, 49, "_ALLGATHER_BASE", group="PG ID 5 PG GUID 37(TP)").partition("] ")[2]
+    ended = f"  what():  {ended}".replace("NumelIn=8, NumelOut=8", "NumelIn=8, NumelOut=16")
+    for lines in ((ended, _in_group(9, 1)), (_in_group(9, 1), ended)):
+        assert "37(TP): rank 9 in" in findings(*lines)["collective_timeout"].what
+
+
+def test_a_rank_that_only_heard_of_the_timeout_explains_nothing() -> None:
+    signal = (
+        "[rank0]:[E a.cpp:1] [PG ID 0 PG GUID 0(default_pg) Rank 0] Observed flight recorder dump signal from another"
+    )
+    assert "begin with the warnings" not in findings(_in_group(9, 1), signal)["collective_timeout"].advice
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", "program_out_of_memory"),
+        ("2: [rank3]: ValueError: batch of 7 samples", "raised"),
+        ("[rank3]: torch._dynamo.exc.BackendCompilerFailed: x", None),
+        (
+            "[rank3]: torch.distributed.DistNetworkError: Failed to recv, got 0 bytes. Connection was likely closed.",
+            None,
+        ),
+        ("[rank3]: RuntimeError: [../third_party/gloo/transport/tcp/pair.cc:534] Connection closed by peer", None),
+    ],
+)
+def test_what_a_rank_raised_is_why_others_wait(line: str, code: str | None) -> None:
+    """If it fails, a rank whose error stands in the log is said to be unknown, or one that failed later is blamed."""
+    found = findings(*(watchdog(rank, 7) for rank in range(3)), line + "\n")
+    timeout = found.pop("collective_timeout")
+    assert list(found) == ([code] if code else [])
+    assert timeout.why.startswith("rank 3 did not time out, but failed") is (code is not None)
+
+
+def test_an_error_of_an_unknown_rank_is_likelier_than_the_network() -> None:
+    found = findings(
+        *(watchdog(rank, 7) for rank in range(3)), "3: RuntimeError: CUDA out of memory. Tried to allocate\n"
+    )
+    assert found["collective_timeout"].advice == "begin with the warnings"
