@@ -141,7 +141,7 @@ def _choose_possible(ranked: Sequence[Setting], baseline: Setting, where: str, n
     if recommended is fastest:
         recommended, more = _among_equals(fastest, usable, baseline)
     elif recommended is baseline:
-        more = [f"Nothing else is faster than {in_quotes(baseline.name)} beyond noise{no_more}."]
+        more = [_no_other_winner(winners[1:], baseline, no_more)]
     else:
         use = f"Use {in_quotes(recommended.name)}: {_compared(recommended, baseline)}."
         more = [use, compare_losses(recommended, baseline).sentence]
@@ -156,6 +156,17 @@ def _choose_possible(ranked: Sequence[Setting], baseline: Setting, where: str, n
         sentences.append(singular if len(higher) == 1 else plural)
     sentences += [compare_losses(fastest, baseline).sentence, *more, *_compare_most_ranks(ranked, baseline)]
     return Answer(tuple(filter(None, sentences)), recommended)
+
+
+def _no_other_winner(others: Sequence[Setting], baseline: Setting, no_more: str) -> str:
+    """Returns why the baseline is to be kept: each setting that is faster is worse, the fastest and these others."""
+    than = in_quotes(baseline.name)
+    if not others:
+        return f"Nothing else is faster than {than} beyond noise{no_more}."
+    names, is_one = join_names([setting.name for setting in others]), len(others) == 1
+    stay = f": stay with {than}" if no_more else ""
+    what = "is faster, too, but its loss is" if is_one else "are faster, too, but their losses are"
+    return f"{names} {what} higher or became NaN{stay}."
 
 
 def _without_diverged(answer: Answer, baseline: Setting) -> Answer:

@@ -107,6 +107,19 @@ def test_nothing_but_the_plan_with_the_worse_loss_is_faster(tmp_path):
     assert group.recommended is group.baseline
 
 
+def test_others_that_are_faster_at_a_higher_loss_are_not_passed_over(tmp_path):
+    """If it fails, the page says that nothing else is faster, above bars of settings that are."""
+    rates = {"none": SLOW, "powersgd": FASTER, "int8": FAST}
+    for losses, names in ((HIGH, '"int8" is faster, too, but its loss is'), ([math.nan] * 3, '"int8" is faster, too')):
+        folder = tmp_path / str(losses[0])
+        group = _group(folder, rates, {"none": LOW, "powersgd": HIGH, "int8": losses})
+        assert group.answer[-1].startswith(names)
+        assert group.answer[-1].endswith('higher or became NaN: stay with "uncompressed".')
+    rates["bf16"] = [140, 141, 139]
+    group = _group(tmp_path / "more", rates, {"none": LOW, **dict.fromkeys(("powersgd", "int8", "bf16"), HIGH)})
+    assert group.answer[-1].startswith('"int8" and "bf16" are faster, too, but their losses are higher')
+
+
 def test_a_run_that_diverged_is_no_plan_to_use(tmp_path):
     losses = {"none": LOW, "bf16": [2.0, math.nan, 2.0], "int8": LOW}
     group = _group(tmp_path, {"none": SLOW, "bf16": FASTER, "int8": FAST}, losses)
