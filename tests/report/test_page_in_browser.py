@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, expect
 
+from lightning_commopt.report.build import build_report
 from lightning_commopt.report.config_lines import config_forms
 from lightning_commopt.report.model import Report
 from lightning_commopt.report.page import write_page
 from support.browser import CHROMIUM, NO_CHROMIUM, OpenPage, opened, started_browser
-from support.sample_runs import four_methods_report, ladder_report, sample_report
+from support.sample_runs import four_methods_report, ladder_report, sample_report, save_run
 from support.sample_tuning import tuned_report
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.skipif(CHROMIUM is None, reason=NO_CHROMIUM)]
@@ -293,3 +294,23 @@ def _do_overlap(a: dict[str, float], b: dict[str, float]) -> bool:
     across = min(a["right"], b["right"]) - max(a["left"], b["left"])
     down = min(a["bottom"], b["bottom"]) - max(a["top"], b["top"])
     return across > 1 and down > 1
+
+
+def test_all_columns_are_on_paper(browser: Browser, paths: dict[str, Path]) -> None:
+    """If it fails, a printed page lacks columns: on A4 with its usual margins there is no box to scroll."""
+    for path in paths.values():
+        with opened(browser, path, width=718) as page:
+            page.page.emulate_media(media="print")
+            widths = page.evaluate("[...document.querySelectorAll('.scroll')].map(s => [s.scrollWidth, s.clientWidth])")
+            assert [most for most, shown in widths if most > shown] == [], path.name
+            assert page.evaluate("document.documentElement.scrollWidth") <= 718
+
+
+def test_a_long_name_stays_in_its_column(browser: Browser, tmp_path: Path) -> None:
+    """If it fails, the name of a setting, such as a path, covers the numbers beside it."""
+    for number, name in enumerate(("a", "checkpoint" * 20)):
+        save_run(tmp_path / str(number), f"experiment={name}", samples_per_s=100.0 + number, val_loss=2.0)
+    write_page(build_report([tmp_path]), tmp_path / "page.html")
+    with opened(browser, tmp_path / "page.html") as page:
+        too_long = "[...document.querySelectorAll('th, td')].filter(c => c.scrollWidth > c.clientWidth + 1).length"
+        assert page.evaluate(too_long) == 0
