@@ -58,7 +58,7 @@ class ShardedPlan(Plan):
             default; see ``FSDPModule.set_reduce_scatter_max_input_buffers``, which not all versions of torch have.
 
     Raises:
-        OptionError: a value is out of range, or needs a newer torch.
+        OptionError: a value is out of range.
     """
 
     comm_hook: ShardedCompressor | None = None
@@ -76,6 +76,9 @@ class ShardedPlan(Plan):
             check_switch("separate_reduce_scatter_group", self.separate_reduce_scatter_group)
             if (size := self.reduce_scatter_max_input_buffers) is not None:
                 check_integer("reduce_scatter_max_input_buffers", size, at_least=1)
+
+    def check_torch(self) -> None:
+        """Raises an OptionError if this torch cannot carry the plan out, which may be that of a run elsewhere."""
         for name in ("comm_hook", "param_hook"):
             if getattr(self, name) is not None:
                 check_available(name)

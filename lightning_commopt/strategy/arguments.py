@@ -105,7 +105,9 @@ def sharded_plan_from_arguments(
     if given["plan"] == AUTO and "lossy" not in given:
         raise OptionError("plan='auto' chooses for sharded models in fits of a Trainer only, not in Fabric")
     tuned = TuneOptions.of_shards(given["plan"], given.get("lossy"), given)
-    return plan_from_option(ShardedPlan, given["plan"], options), tuned, lightnings
+    plan = plan_from_option(ShardedPlan, given["plan"], options)
+    plan.check_torch()
+    return plan, tuned, lightnings
 
 
 def diloco_plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[DiLoCoPlan, dict[str, Any]]:

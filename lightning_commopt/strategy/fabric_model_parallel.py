@@ -139,6 +139,7 @@ class CommOptModelParallel(WithTimeout, ModelParallelStrategy):
         """
         plan = ShardedPlan.of(plan) if isinstance(plan, ShardedPlan | CommPlan) else self._plan.with_comm_hook(plan)
         _check_plan(plan)
+        plan.check_torch()
         gc.collect()  # all ranks must have the same modules, also of those that nothing refers to any more
         syncs = [*self._syncs()]
         for sync in syncs:

@@ -174,6 +174,7 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
             plan = ShardedPlan.of(plan)
         else:
             plan = (self._next_plan or self.plan).with_comm_hook(plan)
+        plan.check_torch()
         self._sync.check_plan(plan)
         self._next_plan = plan
         if not self._is_in_batch():

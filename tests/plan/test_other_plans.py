@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_commopt import CommOptModelParallel, fabric
 from lightning_commopt.plan import CommPlan, DiLoCoPlan, OptionError
 from lightning_commopt.plan.sharded import ShardedPlan
-from support.collectives import takes_collectives
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_a_mixing_out_of_range() -> None:
     ("options", "name"),
     [
         ({}, "uncompressed"),
-        pytest.param({"comm_hook": "int8", "param_hook": "int8"}, "int8, int8 parameters", marks=takes_collectives),
+        ({"comm_hook": "int8", "param_hook": "int8"}, "int8, int8 parameters"),
         ({"accumulate_grads": "unsharded"}, "uncompressed, accumulate unsharded"),
     ],
 )
@@ -73,11 +74,28 @@ def test_numbers_of_numpy_in_json() -> None:
     ],
 )
 def test_names_of_options_that_newer_versions_of_torch_have(option: str, value: Any, words: str) -> None:
-    if hasattr(FSDPModule, f"set_{option}"):
-        assert ShardedPlan(**{option: value}).name == f"uncompressed, {words}"
-    else:
-        with pytest.raises(OptionError, match=f"{option} needs a newer torch"):
-            ShardedPlan(**{option: value})
+    assert ShardedPlan(**{option: value}).name == f"uncompressed, {words}"
+
+
+@pytest.mark.parametrize(("option", "value"), [("param_hook", "int8"), ("separate_reduce_scatter_group", True)])
+def test_a_plan_that_this_torch_cannot_carry_out_can_be_read(
+    option: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it fails, runs of a newer torch cannot be read here, or a strategy takes what it cannot carry out."""
+    for name in ("set_custom_reduce_scatter", f"set_{option}"):
+        monkeypatch.delattr(FSDPModule, name, raising=False)
+    plan = ShardedPlan.from_dict({option: value})
+    strategy = CommOptModelParallel()
+    in_fabric = fabric.CommOptModelParallel(lambda module, mesh: module)
+    for try_it in (
+        partial(CommOptModelParallel, plan=plan),
+        partial(CommOptModelParallel, **{option: value}),
+        partial(strategy.apply_plan, plan),
+        partial(fabric.CommOptModelParallel, lambda module, mesh: module, plan=plan),
+        partial(in_fabric.apply_plan, plan),
+    ):
+        with pytest.raises(OptionError, match=rf"{option} (of CommOptModelParallel )?needs "):
+            try_it()
 
 
 @pytest.mark.parametrize(

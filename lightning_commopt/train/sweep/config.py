@@ -205,7 +205,7 @@ def _check_plan(config: DictConfig) -> None:
             plan_from_option(DiLoCoPlan, plan, options)
         elif _is_sharded(config):
             TuneOptions.of_shards(plan, lossy, options)
-            plan_from_option(ShardedPlan, plan, options)
+            plan_from_option(ShardedPlan, plan, options).check_torch()
         elif _is_commopt(config):
             TuneOptions.of(plan, lossy, options)
             plan_from_option(CommPlan, plan, options)
