@@ -15,6 +15,7 @@ from lightning_commopt import (
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.config_lines import config_forms
+from support.collectives import takes_collectives
 from support.composed import composed
 from support.sample_runs import save_run
 
@@ -60,6 +61,7 @@ def test_yaml_is_an_experiment_of_commopt_train(tmp_path, plan):
     assert CommPlan.from_dict(options) == plan
 
 
+@takes_collectives
 @pytest.mark.parametrize("config", [{}, {"strategy": {"data_parallel_size": 2, "save_comm_state": True}}])
 def test_a_plan_of_fsdp2_is_pasted_as_one(tmp_path, config):
     """If it fails, who pastes the lines trains with DDP, or with two ranks that share one model."""
