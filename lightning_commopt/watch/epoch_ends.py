@@ -13,6 +13,9 @@ from lightning_commopt.text.formatting import ranks_text
 from lightning_commopt.watch import times
 from lightning_commopt.watch.uneven_batches import UnevenBatchesError, different_ends_message, goes_on_message
 
+_ABSENT = "-"
+"""What ``compare_set`` returns for a key that does not exist, if it is expected."""
+
 
 @dataclass(kw_only=True)
 class _Epoch:
@@ -88,9 +91,11 @@ class EpochEnds:
             The message for it; None if there is no such rank.
         """
         for epoch in (self._epoch, self._previous):
-            if epoch.run == 0 or not self._store.check([f"{epoch.run}/left"]):
+            # Rank 0 may delete the key at any time, so a look and a `get`, which waits for the key, could wait in vain.
+            left = self._store.compare_set(f"{epoch.run}/left", _ABSENT, _ABSENT).decode()
+            if epoch.run == 0 or left == _ABSENT:
                 continue
-            rank, number, was_stopped = json.loads(self._store.get(f"{epoch.run}/left"))
+            rank, number, was_stopped = json.loads(left)
             own = epoch.num_ended if epoch.has_left else num_begun
             # A rank that has continued may find that there is no next batch, but not in a collective.
             goes_on = not epoch.has_left and epoch.num_ended >= number and is_in_collective
@@ -121,7 +126,7 @@ class EpochEnds:
             poll(lambda: store.add(f"{run}/seen", 0) >= self._world_size, times.SEEN_S)
         if len(set(numbers)) > 1:
             raise UnevenBatchesError(different_ends_message(dict(enumerate(numbers)), epoch.number))
-        if self._rank == 0 and run > 1:  # nobody reads the keys of the previous epoch
+        if self._rank == 0 and run > 1:  # nobody waits for the keys of the previous epoch
             for key in ("left", "come", "all", "seen", *(f"rank/{rank}" for rank in self._ranks)):
                 store.delete_key(f"{run - 1}/{key}")
 

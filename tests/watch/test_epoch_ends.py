@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
 
@@ -65,6 +67,33 @@ def test_all_go_on_together(monkeypatch: pytest.MonkeyPatch) -> None:
             assert not thread.is_alive()
         for one in ends:
             one.begin(number + 1)
+
+
+class _Deleting:
+    """A store whose keys another rank deletes as soon as they have been found."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = store
+
+    def check(self, keys: list[str]) -> bool:
+        are_there = self._store.check(keys)
+        for key in keys:
+            self._store.delete_key(key)
+        return are_there
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("make", [dist.HashStore, lambda: dist.TCPStore("localhost", 0, is_master=True)])
+def test_keys_are_deleted_while_a_rank_looks_for_them(make: Callable[[], dist.Store]) -> None:
+    """If it fails, a rank that ends a fit waits 30 minutes for what rank 0 has deleted, and rank 0 for its next fit."""
+    store = make()
+    store.set_timeout(timedelta(seconds=5))
+    ends = _ends(_Deleting(store), 1)  # type: ignore[arg-type]
+    assert ends.find_early_rank(4, is_in_collective=False) is None
+    store.set("1/left", json.dumps([0, 3, False]))
+    assert "rank 0" in str(ends.find_early_rank(4, is_in_collective=False)).lower()
 
 
 def test_a_rank_that_has_died_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
