@@ -236,8 +236,8 @@ def _for_operations(costs: Costs, operations: Sequence[Operation]) -> list[str]:
                 remedy = "broadcast_buffers=False, if these are DDP's buffers and ranks may keep their own"
             recommendations.append(
                 f"{costs.share(seconds)} of the step is {operation.label} in {operation.phase},"
-                f" {operation.num_calls:.3g} per step with {operation.num_bytes / operation.num_calls:.0f} bytes each:"
-                f" {remedy}."
+                f" {operation.num_calls:.3g} per step with {operation.num_bytes / operation.num_calls:.0f} bytes on"
+                f" average: {remedy}."
             )
     return recommendations
 
