@@ -133,7 +133,8 @@ class CommTimeMonitor(PhaseCallback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._closing.close()
-        self._recorder = None
+        self._recorder = self._collectives = None
+        self._all_ranks = AllRanks(None, (0, 0))  # has no process groups, which cannot be copied
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -218,4 +218,9 @@ def wrap_comm_hook(strategy: object, wrap: Callable[[Callable[..., Any]], Callab
     """Wraps the hook that Lightning's ``DDPStrategy`` will register, before it wraps the model; ignores others."""
     if hasattr(strategy, "_ddp_comm_wrapper"):
         inner = strategy._ddp_comm_wrapper
-        strategy._ddp_comm_wrapper = wrap if inner is None else lambda hook: wrap(inner(hook))
+        strategy._ddp_comm_wrapper = wrap if inner is None else partial(_wrap_twice, inner, wrap)
+
+
+def _wrap_twice(inner: Callable[..., Any], outer: Callable[..., Any], hook: Callable[..., Any]) -> Any:
+    # A function at module level, unlike a lambda, can be pickled with its strategy.
+    return outer(inner(hook))

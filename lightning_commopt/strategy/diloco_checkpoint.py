@@ -47,6 +47,10 @@ class SavesRanks(LivingCollectives):
         """Observers that are notified of exchanges, and of DDP's buckets within a node."""
         return self._inner.observers
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy gets, such as one that a program pickles with its settings after a fit."""
+        return {**super().__getstate__(), "_ended_rounds": None}
+
     def _begin_rounds(self, exchange: Exchange) -> None:
         assert self.lightning_module is not None
         self._ended_rounds = None

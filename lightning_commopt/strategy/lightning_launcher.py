@@ -88,6 +88,10 @@ class Launcher(_SubprocessScriptLauncher):
     def grace_s(self) -> float | None:
         return _FIT_GRACE_S if multirun_job() is not None else None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The class has no name in a module by which pickle could find it.
+        return _new_launcher, (type(self).__bases__[1],), vars(self)
+
     def kill(self, signum: int) -> None:
         for child in self.children:
             child.send_signal(signum)
@@ -194,3 +198,9 @@ def launcher_for(strategy: RunningStrategy) -> Any:
 @cache
 def _launcher_class(base: type) -> type[Launcher]:
     return type("CommOptLauncher", (Launcher, base), {})
+
+
+def _new_launcher(base: type) -> Launcher:
+    """Returns a launcher whose attributes pickle will set."""
+    cls = _launcher_class(base)
+    return cls.__new__(cls)

@@ -42,6 +42,17 @@ class _AddedObservers(Observers):
     """Observers of a strategy that has no ``sync_observers`` itself."""
 
 
+class _Wrapper:
+    """Wraps the hook that Lightning's ``DDPStrategy`` registers; no function, as strategies are pickled and copied."""
+
+    def __init__(self, strategy: LightningStrategy, observers: Observers) -> None:
+        self._strategy, self._observers = strategy, observers
+
+    def __call__(self, hook: DDPHook) -> DDPHook:
+        assert isinstance(self._strategy.model, DistributedDataParallel)
+        return ObservedHook(hook, self._strategy.model, self._observers).reduce
+
+
 def observe(strategy: LightningStrategy, observer: SyncObserver) -> None:
     """Notifies ``observer`` of every bucket of a strategy.
 
@@ -54,14 +65,9 @@ def observe(strategy: LightningStrategy, observer: SyncObserver) -> None:
     """
     observers = _observers_of(strategy)
     if observers is None:
-        added = observers = _AddedObservers()
-        vars(strategy)["sync_observers"] = added
-
-        def observed(hook: DDPHook) -> DDPHook:
-            assert isinstance(strategy.model, DistributedDataParallel)
-            return ObservedHook(hook, strategy.model, added).reduce
-
-        wrap_comm_hook(strategy, observed)
+        observers = _AddedObservers()
+        vars(strategy)["sync_observers"] = observers
+        wrap_comm_hook(strategy, _Wrapper(strategy, observers))
     observers.add(observer)
 
 
