@@ -91,9 +91,11 @@ class EpochEnds:
             The message for it; None if there is no such rank.
         """
         for epoch in (self._epoch, self._previous):
+            if epoch.run == 0:
+                continue
             # Rank 0 may delete the key at any time, so a look and a `get`, which waits for the key, could wait in vain.
             left = self._store.compare_set(f"{epoch.run}/left", _ABSENT, _ABSENT).decode()
-            if epoch.run == 0 or left == _ABSENT:
+            if left == _ABSENT:
                 continue
             rank, number, was_stopped = json.loads(left)
             own = epoch.num_ended if epoch.has_left else num_begun
