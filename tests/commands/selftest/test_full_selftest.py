@@ -308,8 +308,8 @@ def test_kernels_of_the_profiler_are_counted_without_those_of_nccl() -> None:
 
 
 def test_recorded_collectives_are_counted() -> None:
-    has_recorder = hasattr(torch._C._distributed_c10d, "_dump_fr_trace_json")
-    assert set(run_ranks(variants.num_recorded, CPU)) == {3 if has_recorder else 0}
+    found = set(run_ranks(variants.num_recorded, CPU))
+    assert found == {3} or (torch.__version__ < "2.9" and found == {0})  # it did not record gloo then
 
 
 @pytest.mark.exhaustive
