@@ -42,7 +42,7 @@ class StepWriter:
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         self._path = path
         self._header = json.dumps({"type": "run", "format": FORMAT, **header})
-        self._size: int | None = None  # of the file after the last write; None before the first
+        self._size: int | None = None  # the size of the file after the last write; None before the first one
         self._layout: Mapping[int, BucketInfo] = {}
 
     def write(self, records: Sequence[StepRecord]) -> None:

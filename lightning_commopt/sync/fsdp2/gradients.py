@@ -56,7 +56,7 @@ class ShardedSync:
         self.units: list[UnitReduceScatter] = []
         self._replaced: dict[FSDPModule, Any] = {}  # the comm object that each unit had before `attach`
         self._channels = Channels()
-        self._model_ref: weakref.ref[Module] | None = None  # of the last `attach`
+        self._model_ref: weakref.ref[Module] | None = None  # the model of the last `attach`
 
     @property
     def wire_bytes(self) -> int:
