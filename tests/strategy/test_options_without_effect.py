@@ -15,9 +15,11 @@ from torch.nn import functional as F
 from lightning_commopt import CommOptDDP, CommOptModelParallel, shard
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
 from lightning_commopt.plan.ddp import ddp_options
+from lightning_commopt.strategy.adapters import adapter_for
 from lightning_commopt.text import validation
 from support.collectives import takes_collectives
 from support.kept_states import Sharded
+from support.lightnings import PACKAGE
 from support.strategy_models import FEATURES, Tiny, loader, trainer
 from support.warm_ranks import run_ranks
 
@@ -137,11 +139,11 @@ def test_a_search_that_nobody_makes(other: dict[str, Any]) -> None:
     assert effects == ([] if other else [needed])
 
 
-class _WrapsItself(CommOptDDP):
+class _WrapsItself(adapter_for(PACKAGE)):  # type: ignore[misc]  # it must be of the Trainer's package
     """Somebody's own strategy, which forgets Lightning's `_register_ddp_hooks`."""
 
     def configure_ddp(self) -> None:
-        self.model = nn.parallel.DistributedDataParallel(self.model)
+        self.model = nn.parallel.DistributedDataParallel(self.lightning_module)
 
 
 def _warnings_of_own_wrapper() -> list[str]:
