@@ -1,4 +1,4 @@
-"""What DiLoCo costs in quality at equal samples: the small GPT on the ranks of this machine, over gloo.
+"""What DiLoCo costs in quality at equal samples: a small GPT or a CNN on the ranks of this machine, over gloo.
 
 Every plan takes the same steps from the same seed on the same batches. Its difference to per-step DDP of the same seed
 is what it costs, in percent of DDP's loss; the interval is Student's, 95 % for the mean of these differences. Seeds
@@ -12,6 +12,7 @@ python benchmarks/diloco.py --num-ranks 4 --num-steps 3000 --num-seeds 5
 python benchmarks/diloco.py --plans "H=30, tau=1" "H=30, tau=5" "H=30, tau=1, alpha=0" "H=30, tau=5, alpha=0"
 python benchmarks/diloco.py --batch-size 64 --num-steps 1000 --plans "H=30, momentum 0.5"    # with less noise
 python benchmarks/diloco.py --num-ranks 1 --plans "OuterMomentum"    # with one worker, against AdamW alone
+python benchmarks/diloco.py --num-ranks 1 --plans "OuterMomentum" --task digits --batch-size 32
 """
 
 import argparse
@@ -30,12 +31,13 @@ from typing import Any
 import numpy as np
 import torch
 from command_line import positive
-from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from quality import interval_of_mean
 from results_file import origin_of, write_result
 
 from lightning_commopt import CommOptDDP, CommOptDiLoCo
 from lightning_commopt.callbacks import OuterMomentum
+from lightning_commopt.train.workloads.digits import Digits, DigitsCNN
 from lightning_commopt.train.workloads.gpt import GPT, StdlibSources
 
 RESULT = "RESULT "
@@ -72,8 +74,8 @@ PUBLISHED = {(2, 30): "+0.6 %", (2, 100): "+1.4 %", (4, 30): "+2.6 %", (4, 100):
 DEFAULT = [*(f"H={every}{hook}" for every in (10, 30, 100) for hook in ("", ", int4")), "OuterMomentum"]
 
 
-def train(name: str, seed: int, num_ranks: int, num_steps: int, batch_size: int) -> dict[str, Any]:
-    """Makes one run on this rank; returns the loss on the validation set and the seconds of the fit."""
+def train(name: str, seed: int, num_ranks: int, num_steps: int, batch_size: int, task: str) -> dict[str, Any]:
+    """Makes one run on this rank; returns the metrics of the validation set and the seconds of the fit."""
     seed_everything(seed, workers=True, verbose=False)
     strategy = CommOptDiLoCo(**PLANS[name]) if name in PLANS else CommOptDDP()
     callbacks: list[Callback] = [OuterMomentum(**ONE_WORKER[name])] if name in ONE_WORKER else []
@@ -90,13 +92,14 @@ def train(name: str, seed: int, num_ranks: int, num_steps: int, batch_size: int)
         enable_model_summary=False,
         enable_checkpointing=False,
     )
-    model, data = GPT(context=64), StdlibSources(context=64, batch_size=batch_size)
+    model: LightningModule = GPT(context=64) if task == "gpt" else DigitsCNN()
+    data = StdlibSources(context=64, batch_size=batch_size) if task == "gpt" else Digits(batch_size=batch_size)
     began = time.perf_counter()
     trainer.fit(model, datamodule=data)
     seconds = time.perf_counter() - began
-    trainer.limit_val_batches = math.ceil(40 * 8 / batch_size)  # the same sequences for every size
-    loss = trainer.validate(model, datamodule=data, verbose=False)[0]["val_loss"]
-    return {"val_loss": loss, "seconds": seconds}
+    # Of the GPT the same sequences for every size.
+    trainer.limit_val_batches = math.ceil(40 * 8 / batch_size) if task == "gpt" else 1.0
+    return {**trainer.validate(model, datamodule=data, verbose=False)[0], "seconds": seconds}
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
@@ -105,7 +108,9 @@ def run_rank(arguments: argparse.Namespace) -> None:
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for name in [BASELINE, *arguments.plans]:
-        run = train(name, arguments.worker, arguments.num_ranks, arguments.num_steps, arguments.batch_size)
+        run = train(
+            name, arguments.worker, arguments.num_ranks, arguments.num_steps, arguments.batch_size, arguments.task
+        )
         if os.environ["RANK"] == "0":
             print(RESULT + json.dumps({"plan": name, "seed": arguments.worker, **run}), flush=True)
 
@@ -117,7 +122,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.num_ranks}"]
         words = ["--worker", str(seed), "--num-ranks", str(arguments.num_ranks)]
         words += ["--num-steps", str(arguments.num_steps), "--batch-size", str(arguments.batch_size)]
-        words += ["--plans", *arguments.plans]
+        words += ["--task", arguments.task, "--plans", *arguments.plans]
         command = [sys.executable, *launcher, __file__, *words]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
@@ -170,8 +175,9 @@ def main() -> None:
     """Trains, prints a table and stores the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-ranks", type=positive, default=2, help="workers, M in the papers")
+    parser.add_argument("--task", choices=["gpt", "digits"], default="gpt")
     parser.add_argument("--num-steps", type=positive, default=600)
-    parser.add_argument("--batch-size", type=positive, default=8, help="sequences of 64 bytes in a rank's batch")
+    parser.add_argument("--batch-size", type=positive, default=8, help="of a rank, in sequences of 64 bytes or images")
     parser.add_argument("--num-seeds", type=positive, default=3)
     parser.add_argument("--first-seed", type=int, default=0, help="to add seeds to an earlier result")
     parser.add_argument("--plans", nargs="+", choices=[*PLANS, *ONE_WORKER], default=DEFAULT, metavar="PLAN")

@@ -66,7 +66,7 @@ class PowerIteration(Compressor):
             check_integer("refresh_steps", self.refresh_steps, at_least=1)
         check_positive("min_compression_rate", self.min_compression_rate)
         if isinstance(self.epsilon, bool) or not isinstance(self.epsilon, Real) or not 0 <= self.epsilon < math.inf:
-            raise ValueError(f"epsilon must be a number of at least 0, got {self.epsilon!r}")
+            raise ValueError(f"epsilon must be a finite number of at least 0, got {self.epsilon!r}")
         if self.matrix_rank > 1 and self.epsilon != PowerIteration.epsilon:
             warn_once(f"epsilon={self.epsilon!r} has no effect with matrix_rank={self.matrix_rank}")
 

@@ -222,14 +222,20 @@ def run_beneath(command: Sequence[str], env: Mapping[str, str]) -> int:
         OSError: the command cannot be started.
     """
     started: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []  # while the command was being started
 
     def handle(number: int, _: Any) -> None:
-        for process in started if number == signal.SIGTERM else ():
-            process.send_signal(number)
+        if number == signal.SIGTERM and started:
+            started[0].send_signal(number)
+        elif number == signal.SIGTERM:
+            early.append(number)
 
     with _handle_signals(handle, (signal.SIGTERM, *_GROUP_SIGNALS)):
-        started.append(subprocess.Popen(command, env=env))
-        status = started[0].wait()
+        process = subprocess.Popen(command, env=env)
+        started.append(process)
+        if early:
+            process.send_signal(signal.SIGTERM)
+        status = process.wait()
     return status if status >= 0 else 128 - status
 
 

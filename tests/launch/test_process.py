@@ -186,6 +186,19 @@ def test_the_status_is_what_a_shell_has(code, status):
     assert run_beneath((*PYTHON, code), os.environ) == status
 
 
+def test_a_signal_while_the_command_is_started_reaches_it(monkeypatch):
+    """If it fails, a job that is ended right at its start runs until its container is killed."""
+    start = subprocess.Popen
+
+    def interrupted(*args, **kwargs):
+        process = start(*args, **kwargs)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", interrupted)
+    assert run_beneath((*PYTHON, "import time; time.sleep(60)"), os.environ) == 128 + signal.SIGTERM
+
+
 SAVES_FIRST = """
 import signal, sys, time
 def end(number, frame):
