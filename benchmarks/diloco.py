@@ -54,13 +54,22 @@ PLANS: dict[str, dict[str, Any]] = {
     **{f"H=30, tau={tau}, alpha=0": {"overlap": tau, "mixing": 0.0} for tau in TAUS},
     "H=30, mean of weights": {"outer_lr": 1.0, "outer_momentum": 0.0},
     **{
-        f"H={every}, momentum 0.5{', int4' * is_int4}": {
+        f"H={every}, momentum 0.5{f', {hook}' if hook else ''}": {
             "sync_every": every,
             "outer_momentum": 0.5,
-            "comm_hook": "int4" if is_int4 else None,
+            "comm_hook": hook,
         }
         for every in (10, 30, 100)
-        for is_int4 in (False, True)
+        for hook in (None, "int8", "int4")
+    },
+    **{
+        f"H=30, momentum 0.5, tau={tau}{', alpha=0' if mixing == 0 else ''}": {
+            "outer_momentum": 0.5,
+            "overlap": tau,
+            "mixing": mixing,
+        }
+        for tau in TAUS
+        for mixing in (0.5, 0.0)
     },
     "H=30, momentum 0.5, int4 with feedback": {
         "sync_every": 30,
