@@ -11,6 +11,7 @@ python benchmarks/quality.py --output benchmarks/results/quality_HARDWARE_DATE.j
 python benchmarks/quality.py --tasks gpt --num-steps 3000 --hooks none int4    # a longer training
 python benchmarks/quality.py --hooks none fsdp2 "fsdp2 int8" "fsdp2 int4"      # FSDP2's reduce-scatters, beside DDP
 python benchmarks/quality.py --tasks gpt --rate 10mbit --hooks none int4 "diloco int4" "diloco int4, 2 x steps"
+python benchmarks/quality.py --tasks gpt --rate 10mbit --delay-ms 50 --hooks none int4 "diloco int4, 2 x steps"
 """
 
 import argparse
@@ -28,6 +29,7 @@ import numpy as np
 import scipy.stats
 import torch
 from command_line import need_lab, positive
+from delayed_link import delayed_link
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from results_file import write_result
 from rich.console import Console
@@ -194,11 +196,12 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     """
     runs: list[dict[str, Any]] = []
     for seed in range(arguments.num_seeds):
-        with NetLab(arguments.num_hosts, arguments.rate) as lab:
+        delay_s = arguments.delay_ms / 1000
+        with NetLab(arguments.num_hosts, arguments.rate) as lab, delayed_link(lab, delay_s) as environment:
             words = ["--worker", str(seed), "--num-hosts", str(arguments.num_hosts), "--tasks", *arguments.tasks]
             words += ["--num-steps", str(arguments.num_steps)] if arguments.num_steps else []
             command = [sys.executable, __file__, *words, "--hooks", *arguments.hooks]
-            output = lab.run(command, pin_to_cores=True, timeout_s=arguments.timeout_s)[0]
+            output = lab.run(command, environment=environment, pin_to_cores=True, timeout_s=arguments.timeout_s)[0]
         lines = [line.removeprefix(RESULT) for line in output.splitlines() if line.startswith(RESULT)]
         runs += [json.loads(line) for line in lines]
         print(f"seed {seed}: {len(lines)} runs", flush=True)
@@ -284,6 +287,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-hosts", type=int, default=2)
     parser.add_argument("--rate", default="1gbit", help="of each host's link in each direction")
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="of each packet between two hosts, one way")
     parser.add_argument("--num-seeds", type=int, default=3, help="stored after each")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--num-steps", type=positive, help="of every task, instead of its own")
@@ -298,6 +302,8 @@ def main() -> None:
         run_rank(arguments)
         return
     need_lab()
+    if arguments.delay_ms and arguments.num_hosts != 2:
+        parser.error(f"--delay-ms is for two hosts, got --num-hosts {arguments.num_hosts}")
     if BASELINE not in arguments.hooks:
         parser.error(f"--hooks must hold {BASELINE!r}, to compare with")
     load = os.getloadavg()[0]
