@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from lightning_commopt import CommOptDDP, CommPlan
-from lightning_commopt.cost.predict import buckets_of
+from lightning_commopt.cost.buckets import buckets_of
 from lightning_commopt.cost.workload import Gradient
 
 RESULT, CHANGE = "RESULT ", "CHANGE THE RATE"

@@ -10,8 +10,9 @@ from typing import Any
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.cost.basis import Basis, recommended_compressors
+from lightning_commopt.cost.buckets import MIB, buckets_of
 from lightning_commopt.cost.diloco import diloco_candidates
-from lightning_commopt.cost.predict import MIB, Candidate, Costs, buckets_of, jobs_of
+from lightning_commopt.cost.predict import Candidate, Costs, jobs_of
 from lightning_commopt.cost.shared_core import wake_s
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.forecasts import Forecast

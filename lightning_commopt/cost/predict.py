@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from operator import mul
 from statistics import NormalDist
 from typing import Generic, TypeVar
 
-import torch
 from typing_extensions import NamedTuple
 
-from lightning_commopt.compressors import Compressor, Layout
+from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.base import PIECE_NUMEL
 from lightning_commopt.compressors.registry import compressor_name
+from lightning_commopt.cost.buckets import buckets_of, layout_of
 from lightning_commopt.cost.compressor_cost import CompressorCost, own_average
 from lightning_commopt.cost.simulate import Job, Outcome, Phase, simulate
 from lightning_commopt.cost.workload import Gradient, Workload
@@ -38,16 +36,7 @@ LEAST_SHARE = 0.25
 _LEAST_SHARE_OF_ALL = 0.05
 """No interval goes below this share of the expected step at all, as noise must not make a step take no time."""
 
-MIB = 2**20
-"""DDP counts its caps in this unit."""
-
-_DEFAULT_CAPS_MIB = (1, 25)
-"""DDP's own caps: 1 MiB for the first bucket, so that gradient sync begins early, and 25 MiB for all others."""
-
-_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
-
 Costs = Mapping[Compressor | None, CompressorCost]
-Buckets = tuple[tuple[Gradient, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -262,40 +251,3 @@ def _reasons(plan: CommPlan, workload: Workload, link: Link, costs: Costs, num_r
     if num_ranks != workload.num_ranks:
         reasons.append(f"{workload.num_ranks} ranks were measured: more hops, and more ranks to wait for")
     return tuple(reasons)
-
-
-def buckets_of(plan: CommPlan, gradients: Sequence[Gradient]) -> Buckets:
-    """Returns DDP's buckets once it has laid them out anew: in the order in which gradients become ready.
-
-    ``find_unused_parameters`` keeps DDP's first layout, in the reverse order of definition, which is taken to be that
-    of ``gradients``.
-
-    Source: torch, ``compute_bucket_assignment_by_size``: a bucket is closed once it has reached its cap.
-    """
-    mib = _DEFAULT_CAPS_MIB if plan.bucket_cap_mb is None else plan.bucket_cap_mb
-    caps = [int(cap * MIB) for cap in (mib if isinstance(mib, Sequence) else (mib,))]
-    if plan.find_unused_parameters:
-        return tuple(tuple(reversed(bucket)) for bucket in reversed(_assign(list(reversed(gradients)), caps)))
-    return _assign(gradients, caps)
-
-
-def _assign(gradients: Iterable[Gradient], caps: Sequence[int]) -> Buckets:
-    """Returns the buckets in the order in which they are closed; the last cap holds for all that follow."""
-    buckets: list[tuple[Gradient, ...]] = []
-    unfinished: dict[int, list[Gradient]] = {}
-    num_closed: dict[int, int] = {}
-    for gradient in gradients:
-        bucket = unfinished.setdefault(gradient.itemsize, [])
-        bucket.append(gradient)
-        closed = num_closed.get(gradient.itemsize, 0)
-        if sum(member.num_bytes for member in bucket) >= caps[min(closed, len(caps) - 1)]:
-            buckets.append(tuple(unfinished.pop(gradient.itemsize)))
-            num_closed[gradient.itemsize] = closed + 1
-    return (*buckets, *map(tuple, unfinished.values()))
-
-
-def layout_of(bucket: Sequence[Gradient]) -> Layout:
-    """Returns what a compressor needs to know of a bucket, whose gradients are taken to be contiguous."""
-    shapes = tuple(torch.Size(gradient.shape) for gradient in bucket)
-    strides = tuple(tuple(accumulate(reversed(shape), mul, initial=1))[-2::-1] for shape in shapes)
-    return Layout(shapes, strides, _DTYPES.get(bucket[0].itemsize, torch.float32))

@@ -12,10 +12,11 @@ from lightning_commopt.compat.loops import wrap_method
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.catalog import ready_compressors
 from lightning_commopt.cost.basis import Basis
+from lightning_commopt.cost.buckets import buckets_of
 from lightning_commopt.cost.candidates import candidates
 from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs
 from lightning_commopt.cost.gradient_times import GradientTimes
-from lightning_commopt.cost.predict import Candidate, Costs, Prediction, buckets_of, predict
+from lightning_commopt.cost.predict import Candidate, Costs, Prediction, predict
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from lightning_commopt.compressors import Compressor, compressor_from_config
+from lightning_commopt.cost.buckets import buckets_of
 from lightning_commopt.cost.candidates import best_layout, caps_for
 from lightning_commopt.cost.compressor_cost import CompressorCost, Stage
-from lightning_commopt.cost.predict import buckets_of, jobs_of
+from lightning_commopt.cost.predict import jobs_of
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.link.link import Link
 from lightning_commopt.plan import CommPlan

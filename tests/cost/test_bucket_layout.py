@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_commopt.cost.buckets import buckets_of, layout_of
 from lightning_commopt.cost.candidates import caps_for
 from lightning_commopt.cost.gradient_times import GradientTimes
-from lightning_commopt.cost.predict import buckets_of, layout_of
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.plan.ddp import ddp_options
 from support.ranks import run_ranks

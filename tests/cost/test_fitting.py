@@ -11,10 +11,11 @@ import pytest
 
 from lightning_commopt.compressors import compressor_from_config
 from lightning_commopt.cost.basis import Basis
+from lightning_commopt.cost.buckets import buckets_of, layout_of
 from lightning_commopt.cost.compressor_cost import CompressorCost, Stage
 from lightning_commopt.cost.fitting import FittedParts, fit_to_step
 from lightning_commopt.cost.link_probe import ProbedSize
-from lightning_commopt.cost.predict import buckets_of, fixed_s, layout_of, outcome_of, predict
+from lightning_commopt.cost.predict import fixed_s, outcome_of, predict
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.link.link import Link
 from lightning_commopt.measure.observer import BucketInfo

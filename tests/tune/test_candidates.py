@@ -13,8 +13,9 @@ import torch
 from lightning_commopt import CommPlan
 from lightning_commopt.compressors import compressor_from_config
 from lightning_commopt.cost.basis import Basis
+from lightning_commopt.cost.buckets import buckets_of
 from lightning_commopt.cost.compressor_cost import own_average
-from lightning_commopt.cost.predict import buckets_of, predict
+from lightning_commopt.cost.predict import predict
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.link.link import Link
 from lightning_commopt.plan.ddp import ddp_options
