@@ -1,7 +1,17 @@
 """What a checkpoint holds of gradient sync, version 3: how it is gathered, written and read.
 
-``docs/reference/files.md`` has the keys. Values are tensors, numbers, strings, lists and dicts, so that
-``torch.load(weights_only=True)`` reads them.
+One mapping under the key ``lightning_commopt`` of the checkpoint, in Fabric one for each module:
+
+- ``version``, 3; ``kind``, "buckets" of DDP or "units" of FSDP2; ``num_syncs``, gradient syncs so far;
+- ``compressor``, its configuration as JSON, or its ``repr`` if no name leads to its class;
+- ``ranks``, for each rank ``states`` and ``residuals``, empty if there is nothing but ``num_syncs``. A state has the
+  ``index``, ``names`` of parameters, ``shapes`` and ``state`` of a bucket or unit; a bucket also ``strides`` and
+  ``dtype``, a unit ``dims``, in which each parameter is cut, and ``num_shards``. Residuals are those in no state;
+- ``checksum``, the CRC-32 of all of this, with dtype and shape of each tensor.
+
+Values are tensors, numbers, strings, lists and dicts, so that ``torch.load(weights_only=True)`` reads them. In a
+directory the mapping is in Lightning's ``meta.pt``, with tensors on the meta device. The real ones are in the folder
+``lightning_commopt`` under the keys ``<rank>/<number>``, numbered in the order of the mapping.
 """
 
 from __future__ import annotations
