@@ -54,17 +54,18 @@ PLANS: dict[str, dict[str, Any]] = {
     **{f"H=30, tau={tau}, alpha=0": {"overlap": tau, "mixing": 0.0} for tau in TAUS},
     "H=30, mean of weights": {"outer_lr": 1.0, "outer_momentum": 0.0},
     **{
-        f"H={every}, momentum 0.5{f', {hook}' if hook else ''}": {
+        f"H={every}, momentum {momentum}{f', {hook}' if hook else ''}": {
             "sync_every": every,
-            "outer_momentum": 0.5,
+            "outer_momentum": momentum,
             "comm_hook": hook,
         }
+        for momentum in (0.5, 0.7, 0.8)
         for every in (10, 30, 100)
         for hook in (None, "int8", "int4")
     },
     **{
-        f"H=30, momentum 0.5, tau={tau}{', alpha=0' if mixing == 0 else ''}": {
-            "outer_momentum": 0.5,
+        f"H=30, momentum 0.7, tau={tau}{', alpha=0' if mixing == 0 else ''}": {
+            "outer_momentum": 0.7,
             "overlap": tau,
             "mixing": mixing,
         }
@@ -116,7 +117,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    for name in [BASELINE, *arguments.plans]:
+    for name in arguments.plans if arguments.ddp_from else [BASELINE, *arguments.plans]:
         run = train(
             name, arguments.worker, arguments.num_ranks, arguments.num_steps, arguments.batch_size, arguments.task
         )
@@ -126,12 +127,18 @@ def run_rank(arguments: argparse.Namespace) -> None:
 
 def measure(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     """Makes all runs, one seed after another; yields the runs so far, after each."""
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.num_seeds)
     runs: list[dict[str, Any]] = []
-    for seed in range(arguments.first_seed, arguments.first_seed + arguments.num_seeds):
+    for path in arguments.ddp_from:
+        runs += ddp_runs(json.loads(path.read_text(encoding="utf-8")), seeds, arguments)
+    if arguments.ddp_from and {*seeds} != {run["seed"] for run in runs}:
+        sys.exit(f"--ddp-from must have DDP's runs of all seeds from {seeds.start} to {seeds.stop - 1}")
+    for seed in seeds:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={arguments.num_ranks}"]
         words = ["--worker", str(seed), "--num-ranks", str(arguments.num_ranks)]
         words += ["--num-steps", str(arguments.num_steps), "--batch-size", str(arguments.batch_size)]
         words += ["--task", arguments.task, "--plans", *arguments.plans]
+        words += ["--ddp-from", *map(str, arguments.ddp_from)] if arguments.ddp_from else []
         command = [sys.executable, *launcher, __file__, *words]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
@@ -141,6 +148,15 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
                     yield runs
         if process.returncode:
             sys.exit(f"the ranks of seed {seed} failed: {shown(command)}")
+
+
+def ddp_runs(result: dict[str, Any], seeds: range, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns DDP's runs of some seeds in an earlier result, which must be of the same training."""
+    settings = {"task": "gpt", **result["settings"]}  # the first results are of the GPT without saying so
+    for name in ("num_ranks", "task", "num_steps", "batch_size"):
+        if (earlier := settings[name]) != getattr(arguments, name):
+            sys.exit(f"--ddp-from has {name}={earlier}, and these runs {getattr(arguments, name)}")
+    return [run for run in result["runs"] if run["plan"] == BASELINE and run["seed"] in seeds]
 
 
 def shown(command: list[str]) -> str:
@@ -190,6 +206,15 @@ def main() -> None:
     parser.add_argument("--num-seeds", type=positive, default=3)
     parser.add_argument("--first-seed", type=int, default=0, help="to add seeds to an earlier result")
     parser.add_argument("--plans", nargs="+", choices=[*PLANS, *ONE_WORKER], default=DEFAULT, metavar="PLAN")
+    parser.add_argument(
+        "--ddp-from",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="earlier results with DDP's runs, which are not made again: on the same kind of processor and the same"
+        " versions of torch and Lightning they have the same losses, bit for bit",
+    )
     parser.add_argument("--output", type=Path, help="stored after each run, with the table beside it as .md")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -197,7 +222,7 @@ def main() -> None:
         run_rank(arguments)
         return
     load = os.getloadavg()[0]
-    settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "worker")}
+    settings = {key: value for key, value in vars(arguments).items() if key not in ("output", "worker", "ddp_from")}
     rows: dict[str, dict[str, Any]] = {}
     for runs in measure(arguments):
         rows = summary(runs)
