@@ -219,7 +219,8 @@ class _StopAfterEpoch(Callback):
     ("num_epochs", "momentum", "words"),
     [
         (4, 0.5, None),  # 40 steps, 20 / 0.5 exchanges
-        (3, 0.5, "outer_momentum=0.5 suits fits of at least 40 exchanges, and this one has 30 .30 optimizer steps"),
+        (3, 0.5, "least 40 exchanges, and this one has 30 .* the loss with outer_momentum=0.3 and without OuterMom"),
+        (1, 0.5, "least 40 exchanges, and this one has 10 .* compare the loss without OuterMomentum"),
         (1, 0.0, None),
         (-1, 0.9, None),  # without an end that is known
     ],
