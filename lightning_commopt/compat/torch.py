@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
+from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 # The store passes messages even if some ranks are missing, which a collective cannot do.
@@ -55,6 +56,28 @@ def first_bucket_parameters(model: DistributedDataParallel, parameters: list[Ten
 def stop_reducing(model: DistributedDataParallel) -> None:
     """Removes DDP's hooks from the parameters, so that another wrapper can add its own; its destructor may run late."""
     model.reducer._remove_autograd_hooks()
+
+
+def hooks_of(module: Module) -> dict[str, Any]:
+    """Returns the attributes of a module that hold its hooks: dictionaries by number, and a flag of backward hooks."""
+    return {name: getattr(module, name) for name in vars(Module()) if "_hook" in name}
+
+
+def hook_numbers(module: Module) -> set[int]:
+    """Returns the numbers of a module's hooks, which no hook of any module has had before."""
+    return {number for hooks in hooks_of(module).values() if isinstance(hooks, dict) for number in hooks}
+
+
+def add_hooks(module: Module, hooks: dict[str, Any], left_out: set[int]) -> None:
+    """Adds hooks of another module, from `hooks_of`, but for some numbers; their handles then remove them here."""
+    for name, added in hooks.items():
+        if isinstance(added, dict):
+            for number in left_out & added.keys():
+                del added[number]
+            added.update(getattr(module, name))
+            setattr(module, name, added)  # handles refer to this very dictionary
+        elif added is not None:
+            setattr(module, name, added)
 
 
 def uses_python_reducer(model: DistributedDataParallel) -> bool:

@@ -145,6 +145,10 @@ class CommOptStrategy(base.NamedStrategy, StartedAsDDP):
         super().setup_environment()
         self.auto_plan.start_fit(is_fit=base.is_fit(self))
 
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        self.gradient_sync.note_set_up()
+
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         if self.world_size > 1:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -43,6 +43,9 @@ from lightning_commopt.sync.diloco.outer import MEAN_OF_WEIGHTS, warn_if_short
 from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.sync.strategies import trainer_of
 from lightning_commopt.text.validation import warn_once
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 
 @document_plan_options
@@ -141,6 +144,10 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
 
     _ended_wire_bytes = 0
 
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        self._inner.note_set_up()
+
     def configure_ddp(self) -> None:
         """Makes all ranks' weights equal, begins the rounds, and wraps the model if a node is one worker."""
         module = self.lightning_module
@@ -188,11 +195,12 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
         assert module is not None
         if self._is_first_batch:
             rounds.find_added(module)
-        if optimizer_is_toggled(module) or not (unfrozen := rounds.left_out.unfrozen()):
+        if optimizer_is_toggled(module):
             return
-        self._equalize([*unfrozen.values()])  # a training step may have unfrozen and trained them before
-        rounds.divide_again(module)
-        if self._inner.model is not None:
+        if unfrozen := rounds.left_out.unfrozen():
+            self._equalize([*unfrozen.values()])  # a training step may have unfrozen and trained them before
+            rounds.divide_again(module)
+        if self._inner.must_rewrap:  # parameters may have been frozen, too
             self._inner.rewrap(self._wrap)
 
     def _wrap(self, module: Module) -> None:

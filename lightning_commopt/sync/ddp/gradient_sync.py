@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.compat.torch import flush_static_graph
+from lightning_commopt.compat.torch import add_hooks, flush_static_graph, hook_numbers, hooks_of
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan, OptionError
@@ -55,6 +55,7 @@ class GradientSync:
         self._torch_hook = torch_hook
         self._model_ref: weakref.ref[DistributedDataParallel] | None = None
         self._ranks_per_node: int | None = None
+        self._own_hooks: set[int] | None = None
         self.check_plan(plan)
         self.plan = plan
         self.observers = observers if observers is not None else Observers()
@@ -116,6 +117,11 @@ class GradientSync:
         elif self.observers:
             observe_all_reduce(model, self.observers)
 
+    def note_set_up(self) -> None:
+        """Notes that the strategy has set up its wrapper: `rewrap` keeps the hooks that it gets from now on."""
+        if self.model is not None:
+            self._own_hooks = hook_numbers(self.model)
+
     @property
     def must_sync(self) -> bool:
         """Whether the next backward must be synchronized, because DDP records a static graph in the first one."""
@@ -166,6 +172,7 @@ class GradientSync:
         resumed = self.hook.state() if self.hook is not None and self.hook.has_only_resumed else None
         device, hook, trainable = model.device, self.hook, self.trainable
         assert trainable is not None
+        hooks, own_hooks = hooks_of(model), self._own_hooks
         module = unwrap(model)
         residuals = self.detach()
         if hook is not None and hook.lost:
@@ -184,6 +191,9 @@ class GradientSync:
             _synchronize(device)  # Lightning wraps on a stream that does not wait for the last step
             wrap(module)
             _synchronize(device)
+            if own_hooks is not None and self.model is not None:
+                self.note_set_up()  # wrapping has registered the strategy's own hooks again
+                add_hooks(self.model, hooks, left_out=own_hooks)
             if resumed is not None:  # a callback has frozen parameters again that were frozen in the checkpoint
                 self._resume(resumed, module)
             elif self.hook is not None:

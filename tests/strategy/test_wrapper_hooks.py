@@ -1,0 +1,108 @@
+"""Hooks on the wrapper of a model, which a fit may make several times."""
+
+from collections import Counter
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_commopt import CommOptDDP, CommOptDiLoCo
+from support.lightnings import Callback, LightningModule, Trainer
+from support.strategy_models import Tiny, loader, trainer
+from support.warm_ranks import run_ranks
+
+_HOOKED_BATCHES = 5
+
+
+class Hooks(Callback):
+    """Hooks the wrapper of a fit for the first batches, while a layer is unfrozen, frozen and unfrozen again."""
+
+    def __init__(self) -> None:
+        self.num_calls: Counter[str] = Counter()
+        self.wrappers: set[int] = set()
+        self.handles: list[Any] = []
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.layers[0].requires_grad_(True)  # type: ignore[index]
+        model = trainer.model
+        assert isinstance(model, DistributedDataParallel)
+        self.handles = [
+            model.register_forward_pre_hook(self._count("before forward"), with_kwargs=True),
+            model.register_forward_hook(self._count("after forward"), always_call=True),
+            model.register_full_backward_hook(self._count("backward")),
+            model.register_state_dict_post_hook(self._count("state_dict")),
+        ]
+
+    def _count(self, of: str) -> Any:
+        def count(model: Any, *args: Any) -> None:
+            self.num_calls[of] += 1
+            self.wrappers.add(id(model))
+
+        return count
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        number = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        pl_module.layers[0].requires_grad_(number % 4 >= 2)  # type: ignore[index]
+        if number == _HOOKED_BATCHES:
+            assert trainer.model is not None
+            trainer.model.state_dict()
+            while self.handles:
+                self.handles.pop().remove()
+            trainer.model.state_dict()
+
+
+class FrozenAtFirst(Tiny):
+    """Has a layer that is frozen when the model is wrapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].requires_grad_(False)
+
+
+class WithOwnHook(CommOptDDP):
+    """Registers a hook with every wrapper."""
+
+    num_calls = 0
+
+    def configure_ddp(self) -> None:
+        super().configure_ddp()
+        assert self.model is not None
+        self.model.register_forward_hook(self._count)
+
+    def _count(self, *args: Any) -> None:
+        self.num_calls += 1
+
+
+_EXPECTED = dict.fromkeys(("before forward", "after forward", "backward"), _HOOKED_BATCHES) | {"state_dict": 1}
+
+
+def _fit(strategy: CommOptDDP | CommOptDiLoCo) -> tuple[dict[str, int], int, int]:
+    hooks = Hooks()
+    fitting = trainer(strategy, callbacks=[hooks])
+    fitting.fit(FrozenAtFirst(), loader())
+    return dict(hooks.num_calls), len(hooks.wrappers), fitting.fit_loop.epoch_loop.total_batch_idx + 1
+
+
+def _fit_ddp() -> tuple[dict[str, int], int, int, int]:
+    strategy = WithOwnHook(comm_hook="int8")
+    return *_fit(strategy), strategy.num_calls
+
+
+def test_users_hooks_stay_and_a_strategys_own_do_not_repeat() -> None:
+    """If it fails, hooks on ``trainer.model`` are lost when parameters are frozen or plan="auto" tries a plan."""
+    for num_calls, num_wrappers, num_batches, num_own_calls in run_ranks(_fit_ddp):
+        assert num_calls == _EXPECTED
+        assert num_wrappers > 2, "the model must have been wrapped again more than once"
+        assert num_own_calls == num_batches > _HOOKED_BATCHES
+
+
+def _fit_diloco() -> tuple[dict[str, int], int, int]:
+    return _fit(CommOptDiLoCo(sync_every=2, outer_momentum=0.0, inner="ddp"))
+
+
+def test_users_hooks_stay_within_a_worker_of_diloco() -> None:
+    """If it fails, a worker of several ranks loses hooks on ``trainer.model``, or fails when parameters are frozen."""
+    for num_calls, num_wrappers, _ in run_ranks(_fit_diloco):
+        assert num_calls == _EXPECTED
+        assert num_wrappers > 1, "the model must have been wrapped again"
