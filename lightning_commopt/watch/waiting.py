@@ -18,6 +18,7 @@ from lightning_commopt.text.formatting import escape_controls
 
 _LAUNCHERS = ("torch.distributed.elastic.", "torch.distributed.launch", "torch.distributed.run")
 _TORCH = ("torch.", "lightning_commopt.", "contextlib", "functools")
+_DDP = "torch.nn.parallel.distributed"
 
 
 def end_process(reason: str) -> None:
@@ -45,13 +46,14 @@ def print_now(text: str) -> None:
 
 
 def is_in_collective(thread: int) -> bool:
-    """Returns whether a thread is in a function of torch's distributed package.
+    """Returns whether a thread is in a function of torch's distributed package, or in a collective of DDP's forward.
 
     User functions called from there do not count, nor does the launcher that has called the user's program.
     """
-    return any(
-        module.startswith("torch.distributed.") and not module.startswith(_LAUNCHERS) for module in _own_modules(thread)
-    )
+    modules = [*_own_modules(thread)]
+    if modules[:1] == [_DDP]:  # in C++, for buffers or for the order of buckets; further out it surrounds the forward
+        return True
+    return any(module.startswith("torch.distributed.") and not module.startswith(_LAUNCHERS) for module in modules)
 
 
 def waits_for_others(thread: int, device: torch.device) -> bool:

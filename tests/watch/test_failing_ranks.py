@@ -10,10 +10,11 @@ import pytest
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.watch import times
+from lightning_commopt.watch.hangs.process import is_alive
 from support.lightnings import Callback
 from support.marked_processes import Program
 from support.ranks import run_ranks, run_ranks_or_raise
-from support.strategy_models import SelfFed, trainer
+from support.strategy_models import BatchNormed, SelfFed, loader, trainer
 from support.vanishing import Vanishing, check_that_both_end, prepare_rank
 
 _SCRIPT = str(Path(__file__).parent / "failing_script.py")
@@ -121,6 +122,37 @@ def test_what_a_rank_does_alone_is_not_cut_off(tmp_path: Path) -> None:
     """If it fails, a checkpoint or an upload is lost because another rank has died meanwhile."""
     run_ranks_or_raise(_write, tmp_path, world_size=2, limit_s=_LIMIT_S)
     assert (tmp_path / "written").exists()
+
+
+class Saver(Callback):
+    """Rank 0 raises, and then stays until the process of rank 1 has ended, as long as saving may take."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1:
+            (self.folder / "pid").write_text(str(os.getpid()), encoding="ascii")
+        elif batch_idx == 1:
+            raise ArithmeticError("broken on purpose")
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if trainer.global_rank == 0:
+            pid, deadline = int((self.folder / "pid").read_text(encoding="ascii")), time.monotonic() + _LIMIT_S / 2
+            while is_alive(pid) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            (self.folder / f"is_alive={is_alive(pid)}").touch()
+
+
+def _raise_before_buffers(folder: Path) -> None:
+    times.FIT_LOOK_S, times.STALLED_S, times.FIT_GRACE_S = 0.02, 0.05, 0.05
+    trainer(CommOptDDP(), callbacks=[Saver(folder)]).fit(BatchNormed(), loader())
+
+
+def test_rank_that_waits_for_buffers_of_one_that_has_raised_ends(tmp_path: Path) -> None:
+    """If it fails, ranks of a model with BatchNorm wait half an hour for one that saves a checkpoint on an error."""
+    run_ranks_or_raise(_raise_before_buffers, tmp_path, world_size=2, limit_s=_LIMIT_S)
+    assert (tmp_path / "is_alive=False").exists()
 
 
 def _train_unwatched() -> tuple[list[str], float]:
