@@ -32,6 +32,8 @@ _WAITING = ("distributed_c10d.py", "_functional_collectives.py", "nn/functional.
 _OTHERS = ("elastic/", "launcher/", "run.py", "checkpoint/", "c10d_logger.py")
 """Files that start ranks, write files or wrap functions, whose frames surround everything that a rank does."""
 
+_DDP = "/torch/nn/parallel/distributed.py"
+
 _OWN_WAITS = (
     "/lightning_commopt/watch/epoch_ends.py",
     "/lightning_commopt/sync/gather.py",
@@ -107,6 +109,8 @@ def waited_in(file: str, function: str, *, is_innermost: bool) -> str | None:
     """
     if file.endswith(_OWN_WAITS):
         return "a meeting of all ranks"
+    if is_innermost and file.endswith(_DDP):
+        return "broadcast"  # in C++, before forward: of buffers, or of the order of buckets
     _, is_torchs, part = file.rpartition(_DISTRIBUTED)
     if not is_torchs or function == "wrapper":
         return None

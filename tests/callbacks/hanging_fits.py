@@ -55,11 +55,13 @@ ENDINGS: dict[str, Callable[[Any], object]] = {
 
 
 class Holding(Tiny):
-    """On rank 1, one batch takes until a hang has been reported."""
+    """On one rank, which is rank 1 but for "buffers", one batch takes until a hang has been reported."""
 
     def __init__(self, fault: str, folder: Path) -> None:
         super().__init__()
         self.fault, self.report = fault, folder / "hangs" / "report.json"
+        if fault == "buffers":
+            self.register_buffer("seen", torch.zeros(1))
 
     def train_dataloader(self) -> Any:
         return loader(48)
@@ -75,6 +77,10 @@ class Holding(Tiny):
         if self.fault in ENDINGS and (is_at_fault or (self.fault == "interrupt" and batch_idx == 4)):
             ENDINGS[self.fault](self)
         return super().training_step(batch, batch_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.fault == "buffers" and batch_idx == 4 and self.global_rank == 0:
+            wait_for(self.report)
 
     def on_fit_end(self) -> None:
         if self.fault == "long_end" and self.global_rank == 0:

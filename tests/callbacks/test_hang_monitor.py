@@ -66,6 +66,15 @@ def test_lightnings_own_broadcast_is_named(tmp_path: Path) -> None:
     assert report["sentence"].endswith("; rank 1 waits in Lightning's broadcast of SIGTERM before a batch of step 5")
 
 
+@pytest.mark.exhaustive
+def test_ddps_own_broadcast_is_named(tmp_path: Path) -> None:
+    """If it fails, a rank that waits for the buffers of rank 0 is said to be slow itself, and is never aborted."""
+    ((report,), _) = run_ranks(fit_with_faults, tmp_path, [("buffers", "ddp")])
+    assert report["ranks"] == [0]
+    assert report["sentence"].startswith("rank 0 is still in Holding.on_train_batch_start of step 4")
+    assert "; rank 1 waits in broadcast" in report["sentence"]
+
+
 def _lose_broadcast(folder: Path) -> tuple[list[str], int]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -260,6 +260,9 @@ def test_frames_that_matter() -> None:
     assert collective_in([own, sharded, trainer, launched]) is None
     assert collective_in([saving, trainer]) is None
     assert collective_in([sharded, own, trainer, launched]) == "_pre_forward"  # nothing else has been called
+    ddp = Frame("/x/site-packages/torch/nn/parallel/distributed.py", 9, "_distributed_broadcast_coalesced")
+    assert collective_in([ddp, trainer]) == "broadcast"
+    assert collective_in([Frame("/x/site-packages/torch/nn/modules/linear.py", 9, "forward"), ddp, trainer]) is None
     meeting = Frame("/x/lightning_commopt/watch/epoch_ends.py", 9, "leave")
     assert collective_in([Frame("/x/store.py", 1, "check"), meeting, trainer]) == "a meeting of all ranks"
     assert str(own) == "project/train.py:3 in training_step"
