@@ -39,7 +39,7 @@ class Forecast(NamedTuple):
     low_s: float  # lower end of the 95 % interval
     high_s: float  # upper end of the 95 % interval
     note: str = ""  # what the setting changes besides the speed; empty if nothing
-    present_s: float = math.nan  # median step with the present settings; NaN in files that lack it
+    present_s: float = math.nan  # median of the last steps, with the present settings; NaN in files that lack it
 
     def speedups(self, present_s: float, bound: float) -> tuple[float, float, float]:
         """Returns how many times as fast it is as now: expected, lower and upper end, none of them above ``bound``.
@@ -164,5 +164,10 @@ def statistic_text(present: Present, forecasts: Sequence[Forecast]) -> str:
     """Returns a sentence on what is predicted; empty without forecasts."""
     if not forecasts:
         return ""
-    step_s = present.median_step_s if math.isnan(forecasts[0].present_s) else forecasts[0].present_s
-    return f"Speed-ups are for the median step, now {number(1e3 * step_s)} ms, with 95 % intervals."
+    step_s = forecasts[0].present_s
+    if math.isnan(step_s):
+        return f"Speed-ups are for the median step, now {number(1e3 * present.median_step_s)} ms, with 95 % intervals."
+    # Predictions start from fewer steps than the table has, whose median may be another.
+    return (
+        f"Speed-ups are for the median of the first rank's last steps, {number(1e3 * step_s)} ms, with 95 % intervals."
+    )

@@ -130,7 +130,7 @@ def test_a_fit_leaves_what_predictions_need(fits: tuple[Path, dict[str, str]], n
 def test_a_fit_recommends_what_it_predicts(fits: tuple[Path, dict[str, str]]) -> None:
     """If it fails, the summary of a run and its predictions disagree, or name options of another strategy."""
     folder, texts = fits
-    assert all("are for the median step" in texts[name] for name in PLANS)
+    assert all("are for the median of" in texts[name] for name in PLANS)
     settings = {name: {forecast.setting for forecast in read_forecasts(folder / name)} for name in PLANS}
     assert {'comm_hook="bf16"', 'comm_hook="int4"', 'param_hook="int8"'} < settings["plain"]
     assert 'accumulate_grads="unsharded"' in settings["int8"]
@@ -143,4 +143,4 @@ def test_a_fit_recommends_what_it_predicts(fits: tuple[Path, dict[str, str]]) ->
 def test_a_short_fit_predicts_nothing(fits: tuple[Path, dict[str, str]]) -> None:
     """If it fails, a prediction is made of two batches."""
     assert not (fits[0] / "short" / PREDICTION_FILE).exists()
-    assert "are for the median step" not in fits[1]["short"]
+    assert "are for the median of" not in fits[1]["short"]
