@@ -13,6 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from omegaconf import DictConfig, OmegaConf
 
@@ -147,6 +148,8 @@ def _fit(config: DictConfig, folder: Path) -> dict[str, float]:
     data: LightningDataModule = instantiate(config.data, _convert_="all")
     model: LightningModule = instantiate(config.model, _convert_="all")
     callbacks = [instantiate(callback, _convert_="all") for callback in config.callbacks.values() if callback]
+    if not config.trainer.get("enable_progress_bar", True):  # a Trainer without one refuses those that are given
+        callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
     loggers = [instantiate(logger, _convert_="all") for logger in config.logger.values() if logger]
     trainer: Trainer = instantiate(config.trainer, _partial_=True, _convert_="all")(
         strategy=instantiate(config.strategy, _convert_="all"),
