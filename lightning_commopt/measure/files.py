@@ -136,7 +136,9 @@ def read_run(run_dir: str | Path) -> list[RankRecords]:
     folder = Path(run_dir) / FOLDER
     paths = sorted(folder.glob("rank_*.jsonl"))
     if not paths:
-        what = "has no records of steps" if Path(run_dir).is_dir() else "does not exist"
+        what = "has no records of steps"
+        if not Path(run_dir).is_dir():
+            what = "is not a directory" if Path(run_dir).exists() else "does not exist"
         raise FileNotFoundError(f"{run_dir} {what}: expected {rank_file(run_dir, 0)}, as CommTimeMonitor writes it")
     ranks, unreadable = [], ""
     for path in paths:

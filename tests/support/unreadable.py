@@ -20,6 +20,7 @@ def check_refusals(arguments_for: Callable[[Path], tuple[object, ...]], folder: 
         line = refusal(*arguments_for(path))
         assert line.startswith("commopt: "), path.name
         assert str(path) in line, path.name
+        assert f"{path} does not exist" not in line or not path.exists(), line
 
 
 def damage_line_6(run_dir: Path) -> Path:
