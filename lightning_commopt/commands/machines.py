@@ -47,6 +47,7 @@ def selftest(
         with suppress(InterruptedRun):
             run.run_selftest(device, on_start, keep, is_full=full, limit_s=limit_s)
     if latest is None:
+        echo("commopt: interrupted before the first check", err=True)
         raise typer.Exit(2)
     run.print_sum(latest, console)
     if output is not None:

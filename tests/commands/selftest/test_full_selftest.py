@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
@@ -155,6 +155,20 @@ def test_an_interrupted_run_keeps_what_it_has(
     assert not found["is_whole"]
     assert "; interrupted before the others" in output
     assert "running: never" not in output
+
+
+@pytest.mark.usefixtures("some_checks")
+def test_a_run_that_is_interrupted_before_the_first_check_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, the command ends with status 2 and without a word, as long as it starts its ranks."""
+
+    def interrupt(device: str) -> NoReturn:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
+        raise AssertionError
+
+    monkeypatch.setattr(run, "find_place", interrupt)
+    output = commopt("selftest", "--device", "cpu", status=2).output
+    assert output.endswith("commopt: interrupted before the first check\n")
 
 
 def test_ranks_that_can_run_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
