@@ -72,10 +72,11 @@ def forward(host: int, delay_s: float) -> None:
     link.connect((f"10.0.0.{2 - host}", _PORT))
     link.setblocking(False)
     print("ready", flush=True)
+    both: list[int | socket.socket] = [device, link]
     waiting: collections.deque[tuple[float, bytes]] = collections.deque()
     while True:
         timeout_s = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
-        readable, _, _ = select.select([device, link], [], [], timeout_s)
+        readable, _, _ = select.select(both, [], [], timeout_s)
         if device in readable:
             waiting.append((time.monotonic() + delay_s, os.read(device, _LINK_MTU)))
         if link in readable:
