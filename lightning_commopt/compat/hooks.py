@@ -110,7 +110,7 @@ def waited_in(file: str, function: str, *, is_innermost: bool) -> str | None:
     if file.endswith(_OWN_WAITS):
         return "a meeting of all ranks"
     if is_innermost and file.endswith(_DDP):
-        return "broadcast"  # in C++, before forward: of buffers, or of the order of buckets
+        return "broadcast"  # DDP's C++ sends buffers, or the order of buckets, before the forward
     _, is_torchs, part = file.rpartition(_DISTRIBUTED)
     if not is_torchs or function == "wrapper":
         return None

@@ -51,7 +51,7 @@ def is_in_collective(thread: int) -> bool:
     User functions called from there do not count, nor does the launcher that has called the user's program.
     """
     modules = [*_own_modules(thread)]
-    if modules[:1] == [_DDP]:  # in C++, for buffers or for the order of buckets; further out it surrounds the forward
+    if modules[:1] == [_DDP]:  # DDP's C++ broadcasts buffers or the order of buckets; the model's forward is further in
         return True
     return any(module.startswith("torch.distributed.") and not module.startswith(_LAUNCHERS) for module in modules)
 
