@@ -23,7 +23,7 @@ from lightning_commopt.launch.lab import NetLab
 
 DEVICE = "wan0"
 _PORT = 4789
-_LINK_MTU = 9000  # large, because each packet costs the cores some 50 us
+_LINK_MTU = 9000  # large, because every packet takes time of the cores that the ranks compute on
 _MTU = _LINK_MTU - 28  # without the headers of IP and UDP
 _QUEUE_BYTES = 1 << 23  # above the lab's own queue, which so drops packets as a router does
 # Of linux/if_tun.h and asm/socket.h.

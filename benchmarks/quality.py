@@ -302,6 +302,8 @@ def main() -> None:
         run_rank(arguments)
         return
     need_lab()
+    if arguments.delay_ms < 0:
+        parser.error(f"--delay-ms must not be negative, got {arguments.delay_ms:g}")
     if arguments.delay_ms and arguments.num_hosts != 2:
         parser.error(f"--delay-ms is for two hosts, got --num-hosts {arguments.num_hosts}")
     if BASELINE not in arguments.hooks:

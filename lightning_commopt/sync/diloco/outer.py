@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _TIME_CONSTANTS = 20
 """How many times 1 / (1 - momentum) exchanges a fit should have. In ``benchmarks/diloco.py``, 20 exchanges cost
-twice as much loss with a momentum of 0.9 as with 0.5 or none, and 100 exchanges cost least with 0.7 and 0.8."""
+twice as much loss with a momentum of 0.9 as with 0.5 or none, and 100 exchanges cost least with 0.7 on two ranks."""
 
 MEAN_OF_WEIGHTS = "with outer_lr=1.0 and outer_momentum=0.0, the mean of the weights"
 """What to compare with, beside a smaller momentum, when there are several workers."""
