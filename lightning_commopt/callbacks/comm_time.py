@@ -17,7 +17,7 @@ from lightning_commopt.callbacks.fit_totals import FitTotals
 from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.callbacks.prediction import PredictionRecorder
 from lightning_commopt.callbacks.publisher import AllRanks, CollectiveWatch, MetricPublisher, StepFiles, gathering_group
-from lightning_commopt.callbacks.run_description import describe_hook, describe_rank
+from lightning_commopt.callbacks.run_description import describe_hook, describe_plan, describe_rank
 from lightning_commopt.callbacks.sharded_prediction import ShardedPredictionRecorder, recorder_for
 from lightning_commopt.compat.lightning import batches_that_stepped, count_samples
 from lightning_commopt.measure.clock import clock_for
@@ -254,7 +254,7 @@ class CommTimeMonitor(PhaseCallback):
             if self._prediction is not None:
                 self._prediction.add(records)
             if self._files is not None:
-                self._files.save_steps(records)
+                self._files.save_steps(records, describe_plan(trainer.strategy))
         self._totals.add_collectives(records)
         if self._link is None:
             return [row(record) for record in records]

@@ -221,12 +221,14 @@ class StepFiles:
         # Of an earlier fit in this directory, which is not the last one any more once this one has written steps.
         self._stale = self.folder / PREDICTION_FILE if header["rank"] == 0 else None
 
-    def save_steps(self, steps: Sequence[StepRecord]) -> None:
+    def save_steps(self, steps: Sequence[StepRecord], plan: Mapping[str, Any] | None = None) -> None:
+        """Writes steps; ``plan`` has what `describe_plan` says at their end, and holds for those that follow."""
         if self._stale is not None:
             with suppress(OSError):
                 self._stale.unlink()
             self._stale = None
         self._save("steps", partial(self._writer.write, steps))
+        self._writer.change(plan or {})
 
     def save_basis(self, basis: Basis | ShardedBasis, forecasts: Sequence[Forecast]) -> None:
         """Writes the fitted inputs for predictions of other plans, and these predictions."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from lightning_commopt.compressors.configs import compressor_to_config
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.launch.nccl_variables import PREFIX, nccl_variables
 from lightning_commopt.measure.runs.settings import Settings, flat
-from lightning_commopt.plan import DiLoCoPlan, Plan
+from lightning_commopt.plan import CommPlan, DiLoCoPlan, Plan
 from lightning_commopt.plan.sharded import ShardedPlan
 from lightning_commopt.strategy.base import is_baseline, plan_of
 
@@ -64,7 +65,7 @@ def describe_rank(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         "rank": trainer.global_rank,
         **_describe_ranks(trainer),
         "backend": dist.get_backend() if dist.is_available() and dist.is_initialized() else None,
-        **describe_hook(trainer.strategy),
+        **describe_plan(trainer.strategy),
         "parameters": [(name, tuple(parameter.shape), parameter.element_size()) for name, parameter in trained],
     }
 
@@ -87,6 +88,15 @@ def describe_hook(strategy: Strategy) -> dict[str, Any]:
         name = str(getattr(hook, "__name__", type(hook).__name__))
         is_lossy = name != _LOSSLESS_HOOK_OF_TORCH
     return {"comm_hook": name, "is_lossy": is_lossy}
+
+
+def describe_plan(strategy: Strategy) -> dict[str, Any]:
+    """Returns what `describe_hook` does, and ``plan``: the options of DDP's plan; None if there is none to write."""
+    plan, options = plan_of(strategy), None
+    if isinstance(plan, CommPlan):
+        with suppress(ValueError):  # a compressor without a name
+            options = plan.to_dict()
+    return {**describe_hook(strategy), "plan": options}
 
 
 def describe_tuning(strategy: Strategy) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from lightning_commopt.cost.link_probe import ProbedSize
 from lightning_commopt.cost.predict import Costs, Errors, Prediction, errors_of, predict
 from lightning_commopt.cost.shared_core import NO_INTERRUPTS, Interrupts, competing_threads
 from lightning_commopt.cost.workload import Gradient, Shape, Workload
-from lightning_commopt.measure.files import RankRecords, common_steps, read_run
+from lightning_commopt.measure.files import RankRecords, read_run, steps_of_plan
 from lightning_commopt.measure.forecasts import Forecast
 from lightning_commopt.measure.link.from_steps import NUM_LAST_STEPS, SentStep
 from lightning_commopt.measure.link.link import Link
@@ -173,9 +173,10 @@ def recommended_compressors() -> list[Compressor | None]:
 def basis_of_run(run_dir: Path) -> Basis:
     """Returns what a run shows for predictions.
 
-    Without the file that `CommTimeMonitor` writes at the end of a fit, it is made of the last 200 steps of all ranks:
-    gradients become ready evenly between two buckets then, and compressors are measured on this machine if the run was
-    on CPU. ``run_dir`` is the directory that has ``comm_time``; its files import nothing, see `without_imports`.
+    Without the file that `CommTimeMonitor` writes at the end of a fit, it is made of the last 200 steps of all ranks,
+    or of those since the plan has changed: gradients become ready evenly between two buckets then, and compressors are
+    measured on this machine if the run was on CPU. ``run_dir`` is the directory that has ``comm_time``; its files
+    import nothing, see `without_imports`.
 
     Raises:
         FileNotFoundError: the run has no records.
@@ -199,7 +200,7 @@ def basis_of_run(run_dir: Path) -> Basis:
                 " run of DDP predicts what sync_every would save"
             )
         plan = _plan_of(run_dir, ranks[0])
-    steps = list(zip(*list(common_steps(ranks).values())[-NUM_LAST_STEPS:], strict=True)) or [()]
+    steps = list(zip(*list(steps_of_plan(ranks).values())[-NUM_LAST_STEPS:], strict=True)) or [()]
     num_ranks = ranks[0].world_size
     is_cpu = ranks[0].header.get("device") == "cpu"
     shapes = {name: Shape(tuple(shape), itemsize) for name, shape, itemsize in ranks[0].header.get("parameters", ())}
@@ -224,7 +225,11 @@ def _is_sharded(steps: Sequence[StepRecord]) -> bool:
 
 
 def _plan_of(run_dir: Path, records: RankRecords) -> CommPlan:
-    """Returns the plan of a run from its record, or from the name of its comm hook."""
+    """Returns the plan of a run's last steps; if they do not name it from its record, or the name of its comm hook."""
+    if (options := records.header.get("plan")) is not None:
+        if not isinstance(options, dict):
+            raise ValueError(f"{records.path} is damaged: a plan must be a JSON object, got {options!r}")
+        return CommPlan.from_dict(options)
     if (run_dir / RUN_FILE).exists() and (options := RunRecord.load(run_dir).settings.plan):
         return CommPlan.from_dict(nested(options))
     name = str(records.header.get("comm_hook", "none"))

@@ -1,7 +1,8 @@
 """Writes and reads every rank's steps as JSON lines, which survive a killed process.
 
 ``<run_dir>/comm_time/rank_<rank>.jsonl`` holds, for each fit, a line of type "run" (rank and settings), a line of type
-"layout" whenever the buckets changed, and a line of type "step" for every step: `StepRecord.to_json`.
+"layout" whenever the buckets changed, one of type "change" whenever the plan did, and a line of type "step" for every
+step: `StepRecord.to_json`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from lightning_commopt.text.formatting import numbers_text
 FOLDER = "comm_time"  # name of the folder in the run's directory
 FORMAT = 1  # version of the files, raised when a line changes its meaning; new keys and types of lines keep it
 
+_CHANGING = ("comm_hook", "is_lossy", "plan")  # what lines of type "change" change in the header
+
 
 def rank_file(run_dir: str | Path, rank: int) -> Path:
     """Returns the path of a rank's steps."""
@@ -41,9 +44,22 @@ class StepWriter:
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         self._path = path
-        self._header = json.dumps({"type": "run", "format": FORMAT, **header})
+        self._values = dict(header)
+        self._header = self._header_line()
+        self._changed: dict[str, Any] = {}  # since the last write
         self._size: int | None = None  # the size of the file after the last write; None before the first one
         self._layout: Mapping[int, BucketInfo] = {}
+
+    def change(self, values: Mapping[str, Any]) -> None:
+        """Changes the plan in the header: "comm_hook", "is_lossy" or "plan" of the steps that will be written next."""
+        changed = {name: value for name, value in values.items() if self._values.get(name) != value}
+        if changed:
+            self._values |= changed
+            self._changed |= changed
+            self._header = self._header_line()
+
+    def _header_line(self) -> str:
+        return json.dumps({"type": "run", "format": FORMAT, **self._values})
 
     def write(self, records: Sequence[StepRecord]) -> None:
         """Appends steps, the oldest first; the data has been handed to the operating system on return.
@@ -54,6 +70,8 @@ class StepWriter:
         if not records:
             return
         lines, layout = ([], self._layout) if self._size == _size(self._path) else ([self._header], {})
+        if not lines and self._changed:
+            lines.append(json.dumps({"type": "change", **self._changed}))
         for record in records:
             if record.layout != layout:
                 layout = record.layout
@@ -62,7 +80,7 @@ class StepWriter:
                 lines.append(json.dumps({"type": "layout", "buckets": plain}))
             lines.append(f'{{"type":"step",{record.to_json()[1:]}')
         self._size = _append(self._path, "".join([f"{line}\n" for line in lines]).encode())
-        self._layout = layout
+        self._layout, self._changed = layout, {}
 
 
 @dataclass(kw_only=True)
@@ -70,13 +88,14 @@ class RankRecords:
     """One rank's steps in one fit."""
 
     path: Path
-    header: Mapping[str, Any]  # the content of the fit's line of type "run"
+    header: Mapping[str, Any]  # the content of the fit's line of type "run", with what changed since
     rank: int  # the rank that wrote the file
     world_size: int  # number of ranks that trained
     origin_unix_s: float | None  # second 0 of the records' times, in seconds since 1970; None if unknown
     # Steps are in the order in which they were written. The file does not say which bucket is the last of a backward,
     # so the one with the highest index counts as such.
     steps: list[StepRecord] = field(default_factory=list)
+    num_before_change: int = 0  # the first steps, which had another plan than the header has
     # The number of each line that is left out, counted from 1 in the file, and why it could not be read.
     broken_lines: dict[int, str] = field(default_factory=dict)
     is_cut: bool = False  # the file ends within a line, as after a killed process; that line is left out
@@ -107,6 +126,9 @@ class RankRecords:
             ]
             last = max((index for index, *_ in buckets), default=0)
             return {bucket[0]: BucketInfo(*bucket, is_last=bucket[0] == last) for bucket in buckets}
+        if values["type"] == "change":
+            self.header = {**self.header, **{name: values[name] for name in _CHANGING if name in values}}
+            self.num_before_change = len(self.steps)
         if values["type"] == "step":
             record = StepRecord.from_dict(values, layout)
             if not record.phases or not math.isfinite(record.end_s):
@@ -182,6 +204,12 @@ def common_steps(ranks: Sequence[RankRecords]) -> dict[int, tuple[StepRecord, ..
     """Returns the steps that all ranks have recorded, by number in rising order, as the records of the ranks."""
     by_rank = [{record.step: record for record in records.steps} for records in ranks]
     return {number: tuple(own[number] for own in by_rank) for number in sorted(set.intersection(*map(set, by_rank)))}
+
+
+def steps_of_plan(ranks: Sequence[RankRecords]) -> dict[int, tuple[StepRecord, ...]]:
+    """Returns those of `common_steps` that had the plan of the headers, on all ranks."""
+    earlier = {record.step for records in ranks for record in records.steps[: records.num_before_change]}
+    return {number: steps for number, steps in common_steps(ranks).items() if number not in earlier}
 
 
 class _NoFitError(ValueError):

@@ -12,9 +12,11 @@ from small_fit import PARAMETERS, fit
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, prediction
 from lightning_commopt.cost.basis import basis_of_run
+from lightning_commopt.measure.files import read_run, steps_of_plan
 from lightning_commopt.measure.forecasts import read_forecasts
 from lightning_commopt.measure.runs.files import PREDICTION_FILE
 from lightning_commopt.plan import CommPlan
+from support.lightnings import Callback
 from support.warm_ranks import run_ranks
 
 FITS: dict[str, dict[str, Any]] = {
@@ -23,7 +25,17 @@ FITS: dict[str, dict[str, Any]] = {
     "stock": {"strategy": "ddp"},
     "accumulating": {"strategy": {}, "accumulate_grad_batches": 3},
     "torch_hook": {"strategy": "torch"},
+    "changing": {"strategy": {}, "max_steps": 15},
 }
+_CHANGED_AFTER = 4  # steps
+
+
+class PlanChanger(Callback):
+    """Allows int8 in the middle of a window of three steps, as ``plan="auto"`` may."""
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == _CHANGED_AFTER:
+            trainer.strategy.apply_plan("int8")
 
 
 def train(folder: str, name: str) -> tuple[int, str]:
@@ -37,7 +49,7 @@ def train(folder: str, name: str) -> tuple[int, str]:
     elif strategy != "ddp":
         strategy = CommOptDDP(**strategy)
     monitor = CommTimeMonitor(every_n_steps=3, num_warmup_steps=2, dirpath=f"{folder}/{name}", print_summary=False)
-    net = fit(monitor, strategy, **options)
+    net = fit(monitor, strategy, callbacks=[PlanChanger()] if name == "changing" else [], **options)
     hooks = [parameter._post_accumulate_grad_hooks for parameter in net.parameters()]
     assert monitor.verdict is not None
     return sum(map(len, filter(None, hooks))), monitor.verdict.headline
@@ -85,6 +97,18 @@ def test_a_run_has_the_shapes_of_its_parameters(fits: Path) -> None:
     basis = basis_of_run(fits / "plain")
     assert {gradient.shape for gradient in basis.workload.gradients} == {(16, 8), (16,), (4, 16), (4,)}
     assert not basis.workload.is_per_gradient
+
+
+def test_a_run_with_a_changed_plan_shows_the_last_one(fits: Path) -> None:
+    """If it fails, a killed fit with ``plan="auto"`` is predicted as if its compressed steps had no comm hook."""
+    assert basis_of_run(fits / "changing").plan == CommPlan.from_dict({"comm_hook": "int8"})
+    (fits / "changing" / PREDICTION_FILE).unlink()
+    assert basis_of_run(fits / "changing").plan == CommPlan.from_dict({"comm_hook": "int8"})
+    ranks = read_run(fits / "changing")
+    assert {(records.header["comm_hook"], records.header["is_lossy"]) for records in ranks} == {("int8", True)}
+    steps = steps_of_plan(ranks)
+    assert [*steps] == [*range(6, 15)]  # from the first window on that began with it
+    assert all(record.totals.wire_bytes < record.totals.gradient_bytes for same in steps.values() for record in same)
 
 
 def test_predictions_that_nobody_can_read_are_not_made(tmp_path: Path) -> None:

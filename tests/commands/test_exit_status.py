@@ -99,6 +99,15 @@ def test_a_forecast_that_is_none_is_named(predicted: Path, forecasts: Any) -> No
         path.write_bytes(whole)
 
 
+@pytest.mark.parametrize("plan", ["int8", 3, [1], {"a": 1}, {"bucket_cap_mb": [None]}], ids=str)
+def test_a_plan_that_is_none_in_records_is_refused(plan: Any, tmp_path: Path) -> None:
+    """If it fails, who reads a damaged run without a prediction sees a traceback."""
+    write_run(tmp_path, SampleRun(num_buckets=4))
+    path = tmp_path / "comm_time" / "rank_0.jsonl"
+    path.write_text(path.read_text() + json.dumps({"type": "change", "plan": plan}) + "\n")
+    assert refusal("predict", tmp_path).startswith("commopt: ")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

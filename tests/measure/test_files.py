@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from sample_steps import header, layout, step_record, write_run
 
-from lightning_commopt.measure.files import StepWriter, notices, rank_file, read_run
+from lightning_commopt.measure.files import StepWriter, common_steps, notices, rank_file, read_run, steps_of_plan
 from lightning_commopt.measure.plain import write_json
 from lightning_commopt.measure.record import PHASES, StepRecord
 
@@ -82,6 +82,29 @@ def test_a_layout_is_written_when_it_changes(tmp_path):
     assert types == ["run", "layout", "step", "layout", "step", "step", "step"]
     found = [record.layout for record in read_run(tmp_path)[0].steps]
     assert found == [layout(2), layout(3), layout(3), layout(3)]
+
+
+def test_steps_after_a_change_of_the_plan_are_told_from_those_before(tmp_path):
+    """If it fails, steps with a compressor count as steps without one, or with another."""
+    none: dict[str, Any] = {"comm_hook": "none", "is_lossy": False, "plan": {}}
+    plan: dict[str, Any] = {"comm_hook": "int8", "is_lossy": True, "plan": {"comm_hook": {"name": "int8"}}}
+    for rank in range(2):
+        writer = StepWriter(rank_file(tmp_path, rank), header(rank, **none))
+        for number, values in enumerate((none, plan, plan, plan)):
+            writer.write([STEPS[number]])
+            writer.change(values)
+    types = [line["type"] for line in _lines(rank_file(tmp_path, 0))]
+    assert types == ["run", "layout", "step", "step", "change", "step", "step"]
+    ranks = read_run(tmp_path)
+    assert [records.header for records in ranks] == [{**ranks[0].header, **header(rank), **plan} for rank in range(2)]
+    assert [*common_steps(ranks)] == [0, 1, 2, 3]
+    assert [*steps_of_plan(ranks)] == [2, 3]
+    # Another fit has written in between.
+    with rank_file(tmp_path, 1).open("a") as file:
+        file.write(f"{json.dumps({'type': 'run', 'format': 1, **header(1, fit='other')})}\n")
+    writer.write([step_record(4)])
+    (continued,) = (records for records in read_run(tmp_path) if records.rank == 1)
+    assert (continued.header["comm_hook"], continued.num_before_change) == ("int8", 0)
 
 
 def test_without_steps_there_is_no_file(tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from commopt_diagnose.bench.result import BenchResult, Case, Row
-from lightning_commopt.measure.files import common_steps, read_run
+from lightning_commopt.measure.files import read_run, steps_of_plan
 from lightning_commopt.measure.link.from_steps import MIN_TIMES, NUM_LAST_STEPS
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.text.formatting import grouped
@@ -80,7 +80,7 @@ def result_of_run(run_dir: Path) -> BenchResult:
         ValueError: the steps have no buckets, or too few.
     """
     ranks = read_run(run_dir)
-    common = common_steps(ranks) if len(ranks) == ranks[0].world_size else {}
+    common = steps_of_plan(ranks) if len(ranks) == ranks[0].world_size else {}
     steps = []
     for records in list(common.values())[-NUM_LAST_STEPS:]:
         messages = list(map(bucket_times, records))

@@ -180,6 +180,21 @@ def test_a_run_tells_of_its_link_without_a_probe(tmp_path: Path) -> None:
     assert "5M: 54.4 ms" in _run("--from-run", tmp_path, "--predict", "5M")
 
 
+def test_a_run_that_has_begun_to_compress_tells_of_its_compressor(tmp_path: Path) -> None:
+    """If it fails, compressed buckets of ``plan="auto"`` count as all-reduces, on a link that is too fast."""
+    for rank, records in enumerate(records_of_ranks(10, (10_000_000, 1_000_000))):
+        header = {"rank": rank, "world_size": 2, "origin_unix_s": 1.7e9, "comm_hook": "none"}
+        writer = StepWriter(rank_file(tmp_path, rank), header)
+        writer.write(records[:6])
+        writer.change({"comm_hook": "int8"})
+        writer.write(records[6:])
+    result = result_of_run(tmp_path)
+    assert result.where["comm_hook"] == "int8"
+    assert [(row.case.operation, row.case.comm_hook, len(row.times_s)) for row in result.rows] == [
+        ("comm_hook", "int8", 4)
+    ] * 2
+
+
 @pytest.mark.parametrize("where", [{}, {"run": "first", "last_step": 49}])
 def test_a_kept_model_predicts(where: dict[str, Any], tmp_path: Path) -> None:
     """If it fails, nobody can look at the model that a bench, or a run that trains, has written."""
