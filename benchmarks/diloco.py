@@ -79,7 +79,11 @@ PLANS: dict[str, dict[str, Any]] = {
     },
     "H=30, 2 fragments, tau=1, int4": {"fragments": 2, "overlap": 1, "comm_hook": "int4"},
 }
-ONE_WORKER: dict[str, dict[str, Any]] = {"OuterMomentum": {"sync_every": 30}}
+ONE_WORKER: dict[str, dict[str, Any]] = {
+    "OuterMomentum": {"sync_every": 30},
+    "OuterMomentum, momentum 0.7": {"sync_every": 30, "outer_momentum": 0.7},
+    "OuterMomentum, momentum 0.5": {"sync_every": 30, "outer_momentum": 0.5},
+}
 PUBLISHED = {(2, 30): "+0.6 %", (2, 100): "+1.4 %", (4, 30): "+2.6 %", (4, 100): "+3.7 %"}
 DEFAULT = [*(f"H={every}{hook}" for every in (10, 30, 100) for hook in ("", ", int4")), "OuterMomentum"]
 
