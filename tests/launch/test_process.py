@@ -15,6 +15,7 @@ from lightning_commopt.launch.process import (
     run_in_group,
     run_ranks,
 )
+from support.cross_section import sampled
 from support.process_groups import is_group_gone
 
 PYTHON = (sys.executable, "-u", "-c")
@@ -217,7 +218,11 @@ sys.exit(run_beneath([sys.executable, "-c", {SAVES_FIRST!r}], os.environ))
 
 
 @pytest.mark.parametrize(
-    ("number", "kill"), [(signal.SIGINT, os.killpg), (signal.SIGUSR1, os.killpg), (signal.SIGTERM, os.kill)]
+    ("number", "kill"),
+    sampled(
+        [(signal.SIGINT, os.killpg), (signal.SIGUSR1, os.killpg), (signal.SIGTERM, os.kill)],
+        by_default=[(signal.SIGUSR1, os.killpg)],
+    ),
 )
 def test_a_program_decides_what_a_signal_does(number, kill):
     """If it fails, Ctrl-C or a scheduler kills a fit before its checkpoint, or leaves one that nobody waits for."""

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 SETUPS: dict[str, tuple[int, ShardedSetup, slice]] = {
-    "2 ranks": (2, ShardedSetup(), slice(3, None, 3)),
+    "2 ranks": (2, ShardedSetup(), slice(3, None, 5)),
     "the others": (2, ShardedSetup(), slice(None)),
     "3 ranks": (3, ShardedSetup(options={"reshard_after_forward": False}), slice(3, None, 2)),
     "2 replicas": (4, ShardedSetup(num_replicas=2), slice(2, None, 3)),
