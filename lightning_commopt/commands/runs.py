@@ -94,6 +94,13 @@ def report(
         built = build_report(dirs, baseline=baseline)
         plain = to_plain(built)
         regressions = None if earlier is None else find_regressions(plain, earlier, tolerance=tolerance)
+        # Before anything is printed, as who reads the output may stop in the middle, such as `head`.
+        written = None
+        if output is not None or not json:
+            beside = next(folder for folder in dirs if folder.is_dir())
+            written = write_files(built, output or beside, csv)
+        elif csv is not None:
+            write_csv(built, csv)
         if json:
             whole = plain if regressions is None else {**plain, "regressions": finite(regressions.to_plain())}
             print_json(whole, allow_nan=False)
@@ -102,12 +109,9 @@ def report(
             print_report(built, console)
             if regressions is not None:
                 print_regressions(regressions, console)
-        if output is not None or not json:
-            beside = next(folder for folder in dirs if folder.is_dir())
-            page, table = write_files(built, output or beside, csv)
+        if written is not None:
+            page, table = written
             echo(f"report: {page} and {table}", err=json)
-        elif csv is not None:
-            write_csv(built, csv)
     raise typer.Exit(1 if regressions is not None and regressions.is_worse else 0)
 
 

@@ -1,6 +1,7 @@
 """``commopt report``: files, output and exit status."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,17 @@ def test_the_page_and_the_table_lie_in_the_sweep(tmp_path):
     assert '"PowerSGD, 25 MiB buckets" is the fastest' in result.stdout
     assert f"report: {sweep}/report.html and {sweep}/report.csv" in result.stdout
     assert (sweep / "report.csv").read_text().startswith("group,setting,")
+    assert "</html>" in (sweep / "report.html").read_text()
+
+
+def test_files_are_written_whoever_reads_the_output(tmp_path):
+    """If it fails, ``commopt report DIR | head -1`` leaves no page."""
+    sweep = write_sweep(tmp_path / "sweep", num_repetitions=2)
+    read, write = os.pipe()
+    os.close(read)
+    code = "from lightning_commopt.commands.app import app; app()"
+    subprocess.run([sys.executable, "-c", code, "report", sweep], stdout=write, check=False)
+    os.close(write)
     assert "</html>" in (sweep / "report.html").read_text()
 
 

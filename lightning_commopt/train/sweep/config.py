@@ -88,6 +88,12 @@ def _check_warmup(config: DictConfig) -> None:
 
 
 def _check_devices(config: DictConfig) -> None:
+    devices, num_nodes = config.trainer.devices, config.trainer.num_nodes
+    # Of GPUs, -1 are all; numbers of GPUs and "auto" are for Lightning to check.
+    if isinstance(devices, int) and devices < 1 and (devices != -1 or config.trainer.accelerator == "cpu"):
+        raise ConfigError(f"ranks, or trainer.devices, must be at least 1, got {devices}")
+    if isinstance(num_nodes, int) and num_nodes < 1:
+        raise ConfigError(f"trainer.num_nodes must be at least 1, got {num_nodes}")
     name = str(config.strategy.get("_target_", "")).rpartition(".")[2]
     if name == "SingleDeviceStrategy":
         for option in ("devices", "num_nodes"):

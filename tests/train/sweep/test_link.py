@@ -29,7 +29,7 @@ REFUSED = [
     *("link=fast", "link=1000", "link=1gbit ranks=4 hosts=3", "link=1gbit ranks=4 hosts=8", "link=1gbit hosts=0"),
     *("link=1gbit hosts=two", "link=1gbit ranks=300", "hosts=2", "link=1gbit trainer.accelerator=gpu"),
     *("link=1gbit trainer.accelerator=auto", "link=1gbit trainer.devices=auto", "link=1gbit trainer.devices=[0,1]"),
-    *("link=1gbit trainer.num_nodes=-1", "repeat=2"),
+    *("link=1gbit trainer.num_nodes=-1", "repeat=2", "ranks=0", "ranks=-1", "trainer.num_nodes=0"),
     # A run that is all warm-up would end without the rate that it was made for.
     *("trainer.max_steps=10", "trainer.max_steps=1 callbacks.speed.num_warmup_steps=1"),
     *("num_warmup_steps=-1", "num_warmup_steps=2.5"),
