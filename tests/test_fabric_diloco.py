@@ -1,5 +1,6 @@
 """CommOptDiLoCo for Fabric on real ranks, compared with the same training in plain torch on one."""
 
+import gc
 import pickle
 import warnings
 from collections import Counter
@@ -311,6 +312,34 @@ def test_unequal_numbers_of_steps() -> None:
     for _, trace in run_ranks_or_raise(_unequal, 2, world_size=2):
         assert trace is not None
         assert "The ranks have taken 4, 6 steps, and have not begun the same exchanges" in trace
+
+
+def _warnings_at_its_end(folder: str, ending: str) -> list[str]:
+    fabric, strategy = started(sync_every=2)
+    net = Net()
+    model, optimizer = fabric.setup(net, adam(net))
+    for step in range(4 if ending == "at an exchange" else 5):
+        _step(fabric, model, optimizer, step)
+    if ending == "finished":
+        strategy.finish()
+    if ending == "saved":
+        fabric.save(f"{folder}/checkpoint", {"model": model, "optimizer": optimizer})
+    if ending == "global weights saved":
+        fabric.save(f"{folder}/checkpoint", {"model": model})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del fabric, model, optimizer, strategy, net
+        gc.collect()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("ending", ["global weights saved", "at an exchange", "saved", "finished"])
+def test_a_training_that_is_not_finished_says_so(ending: str, tmp_path: Any) -> None:
+    """If it fails, steps after the last exchange are lost in silence, or a training that lost nothing warns."""
+    first, second = run_ranks(_warnings_at_its_end, str(tmp_path), ending)
+    assert second == []
+    assert len(first) == (ending == "global weights saved")
+    assert all("has ended after 5 steps without strategy.finish()" in text for text in first)
 
 
 def test_ranks_can_be_spawned() -> None:

@@ -46,6 +46,7 @@ _EXPLAINED: dict[str, str] = {
     "strategy/living_collectives.py": "how_to/diloco.md",
     "strategy/fabric_diloco.py": "how_to/diloco.md",
     "strategy/fabric_diloco_checkpoint.py": "how_to/diloco.md",
+    "strategy/fabric_diloco_unfinished.py": "how_to/diloco.md",
     "strategy/fabric_model_parallel.py": "how_to/fabric.md",
     "strategy/lightning_launcher.py": "troubleshoot/start.md",
     "strategy/model_parallel.py": "how_to/fsdp2.md",

@@ -33,6 +33,7 @@ from lightning_commopt.strategy.diloco_workers import (
     placed_compressor,
 )
 from lightning_commopt.strategy.fabric_diloco_checkpoint import SavesRanksOfFabric
+from lightning_commopt.strategy.fabric_diloco_unfinished import Unfinished
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
 from lightning_commopt.strategy.loss_scale import agree_on_loss_scale, loss_scale
 from lightning_commopt.strategy.remedies import check_start_method
@@ -202,6 +203,8 @@ class CommOptDiLoCo(SavesRanksOfFabric):
         for index, arrived in rounds.step(partial(loss_scale, self.precision)):
             agree_on_loss_scale(self.precision, [report.loss_scale for report in arrived.reports])
             self._drift_watch.metrics(index, arrived.reports)
+        self._unfinished = self._unfinished or Unfinished(self)
+        self._unfinished.note_step(rounds)
         return output
 
     def _prepare_step(self, rounds: Rounds) -> Rounds:
@@ -269,6 +272,8 @@ class CommOptDiLoCo(SavesRanksOfFabric):
         rounds.to_host()
         rounds.close()
         self._counted = None
+        if self._unfinished is not None:
+            self._unfinished.note_kept()
 
 
 class _NothingToSkip:

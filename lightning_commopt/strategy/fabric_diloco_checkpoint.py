@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.strategy.base import WithTimeout
+from lightning_commopt.strategy.fabric_diloco_unfinished import Unfinished
 from lightning_commopt.sync.checkpoint import KEY
 from lightning_commopt.sync.diloco import checkpoint as files
 from lightning_commopt.sync.diloco.rounds import Rounds
@@ -42,6 +43,7 @@ class SavesRanksOfFabric(WithTimeout, DDPStrategy):
         self.rounds: Rounds | None = None
         self._module: Module | None = None  # the one in training
         self._early: tuple[Module, files.Saved] | None = None  # for a module that is yet to be set up
+        self._unfinished: Unfinished | None = None  # made by the process that trains
 
     @abstractmethod
     def _begin(self, saved: files.Saved) -> None:
@@ -92,6 +94,8 @@ class SavesRanksOfFabric(WithTimeout, DDPStrategy):
         part = files.rank_part(rounds, identity, self.global_rank, entries)
         file = files.rank_file(common_path, self.global_rank)
         self.checkpoint_io.save_checkpoint(part, file, storage_options=storage_options)
+        if self._unfinished is not None:
+            self._unfinished.note_kept()
         return files.common_part(rounds, identity, self.world_size)
 
     def load_checkpoint(self, path: str | Path, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
