@@ -54,6 +54,8 @@ def news(director: Director, plans: Sequence[Plan]) -> str:
 def verdict(director: Director, plans: Sequence[Plan]) -> str:
     """Returns one or more sentences: what was chosen, predicted and measured, and what else would help."""
     sentences = [_choice(director, plans)]
+    if untried := _untried(director, plans):
+        sentences.append(f"Candidates that were not tried: {'; '.join(untried)}.")
     if director.shortlist is not None and director.shortlist.not_allowed and _is_predicted(director):
         name, share = max(director.shortlist.not_allowed.items(), key=lambda item: item[1])
         sentences.append(
@@ -114,8 +116,18 @@ def _choice(director: Director, plans: Sequence[Plan]) -> str:
     gain, base_s = result.gains[arm], result.base_s
     after = f"{MILLISECONDS.text(base_s * (1 - gain.gain))} per step instead of {MILLISECONDS.text(base_s)}"
     between = f"{short_percent(gain.gain)} less, {short_percent(gain.low)} to {short_percent(gain.high)}"
-    measured = f"{after} ({between}){_predicted(director, arm)}"
+    predicted = _predicted(director, arm)
+    measured = f"{after} ({between}){predicted and f'; predicted were {predicted}'}"
     return f"Chosen after {result.num_steps} steps of search: {plans[arm].name}, {measured}."
+
+
+def _untried(director: Director, plans: Sequence[Plan]) -> list[str]:
+    """Returns the candidates that a search which ended early has not come to, each with what was predicted."""
+    if director.chosen or not director.searches or director.searches[-1].why == "none faster":
+        return []
+    tried = {arm for result in director.searches for arm in result.gains}
+    texts = {arm: _predicted(director, arm) for arm in range(1, len(plans)) if arm not in tried}
+    return [f"{plans[arm].name}{text and f', predicted to take {text}'}" for arm, text in texts.items()]
 
 
 def _predicted(director: Director, arm: int) -> str:
@@ -125,7 +137,7 @@ def _predicted(director: Director, arm: int) -> str:
     if math.isnan(interval[0]):
         return ""
     step, low, high = map(MILLISECONDS.text, interval)
-    return f"; predicted were {step} ({low} to {high})"
+    return f"{step} ({low} to {high})"
 
 
 def _interval(candidate: Candidate[Any]) -> tuple[float, float, float]:

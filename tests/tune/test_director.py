@@ -9,9 +9,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from lightning_commopt.plan import CommPlan
 from lightning_commopt.tune.director import CALIBRATE, Director
 from lightning_commopt.tune.gains import TimedVisit, gains
 from lightning_commopt.tune.search import Report
+from lightning_commopt.tune.verdict import verdict
 from support.cross_section import sampled
 from support.simulated_fit import HEAVY_NOISES, NOISES, Change, Driven, Outcome, noise, simulate
 
@@ -92,6 +94,10 @@ def test_a_run_too_short_tries_nothing() -> None:
     outcome = simulate([1.0, 0.5], 60, "small", 0)
     assert outcome.ratio == pytest.approx(1)
     assert outcome.director.searches[0].why == "too short"
+    plans = [CommPlan(), CommPlan.from_dict({"comm_hook": "int8"})]
+    assert "Candidates that were not tried: int8." in verdict(outcome.director, plans)
+    decided = simulate([1.0, 2.0], 2000, "small", 0, expected=[1.0, 1.0]).director
+    assert "not tried" not in verdict(decided, plans)
 
 
 def test_an_unknown_number_of_steps_is_paid_for_by_what_was_trained() -> None:
