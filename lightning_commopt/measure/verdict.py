@@ -24,7 +24,7 @@ from lightning_commopt.measure.forecasts import (
 from lightning_commopt.measure.operations import Operation
 from lightning_commopt.measure.record import is_diloco
 from lightning_commopt.measure.statistics import ratio
-from lightning_commopt.text.formatting import byte_unit, number, short_percent
+from lightning_commopt.text.formatting import byte_unit, short_percent, time_unit
 
 _SMALL_BYTES = 2**16  # collectives of fewer bytes per step are taken for metrics, not for gradients or weights
 _DATA_DOMINATES = 0.2  # share of a step above which waiting for data, or for a check before it, is worth one
@@ -130,7 +130,8 @@ def _with_exchanges(costs: Costs, metrics: Mapping[str, float]) -> str:
     if not costs.comm_s > 0:
         return "No exchange has ended in these steps, so its cost is unknown: they are fewer than sync_every."
     waits = f"{costs.share(costs.exposed_s)} of the time waits for exchanges, the longest of which took"
-    longest = f"{number(metrics['comm_s_max'])} s"
+    longest_s = metrics["comm_s_max"]
+    longest = time_unit(longest_s).text(longest_s)
     if not costs.is_worth(costs.exposed_s):
         return f"{waits} {longest}. Without any: {costs.bound_text(costs.exposed_s)}."
     return f"{waits} {longest}. If all of it were hidden: {costs.bound_text(costs.exposed_s)}."

@@ -11,6 +11,7 @@ from small_fit import NUM_STEPS, PARAMETERS, fit
 
 from lightning_commopt import CommOptDiLoCo
 from lightning_commopt.callbacks import CommTimeMonitor, HangMonitor, NVTXRanges
+from lightning_commopt.compat.collectives import has_collective_hooks
 from lightning_commopt.cost.basis import basis_of_run
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.record import EXCHANGE
@@ -59,6 +60,9 @@ def test_exchanges_are_in_the_records_and_in_the_summary(tmp_path: Path) -> None
     console = Console(file=StringIO(), width=200)
     console.print(summary.table())
     assert "of differences per step and rank" in console.file.getvalue()  # type: ignore[attr-defined]
+    issued = [call for records in ranks for step in records.steps for call in step.collectives]
+    assert any(call.source == "exchange" for call in issued) or not has_collective_hooks()
+    assert all(call.source for call in issued if call.phase != "pause")  # others are taken for the user's own
     events = to_trace(ranks, range(NUM_STEPS))["traceEvents"]
     assert {"exchange 0", "exchange 1 on the wire", "waits for an exchange"} <= {event["name"] for event in events}
     with pytest.raises(ValueError, match="a run of DDP predicts what sync_every would save"):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketSync
+from lightning_commopt.measure.recorder import issued_by
 from lightning_commopt.sync.diloco.exchange import Arrived, LocalWeights
 from lightning_commopt.sync.diloco.fragments import Fragment
 from lightning_commopt.sync.executors import BucketFuture
@@ -47,7 +48,7 @@ class UnderWay:
         assert self.sync is not None
         bytes_before = bytes_sent()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), issued_by("exchange"):
                 local.wait()
                 self.sync.note(START)
                 self.sync.note(SEND)
