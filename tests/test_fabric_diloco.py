@@ -266,7 +266,7 @@ def test_several_modules_and_optimizers() -> None:
     assert_same(first[0], second[0])
     assert_same(first[1], second[1])
     assert "trains one module at a time" in first[2][0]
-    assert "outer_momentum=0.9 suits fits of at least 200 exchanges, and this one has 1" in first[2][1]
+    assert "outer_momentum=0.9 is likely to be too large for sync_every=2 and 1 exchange: compare" in first[2][1]
     assert "no step was counted before finish" in first[2][2]
     assert first[3] == [0, 1, 1, 2, 2, 3]
 

@@ -218,11 +218,12 @@ class _StopAfterEpoch(Callback):
 @pytest.mark.parametrize(
     ("num_epochs", "momentum", "words"),
     [
-        (4, 0.5, None),  # 40 steps, 20 / 0.5 exchanges
-        (3, 0.5, "least 40 exchanges, and this one has 30 .* the loss with outer_momentum=0.3 and without OuterMom"),
-        (1, 0.5, "least 40 exchanges, and this one has 10 .* compare the loss without OuterMomentum"),
+        (4, 0.5, None),
+        (1, 0.5, "sync_every=1 and 10 exchanges: compare the loss with outer_momentum=0.3 and without OuterMom"),
+        (4, 0.9, "sync_every=1 and 40 exchanges: compare the loss with outer_momentum=0.5 and without OuterMom"),
         (1, 0.0, None),
-        (-1, 0.9, None),  # without an end that is known
+        (-1, 0.5, None),  # without an end that is known
+        (-1, 0.9, "sync_every=1: compare the loss with outer_momentum=0.5 and without OuterMom"),
     ],
 )
 def test_fit_too_short_for_its_momentum_warns(num_epochs: int, momentum: float, words: str | None) -> None:

@@ -10,14 +10,17 @@ from torch import Tensor
 
 from lightning_commopt.compat.lightning import num_steps_of
 from lightning_commopt.plan import DiLoCoPlan
+from lightning_commopt.text.formatting import count
 from lightning_commopt.text.validation import warn_once
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-_TIME_CONSTANTS = 20
-"""How many times 1 / (1 - momentum) exchanges a fit should have. In ``benchmarks/diloco.py``, 20 exchanges cost
-twice as much loss with a momentum of 0.9 as with 0.5 or none, and 100 exchanges cost least with 0.7 on two ranks."""
+_EXCHANGES, _STEPS, _SAFE = 4, 3, 0.5
+"""A momentum is taken for too large if a fit has fewer exchanges than 4 / (1 - momentum) ** 2, or, above 0.5, fewer
+than 3 / (1 - momentum) steps between two of them. A judgement, from fits of ``benchmarks/diloco.py`` on two ranks with
+20 to 333 exchanges, 10 to 100 steps apart, and momenta of 0, 0.5, 0.7, 0.8 and 0.9: those below lost about as little as
+the best, the next larger one up to 15 times as much; see ``docs/evidence/diloco.md``."""
 
 MEAN_OF_WEIGHTS = "with outer_lr=1.0 and outer_momentum=0.0, the mean of the weights"
 """What to compare with, beside a smaller momentum, when there are several workers."""
@@ -73,13 +76,23 @@ def warn_if_short(trainer: Trainer, plan: DiLoCoPlan, otherwise: str) -> None:
 
 def warn_if_few_steps(num_steps: float, plan: DiLoCoPlan, otherwise: str) -> None:
     """Warns like `warn_if_short` of a training with ``num_steps`` optimizer steps."""
-    num_needed = round(_TIME_CONSTANTS / (1 - plan.outer_momentum))
-    if plan.outer_momentum and num_steps < num_needed * plan.sync_every:
-        num_exchanges = num_steps // plan.sync_every
-        fitting = max(0, math.floor(10 * (1 - _TIME_CONSTANTS / max(1, num_exchanges)))) / 10
-        others = [f"with outer_momentum={fitting:g}", otherwise] if fitting else [otherwise]
+    num_exchanges = num_steps / plan.sync_every
+    largest = largest_momentum(num_exchanges, plan.sync_every)
+    if plan.outer_momentum > largest:
+        smaller = min(9, math.floor(round(10 * largest, 9))) / 10
+        others = [f"with outer_momentum={smaller:g}", otherwise] if smaller else [otherwise]
+        length = "" if math.isinf(num_exchanges) else f" and {count(math.floor(num_exchanges), 'exchange')}"
         warn_once(
-            f"outer_momentum={plan.outer_momentum:g} suits fits of at least {num_needed} exchanges, and this one has"
-            f" {num_exchanges:.0f} ({num_steps:.0f} optimizer steps, sync_every={plan.sync_every}): compare the loss"
-            f" {' and '.join(others)}"
+            f"outer_momentum={plan.outer_momentum:g} is likely to be too large for"
+            f" sync_every={plan.sync_every}{length}: compare the loss {' and '.join(others)}"
         )
+
+
+def largest_momentum(num_exchanges: float, sync_every: int) -> float:
+    """Returns the largest momentum that is likely to suit a fit.
+
+    >>> [round(largest_momentum(*fit), 2) for fit in [(100, 30), (300, 10), (math.inf, 30), (3, 30)]]
+    [0.8, 0.7, 0.9, 0.0]
+    """
+    by_exchanges = max(0.0, 1 - math.sqrt(_EXCHANGES / max(1.0, num_exchanges)))
+    return min(by_exchanges, max(_SAFE, 1 - _STEPS / sync_every))
