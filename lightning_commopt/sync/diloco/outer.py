@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 _EXCHANGES, _STEPS, _SAFE = 4, 3, 0.5
 """A momentum is taken for too large if a fit has fewer exchanges than 4 / (1 - momentum) ** 2, or, above 0.5, fewer
-than 3 / (1 - momentum) steps between two of them. A judgement, from fits of ``benchmarks/diloco.py`` on two ranks with
-20 to 333 exchanges, 10 to 100 steps apart, and momenta of 0, 0.5, 0.7, 0.8 and 0.9: those below lost about as little as
-the best, the next larger one up to 15 times as much; see ``docs/evidence/diloco.md``."""
+than 3 / (1 - momentum) steps between two of them. With mixing, which holds back a share of each move,
+(1 - momentum) / (1 - mixing) takes the place of 1 - momentum. A judgement, from fits of ``benchmarks/diloco.py`` on two
+ranks with 20 to 333 exchanges, 10 to 100 steps apart, and momenta of 0, 0.5, 0.7, 0.8 and 0.9: those below lost about
+as little as the best, the next larger one up to 15 times as much; see ``docs/evidence/diloco.md``."""
 
 MEAN_OF_WEIGHTS = "with outer_lr=1.0 and outer_momentum=0.0, the mean of the weights"
 """What to compare with, beside a smaller momentum, when there are several workers."""
@@ -77,8 +78,8 @@ def warn_if_short(trainer: Trainer, plan: DiLoCoPlan, otherwise: str) -> None:
 def warn_if_few_steps(num_steps: float, plan: DiLoCoPlan, otherwise: str) -> None:
     """Warns like `warn_if_short` of a training with ``num_steps`` optimizer steps."""
     num_exchanges = num_steps / plan.sync_every
-    largest = largest_momentum(num_exchanges, plan.sync_every)
-    if plan.outer_momentum > largest:
+    largest = largest_momentum(num_exchanges, plan.sync_every, plan.own_share)
+    if plan.outer_momentum > largest + 1e-9:
         smaller = min(9, math.floor(round(10 * largest, 9))) / 10
         others = [f"with outer_momentum={smaller:g}", otherwise] if smaller else [otherwise]
         length = "" if math.isinf(num_exchanges) else f" and {count(math.floor(num_exchanges), 'exchange')}"
@@ -88,11 +89,12 @@ def warn_if_few_steps(num_steps: float, plan: DiLoCoPlan, otherwise: str) -> Non
         )
 
 
-def largest_momentum(num_exchanges: float, sync_every: int) -> float:
+def largest_momentum(num_exchanges: float, sync_every: int, mixing: float = 0.0) -> float:
     """Returns the largest momentum that is likely to suit a fit.
 
-    >>> [round(largest_momentum(*fit), 2) for fit in [(100, 30), (300, 10), (math.inf, 30), (3, 30)]]
-    [0.8, 0.7, 0.9, 0.0]
+    >>> [round(largest_momentum(*fit), 2) for fit in [(100, 30), (300, 10), (math.inf, 30), (3, 30), (100, 30, 0.5)]]
+    [0.8, 0.7, 0.9, 0.0, 0.9]
     """
-    by_exchanges = max(0.0, 1 - math.sqrt(_EXCHANGES / max(1.0, num_exchanges)))
-    return min(by_exchanges, max(_SAFE, 1 - _STEPS / sync_every))
+    by_exchanges = 1 - (1 - mixing) * math.sqrt(_EXCHANGES / max(1.0, num_exchanges))
+    by_steps = max(_SAFE, 1 - (1 - mixing) * _STEPS / sync_every)
+    return max(0.0, min(by_exchanges, by_steps))
