@@ -80,7 +80,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "H=30, 2 fragments, tau=1, int4": {"fragments": 2, "overlap": 1, "comm_hook": "int4"},
 }
 ONE_WORKER: dict[str, dict[str, Any]] = {
-    "OuterMomentum": {"sync_every": 30},
+    "OuterMomentum": {"sync_every": 30, "outer_momentum": 0.9},
     "OuterMomentum, momentum 0.7": {"sync_every": 30, "outer_momentum": 0.7},
     "OuterMomentum, momentum 0.5": {"sync_every": 30, "outer_momentum": 0.5},
 }

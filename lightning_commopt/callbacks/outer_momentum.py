@@ -41,7 +41,8 @@ class OuterMomentum(Callback):
     Args:
         sync_every: number of optimizer steps between two moves.
         outer_lr: learning rate of the outer optimizer; 1 without momentum changes nothing.
-        outer_momentum: its momentum, from 0 to below 1.
+        outer_momentum: its momentum, from 0 to below 1. The default is smaller than the papers' 0.9, with which a small
+            GPT trained worse than without the callback; see ``docs/evidence/diloco.md``.
         nesterov: whether the momentum is Nesterov's.
 
     Raises:
@@ -50,7 +51,7 @@ class OuterMomentum(Callback):
     """
 
     def __init__(
-        self, *, sync_every: int = 30, outer_lr: float = 0.7, outer_momentum: float = 0.9, nesterov: bool = True
+        self, *, sync_every: int = 30, outer_lr: float = 0.7, outer_momentum: float = 0.7, nesterov: bool = True
     ) -> None:
         self._options = DiLoCoPlan(
             sync_every=sync_every, outer_lr=outer_lr, outer_momentum=outer_momentum, nesterov=nesterov
