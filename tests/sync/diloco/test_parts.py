@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +16,10 @@ from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.sync.diloco.drift import DriftWatch
 from lightning_commopt.sync.diloco.exchange import Exchange, Report
 from lightning_commopt.sync.diloco.fragments import split_model
-from lightning_commopt.sync.diloco.outer import OuterSGD
+from lightning_commopt.sync.diloco.outer import OuterSGD, warn_if_few_steps
 from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.sync.diloco.under_way import DiLoCoError
+from lightning_commopt.text.validation import warn_once
 from support.every_compressor import COMPRESSORS
 
 
@@ -221,3 +223,24 @@ def test_a_fit_that_resumes_has_not_received_the_signal_that_ended_the_one_befor
     """If it fails, a fit that SIGTERM has ended with an exchange under way ends again as soon as it is resumed."""
     report = Report(3.0, loss=2.0, drift=1.5, rank=1.0)
     assert Report(*replace(report, has_sigterm=1.0).to_plain()) == report
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (DiLoCoPlan(), "too large for sync_every=30 and 100 exchanges: compare the loss with outer_momentum=0.8 and"),
+        (DiLoCoPlan(overlap=5), None),  # mixing holds back half of each move
+        (DiLoCoPlan(outer_momentum=0.8), None),
+        (DiLoCoPlan(outer_momentum=0.8, sync_every=10), "exchanges: compare the loss with outer_momentum=0.7 and"),
+        (DiLoCoPlan(outer_momentum=0.0, sync_every=1000), None),
+    ],
+    ids=str,
+)
+def test_a_momentum_that_is_too_large_is_told(plan: DiLoCoPlan, words: str | None) -> None:
+    """If it fails, a fit loses quality to its outer momentum without a word, or is warned of one that suits it."""
+    warn_once.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_if_few_steps(3000, plan, "without")
+    assert len(caught) == (words is not None)
+    assert words is None or words in str(caught[0].message)
