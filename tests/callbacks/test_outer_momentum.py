@@ -219,7 +219,7 @@ class _StopAfterEpoch(Callback):
     ("num_epochs", "momentum", "words"),
     [
         (4, 0.5, None),
-        (1, 0.5, "sync_every=1 and 10 exchanges: compare the loss with outer_momentum=0.3 and without OuterMom"),
+        (1, 0.7, "sync_every=1 and 10 exchanges: compare the loss with outer_momentum=0.5 and without OuterMom"),
         (4, 0.9, "sync_every=1 and 40 exchanges: compare the loss with outer_momentum=0.5 and without OuterMom"),
         (1, 0.0, None),
         (-1, 0.5, None),  # without an end that is known

@@ -231,6 +231,8 @@ def test_a_fit_that_resumes_has_not_received_the_signal_that_ended_the_one_befor
         (DiLoCoPlan(), "too large for sync_every=30 and 100 exchanges: compare the loss with outer_momentum=0.8 and"),
         (DiLoCoPlan(overlap=5), None),  # mixing holds back half of each move
         (DiLoCoPlan(outer_momentum=0.8), None),
+        (DiLoCoPlan(outer_momentum=0.7, sync_every=100), None),
+        (DiLoCoPlan(outer_momentum=0.8, sync_every=100), "and 30 exchanges: compare the loss with outer_momentum=0.7"),
         (DiLoCoPlan(outer_momentum=0.8, sync_every=10), "exchanges: compare the loss with outer_momentum=0.7 and"),
         (DiLoCoPlan(outer_momentum=0.0, sync_every=1000), None),
     ],
