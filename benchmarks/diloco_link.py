@@ -38,7 +38,6 @@ from lightning_commopt.launch.lab import NetLab, RankError
 
 RESULT = "RESULT "
 NO_EXCHANGE = "none"
-SYNC_EVERY = 30
 DDP_PLANS: dict[str, dict[str, Any]] = {"ddp": {}, "int4": {"comm_hook": "int4"}}
 DILOCO_PLANS: dict[str, dict[str, Any]] = {
     "diloco": {},
@@ -89,8 +88,8 @@ def run_rank(arguments: argparse.Namespace) -> None:
     if name in DDP_PLANS:
         strategy = CommOptDDP(**DDP_PLANS[name], bucket_cap_mb=25, static_graph=True, gradient_as_bucket_view=True)
     elif name in DILOCO_PLANS:
-        strategy = CommOptDiLoCo(sync_every=SYNC_EVERY, outer_momentum=0.5, **DILOCO_PLANS[name])
-        num_warmup_steps, num_steps = SYNC_EVERY, SYNC_EVERY * arguments.num_rounds
+        strategy = CommOptDiLoCo(sync_every=arguments.sync_every, outer_momentum=0.5, **DILOCO_PLANS[name])
+        num_warmup_steps, num_steps = arguments.sync_every, arguments.sync_every * arguments.num_rounds
     else:
         strategy = CommOptDiLoCo(sync_every=10**9)
     trainer = Trainer(
@@ -115,7 +114,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
 def measure(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     """Makes all runs; yields those so far, after each."""
     runs: list[dict[str, Any]] = []
-    numbers = ("batch_size", "num_warmup_steps", "num_steps", "num_rounds")
+    numbers = ("batch_size", "num_warmup_steps", "num_steps", "num_rounds", "sync_every")
     words = [word for key in numbers for word in (f"--{key.replace('_', '-')}", str(getattr(arguments, key)))]
     for turn in range(arguments.num_turns):
         for rate in arguments.rates:
@@ -166,7 +165,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=positive, default=2, help="images in a batch of one rank")
     parser.add_argument("--num-warmup-steps", type=positive, default=3, help="of plans without rounds")
     parser.add_argument("--num-steps", type=positive, default=10, help="timed steps of plans without rounds")
-    parser.add_argument("--num-rounds", type=positive, default=2, help=f"timed rounds of DiLoCo, {SYNC_EVERY} steps")
+    parser.add_argument("--num-rounds", type=positive, default=2, help="timed rounds of DiLoCo")
+    parser.add_argument("--sync-every", type=positive, default=30, help="steps of a round of DiLoCo")
     parser.add_argument("--num-turns", type=positive, default=3)
     parser.add_argument("--timeout-s", type=float, default=1800, help="for one run")
     parser.add_argument("--output", type=Path, help="stored after each run")
@@ -187,7 +187,7 @@ def main() -> None:
         rows = summary(runs)
         if arguments.output:
             write_result(arguments.output, {"settings": settings, "summary": rows, "runs": runs}, load)
-    print_table(rows, f"{arguments.model}, two hosts, sync_every={SYNC_EVERY}")
+    print_table(rows, f"{arguments.model}, two hosts, sync_every={arguments.sync_every}")
 
 
 if __name__ == "__main__":
