@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_commopt.compat.torch import foreach_copy_
@@ -83,10 +84,11 @@ def _names(fragment: Fragment) -> dict[str, list[str]]:
 
 
 def _fragment_to_plain(of: GlobalWeights, *, keeps_weights: bool) -> dict[str, Any]:
-    is_exact = all(as_real(x).dtype == of.weights.dtype for x in of.fragment.parameters.values())
+    is_exact = all(as_real(x).dtype == torch.float32 for x in of.fragment.parameters.values())
     return {
         **_names(of.fragment),
-        # The `state_dict` has them, unless it has rounded ones or those of the end of a fit.
+        # The `state_dict` has them, unless it has rounded ones or those of the end of a fit. Lightning may load it into
+        # a module in float32 that becomes one in float64 afterwards.
         "weights": of.weights if keeps_weights or not is_exact else None,
         "momentum": of.momentum,
         "values_of_floats": of.floats,
