@@ -207,3 +207,25 @@ def test_what_cannot_be_resumed_exactly(tmp_path: Path) -> None:
     texts = [text for text in told if "steps (1, 2)" in text or "DiLoCo" in text]
     assert ["different numbers of steps (1, 2)" in texts[0], "rank 0's optimizers" in texts[-1]] == [True, True]
     assert KEY not in torch.load(tmp_path / "unequal", weights_only=True)
+
+
+def _change_and_resume(folder: Path) -> tuple[Params, Params, list[str]]:
+    ended = _Training(CommOptDiLoCo(**_PLAIN)).set_up().train(5).finish()
+    with torch.no_grad():
+        for parameter in ended.net.parameters():
+            parameter.add_(1.0)
+    given = numbers(ended.net)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ended.fabric.save(folder / "given", ended.state)
+    resumed = _Training(CommOptDiLoCo(**_PLAIN)).set_up()
+    resumed.load(folder / "given")
+    return numbers(resumed.net), given, [str(x.message) for x in caught]
+
+
+def test_weights_that_a_module_is_given_after_finish_are_those_to_resume_from(tmp_path: Path) -> None:
+    """If it fails, a training resumes from other weights than those in its checkpoint."""
+    ranks = run_ranks(_change_and_resume, tmp_path)
+    for resumed, given, _ in ranks:
+        assert_same(resumed, given)
+    assert "has the weights that the model was given after strategy.finish()" in ranks[0][2][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.strategy.base import is_fit
 from lightning_commopt.strategy.living_collectives import LivingCollectives
-from lightning_commopt.sync.checkpoint import KEY, open_checkpoint, to_checkpoint, to_plain
+from lightning_commopt.sync.checkpoint import KEY, all_ranks_save, open_checkpoint, to_checkpoint, to_plain
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.diloco import checkpoint as files
 from lightning_commopt.sync.diloco.equalize import tensors_of
@@ -26,6 +27,8 @@ from lightning_commopt.sync.gather import map_tensors
 from lightning_commopt.sync.state import AnyState, CheckpointError, CommState
 from lightning_commopt.sync.strategies import trainer_of
 from lightning_commopt.text.validation import warn
+from lightning_commopt.watch.peers import ORDERLY
+from lightning_commopt.watch.times import STALLED_S
 
 
 class SavesRanks(LivingCollectives):
@@ -92,11 +95,27 @@ class SavesRanks(LivingCollectives):
     ) -> None:
         rounds = self.rounds or self._ended_rounds
         if rounds is not None and self._saves_comm_state and "optimizer_states" in checkpoint:
-            if batch_is_open(trainer_of(self)):  # perhaps only this rank saves one, after an exception
-                warn("A checkpoint within a training batch has the global weights, but not what each rank needs.")
-            else:
+            if (reason := self._reason_against_ranks(rounds)) is None:
                 self._save_ranks(rounds, checkpoint, filepath, storage_options)
+            else:
+                warn(f"A checkpoint {reason}, but not what each rank needs.")
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+
+    def _reason_against_ranks(self, rounds: Rounds) -> str | None:
+        """Returns why the ranks cannot save what each needs, the same on all that save; None if they can."""
+        trainer = trainer_of(self)
+        is_open = batch_is_open(trainer)
+        if trainer.interrupted and self.world_size > 1 and not _ends_all_ranks(sys.exc_info()[1]):
+            # Perhaps only this rank saves one, so that the others would be waited for in vain.
+            position = None if is_open else str(rounds.num_steps)
+            if self._living is not None or not all_ranks_save(position, self, patience_s=STALLED_S):
+                return "after an exception has the global weights"
+        if is_open:
+            return "within a training batch has the global weights"
+        assert self.lightning_module is not None
+        if self.rounds is None and self.reduce_boolean_decision(not rounds.has_final(self.lightning_module), all=False):
+            return "has the weights that the model was given after the fit"
+        return None
 
     def _save_ranks(
         self, rounds: Rounds, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None
@@ -156,6 +175,11 @@ class SavesRanks(LivingCollectives):
             self._begin_again(self.rounds)
             assert self.lightning_module is not None
             self._inner.resume(self.lightning_module)
+
+
+def _ends_all_ranks(exception: BaseException | None) -> bool:
+    """Returns whether an exception was raised by all ranks together; None was raised before, and is over."""
+    return exception is None or type(exception).__name__ in ORDERLY
 
 
 def _to_plain(state: AnyState) -> dict[str, Any]:

@@ -77,15 +77,23 @@ class SavesRanksOfFabric(WithTimeout, DDPStrategy):
         super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
 
     def _save_rank(self, path: str | Path, entries: dict[str, Any], storage_options: Any) -> dict[str, Any] | None:
-        """Writes the file of this rank; returns what all share, or None if ranks have taken unequal steps."""
+        """Writes the file of this rank; returns what all share, or None if ranks cannot resume exactly."""
         rounds = self.rounds
         assert rounds is not None
         rounds.wait()
         # Names of files may have a rank's own numbers in them.
-        everyone = self._gather((str(path), uuid4().hex, rounds.num_steps))
-        common_path, identity, _ = everyone[0]
-        if len({num_steps for *_, num_steps in everyone}) > 1:
-            steps = list_some([str(num_steps) for *_, num_steps in everyone], 8)
+        assert self._module is not None
+        has_changed = rounds.shows_final and not rounds.has_final(self._module)
+        everyone = self._gather((str(path), uuid4().hex, rounds.num_steps, has_changed))
+        common_path, identity, *_ = everyone[0]
+        if any(has_changed for *_, has_changed in everyone):
+            warn(
+                "The checkpoint has the weights that the model was given after strategy.finish(), but not what each"
+                " rank needs."
+            )
+            return None
+        if len({num_steps for _, _, num_steps, _ in everyone}) > 1:
+            steps = list_some([str(num_steps) for _, _, num_steps, _ in everyone], 8)
             warn(
                 f"Ranks have taken different numbers of steps ({steps}): the checkpoint has the global weights, but not"
                 " what each rank needs."

@@ -252,9 +252,7 @@ def gather_state(
     part = to_plain(state)
     if strategy.world_size == 1:
         return to_checkpoint(state.compressor, state.num_syncs, [map_tensors(Tensor.cpu, part)])
-    position = None if is_in_batch else str(state.num_syncs)
-    timeout_s = strategy.timeout.total_seconds()
-    if not dist.is_initialized() or not all_ranks_ready(position, min(_PATIENCE_S, timeout_s), timeout_s):
+    if not all_ranks_save(None if is_in_batch else str(state.num_syncs), strategy):
         warn(
             "A checkpoint is saved without the state of comm_hook: not all ranks saved it between the same two batches."
         )
@@ -265,6 +263,18 @@ def gather_state(
     else:
         ranks = gather_on_rank_0(part, strategy.root_device)
     return to_checkpoint(state.compressor, state.num_syncs, ranks or [])
+
+
+def all_ranks_save(position: str | None, strategy: RunningStrategy, patience_s: float = _PATIENCE_S) -> bool:
+    """Returns whether all ranks save a checkpoint at the same point; an exception or a signal may keep some from it.
+
+    Args:
+        position: see `all_ranks_ready`.
+        strategy: the strategy, whose timeout limits all waiting.
+        patience_s: how far apart ranks may be.
+    """
+    timeout_s = strategy.timeout.total_seconds()
+    return dist.is_initialized() and all_ranks_ready(position, min(patience_s, timeout_s), timeout_s)
 
 
 def states_of_modules(saved: Any, loaded: Collection[str]) -> Mapping[str, Any]:

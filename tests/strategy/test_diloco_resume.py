@@ -3,6 +3,7 @@
 import os
 import shutil
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commopt import CommOptDDP, CommOptDiLoCo
-from support.lightnings import Callback, LightningModule, ModelCheckpoint, Trainer, callbacks
-from support.ranks import run_ranks
+from lightning_commopt.sync.checkpoint import KEY
+from support.lightnings import Callback, LightningModule, ModelCheckpoint, OnExceptionCheckpoint, Trainer, callbacks
+from support.ranks import run_ranks, run_ranks_or_raise
 from support.strategy_models import BatchNormed, Params, assert_same, loader, numbers, trainer
 
 _OVERLAPPED = {
@@ -214,6 +216,60 @@ def test_other_circumstances_resume_from_the_global_weights(tmp_path: Path) -> N
         assert ("the outer momentum" in message) == (case == "plan")
     assert told["stock"] == []
     assert [first[case][1] for case in ("plan", "foreign", "missing", "stock")] == [0, 4, 6, 0]
+
+
+def _change_and_resume(folder: Path) -> tuple[Params, Params, list[str]]:
+    """Returns the weights that a fit starts with, those that the model was given before, and the warnings."""
+    model, start = _Steady(), _Start()
+    fit = trainer(CommOptDiLoCo(sync_every=2), max_steps=3, limit_val_batches=0)
+    fit.fit(model, loader(48))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    given = numbers(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit.save_checkpoint(folder / "given.ckpt")
+    _fit(folder, 4, folder / "given.ckpt", start, sync_every=2)
+    return start.weights, given, [str(x.message) for x in caught if "what each rank needs" in str(x.message)]
+
+
+def test_weights_that_a_model_is_given_after_a_fit_are_those_to_resume_from(tmp_path: Path) -> None:
+    """If it fails, a fit resumes from other weights than those in its checkpoint."""
+    ranks = run_ranks(_change_and_resume, tmp_path)
+    for start, given, _ in ranks:
+        assert_same(start, given)
+    assert "has the weights that the model was given after the fit" in ranks[0][2][0]
+
+
+class _Breaking(Callback):
+    """Raises between two batches on one rank, or on all."""
+
+    def __init__(self, rank: int | None) -> None:
+        self._rank = rank
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 3 and self._rank in (None, trainer.global_rank):
+            raise ArithmeticError("broken on purpose")
+
+
+def _break(folder: Path, rank: int | None) -> None:
+    trainer(
+        CommOptDiLoCo(sync_every=2, timeout=timedelta(seconds=3)),
+        limit_val_batches=0,
+        enable_checkpointing=True,
+        callbacks=[_Breaking(rank), OnExceptionCheckpoint(folder)],
+    ).fit(_Steady(), loader(48))
+
+
+@pytest.mark.parametrize("rank", [0, pytest.param(None, marks=pytest.mark.exhaustive)])
+def test_checkpoint_at_an_exception(rank: int | None, tmp_path: Path) -> None:
+    """If it fails, none is written, since the rank that has failed waits for the others, which wait for it."""
+    answers = run_ranks_or_raise(_break, tmp_path, rank, world_size=2, group_timeout_s=3, limit_s=60)
+    assert all(trace is not None for _, trace in answers)
+    saved = _read(tmp_path / "on_exception.ckpt")
+    assert saved["global_step"] == 3
+    assert (KEY in saved) == (rank is None)
 
 
 def _by_others(folder: Path) -> list[str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from lightning_commopt.compat.torch import foreach_copy_
+from lightning_commopt.compressors.base import as_real
 from lightning_commopt.sync.diloco.exchange import Exchange, GlobalWeights
 
 
@@ -30,6 +32,15 @@ class ShowsWeights:
     def shows_final(self) -> bool:
         """Whether the model has the weights of the end of a fit."""
         return self._final_weights is not None
+
+    def has_final(self, module: Module) -> bool:
+        """Returns whether a module has the parameters of the end of the fit; a validation may move buffers."""
+        parameters = {name: as_real(x.detach()) for name, x in module.named_parameters()}
+        values = {name: x for of in self._final_weights or () for name, x in of.fragment.by_name(of.weights).items()}
+        return all(
+            name in parameters and torch.equal(parameters[name].cpu(), value.to(parameters[name].dtype))
+            for name, value in values.items()
+        )
 
     def own_weights(self) -> list[list[Tensor]]:
         """Returns this worker's weights and buffers of each fragment, whatever the model shows."""
