@@ -18,7 +18,12 @@ from lightning_commopt.text.formatting import escape_controls
 
 _LAUNCHERS = ("torch.distributed.elastic.", "torch.distributed.launch", "torch.distributed.run")
 _TORCH = ("torch.", "lightning_commopt.", "contextlib", "functools")
-_DDP = "torch.nn.parallel.distributed"
+_WAITING = (
+    "torch.nn.parallel.distributed",  # C++ broadcasts buffers or the order of buckets; a forward is further in
+    "lightning_commopt.sync.diloco.under_way",  # an exchange of DiLoCo, whose collectives are in a thread of its own
+    "lightning_commopt.compressors.channel",
+)
+"""Modules that wait for a collective in functions without Python frames."""
 
 
 def end_process(reason: str) -> None:
@@ -46,12 +51,12 @@ def print_now(text: str) -> None:
 
 
 def is_in_collective(thread: int) -> bool:
-    """Returns whether a thread is in a function of torch's distributed package, or in a collective of DDP's forward.
+    """Returns whether a thread is in a function of torch's distributed package, or waits in one of `_WAITING`.
 
     User functions called from there do not count, nor does the launcher that has called the user's program.
     """
     modules = [*_own_modules(thread)]
-    if modules[:1] == [_DDP]:  # DDP's C++ broadcasts buffers or the order of buckets; the model's forward is further in
+    if modules and modules[0] in _WAITING:
         return True
     return any(module.startswith("torch.distributed.") and not module.startswith(_LAUNCHERS) for module in modules)
 

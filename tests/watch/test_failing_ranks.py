@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from lightning_commopt import CommOptDDP
+from lightning_commopt import CommOptDDP, CommOptDiLoCo
 from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs.process import is_alive
 from support.lightnings import Callback
 from support.marked_processes import Program
 from support.ranks import run_ranks, run_ranks_or_raise
-from support.strategy_models import BatchNormed, SelfFed, loader, trainer
+from support.strategy_models import BatchNormed, SelfFed, Tiny, loader, trainer
 from support.vanishing import Vanishing, check_that_both_end, prepare_rank
 
 _SCRIPT = str(Path(__file__).parent / "failing_script.py")
@@ -127,13 +127,15 @@ def test_what_a_rank_does_alone_is_not_cut_off(tmp_path: Path) -> None:
 class Saver(Callback):
     """Rank 0 raises, and then stays until the process of rank 1 has ended, as long as saving may take."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, at_batch: int = 1) -> None:
+        self.folder, self.at_batch = folder, at_batch
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # before ranks compare their weights
         if trainer.global_rank == 1:
             (self.folder / "pid").write_text(str(os.getpid()), encoding="ascii")
-        elif batch_idx == 1:
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 0 and batch_idx == self.at_batch:
             raise ArithmeticError("broken on purpose")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -152,6 +154,22 @@ def _raise_before_buffers(folder: Path) -> None:
 def test_rank_that_waits_for_buffers_of_one_that_has_raised_ends(tmp_path: Path) -> None:
     """If it fails, ranks of a model with BatchNorm wait half an hour for one that saves a checkpoint on an error."""
     run_ranks_or_raise(_raise_before_buffers, tmp_path, world_size=2, limit_s=_LIMIT_S)
+    assert (tmp_path / "is_alive=False").exists()
+
+
+def _raise_before_exchange(folder: Path, sync_every: int) -> None:
+    times.FIT_LOOK_S, times.STALLED_S, times.FIT_GRACE_S = 0.02, 0.05, 0.05
+    strategy = CommOptDiLoCo(sync_every=sync_every)
+    trainer(strategy, callbacks=[Saver(folder, at_batch=2)], max_epochs=1, limit_val_batches=0).fit(Tiny(), loader())
+
+
+@pytest.mark.parametrize(
+    "sync_every",
+    [pytest.param(3, id="in_a_step"), pytest.param(100, id="at_the_end_of_the_fit", marks=pytest.mark.exhaustive)],
+)
+def test_rank_that_waits_in_an_exchange_for_one_that_has_raised_ends(sync_every: int, tmp_path: Path) -> None:
+    """If it fails, ranks of DiLoCo wait half an hour for one that saves a checkpoint on an error."""
+    run_ranks_or_raise(_raise_before_exchange, tmp_path, sync_every, world_size=2, limit_s=_LIMIT_S)
     assert (tmp_path / "is_alive=False").exists()
 
 
