@@ -145,8 +145,8 @@ def _for_exchanges(costs: Costs, metrics: Mapping[str, float]) -> list[str]:
     step_s = metrics["step_s_p50"]
     num_steps = math.ceil(metrics["comm_s_max"] / step_s) if step_s > 0 else 1
     return [
-        f"overlap={num_steps} or more, with a sync_every= above it, lossy: that many of the steps in between take as long"
-        " as the longest exchange.",
+        f"overlap={num_steps} or more, with a sync_every= above it, lossy: that many of the steps in between take as"
+        " long as the longest exchange.",
         "A larger sync_every=, lossy: the share shrinks in proportion. fragments= sends less at once, and comm_hook="
         '"int4" less in all. Compare the loss at equal samples before you rely on any of these.',
     ]
