@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from rich import box
-from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderableType, RenderHook
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, Group, RenderableType, RenderHook
 from rich.measure import Measurement
 from rich.padding import Padding
 from rich.segment import Segment
@@ -101,7 +101,8 @@ class TextTable:
     """A table for `Console.print` that never breaks a word or a number, however narrow the console is.
 
     In a narrow console columns move closer, and then text wraps between words. If the longest words do not fit side by
-    side, it becomes a list: a line for each row's first cell, and below it the other cells after their headings.
+    side, it becomes a list: a line for each row's first cell, and below it the other cells after their headings. Spaces
+    before a first cell, which make it a part of the row above, are kept in both, also where the cell wraps.
 
     Args:
         headings: headings of the columns, which may have several lines.
@@ -153,7 +154,7 @@ class TextTable:
         for heading, width in zip(self._headings, widths, strict=True):
             table.add_column(Text(heading), justify="right" if heading in self._numbers else "left", width=width)
         for index, (cells, style) in enumerate(self._rows):
-            table.add_row(*cells, style=style, end_section=index in self._ends_of_sections)
+            table.add_row(*map(_indented, cells), style=style, end_section=index in self._ends_of_sections)
         return table
 
     def _widths(
@@ -162,7 +163,8 @@ class TextTable:
         """Returns the widths of columns, if text wraps at least those of the longest words; None if they do not fit."""
         unlimited = options.update(max_width=_ANY_WIDTH)
         columns = [
-            [Text(heading), *(cells[index] for cells, _ in self._rows)] for index, heading in enumerate(self._headings)
+            [Text(heading), *(_indented(cells[index]) for cells, _ in self._rows)]
+            for index, heading in enumerate(self._headings)
         ]
         measured = [[Measurement.get(console, unlimited, cell) for cell in column] for column in columns]
         full = [max(cell.maximum for cell in column) for column in measured]
@@ -185,18 +187,29 @@ class TextTable:
             yield Text(", ".join(filter(None, above)), style="italic")
         for cells, style in self._rows:
             first, *others = (Text(" ").join(cell.split("\n")) for cell in cells)
+            indent = 0 if is_number else _indent(first)
             name = f"{names[0]} {first.plain}" if is_number else first.plain.strip()
             rest = Text(", ").join(
                 Text.assemble(other, " " if other else "", cell)
                 for other, cell in zip(names[1:], others, strict=True)
                 if cell.plain.strip()
             )
-            if len(name) + 2 + len(rest) <= width:
-                yield Text.assemble((name, style or "bold"), ": " if rest else "", rest)
+            if indent + len(name) + 2 + len(rest) <= width:
+                lines: list[RenderableType] = [Text.assemble((name, style or "bold"), ": " if rest else "", rest)]
             else:
-                yield Text(name, style=style or "bold")
-                yield Padding(rest, _BELOW)
+                lines = [Text(name, style=style or "bold"), Padding(rest, _BELOW)]
+            yield Padding(Group(*lines), (0, 0, 0, indent)) if indent else Group(*lines)
         yield Text(self._caption, style="italic")
+
+
+def _indent(cell: Text) -> int:
+    return len(cell.plain) - len(cell.plain.lstrip(" "))
+
+
+def _indented(cell: Text) -> Padding | Text:
+    """Returns a cell that keeps the spaces before its first word when it wraps."""
+    indent = _indent(cell)
+    return Padding(cell[indent:], (0, 0, 0, indent)) if indent else cell
 
 
 def print_text(text: str | Text, console: Console, style: str = "") -> None:

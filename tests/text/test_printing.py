@@ -39,6 +39,26 @@ def test_a_table_becomes_a_list_where_it_does_not_fit() -> None:
     assert lines[:4] == ["title 7, name", "first name", "  value (ms) 12345678.25, what", "  it is several words with"]
 
 
+def test_a_part_of_the_row_above_is_indented_at_any_width() -> None:
+    """If it fails, a narrow terminal has two rows "waiting for others" at the end of a fit that look the same."""
+    parts = TextTable("name", "milliseconds", numbers=["milliseconds"], has_rules=False)
+    for cells in (("collectives", "4"), ("  waiting for others", "2.5"), ("    in a word", "3"), ("exposed", "1")):
+        parts.add_row(*cells)
+
+    def first_column(width: int) -> list[str]:
+        lines = printed(lambda console: console.print(parts), width).splitlines()
+        return [re.sub(r" +([\d.]+|milliseconds)? *$", "", line) for line in lines]
+
+    assert first_column(30) == ["name", "collectives", "  waiting for", "  others", "    in a word", "exposed"]
+    assert [line for line in first_column(20) if line and "milliseconds" not in line] == [
+        "name",
+        "collectives",
+        "  waiting for others",
+        "    in a word",
+        "exposed",
+    ]
+
+
 def test_no_line_ends_in_spaces(capsys: pytest.CaptureFixture[str]) -> None:
     """If it fails, whoever copies a line of a table gets a tail of spaces, or a space within a line is lost."""
     console = TextConsole()
