@@ -20,6 +20,7 @@ from lightning_commopt.callbacks.publisher import AllRanks, CollectiveWatch, Met
 from lightning_commopt.callbacks.run_description import describe_hook, describe_plan, describe_rank
 from lightning_commopt.callbacks.sharded_prediction import ShardedPredictionRecorder, recorder_for
 from lightning_commopt.compat.lightning import batches_that_stepped, count_samples
+from lightning_commopt.compat.spawned import notify_in_spawned_rank
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.link.from_steps import NUM_TIMES
 from lightning_commopt.measure.link.tracker import LinkTracker
@@ -30,6 +31,7 @@ from lightning_commopt.measure.verdict import Verdict
 from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.sync.ddp.observed import observe, stop_observing
+from lightning_commopt.text.formatting import count
 from lightning_commopt.text.terminal import TextConsole
 from lightning_commopt.text.validation import check_choice, check_integer, check_switch, info, warn
 from lightning_commopt.watch.own_errors import log_own_errors
@@ -130,6 +132,7 @@ class CommTimeMonitor(PhaseCallback):
             self._recorder = StepRecorder(clock_for(trainer.strategy.root_device))
             self._closing.callback(stop_observing, trainer.strategy, self._recorder)
             observe(trainer.strategy, self._recorder)
+            notify_in_spawned_rank(self, trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._closing.close()
@@ -184,7 +187,7 @@ class CommTimeMonitor(PhaseCallback):
         self._conclude(trainer, is_complete=True)
         if not self.summary and self._print_summary:
             info(
-                f"CommTimeMonitor has no summary: the fit had {self._totals.num_gathered} steps, and"
+                f"CommTimeMonitor has no summary: the fit had {count(self._totals.num_gathered, 'step')}, and"
                 f" num_warmup_steps={self._num_warmup_steps} leaves all of them out."
             )
         self._publisher.share(trainer, self.summary)

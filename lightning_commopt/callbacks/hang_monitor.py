@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.compat.sigterm import report_lost_broadcasts
+from lightning_commopt.compat.spawned import notify_in_spawned_rank
 from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.sync.ddp.buckets import bucket_names
@@ -97,6 +98,7 @@ class HangMonitor(PhaseCallback):
         except OSError as error:  # too many processes or descriptors
             warn(f"HangMonitor has no effect: its watcher cannot be started ({error}).", on_every_rank=True)
             return
+        notify_in_spawned_rank(self, trainer, pl_module)
         self._stage = kinds.first_of_stage(_STAGES[stage])
         self._step = trainer.global_step
         self._is_ending = self._has_waited = False

@@ -26,6 +26,7 @@ from lightning_commopt.callbacks.run_description import (
 )
 from lightning_commopt.callbacks.speed import SpeedMonitor
 from lightning_commopt.compat.lightning import Callback
+from lightning_commopt.compat.spawned import notify_in_spawned_rank
 from lightning_commopt.measure.runs.losses import LossCurve, LossPoint, read_losses, write_losses
 from lightning_commopt.measure.runs.machine import PeakMemory
 from lightning_commopt.measure.runs.record import (
@@ -103,6 +104,7 @@ class RunRecorder(Callback):
             return
         self._reset()
         self._is_running = True
+        notify_in_spawned_rank(self, trainer, pl_module)
         self._memory = PeakMemory(trainer.strategy.root_device)
         if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
             known = describe_run(trainer, pl_module)

@@ -97,11 +97,12 @@ class LoopEvents:
             self._undo.pop()()
 
 
-def wrap_method(owner: object, name: str, around: Callable[..., None]) -> Callable[[], None]:
+def wrap_method(owner: object, name: str, around: Callable[..., Any]) -> Callable[[], None]:
     """Makes one object call ``around(method, *args)`` instead of a method; returns a function that undoes it.
 
     A method may be wrapped several times, with the last wrapper outermost, and unwrapped in any order. Keyword
-    arguments are passed on. A function that other code has put in the method's place, before or after, stays there.
+    arguments are passed on, and what ``around`` returns is the result. A function that other code has put in the
+    method's place, before or after, stays there.
     """
     own = vars(owner).get(name)
     chain = own if isinstance(own, _Wrapped) else _Wrapped(getattr(owner, name), is_own=own is not None)
@@ -122,16 +123,16 @@ def wrap_method(owner: object, name: str, around: Callable[..., None]) -> Callab
 class _Wrapped:
     """A method with the functions that are called around it; ``is_own`` if the object has it, not only its class."""
 
-    def __init__(self, inner: Callable[..., None], *, is_own: bool) -> None:
+    def __init__(self, inner: Callable[..., Any], *, is_own: bool) -> None:
         self.inner = inner
         self.is_own = is_own
-        self.arounds: list[Callable[..., None]] = []
+        self.arounds: list[Callable[..., Any]] = []
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self.inner
         for around in self.arounds:
             call = partial(around, call)
-        call(*args, **kwargs)
+        return call(*args, **kwargs)
 
 
 def num_batches(trainer: Trainer) -> int | None:

@@ -192,7 +192,7 @@ def fail_record(
 
 def fail_rank(folder: Path, error: BaseException, *, rank: int, seconds: float) -> None:
     """Records that an error ended a rank, and so the run, if it has a record; never raises, as that would hide it."""
-    reason = f"{type(error).__name__}: {text_of(error)}"
+    reason = f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")  # Ctrl-C has no text
     with suppress(OSError):
         fail_record(folder, reason if rank == 0 else f"rank {rank}: {reason}", seconds=seconds)
 
