@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lightning_commopt.callbacks.phases import PhaseCallback
+from lightning_commopt.compat.hooks import handles_sigterm
 from lightning_commopt.compat.sigterm import report_lost_broadcasts
 from lightning_commopt.compat.spawned import notify_in_spawned_rank
 from lightning_commopt.plan import DiLoCoPlan
@@ -206,7 +207,10 @@ class HangMonitor(PhaseCallback):
                 f" ({type(error).__name__}: {error}). Lightning ignores that; collectives after it fail or hang.",
                 on_every_rank=True,
             )
-            self._watched.close(error)
+            if handles_sigterm(sys._getframe()):
+                self._watched.note_stop("SIGTERM")
+            # Marks of what follows, which others take no part in, would hide where the connection was lost.
+            self._stop_watching(error)
 
     def _stop_watching(self, exception: BaseException | None = None) -> None:
         self._closing.close()

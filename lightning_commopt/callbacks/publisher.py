@@ -27,6 +27,7 @@ from lightning_commopt.measure.runs.files import PREDICTION_FILE
 from lightning_commopt.sync.groups import BorrowedGroups, borrow_host_group
 from lightning_commopt.text.terminal import TextConsole, print_text
 from lightning_commopt.text.validation import info, warn
+from lightning_commopt.watch.hangs.flight_recorder import BACKGROUND_GROUP
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -158,7 +159,7 @@ def gathering_group(trainer: Trainer) -> BorrowedGroups | None:
         info("CommTimeMonitor: each rank logs its own times, as the others go on without one that fails (patience_s).")
         return None
     try:
-        return borrow_host_group()
+        return borrow_host_group(BACKGROUND_GROUP)
     except RuntimeError as error:
         warn(
             f"CommTimeMonitor: the ranks cannot connect over gloo ({error}), so each logs its own times."

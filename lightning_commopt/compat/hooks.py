@@ -82,6 +82,15 @@ def activity_of(frames: Sequence[tuple[str, str]]) -> Activity | None:
     return None
 
 
+def handles_sigterm(frame: FrameType | None) -> bool:
+    """Returns whether a thread is in Lightning's handler of SIGTERM, from its innermost frame."""
+    while frame is not None:
+        if frame.f_code.co_name == _SIGTERM_HANDLER and frame.f_code.co_filename.endswith(_SIGNAL_FILE):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def hook_owner(frame: FrameType | None) -> str | None:
     """Returns the class name of the innermost hook's owner, or of the logger, from a thread's innermost frame."""
     while frame is not None:

@@ -49,6 +49,7 @@ def borrow_groups(
     ranks_per_node: int | None = None,
     timeout: timedelta | None = None,
     backend: str | None = None,
+    description: str | None = None,
 ) -> BorrowedGroups:
     """Returns groups of the ranks of ``beside`` for one thread or stream of messages. All its ranks must call this.
 
@@ -60,9 +61,12 @@ def borrow_groups(
         ranks_per_node: if set, there are also groups within and across nodes of this number of consecutive ranks.
         timeout: limit of collectives; None for the backend's default.
         backend: name of the backend; None for the default group's.
+        description: what torch's Flight Recorder shows beside the name of the group of all ranks.
     """
     ranks = dist.get_process_group_ranks(beside)
-    pool = _pools.setdefault(default_group(), {}).setdefault((*ranks, ranks_per_node, timeout, backend), [])
+    pool = _pools.setdefault(default_group(), {}).setdefault(
+        (*ranks, ranks_per_node, timeout, backend, description), []
+    )
     free_on_ranks: list[set[int]] = [set()] * len(ranks)
     dist.all_gather_object(free_on_ranks, {number for number, x in enumerate(pool) if x.is_free}, group=beside)
     free_everywhere = set.intersection(*free_on_ranks)
@@ -71,20 +75,22 @@ def borrow_groups(
         groups.is_free = False
         return groups
     within, across = (None, None) if ranks_per_node is None else _node_groups(ranks, ranks_per_node, timeout, backend)
-    all_ranks = _new_group([ranks], timeout, backend)
+    all_ranks = _new_group([ranks], timeout, backend, description)
     groups = BorrowedGroups(all_ranks, within, across)
     pool.append(groups)
     _never_freed.append(groups)
     return groups
 
 
-def borrow_host_group() -> BorrowedGroups:
+def borrow_host_group(description: str | None = None) -> BorrowedGroups:
     """Returns a gloo group of all ranks for small messages of the host. All ranks must call it.
+
+    For ``description`` see `borrow_groups`.
 
     Raises:
         RuntimeError: the ranks cannot connect.
     """
-    return borrow_groups(default_group(), backend="gloo")
+    return borrow_groups(default_group(), backend="gloo", description=description)
 
 
 def shared_node_groups(
@@ -129,7 +135,9 @@ def _node_groups(
     return _new_group(nodes, timeout, backend), _new_group(across, timeout, backend)
 
 
-def _new_group(parts: list[list[int]], timeout: timedelta | None, backend: str | None) -> dist.ProcessGroup:
+def _new_group(
+    parts: list[list[int]], timeout: timedelta | None, backend: str | None, description: str | None = None
+) -> dist.ProcessGroup:
     """Makes groups of disjoint parts of the ranks, and returns the group of this rank."""
     # With local synchronization torch < 2.15 names a group by the number of groups that a rank is in, which user code
     # may have made unequal; without it, all ranks of the default group must make all groups.
@@ -137,7 +145,13 @@ def _new_group(parts: list[list[int]], timeout: timedelta | None, backend: str |
     group = None
     for ranks in parts:
         if are_all_here or dist.get_rank() in ranks:
-            new = dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=not are_all_here)
+            new = dist.new_group(
+                ranks,
+                timeout=timeout,
+                backend=backend,
+                use_local_synchronization=not are_all_here,
+                group_desc=description,
+            )
             if dist.get_rank() in ranks:
                 group = new
     assert isinstance(group, dist.ProcessGroup)

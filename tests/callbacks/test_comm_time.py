@@ -202,7 +202,7 @@ def test_one_process_has_no_communication(tmp_path: Path) -> None:
 
 
 def without_gloo() -> tuple[int, list[str]]:
-    def fail() -> None:
+    def fail(description: str) -> None:
         raise RuntimeError("connection refused")
 
     kept = MemoryLogger()

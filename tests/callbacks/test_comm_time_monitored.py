@@ -127,7 +127,7 @@ def test_after_the_fit_it_is_the_summary() -> None:
 
 
 def alone() -> tuple[dict[str, float], int]:
-    def fail() -> None:
+    def fail(description: str) -> None:
         raise RuntimeError("connection refused")
 
     publisher_module.borrow_host_group = fail  # type: ignore[assignment]

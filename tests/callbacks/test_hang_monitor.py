@@ -4,6 +4,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -242,7 +243,7 @@ def test_a_missing_monitor_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     trainer: Any = SimpleNamespace(training=False, validating=False, sanity_checking=False, world_size=2)
     trainer.log_dir, trainer.global_step = "logs", 0
-    trainer.strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    trainer.strategy = SimpleNamespace(root_device=torch.device("cpu"), launcher=None)
     module: Any = None
     monitor.setup(trainer, module, "validate")
     with pytest.warns(UserWarning, match="not all ranks' monitors have started within a minute"):
@@ -251,3 +252,15 @@ def test_a_missing_monitor_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -
         monitor.on_validation_epoch_end(trainer, module)
         monitor.on_validation_start(trainer, module)
     assert watched.num_waits == 1
+
+
+def test_nothing_is_marked_after_a_connection_was_lost() -> None:
+    """If it fails, a rank that Lightning lets go on without the others is reported in the phase after the loss."""
+    monitor = HangMonitor()
+    watched = monitor._watched = mock.Mock()
+    error = RuntimeError("Connection closed by peer")
+    with pytest.warns(UserWarning, match="broadcast of SIGTERM, before a batch of step 0, has failed"):
+        monitor._report_lost_broadcast(error)
+    monitor._enter("backward")
+    watched.close.assert_called_once_with(error)
+    watched.enter.assert_not_called()

@@ -3,15 +3,21 @@
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from lightning_commopt import CommPlan
-from lightning_commopt.callbacks.publisher import StepFiles
+from lightning_commopt.callbacks.publisher import AllRanks, StepFiles, gathering_group
+from lightning_commopt.compat.torch import flight_records
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.workload import Workload
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.link.link import Link
 from lightning_commopt.measure.record import Phase, StepRecord
 from lightning_commopt.measure.runs.files import PREDICTION_FILE
+from lightning_commopt.watch.hangs.flight_recorder import parse_collectives
+from support.ranks import run_ranks
+from support.strategy_models import trainer
 
 
 def test_a_prediction_that_cannot_be_written_is_warned_of_once(
@@ -39,3 +45,24 @@ def test_the_prediction_of_an_earlier_fit_ends_with_the_first_steps(tmp_path: Pa
     assert (tmp_path / PREDICTION_FILE).exists()
     files.save_steps([StepRecord(step=0, num_samples=1, phases=(Phase("backward", 0, 1),), buckets=())])
     assert (tmp_path / PREDICTION_FILE).exists() == is_kept
+
+
+def _gather() -> tuple[float, list[str]]:
+    all_ranks = AllRanks(gathering_group(trainer("ddp")), (1, 1))
+    all_ranks.send(torch.tensor([[1.0 + dist.get_rank()]]))
+    values = all_ranks.take(60)
+    assert values is not None
+    dist.all_reduce(torch.zeros(5))
+    try:
+        records = flight_records()
+    except RuntimeError:  # this torch has no Flight Recorder
+        records = {}
+    return float(values.sum()), [str(found.signature) for found in parse_collectives(records)[-2:]]
+
+
+def test_what_is_gathered_in_the_background_is_no_sign_of_where_a_rank_is() -> None:
+    """If it fails, HangMonitor takes the end of a window for a part of the order that collectives have."""
+    for total, signatures in run_ranks(_gather):
+        assert total == 1 + 2
+        assert not any(signature == "all_gather (1, 1)" for signature in signatures)
+        assert not signatures or signatures[-1] == "all_reduce (5,)"

@@ -202,15 +202,21 @@ def _departed(dead: RankSnapshot, snapshots: Sequence[RankSnapshot]) -> list[Ran
     """Returns the ranks that have called an unexpected collective when a rank died, as gloo aborts the others then.
 
     A rank in the same phase as the dead one has called what is new to both; what all others have called is not wrong.
+    Nor is what Lightning calls on SIGTERM, which a launcher sends to the others when a rank has died.
     """
     if dead.state != "died":
         return []
-    elsewhere = [rank for rank in snapshots if (rank.step, rank.phase) != (dead.step, dead.phase)]
-    departed = [rank for rank in elsewhere if find_departure(rank.parsed_collectives())]
+    elsewhere = [
+        rank
+        for rank in snapshots
+        if (rank.step, rank.phase) != (dead.step, dead.phase) and rank.stop_reason != "SIGTERM"
+    ]
     # Without a third rank to compare with, the order must be well established.
-    if len(snapshots) == 2:
-        return [rank for rank in departed if find_departure(rank.parsed_collectives(), min_context=_ESTABLISHED)]
-    return departed if len(departed) < len(snapshots) - 1 else []
+    min_context = _ESTABLISHED if len(snapshots) == 2 else 1
+    departed = [
+        rank for rank in elsewhere if find_departure(rank.parsed_collectives(), min_context=min_context, is_new=True)
+    ]
+    return departed if len(snapshots) == 2 or len(departed) < len(snapshots) - 1 else []
 
 
 def _left_training(snapshots: Sequence[RankSnapshot]) -> list[RankSnapshot]:

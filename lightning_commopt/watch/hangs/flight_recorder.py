@@ -12,6 +12,8 @@ from lightning_commopt.text.formatting import grouped
 _MAX_CONTEXT = 12
 """The most collectives whose order is compared with earlier ones. A judgement: enough to tell apart the places of a
 step in which the same collective occurs, and more would only cost time."""
+BACKGROUND_GROUP = "commopt background"
+"""Description of groups whose collectives nobody waits for; they say nothing about where a rank is."""
 
 
 class Signature(NamedTuple):
@@ -54,14 +56,19 @@ class Difference:
 
 
 def parse_collectives(dump: Any) -> list[Collective]:
-    """Returns the collectives in the Flight Recorder's JSON, the oldest first, without point-to-point messages."""
+    """Returns the collectives in the Flight Recorder's JSON, the oldest first.
+
+    Point-to-point messages are left out, and so is what `CommTimeMonitor` gathers in the background: its place among
+    the others, such as after every 50th step, would pass for an order that a rank has left.
+    """
     entries = dump.get("entries", []) if isinstance(dump, dict) else []
     collected = []
     for entry in entries:
-        if entry.get("is_p2p") or not entry.get("collective_seq_id"):
+        name, *description = entry.get("process_group") or ["?"]
+        if entry.get("is_p2p") or not entry.get("collective_seq_id") or BACKGROUND_GROUP in description:
             continue
         signature = Signature(
-            str((entry.get("process_group") or ["?"])[0]),
+            str(name),
             str(entry.get("profiling_name", "?")).rpartition(":")[2].lstrip("_"),
             tuple(tuple(size) for size in entry.get("input_sizes", ())),
             tuple(entry.get("input_dtypes", ())),
@@ -133,29 +140,41 @@ def _find_absent(by_rank: Mapping[int, Sequence[Collective]]) -> Difference | No
     return Difference(ranks, collective.number, called, is_certain or set(missing) != set(absent))
 
 
-def find_departure(collectives: Sequence[Collective], *, min_context: int = 1) -> Departure | None:
+def find_departure(
+    collectives: Sequence[Collective], *, min_context: int = 1, is_new: bool = False
+) -> Departure | None:
     """Returns how the current collective differs from what followed the same ones before; None if it does not.
 
     Args:
         collectives: what the rank has called, the oldest first. If all are done, the last one counts as current.
         min_context: number of preceding collectives that must have occurred before in the same order.
+        is_new: whether the current one must never have followed these, not only not the last time: what follows the
+            same ones at the end of an epoch is different from what follows them in its middle.
     """
     not_done = [place for place, collective in enumerate(collectives) if not collective.is_done]
     place = next(iter(not_done), len(collectives) - 1)
-    expected = _expected_after([collective.signature for collective in collectives[: max(place, 0)]], min_context)
-    if expected is None or _comparable(expected) == _comparable(collectives[place].signature):
+    history = [collective.signature for collective in collectives[: max(place, 0)]]
+    followers = _followers(history, min_context)
+    known = followers if is_new else followers[:1]
+    if not known or _comparable(collectives[place].signature) in map(_comparable, known):
         return None
-    return Departure(collectives[place].signature, expected)
+    return Departure(collectives[place].signature, followers[0])
 
 
-def _expected_after(history: Sequence[Signature], min_context: int = 1) -> Signature | None:
-    """Returns what followed an earlier occurrence of the end of a history, as long as possible."""
+def _expected_after(history: Sequence[Signature]) -> Signature | None:
+    """Returns what followed the last earlier occurrence of the end of a history, as long as possible."""
+    return next(iter(_followers(history)), None)
+
+
+def _followers(history: Sequence[Signature], min_context: int = 1) -> list[Signature]:
+    """Returns what followed earlier occurrences of the end of a history, as long as possible; the latest first."""
     keys = [_comparable(signature) for signature in history]
     for length in range(min(_MAX_CONTEXT, len(keys) - 1), min_context - 1, -1):
-        for start in range(len(keys) - length - 1, -1, -1):
-            if keys[start : start + length] == keys[-length:]:
-                return history[start + length]
-    return None
+        starts = range(len(keys) - length - 1, -1, -1)
+        followers = [history[start + length] for start in starts if keys[start : start + length] == keys[-length:]]
+        if followers:
+            return followers
+    return []
 
 
 def _at_fault(called: Mapping[int, Signature], expected: Signature | None) -> tuple[tuple[int, ...], bool]:

@@ -96,6 +96,21 @@ CASES: dict[str, list[RankSnapshot]] = {
         rank(0, state="died", ended_unix_s=1.0),
         syncing(1, state="failed", detail=LOST, ended_unix_s=2.0, collectives=recorded("gxgxgxgxx")),
     ],
+    "a dead rank, and a broadcast of the other in Lightning's handler of SIGTERM": [
+        rank(0, state="died", detail="was killed by SIGKILL", ended_unix_s=1.0),
+        syncing(
+            1,
+            state="failed",
+            detail=LOST,
+            ended_unix_s=2.0,
+            stop_reason="SIGTERM",
+            collectives=recorded("gxgxgxgxx"),
+        ),
+    ],
+    "a dead rank, and an epoch of the other that goes on after what has ended the last one": [
+        rank(0, state="died", detail="was killed by SIGKILL", ended_unix_s=1.0),
+        syncing(1, state="failed", detail=LOST, ended_unix_s=2.0, collectives=recorded("gxgxgxgxxgxgxg")),
+    ],
     "a dead rank, and regular records": [
         rank(0, state="died", ended_unix_s=1.0),
         syncing(1, state="failed", detail=LOST, ended_unix_s=2.0, collectives=recorded("gxgxgxgxgx")),

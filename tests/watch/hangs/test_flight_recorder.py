@@ -2,7 +2,13 @@
 
 import pytest
 
-from lightning_commopt.watch.hangs.flight_recorder import Collective, Signature, find_difference, parse_collectives
+from lightning_commopt.watch.hangs.flight_recorder import (
+    BACKGROUND_GROUP,
+    Collective,
+    Signature,
+    find_difference,
+    parse_collectives,
+)
 
 SYNC = ("0", "all_reduce", (180,))
 GATHER = ("0", "all_gather", (3,))
@@ -86,7 +92,8 @@ def test_parse_collectives() -> None:
         "state": "scheduled",
         "time_created_ns": 2_000_000_000,
     }
-    (found,) = parse_collectives({"entries": [entry, entry | {"is_p2p": True}]})
+    background = entry | {"process_group": ["4", BACKGROUND_GROUP]}
+    (found,) = parse_collectives({"entries": [entry, entry | {"is_p2p": True}, background]})
     assert found == Collective(Signature("0", "all_gather_base", ((3, 2),), ("Float",)), 7, False, 2.0)
     assert str(found.signature) == "all_gather_base (3, 2)"
     assert parse_collectives(None) == parse_collectives({}) == []

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_commopt
-from lightning_commopt.compat.hooks import activity_of
+from lightning_commopt.compat.hooks import activity_of, handles_sigterm
 from lightning_commopt.compat.torch import flight_records
 from lightning_commopt.measure.observer import APPLIED, DUE, END, START, BucketInfo
 from lightning_commopt.watch.hangs import marks as kinds
@@ -472,6 +472,15 @@ def own(function: str) -> tuple[str, str]:
 def test_the_hook_that_a_thread_is_in(frames: list[tuple[str, str]], activity: tuple[str, str, str] | None) -> None:
     """If it fails, another callback that takes long is reported as the dataloader."""
     assert activity_of(frames) == activity
+
+
+@pytest.mark.parametrize(("name", "is_handler"), [("_sigterm_notifier_fn", True), ("teardown", False)])
+def test_lightnings_handler_of_sigterm(name: str, is_handler: bool) -> None:
+    """If it fails, what Lightning calls on SIGTERM passes for a mistake of the program."""
+    namespace: dict[str, Any] = {}
+    code = f"def {name}(inner): return inner()"
+    exec(compile(code, "lightning/pytorch/trainer/connectors/signal_connector.py", "exec"), namespace)
+    assert namespace[name](lambda: handles_sigterm(sys._getframe())) == is_handler
 
 
 def test_a_gpu_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
