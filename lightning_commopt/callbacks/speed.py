@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.lightning import Callback, comm_hook_of, count_samples, is_lightnings_ddp
 from lightning_commopt.sync.ddp.buckets import gradient_bytes
+from lightning_commopt.text.validation import check_integer
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -74,11 +75,13 @@ class SpeedMonitor(StepClock, Callback):
         num_steps: timed optimizer steps; see `StepClock` for ``seconds``, ``steps_per_s`` and ``samples_per_s``.
         wire_bytes_per_step: payload that this rank handed to collectives for gradients; if the strategy does not count
             it, the size of the gradients if DDP all-reduces them unchanged, else None.
+
+    Raises:
+        ValueError: ``num_warmup_steps`` is no integer of at least 0.
     """
 
     def __init__(self, *, num_warmup_steps: int = 10) -> None:
-        if num_warmup_steps < 0:
-            raise ValueError(f"num_warmup_steps must be at least 0, got {num_warmup_steps!r}")
+        check_integer("num_warmup_steps", num_warmup_steps, at_least=0)
         self._num_warmup_steps = num_warmup_steps
         self._reset()
 

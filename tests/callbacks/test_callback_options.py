@@ -24,7 +24,7 @@ CALLS = [
     *one_by_one(NVTXRanges, colors=[{"forward": value} for value in (-1, 1 << 32, True, None)]),
     *one_by_one(OuterMomentum, sync_every=[0, 1.5], outer_lr=[0, "1"], outer_momentum=[1, -0.1], nesterov=[None]),
     *one_by_one(RunRecorder, val_loss=[3], val_accuracy=[""], ends_run=[1]),
-    *one_by_one(SpeedMonitor, num_warmup_steps=[-1]),
+    *one_by_one(SpeedMonitor, num_warmup_steps=[-1, "3", 1.5, None]),
 ]
 
 
