@@ -14,6 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightning_commopt.callbacks.fit_totals import FitTotals
+from lightning_commopt.callbacks.folders import check_dirpath, local_folder
 from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.callbacks.prediction import PredictionRecorder
 from lightning_commopt.callbacks.publisher import AllRanks, CollectiveWatch, MetricPublisher, StepFiles, gathering_group
@@ -100,7 +101,7 @@ class CommTimeMonitor(PhaseCallback):
         self._every_n_steps = every_n_steps
         self._num_warmup_steps = num_warmup_steps
         self._logs_all = log == "all"
-        self._dirpath = dirpath
+        self._dirpath = check_dirpath(dirpath)
         self._save_records = save_records
         self._fit_link_model = fit_link_model
         self._print_summary = print_summary
@@ -155,7 +156,7 @@ class CommTimeMonitor(PhaseCallback):
                 self._prediction = recorder_for(trainer, pl_module, self._num_warmup_steps)
                 self._closing.callback(self._prediction.close)
         # All ranks must access log_dir, which is broadcast.
-        folder = trainer.log_dir or trainer.default_root_dir if self._dirpath is None else self._dirpath
+        folder = self._dirpath or local_folder(trainer.log_dir or trainer.default_root_dir, self)
         has_trees = trainer.strategy.root_device.type == "cuda"
         # Exchanges of DiLoCo take the time of the slowest worker too, which a model of the link does not have.
         has_model = self._fit_link_model and not isinstance(plan_of(trainer.strategy), DiLoCoPlan)

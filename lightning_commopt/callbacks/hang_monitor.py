@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from lightning_commopt.callbacks.folders import check_dirpath, local_folder
 from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.compat.hooks import handles_sigterm
 from lightning_commopt.compat.sigterm import report_lost_broadcasts
@@ -66,7 +67,7 @@ class HangMonitor(PhaseCallback):
         check_choice("action", action, ("report", "abort"))
         self._after_s = float(after_s)
         self._action = action
-        self._dirpath = dirpath
+        self._dirpath = check_dirpath(dirpath)
         self._watched: WatchedRank | None = None
         self._closing = ExitStack()
         self._num_looks = 0
@@ -84,7 +85,7 @@ class HangMonitor(PhaseCallback):
         # Lightning's own strategies need it too: a rank that aborts while Python ends would end the job.
         let_gloo_finish_at_exit()
         # All ranks must access log_dir, which is broadcast.
-        folder = Path((trainer.log_dir or trainer.default_root_dir) if self._dirpath is None else self._dirpath)
+        folder = self._dirpath or local_folder(trainer.log_dir or trainer.default_root_dir, self)
         environment: Any = getattr(trainer.strategy, "cluster_environment", None)
         main_address = ("localhost", 0) if environment is None else (environment.main_address, environment.main_port)
         self._stop_watching()

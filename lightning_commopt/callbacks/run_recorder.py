@@ -16,6 +16,7 @@ from hydra.utils import get_original_cwd
 from torch import Tensor
 
 from lightning_commopt.callbacks.comm_time import CommTimeMonitor
+from lightning_commopt.callbacks.folders import check_dirpath, local_folder
 from lightning_commopt.callbacks.publisher import PREFIX
 from lightning_commopt.callbacks.run_description import (
     describe_run,
@@ -75,13 +76,13 @@ class RunRecorder(Callback):
             if name is not None and (not isinstance(name, str) or not name):
                 raise ValueError(f"{option} must be the name of a metric or None, got {name!r}")
         check_switch("ends_run", ends_run)
-        self._dirpath = dirpath
+        self._dirpath = check_dirpath(dirpath)
         self._settings = Settings()
         self._started_in = Path.cwd()
         if HydraConfig.initialized():  # false in ranks that are spawned later
             job = HydraConfig.get()
             self._started_in = Path(get_original_cwd())
-            self._dirpath = job.runtime.output_dir if dirpath is None else dirpath
+            self._dirpath = self._dirpath or Path(job.runtime.output_dir)
             if ends_run:
                 self._settings = hydra_settings(Path(job.runtime.output_dir))
         self._ends_run = ends_run
@@ -198,7 +199,7 @@ class RunRecorder(Callback):
             write_losses(folder, sorted(points, key=lambda point: (point.step, point.seconds)))
 
     def _folder(self, trainer: Trainer) -> Path:
-        return Path(trainer.default_root_dir if self._dirpath is None else self._dirpath)
+        return self._dirpath or local_folder(trainer.default_root_dir, self)
 
     def _training_s(self) -> float:
         return self._seconds + (0.0 if self._started is None else time.perf_counter() - self._started)

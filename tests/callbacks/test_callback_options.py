@@ -19,7 +19,7 @@ CALLS = [
     *one_by_one(CUDAProfilerWindow, start_step=[-1, [3, -2], "10", 1.5, [], [20, 10, 12]], num_steps=[0, True]),
     *one_by_one(CUDAProfilerWindow, ranks=[[-1], [], 0, "0"]),
     (CUDAProfilerWindow, {"start_step": [5, 5], "num_steps": 1}),
-    *one_by_one(HangMonitor, after_s=[0, float("nan"), "60"], action=["kill"]),
+    *one_by_one(HangMonitor, after_s=[0, float("nan"), "60"], action=["kill"], dirpath=["s3://bucket/runs", 5]),
     *one_by_one(NVTXRanges, colors=[{"foward": "red"}, {"forward": "reed"}, "red"], domain=["", None]),
     *one_by_one(NVTXRanges, colors=[{"forward": value} for value in (-1, 1 << 32, True, None)]),
     *one_by_one(OuterMomentum, sync_every=[0, 1.5], outer_lr=[0, "1"], outer_momentum=[1, -0.1], nesterov=[None]),

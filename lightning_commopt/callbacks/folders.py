@@ -1,0 +1,41 @@
+"""The folders that callbacks write to, which are local even if the logger's or the Trainer's is not."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from lightning_commopt.text.validation import warn_once
+
+
+def check_dirpath(dirpath: str | Path | None) -> Path | None:
+    """Returns the option ``dirpath`` of a callback as a path, with the user's home for "~"; None stays.
+
+    Raises:
+        ValueError: it is no path, or a URL.
+    """
+    if dirpath is None:
+        return None
+    if not isinstance(dirpath, (str, os.PathLike)) or _is_url(str(dirpath)):
+        raise ValueError(f"dirpath must be a local folder or None, got {dirpath!r}")
+    return Path(dirpath).expanduser()
+
+
+def local_folder(folder: str | Path, callback: object) -> Path:
+    """Returns the folder of a logger or a Trainer; the working directory, with a warning, if it is a URL of another.
+
+    Lightning writes to ``s3://bucket/runs`` by fsspec, where a path would be the folder ``s3:`` in the working
+    directory.
+    """
+    text = str(folder).removeprefix("file://")
+    if not _is_url(text):
+        return Path(text)
+    warn_once(
+        f"{type(callback).__name__} writes local files only, so they go to {Path.cwd()} and not to {text}; dirpath="
+        " names another folder."
+    )
+    return Path.cwd()
+
+
+def _is_url(text: str) -> bool:
+    return "://" in text
