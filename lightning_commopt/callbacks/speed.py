@@ -107,6 +107,12 @@ class SpeedMonitor(StepClock, Callback):
             self._wire_bytes_at_start = getattr(trainer.strategy, "wire_bytes", None)
             self.start_clock()
 
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
+        """Counts each gradient sync: a step has several with LBFGS, or where several optimizers take turns in it."""
+        if self.is_running and self._wire_bytes is not None and self._wire_bytes_at_start is None:
+            num_bytes = _gradient_bytes_of_ddp(trainer)
+            self._wire_bytes = None if num_bytes is None else self._wire_bytes + num_bytes
+
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -116,9 +122,6 @@ class SpeedMonitor(StepClock, Callback):
             self._num_warmed_up += has_stepped
             return
         self.count_batch(trainer, batch, has_stepped=has_stepped)
-        if has_stepped and self._wire_bytes is not None and self._wire_bytes_at_start is None:
-            num_bytes = _gradient_bytes_of_ddp(trainer)
-            self._wire_bytes = None if num_bytes is None else self._wire_bytes + num_bytes
 
     def _stop(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.is_running:
@@ -139,9 +142,11 @@ def _synchronize(module: LightningModule) -> None:
 
 
 def _gradient_bytes_of_ddp(trainer: Trainer) -> int | None:
-    """Returns the bytes that one gradient sync of Lightning's own DDP hands to collectives; None if unknown."""
+    """Returns the bytes that the next backward of Lightning's own DDP hands to collectives; None if unknown."""
     if trainer.world_size == 1:
         return 0
-    strategy = trainer.strategy
+    strategy, model = trainer.strategy, trainer.strategy.model
     is_plain = is_lightnings_ddp(strategy) and comm_hook_of(strategy) is None
-    return gradient_bytes(strategy.model) if is_plain and isinstance(strategy.model, DistributedDataParallel) else None
+    if not is_plain or not isinstance(model, DistributedDataParallel):
+        return None
+    return gradient_bytes(model) if model.require_backward_grad_sync else 0

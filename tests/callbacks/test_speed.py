@@ -27,6 +27,19 @@ class Ignoring(Line):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, names)
 
 
+class Twice(Line):
+    """Synchronizes gradients twice in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for _ in range(2):
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().step()
+
+
 class Opaque(Line):
     """Its batches show no size."""
 
@@ -81,7 +94,10 @@ def two_ranks(kind):
         "bf16": CommOptDDP(comm_hook="bf16"),
         "torch_hook": DDPStrategy(ddp_comm_hook=print),
     }
-    speed = fit(strategies[kind.removeprefix("ignoring_")], devices=2, model=Ignoring if "ignoring" in kind else Line)
+    prefix, _, strategy = kind.rpartition("_") if kind != "torch_hook" else ("", "", kind)
+    settings = {"accumulate_grad_batches": 2} if prefix == "accumulating" else {}
+    model = {"ignoring": Ignoring, "twice": Twice}.get(prefix, Line)
+    speed = fit(strategies[strategy], devices=2, model=model, **settings)
     return speed.num_steps, speed.wire_bytes_per_step
 
 
@@ -91,12 +107,14 @@ def two_ranks(kind):
         [
             *(("ddp", 4 * NUMEL), ("none", 4 * NUMEL), ("bf16", 2 * NUMEL)),
             *(("torch_hook", None), ("ignoring_ddp", 4 * NUMEL)),
+            *(("twice_ddp", 8 * NUMEL), ("accumulating_ddp", 4 * NUMEL)),
         ],
-        by_default=[("bf16", 2 * NUMEL), ("torch_hook", None)],
+        by_default=[("bf16", 2 * NUMEL), ("torch_hook", None), ("twice_ddp", 8 * NUMEL)],
     ),
 )
 def test_bytes_on_the_wire(kind, wire_bytes):
-    assert run_ranks(two_ranks, kind) == [(18, wire_bytes)] * 2
+    num_steps = 8 if kind == "accumulating_ddp" else 18
+    assert run_ranks(two_ranks, kind) == [(num_steps, wire_bytes)] * 2
 
 
 def test_batches_that_do_not_show_their_size():
