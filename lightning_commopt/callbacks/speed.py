@@ -88,6 +88,7 @@ class SpeedMonitor(StepClock, Callback):
     def _reset(self) -> None:
         StepClock.__init__(self)
         self._wire_bytes: float | None = 0
+        self._sync_bytes: int | None = None
         self._num_warmed_up = 0
         self._global_step = 0
         self._wire_bytes_at_start: int | None = None
@@ -100,6 +101,8 @@ class SpeedMonitor(StepClock, Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._reset()
         self._global_step = trainer.global_step
+        # Later, toggle_optimizer may hide parameters that are in DDP's buckets all the same.
+        self._sync_bytes = _sync_bytes_of_ddp(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self.is_running and self._num_warmed_up >= self._num_warmup_steps:
@@ -110,8 +113,9 @@ class SpeedMonitor(StepClock, Callback):
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Counts each gradient sync: a step has several with LBFGS, or where several optimizers take turns in it."""
         if self.is_running and self._wire_bytes is not None and self._wire_bytes_at_start is None:
-            num_bytes = _gradient_bytes_of_ddp(trainer)
-            self._wire_bytes = None if num_bytes is None else self._wire_bytes + num_bytes
+            num_bytes, model = self._sync_bytes, trainer.strategy.model
+            if getattr(model, "require_backward_grad_sync", True):
+                self._wire_bytes = None if num_bytes is None else self._wire_bytes + num_bytes
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -141,12 +145,12 @@ def _synchronize(module: LightningModule) -> None:
         torch.accelerator.synchronize(module.device)
 
 
-def _gradient_bytes_of_ddp(trainer: Trainer) -> int | None:
-    """Returns the bytes that the next backward of Lightning's own DDP hands to collectives; None if unknown."""
+def _sync_bytes_of_ddp(trainer: Trainer) -> int | None:
+    """Returns the bytes that one gradient sync of Lightning's own DDP hands to collectives; None if unknown."""
     if trainer.world_size == 1:
         return 0
     strategy, model = trainer.strategy, trainer.strategy.model
     is_plain = is_lightnings_ddp(strategy) and comm_hook_of(strategy) is None
     if not is_plain or not isinstance(model, DistributedDataParallel):
         return None
-    return gradient_bytes(model) if model.require_backward_grad_sync else 0
+    return gradient_bytes(model)

@@ -28,16 +28,18 @@ class Ignoring(Line):
 
 
 class Twice(Line):
-    """Synchronizes gradients twice in a step."""
+    """Synchronizes gradients twice in a step, with a parameter frozen the second time that is in DDP's buckets."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
-        for _ in range(2):
+        for is_trained in (True, False):
+            self.layer.bias.requires_grad_(is_trained)
             self.manual_backward(super().training_step(batch, batch_idx))
             self.optimizers().step()
+        self.layer.bias.requires_grad_(True)
 
 
 class Opaque(Line):
@@ -89,7 +91,7 @@ def test_every_step_after_the_warm_up_counts(settings, num_steps):
 
 def two_ranks(kind):
     strategies = {
-        "ddp": DDPStrategy(),
+        "ddp": DDPStrategy(find_unused_parameters=kind.startswith("twice")),
         "none": CommOptDDP(),
         "bf16": CommOptDDP(comm_hook="bf16"),
         "torch_hook": DDPStrategy(ddp_comm_hook=print),
