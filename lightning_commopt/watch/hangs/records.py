@@ -31,15 +31,15 @@ class Records:
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
-        self._folder = folder
+        self.folder = folder
         self._rank = rank
 
     def begin(self, world_size: int) -> None:
         """Removes the files of an earlier run; its report is kept as ``previous_report.json``."""
         with suppress(OSError):  # there is no report, or another rank was faster
-            (self._folder / _REPORT).replace(self._folder / _PREVIOUS_REPORT)
+            (self.folder / _REPORT).replace(self.folder / _PREVIOUS_REPORT)
         with suppress(OSError):
-            for path in self._folder.iterdir():
+            for path in self.folder.iterdir():
                 match = _RANK_FILE.fullmatch(path.name)
                 if match and (int(match[1]) == self._rank or int(match[1]) >= world_size):
                     path.unlink(missing_ok=True)
@@ -56,27 +56,33 @@ class Records:
     def discard(self) -> None:
         """Removes the rank's file, after a successful fit."""
         with suppress(OSError):  # other ranks' files are still in the folder
-            (self._folder / f"rank_{self._rank}.json").unlink(missing_ok=True)
-            self._folder.rmdir()
+            (self.folder / f"rank_{self._rank}.json").unlink(missing_ok=True)
+            self.folder.rmdir()
 
-    def report(self, diagnosis: Diagnosis, snapshots: Sequence[RankSnapshot], idle_s: float, ras: Any = None) -> Path:
-        """Writes the diagnosis, the snapshots of all ranks, and the answer of NCCL's RAS; returns the folder."""
+    def report(
+        self, diagnosis: Diagnosis, snapshots: Sequence[RankSnapshot], idle_s: float, ras: Any = None
+    ) -> OSError | None:
+        """Writes the diagnosis, the snapshots of all ranks, and the answer of NCCL's RAS; returns why it could not."""
         plain = asdict(diagnosis) | {
             "time_unix_s": time.time(),
             "idle_s": idle_s,
             "nccl_ras": ras,
             "snapshots": [snapshot.to_plain() for snapshot in sorted(snapshots, key=attrgetter("rank"))],
         }
-        self._write(_REPORT, plain)
-        return self._folder
+        return self._write(_REPORT, plain)
 
-    def _write(self, name: str, plain: dict[str, Any]) -> None:
-        path = self._folder / name
+    def _write(self, name: str, plain: dict[str, Any]) -> OSError | None:
+        path = self.folder / name
         partial = path.with_name(f".{name}.{os.getpid()}")
-        with suppress(OSError):
-            self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             partial.write_text(json.dumps(plain), encoding="utf-8")
             partial.replace(path)
+        except OSError as error:
+            with suppress(OSError):
+                partial.unlink()
+            return error
+        return None
 
 
 class TimedMark(NamedTuple):

@@ -165,13 +165,15 @@ class Watcher:
         is_first, self._is_reported = not self._is_reported, True
         self._own_report = diagnosis, snapshots
         self._records.keep(snapshots[0], self._own.marks)
-        path = self._records.report(diagnosis, snapshots, idle_s)
+        error = self._records.report(diagnosis, snapshots, idle_s)
         lines = [f"HangMonitor: {diagnosis.sentence}"]
         if diagnosis.kind != "interrupted":  # the user has interrupted it, and needs no hints
             verdict = f": {diagnosis.verdict}" if diagnosis.verdict else ""
             lines.append(f"  No progress for {idle_s:.0f} s{verdict}.")
             lines += [f"  Try: {hint}" for hint in diagnosis.hints]
-            lines.append(f"  Stacks and collectives of all ranks: {path} (commopt doctor {path} draws them)")
+            path = self._records.folder
+            where = f"{path} (commopt doctor {path} draws them)" if error is None else f"cannot be written ({error})"
+            lines.append(f"  Stacks and collectives of all ranks: {where}")
         _print(*(lines if is_first else lines[:1]))
         # NCCL's answer takes seconds, and cannot be had once the ranks have ended.
         if self._settings.has_gpu and is_first:

@@ -13,6 +13,7 @@ import pytest
 from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs import watcher as watching
+from lightning_commopt.watch.hangs.diagnosis import diagnose
 from lightning_commopt.watch.hangs.flight_recorder import Signature
 from lightning_commopt.watch.hangs.marks import BACKWARD, DATA, FORWARD, MarkWriter
 from lightning_commopt.watch.hangs.observation import Observation, WatcherSettings
@@ -152,6 +153,20 @@ def test_ranks_are_ended_once_one_waits(tmp_path: Path, monkeypatch: Any, capfd:
     printed = capfd.readouterr().err
     assert printed.count("HangMonitor: ranks 0, 1 are still in the dataloader") == 1
     assert printed.count("Ending all ranks, as action='abort' asks for.") == 1
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_a_report_that_cannot_be_written_names_no_folder(is_writable: bool, tmp_path: Path, capfd: Any) -> None:
+    """If it fails, whoever looks for the stacks finds nothing where they are said to be."""
+    if not is_writable:
+        (tmp_path / "hangs").touch()  # a file where the folder should be, which stops root too
+    other = Server("127.0.0.1", "key", lambda question: {})
+    watcher, _ = make_watcher(tmp_path, StuckRank(), other.port, action="report")
+    snapshots = [stuck(0), stuck(1, called="all_reduce")]
+    watcher._tell(diagnose(snapshots), snapshots, aborts=False)
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith("  Stacks and collectives of all ranks: ")
+    assert ("commopt doctor" in last, "cannot be written ([Errno" in last) == (is_writable, not is_writable)
 
 
 def failed_rank(phase: int, operations: list[tuple[str, bool]], raised_in: tuple[str, int, str]) -> RankSnapshot:
