@@ -157,6 +157,7 @@ class CommTimeMonitor(PhaseCallback):
                 self._closing.callback(self._prediction.close)
         # All ranks must access log_dir, which is broadcast.
         folder = self._dirpath or local_folder(trainer.log_dir or trainer.default_root_dir, self)
+        folder = folder.absolute()  # the program may change its working directory
         has_trees = trainer.strategy.root_device.type == "cuda"
         # Exchanges of DiLoCo take the time of the slowest worker too, which a model of the link does not have.
         has_model = self._fit_link_model and not isinstance(plan_of(trainer.strategy), DiLoCoPlan)

@@ -92,6 +92,7 @@ class RunRecorder(Callback):
         self._reset()
 
     def _reset(self) -> None:
+        self._fit_folder: Path | None = None  # where this fit is recorded, once it has begun
         self._curve = LossCurve()
         self._other_points: list[LossPoint] = []
         self._memory: PeakMemory | None = None
@@ -104,6 +105,7 @@ class RunRecorder(Callback):
         if stage != "fit":
             return
         self._reset()
+        self._fit_folder = self._folder(trainer).absolute()  # the program may change its working directory
         self._is_running = True
         notify_in_spawned_rank(self, trainer, pl_module)
         self._memory = PeakMemory(trainer.strategy.root_device)
@@ -199,7 +201,7 @@ class RunRecorder(Callback):
             write_losses(folder, sorted(points, key=lambda point: (point.step, point.seconds)))
 
     def _folder(self, trainer: Trainer) -> Path:
-        return self._dirpath or local_folder(trainer.default_root_dir, self)
+        return self._fit_folder or self._dirpath or local_folder(trainer.default_root_dir, self)
 
     def _training_s(self) -> float:
         return self._seconds + (0.0 if self._started is None else time.perf_counter() - self._started)
