@@ -158,9 +158,7 @@ def _without_sync(world_size: int, costs: Costs, operations: Sequence[Operation]
     The second result is whether steps are known to wait so little for collectives that nothing needs to be done.
     """
     sharded = [
-        operation
-        for operation in operations
-        if operation.phase in ("forward", "backward") and operation.num_bytes >= _SMALL_BYTES
+        operation for operation in operations if operation.phase in ("forward", "backward") and _is_of_model(operation)
     ]
     if not sharded:
         return f"No gradient sync was observed on {world_size} ranks, so its cost is unknown.", False
@@ -175,6 +173,12 @@ def _without_sync(world_size: int, costs: Costs, operations: Sequence[Operation]
     if not costs.is_worth(exposed_s):
         return f"{issued} in all, and they are hidden: {waits}. Without any: {costs.bound_text(exposed_s)}.", True
     return f"{issued} in all, and {waits}. If all of it were hidden: {costs.bound_text(exposed_s)}.", False
+
+
+def _is_of_model(operation: Operation) -> bool:
+    """Returns whether a collective carries gradients or parameters; our own say so, however small they are."""
+    names_them = any(word in operation.source for word in ("reduce-scatter", "all-gather"))
+    return names_them or operation.num_bytes >= _SMALL_BYTES
 
 
 def _waited_s(operations: Sequence[Operation]) -> float:
@@ -208,7 +212,7 @@ def _for_sharded(comm_hook: str, operations: Sequence[Operation]) -> list[str]:
                 f" {num_calls / num_backwards:.3g}; each rank then holds gradients as large as the model."
             )
         return recommendations
-    if any(operation.num_bytes >= _SMALL_BYTES for operation in operations):
+    if any(map(_is_of_model, operations)):
         return []
     return [
         'Trainer(strategy="commopt_ddp"), or Lightning\'s "ddp": their gradient sync can be observed. With other'

@@ -168,6 +168,18 @@ CASES: dict[str, Callable[[], Verdict]] = {
         [Operation("reduce_scatter", "backward", "uncompressed reduce-scatter", 2.0, 8e6, None)],
         **NO_COMMUNICATION,
     ),
+    "FSDP2 that is compressed, and waits for small messages of biases": lambda: judged(
+        "CommOptModelParallel",
+        2,
+        (),
+        [
+            Operation("all_gather", "forward", "", 2.0, 8e6, 0.1, exposed_s=0.01),
+            Operation("send", "backward", "uncompressed reduce-scatter", 2.0, 3e3, 0.2, exposed_s=0.2),
+            Operation("send", "backward", "int8 reduce-scatter", 2.0, 2e6, 0.1, exposed_s=0.1),
+            Operation("recv", "backward", "int8 reduce-scatter", 2.0, 2e6, 0.1, exposed_s=0.1),
+        ],
+        **NO_COMMUNICATION,
+    ),
     "FSDP2 reduce-scatters every accumulated batch": lambda: scattered("ModelParallelStrategy", 4.0),
     "FSDP2 with one batch in a step": lambda: scattered("ModelParallelStrategy", 1.0),
     "FSDP2 of ours with accumulated batches": lambda: scattered("CommOptModelParallel", 4.0),
