@@ -38,7 +38,7 @@ class Twice(Line):
         for is_trained in (True, False):
             self.layer.bias.requires_grad_(is_trained)
             self.manual_backward(super().training_step(batch, batch_idx))
-            self.optimizers().step()
+            self.optimizers().step()  # type: ignore[union-attr]
         self.layer.bias.requires_grad_(True)
 
 
