@@ -113,7 +113,10 @@ def test_a_run_of_fsdp2_elsewhere(sharded_dir: Path) -> None:
     assert "with 8 ranks, a link of 1gbit, 2 batches per step" in " ".join(output.split())
 
 
-@pytest.mark.parametrize(("hook", "message"), [("powersgd", "powersgd"), ("int9", "int9")])
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [("powersgd", "powersgd"), ("int9", "int9"), ("hierarchical", "--comm-hook: 'hierarchical' is not predicted")],
+)
 def test_mistakes_in_compressors_of_shards(sharded_dir: Path, hook: str, message: str) -> None:
     assert message in commopt("predict", sharded_dir, f"--comm-hook={hook}", status=2).output
 
@@ -151,6 +154,8 @@ def test_named_compressors_only(run_dir: Path) -> None:
         (["--link=fast"], "--link must be a number with kbit, mbit or gbit"),
         (["--link=unlimited"], "--link must be a rate such as 25gbit"),
         (["--comm-hook=int9"], "int9"),
+        (["--comm-hook=Hierarchical"], "--comm-hook: 'hierarchical' is not predicted"),
+        (["--comm-hook=by_size"], "'by_size' needs the option 'inner', 'min_numel', and only a name can be given here"),
         (["--ranks=0"], "--ranks"),
         (["--accumulate=0"], "--accumulate"),
     ],

@@ -15,7 +15,9 @@ from rich.text import Text
 
 from lightning_commopt.compressors import Compressor, ShardedCompressor, compressor_from_config
 from lightning_commopt.compressors.configs import sharded_from_config
-from lightning_commopt.compressors.registry import compressor_name
+from lightning_commopt.compressors.hierarchical import Hierarchical
+from lightning_commopt.compressors.registry import Entry, compressor_name, entry_named, shards_entry_named
+from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
 from lightning_commopt.cost.basis import Basis, basis_of_run, recommended_compressors
 from lightning_commopt.cost.candidates import best_of_each
 from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs
@@ -118,6 +120,8 @@ _Predicted = tuple[int, list[Candidate[Any]], list[Candidate[Any]]]
 def _in_buckets(run_dir: Path, where: Elsewhere, comm_hooks: Sequence[str] | None) -> _Predicted:
     """Predicts from a run of DDP."""
     with option_errors("--comm-hook: "):
+        for name in comm_hooks or ():
+            _check_can_be_named(entry_named(name))
         wanted = recommended_compressors() if comm_hooks is None else [compressor_from_config(x) for x in comm_hooks]
     basis = basis_of_run(run_dir)
     world = dataclasses.replace(basis, costs=dict(basis.costs) | missing_costs(basis, wanted))
@@ -135,6 +139,8 @@ def _sharded(run_dir: Path, where: Elsewhere, comm_hooks: Sequence[str] | None) 
     """Predicts from a run of FSDP2."""
     basis = ShardedBasis.load(run_dir / PREDICTION_FILE)
     with option_errors("--comm-hook: "):
+        for name in comm_hooks or ():
+            _check_can_be_named(shards_entry_named(name))
         wanted = predicted_shards() if comm_hooks is None else [sharded_from_config(name) for name in comm_hooks]
     basis = dataclasses.replace(basis, costs={**basis.costs, **_missing_shard_costs(basis, wanted)})
     for hook in wanted if comm_hooks is not None else ():
@@ -142,6 +148,19 @@ def _sharded(run_dir: Path, where: Elsewhere, comm_hooks: Sequence[str] | None) 
             raise ValueError(f"--comm-hook: the arithmetic of {compressor_name(hook)!r} is not known for this run")
     present = Candidate(basis.plan, basis.predict(basis.plan, where))
     return basis.workload.num_ranks, [present, *sharded_candidates(basis, wanted, where)], []
+
+
+def _check_can_be_named(entry: Entry | None) -> None:
+    """Raises a ValueError if a registered compressor is not predicted, or cannot be made from its name alone."""
+    if entry is None:
+        return
+    if issubclass(entry.cls, Hierarchical | ShardedHierarchical):
+        raise ValueError(
+            f"{entry.name!r} is not predicted: measure it, with CommTimeMonitor in a short fit"
+        )
+    if needed := [option for option, is_needed in entry.options.items() if is_needed]:
+        options = ", ".join(map(repr, needed))
+        raise ValueError(f"{entry.name!r} needs the option {options}, and only a name can be given here")
 
 
 def plan_text(plan: Plan) -> str:
