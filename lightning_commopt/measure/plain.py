@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import io
 import json
 import math
 import os
@@ -34,21 +35,34 @@ _type_hints = cache(get_type_hints)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON into a file so that a reader sees the old content or the new, never a part.
+    """Writes JSON into a file as `write_whole` does."""
+    write_whole(path, json.dumps(value, indent=2) + "\n")
 
-    A pipe or a device, such as ``/dev/stdout``, is written to as it is.
+
+def write_whole(path: Path, text: str, *, newline: str | None = None) -> None:
+    """Writes text into a file so that a reader sees the old content or the new, never a part.
+
+    A pipe or a device, such as ``/dev/stdout``, is written to as it is. Lone surrogates, which UTF-8 cannot encode,
+    become escapes.
+
+    Raises:
+        OSError: it cannot be written; the error names the file.
     """
-    text = json.dumps(value, indent=2) + "\n"
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
-        return
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    how: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "newline": newline}
     try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
-    except OSError:
-        with suppress(OSError):
-            unfinished.unlink()
+        if path.exists() and not path.is_file():
+            path.write_text(text, **how)
+            return
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            unfinished.write_text(text, **how)
+            unfinished.replace(path)
+        except OSError:
+            with suppress(OSError):
+                unfinished.unlink()
+            raise
+    except OSError as error:  # that of a full disk has no name, others that of the unfinished file
+        error.filename, error.filename2 = str(path), None
         raise
 
 
@@ -59,10 +73,11 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], first: Iterable[st
     in front of it, by which they show it as it is.
     """
     names = dict.fromkeys([*first, *(name for row in rows for name in row)])
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(map(_cell, names))
-        writer.writerows([_cell(row.get(name, "")) for name in names] for row in rows)
+    table = io.StringIO(newline="")
+    writer = csv.writer(table)
+    writer.writerow(map(_cell, names))
+    writer.writerows([_cell(row.get(name, "")) for name in names] for row in rows)
+    write_whole(path, table.getvalue(), newline="")
 
 
 def _cell(value: Any) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from lightning_commopt.measure.plain import write_whole
 from lightning_commopt.report.config_lines import config_forms
 from lightning_commopt.report.figures.decision import decision
 from lightning_commopt.report.figures.loss import loss_curves
@@ -55,8 +56,7 @@ def write_page(report: Report, path: Path) -> None:
         groups=groups,
         glance=glance(report.groups),
     )
-    # Names in records may have lone surrogates, which UTF-8 cannot encode.
-    path.write_text(page, encoding="utf-8", errors="backslashreplace")
+    write_whole(path, page)
 
 
 class GroupPage:

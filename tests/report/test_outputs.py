@@ -2,9 +2,12 @@ import csv
 import json
 import math
 import re
+import resource
+
+import pytest
 
 from lightning_commopt.report.build import build_report
-from lightning_commopt.report.outputs import to_plain, write_csv
+from lightning_commopt.report.outputs import to_plain, write_csv, write_files
 from support.known import known
 from support.sample_runs import save_rates, save_run
 from support.sample_tuning import INT8, SMALL, sample_tuning
@@ -79,3 +82,20 @@ def test_json_and_csv_have_the_search_of_each_repetition(tmp_path):
         ("int8; uncompressed", "; ".join(lost_steps)),
         ("", ""),
     ]
+
+
+def test_a_full_disk_leaves_the_earlier_report(report, tmp_path):
+    """If it fails, half a page replaces the earlier one, and nothing says which file could not be written."""
+    page, table = write_files(report, tmp_path)
+    before = page.read_bytes(), table.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match=re.escape(str(page))):
+            write_files(report, tmp_path)
+        with pytest.raises(OSError, match=re.escape(str(table))):
+            write_csv(report, table)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (page.read_bytes(), table.read_bytes()) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == [page.name, table.name][::-1]
