@@ -62,8 +62,7 @@ def write_whole(path: Path, text: str, *, newline: str | None = None) -> None:
                 unfinished.unlink()
             raise
     except OSError as error:  # that of a full disk has no name, others that of the unfinished file
-        error.filename, error.filename2 = str(path), None
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], first: Iterable[str] = ()) -> None:

@@ -91,9 +91,9 @@ def test_a_full_disk_leaves_the_earlier_report(report, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        with pytest.raises(OSError, match=re.escape(str(page))):
+        with pytest.raises(OSError, match=f"{re.escape(repr(str(page)))}$"):
             write_files(report, tmp_path)
-        with pytest.raises(OSError, match=re.escape(str(table))):
+        with pytest.raises(OSError, match=f"{re.escape(repr(str(table)))}$"):
             write_csv(report, table)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -155,9 +155,7 @@ def _check_can_be_named(entry: Entry | None) -> None:
     if entry is None:
         return
     if issubclass(entry.cls, Hierarchical | ShardedHierarchical):
-        raise ValueError(
-            f"{entry.name!r} is not predicted: measure it, with CommTimeMonitor in a short fit"
-        )
+        raise ValueError(f"{entry.name!r} is not predicted: measure it, with CommTimeMonitor in a short fit")
     if needed := [option for option, is_needed in entry.options.items() if is_needed]:
         options = ", ".join(map(repr, needed))
         raise ValueError(f"{entry.name!r} needs the option {options}, and only a name can be given here")
