@@ -141,11 +141,17 @@ def num_batches(trainer: Trainer) -> int | None:
     return None if math.isinf(number) else int(number)
 
 
-def most_batches_left(trainer: Trainer) -> float:
-    """Returns the largest number of batches before ``max_steps`` ends the fit; infinity if unknown."""
+def most_batches_of_epoch(trainer: Trainer) -> float:
+    """Returns the largest number of batches of the next epoch before ``max_steps`` ends the fit; infinity if unknown.
+
+    Where a resumed fit goes on within an epoch, the batches from before the checkpoint count.
+    """
     if trainer.max_steps == -1 or not trainer.lightning_module.automatic_optimization:
         return math.inf
-    return float((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+    loop = trainer.fit_loop
+    batches: Any = loop.epoch_loop.batch_progress
+    num_before = batches.current.ready if loop.restarting and not batches.is_last_batch else 0
+    return float(num_before + (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
 
 
 def num_begun(trainer: Trainer) -> int:

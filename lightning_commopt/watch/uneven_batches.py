@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from lightning_commopt.compat.loops import limit_batches, most_batches_left, num_batches, repeat_batches
+from lightning_commopt.compat.loops import limit_batches, most_batches_of_epoch, num_batches, repeat_batches
 from lightning_commopt.text.formatting import grouped, ranks_text
 from lightning_commopt.text.validation import warn_once
 
@@ -62,7 +62,7 @@ def make_even(trainer: Trainer, policy: str, rank: int, gather: Callable[[int], 
     own, smallest, largest = numbers[rank], min(numbers.values()), max(numbers.values())
     if smallest == largest:
         return own
-    if most_batches_left(trainer) <= smallest:
+    if most_batches_of_epoch(trainer) <= smallest:
         return None
     counts = f"Ranks have different numbers of training batches: {_numbers_text(numbers)}."
     if policy != "error" and smallest == 0:

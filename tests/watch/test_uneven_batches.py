@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_commopt import CommOptDDP
-from support.lightnings import Callback, CombinedLoader, Trainer
+from support.lightnings import Callback, CombinedLoader, ModelCheckpoint, Trainer
 from support.ranks import run_ranks, run_ranks_or_raise
 from support.strategy_models import FEATURES, Params, Tiny, assert_same, numbers, trainer
 
@@ -187,6 +188,25 @@ _GO_WELL: dict[str, tuple[Any, ...]] = {
 def test_even_ranks_train_undisturbed() -> None:
     """If it fails, training that works without us ends in an error, or waits for ever."""
     run_ranks(_fits_that_go_well, limit_s=LIMIT_S)
+
+
+def _resume_padded(folder: Path) -> list[int]:
+    """Trains 7 steps in epochs of 5 batches, and again from step 4 on; returns how many batches each has had."""
+    options: dict[str, Any] = {"max_steps": 7, "use_distributed_sampler": False, "enable_checkpointing": True}
+    trained = []
+    for ckpt_path in (None, folder / "step=4.ckpt"):
+        saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=4)
+        run = trainer(CommOptDDP(uneven_batches="pad"), callbacks=[counting := Counting(), saving], **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is padded, and Lightning's of loaders that begin anew
+            run.fit(Tiny(), _loader(Rows, 3, 5), ckpt_path=ckpt_path)
+        trained.append(len(counting.batches))
+    return trained
+
+
+def test_fit_that_is_resumed_shortly_before_its_end_stays_padded(tmp_path: Path) -> None:
+    """If it fails, the rank with fewer batches ends the epoch in which the fit is resumed, and the others wait."""
+    assert run_ranks(_resume_padded, tmp_path, limit_s=LIMIT_S, group_timeout_s=20) == [[7, 3]] * 2
 
 
 def _combined(mode: Any, *num_batches: tuple[int, int]) -> Any:
