@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_commopt.compat.fsdp import units_of
 from lightning_commopt.compat.lightning import Callback
 from lightning_commopt.plan import DiLoCoPlan, OptionError
 from lightning_commopt.strategy.base import plan_of
@@ -162,6 +163,8 @@ class OuterMomentum(Callback):
 
 
 def _trained(module: LightningModule) -> Iterator[tuple[str, Tensor]]:
+    for unit in units_of(module):
+        unit.reshard()  # a forward without a backward, as in a validation, leaves the parameters of the root gathered
     return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
 
 

@@ -190,6 +190,27 @@ def _fit_shards(folder: Path) -> tuple[Params, Params]:
     return fit(), fit(ckpt_path=folder / "sharded.ckpt")
 
 
+def _fit_after_validation() -> tuple[Params, Params]:
+    found = []
+    for num_steps in (0, 1):
+        model = Sharded()
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Lightning's own of few workers
+            strategy = CommOptModelParallel(2, 1, save_distributed_checkpoint=False)
+            callbacks = [OuterMomentum(**_OPTIONS)]
+            run = trainer(strategy, max_epochs=2, callbacks=callbacks, num_sanity_val_steps=num_steps)
+            run.fit(model, loader(40), loader(8))
+        found.append({name: x.full_tensor().numpy() for name, x in model.state_dict().items()})
+    return found[0], found[1]
+
+
+@takes_collectives
+def test_a_validation_before_the_first_batch_leaves_shards_as_they_are() -> None:
+    """If it fails, a fit with FSDP2 and Lightning's sanity check ends with an error in the first move."""
+    for without, with_check in run_ranks(_fit_after_validation):
+        _assert_equal(with_check, without)
+
+
 @takes_collectives
 def test_shards_move_as_whole_parameters_do(tmp_path: Path) -> None:
     """If it fails, FSDP2's ranks move other weights than DDP's, or do not resume exactly."""
