@@ -61,7 +61,7 @@ def write_whole(path: Path, text: str, *, newline: str | None = None) -> None:
             with suppress(OSError):
                 unfinished.unlink()
             raise
-    except OSError as error:  # that of a full disk has no name, others that of the unfinished file
+    except OSError as error:  # a full disk names no file, and other errors name the unfinished one
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
