@@ -137,6 +137,8 @@ class OuterMomentum(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of all ranks together, on CPU. All ranks must call it."""
         self._check_saving()
+        if self._resumed is not None:  # no batch has been trained since it was loaded
+            return self._resumed
         slow, momenta = ({name: _whole(x) for name, x in own.items()} for own in (self._slow, self._momenta))
         return {"num_steps": self._num_steps, "slow": slow, "momenta": momenta}
 

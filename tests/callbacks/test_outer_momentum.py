@@ -168,6 +168,22 @@ def test_it_resumes_bit_for_bit_within_a_round(tmp_path: Path) -> None:
     run_ranks(_save_and_resume, tmp_path, DDPStrategy)
 
 
+def test_a_checkpoint_of_a_resumed_fit_without_a_batch_keeps_the_momentum(tmp_path: Path) -> None:
+    """If it fails, a fit that is resumed when it has ended, saved again and prolonged begins a new momentum."""
+    saved = []
+    for path in (None, tmp_path / "first.ckpt"):
+        run = trainer("auto", max_epochs=2, callbacks=[OuterMomentum(**_OPTIONS)])
+        _run(run, Tiny(), 40, path)
+        run.save_checkpoint(tmp_path / "first.ckpt")
+        (state,) = (x for name, x in torch.load(tmp_path / "first.ckpt")["callbacks"].items() if "Outer" in name)
+        saved.append(state)
+    assert saved[0]["momenta"]
+    assert saved[1]["num_steps"] == saved[0]["num_steps"]
+    for key in ("slow", "momenta"):
+        assert saved[1][key].keys() == saved[0][key].keys()
+        assert all(torch.equal(x, saved[0][key][name]) for name, x in saved[1][key].items())
+
+
 def _fit_shards(folder: Path) -> tuple[Params, Params]:
     def strategy(is_distributed: bool = False) -> Any:
         return CommOptModelParallel(2, 1, save_distributed_checkpoint=is_distributed)
