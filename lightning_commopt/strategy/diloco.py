@@ -35,6 +35,7 @@ from lightning_commopt.strategy.diloco_workers import WorkerExchanges, keep_batc
 from lightning_commopt.strategy.fit_guards import FitGuards
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job
 from lightning_commopt.strategy.loss_scale import agree_on_loss_scale, loss_scale
+from lightning_commopt.sync.ddp.attach import kept_buffers
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.diloco.drift import DriftWatch
 from lightning_commopt.sync.diloco.equalize import equalize, tensors_of
@@ -169,7 +170,8 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
         keep_batch_norm_within(module, within)
         if within is not None:
             self._ddp_kwargs["process_group"] = within
-            super().configure_ddp()
+            with kept_buffers(module):  # a checkpoint has each rank's own
+                super().configure_ddp()
             self._inner.resume(module)
 
     def _register_ddp_hooks(self) -> None:
@@ -274,6 +276,9 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
         super().on_validation_end()
         if self._shows_for_validation and self.rounds is not None:
             self.rounds.show_own()
+            if isinstance(self.model, DistributedDataParallel):
+                # DDP has broadcast the global buffers, and would leave out the next broadcast, that of a node's own.
+                self.model.require_forward_param_sync = True
         self._shows_for_validation = False
 
     def _finish_if_last(self) -> None:

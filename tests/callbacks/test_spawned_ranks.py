@@ -68,15 +68,13 @@ def test_an_exception_in_a_forked_rank_is_known(tmp_path: Path) -> None:
     output = _output(_fit, tmp_path)
     record = RunRecord.load(tmp_path)
     assert (record.status, record.error) == ("failed", "ArithmeticError: broken on purpose"), output
-    assert "Time of a step, over" in output
+    assert "Time of a step, over" in output, output
     deadline = time.monotonic() + _LIMIT_S
     while not (tmp_path / "hangs" / "report.json").exists():
-        assert time.monotonic() < deadline, output
+        assert time.monotonic() < deadline, (output, [path.read_text() for path in (tmp_path / "hangs").glob("*")])
         time.sleep(0.1)
-    assert (
-        "rank 0 has failed in forward of step 3: ArithmeticError"
-        in read_hang_report(tmp_path / "hangs").diagnosis.sentence
-    )
+    sentence = read_hang_report(tmp_path / "hangs").diagnosis.sentence
+    assert "rank 0 has failed in forward of step 3: ArithmeticError" in sentence, output
 
 
 @pytest.mark.exhaustive

@@ -1,14 +1,18 @@
 """DiLoCo across nodes, with DDP within each."""
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_commopt import CommOptDiLoCo
+from support.lightnings import ModelCheckpoint
 from support.ranks import run_ranks
-from support.strategy_models import BatchNormed, Params, assert_same, loader, numbers, trainer
+from support.strategy_models import FEATURES, BatchNormed, Params, assert_same, loader, numbers, trainer
 
 
 class _Watched(BatchNormed):
@@ -24,15 +28,17 @@ class _Watched(BatchNormed):
 
 def _on_nodes(max_steps: int, **options: Any) -> list[Params]:
     """Trains on two ranks a node; returns the weights after each step, and the final ones."""
-    rank = dist.get_rank()
-    os.environ.update(LOCAL_RANK=str(rank % 2), NODE_RANK=str(rank // 2))
     model = _Watched()
-    num_nodes = dist.get_world_size() // 2
-    fit = trainer(
-        CommOptDiLoCo(**options), devices=2, num_nodes=num_nodes, max_steps=max_steps, max_epochs=9, limit_val_batches=0
-    )
+    fit = trainer(CommOptDiLoCo(**options), **_nodes(), max_steps=max_steps, max_epochs=9, limit_val_batches=0)
     fit.fit(model, loader(48))
     return [*model.steps, numbers(model)]
+
+
+def _nodes() -> dict[str, int]:
+    """Places two ranks on each node; returns what the trainer needs to know of it."""
+    rank = dist.get_rank()
+    os.environ.update(LOCAL_RANK=str(rank % 2), NODE_RANK=str(rank // 2))
+    return {"devices": 2, "num_nodes": dist.get_world_size() // 2}
 
 
 def _one_node() -> list[Params]:
@@ -84,3 +90,38 @@ def test_ranks_of_a_node_train_together_and_nodes_by_themselves() -> None:
         assert_same(of_ranks[0][-1], of_ranks[2][-1])
     together = [not _differ(a, b) for a, b in zip(ranks[0][0], ranks[2][0], strict=True)]
     assert together == [False, True, False, True, False, True]
+
+
+class _Placed(BatchNormed):
+    """Trains on a batch that follows from its place, as Lightning does not resume within a dataloader."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = torch.randn(4, FEATURES, generator=torch.Generator().manual_seed(10 * batch_idx + self.global_rank))
+        return super().training_step([x, x.sum(1, keepdim=True)], batch_idx)
+
+
+def _fit_and_resume(folder: Path) -> list[Params]:
+    """Validates before the last of five steps; returns the weights of the fit, resumed there, and from its end."""
+    fits = []
+    for checkpoint in (None, "step=4.ckpt", "end.ckpt"):
+        model = _Placed()
+        fit = trainer(
+            CommOptDiLoCo(sync_every=2, inner="ddp"),
+            **_nodes(),
+            max_epochs=1,
+            val_check_interval=4,
+            callbacks=[ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4)],
+            enable_checkpointing=True,
+        )
+        fit.fit(model, loader(80), loader(16), ckpt_path=checkpoint and str(folder / checkpoint))
+        if checkpoint is None:
+            fit.save_checkpoint(folder / "end.ckpt")
+        fits.append(numbers(model))
+    return fits
+
+
+def test_every_rank_of_a_node_resumes_with_its_own_buffers(tmp_path: Path) -> None:
+    """If it fails, a resumed fit ends with other running statistics, and is validated with them."""
+    for fit, *resumed in run_ranks(_fit_and_resume, tmp_path, world_size=4):
+        for params in resumed:
+            assert_same(params, fit)
