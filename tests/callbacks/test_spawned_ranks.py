@@ -17,7 +17,7 @@ from lightning_commopt.watch.hangs.records import read_hang_report
 from support.ranks import PROCESSES
 from support.strategy_models import Tiny, loader, trainer
 
-_LIMIT_S = 120
+_LIMIT_S = 300
 
 
 class Failing(Tiny):
