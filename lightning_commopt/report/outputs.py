@@ -61,14 +61,19 @@ def to_plain(report: Report) -> dict[str, Any]:
 def write_files(report: Report, output: Path, table: Path | None = None) -> tuple[Path, Path]:
     """Writes the page, and a CSV table for other programs; returns their paths.
 
-    ``output`` is a folder, which is made, or, with the suffix ``.html``, the page. Without a path the table is
-    ``report.csv`` beside the page, or has the page's name with ``.csv``.
+    ``output`` is a folder, which is made, or, with the suffix ``.html`` or ``.htm``, the page. Without a path the table
+    is ``report.csv`` beside the page, or has the page's name with ``.csv``.
+
+    Raises:
+        ValueError: ``output`` is a file with another suffix.
     """
     # Not at the top of the module, as a report on the terminal should not wait for jinja2.
     from lightning_commopt.report.page import write_page
 
-    if output.suffix == ".html":
+    if output.suffix.lower() in (".html", ".htm"):
         page, beside = output, output.with_suffix(".csv")
+    elif output.is_file():
+        raise ValueError(f"--output={output} is a file: name a folder, or a page with the suffix .html")
     else:
         page, beside = output / PAGE_FILE, output / TABLE_FILE
     table = beside if table is None else table

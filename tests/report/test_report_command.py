@@ -50,7 +50,12 @@ def test_a_second_report_reads_the_same_runs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("output", "page", "table"), [("new/folder", "report.html", "report.csv"), ("new/x.html", "x.html", "x.csv")]
+    ("output", "page", "table"),
+    [
+        ("new/folder", "report.html", "report.csv"),
+        ("new/x.html", "x.html", "x.csv"),
+        ("new/x.HTM", "x.HTM", "x.csv"),
+    ],
 )
 def test_output_is_a_folder_or_the_page(tmp_path, output, page, table):
     sweep = save_rates(tmp_path / "sweep", RATES)
@@ -59,6 +64,14 @@ def test_output_is_a_folder_or_the_page(tmp_path, output, page, table):
     assert (folder / page).is_file()
     assert (folder / table).is_file()
     assert not (sweep / "report.html").exists()
+
+
+def test_a_file_is_no_folder_for_the_page(tmp_path):
+    sweep = save_rates(tmp_path / "sweep", RATES)
+    (tmp_path / "notes.txt").write_text("mine")
+    result = _run(sweep, "--output", tmp_path / "notes.txt", status=2)
+    assert "notes.txt is a file: name a folder, or a page with the suffix .html" in result.stderr
+    assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
 def test_no_folder_is_made_for_a_slip(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -35,6 +36,8 @@ from lightning_commopt.watch.hangs.stacks import MAX_FRAMES, make_dumpable, own_
 from lightning_commopt.watch.hangs.transport import RankLink, find_own_ip, is_loopback
 from lightning_commopt.watch.hangs.watcher import SETTINGS_VARIABLE
 from lightning_commopt.watch.waiting import end_process
+
+_RAISED_ELSEWHERE = re.compile(r"Caught \w+ (in .+)\.")
 
 _NUM_EVENTS = 256
 """Events of buckets on the device that are kept: enough for the steps by which the host may be ahead of it."""
@@ -288,4 +291,6 @@ def _ending_of(exception: BaseException) -> tuple[str, str]:
 
 def _first_line(exception: BaseException) -> str:
     text = text_of(exception).strip().splitlines()
+    if raised := _RAISED_ELSEWHERE.fullmatch("".join(text[:1])):
+        return f"{text[-1]} {raised[1]}"  # torch adds the traceback of a dataloader's worker
     return f"{type(exception).__name__}: {text[0]}" if text else type(exception).__name__

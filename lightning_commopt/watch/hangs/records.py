@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from lightning_commopt.measure.plain import check_numbers, errors_naming, from_plain, read_object
+from lightning_commopt.measure.plain import check_numbers, errors_naming, from_plain, read_object, write_whole
 from lightning_commopt.watch.hangs.diagnosis import Diagnosis, diagnose
 from lightning_commopt.watch.hangs.marks import PHASE, PHASES, Mark
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
@@ -72,15 +71,10 @@ class Records:
         return self._write(_REPORT, plain)
 
     def _write(self, name: str, plain: dict[str, Any]) -> OSError | None:
-        path = self.folder / name
-        partial = path.with_name(f".{name}.{os.getpid()}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(plain), encoding="utf-8")
-            partial.replace(path)
+            write_whole(self.folder / name, json.dumps(plain))
         except OSError as error:
-            with suppress(OSError):
-                partial.unlink()
             return error
         return None
 
