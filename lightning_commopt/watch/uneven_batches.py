@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -62,30 +62,36 @@ def make_even(trainer: Trainer, policy: str, rank: int, gather: Callable[[int], 
     own, smallest, largest = numbers[rank], min(numbers.values()), max(numbers.values())
     if smallest == largest:
         return own
-    if most_batches_of_epoch(trainer) <= smallest:
+    ends_before = most_batches_of_epoch(trainer) <= smallest
+    if ends_before and policy == "error":
         return None
     counts = f"Ranks have different numbers of training batches: {_numbers_text(numbers)}."
-    if policy != "error" and smallest == 0:
-        raise UnevenBatchesError(f"{counts} uneven_batches={policy!r} cannot help a rank without batches. {_WHY}")
     if policy == "error":
         raise UnevenBatchesError(f"{counts} {_WHY} {_WHAT_TO_DO}")
-    if policy == "drop":
-        dropped = sum(numbers.values()) - smallest * len(numbers)
-        warn_once(
-            f"{counts} uneven_batches='drop': every epoch ends after {smallest} batches on all ranks, which"
-            f" drops {_count(dropped)} in total."
-        )
-        if own > smallest:
-            limit_batches(trainer, smallest)
-        return smallest
-    repeated = largest * len(numbers) - sum(numbers.values())
-    warn_once(
-        f"{counts} uneven_batches='pad': every epoch has {largest} batches on all ranks; those with fewer start over,"
-        f" and {repeated} batches count twice or more."
+    if smallest == 0:
+        raise UnevenBatchesError(f"{counts} uneven_batches={policy!r} cannot help a rank without batches. {_WHY}")
+    # Also where max_steps ends the fit before, as a share of the number says when to validate.
+    number = smallest if policy == "drop" else largest
+    if own > number:
+        limit_batches(trainer, number)
+    elif own < number:
+        repeat_batches(trainer, number)
+    if ends_before:
+        return None
+    warn_once(f"{counts} uneven_batches={policy!r}: {_consequence(numbers.values(), number)}")
+    return number
+
+
+def _consequence(numbers: Collection[int], number: int) -> str:
+    """Returns what it means that epochs have ``number`` batches on all ranks, which have other ``numbers``."""
+    if number == min(numbers):
+        dropped = sum(numbers) - number * len(numbers)
+        return f"every epoch ends after {number} batches on all ranks, which drops {_count(dropped)} in total."
+    repeated = number * len(numbers) - sum(numbers)
+    return (
+        f"every epoch has {number} batches on all ranks; those with fewer start over, and {repeated} batches count"
+        " twice or more."
     )
-    if own < largest:
-        repeat_batches(trainer, largest)
-    return largest
 
 
 def different_ends_message(numbers: Mapping[int, int], epoch: int) -> str:

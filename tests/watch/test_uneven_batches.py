@@ -137,6 +137,13 @@ def _drop_and_pad() -> None:
     assert_same(padded[1], cycled[1])
     assert padded[2:] == cycled[2:] == ([2, 4, 7, 9], [10] + [5] * 10)
 
+    # No batch is dropped or repeated before the end, so there is no warning; yet all ranks validate together.
+    for policy, val_steps in (("drop", [1, 2]), ("pad", [2])):
+        ended = _fit(
+            *(Rows, (3, 5), {"uneven_batches": policy}), max_steps=2, val_check_interval=0.5, limit_val_batches=1
+        )
+        assert ended[2] == val_steps
+
 
 def test_drop_ends_epochs_early_and_pad_repeats_batches() -> None:
     """If it fails, training is not what the warning says."""
