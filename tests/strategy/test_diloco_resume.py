@@ -282,13 +282,16 @@ def _by_others(folder: Path) -> list[str]:
         fit = trainer(CommOptDDP(comm_hook="bf16"), max_steps=7, max_epochs=99, limit_val_batches=0)
         fit.fit(model, loader(48), ckpt_path=saved)
         fit.save_checkpoint(folder / "ddp.ckpt")
+        of_lightning = trainer("ddp", max_steps=5, max_epochs=99, limit_val_batches=0)
+        of_lightning.fit(_Steady(), loader(48))
+        of_lightning.save_checkpoint(folder / "of_lightning.ckpt")
     told += [str(x.message) for x in caught if "cannot be used" in str(x.message)]
-    return [*told, *_resumed(folder / "ddp.ckpt")[2]]
+    return [*told, *_resumed(folder / "ddp.ckpt")[2], *_resumed(folder / "of_lightning.ckpt")[2]]
 
 
 @pytest.mark.exhaustive
 def test_strategies_load_the_checkpoints_of_others(tmp_path: Path) -> None:
-    """If it fails, a user cannot go from DDP to DiLoCo, or back, without errors that name no reason."""
+    """If it fails, a user cannot go from DDP to DiLoCo, or back, without errors, or is warned of losing nothing."""
     run_ranks(_saved, tmp_path)
     told, _ = run_ranks(_by_others, tmp_path)
     assert "as it is CommOptDiLoCo's, whose ranks have files of their own; it starts from zero" in told[0]
