@@ -44,6 +44,7 @@ class SavesRanks(LivingCollectives):
     _saves_comm_state: bool
     _saved = files.Saved()
     _ended_rounds: Rounds | None = None
+    _has_ended = False  # whether the last fit has, without an exception
 
     @property
     def sync_observers(self) -> Observers:
@@ -56,7 +57,7 @@ class SavesRanks(LivingCollectives):
 
     def _begin_rounds(self, exchange: Exchange) -> None:
         assert self.lightning_module is not None
-        self._ended_rounds = None
+        self._ended_rounds, self._has_ended = None, False
         saved, self._saved = self._saved, files.Saved()
         self.rounds = Rounds(self._plan, self.lightning_module, exchange, saved.trained, self.sync_observers)
         saved.restore(self.rounds)
@@ -78,6 +79,7 @@ class SavesRanks(LivingCollectives):
 
     def _keep_ended(self, rounds: Rounds) -> None:
         """Keeps the rounds of a fit that has ended for checkpoints that are saved after it."""
+        self._has_ended = rounds.shows_final
         if self._saves_comm_state and rounds.shows_final:
             rounds.to_host()
             self._inner.keep_state()
@@ -99,6 +101,9 @@ class SavesRanks(LivingCollectives):
                 self._save_ranks(rounds, checkpoint, filepath, storage_options)
             else:
                 warn(f"A checkpoint {reason}, but not what each rank needs.")
+        if self._has_ended and self.rounds is None and "current_model_state" in checkpoint:
+            # WeightAveraging still has this worker's average, and the model the mean of all.
+            checkpoint["state_dict"] = checkpoint["current_model_state"]
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
     def _reason_against_ranks(self, rounds: Rounds) -> str | None:

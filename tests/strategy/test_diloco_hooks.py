@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_commopt import CommOptDiLoCo
 from support.diloco_fits import MEANS, fit
 from support.lightnings import Callback, LightningModule, ModelCheckpoint, Trainer
 from support.ranks import run_ranks
-from support.strategy_models import Gan, Params, Tiny, assert_same, numbers
+from support.strategy_models import Gan, Params, Tiny, assert_same, loader, numbers, trainer
 
 
 class _Doubling(Callback):
@@ -188,6 +190,32 @@ def test_a_fit_resumes_with_what_each_rank_has_moved_or_averaged(tmp_path: Path)
     for fits in run_ranks(_resume, tmp_path):
         for uninterrupted, resumed in fits:
             assert_same(resumed, uninterrupted)
+
+
+def _resume_at_end(folder: Path) -> dict[str, tuple[Params, Params]]:
+    path, model = folder / "ended.ckpt", Tiny()
+    run = trainer(CommOptDiLoCo(sync_every=4), callbacks=[_Averaging()], limit_val_batches=0)
+    run.fit(model, loader())
+    run.save_checkpoint(path)
+    dist.barrier()
+    ended, saved = numbers(model), torch.load(path, weights_only=True)["state_dict"]
+    options: dict[str, Any] = {"sync_every": 4, "ckpt_path": path}
+    return {
+        "saved": ({name: x.double().numpy() for name, x in saved.items()}, ended),
+        "resumed": (fit(Tiny(), _Averaging(), **options), ended),
+        "without the callback": (fit(Tiny(), **options), ended),
+        "longer": (
+            fit(Tiny(), _Averaging(), **options, max_epochs=3),
+            fit(Tiny(), _Averaging(), sync_every=4, max_epochs=3),
+        ),
+    }
+
+
+def test_a_checkpoint_of_an_ended_fit_has_the_mean_of_the_averages(tmp_path: Path) -> None:
+    """If it fails, the checkpoint has the average of rank 0, or a fit that resumes at its end the plain weights."""
+    for rank in run_ranks(_resume_at_end, tmp_path):
+        for of, (got, expected) in rank.items():
+            assert_same(got, expected, of=of)
 
 
 class _Computing(Tiny):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ def common_part(rounds: Rounds, identity: str, world_size: int) -> dict[str, Any
         "changed": sorted(rounds.changed),
         "fragments": [_fragment_to_plain(of, keeps_weights=rounds.shows_final) for of in rounds.fragments],
         "under_way": [_under_way_to_plain(under_way) for under_way in rounds.under_way],
+        "set_at_end": None if rounds.set_at_end is None else [_weights_to_plain(of) for of in rounds.set_at_end],
     }
 
 
@@ -94,6 +95,10 @@ def _fragment_to_plain(of: GlobalWeights, *, keeps_weights: bool) -> dict[str, A
         "values_of_floats": of.floats,
         "values_of_integers": of.integers,
     }
+
+
+def _weights_to_plain(of: GlobalWeights) -> dict[str, Any]:
+    return {"weights": of.weights, "floats": of.floats, "integers": of.integers}
 
 
 def _under_way_to_plain(under_way: UnderWay) -> dict[str, Any]:
@@ -169,6 +174,9 @@ class Saved:
             of.momentum, of.floats, of.integers = (
                 saved[key] for key in ("momentum", "values_of_floats", "values_of_integers")
             )
+        if (saved_at_end := self.common.get("set_at_end")) is not None:
+            pairs = zip(rounds.fragments, saved_at_end, strict=True)
+            rounds.set_at_end = [replace(of, **saved, momentum=None, state={}, carried=None) for of, saved in pairs]
         under_way = [_under_way_from_plain(saved) for saved in self.common["under_way"]]
         if self.own is not None:
             self._restore_own(rounds, self.own)

@@ -104,6 +104,7 @@ class Rounds(ShowsWeights):
     def expect_changes(self) -> None:
         """Is told that training goes on, also by other optimizers than the one whose steps count."""
         self.changed.update(range(len(self.fragments)))
+        self.set_at_end = None
         self.left_out.note_training()
 
     def step(
@@ -214,8 +215,9 @@ class Rounds(ShowsWeights):
                 of.take(arrived)
             if finished.joined is not None:
                 self._join(finished.joined)
-        self._final_weights = final
-        self._show(final)
+        # A fit that was resumed at its end trains nothing, and does not call the callback that has set them.
+        self._final_weights = final if self.set_at_end is None else self.set_at_end
+        self._show(self._final_weights)
 
     def _was_changed_by_hooks(self) -> bool:
         """Returns whether hooks have changed weights of fragments that were not trained since their last exchange.
@@ -239,6 +241,7 @@ class Rounds(ShowsWeights):
                 local.num_joins = self._num_joins
                 of.take(self.exchange.run(of, local, Report(1.0), self._exchanges_before(), _MEAN))
             self._show(final)
+            self.set_at_end = final
 
     def _introduce(self) -> None:
         """Tells the exchange of the fragments, and of what has arrived before a fit was resumed."""

@@ -16,10 +16,13 @@ class ShowsWeights:
 
     Attributes:
         fragments: the global weights.
+        set_at_end: the weights that a callback has given the model at the end of a fit, also of the one that this fit
+            was resumed from, until it trains; None without such a callback.
     """
 
     exchange: Exchange
     fragments: list[GlobalWeights]
+    set_at_end: list[GlobalWeights] | None = None
     _own: list[list[Tensor]] | None = None  # this worker's weights while the model has others
     _final_weights: list[GlobalWeights] | None = None
 
