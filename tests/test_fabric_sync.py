@@ -231,3 +231,37 @@ def _accumulate() -> list[int]:
 def test_a_static_graph_that_is_recorded_accumulates_without_sync() -> None:
     """If it fails, the first accumulated batch is synchronized though an earlier backward has recorded the graph."""
     assert run_ranks(_accumulate) == [[0, 0], [0, 0]]
+
+
+class _Branching(nn.Module):
+    """Uses one of its layers only if told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, *, uses_both: bool) -> torch.Tensor:
+        return self.always(x) + self.sometimes(x) if uses_both else self.always(x)
+
+
+def _accumulate_over_a_change(changes: bool) -> list[float]:
+    strategy = CommOptDDP(find_unused_parameters=True)
+    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy)
+    fabric.launch()
+    model = fabric.setup_module(_Branching())
+    x = torch.full((2, 4), 1.0 + fabric.global_rank)
+    with fabric.no_backward_sync(model):
+        fabric.backward(model(x, uses_both=True).sum())
+    if changes:
+        strategy.apply_plan(CommPlan(find_unused_parameters=True, bucket_cap_mb=100))
+    fabric.backward(model(x, uses_both=False).sum())
+    gradients = [x.grad for x in model.parameters() if x.grad is not None]
+    return torch.cat([gradient.flatten() for gradient in gradients]).tolist()
+
+
+def test_gradients_that_were_accumulated_before_a_change_are_averaged() -> None:
+    """If it fails, DDP leaves those alone, different on all ranks, that the last backward does not use."""
+    expected = run_ranks(_accumulate_over_a_change, False)
+    assert run_ranks(_accumulate_over_a_change, True) == expected
+    assert expected[0] == expected[1]

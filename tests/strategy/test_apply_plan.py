@@ -18,7 +18,7 @@ from support.cross_section import sampled
 from support.lightnings import Callback, DDPStrategy, LightningModule, Trainer
 from support.own_compressors import Averages
 from support.ranks import run_ranks_or_raise
-from support.strategy_models import FEATURES, Manual, Params, Tiny, assert_same, loader, numbers, trainer
+from support.strategy_models import FEATURES, Manual, Params, Tiny, Unused, assert_same, loader, numbers, trainer
 from support.warm_ranks import run_ranks
 
 _LOSSLESS: dict[str, dict[str, Any]] = {
@@ -99,6 +99,31 @@ def test_plan_changes_under_manual_optimization() -> None:
     """If it fails, a static graph that begins in the middle of a fit never synchronizes its first gradients."""
     changed, uninterrupted = run_ranks(_fit_manual)[0]
     assert_same(changed, uninterrupted)
+
+
+class _Alternate(Callback):
+    """Changes the plan after every batch."""
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        cap_mb = 0.001 if trainer.fit_loop.epoch_loop.total_batch_idx % 2 else 100
+        assert isinstance(trainer.strategy, CommOptDDP)
+        trainer.strategy.apply_plan(CommPlan(find_unused_parameters=True, bucket_cap_mb=cap_mb))
+
+
+def _fit_unused() -> tuple[Params, Params]:
+    fits = []
+    for strategy, callbacks in ((CommOptDDP, [_Alternate()]), (DDPStrategy, [])):
+        module = Unused(now_and_then=True)
+        fit = trainer(strategy(find_unused_parameters=True), callbacks=callbacks, accumulate_grad_batches=3)
+        fit.fit(module, loader(56))  # of the last two batches of three, the first uses a layer that the second does not
+        fits.append(numbers(module))
+    return fits[0], fits[1]
+
+
+def test_a_plan_changes_after_the_only_batch_that_uses_a_layer() -> None:
+    """If it fails, DDP does not average what was accumulated before, and ranks train different weights."""
+    for changed, uninterrupted in run_ranks(_fit_unused):
+        assert_same(changed, uninterrupted, rtol=1e-6)
 
 
 class Linear(LightningModule):

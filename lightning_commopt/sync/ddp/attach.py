@@ -183,6 +183,17 @@ def unwrap(model: DistributedDataParallel) -> Module:
     return module
 
 
+def note_accumulated(module: Module) -> None:
+    """Tells a new wrapper of a module which gradients were accumulated before, without changing them.
+
+    With ``find_unused_parameters`` DDP leaves gradients alone, different on all ranks, that none has added to since the
+    last gradient sync. It learns of them from a hook of autograd, which adding zeros calls.
+    """
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.grad is not None:
+            torch.autograd.backward(parameter, torch.zeros_like(parameter.grad))
+
+
 class ResidualAdder:
     """Adds residuals to the next gradients of their parameters, once. Residuals of frozen parameters are dropped.
 

@@ -22,6 +22,7 @@ from lightning_commopt.sync.ddp.attach import (
     Trainable,
     attach_bucket_hook,
     kept_buffers,
+    note_accumulated,
     place_compressor,
     unwrap,
 )
@@ -64,6 +65,7 @@ class GradientSync:
         self.trainable: Trainable | None = None
         self._residual_adder: ResidualAdder | None = None
         self._is_graph_recorded = False
+        self._accumulates = False
         self._gradient_bytes = 0
         self._earlier_bytes = 0
         self._restored: AnyState | None = None
@@ -135,6 +137,10 @@ class GradientSync:
             return False
         return trainable.some_unfrozen() or (trainable.some_frozen() and not self.plan.find_unused_parameters)
 
+    def note_accumulation(self) -> None:
+        """Notes that a backward only accumulates gradients, which a later one synchronizes."""
+        self._accumulates = True
+
     def end_backward(self, *, ends_static_graph: bool) -> None:
         """Counts a backward, if it was synchronized.
 
@@ -143,8 +149,12 @@ class GradientSync:
                 neither DDP nor Lightning does.
         """
         model = self.model
-        if model is None or not model.require_backward_grad_sync:
+        if model is None:
             return
+        if not model.require_backward_grad_sync:
+            self.note_accumulation()
+            return
+        self._accumulates = False
         if model.static_graph and not self._is_graph_recorded:
             self._is_graph_recorded = True
             if ends_static_graph:
@@ -190,6 +200,8 @@ class GradientSync:
         with kept_buffers(module), in_turns:  # wrapping overwrites buffers by rank 0's
             _synchronize(device)  # Lightning wraps on a stream that does not wait for the last step
             wrap(module)
+            if self._accumulates and self.plan.find_unused_parameters:
+                note_accumulated(module)
             _synchronize(device)
             if own_hooks is not None and self.model is not None:
                 self.note_set_up()  # wrapping has registered the strategy's own hooks again

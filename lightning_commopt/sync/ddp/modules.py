@@ -61,7 +61,10 @@ class SyncedModule:
 
     def _after_forward(self, model: DistributedDataParallel, args: object, kwargs: object, outputs: object) -> None:
         self.forward((args, kwargs))
-        if not torch.is_grad_enabled() or not model.require_backward_grad_sync:
+        if not torch.is_grad_enabled():
+            return
+        if not model.require_backward_grad_sync:
+            self.sync.note_accumulation()
             return
         self.is_running = False
         wrapping = self._wrapping
