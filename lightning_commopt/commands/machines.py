@@ -90,13 +90,15 @@ def tune(
     """Runs COMMAND with plan="auto" in place of DDP, prints the plan that it finds, and writes it to a file.
 
     The script stays as it is: a Trainer of it that would use DDP, or CommOptDDP, gets CommOptDDP(plan="auto"). Exit
-    status 1 if no fit has looked for a plan; the status of COMMAND if it fails.
+    status 1 if no fit has looked for a plan; the status of COMMAND if it fails, which leaves an earlier file unless a
+    plan was found before.
     """
     from lightning_commopt.commands.tune.inject import run_tuned
 
     with errors_in_a_line():
         status, verdict = run_tuned(command, lossy=lossy or (), output=output, ends_fit=not whole_fit)
-    if status:
+    if status and verdict is None:
+        echo(f"commopt: COMMAND ended with status {status}, and no plan was found: {output} is not written", err=True)
         raise typer.Exit(status)
     if verdict is None:
         echo("commopt: no fit of COMMAND has looked for a plan: it needs a Trainer with DDP on several ranks", err=True)
@@ -104,6 +106,9 @@ def tune(
     echo(verdict)
     if not json_text.loads(output.read_text(encoding="utf-8")):
         echo(f"The plan is DDP's own defaults, so {output} sets no options.")
-        return
-    echo(f"{output}: CommOptDDP(plan={str(output)!r}) trains with this plan.")
-    echo(f"With Hydra: strategy.plan={output}. With LightningCLI: --trainer.strategy.plan={output}.")
+    else:
+        echo(f"{output}: CommOptDDP(plan={str(output)!r}) trains with this plan.")
+        echo(f"With Hydra: strategy.plan={output}. With LightningCLI: --trainer.strategy.plan={output}.")
+    if status:
+        echo(f"commopt: COMMAND ended with status {status}, after this plan was found", err=True)
+        raise typer.Exit(status)

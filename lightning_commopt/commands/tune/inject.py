@@ -15,8 +15,8 @@ def run_tuned(command: Sequence[str], *, lossy: Sequence[str], output: Path, end
     """Runs a command, which starts Python programs in whatever way, to its end.
 
     Returns:
-        The status of the command; and the verdict in words, None if no fit has looked for a plan. The plan is in
-        ``output``.
+        The status of the command; and the verdict in words, with the plan in ``output``. It is None, and ``output`` is
+        untouched, if no fit has looked for a plan, or if the command fails before any fit has decided on one.
 
     Raises:
         ValueError: a name in ``lossy`` is unknown, or ``output`` cannot be written.
@@ -29,10 +29,22 @@ def run_tuned(command: Sequence[str], *, lossy: Sequence[str], output: Path, end
     TuneOptions.of("auto", list(lossy), {})
     check_outputs(output)
     with tempfile.TemporaryDirectory(prefix="commopt-tune-") as folder:
-        verdict = Path(folder) / "verdict.txt"
-        asked = {"lossy": list(lossy), "output": str(output.absolute()), "verdict": str(verdict), "ends_fit": ends_fit}
+        verdict, undecided = Path(folder) / "verdict.txt", Path(folder) / "undecided.json"
+        asked = {
+            "lossy": list(lossy),
+            "output": str(output.absolute()),
+            "undecided": str(undecided),
+            "verdict": str(verdict),
+            "ends_fit": ends_fit,
+        }
         status, _ = run_changed(command, f"{__name__}:{tune_trainer.__name__}", asked)
-        return status, verdict.read_text(encoding="utf-8") if verdict.is_file() else None
+        if not verdict.is_file():
+            return status, None
+        if undecided.is_file():
+            if status:
+                return status, None
+            output.write_bytes(undecided.read_bytes())
+        return status, verdict.read_text(encoding="utf-8")
 
 
 def tune_trainer(package: str, arguments: dict[str, Any], asked: Mapping[str, Any]) -> None:

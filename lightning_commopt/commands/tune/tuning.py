@@ -18,7 +18,8 @@ _UNDECIDED = ("measuring", "too short", "searching")
 class Tuning(FitPlan):
     """Looks for a plan whatever that costs, and writes it to a file; ``asked`` is what `inject.run_tuned` asks for.
 
-    Of several fits the last that has decided something counts.
+    Of several fits the last that has decided something counts. If none has, the plan is written to a file of the
+    command's own: it would replace a plan that an earlier command has found, even if this one is interrupted.
     """
 
     _tells_verdict = False  # the command prints it
@@ -40,8 +41,10 @@ class Tuning(FitPlan):
         description = self.describe()
         if not description:
             return
-        verdict = Path(self._asked["verdict"])
+        verdict, undecided = Path(self._asked["verdict"]), Path(self._asked["undecided"])
         has_decided = description["num_search_steps"] > 0 or description["status"] not in _UNDECIDED
         if has_decided or not verdict.exists():
-            self._strategy.plan.save(self._asked["output"])
+            self._strategy.plan.save(self._asked["output"] if has_decided else undecided)
+            if has_decided:
+                undecided.unlink(missing_ok=True)
             verdict.write_text(description["verdict"], encoding="utf-8")

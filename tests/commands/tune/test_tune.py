@@ -39,6 +39,8 @@ class Model(LightningModule):
         self.layers = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
 
     def training_step(self, batch, batch_idx):
+        if batch_idx == 3 and "fails_in_the_fit" in sys.argv:
+            raise SystemExit(3)
         return self.layers(batch[0]).square().mean()
 
     def configure_optimizers(self):
@@ -48,10 +50,12 @@ class Model(LightningModule):
 strategies = {"name": "ddp", "object": DDPStrategy(gradient_as_bucket_view=True)}
 strategy = strategies[sys.argv[1]]
 quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-length = {"max_epochs": 20} if sys.argv[2] == "2" else {"max_steps": 2}  # one rank has nothing to find
+is_long = sys.argv[2] == "2" and "short" not in sys.argv  # one rank has nothing to find
+length = {"max_epochs": 20} if is_long else {"max_steps": 2}
 trainer = Trainer(accelerator="cpu", devices=int(sys.argv[2]), strategy=strategy, **length, **quiet)
 trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(4000, 8)), batch_size=4))
 print("steps", trainer.global_step, type(trainer.strategy).__name__)
+sys.exit(4 if "fails_after_the_fit" in sys.argv else 0)
 """
 
 
@@ -91,11 +95,41 @@ def _fit_as_tuned(variable: dict[str, Any]) -> str:
 def test_a_trainer_gets_a_plan_that_is_searched_for(tmp_path: Path) -> None:
     """If it fails, Trainers of a tuned program train without a search, to the end, or without the plan at the end."""
     plan, verdict = tmp_path / "plan.json", tmp_path / "verdict.txt"
-    asked = {"lossy": [], "output": str(plan), "verdict": str(verdict), "ends_fit": True}
+    files = {"output": str(plan), "verdict": str(verdict), "undecided": str(tmp_path / "undecided.json")}
+    asked = {"lossy": [], **files, "ends_fit": True}
     variable = {"change": "lightning_commopt.commands.tune.inject:tune_trainer", "asked": asked}
     assert run_ranks(_fit_as_tuned, {**variable, "note": str(tmp_path / "made")}) == ["CommOptDDP"] * 2
     assert CommPlan.load(plan) == _SMALL
     assert "Chosen after" in verdict.read_text()
+    assert not (tmp_path / "undecided.json").exists()
+
+
+@pytest.mark.exhaustive
+def test_a_command_that_fails_before_a_plan_is_found_leaves_an_earlier_plan(tmp_path: Path) -> None:
+    """If it fails, Ctrl-C or an error in the script replaces a plan that took minutes by DDP's defaults."""
+    _SMALL.save(tmp_path / "plan.json")
+    ran = _tune(tmp_path, "name", "2", "fails_in_the_fit")
+    assert ran.returncode != 0
+    assert CommPlan.load(tmp_path / "plan.json") == _SMALL
+    assert ran.stderr.endswith("and no plan was found: plan.json is not written\n")
+
+
+@pytest.mark.exhaustive
+def test_a_command_that_fails_after_a_plan_is_found_keeps_it(tmp_path: Path) -> None:
+    """If it fails, a script that expects a whole fit hides the plan that its fit was ended for."""
+    ran = _tune(tmp_path, "name", "2", "fails_after_the_fit")
+    assert ran.returncode == 4
+    assert "plan.json" in ran.stdout
+    CommPlan.load(tmp_path / "plan.json")
+    assert "commopt: COMMAND ended with status 4, after this plan was found" in ran.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_fit_too_short_to_decide_keeps_the_plan_of_the_script(tmp_path: Path) -> None:
+    ran = _tune(tmp_path, "object", "2", "short")
+    assert ran.returncode == 0, ran.stderr
+    assert CommPlan.load(tmp_path / "plan.json") == CommPlan(gradient_as_bucket_view=True)
+    assert "ended before its steps were measured" in ran.stdout
 
 
 @pytest.mark.exhaustive
