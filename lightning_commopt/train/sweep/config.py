@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,6 +31,9 @@ from lightning_commopt.strategy.model_parallel import CommOptModelParallelStrate
 from lightning_commopt.text.validation import check_integer
 from lightning_commopt.train.sweep import resolvers
 from lightning_commopt.tune.options import AUTO, TuneOptions, plan_from_option
+
+_DEVICES = re.compile(r"\s*(-?\d+|(\d+\s*,\s*)+(\d+\s*)?)\s*")
+"""A text that Lightning takes for a number of devices, or for a list of GPUs."""
 
 
 class ConfigError(CompactHydraException):
@@ -92,6 +96,10 @@ def _check_devices(config: DictConfig) -> None:
     # Of GPUs, -1 are all; numbers of GPUs and "auto" are for Lightning to check.
     if isinstance(devices, int) and devices < 1 and (devices != -1 or config.trainer.accelerator == "cpu"):
         raise ConfigError(f"ranks, or trainer.devices, must be at least 1, got {devices}")
+    if isinstance(devices, str) and devices != "auto" and not _DEVICES.fullmatch(devices):
+        raise ConfigError(
+            f"ranks, or trainer.devices, must be a number, 'auto', or numbers of GPUs such as '0,2', got {devices!r}"
+        )
     if isinstance(num_nodes, int) and num_nodes < 1:
         raise ConfigError(f"trainer.num_nodes must be at least 1, got {num_nodes}")
     name = str(config.strategy.get("_target_", "")).rpartition(".")[2]

@@ -32,12 +32,17 @@ REFUSED = [
     *("link=1gbit trainer.num_nodes=-1", "repeat=2", "ranks=0", "ranks=-1", "trainer.num_nodes=0"),
     # A run that is all warm-up would end without the rate that it was made for.
     *("trainer.max_steps=10", "trainer.max_steps=1 callbacks.speed.num_warmup_steps=1"),
-    *("num_warmup_steps=-1", "num_warmup_steps=2.5"),
+    *("num_warmup_steps=-1", "num_warmup_steps=2.5", "trainer.devices=two", "ranks='0,x'"),
 ]
 
 
 def test_a_value_that_cannot_be_run_is_refused(golden: Callable[[str, str], None]) -> None:
     golden("refused_values", refusals(one_by_one(checked, overrides=REFUSED), ConfigError))
+
+
+@pytest.mark.parametrize("devices", ["auto", "'2'", "'-1'", "'0,1'", "'0,'", "[0,1]"])
+def test_the_devices_that_a_trainer_takes_are_not(devices):
+    check_config(composed(f"trainer.devices={devices}", "trainer.accelerator=gpu"))
 
 
 @pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK"])
