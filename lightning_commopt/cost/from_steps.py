@@ -92,12 +92,17 @@ def link_of_steps(
             times may include waiting for other ranks.
 
     Raises:
-        ValueError: fewer than three buckets of one size were on the wire.
+        ValueError: fewer than three buckets of one size were on the wire, or none at all whatever the number of steps.
     """
     compressor = None if cost is None else cost.compressor
     idle = link_of_probe(probe, num_ranks, has_trees=has_trees) if probe else None
     hop_s = None if idle is None else idle.hop_s
     fit = fit_link(sent or sent_steps(ranks, num_ranks), num_ranks, hop_s=hop_s, has_trees=has_trees)
+    if fit is None and not any(bucket.wire_bytes for steps in ranks for step in steps for bucket in step.buckets):
+        raise ValueError(
+            "its comm hook put nothing on the wire, as 'hierarchical' does within one node, so its steps do not show"
+            " the link: train with another comm_hook"
+        )
     if fit is None:
         raise ValueError(f"no bucket of its steps was on the wire {MIN_TIMES} times on all ranks: train for more steps")
     if idle is not None and compressor is not None and compressor.claims.is_lossy:

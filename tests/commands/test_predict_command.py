@@ -44,6 +44,14 @@ def test_a_table_of_plans(run_dir: Path) -> None:
     assert "Assumes: gradients are taken to become ready evenly" in output
 
 
+def test_a_run_that_put_nothing_on_the_wire_is_not_told_to_train_for_longer(tmp_path: Path) -> None:
+    """If it fails, a user of ``hierarchical`` on one node repeats a run that can never be predicted from."""
+    write_run(tmp_path / "run", SampleRun(num_buckets=4, wire_bytes=0))
+    message = refusal("predict", tmp_path / "run")
+    assert "its comm hook put nothing on the wire, as 'hierarchical' does within one node" in message
+    assert "more steps" not in message
+
+
 @pytest.mark.parametrize("name", ["run.json", "prediction.json"])
 def test_a_run_imports_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, whoever sends a run decides what code its reader runs; a user can still name the compressor."""
