@@ -219,4 +219,5 @@ def _read(hint: Any, value: Any, name: str) -> Any:
         is_number = hint in (int, float)
         if isinstance(value, (int, float) if hint is float else hint) and not (is_number and isinstance(value, bool)):
             return value
-    raise ValueError(f"{name} is {str(value)[:80]!r}, which is not {getattr(hint, '__name__', hint)}")
+    allowed = f"one of {', '.join(map(repr, inner))}" if origin is Literal else getattr(hint, "__name__", hint)
+    raise ValueError(f"{name} is {str(value)[:80]!r}, which is not {allowed}")

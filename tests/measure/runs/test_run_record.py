@@ -81,6 +81,12 @@ def test_what_no_run_has_written_is_refused(tmp_path, name, value):
         RunRecord.load(tmp_path)
 
 
+def test_the_words_that_a_field_may_have_are_named(tmp_path):
+    write_json(tmp_path / RUN_FILE, {**PLAIN, "status": "finnished"})
+    with pytest.raises(ValueError, match="status is 'finnished', which is not one of 'running', 'finished', 'failed'"):
+        RunRecord.load(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
