@@ -44,11 +44,14 @@ def print_json(value: Any, *, allow_nan: bool = True) -> None:
 def errors_in_a_line(*others: type[Exception]) -> Iterator[None]:
     """Prints a user's mistake, or one of ``others``, and exits with 2 as for a wrong option; the rest is a traceback.
 
-    1 is left to commands that could run, and have found something wrong.
+    1 is left to commands that could run, and have found something wrong. Typer ends a command whose output nobody reads
+    any longer, as in ``commopt report DIR | head``, without a word.
     """
     mistakes: tuple[type[Exception], ...] = (OSError, ValueError, *others)
     try:
         yield
+    except BrokenPipeError:
+        raise
     except mistakes as error:
         echo(f"commopt: {error}", err=True)
         raise typer.Exit(2) from None

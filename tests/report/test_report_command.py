@@ -42,6 +42,18 @@ def test_files_are_written_whoever_reads_the_output(tmp_path):
     assert "</html>" in (sweep / "report.html").read_text()
 
 
+def test_nobody_is_told_that_nobody_reads(tmp_path):
+    """If it fails, ``commopt report DIR --json | head -1`` ends in an error message."""
+    sweep = write_sweep(tmp_path / "sweep", num_repetitions=2)
+    read, write = os.pipe()
+    os.close(read)
+    code = "from lightning_commopt.commands.app import app; app()"
+    command = [sys.executable, "-c", code, "report", str(sweep), "--json"]
+    ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (1, b"")
+
+
 def test_a_second_report_reads_the_same_runs(tmp_path):
     """Its own files are no runs and no problems."""
     sweep = save_rates(tmp_path / "sweep", RATES)
