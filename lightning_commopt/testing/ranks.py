@@ -7,6 +7,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -224,7 +225,8 @@ def _rank(rank: int, folder: str, pipe: Connection, job: Job) -> None:
 
 def run_job(rank: int, folder: str, job: Job) -> bytes:
     """Makes this process a rank of a new group that meets in an empty folder; returns its pickled `Answer`."""
-    faulthandler.enable()  # otherwise a rank that crashes leaves no trace
+    if sys.stderr is not None:  # as with 2>&-
+        faulthandler.enable()  # otherwise a rank that crashes leaves no trace
     torch.set_num_threads(1)
     os.environ.update(job.environment.get(str(rank), {}))
     os.environ.update(

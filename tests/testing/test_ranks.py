@@ -1,6 +1,8 @@
 """What tests on several ranks rely on: answers in order, and failures that say what happened instead of a wait."""
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -23,6 +25,20 @@ def test_ranks_answer_in_order_from_processes_of_their_own() -> None:
     assert [answer[:2] for answer in first] == [(0, 3.0), (1, 3.0)]
     assert [answer[:2] for answer in second] == [(0, 5.0), (1, 5.0)]
     assert len({pid for *_, pid in first + second} | {os.getpid()}) == 5
+
+
+_RANKS = """
+import torch.distributed as dist
+from lightning_commopt.testing.ranks import run_ranks
+print(run_ranks(dist.get_rank))
+"""
+
+
+@pytest.mark.exhaustive
+def test_ranks_answer_without_standard_error() -> None:
+    """If it fails, ``commopt selftest 2>&-`` does."""
+    command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", _RANKS]
+    assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=120).stdout == "[0, 1]\n"
 
 
 def _random_sum(world_size: int) -> tuple[int, float, bool]:
