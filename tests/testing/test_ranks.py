@@ -95,5 +95,5 @@ def _wait_on_rank_1() -> int:
 
 @pytest.mark.exhaustive
 def test_a_silent_rank_is_named() -> None:
-    with pytest.raises(RankError, match=r"only ranks \[0\] answered within 3 s"):
-        run_ranks_or_raise(_wait_on_rank_1, world_size=2, limit_s=3)
+    with pytest.raises(RankError, match=r"only ranks \[0\] answered within 15 s"):
+        run_ranks_or_raise(_wait_on_rank_1, world_size=2, limit_s=15)
