@@ -6,7 +6,8 @@ that was frozen, unless it comes too late for the end and says so.
 
 With --trainer each of 3 processes runs a Lightning Trainer with validation, reduced logs, a metric and a checkpoint. A
 third of the runs freezes a rank for less than its patience: then nobody may be missed, and no bit may change. Rank 0
-hosts the store of the process group, as where each site starts its process by hand, so it is never killed.
+hosts the store of the process group, as where each site starts its process by hand, so it is never killed. What a
+killed rank's data are worth is shown by a third training, undisturbed on two processes from the beginning.
 
 python benchmarks/diloco_failures.py --num-runs 100 --output benchmarks/results/diloco_failures_HARDWARE_DATE.json
 python benchmarks/diloco_failures.py --trainer --num-runs 20 --output FILE
@@ -110,7 +111,7 @@ def run_trainers_once(seed: int) -> dict[str, Any]:
     options: dict[str, Any] = {"options": plan, "pause_s": STEP_S, "num_steps": TRAINERS_STEPS, "batch_size": 64}
     options |= {"patience_s": TRAINERS_PATIENCE_S, "noise": 1.0, "seed": seed}
     with TemporaryDirectory() as folder:
-        calm, disturbed = (Fit(Path(folder, name), **options) for name in ("calm", "disturbed"))
+        calm, disturbed, fewer = (Fit(Path(folder, name), **options) for name in ("calm", "disturbed", "fewer"))
         with Ranks(fit, 3, free_port(), calm) as ranks:
             undisturbed: Ended = ranks.wait_for(range(3))[0]
         with Ranks(fit, 3, free_port(), disturbed) as ranks:
@@ -121,6 +122,10 @@ def run_trainers_once(seed: int) -> dict[str, Any]:
                 ranks.signal(rank, signal.SIGCONT)
             ends = [ranks.outcome(other) for other in range(3) if other != rank]
             own, trace = ranks.outcome(rank)
+        loss_of_two = None
+        if kind == "killed":
+            with Ranks(fit, 2, free_port(), fewer) as ranks:
+                loss_of_two = ranks.wait_for(range(2))[0].loss
     fitted: list[Ended] = [end for end, _ in ends if end is not None]
     has_survived = len(fitted) == 2 and _are_same(*fitted)
     if kind == "healthy":  # as if nothing had happened
@@ -142,6 +147,7 @@ def run_trainers_once(seed: int) -> dict[str, Any]:
         "steps_of_rank": None if own is None else own.num_trained,
         "loss": fitted[0].loss if fitted else None,
         "undisturbed_loss": undisturbed.loss,
+        "undisturbed_loss_of_two_ranks": loss_of_two,
         "log": [line for end in fitted for line in end.log],
         "errors": [text.splitlines()[-1] for text in (*(trace for _, trace in ends), trace) if text],
     }
