@@ -1,6 +1,7 @@
 """commopt predict: a table or JSON from the records of a run, and clear errors."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,15 @@ def test_named_compressors_only(run_dir: Path) -> None:
 )
 def test_mistakes_in_arguments(run_dir: Path, options: list[str], message: str) -> None:
     assert message in commopt("predict", run_dir, *options, status=2).output
+
+
+def test_names_in_the_message_can_be_given(run_dir: Path, sharded_dir: Path) -> None:
+    """If it fails, who mistypes a compressor's name is told names that are refused next."""
+    for folder in (run_dir, sharded_dir):
+        message = " ".join(commopt("predict", folder, "--comm-hook=nonsense", status=2).output.split())
+        names = re.search(r"names that can be given here: ([a-z0-9_, ]+)", message)
+        assert names is not None, message
+        plans(folder, *(f"--comm-hook={name}" for name in names[1].split(", ")))
 
 
 def test_runs_that_show_nothing(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,14 @@ from rich.text import Text
 from lightning_commopt.compressors import Compressor, ShardedCompressor, compressor_from_config
 from lightning_commopt.compressors.configs import sharded_from_config
 from lightning_commopt.compressors.hierarchical import Hierarchical
-from lightning_commopt.compressors.registry import Entry, compressor_name, entry_named, shards_entry_named
+from lightning_commopt.compressors.registry import (
+    Entry,
+    compressor_name,
+    entry_named,
+    registered,
+    registered_shards,
+    shards_entry_named,
+)
 from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
 from lightning_commopt.cost.basis import Basis, basis_of_run, recommended_compressors
 from lightning_commopt.cost.candidates import best_of_each
@@ -31,6 +38,7 @@ from lightning_commopt.plan import CommPlan, Plan
 from lightning_commopt.plan.base import option_errors
 from lightning_commopt.text.formatting import count, number
 from lightning_commopt.text.terminal import TextTable
+from lightning_commopt.text.validation import did_you_mean, normalize_name
 
 _MAX_BUCKETS_IN_NAME = 4  # more sizes would fill a terminal's width
 
@@ -121,7 +129,7 @@ def _in_buckets(run_dir: Path, where: Elsewhere, comm_hooks: Sequence[str] | Non
     """Predicts from a run of DDP."""
     with option_errors("--comm-hook: "):
         for name in comm_hooks or ():
-            _check_can_be_named(entry_named(name))
+            _check_can_be_named(name, entry_named(name), registered())
         wanted = recommended_compressors() if comm_hooks is None else [compressor_from_config(x) for x in comm_hooks]
     basis = basis_of_run(run_dir)
     world = dataclasses.replace(basis, costs=dict(basis.costs) | missing_costs(basis, wanted))
@@ -140,7 +148,7 @@ def _sharded(run_dir: Path, where: Elsewhere, comm_hooks: Sequence[str] | None) 
     basis = ShardedBasis.load(run_dir / PREDICTION_FILE)
     with option_errors("--comm-hook: "):
         for name in comm_hooks or ():
-            _check_can_be_named(shards_entry_named(name))
+            _check_can_be_named(name, shards_entry_named(name), registered_shards())
         wanted = predicted_shards() if comm_hooks is None else [sharded_from_config(name) for name in comm_hooks]
     basis = dataclasses.replace(basis, costs={**basis.costs, **_missing_shard_costs(basis, wanted)})
     for hook in wanted if comm_hooks is not None else ():
@@ -150,15 +158,30 @@ def _sharded(run_dir: Path, where: Elsewhere, comm_hooks: Sequence[str] | None) 
     return basis.workload.num_ranks, [present, *sharded_candidates(basis, wanted, where)], []
 
 
-def _check_can_be_named(entry: Entry | None) -> None:
-    """Raises a ValueError if a registered compressor is not predicted, or cannot be made from its name alone."""
-    if entry is None:
-        return
+def _check_can_be_named(name: str, entry: Entry | None, known: Mapping[str, Entry]) -> None:
+    """Raises a ValueError if a name is unknown, or if its compressor is not predicted, or not made from a name alone.
+
+    Args:
+        name: as the user wrote it.
+        entry: the compressor of that name for the run's strategy, if there is one.
+        known: all compressors for it.
+    """
+    if entry_named(name) is None and "." not in name and normalize_name(name) != "none":
+        names = ["none", *sorted(one for one, other in known.items() if _refusal(other) is None)]
+        hint = did_you_mean(name, names)
+        raise ValueError(f"{name!r} is unknown; names that can be given here: {', '.join(names)}{hint}")
+    if entry is not None and (refusal := _refusal(entry)) is not None:
+        raise ValueError(refusal)
+
+
+def _refusal(entry: Entry) -> str | None:
+    """Returns why a registered compressor cannot be given by its name; None if it can."""
     if issubclass(entry.cls, Hierarchical | ShardedHierarchical):
-        raise ValueError(f"{entry.name!r} is not predicted: measure it, with CommTimeMonitor in a short fit")
+        return f"{entry.name!r} is not predicted: measure it, with CommTimeMonitor in a short fit"
     if needed := [option for option, is_needed in entry.options.items() if is_needed]:
         options = ", ".join(map(repr, needed))
-        raise ValueError(f"{entry.name!r} needs the option {options}, and only a name can be given here")
+        return f"{entry.name!r} needs the option {options}, and only a name can be given here"
+    return None
 
 
 def plan_text(plan: Plan) -> str:
