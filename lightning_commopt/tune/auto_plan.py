@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.compat.lightning import batches_that_stepped, num_steps_of
+from lightning_commopt.compat.lightning import num_optimizer_steps, num_steps_of
 from lightning_commopt.compressors.configs import without_imports
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.plan import CommPlan, OptionError, Plan
@@ -162,12 +163,17 @@ class _PlanOfFits(AutoPlan[_TrainersStrategy]):
     def _host_with(self, **options: Any) -> Host:
         """Returns the fit that the strategy is in, with what depends on how its model is wrapped."""
         strategy, trainer = self._strategy, trainer_of(self._strategy)
+        # Under manual optimization the training step decides how many batches are accumulated.
+        is_automatic = trainer.lightning_module.automatic_optimization
+
+        def num_steps_left() -> float:
+            return num_steps_of(trainer) - num_optimizer_steps(trainer) if is_automatic else math.inf
 
         return Host(
             strategy=strategy,
-            step=lambda: batches_that_stepped(trainer),
-            num_steps_left=lambda: num_steps_of(trainer) - batches_that_stepped(trainer),
-            accumulated=trainer.accumulate_grad_batches,
+            step=lambda: num_optimizer_steps(trainer),
+            num_steps_left=num_steps_left,
+            accumulated=trainer.accumulate_grad_batches if is_automatic else None,
             begin_backward=(strategy, "pre_backward"),
             end_backward=(strategy, "post_backward"),
             pauses=[(strategy, "on_validation_start"), (strategy, "save_checkpoint")],

@@ -28,6 +28,10 @@ _NOTHING_TRIED = {
         " steps, and needs {director.budget.needed_steps}"
     ),
     "measuring": "The fit ended before its steps were measured",
+    "too soon": (
+        "How many steps would follow was unknown, so a search was to begin after {director.budget.needed_steps}, and"
+        " the fit ended before"
+    ),
     "unpredictable": "Its steps do not show what gradient sync costs",
 }
 
@@ -99,8 +103,11 @@ def summary(director: Director, plans: Sequence[Plan], history: Sequence[Stretch
 
 def _choice(director: Director, plans: Sequence[Plan]) -> str:
     own = f"The plan stays: {plans[0].name}"
-    if director.status in _NOTHING_TRIED:
-        return f"{own}. {_NOTHING_TRIED[director.status].format(director=director)}."
+    status, budget = str(director.status), director.budget
+    if status == "measuring" and math.isinf(budget.num_steps) and 0 < budget.num_done < budget.needed_steps:
+        status = "too soon"
+    if status in _NOTHING_TRIED:
+        return f"{own}. {_NOTHING_TRIED[status].format(director=director)}."
     if director.status == "nothing promising":
         helps = director.shortlist is not None and bool(director.shortlist.not_allowed)
         return f"{own}. No {'allowed plan' if helps else 'plan'} is predicted to be faster{'' if helps else _HIDDEN}."

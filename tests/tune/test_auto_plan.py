@@ -29,6 +29,7 @@ _MODES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "static graph": (Tiny, {"static_graph": True}, {}),
     "bucket view": (Tiny, {"gradient_as_bucket_view": True}, {}),
     "manual": (Manual, {}, {}),
+    "manual, accumulated": (lambda: Manual(accumulate=2), {}, {"epochs": 120}),
     "two optimizers": (Gan, {"find_unused_parameters": True}, {}),
     "unused": (lambda: Unused(now_and_then=True), {"find_unused_parameters": True}, {}),
     "validated": (Tiny, {}, {"val_check_interval": 2}),
@@ -55,7 +56,7 @@ def _fit_modes(modes: list[str]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("mode", sampled(_MODES, by_default=["plain"]))
+@pytest.mark.parametrize("mode", sampled(_MODES, by_default=["plain", "manual, accumulated"]))
 def test_it_chooses_and_trains_the_same_bits(mode: str) -> None:
     """If it fails, tuning loses or repeats gradients, or ranks disagree about the plan."""
     ranks = run_ranks(_fit_modes, [mode])

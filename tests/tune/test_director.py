@@ -109,6 +109,14 @@ def test_an_unknown_number_of_steps_is_paid_for_by_what_was_trained() -> None:
     assert max(worse) < 1.01
 
 
+def test_a_fit_of_unknown_length_says_when_a_search_would_begin() -> None:
+    """If it fails, who trains 300 steps with manual optimization is told that no step was measured."""
+    director = Director(math.inf)
+    while director.budget.num_done < 300:
+        director.advance(Report((1.0,) * director.visit.num_steps, 0.0))
+    assert "was to begin after 800, and the fit ended before" in verdict(director, [CommPlan()])
+
+
 def test_a_prediction_keeps_a_slow_candidate_from_being_tried() -> None:
     """If it fails, a candidate that the budget cannot pay for is tried, and the whole run takes longer."""
     assert simulate([1.0, 30.0], 1500, "small", 0, expected=[1.0, 30.0]).ratio == pytest.approx(1)
