@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
@@ -106,20 +106,20 @@ def count_samples(trainer: Trainer, batch: Any) -> int | None:
     """Returns the samples that Lightning counts in a batch; 0 for None, which it skips; None if there is no tensor."""
     if batch is None:
         return 0
-    extract_batch_size, misconfiguration = _batch_size_functions(package_of(trainer))
     try:
-        return extract_batch_size(batch)
-    except (misconfiguration, RecursionError):
-        # A batch that contains itself is a RecursionError.
+        return next((size for size in _sizes_in(package_of(trainer))(batch) if size is not None), None)
+    except RecursionError:  # the batch contains itself
         return None
 
 
 @cache
-def _batch_size_functions(package: str) -> tuple[Callable[[Any], int], type[Exception]]:
-    """Returns ``extract_batch_size`` of a Trainer's package and its exception; cached for the calls in every step."""
-    utilities = f"{package}.utilities"
-    misconfiguration = import_module(f"{utilities}.exceptions").MisconfigurationException
-    return import_module(f"{utilities}.data").extract_batch_size, misconfiguration
+def _sizes_in(package: str) -> Callable[[Any], Iterator[int | None]]:
+    """Returns the generator of sizes that a package takes the first of, and warns if the others differ.
+
+    The warning, that ``self.log`` needs a ``batch_size``, is wrong where nothing is logged or that is given.
+    """
+    sizes: Callable[[Any], Iterator[int | None]] = import_module(f"{package}.utilities.data")._extract_batch_size
+    return sizes
 
 
 def batches_that_stepped(trainer: Trainer) -> int:

@@ -1,4 +1,5 @@
 import warnings
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, SpeedMonitor
 from support.cross_section import sampled
-from support.lightnings import CSVLogger, DDPStrategy, ThroughputMonitor
+from support.lightnings import PACKAGE, CSVLogger, DDPStrategy, ThroughputMonitor
 from support.ranks import run_ranks
 from support.strategy_models import trainer
 
@@ -50,6 +51,11 @@ class Opaque(Line):
 
     def training_step(self, batch, batch_idx):
         return self.layer(batch.x).sum()
+
+
+def lightnings_warnings():
+    """Returns what Lightning's data utilities have warned of in this process."""
+    return import_module(f"{PACKAGE}.utilities.data").warning_cache
 
 
 def every_other(samples):
@@ -123,6 +129,18 @@ def test_batches_that_do_not_show_their_size():
     speed = fit(model=Opaque)
     assert speed.num_steps == 18
     assert speed.samples_per_s is None
+
+
+def with_two_sizes(samples):
+    return [*default_collate(samples), torch.ones(3)]
+
+
+def test_batches_whose_tensors_have_different_sizes():
+    """If it fails, counting a batch makes Lightning advise a batch_size for a value that nobody logs."""
+    lightnings_warnings().clear()
+    speed = fit(collate_fn=with_two_sizes, num_warmup_steps=0)
+    assert speed.samples_per_s == pytest.approx(4 * speed.steps_per_s)
+    assert not lightnings_warnings()
 
 
 def test_batches_that_lightning_skips():
