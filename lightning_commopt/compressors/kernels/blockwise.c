@@ -296,7 +296,7 @@ INLINE void decode_one(int bits, ptrdiff_t size, ptrdiff_t block, ptrdiff_t nume
             memcpy(to + i, levels, sizeof levels[0]);
             memcpy(to + size / 2 + i, levels + 1, sizeof levels[1]);
         }
-    if (n < size) memcpy(flat + first, values, sizeof(float) * n);
+    if (0 < n && n < size) memcpy(flat + first, values, sizeof(float) * n);
 }
 
 /* One row of a message, of which `numel` elements are wanted. */
