@@ -123,11 +123,13 @@ def _overrides_text(job: Job) -> str:
 
 
 def hint(error: BaseException | None, folder: Path) -> str | None:
-    """Returns a hint at a misspelled name for an error of Hydra; None if no name is similar, or for other errors.
+    """Returns a hint at a misspelled name for an error of Hydra; None for other errors.
 
-    It is a line such as "experiment=quickstat: did you mean 'quickstart'?". ``folder`` is the folder of the
-    configuration, whose subfolders are the groups.
+    It is a line such as "experiment=quickstat: did you mean 'quickstart'?". If no name is similar it has those that
+    exist, or is None where Hydra lists them. ``folder`` is the folder of the configuration, whose subfolders are the
+    groups.
     """
+    names: list[str] = []
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
         asked, known = f"{group}={name}" if group else name, list(error.options or ())
@@ -138,6 +140,7 @@ def hint(error: BaseException | None, folder: Path) -> str | None:
         asked = cause.full_key or ""
         prefix, _, name = asked.rpartition(".")
         groups = [] if prefix else [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_dir()]
-        known = [*map(str, cause.parent_node), *groups]
-    question = did_you_mean(name, known)
+        names = [key for key in map(str, cause.parent_node) if not key.startswith("_")]
+        known = [*names, *groups]
+    question = did_you_mean(name, known) or (names and f"there are {', '.join(names)}")
     return f"{asked}: {question.removeprefix('; ')}" if question else None

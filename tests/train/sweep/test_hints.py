@@ -1,4 +1,4 @@
-"""What Hydra refuses, and which name that exists is suggested instead."""
+"""What Hydra refuses, and which names that exist are suggested instead."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ from support.composed import composed
 OVERRIDES = [
     *("strategy/comm_hook=powersdg", "strategy/comm_hook=BFloat16", "experiment=quickstat", "experimnt=quickstart"),
     *("strategy/comm_hok=bf16", "strategy.bucket_cap=1", "strategy.com_hook.name=bf16", "sed=3"),
-    *("hydra.swep.dir=there", "xyzzy=3", "strategy/comm_hook=xyzzy", "seed=["),
+    *("hydra.swep.dir=there", "xyzzy=3", "strategy/comm_hook=xyzzy", "seed=[", "strategy.sync_evry=3"),
 ]
 
 
