@@ -5,6 +5,7 @@ distributions add commands with an entry point of the group ``commopt.commands``
 """
 
 from importlib.metadata import entry_points, version
+from inspect import getdoc
 from typing import Annotated
 
 import typer
@@ -97,4 +98,12 @@ def _add_others() -> None:
             _add_missing(name)
 
 
+def _fill_paragraphs() -> None:
+    """Leaves it to the terminal where the lines of a help end; typer breaks them where the docstring does."""
+    for command in app.registered_commands:
+        paragraphs = (command.help or getdoc(command.callback) or "").split("\n\n")
+        command.help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
 _add_others()
+_fill_paragraphs()

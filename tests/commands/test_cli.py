@@ -73,6 +73,15 @@ def test_every_command_explains_itself(command: str) -> None:
     assert "Usage: " in commopt(command, "--help").output
 
 
+@pytest.mark.parametrize("command", ["tune", "doctor"])
+def test_a_help_fills_the_lines_of_a_terminal(command: str) -> None:
+    """If it fails, a sentence breaks in the middle of a line of 80 columns, where it ends in the source."""
+    prose = commopt(command, "--help", columns=80).output.partition("╭")[0].splitlines()
+    for line, after in zip(prose, prose[1:], strict=False):
+        if line.strip() and after.strip():
+            assert len(line.rstrip()) + len(after.split()[0]) >= 78, (line, after)
+
+
 def test_version() -> None:
     assert commopt("--version").output == f"lightning-commopt {version('lightning-commopt')}\n"
 
