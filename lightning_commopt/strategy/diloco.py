@@ -219,7 +219,14 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._trains_in_vain():
             return torch.zeros((), device=self.root_device, requires_grad=True)
-        output = super().training_step(*args, **kwargs)
+        self._is_in_training_step = True
+        try:
+            output = super().training_step(*args, **kwargs)
+        finally:
+            self._is_in_training_step = False
+            num_steps, self._num_uncounted_steps = self._num_uncounted_steps, 0
+        if num_steps:
+            self._count_steps(num_steps)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if self.rounds is not None and isinstance(loss, Tensor):
             self.rounds.counts.add_loss(loss)
@@ -229,13 +236,26 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.rounds is not None and optimizer is not self.optimizers[0]:
             self.rounds.expect_changes()
-        elif self.rounds is not None:
-            scale, has_sigterm = partial(loss_scale, self.precision_plugin), lambda: self._guards.has_received_sigterm
-            for index, arrived in self.rounds.step(scale, has_sigterm):
-                self._has_agreed_on_sigterm |= any(report.has_sigterm for report in arrived.reports)
-                agree_on_loss_scale(self.precision_plugin, [report.loss_scale for report in arrived.reports])
-                self._log(index, arrived)
+        elif self._is_in_training_step:
+            self._num_uncounted_steps += 1
+        else:
+            self._count_steps(1)
         return output
+
+    # With manual optimization steps are taken in the training step, where further losses of it may wait for their
+    # backward: autograd refuses one through weights that an exchange has changed in between.
+    _is_in_training_step = False
+    _num_uncounted_steps = 0
+
+    def _count_steps(self, num_steps: int) -> None:
+        """Counts steps of the first optimizer, and takes part in the exchanges that are due after them."""
+        if self.rounds is None:
+            return
+        scale, has_sigterm = partial(loss_scale, self.precision_plugin), lambda: self._guards.has_received_sigterm
+        for index, arrived in self.rounds.step(scale, has_sigterm, num_steps):
+            self._has_agreed_on_sigterm |= any(report.has_sigterm for report in arrived.reports)
+            agree_on_loss_scale(self.precision_plugin, [report.loss_scale for report in arrived.reports])
+            self._log(index, arrived)
 
     def _trains_in_vain(self) -> bool:
         """Returns whether a step may be left out, because the others have gone on and this rank has to catch up.

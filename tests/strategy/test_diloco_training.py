@@ -25,7 +25,7 @@ from support.lightnings import (
     callbacks,
 )
 from support.ranks import run_ranks, run_ranks_or_raise
-from support.strategy_models import BatchNormed, Manual, Params, Tiny, assert_same, loader, numbers, trainer
+from support.strategy_models import BatchNormed, Gan, Manual, Params, Tiny, assert_same, loader, numbers, trainer
 from support.training_modes import MODES
 
 _STREAMING = {"sync_every": 3, "fragments": 2, "overlap": 1}
@@ -67,13 +67,30 @@ class _PerSample(Manual):
         return (self(batch[0]) - batch[1]).detach().square()
 
 
+class _LossesFirst(Gan):
+    """Computes both losses before either optimizer steps, as actors with critics do, once or more in a batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizers: Any = self.optimizers()
+        for _ in range(1 + 4 * (batch_idx % 2)):
+            losses = [self(batch[0], turn).square().mean() for turn in (0, 1)]
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+
+
 _OWN_MODES: dict[str, Callable[[], LightningModule]] = {
     "scheduled": _Scheduled,
     "complex": _Complex,
     "per_sample": _PerSample,
+    "losses_first": _LossesFirst,
 }
 _MODES = sorted(({*MODES, *_OWN_MODES}) - {"own_collectives"})  # that one couples the ranks in every step
-_SHORT = {"gan", "manual_accumulation", "16_mixed", "unfrozen_in_training", "complex", "per_sample", "swa"}
+_SHORT = {
+    *("gan", "losses_first", "manual_accumulation", "per_sample"),
+    *("16_mixed", "unfrozen_in_training", "complex", "swa"),
+}
 
 
 def _fit(mode: str, options: dict[str, Any]) -> Params:

@@ -108,26 +108,28 @@ class Rounds(ShowsWeights):
         self.left_out.note_training()
 
     def step(
-        self, loss_scale: Callable[[], float] = float, has_sigterm: Callable[[], bool] = bool
+        self, loss_scale: Callable[[], float] = float, has_sigterm: Callable[[], bool] = bool, num_steps: int = 1
     ) -> list[tuple[int, Arrived]]:
-        """Counts an optimizer step and begins the exchanges that follow it. All ranks must call it.
+        """Counts optimizer steps and begins the exchanges that follow them. All ranks must call it.
 
         Args:
             loss_scale: returns the scale of this rank's gradient scaler; called if an exchange begins.
             has_sigterm: returns whether this rank has received SIGTERM; called likewise.
+            num_steps: steps since the last call; of each fragment one exchange begins if any was due after one of them.
 
         Returns:
             What was applied to the model, each with the number of its fragment.
         """
-        self.num_steps += 1
+        self.num_steps += num_steps
         self.expect_changes()
         applied = self._apply_due()
         for index, offset in enumerate(self.plan.offsets):
-            if self.num_steps % self.plan.sync_every == offset:
-                self._begin(index, loss_scale(), has_sigterm=has_sigterm())
+            late = (self.num_steps - offset) % self.plan.sync_every
+            if late < num_steps:
+                self._begin(index, self.num_steps - late, loss_scale(), has_sigterm=has_sigterm())
         return [*applied, *self._apply_due()]
 
-    def _begin(self, index: int, loss_scale: float, *, has_sigterm: bool) -> None:
+    def _begin(self, index: int, after: int, loss_scale: float, *, has_sigterm: bool) -> None:
         of, local = self.fragments[index], LocalWeights.of(self.fragments[index].fragment)
         self._introduce()
         local.num_joins = self._num_joins
@@ -135,7 +137,7 @@ class Rounds(ShowsWeights):
         step = self._exchanges_before()
         future = self._thread.future(local.flat)
         sync = self.observers.exchange(BucketInfo(index, local.flat.nbytes, tuple(of.fragment.parameters), True))
-        under_way = UnderWay(index, self.num_steps + self.plan.overlap, future=future, sync=sync)
+        under_way = UnderWay(index, after + self.plan.overlap, future=future, sync=sync)
 
         def exchange() -> Arrived:
             return self.exchange.run(of, local, report(), step, self.outer)
