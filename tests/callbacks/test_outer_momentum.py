@@ -273,3 +273,13 @@ def test_fit_too_short_for_its_momentum_warns(num_epochs: int, momentum: float, 
     warned = [str(warning.message) for warning in caught if "outer_momentum" in str(warning.message)]
     assert len(warned) == (words is not None)
     assert words is None or re.search(words, warned[0])
+
+
+def test_exchanges_that_are_told_of_manual_optimization_are_conditional() -> None:
+    """If it fails, a fit that steps in every second batch is told of twice the exchanges that it will have."""
+    validation.warn_once.cache_clear()
+    callbacks = [OuterMomentum(sync_every=1, outer_momentum=0.9)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer("auto", max_epochs=1, callbacks=callbacks).fit(Manual(accumulate=2), loader(40))
+    assert any("and 10 exchanges if each batch is a step: compare" in str(warning.message) for warning in caught)

@@ -72,17 +72,19 @@ def warn_if_short(trainer: Trainer, plan: DiLoCoPlan, otherwise: str) -> None:
         otherwise: what to compare with, besides a smaller momentum.
     """
     if not getattr(trainer, "fast_dev_run", False):
-        warn_if_few_steps(num_steps_of(trainer), plan, otherwise)
+        # Only the training step knows how many steps it takes under manual optimization; Lightning counts batches.
+        is_manual = not trainer.lightning_module.automatic_optimization
+        warn_if_few_steps(num_steps_of(trainer), plan, otherwise, " if each batch is a step" if is_manual else "")
 
 
-def warn_if_few_steps(num_steps: float, plan: DiLoCoPlan, otherwise: str) -> None:
-    """Warns like `warn_if_short` of a training with ``num_steps`` optimizer steps."""
+def warn_if_few_steps(num_steps: float, plan: DiLoCoPlan, otherwise: str, condition: str = "") -> None:
+    """Warns like `warn_if_short` of a training with ``num_steps`` optimizer steps, on a condition that is told."""
     num_exchanges = num_steps / plan.sync_every
     largest = largest_momentum(num_exchanges, plan.sync_every, plan.own_share)
     if plan.outer_momentum > largest + 1e-9:
         smaller = min(9, math.floor(round(10 * largest, 9))) / 10
         others = [f"with outer_momentum={smaller:g}", otherwise] if smaller else [otherwise]
-        length = "" if math.isinf(num_exchanges) else f" and {count(math.floor(num_exchanges), 'exchange')}"
+        length = "" if math.isinf(num_exchanges) else f" and {count(math.floor(num_exchanges), 'exchange')}{condition}"
         warn_once(
             f"outer_momentum={plan.outer_momentum:g} is likely to be too large for"
             f" sync_every={plan.sync_every}{length}: compare the loss {' and '.join(others)}"
