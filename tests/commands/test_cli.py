@@ -1,5 +1,6 @@
 """What the console command ``commopt`` prints."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -77,7 +78,7 @@ def test_every_command_explains_itself(command: str) -> None:
 def test_a_help_fills_the_lines_of_a_terminal(command: str) -> None:
     """If it fails, a sentence breaks in the middle of a line of 80 columns, where it ends in the source."""
     prose = commopt(command, "--help", columns=80).output.partition("╭")[0].splitlines()
-    for line, after in zip(prose, prose[1:], strict=False):
+    for line, after in itertools.pairwise(prose):
         if line.strip() and after.strip():
             assert len(line.rstrip()) + len(after.split()[0]) >= 78, (line, after)
 
