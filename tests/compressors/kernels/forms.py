@@ -20,7 +20,8 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 def run_interpreted(file: str) -> None:
     """Runs ``file``, which ends with `main`. Triton decides when it is imported whether it compiles or interprets."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(sys.path)  # pytest's, which has the folder of `support`
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, file], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "agree\n"
