@@ -127,14 +127,6 @@ def batches_that_stepped(trainer: Trainer) -> int:
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
-def num_optimizer_steps(trainer: Trainer) -> int:
-    """Returns a number that has grown after each batch with an optimizer step, and after no other.
-
-    Under manual optimization Lightning's number for loggers grows with every batch, also where it only accumulates.
-    """
-    return batches_that_stepped(trainer) if trainer.lightning_module.automatic_optimization else trainer.global_step
-
-
 def num_steps_of(trainer: Trainer) -> float:
     """Returns the optimizer steps of a fit whose data are loaded; infinite if it has no end, or none that is known."""
     try:

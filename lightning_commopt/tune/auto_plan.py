@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from lightning_commopt.compat.lightning import num_optimizer_steps, num_steps_of
+from lightning_commopt.compat.lightning import batches_that_stepped, num_steps_of
 from lightning_commopt.compressors.configs import without_imports
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.plan import CommPlan, OptionError, Plan
@@ -157,27 +158,56 @@ class AutoPlan(ABC, Generic[_Strategy]):
             self._strategy.apply_plan(plan)
 
 
+class _StepCounter:
+    """Counts the steps of optimizers, also of those that a module has got without Lightning's wrapper.
+
+    Under manual optimization Lightning counts either batches, also those that only accumulate, or the wrappers' steps.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self.num_steps = 0
+        hookable = [x for x in optimizers if hasattr(x, "register_step_post_hook")]
+        self._handles = [optimizer.register_step_post_hook(self._count) for optimizer in hookable]
+
+    def _count(self, *_: Any) -> None:
+        self.num_steps += 1
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
 class _PlanOfFits(AutoPlan[_TrainersStrategy]):
     """Tunes the fits of a Trainer's strategy."""
+
+    _counter: _StepCounter | None = None
+
+    def end_fit(self, keep: Callable[[Any], None] | None = None) -> None:
+        super().end_fit(keep)
+        if self._counter is not None:
+            self._counter.close()
+            self._counter = None
 
     def _host_with(self, **options: Any) -> Host:
         """Returns the fit that the strategy is in, with what depends on how its model is wrapped."""
         strategy, trainer = self._strategy, trainer_of(self._strategy)
-        # Under manual optimization the training step decides how many batches are accumulated.
-        is_automatic = trainer.lightning_module.automatic_optimization
-
-        def num_steps_left() -> float:
-            return num_steps_of(trainer) - num_optimizer_steps(trainer) if is_automatic else math.inf
-
+        times: dict[str, Any]
+        if trainer.lightning_module.automatic_optimization:
+            times = {
+                "step": lambda: batches_that_stepped(trainer),
+                "num_steps_left": lambda: num_steps_of(trainer) - batches_that_stepped(trainer),
+                "accumulated": trainer.accumulate_grad_batches,
+            }
+        else:  # the training step decides how many batches are accumulated
+            counter = self._counter = _StepCounter(trainer.optimizers)
+            times = {"step": lambda: counter.num_steps, "num_steps_left": lambda: math.inf, "accumulated": None}
         return Host(
             strategy=strategy,
-            step=lambda: num_optimizer_steps(trainer),
-            num_steps_left=num_steps_left,
-            accumulated=trainer.accumulate_grad_batches if is_automatic else None,
             begin_backward=(strategy, "pre_backward"),
             end_backward=(strategy, "post_backward"),
             pauses=[(strategy, "on_validation_start"), (strategy, "save_checkpoint")],
             end=[(strategy, "on_train_end")],
+            **times,
             **options,
         )
 

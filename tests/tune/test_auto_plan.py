@@ -21,6 +21,14 @@ from support.scripted_tuning import scripted
 from support.strategy_models import Gan, Manual, Params, Tiny, Unused, assert_same, loader, numbers, trainer
 from support.warm_ranks import run_ranks
 
+
+class _Hidden(Manual):
+    """Steps an optimizer itself, and not Lightning's wrapper of it."""
+
+    def optimizers(self, use_pl_optimizer: bool = False) -> Any:
+        return super().optimizers(use_pl_optimizer=use_pl_optimizer)
+
+
 _SMALL = CommPlan(bucket_cap_mb=0.001)
 _VIEW = CommPlan(bucket_cap_mb=100)
 _MODES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
@@ -30,6 +38,7 @@ _MODES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "bucket view": (Tiny, {"gradient_as_bucket_view": True}, {}),
     "manual": (Manual, {}, {}),
     "manual, accumulated": (lambda: Manual(accumulate=2), {}, {"epochs": 120}),
+    "manual, without Lightning's wrapper": (lambda: _Hidden(accumulate=2), {}, {"epochs": 120}),
     "two optimizers": (Gan, {"find_unused_parameters": True}, {}),
     "unused": (lambda: Unused(now_and_then=True), {"find_unused_parameters": True}, {}),
     "validated": (Tiny, {}, {"val_check_interval": 2}),
