@@ -42,6 +42,7 @@ _EXPLAINED: dict[str, str] = {
     "strategy": "how_to/ddp.md",
     "strategy/diloco.py": "how_to/diloco.md",
     "strategy/diloco_checkpoint.py": "how_to/diloco.md",
+    "strategy/diloco_steps.py": "how_to/diloco.md",
     "strategy/diloco_workers.py": "how_to/diloco.md",
     "strategy/living_collectives.py": "how_to/diloco.md",
     "strategy/fabric_diloco.py": "how_to/diloco.md",

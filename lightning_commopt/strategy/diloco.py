@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 from typing_extensions import Self
 
 from lightning_commopt.compat.lightning import (
-    batches_that_stepped,
     count_samples,
     is_log_beside_batch,
     optimizer_is_toggled,
@@ -31,15 +27,14 @@ from lightning_commopt.plan import CommPlan, DiLoCoPlan
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import StartMethod, diloco_plan_from_arguments, document_plan_options
 from lightning_commopt.strategy.diloco_checkpoint import SavesRanks
+from lightning_commopt.strategy.diloco_steps import CountsSteps
 from lightning_commopt.strategy.diloco_workers import WorkerExchanges, keep_batch_norm_within, refuse_pruning
 from lightning_commopt.strategy.fit_guards import FitGuards
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job
-from lightning_commopt.strategy.loss_scale import agree_on_loss_scale, loss_scale
 from lightning_commopt.sync.ddp.attach import kept_buffers
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.diloco.drift import DriftWatch
 from lightning_commopt.sync.diloco.equalize import equalize, tensors_of
-from lightning_commopt.sync.diloco.exchange import Arrived
 from lightning_commopt.sync.diloco.outer import MEAN_OF_WEIGHTS, warn_if_short
 from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.sync.strategies import trainer_of
@@ -50,7 +45,7 @@ if TYPE_CHECKING:
 
 
 @document_plan_options
-class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
+class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks, CountsSteps):
     """Trains on every rank, or on every node, on its own, and exchanges what was learned every ``sync_every`` steps.
 
     It takes the arguments of ``DDPStrategy`` up to ``start_method``, and the keywords below. Gradients are not
@@ -213,70 +208,6 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks):
         """Calls what broadcasts a decision in every batch only after whole rounds."""
         if self.rounds is not None and self.rounds.num_steps % self._plan.sync_every == 0:
             inner(*args)
-
-    _is_first_batch = True
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._trains_in_vain():
-            return torch.zeros((), device=self.root_device, requires_grad=True)
-        self._is_in_training_step = True
-        try:
-            output = super().training_step(*args, **kwargs)
-        finally:
-            self._is_in_training_step = False
-            num_steps, self._num_uncounted_steps = self._num_uncounted_steps, 0
-        if num_steps:
-            self._count_steps(num_steps)
-        loss = output.get("loss") if isinstance(output, Mapping) else output
-        if self.rounds is not None and isinstance(loss, Tensor):
-            self.rounds.counts.add_loss(loss)
-        return output
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.rounds is not None and optimizer is not self.optimizers[0]:
-            self.rounds.expect_changes()
-        elif self._is_in_training_step:
-            self._num_uncounted_steps += 1
-        else:
-            self._count_steps(1)
-        return output
-
-    # With manual optimization steps are taken in the training step, where further losses of it may wait for their
-    # backward: autograd refuses one through weights that an exchange has changed in between.
-    _is_in_training_step = False
-    _num_uncounted_steps = 0
-
-    def _count_steps(self, num_steps: int) -> None:
-        """Counts steps of the first optimizer, and takes part in the exchanges that are due after them."""
-        if self.rounds is None:
-            return
-        scale, has_sigterm = partial(loss_scale, self.precision_plugin), lambda: self._guards.has_received_sigterm
-        for index, arrived in self.rounds.step(scale, has_sigterm, num_steps):
-            self._has_agreed_on_sigterm |= any(report.has_sigterm for report in arrived.reports)
-            agree_on_loss_scale(self.precision_plugin, [report.loss_scale for report in arrived.reports])
-            self._log(index, arrived)
-
-    def _trains_in_vain(self) -> bool:
-        """Returns whether a step may be left out, because the others have gone on and this rank has to catch up.
-
-        A loss without gradients changes no weights. The first batch of an epoch is not left out, so that every rank has
-        something to reduce of what is logged.
-        """
-        module = self.lightning_module
-        assert module is not None
-        return (
-            self.rounds is not None
-            and self.rounds.is_behind
-            and not self._is_first_batch
-            and module.automatic_optimization
-            and getattr(self.precision_plugin, "scaler", None) is None  # a scaler needs gradients
-        )
-
-    def _log(self, index: int, arrived: Arrived) -> None:
-        metrics, trainer = self._drift_watch.metrics(index, arrived.reports), trainer_of(self)
-        for logger in trainer.loggers if self.is_global_zero else ():
-            logger.log_metrics(metrics, step=batches_that_stepped(trainer))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a value over the ranks; within a training batch it returns this rank's own, without waiting."""

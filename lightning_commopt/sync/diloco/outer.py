@@ -78,7 +78,14 @@ def warn_if_short(trainer: Trainer, plan: DiLoCoPlan, otherwise: str) -> None:
 
 
 def warn_if_few_steps(num_steps: float, plan: DiLoCoPlan, otherwise: str, condition: str = "") -> None:
-    """Warns like `warn_if_short` of a training with ``num_steps`` optimizer steps, on a condition that is told."""
+    """Warns once if the momentum of the outer optimizer is likely to cost quality in a training of so few steps.
+
+    Args:
+        num_steps: number of optimizer steps; infinite if unknown.
+        plan: see `warn_if_short`.
+        otherwise: see `warn_if_short`.
+        condition: what must hold for the number of exchanges in the message; it follows that number.
+    """
     num_exchanges = num_steps / plan.sync_every
     largest = largest_momentum(num_exchanges, plan.sync_every, plan.own_share)
     if plan.outer_momentum > largest + 1e-9:
