@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_commopt.callbacks.folders import check_dirpath, local_folder
 from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.compat.hooks import handles_sigterm
-from lightning_commopt.compat.sigterm import report_lost_broadcasts
+from lightning_commopt.compat.sigterm import report_lost_broadcasts, run_whatever_handlers_raise
 from lightning_commopt.compat.spawned import notify_in_spawned_rank
 from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.strategy.base import plan_of
@@ -129,9 +129,12 @@ class HangMonitor(PhaseCallback):
         self._stop_watching()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        with log_own_errors("HangMonitor"):
-            super().on_exception(trainer, pl_module, exception)
-            self._stop_watching(exception)
+        def end() -> None:
+            with log_own_errors("HangMonitor"):
+                super(HangMonitor, self).on_exception(trainer, pl_module, exception)
+                self._stop_watching(exception)
+
+        run_whatever_handlers_raise(end)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Waits until the ranks' watchers are connected, which they usually are by then."""

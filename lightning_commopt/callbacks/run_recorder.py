@@ -27,6 +27,7 @@ from lightning_commopt.callbacks.run_description import (
 )
 from lightning_commopt.callbacks.speed import SpeedMonitor
 from lightning_commopt.compat.lightning import Callback
+from lightning_commopt.compat.sigterm import run_whatever_handlers_raise
 from lightning_commopt.compat.spawned import notify_in_spawned_rank
 from lightning_commopt.measure.runs.losses import LossCurve, LossPoint, read_losses, write_losses
 from lightning_commopt.measure.runs.machine import PeakMemory
@@ -179,12 +180,16 @@ class RunRecorder(Callback):
         if not self._is_running:  # but a test after the fit, or a fit that has not begun in a folder of another run
             return
         folder = self._folder(trainer)
-        if self._record is not None:
-            with suppress(RuntimeError, OSError):  # the device or the disk may have failed
-                self._save_losses(folder, self._curve.points())
-        if not getattr(trainer, "fast_dev_run", False):
-            seconds = time.perf_counter() - self._created
-            fail_rank(folder, exception, rank=trainer.global_rank, seconds=seconds)
+
+        def end() -> None:
+            if self._record is not None:
+                with suppress(RuntimeError, OSError):  # the device or the disk may have failed
+                    self._save_losses(folder, self._curve.points())
+            if not getattr(trainer, "fast_dev_run", False):
+                seconds = time.perf_counter() - self._created
+                fail_rank(folder, exception, rank=trainer.global_rank, seconds=seconds)
+
+        run_whatever_handlers_raise(end)
 
     def _save(self, folder: Path, losses: Sequence[LossPoint] = ()) -> None:
         assert self._record is not None

@@ -8,7 +8,9 @@ names are the same in ``lightning`` and ``pytorch_lightning``; this module impor
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -56,6 +58,33 @@ def report_lost_broadcasts(trainer: Trainer, report: Callable[[Exception], None]
             dist.broadcast = broadcast
 
     return around_broadcasts(trainer, around)
+
+
+def run_whatever_handlers_raise(end: Callable[[], None]) -> None:
+    """Runs a function to its end while a fit ends with an exception, even if a handler of a signal raises meanwhile.
+
+    Launchers send SIGTERM to all other ranks when one has failed, and Lightning's handler broadcasts, which raises once
+    the others have ended: wherever the main thread is by then. Python runs handlers in the main thread only, so the
+    function runs in another. What a handler raises is dropped, as the fit already ends with an exception; but not
+    KeyboardInterrupt or SystemExit, which do not wait for the function either.
+    """
+    has_begun, has_ended = threading.Lock(), threading.Event()
+
+    def once() -> None:
+        if has_begun.acquire(blocking=False):
+            try:
+                end()
+            finally:
+                has_ended.set()
+
+    try:
+        threading.Thread(target=once, name="commopt-end").start()
+    except Exception:  # this host allows no more threads, or a handler has raised already
+        once()
+    while True:
+        with suppress(Exception):
+            has_ended.wait()  # Thread.join, once interrupted, would take the thread for ended
+            return
 
 
 class SigtermCheck:
