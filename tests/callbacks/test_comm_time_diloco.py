@@ -18,7 +18,7 @@ from lightning_commopt.measure.record import EXCHANGE
 from lightning_commopt.measure.summary import summarize_run
 from lightning_commopt.measure.trace import to_trace
 from lightning_commopt.sync.diloco.exchange import Report
-from support.ranks import run_ranks
+from support.warm_ranks import run_ranks
 
 _OF_FIRST, _OF_SECOND = 8 * 16 + 16, 16 * 4 + 4  # parameters of the two layers, each of which is a fragment
 _REPORT_BYTES = Report(samples=1.0).to_tensor().nbytes  # beside each difference

@@ -12,8 +12,8 @@ from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, SpeedMonitor
 from support.cross_section import sampled
 from support.lightnings import PACKAGE, CSVLogger, DDPStrategy, ThroughputMonitor
-from support.ranks import run_ranks
 from support.strategy_models import trainer
+from support.warm_ranks import run_ranks
 
 NUMEL = 3 * 2 + 2
 

@@ -15,7 +15,7 @@ from lightning_commopt.cost.candidates import caps_for
 from lightning_commopt.cost.gradient_times import GradientTimes
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.plan.ddp import ddp_options
-from support.ranks import run_ranks
+from support.warm_ranks import run_ranks
 
 OPTIONS: list[dict[str, Any]] = [
     {},

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from lightning_commopt import CommOptDiLoCo
 from support.diloco_fits import MEANS, fit
-from support.ranks import run_ranks
 from support.strategy_models import Gan, Params, Tiny, assert_same, loader, numbers, trainer
+from support.warm_ranks import run_ranks
 
 
 class _Alternating(Gan):

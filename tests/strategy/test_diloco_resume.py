@@ -15,8 +15,9 @@ from torch import Tensor
 from lightning_commopt import CommOptDDP, CommOptDiLoCo
 from lightning_commopt.sync.checkpoint import KEY
 from support.lightnings import Callback, LightningModule, ModelCheckpoint, OnExceptionCheckpoint, Trainer, callbacks
-from support.ranks import run_ranks, run_ranks_or_raise
+from support.ranks import run_ranks_or_raise
 from support.strategy_models import BatchNormed, Params, assert_same, loader, numbers, trainer
+from support.warm_ranks import run_ranks
 
 _OVERLAPPED = {
     "sync_every": 4,

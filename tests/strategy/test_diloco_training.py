@@ -24,9 +24,10 @@ from support.lightnings import (
     Trainer,
     callbacks,
 )
-from support.ranks import run_ranks, run_ranks_or_raise
+from support.ranks import run_ranks_or_raise
 from support.strategy_models import BatchNormed, Gan, Manual, Params, Tiny, assert_same, loader, numbers, trainer
 from support.training_modes import MODES
+from support.warm_ranks import run_ranks
 
 _STREAMING = {"sync_every": 3, "fragments": 2, "overlap": 1}
 

@@ -35,7 +35,7 @@ class _Sharded(Tiny):
 def _fit(strategy: CommOptModelParallel, *callbacks: Any) -> Params:
     model = _Sharded()
     with torch.random.fork_rng():
-        trainer(strategy, max_epochs=40, callbacks=list(callbacks)).fit(model, loader(16 * dist.get_world_size()))
+        trainer(strategy, max_epochs=20, callbacks=list(callbacks)).fit(model, loader(16 * dist.get_world_size()))
     return {name: value.full_tensor().numpy() for name, value in model.state_dict().items()}
 
 

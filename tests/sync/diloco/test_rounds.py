@@ -15,7 +15,7 @@ from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.sync.diloco.exchange import Exchange
 from lightning_commopt.sync.diloco.rounds import Rounds
-from support.ranks import run_ranks
+from support.warm_ranks import run_ranks
 
 _NUM_STEPS = 14
 Numbers = dict[str, np.ndarray]
