@@ -36,7 +36,7 @@ from lightning_commopt.strategy.fabric_diloco_checkpoint import SavesRanksOfFabr
 from lightning_commopt.strategy.fabric_diloco_unfinished import Unfinished
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
 from lightning_commopt.strategy.loss_scale import agree_on_loss_scale, loss_scale
-from lightning_commopt.strategy.remedies import check_start_method
+from lightning_commopt.strategy.remedies import check_start_method, explain_changed_weights
 from lightning_commopt.sync.diloco.checkpoint import Saved
 from lightning_commopt.sync.diloco.drift import DriftWatch
 from lightning_commopt.sync.diloco.equalize import equalize
@@ -188,6 +188,10 @@ class CommOptDiLoCo(SavesRanksOfFabric):
         self.rounds = Rounds(self._plan, self._module, self._exchange, saved.trained, self.sync_observers)
         saved.restore(self.rounds)
 
+    def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
+        with explain_changed_weights():
+            super().backward(tensor, module, *args, **kwargs)
+
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Steps an optimizer; after one whose steps count, exchanges may begin, or be applied to the module."""
         if self.rounds is None:
@@ -215,7 +219,7 @@ class CommOptDiLoCo(SavesRanksOfFabric):
                 "An optimizer steps within strategy.global_weights(), which drops what is trained: step after it."
             )
         is_first = not rounds.num_steps and not rounds.changed
-        if rounds.shows_final or (is_first and rounds.exchange.any_rank(_has_other_weights(rounds))):
+        if rounds.shows_final or (is_first and rounds.exchange.any_rank(rounds.has_other_weights())):
             self._begin(Saved())  # after the last training, or after weights that were loaded since `setup_module`
         assert self.rounds is not None
         if unfrozen := self.rounds.left_out.unfrozen():
@@ -287,12 +291,3 @@ def _refuse(options: Mapping[str, Any]) -> None:
     for name in options:
         if name in _OF_TRAINERS:
             raise OptionError(f"{name}={options[name]!r} cannot apply in Fabric: {_OF_TRAINERS[name]}")
-
-
-def _has_other_weights(rounds: Rounds) -> bool:
-    """Returns whether parameters differ from the global ones; a forward may have moved buffers."""
-    return any(
-        not torch.equal(x.cpu(), value.to(x.dtype))
-        for of in rounds.fragments
-        for x, value in zip(of.fragment.real_parameters(), of.fragment.views(of.weights), strict=True)
-    )

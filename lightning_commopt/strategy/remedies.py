@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -138,3 +139,17 @@ def explain_error(exception: BaseException) -> None:
         if any(is_explained):
             args = zip(is_explained, exception.args, strict=True)
             exception.args = tuple(explanation if yes else arg for yes, arg in args)
+
+
+@contextmanager
+def explain_changed_weights() -> Generator[None, None, None]:
+    """Adds to autograd's error for weights that have changed since a forward that an exchange of DiLoCo does that."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            error.args = (
+                f"{error} With CommOptDiLoCo an exchange, too, changes all weights, after the step of the optimizer"
+                " that was set up first: compute a loss after that step, or call its backward before it.",
+            )
+        raise

@@ -73,3 +73,11 @@ class ShowsWeights:
         """Returns whether the model has other values on any rank. All ranks must call it."""
         pairs = [pair for of in weights for pair in zip(of.fragment.tensors(), of.tensors(), strict=True)]
         return self.exchange.any_rank(not all(torch.equal(x.cpu(), value.to(x.dtype)) for x, value in pairs))
+
+    def has_other_weights(self) -> bool:
+        """Returns whether parameters of the model differ from the global ones; a forward may have moved buffers."""
+        return any(
+            not torch.equal(x.cpu(), value.to(x.dtype))
+            for of in self.fragments
+            for x, value in zip(of.fragment.real_parameters(), of.fragment.views(of.weights), strict=True)
+        )
