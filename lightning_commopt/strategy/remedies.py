@@ -143,7 +143,7 @@ def explain_error(exception: BaseException) -> None:
 
 @contextmanager
 def explain_changed_weights() -> Generator[None, None, None]:
-    """Adds to autograd's error for weights that have changed since a forward that an exchange of DiLoCo does that."""
+    """Adds to autograd's error for weights that were changed after a forward that DiLoCo's exchanges change them."""
     try:
         yield
     except RuntimeError as error:
