@@ -1,4 +1,4 @@
-"""Lightning's broadcast of SIGTERM before every batch, and a cheaper check; see `lightning_commopt.compat`.
+"""What Lightning does on SIGTERM: its broadcasts, a cheaper check, and its handler; see `lightning_commopt.compat`.
 
 Lightning 2.5.2 and later broadcast a flag from rank 0 before every batch and wait for it on the host; the signal's
 handler broadcasts too, wherever training is. This module replaces ``_broadcast_sigterm_tensor`` and ``run`` of the
