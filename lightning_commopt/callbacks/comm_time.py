@@ -67,6 +67,7 @@ class CommTimeMonitor(PhaseCallback):
         fit_link_model: fit the link to the buckets of the last 200 steps with every window, for ``link_latency_s``,
             ``link_bandwidth`` and predictions. Without it predictions know the times of rank 0 alone.
         print_summary: print a table and a verdict at the end of a fit, also of an interrupted one.
+        prog_bar: show ``exposed_share`` of the last window in Lightning's progress bar.
 
     Attributes:
         metrics: every number of the last window, without the prefix.
@@ -91,12 +92,13 @@ class CommTimeMonitor(PhaseCallback):
         save_records: bool = True,
         fit_link_model: bool = True,
         print_summary: bool = True,
+        prog_bar: bool = False,
     ) -> None:
         check_integer("every_n_steps", every_n_steps, at_least=1)
         check_integer("num_warmup_steps", num_warmup_steps, at_least=0)
         check_choice("log", log, ("default", "all"))
         switches = {"save_records": save_records, "fit_link_model": fit_link_model, "print_summary": print_summary}
-        for name, switch in switches.items():
+        for name, switch in {**switches, "prog_bar": prog_bar}.items():
             check_switch(name, switch)
         self._every_n_steps = every_n_steps
         self._num_warmup_steps = num_warmup_steps
@@ -105,6 +107,7 @@ class CommTimeMonitor(PhaseCallback):
         self._save_records = save_records
         self._fit_link_model = fit_link_model
         self._print_summary = print_summary
+        self._prog_bar = prog_bar
         self._recorder: StepRecorder | None = None
         self._closing = contextlib.ExitStack()  # removes the observers from the strategy, its groups and its model
         self._reset(world_size=1)
@@ -120,7 +123,7 @@ class CommTimeMonitor(PhaseCallback):
         self._totals = FitTotals(world_size, self._num_warmup_steps)
         self._all_ranks = AllRanks(None, (self._every_n_steps, len(QUANTITIES)))
         self._collectives: CollectiveWatch | None = None
-        self._publisher = MetricPublisher(publishes_all=self._logs_all, is_shared=False)
+        self._publisher = self._new_publisher(is_shared=False)
         self._link: LinkTracker | None = None
         self._files: StepFiles | None = None
         self._prediction: PredictionRecorder | ShardedPredictionRecorder | None = None
@@ -145,7 +148,7 @@ class CommTimeMonitor(PhaseCallback):
         has_peers = trainer.world_size > 1 and dist.is_available() and dist.is_initialized()
         groups = gathering_group(trainer) if has_peers else None
         is_shared = groups is not None or trainer.world_size == 1
-        self._publisher = MetricPublisher(publishes_all=self._logs_all, is_shared=is_shared)
+        self._publisher = self._new_publisher(is_shared)
         assert self._recorder is not None
         fit = token_hex(8)
         if has_peers:
@@ -212,6 +215,9 @@ class CommTimeMonitor(PhaseCallback):
             )
         finally:
             self.teardown(trainer, pl_module, "fit")  # Lightning does not call it after an exception
+
+    def _new_publisher(self, is_shared: bool) -> MetricPublisher:
+        return MetricPublisher(publishes_all=self._logs_all, prog_bar=self._prog_bar, is_shared=is_shared)
 
     def _enter(self, phase: str | None) -> None:
         if self._recorder is not None:

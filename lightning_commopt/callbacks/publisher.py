@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -173,21 +174,24 @@ class MetricPublisher:
     """Publishes metrics under ``comm_time/``.
 
     With ``publishes_all`` these are all metrics, else `LOGGED_BY_DEFAULT`. Callbacks get them only if ``is_shared``: if
-    all ranks have the same numbers.
+    all ranks have the same numbers. With ``prog_bar`` the progress bar shows ``exposed_share``.
     """
 
-    def __init__(self, *, publishes_all: bool, is_shared: bool) -> None:
+    def __init__(self, *, publishes_all: bool, prog_bar: bool, is_shared: bool) -> None:
         self._publishes_all = publishes_all
+        self._prog_bar = prog_bar
         self._is_shared = is_shared
         self._failed_loggers: list[Logger] = []
 
     def share(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """Puts metrics into ``trainer.callback_metrics``."""
+        """Puts metrics into ``trainer.callback_metrics``, and what the progress bar shows into its metrics."""
         if self._is_shared:
             prefixed = self._with_prefix(metrics)
             trainer.callback_metrics.update(
                 {name: torch.tensor(value, device="cpu") for name, value in prefixed.items()}
             )
+        if self._prog_bar and not math.isnan(share := metrics.get("exposed_share", math.nan)):
+            trainer.progress_bar_metrics["exposed_share"] = share
 
     def log(self, trainer: Trainer, metrics: Mapping[str, float], step: int) -> None:
         """Logs metrics with all loggers; one that fails is not used again."""

@@ -61,8 +61,9 @@ def run(
 ) -> None:
     """Runs COMMAND with CommTimeMonitor and HangMonitor in every Trainer of it: nothing in the script changes.
 
-    A fit ends with the table of its step, a verdict, and where its files are; a fit that hangs with the rank at fault.
-    Strategy and numbers stay as they are. The exit status is that of COMMAND, or 1 if it has made no Trainer.
+    The progress bar shows exposed_share, the share of a step that waits for communication. A fit ends with the table of
+    its step, a verdict, and where its files are; a fit that hangs with the rank at fault. Strategy and numbers stay as
+    they are. The exit status is that of COMMAND, or 1 if it has made no Trainer.
     """
     from lightning_commopt.commands.monitored import CHANGE
     from lightning_commopt.commands.trainers import run_changed
@@ -71,7 +72,7 @@ def run(
         status, has_trainer = run_changed(command, CHANGE, {})
     if not has_trainer:
         echo("commopt: COMMAND has made no Trainer of Lightning, so nothing was measured", err=True)
-    elif not status:
+    else:
         echo("To keep the monitors: Trainer(callbacks=[CommTimeMonitor(), HangMonitor()])")
     raise typer.Exit(status or int(not has_trainer))
 

@@ -14,7 +14,7 @@ def add_monitors(package: str, arguments: dict[str, Any], asked: Mapping[str, An
 
     given = arguments["callbacks"] or ()
     callbacks = list(given) if isinstance(given, Iterable) else [given]  # Hydra gives a ListConfig
-    for monitor in (CommTimeMonitor, HangMonitor):
-        if not any(isinstance(callback, monitor) for callback in callbacks):
-            callbacks.append(monitor())
+    for monitor in (CommTimeMonitor(prog_bar=True), HangMonitor()):
+        if not any(isinstance(callback, type(monitor)) for callback in callbacks):
+            callbacks.append(monitor)
     arguments["callbacks"] = callbacks

@@ -126,6 +126,27 @@ def test_after_the_fit_it_is_the_summary() -> None:
     assert found["comm_time/step_s"] == pytest.approx(monitor.summary["step_s"])
 
 
+def shown(prog_bar: bool) -> list[tuple[dict[str, float], dict[str, float]]]:
+    class Bar(Callback):
+        def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+            bars.append((dict(trainer.progress_bar_metrics), monitor.metrics))
+
+    bars: list[tuple[dict[str, float], dict[str, float]]] = []
+    monitor = CommTimeMonitor(every_n_steps=4, save_records=False, prog_bar=prog_bar)
+    fit(monitor, CommOptDDP(), callbacks=[Bar()])
+    return bars
+
+
+def test_the_progress_bar_shows_the_share_if_it_is_asked_to() -> None:
+    """If it fails, nobody sees before the end of a fit what it waits for, or a bar has what nobody asked for."""
+    for bars in run_ranks(shown, True):
+        assert bars[0] == ({}, {})
+        for in_bar, metrics in bars:
+            assert in_bar.get("exposed_share") == metrics.get("exposed_share")
+        assert 0 < bars[-1][0]["exposed_share"] < 1
+    assert run_ranks(shown, False)[0][-1][0] == {}
+
+
 def alone() -> tuple[dict[str, float], int]:
     def fail(description: str) -> None:
         raise RuntimeError("connection refused")

@@ -24,7 +24,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 if __name__ == "__main__":
-    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    quiet = dict.fromkeys(("enable_model_summary", "enable_checkpointing"), False)
     trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, limit_val_batches=0, **quiet)
     trainer.fit(BoringModel())
     print("trained with", type(trainer.strategy).__name__)
@@ -45,6 +45,7 @@ def test_a_script_is_measured_as_it_is(tmp_path: Path) -> None:
     ran = _run(tmp_path, sys.executable, "train.py")
     assert ran.returncode == 0, ran.stderr
     assert "trained with DDPStrategy" in ran.stdout
+    assert "exposed_share" in ran.stdout  # in the progress bar
     assert "Time of a step, over 22 steps and 2 ranks" in ran.stdout
     assert ran.stdout.splitlines()[-1] == "To keep the monitors: Trainer(callbacks=[CommTimeMonitor(), HangMonitor()])"
     assert list(tmp_path.rglob("prediction.json"))
