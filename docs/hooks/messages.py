@@ -27,7 +27,7 @@ _EXPLAINED: dict[str, str] = {
     "commands/tune": "how_to/auto.md",
     "compat": "reference/stability.md",
     "compat/collectives.py": "how_to/measure.md",
-    "compressors": "explanation/compressors.md",
+    "compressors": "how_to/ddp.md",
     "cost": "explanation/predict.md",
     "fabric.py": "how_to/fabric.md",
     "launch": "troubleshoot/start.md",
