@@ -22,7 +22,7 @@ ROUNDING_MAGIC = 1.5 * 2.0**23
 """Adding this to a small float32 rounds it, half to even, and leaves the integer in the lowest bits."""
 INT4_CURVE = 4
 """``c`` of the levels of int4, ``k (|k| + c)``: 0 gives squares, a large number evenly spaced levels. How these levels
-compare with others is in ``docs/explanation/compressors.md``."""
+compare with others is in ``docs/evidence/int4.md``."""
 INT4_OFFSET = INT4_CURVE**2 / 4 - 1 / 4
 """The root of a magnitude plus this, less half of `INT4_CURVE`, rounds to the code of the nearest level."""
 MAX_CODE_4 = 7
