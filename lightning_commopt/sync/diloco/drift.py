@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from lightning_commopt.sync.diloco.exchange import Report
 from lightning_commopt.text.formatting import grouped
-from lightning_commopt.text.validation import warn_once
+from lightning_commopt.text.validation import warn
 
 _NUM_ROUNDS = 3
 _GROWTH = 2.0
@@ -17,7 +17,7 @@ varies from round to round, and that of one that diverges doubles in one."""
 
 
 class DriftWatch:
-    """Turns the reports of exchanges into values for loggers, and warns once if the drift of a fragment grows.
+    """Turns the reports of exchanges into values for loggers, and warns if the drift of a fragment grows, once in a fit.
 
     Args:
         ranks_per_worker: number of consecutive ranks that form one worker.
@@ -26,6 +26,7 @@ class DriftWatch:
     def __init__(self, ranks_per_worker: int = 1) -> None:
         self._ranks_per_worker = ranks_per_worker
         self._drifts: defaultdict[int, list[float]] = defaultdict(list)
+        self._has_warned = False
 
     def metrics(self, index: int, reports: Sequence[Report]) -> dict[str, float]:
         """Returns the mean drift of a fragment and the loss of each worker that has one, by their names in loggers."""
@@ -40,9 +41,12 @@ class DriftWatch:
 
     def _check(self, index: int, drift: float) -> None:
         drifts = self._drifts[index] = [*self._drifts[index][-_NUM_ROUNDS:], drift]
+        if self._has_warned:  # in each further round the message would have other numbers
+            return
         if len(drifts) > _NUM_ROUNDS and drifts == sorted(set(drifts)) and drifts[-1] > _GROWTH * drifts[0]:
+            self._has_warned = True
             shown = ", ".join(f"{value:.3g}" for value in drifts)
-            warn_once(
+            warn(
                 f"DiLoCo: what the workers change between two exchanges of fragment {index} has grown in {_NUM_ROUNDS}"
                 f" rounds (norms {shown}). If the loss grows too: a higher inner learning rate wants a lower outer_lr."
             )

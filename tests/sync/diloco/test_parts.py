@@ -217,6 +217,10 @@ def test_drift_that_grows_is_warned_of_once() -> None:
         watch.metrics(0, [Report(1, drift=drift)])
     with pytest.warns(UserWarning, match=r"fragment 0 has grown in 3 rounds \(norms 1.5, 2, 2.5, 4\)"):
         watch.metrics(0, [Report(1, drift=4.0)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for drift in (6.0, 9.0):
+            watch.metrics(0, [Report(1, drift=drift)])
 
 
 def test_a_fit_that_resumes_has_not_received_the_signal_that_ended_the_one_before() -> None:
