@@ -30,8 +30,14 @@ def equalize(tensors: Sequence[Tensor], living: LivingRanks | None = None) -> No
         living: the ranks that take part; None for all of the default group, which none may have left.
 
     Raises:
-        ValueError: a parameter has another shape on another rank.
+        ValueError: a parameter has another shape on another rank, or a tensor is sparse.
     """
+    sparse = next((x for x in tensors if x.layout != torch.strided), None)
+    if sparse is not None:
+        raise ValueError(
+            f"a buffer of layout {sparse.layout} and shape {tuple(sparse.shape)} cannot be exchanged: register its"
+            " indices and values as buffers, or keep it as a plain attribute"
+        )
     mine = [(tuple(x.shape), _checksum(x.detach())) for x in tensors]
     everyone = _gather(mine) if living is None else [*living.objects(mine, "comparing weights").values()]
     differ = []
