@@ -32,16 +32,19 @@ def test_the_page_and_the_table_lie_in_the_sweep(tmp_path):
 
 
 def test_files_are_written_whoever_reads_the_output(tmp_path):
-    """If it fails, ``commopt report DIR | head -1`` leaves no page."""
+    """If it fails, ``commopt report DIR | head -1`` leaves no page, or ends in an error message."""
     sweep = write_sweep(tmp_path / "sweep", num_repetitions=2)
     read, write = os.pipe()
     os.close(read)
     code = "from lightning_commopt.commands.app import app; app()"
-    subprocess.run([sys.executable, "-c", code, "report", sweep], stdout=write, check=False)
+    command = [sys.executable, "-c", code, "report", str(sweep)]
+    ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, check=False)
     os.close(write)
     assert "</html>" in (sweep / "report.html").read_text()
+    assert (ended.returncode, ended.stderr) == (1, b"")
 
 
+@pytest.mark.exhaustive
 def test_nobody_is_told_that_nobody_reads(tmp_path):
     """If it fails, ``commopt report DIR --json | head -1`` ends in an error message."""
     sweep = write_sweep(tmp_path / "sweep", num_repetitions=2)
