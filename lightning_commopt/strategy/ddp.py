@@ -222,8 +222,8 @@ class CommOptStrategy(base.NamedStrategy, StartedAsDDP):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._apply_next_plan()
-        module = self.lightning_module
-        if module is not None and self.gradient_sync.must_rewrap and not optimizer_is_toggled(module):
+        module, must_rewrap = self.lightning_module, self.gradient_sync.must_rewrap(is_first_batch=batch_idx == 0)
+        if module is not None and must_rewrap and not optimizer_is_toggled(module):
             self.gradient_sync.rewrap(self._wrap)
         self.auto_plan.begin_batch(batch, batch_idx)
 

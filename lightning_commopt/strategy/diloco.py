@@ -197,7 +197,7 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks, CountsSteps):
         if unfrozen := rounds.left_out.unfrozen():
             self._equalize([*unfrozen.values()])  # a training step may have unfrozen and trained them before
             rounds.divide_again(module)
-        if self._inner.must_rewrap:  # parameters may have been frozen, too
+        if self._inner.must_rewrap(is_first_batch=self._is_first_batch):  # parameters may have been frozen, too
             self._inner.rewrap(self._wrap)
 
     def _wrap(self, module: Module) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_commopt import CommOptDDP
 from support.lightnings import Callback, DDPStrategy, LightningModule, Trainer
 from support.ranks import run_ranks_or_raise
-from support.strategy_models import trainer
+from support.strategy_models import Params, Tiny, assert_same, loader, numbers, trainer
 from support.warm_ranks import run_ranks
 
 
@@ -100,6 +100,42 @@ def test_plan_changes_while_a_part_is_frozen() -> None:
     first, second = run_ranks(_fit_in_turns, True)
     np.testing.assert_array_equal(first, second)
     np.testing.assert_array_equal(first, run_ranks(_fit_in_turns, False)[0])
+
+
+class _Growing(Tiny):
+    """Has another last layer of its own initial weights on each rank from the second epoch on, and one more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.extra is None else super().forward(x) + self.extra(x)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            torch.manual_seed(self.global_rank)
+            self.layers[4], self.extra = nn.Sequential(nn.Linear(24, 2), nn.Linear(2, 1)), nn.Linear(6, 1)
+            optimizer: Any = self.optimizers()
+            optimizer.add_param_group({"params": [*self.layers[4].parameters(), *self.extra.parameters()]})
+
+
+def _fit_growing() -> list[Params]:
+    fits = []
+    for options in ({}, {"comm_hook": "all_reduce"}, {"comm_hook": "int8", "bucket_cap_mb": 0.001}):
+        model = _Growing()
+        trainer(CommOptDDP(**options), max_epochs=3).fit(model, loader())
+        fits.append(numbers(model))
+    return fits
+
+
+def test_layers_that_a_hook_adds_or_replaces_are_trained_together() -> None:
+    """If it fails, each rank trains such a layer by itself, silently, or waits for one that is gone."""
+    first, second = run_ranks(_fit_growing)
+    for params, others in zip(first, second, strict=True):
+        assert_same(params, others)
+    assert_same(first[1], first[0])
+    assert_same(first[2], first[0], rtol=0.2)
 
 
 def test_unfrozen_within_a_step_is_refused() -> None:

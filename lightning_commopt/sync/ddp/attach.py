@@ -139,6 +139,17 @@ class Trainable:
         parameters = list(known_parameters(model).values())
         self._trainable = [parameter for parameter in parameters if parameter.requires_grad]
         self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+        self._all = dict(model.module.named_parameters())
+
+    def some_added(self, module: Module) -> bool:
+        """Returns whether the model has got parameters since it was wrapped, also in the place of others."""
+        known = {id(parameter) for parameter in self._all.values()}
+        return any(id(parameter) not in known for parameter in module.parameters())
+
+    def of_kept(self, module: Module, residuals: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the residuals of parameters that the model still has."""
+        kept = {name for name, parameter in module.named_parameters() if self._all.get(name) is parameter}
+        return {name: residual for name, residual in residuals.items() if name in kept}
 
     def some_unfrozen(self) -> bool:
         """Returns whether a parameter that DDP does not synchronize was unfrozen."""

@@ -129,12 +129,16 @@ class GradientSync:
         """Whether the next backward must be synchronized, because DDP records a static graph in the first one."""
         return bool(self.plan.static_graph) and not self._is_graph_recorded
 
-    @property
-    def must_rewrap(self) -> bool:
-        """Whether parameters were frozen or unfrozen since DDP laid out its buckets."""
-        trainable = self.trainable
-        if trainable is None:
+    def must_rewrap(self, *, is_first_batch: bool) -> bool:
+        """Returns whether parameters were frozen or unfrozen since DDP laid out its buckets.
+
+        In the first batch of an epoch also whether any were added, as looking at the whole model takes time.
+        """
+        model, trainable = self.model, self.trainable
+        if model is None or trainable is None:
             return False
+        if is_first_batch and trainable.some_added(model.module):
+            return True
         return trainable.some_unfrozen() or (trainable.some_frozen() and not self.plan.find_unused_parameters)
 
     def note_accumulation(self) -> None:
@@ -184,7 +188,7 @@ class GradientSync:
         assert trainable is not None
         hooks, own_hooks = hooks_of(model), self._own_hooks
         module = unwrap(model)
-        residuals = self.detach()
+        residuals = trainable.of_kept(module, self.detach())
         if hook is not None and hook.lost:
             warn(
                 f"Rank {dist.get_rank()}: the last gradient sync of {list_some(hook.lost, 8)} did not end, so their"
