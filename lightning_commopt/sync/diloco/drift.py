@@ -17,7 +17,7 @@ varies from round to round, and that of one that diverges doubles in one."""
 
 
 class DriftWatch:
-    """Turns the reports of exchanges into values for loggers, and warns if the drift of a fragment grows, once in a fit.
+    """Turns the reports of exchanges into values for loggers, and warns once in a fit if a fragment's drift grows.
 
     Args:
         ranks_per_worker: number of consecutive ranks that form one worker.
