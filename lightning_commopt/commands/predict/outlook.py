@@ -36,7 +36,7 @@ from lightning_commopt.launch.lab import parse_rate
 from lightning_commopt.measure.runs.files import PREDICTION_FILE
 from lightning_commopt.plan import CommPlan, Plan
 from lightning_commopt.plan.base import option_errors
-from lightning_commopt.text.formatting import count, number
+from lightning_commopt.text.formatting import count, number, time_unit
 from lightning_commopt.text.terminal import TextTable
 from lightning_commopt.text.validation import did_you_mean, normalize_name
 
@@ -53,19 +53,26 @@ class Outlook:
     diloco: tuple[Candidate[Any], ...] = ()  # plans with fewer exchanges
 
     def table(self) -> Group:
-        columns = ("median step, s", "95 %", "exposed, s", "times as fast", "lossy")
-        table = TextTable("plan", *columns, numbers=columns[:-1], title=self.title)
         rows, now_s = (self.present, *self.others, *self.diloco), self.present.prediction.step_s
+        unit = time_unit(max(row.prediction.high_s for row in rows))
+        columns = (f"step, {unit.name}", "95 %", f"exposed, {unit.name}", "times as fast", "lossy")
+        table = TextTable("plan", *columns, numbers=columns[:-1], title=self.title)
         for plan, prediction in rows:
-            speedup = (
-                f"{now_s / prediction.step_s:.2f} ({now_s / prediction.high_s:.2f} to {now_s / prediction.low_s:.2f})"
+            step, low, high, exposed = (
+                number(time_s / unit.size)
+                for time_s in (prediction.step_s, prediction.low_s, prediction.high_s, prediction.exposed_s)
             )
+            speedup, least, most = (
+                number(now_s / time_s, max_decimals=2)
+                for time_s in (prediction.step_s, prediction.high_s, prediction.low_s)
+            )
+            is_present = plan is self.present.plan
             table.add_row(
-                plan_text(plan) + (" (as it ran)" if plan is self.present.plan else ""),
-                number(prediction.step_s),
-                f"{number(prediction.low_s)} to {number(prediction.high_s)}",
-                number(prediction.exposed_s),
-                "1" if plan is self.present.plan else speedup,
+                plan_text(plan) + (" (as it ran)" if is_present else ""),
+                step,
+                f"{low} to {high}",
+                exposed,
+                "1" if is_present else f"{speedup} ({least} to {most})",
                 "yes" if plan.is_lossy else "no",
             )
         reasons = dict.fromkeys(reason for row in rows for reason in row.prediction.reasons)
