@@ -63,7 +63,8 @@ def verdict(director: Director, plans: Sequence[Plan]) -> str:
     if director.shortlist is not None and director.shortlist.not_allowed and _is_predicted(director):
         name, share = max(director.shortlist.not_allowed.items(), key=lambda item: item[1])
         sentences.append(
-            f"{name}, lossy, would save up to {short_percent(share)} of a step: lossy=[{name!r}] allows it."
+            f"{name}, lossy, would save up to {short_percent(share)} of a step: lossy=[{name!r}], or commopt tune"
+            f" --lossy {name}, allows it."
         )
     if director.not_measured:
         sentences.append(

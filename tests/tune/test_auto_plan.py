@@ -78,7 +78,7 @@ def test_it_chooses_and_trains_the_same_bits(mode: str) -> None:
     found = ranks[0][mode][3]
     assert found["status"] == "faster"
     assert found["num_search_steps"] <= 60
-    assert "lossy=['int8'] allows it" in found["verdict"]
+    assert "lossy=['int8'], or commopt tune --lossy int8, allows it" in found["verdict"]
 
 
 @pytest.mark.exhaustive
