@@ -220,6 +220,7 @@ def _fit_after_validation() -> tuple[Params, Params]:
     return found[0], found[1]
 
 
+@pytest.mark.exhaustive
 @takes_collectives
 def test_a_validation_before_the_first_batch_leaves_shards_as_they_are() -> None:
     """If it fails, a fit with FSDP2 and Lightning's sanity check ends with an error in the first move."""

@@ -59,7 +59,9 @@ def _fit(options: dict[str, Any], shares_loss: bool, comm_hook: str) -> tuple[li
 
 @pytest.mark.parametrize("comm_hook", sampled(["none", "powersgd"], by_default=["powersgd"]))
 @pytest.mark.parametrize(
-    ("options", "shares_loss"), [(_BY_GRADIENTS, False), (_SEARCH, True)], ids=["by gradients", "shared loss"]
+    ("options", "shares_loss"),
+    sampled([(_BY_GRADIENTS, False), (_SEARCH, True)], by_default=[(_SEARCH, True)]),
+    ids=["by gradients", "shared loss"],
 )
 def test_what_the_warning_recommends_keeps_ranks_together(
     options: dict[str, Any], shares_loss: bool, comm_hook: str

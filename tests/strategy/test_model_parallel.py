@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from lightning_commopt import CommOptModelParallel
 from lightning_commopt.strategy.adapters import ADAPTERS, adapter_for
 from support.collectives import counted_collectives, needs_hooks
+from support.cross_section import sampled
 from support.lightnings import PACKAGE, ModelParallelStrategy
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer
 from support.warm_ranks import run_ranks
@@ -109,7 +110,9 @@ def _printed(num_replicas: int) -> list[str]:
 
 
 @needs_hooks
-@pytest.mark.parametrize(("num_replicas", "world_size", "num_shards"), [(1, 2, 2), (2, 4, 2)])
+@pytest.mark.parametrize(
+    ("num_replicas", "world_size", "num_shards"), sampled([(1, 2, 2), (2, 4, 2)], by_default=[(1, 2, 2)])
+)
 def test_the_memory_is_printed_once(num_replicas: int, world_size: int, num_shards: int) -> None:
     """If it fails, the option costs memory that nobody was told of, or another number of bytes."""
     num_bytes = 4 * sum(value.size for value in _initial().values())

@@ -67,7 +67,7 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "Lightning's": stock,
     "Lightning's static": lambda: stock(static_graph=True),
 }
-BY_DEFAULT = ("native", "powersgd")
+BY_DEFAULT = ("native",)
 ON_THREE = ("native unused", "int8", "torch's PowerSGD")
 MODELS: dict[str, tuple[type[Tiny], dict[str, Any]]] = {
     "automatic": (Tiny, {}),

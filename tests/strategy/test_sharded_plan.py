@@ -258,6 +258,7 @@ def _uneven(policy: str) -> int:
     return int(run.global_step)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:Ranks have different numbers of training batches")
 def test_uneven_batches() -> None:
     """If it fails, ranks of FSDP2 wait for each other's all-gathers until the timeout."""

@@ -50,19 +50,15 @@ def train_as_rank(overrides: list[str]) -> int | str | None:
     return end.value.code
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(
-            ("experiment=digits", "trainer.max_epochs=2", "trainer.limit_train_batches=3"), marks=pytest.mark.exhaustive
-        ),
-        pytest.param(
-            (
-                *("experiment=vit_l_32", "model.name=squeezenet1_1", "+model.options.dropout=0.1"),
-                *("data.image_size=32", "data.batch_size=1", "trainer.max_steps=2"),
-                "callbacks.speed.num_warmup_steps=1",
-            ),
-            marks=pytest.mark.exhaustive,
+        ("experiment=digits", "trainer.max_epochs=2", "trainer.limit_train_batches=3"),
+        (
+            *("experiment=vit_l_32", "model.name=squeezenet1_1", "+model.options.dropout=0.1"),
+            *("data.image_size=32", "data.batch_size=1", "trainer.max_steps=2"),
+            "callbacks.speed.num_warmup_steps=1",
         ),
         (
             *("experiment=sharding", "model=gpt", "model.width=16", "data.context=64"),

@@ -221,6 +221,7 @@ def test_nothing_is_left_where_there_is_no_cache(monkeypatch: pytest.MonkeyPatch
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.exhaustive
 @needs_compiler
 def test_a_cache_of_this_user_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """If it fails, ordinary machines compile in each process: caches on other disks, umask 002, shared parents."""
