@@ -27,7 +27,7 @@ def execute(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Runs a notebook in a folder; a command behind ``!`` that fails fails the test too.
 
     Returns:
-        The notebook with what its cells have printed, without colours and without what went to the log.
+        The notebook with what its cells have printed, without colours, the folder, and what went to the log.
     """
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -41,7 +41,7 @@ def execute(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     notebook.cells = cells
     for cell in cells:
         if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = _text_of(cell.outputs), None
+            cell.outputs, cell.execution_count = _text_of(cell.outputs, folder), None
     return notebook
 
 
@@ -50,13 +50,14 @@ def _checks(cell: Any) -> list[Any]:
     return [nbformat.v4.new_code_cell("assert _exit_code == 0, _exit_code")] if is_command else []
 
 
-def _text_of(outputs: Any) -> list[Any]:
+def _text_of(outputs: Any, folder: Path) -> list[Any]:
     shown = [
         output.text if output.output_type == "stream" else output.data["text/plain"]
         for output in outputs
         if output.get("name") != "stderr" and not output.get("metadata", {}).get("isolated")
     ]
-    lines = [line.rstrip() for line in _COLOURS.sub("", "".join(shown)).splitlines()]
+    whole = _COLOURS.sub("", "".join(shown)).replace(f"{folder}{os.sep}", "")
+    lines = [line.rstrip() for line in whole.splitlines()]
     text = "\n".join(lines).strip("\n")
     return [nbformat.v4.new_output("stream", name="stdout", text=f"{text}\n")] if text else []
 

@@ -123,7 +123,7 @@ class CommTimeMonitor(PhaseCallback):
         self._totals = FitTotals(world_size, self._num_warmup_steps)
         self._all_ranks = AllRanks(None, (self._every_n_steps, len(QUANTITIES)))
         self._collectives: CollectiveWatch | None = None
-        self._publisher = self._new_publisher(is_shared=False)
+        self._publisher = MetricPublisher(publishes_all=self._logs_all, prog_bar=self._prog_bar)
         self._link: LinkTracker | None = None
         self._files: StepFiles | None = None
         self._prediction: PredictionRecorder | ShardedPredictionRecorder | None = None
@@ -147,8 +147,7 @@ class CommTimeMonitor(PhaseCallback):
         super().on_train_start(trainer, pl_module)
         has_peers = trainer.world_size > 1 and dist.is_available() and dist.is_initialized()
         groups = gathering_group(trainer) if has_peers else None
-        is_shared = groups is not None or trainer.world_size == 1
-        self._publisher = self._new_publisher(is_shared)
+        self._publisher.is_shared = groups is not None or trainer.world_size == 1
         assert self._recorder is not None
         fit = token_hex(8)
         if has_peers:
@@ -215,9 +214,6 @@ class CommTimeMonitor(PhaseCallback):
             )
         finally:
             self.teardown(trainer, pl_module, "fit")  # Lightning does not call it after an exception
-
-    def _new_publisher(self, is_shared: bool) -> MetricPublisher:
-        return MetricPublisher(publishes_all=self._logs_all, prog_bar=self._prog_bar, is_shared=is_shared)
 
     def _enter(self, phase: str | None) -> None:
         if self._recorder is not None:

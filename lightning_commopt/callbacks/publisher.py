@@ -173,23 +173,26 @@ def gathering_group(trainer: Trainer) -> BorrowedGroups | None:
 class MetricPublisher:
     """Publishes metrics under ``comm_time/``.
 
-    With ``publishes_all`` these are all metrics, else `LOGGED_BY_DEFAULT`. Callbacks get them only if ``is_shared``: if
-    all ranks have the same numbers. With ``prog_bar`` the progress bar shows ``exposed_share``.
+    Args:
+        publishes_all: publish all metrics; otherwise `LOGGED_BY_DEFAULT`.
+        prog_bar: show ``exposed_share`` in the progress bar.
+
+    Attributes:
+        is_shared: whether all ranks have the same numbers; only then callbacks and the progress bar get them.
     """
 
-    def __init__(self, *, publishes_all: bool, prog_bar: bool, is_shared: bool) -> None:
+    def __init__(self, *, publishes_all: bool, prog_bar: bool) -> None:
+        self.is_shared = False
         self._publishes_all = publishes_all
         self._prog_bar = prog_bar
-        self._is_shared = is_shared
         self._failed_loggers: list[Logger] = []
 
     def share(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """Puts metrics into ``trainer.callback_metrics``, and what the progress bar shows into its metrics."""
-        if self._is_shared:
-            prefixed = self._with_prefix(metrics)
-            trainer.callback_metrics.update(
-                {name: torch.tensor(value, device="cpu") for name, value in prefixed.items()}
-            )
+        if not self.is_shared:
+            return
+        prefixed = self._with_prefix(metrics)
+        trainer.callback_metrics.update({name: torch.tensor(value, device="cpu") for name, value in prefixed.items()})
         if self._prog_bar and not math.isnan(share := metrics.get("exposed_share", math.nan)):
             trainer.progress_bar_metrics["exposed_share"] = share
 

@@ -41,7 +41,7 @@ class DriftWatch:
 
     def _check(self, index: int, drift: float) -> None:
         drifts = self._drifts[index] = [*self._drifts[index][-_NUM_ROUNDS:], drift]
-        if self._has_warned:  # in each further round the message would have other numbers
+        if self._has_warned:
             return
         if len(drifts) > _NUM_ROUNDS and drifts == sorted(set(drifts)) and drifts[-1] > _GROWTH * drifts[0]:
             self._has_warned = True
