@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
 
 from lightning_commopt.sync.diloco.fragments import ordinary_buffer
 from lightning_commopt.sync.diloco.living import LivingRanks
@@ -30,8 +31,10 @@ def equalize(tensors: Sequence[Tensor], living: LivingRanks | None = None) -> No
         living: the ranks that take part; None for all of the default group, which none may have left.
 
     Raises:
-        ValueError: a parameter has another shape on another rank, or a tensor is sparse.
+        ValueError: a parameter has another shape on another rank or none yet, or a tensor is sparse.
     """
+    if any(map(is_lazy, tensors)):
+        raise ValueError("the model has lazy modules without parameters: run a forward in setup or configure_model")
     sparse = next((x for x in tensors if x.layout != torch.strided), None)
     if sparse is not None:
         raise ValueError(

@@ -15,6 +15,8 @@ def _equalize_layers() -> list[list[float]]:
     rank = dist.get_rank()
     with pytest.raises(ValueError, match=r"same model, got a parameter of shapes \[\(2,\), \(3,\)\]"):
         equalize([nn.Parameter(torch.ones(2 + rank))])
+    with pytest.raises(ValueError, match="lazy modules without parameters: run a forward in setup"):
+        equalize([*nn.LazyLinear(2).parameters()])
     with pytest.raises(ValueError, match=r"layout torch.sparse_csr and shape \(3, 3\).* as a plain attribute"):
         equalize([torch.ones(2), torch.eye(3).to_sparse_csr()])
     alike, other, cache = torch.ones(3), torch.full((2,), float(rank)), torch.full((rank, 2), 7.0)
