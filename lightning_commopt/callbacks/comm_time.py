@@ -97,9 +97,10 @@ class CommTimeMonitor(PhaseCallback):
         check_integer("every_n_steps", every_n_steps, at_least=1)
         check_integer("num_warmup_steps", num_warmup_steps, at_least=0)
         check_choice("log", log, ("default", "all"))
-        switches = {"save_records": save_records, "fit_link_model": fit_link_model, "print_summary": print_summary}
-        for name, switch in {**switches, "prog_bar": prog_bar}.items():
-            check_switch(name, switch)
+        check_switch("save_records", save_records)
+        check_switch("fit_link_model", fit_link_model)
+        check_switch("print_summary", print_summary)
+        check_switch("prog_bar", prog_bar)
         self._every_n_steps = every_n_steps
         self._num_warmup_steps = num_warmup_steps
         self._logs_all = log == "all"
