@@ -255,7 +255,8 @@ class Checkout:
             compiled.unlink()  # its time in whole seconds and its size may be the same
 
     def _run(self, tests: tuple[str, ...], *, is_mutant: bool) -> dict[str, Any]:
-        path = os.pathsep.join(map(str, (self._root, self._root / "lightning_commopt" / "plugins")))
+        folders = (".", "lightning_commopt/plugins", "tests")  # the last for programs, where pytest does not add it
+        path = os.pathsep.join(str(self._root / folder) for folder in folders)
         environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         commands = [["-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *tests]]
         if is_mutant and self._has_exhaustive and "--all" not in tests:  # what the default run has missed
