@@ -3,7 +3,8 @@
 Makes the hosts on this machine (`lightning_commopt.launch.lab`), one rank on each, every rank on a core of its own with
 one thread. Plans take turns, A B C A B C, so that a drift of the machine hits all. Each turn is a fit of a Trainer in
 fresh processes on a batch of random images. What is timed of DiLoCo are whole rounds, after a first one. The share of
-computing is the step without any exchange over the plan's.
+computing is the step without any exchange over the plan's. Processor seconds of a step tell what an exchange computes,
+whatever the link.
 
 python benchmarks/diloco_link.py --output benchmarks/results/diloco_link_HARDWARE_DATE.json
 python benchmarks/diloco_link.py --model vit_l_32 --rates 100mbit --plans none diloco_int4 streaming_int4 --num-turns 1
@@ -67,17 +68,19 @@ class ImageModel(LightningModule):
 
 
 class StepEnds(Callback):
-    """Notes when steps end."""
+    """Notes when steps end, and the processor time of all threads until then."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.cpu_s: list[float] = []
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.seconds.append(time.perf_counter())
+        self.cpu_s.append(time.process_time())
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
-    """Trains as one rank; rank 0 prints the mean seconds of its timed steps as JSON."""
+    """Trains as one rank; rank 0 prints the mean seconds and processor seconds of its timed steps as JSON."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -108,7 +111,13 @@ def run_rank(arguments: argparse.Namespace) -> None:
     trainer.fit(ImageModel(arguments.model, arguments.batch_size, num_warmup_steps + num_steps))
     if os.environ["RANK"] == "0":
         steps_s = np.diff(ends.seconds[num_warmup_steps - 1 :]).tolist()
-        result = {"step_s": float(np.mean(steps_s)), "steps_s": steps_s}
+        cpu_s = np.diff(ends.cpu_s[num_warmup_steps - 1 :]).tolist()
+        result = {
+            "step_s": float(np.mean(steps_s)),
+            "cpu_s": float(np.mean(cpu_s)),
+            "steps_s": steps_s,
+            "cpus_s": cpu_s,
+        }
         print(RESULT + json.dumps(result), flush=True)
 
 
@@ -136,12 +145,15 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
 def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns a row for each plan and rate: seconds of a step, and the share of computing in it."""
     seconds: dict[tuple[str, str], list[float]] = {}
+    cpu_s: dict[tuple[str, str], list[float]] = {}
     for run in runs:
         seconds.setdefault((run["rate"], run["plan"]), []).append(run["step_s"])
+        cpu_s.setdefault((run["rate"], run["plan"]), []).append(run["cpu_s"])
     rows = []
     for (rate, plan), values in seconds.items():
         step_s = float(np.median(values))
         row = {"rate": rate, "plan": plan, "step_s": step_s, "min": min(values), "max": max(values)}
+        row["cpu_s"] = float(np.median(cpu_s[rate, plan]))
         if alone := seconds.get((rate, NO_EXCHANGE)):
             row["computing"] = float(np.median(alone)) / step_s
         rows.append(row)
@@ -150,10 +162,11 @@ def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def print_table(rows: list[dict[str, Any]], title: str) -> None:
     """Prints a row for each plan and rate."""
-    table = Table("rate", "plan", "s/step", "min-max", "computing", title=title)
+    table = Table("rate", "plan", "s/step", "min-max", "processor s", "computing", title=title)
     for row in rows:
         share = f"{row['computing']:.1%}" if "computing" in row else "-"
-        table.add_row(row["rate"], row["plan"], f"{row['step_s']:.3f}", f"{row['min']:.3f}-{row['max']:.3f}", share)
+        span = f"{row['min']:.3f}-{row['max']:.3f}"
+        table.add_row(row["rate"], row["plan"], f"{row['step_s']:.3f}", span, f"{row['cpu_s']:.3f}", share)
     Console(width=max(100, Console().width)).print(table)
 
 

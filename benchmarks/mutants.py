@@ -57,7 +57,7 @@ _PLANS = ("tests/plan", "tests/sync/diloco/test_parts.py", "tests/strategy/test_
 _DILOCO = ("tests/sync/diloco", "tests/strategy", "-k", "diloco")
 _COMPRESSORS = ("tests/compressors", "tests/streams", "-k", "not interpreter and not compile")
 TESTS = {
-    "lightning_commopt/sync/*.py": ("tests/streams", "tests/sync"),
+    "lightning_commopt/sync/*.py": ("tests/streams", "tests/sync", "tests/strategy"),
     "lightning_commopt/sync/ddp/*.py": ("tests/streams", "tests/sync", "tests/strategy"),
     "lightning_commopt/sync/fsdp2/*.py": ("tests/sync", "tests/streams", "tests/strategy", "-k", "sharded or fsdp2"),
     "lightning_commopt/sync/diloco/*.py": _DILOCO,
@@ -245,9 +245,18 @@ class Checkout:
         mutated = source[: mutant.begin] + mutant.after.encode() + source[mutant.end :]
         try:
             self._write(mutant.file, mutated)
-            return self._run(tests, is_mutant=True)
+            return self._run((*self._naming(mutant.file, tests), *tests), is_mutant=True)
         finally:
             self._write(mutant.file, source)
+
+    def _naming(self, file: str, tests: tuple[str, ...]) -> list[str]:
+        """Returns those files of the tests that name a module most often, which are the most likely to notice."""
+        if tests[0] == "python":
+            return []
+        name = re.compile(rf"\b{Path(file).stem}\b")
+        paths = [path for folder in tests for path in (self._root / folder).rglob("test_*.py")]
+        counts = {path: len(name.findall(path.read_text(encoding="utf-8"))) for path in sorted(paths)}
+        return [str(path) for path in sorted(paths, key=lambda path: -counts[path]) if counts[path]]
 
     def _write(self, file: str, content: bytes) -> None:
         (self._root / file).write_bytes(content)
