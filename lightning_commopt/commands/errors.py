@@ -1,6 +1,7 @@
 """What commands share: panels of the help, the option ``--json``, how they print and report a user's mistake."""
 
 import json as json_text
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,10 +62,14 @@ def check_outputs(*paths: Path | None) -> None:
     """Checks that files can be written, before what takes minutes.
 
     Raises:
-        ValueError: one is a folder, or in a folder that does not exist.
+        ValueError: one is a folder, or in a folder that does not exist or cannot be written to.
     """
-    for path in paths:
-        if path is not None and path.is_dir():
+    for path in filter(None, paths):
+        folder = path.absolute().parent
+        is_special = path.exists() and not path.is_file()  # such as /dev/stdout
+        if path.is_dir():
             raise ValueError(f"{path} cannot be written: it is a folder, and must be a file")
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{path} cannot be written: there is no folder {path.absolute().parent}")
+        if not folder.is_dir():
+            raise ValueError(f"{path} cannot be written: there is no folder {folder}")
+        if not is_special and not os.access(folder, os.W_OK):
+            raise ValueError(f"{path} cannot be written: the folder {folder} is read-only for you")

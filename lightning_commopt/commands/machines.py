@@ -97,10 +97,13 @@ def tune(
     from lightning_commopt.commands.tune.inject import run_tuned
 
     with errors_in_a_line():
-        status, verdict = run_tuned(command, lossy=lossy or (), output=output, ends_fit=not whole_fit)
+        status, verdict, has_searched = run_tuned(command, lossy=lossy or (), output=output, ends_fit=not whole_fit)
     if status and verdict is None:
         echo(f"commopt: COMMAND ended with status {status}, and no plan was found: {output} is not written", err=True)
         raise typer.Exit(status)
+    if verdict is None and has_searched:
+        echo("The plan is with the commopt tune of that node where rank 0 has run.")
+        return
     if verdict is None:
         echo("commopt: no fit of COMMAND has looked for a plan: it needs a Trainer with DDP on several ranks", err=True)
         raise typer.Exit(1)

@@ -2,49 +2,63 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from lightning_commopt.strategy.ddp import CommOptStrategy
 
+FOUND, SEARCHED = "found.json", "searched"
+"""Files in the folder that fits are given: what rank 0 has found, and a sign of any rank that has looked for a plan."""
 
-def run_tuned(command: Sequence[str], *, lossy: Sequence[str], output: Path, ends_fit: bool) -> tuple[int, str | None]:
-    """Runs a command, which starts Python programs in whatever way, to its end.
 
-    Returns:
-        The status of the command; and the verdict in words, with the plan in ``output``. It is None, and ``output`` is
-        untouched, if no fit has looked for a plan, or if the command fails before any fit has decided on one.
+class Tuned(NamedTuple):
+    """How a command has ended.
+
+    Attributes:
+        status: of the command.
+        verdict: in words, and its plan is in the output. None if no rank 0 on this host has looked for a plan, or if
+            the command failed before any fit has decided on one.
+        has_searched: whether any rank on this host has looked for a plan.
+    """
+
+    status: int
+    verdict: str | None
+    has_searched: bool
+
+
+def run_tuned(command: Sequence[str], *, lossy: Sequence[str], output: Path, ends_fit: bool) -> Tuned:
+    """Runs a command, which starts Python programs in whatever way, to its end. Without a verdict ``output`` stays.
 
     Raises:
         ValueError: a name in ``lossy`` is unknown, or ``output`` cannot be written.
-        OSError: the command cannot be started.
+        OSError: the command cannot be started, or ``output`` can no longer be written; the message has the plan then.
     """
     from lightning_commopt.commands.errors import check_outputs
     from lightning_commopt.commands.trainers import run_changed
+    from lightning_commopt.measure.plain import write_whole
     from lightning_commopt.tune.options import TuneOptions
 
     TuneOptions.of("auto", list(lossy), {})
     check_outputs(output)
     with tempfile.TemporaryDirectory(prefix="commopt-tune-") as folder:
-        verdict, undecided = Path(folder) / "verdict.txt", Path(folder) / "undecided.json"
-        asked = {
-            "lossy": list(lossy),
-            "output": str(output.absolute()),
-            "undecided": str(undecided),
-            "verdict": str(verdict),
-            "ends_fit": ends_fit,
-        }
+        asked = {"lossy": list(lossy), "folder": folder, "ends_fit": ends_fit}
         status, _ = run_changed(command, f"{__name__}:{tune_trainer.__name__}", asked)
-        if not verdict.is_file():
-            return status, None
-        if undecided.is_file():
-            if status:
-                return status, None
-            output.write_bytes(undecided.read_bytes())
-        return status, verdict.read_text(encoding="utf-8")
+        has_searched = (Path(folder) / SEARCHED).exists()
+        try:
+            found = json.loads((Path(folder) / FOUND).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return Tuned(status, None, has_searched)
+    if status and not found["has_decided"]:
+        return Tuned(status, None, has_searched)
+    try:
+        write_whole(output, found["plan"] + "\n")
+    except OSError as error:
+        raise OSError(f"{error}. {found['verdict']} The plan: {found['plan']}") from error
+    return Tuned(status, found["verdict"], has_searched)
 
 
 def tune_trainer(package: str, arguments: dict[str, Any], asked: Mapping[str, Any]) -> None:

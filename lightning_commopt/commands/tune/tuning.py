@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_commopt.commands.tune.inject import FOUND, SEARCHED
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.strategies import TunedBuckets, trainer_of
 from lightning_commopt.tune.auto_plan import FitPlan
@@ -16,10 +18,9 @@ _UNDECIDED = ("measuring", "too short", "searching")
 
 
 class Tuning(FitPlan):
-    """Looks for a plan whatever that costs, and writes it to a file; ``asked`` is what `inject.run_tuned` asks for.
+    """Looks for a plan whatever that costs, and leaves it to the command; ``asked`` is from `inject.run_tuned`.
 
-    Of several fits the last that has decided something counts. If none has, the plan is written to a file of the
-    command's own: it would replace a plan that an earlier command has found, even if this one is interrupted.
+    Of several fits the last that has decided something counts, or the first if none has.
     """
 
     _tells_verdict = False  # the command prints it
@@ -37,14 +38,19 @@ class Tuning(FitPlan):
             trainer_of(self._strategy).should_stop = True
 
     def end_fit(self, keep: Callable[[CommPlan], None] | None = None) -> None:
+        has_searched, folder = self._tuner is not None, Path(self._asked["folder"])
         super().end_fit(keep)
+        if not has_searched:
+            return
+        (folder / SEARCHED).touch()
         description = self.describe()
         if not description:
             return
-        verdict, undecided = Path(self._asked["verdict"]), Path(self._asked["undecided"])
         has_decided = description["num_search_steps"] > 0 or description["status"] not in _UNDECIDED
-        if has_decided or not verdict.exists():
-            self._strategy.plan.save(self._asked["output"] if has_decided else undecided)
-            if has_decided:
-                undecided.unlink(missing_ok=True)
-            verdict.write_text(description["verdict"], encoding="utf-8")
+        if has_decided or not (folder / FOUND).exists():
+            found = {
+                "plan": self._strategy.plan.to_json(),
+                "verdict": description["verdict"],
+                "has_decided": has_decided,
+            }
+            (folder / FOUND).write_text(json.dumps(found), encoding="utf-8")

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from lightning_commopt import CommOptDDP, CommPlan
 from lightning_commopt.commands import trainers
 from lightning_commopt.commands.tune.inject import tuned_strategy
-from support.commopt import refusal
+from support.commopt import commopt, refusal
 from support.lightnings import DDPStrategy
 from support.ranks import run_ranks
 from support.scripted_tuning import scripted
@@ -94,14 +95,14 @@ def _fit_as_tuned(variable: dict[str, Any]) -> str:
 @pytest.mark.exhaustive
 def test_a_trainer_gets_a_plan_that_is_searched_for(tmp_path: Path) -> None:
     """If it fails, Trainers of a tuned program train without a search, to the end, or without the plan at the end."""
-    plan, verdict = tmp_path / "plan.json", tmp_path / "verdict.txt"
-    files = {"output": str(plan), "verdict": str(verdict), "undecided": str(tmp_path / "undecided.json")}
-    asked = {"lossy": [], **files, "ends_fit": True}
+    asked = {"lossy": [], "folder": str(tmp_path), "ends_fit": True}
     variable = {"change": "lightning_commopt.commands.tune.inject:tune_trainer", "asked": asked}
     assert run_ranks(_fit_as_tuned, {**variable, "note": str(tmp_path / "made")}) == ["CommOptDDP"] * 2
-    assert CommPlan.load(plan) == _SMALL
-    assert "Chosen after" in verdict.read_text()
-    assert not (tmp_path / "undecided.json").exists()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert CommPlan.from_json(found["plan"]) == _SMALL
+    assert "Chosen after" in found["verdict"]
+    assert found["has_decided"]
+    assert (tmp_path / "searched").exists()
 
 
 @pytest.mark.exhaustive
@@ -139,6 +140,48 @@ def test_a_fit_of_one_rank_is_no_search(tmp_path: Path) -> None:
     assert ran.returncode == 1, ran.stderr
     assert "no fit of COMMAND has looked for a plan" in ran.stderr
     assert not (tmp_path / "plan.json").exists()
+
+
+def _ran(status: int, leaves: Callable[[Path], object]) -> Any:
+    """Runs no command: leaves in the folder of its fits what they would."""
+
+    def run(command: object, change: object, asked: dict[str, Any]) -> tuple[int, bool]:
+        leaves(Path(asked["folder"]))
+        return status, True
+
+    return patch.object(trainers, "run_changed", run)
+
+
+def test_a_plan_that_can_no_longer_be_written_is_printed(tmp_path: Path) -> None:
+    """If it fails, a full disk loses what minutes of training have found."""
+    output = tmp_path / "folder" / "plan.json"
+    output.parent.mkdir()
+
+    def leave(folder: Path) -> None:
+        found = {"plan": _SMALL.to_json(), "verdict": "Chosen.", "has_decided": True}
+        (folder / "found.json").write_text(json.dumps(found))
+        output.parent.rmdir()
+
+    with _ran(0, leave):
+        printed = commopt("tune", f"--output={output}", "--", "train.py", status=2)
+    assert printed.stderr.startswith(f"commopt: [Errno 2] No such file or directory: '{output}'. Chosen. The plan: ")
+    assert printed.stderr.endswith(f"{_SMALL.to_json()}\n")
+
+
+def test_a_node_without_rank_0_says_where_the_plan_is(tmp_path: Path) -> None:
+    """If it fails, a tuned job on several nodes fails on all but the first, with a wrong reason."""
+    output = tmp_path / "plan.json"
+    with _ran(0, lambda folder: (folder / "searched").touch()):
+        printed = commopt("tune", f"--output={output}", "--", "torchrun", "train.py")
+    assert printed.stdout == "The plan is with the commopt tune of that node where rank 0 has run.\n"
+    assert not output.exists()
+
+
+def test_a_read_only_folder_starts_nothing(tmp_path: Path) -> None:
+    """If it fails, a fit is tuned for minutes before the plan turns out to have no place."""
+    with patch("os.access", return_value=False):
+        line = refusal("tune", f"--output={tmp_path}/plan.json", "--", "there-is-no-such-command")
+    assert line.endswith(f"the folder {tmp_path} is read-only for you")
 
 
 @pytest.mark.parametrize(
