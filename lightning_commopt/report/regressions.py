@@ -66,6 +66,12 @@ class _Entry:
     runs: list[dict[str, Any]]
     samples_per_s: float | None
     errors: list[str]
+    world_size: int | None = None
+
+    @property
+    def plan(self) -> tuple[str, str | None]:
+        """How gradients are exchanged, as far as the runs say."""
+        return self.sync_method, self.runs[0].get("plan_name") if self.runs else None
 
     @property
     def rates(self) -> list[float]:
@@ -81,7 +87,9 @@ class _Entry:
 def find_regressions(report: Mapping[str, Any], other: Path, *, tolerance: float = DEFAULT_TOLERANCE) -> Regressions:
     """Compares a report with an earlier one.
 
-    Settings are the same if all choices are, or else group and name. Throughputs are compared without pairs, as they
+    Settings are the same if all choices are. Runs that Hydra did not start have none, and the names of their settings
+    tell only what varies within a report: the same plan on the same number of ranks is the same setting then, or else
+    the same name, unless the plan is another. Throughputs are compared without pairs, as they
     were measured at different times. A setting is "slower" only if it lost more than the tolerance with its whole
     interval. ``report`` is from `to_plain`; ``other`` is a sweep's directory, or a file with the output of ``commopt
     report --json``.
@@ -139,14 +147,15 @@ def _entries(report: Mapping[str, Any]) -> list[_Entry]:
         median = setting["samples_per_s"]["median"] if setting["runs"] and setting["samples_per_s"] else None
         check_numbers([run.get("samples_per_s") for run in setting["runs"]], f"{setting['name']}: samples_per_s")
         known = {name: setting[name] for name in ("name", "sync_method", "settings", "runs")}
-        entries.setdefault(key, _Entry(group=group, **known, samples_per_s=median, errors=errors.get(key, [])))
+        known |= {"world_size": setting.get("world_size"), "samples_per_s": median, "errors": errors.get(key, [])}
+        entries.setdefault(key, _Entry(group=group, **known))
     return list(entries.values())
 
 
 def _pairs(ours: list[_Entry], theirs: list[_Entry]) -> list[tuple[_Entry | None, _Entry | None]]:
     """Returns the settings of both reports in pairs, in the order of the first report; then settings it lacks."""
     partners: dict[_Entry, _Entry] = {}
-    for is_same in (_has_same_choices, _has_same_name, _has_same_plan):
+    for is_same in (_has_same_choices, _has_same_setup, _has_same_name, _has_same_plan):
         for setting in ours:
             same = [other for other in theirs if other not in partners.values() and is_same(other, setting)]
             if same and setting not in partners:
@@ -161,8 +170,15 @@ def _has_same_choices(setting: _Entry, other: _Entry) -> bool:
     return bool(setting.settings) and setting.settings == other.settings
 
 
+def _has_same_setup(setting: _Entry, other: _Entry) -> bool:
+    is_known = setting.runs and other.runs and not setting.settings and not other.settings
+    own, others = ((entry.group, entry.plan, entry.world_size) for entry in (setting, other))
+    return bool(is_known) and own == others
+
+
 def _has_same_name(setting: _Entry, other: _Entry) -> bool:
-    return (setting.group, setting.name) == (other.group, other.name)
+    is_other_plan = setting.runs and other.runs and not setting.settings and setting.plan != other.plan
+    return not is_other_plan and (setting.group, setting.name) == (other.group, other.name)
 
 
 def _has_same_plan(setting: _Entry, other: _Entry) -> bool:

@@ -173,6 +173,30 @@ def test_pairs_by_name_say_what_else_differs(tmp_path):
     assert held.conditions == ("bf16: x=2; before: x=1", "PowerSGD: x=2; before: x=1")
 
 
+def _save_without_hydra(folder, rates):
+    """Writes runs of RunRecorder: samples per second by plan and ranks."""
+    for (plan, ranks), rate in rates.items():
+        for repetition in range(3):
+            fields = {"sync_method": plan, "plan_name": plan, "world_size": ranks, "samples_per_s": rate + repetition}
+            save_run(folder / f"{plan}_{ranks}_{repetition}", **fields)
+    return folder
+
+
+def test_runs_without_overrides_are_told_by_plan_and_ranks(tmp_path):
+    """Their names may be those of another plan, as they say only what varies within a report."""
+    before = _save_without_hydra(tmp_path / "before", {("none", 2): 100, ("none", 4): 200})
+    now = _save_without_hydra(tmp_path / "now", {("int8", 2): 50, ("int8", 4): 100})
+    with pytest.raises(ValueError, match="no setting in common"):
+        find_regressions(to_plain(build_report([now])), before)
+    _save_without_hydra(now, {("none", 2): 100, ("none", 4): 200})
+    held = find_regressions(to_plain(build_report([now])), before)
+    assert sorted((change.outcome, change.before, change.now) for change in held.changes if change.before) == [
+        ("no difference", 101, 101),
+        ("no difference", 201, 201),
+    ]
+    assert [change.outcome for change in held.changes].count("new") == 2
+
+
 def test_nothing_in_common_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="no setting in common"):
         _held(tmp_path, {"powersgd": [1, 2, 3], "fp16": [1, 2, 3]})
