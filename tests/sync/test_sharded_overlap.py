@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -174,3 +175,23 @@ def _slow(*args: Any) -> None:
 def test_hooks_after_backward_see_complete_gradients() -> None:
     """If it fails, gradient norms that a user logs are those of memory that is not filled yet."""
     assert run_ranks(_fit) == [2, 2]
+
+
+def _succeed(channel: object) -> None:
+    pass
+
+
+def _raise(channel: object) -> None:
+    raise ArithmeticError("no luck")
+
+
+@pytest.mark.parametrize(("task", "num_returned"), [(_succeed, 1), (_raise, 0)])
+def test_groups_are_not_used_again_after_a_failure(task: Callable[[object], None], num_returned: int) -> None:
+    """If it fails, the next fit pairs its messages with those of a gradient sync that did not end."""
+    group, groups = Mock(), Mock()
+    with patch("lightning_commopt.sync.fsdp2.gradients.borrow_groups", return_value=groups):
+        overlap = Overlap([group], Mock())
+    with suppress(RuntimeError):  # of the future, around what the task raises
+        overlap.submit(task, torch.zeros(1), group, nullcontext)
+    overlap.close()
+    assert groups.return_to_pool.call_count == num_returned
