@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class ShardedHierarchical(ShardedCompressor):
     Source: see `Hierarchical`; shards need no all-gather.
     """
 
+    needs_nodes: ClassVar[bool] = True
     inner: ShardedCompressor
     ranks_per_node: int | None = None
 

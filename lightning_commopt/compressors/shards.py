@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -29,7 +29,12 @@ class ShardedCompressor(ABC):
 
     `CommOptModelParallel` compresses FSDP2's reduce-scatters with it. With ``CommOptDDP`` a bucket is cut into a shard
     per rank, and the means of the shards are gathered uncompressed; see `FromShards`.
+
+    Attributes:
+        needs_nodes: whether its channels must have parts within and across nodes, which only FSDP2's have.
     """
+
+    needs_nodes: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -82,9 +87,17 @@ class FromShards(Compressor):
 
     Attributes:
         shards: the compressor of shards.
+
+    Raises:
+        ValueError: it needs nodes.
     """
 
     shards: ShardedCompressor
+
+    def __post_init__(self) -> None:
+        if self.shards.needs_nodes:
+            name = type(self.shards).__name__
+            raise ValueError(f"{name} is for FSDP2 only: with DDP write {{'name': 'hierarchical', 'inner': ...}}")
 
     @property
     def claims(self) -> Claims:
@@ -109,10 +122,11 @@ class FromShards(Compressor):
         state["step"] += 1
         if residual is not None:
             flat.add_(residual)
-        rows = channel.scratch("rows", (num_ranks * numel,), flat.dtype, flat.device)
+        # Names that no compressor of shards gives its own memory, which it takes from the same channel.
+        rows = channel.scratch("FromShards.rows", (num_ranks * numel,), flat.dtype, flat.device)
         rows[: flat.numel()] = flat
         rows[flat.numel() :] = 0
-        mean = channel.scratch("mean of shard", (numel,), flat.dtype, flat.device)
+        mean = channel.scratch("FromShards.mean", (numel,), flat.dtype, flat.device)
         yield from self.shards.rounds([rows.view(num_ranks, numel)], [mean], state["shards"], channel)
         gathered = yield channel.all_gather(mean)
         flat.copy_(gathered.view(-1)[: flat.numel()])

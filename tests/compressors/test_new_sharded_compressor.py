@@ -8,16 +8,29 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_commopt import CommOptDDP, CommOptModelParallel, CommPlan
-from lightning_commopt.compressors import compressor_from_config, compressor_to_config, registry
+from lightning_commopt.compressors import (
+    Layout,
+    ShardedCompressor,
+    ShardedHierarchical,
+    ShardedInt8,
+    compressor_from_config,
+    compressor_to_config,
+    registry,
+)
+from lightning_commopt.compressors.base import finish
 from lightning_commopt.compressors.catalog import example_compressors, ready_shards
+from lightning_commopt.compressors.channel import AloneChannel
 from lightning_commopt.compressors.configs import sharded_from_config
 from lightning_commopt.compressors.shards import FromShards
+from lightning_commopt.plan import OptionError
 from lightning_commopt.strategy.adapters import aliases
 from lightning_commopt.testing import check_compressor
 from support.collectives import takes_collectives
 from support.cross_section import sampled
+from support.known import known
 
 _FILE = '''
 from dataclasses import dataclass
@@ -84,3 +97,25 @@ def test_plan_with_compressor_of_shards_is_read_back(shards: Any) -> None:
 def test_it_obeys_the_laws_of_both(is_whole: bool, module: ModuleType) -> None:
     """If it fails, buckets that are averaged as shards are wrong, or more bytes travel than are counted."""
     check_compressor(module.Float8(), laws=None if is_whole else ["averages", "only_matrices"])
+
+
+@pytest.mark.parametrize("shards", ready_shards().values(), ids=ready_shards())
+@pytest.mark.parametrize("numel", [1000, 1024])
+def test_buckets_are_averaged_as_shards_in_every_step(shards: ShardedCompressor, numel: int) -> None:
+    """If it fails, the adapter and the compressor of shards write to the same memory, in all steps but the first."""
+    compressor, channel = FromShards(shards=shards), AloneChannel(2, 1)
+    layout = Layout.of([torch.empty(numel, device="meta")], torch.float32)
+    state = compressor.init(layout, torch.device("cpu"))
+    for step in range(3):
+        gradients = torch.randn(numel, generator=torch.Generator().manual_seed(step))
+        flat = gradients.clone()
+        finish(compressor.rounds(flat, layout, state, channel))
+        own = slice(numel // 2, None)  # the other half is rank 0's, whose place this rank takes in a channel alone
+        error = (flat[own] - gradients[own]).norm() / gradients[own].norm()
+        assert error <= 1.5 * known(compressor.claims.error_bound)
+
+
+def test_shards_of_nodes_are_not_for_ddp() -> None:
+    """If it fails, the first backward ends with an assertion."""
+    with pytest.raises(OptionError, match=r"comm_hook.*ShardedHierarchical is for FSDP2 only"):
+        CommOptDDP(comm_hook=ShardedHierarchical(inner=ShardedInt8()))  # type: ignore[arg-type]

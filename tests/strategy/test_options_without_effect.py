@@ -84,8 +84,8 @@ def test_options_of_fsdp2() -> None:
         ["accumulate_grads='unsharded' had no effect: no gradients were accumulated."],
         [],
         [
-            "comm_hook has no effect here: each unit of the model has parameters of one dimension only, which travel as"
-            " they are."
+            "comm_hook has no effect here: each unit of the model has parameters only that travel as they are: complex"
+            " ones, and those of one dimension."
         ],
         [],
         ["comm_hook: 'hierarchical' has no effect here: each node has one rank, so its 'inner' does everything."],

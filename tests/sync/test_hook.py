@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.compressors import AllReduce, Compressor, Layout, PowerSGD, Rounds, State
+from lightning_commopt.compressors import AllReduce, BlockInt8, Compressor, Layout, PowerSGD, Rounds, State
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.observer import Observers
@@ -238,6 +238,32 @@ def test_residuals_of_another_hook_are_sent_once(compressor: Compressor) -> None
     for first, second in run_ranks(_received_with_residuals, compressor):
         assert first.tolist() == [1.5] * 6 + [1.0] * 2
         assert not second.any()
+
+
+class _WithEmpty(nn.Module):
+    """Has a parameter without elements, which is alone in its bucket because of its dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.empty = nn.Linear(32, 32), nn.Parameter(torch.zeros(0, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).sum() + self.empty.sum()
+
+
+def _steps_with_an_empty_bucket() -> tuple[torch.Size, bool]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(_WithEmpty())
+    hook = attach_bucket_hook(model, BlockInt8(), None)
+    for _ in range(2):
+        model(torch.randn(4, 32)).backward()
+    hook.close()
+    return model.module.empty.grad.shape, bool(model.module.layer.weight.grad.any())
+
+
+def test_a_bucket_without_elements_is_no_error() -> None:
+    """If it fails, a model with an empty parameter trains without a comm_hook only."""
+    assert run_ranks(_steps_with_an_empty_bucket) == [(torch.Size([0]), True)] * 2
 
 
 def _succeed() -> None:

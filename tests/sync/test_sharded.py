@@ -329,3 +329,39 @@ def _comm_objects_after_detach() -> tuple[bool, bool]:
 def test_an_own_comm_object_comes_back() -> None:
     """If it fails, a fit with a compressor takes a user's reduce-scatter away for good."""
     assert run_ranks(_comm_objects_after_detach) == [(True, True)] * 2
+
+
+class _Spectral(nn.Module):
+    """Has a complex matrix, as Fourier layers do, beside a real one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real = nn.Linear(16, 16)
+        fully_shard(self.real)
+        self.weight = nn.Parameter(torch.randn(16, 8, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.real(x).to(torch.complex64) @ self.weight).abs().sum()
+
+
+def _complex_gradients() -> tuple[Tensor, Tensor, list[str]]:
+    averages, texts = [], []
+    for compressor in (None, ShardedInt8()):
+        torch.manual_seed(0)
+        model: Any = fully_shard(_Spectral())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if compressor is not None:
+                ShardedSync(compressor).attach(model)
+            torch.manual_seed(dist.get_rank())
+            model(torch.randn(4, 16)).backward()
+        averages.append(model.weight.grad.full_tensor())
+        texts += [str(warning.message) for warning in caught if "comm_hook" in str(warning.message)]
+    return averages[0], averages[1], texts
+
+
+def test_complex_gradients_are_sent_uncompressed() -> None:
+    """If it fails, their imaginary parts are lost."""
+    for expected, average, texts in run_ranks(_complex_gradients):
+        torch.testing.assert_close(average, expected)
+        assert texts == ["comm_hook sends complex gradients uncompressed: it compresses floating-point ones only."]

@@ -101,7 +101,7 @@ class Bucket:
 
     @property
     def is_compressible(self) -> bool:
-        return not self.flat.is_sparse and self.flat.is_floating_point()
+        return not self.flat.is_sparse and self.flat.is_floating_point() and self.flat.numel() > 0
 
     def parts(self) -> dict[str, Tensor]:
         return dict(zip(self.names, self.layout.split(self.flat), strict=True))

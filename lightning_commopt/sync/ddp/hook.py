@@ -189,8 +189,9 @@ class BucketHook:
                 bucket.flat.add_(residual)
                 residual = None
             return self.compressor.rounds(bucket.flat, bucket.layout, state, self._channel, residual)
-        kind = "sparse" if bucket.flat.is_sparse else str(bucket.flat.dtype).removeprefix("torch.")
-        warn_once(f"comm_hook sends {kind} gradients uncompressed: it compresses dense floating-point ones only.")
+        if bucket.flat.numel():
+            kind = "sparse" if bucket.flat.is_sparse else str(bucket.flat.dtype).removeprefix("torch.")
+            warn_once(f"comm_hook sends {kind} gradients uncompressed: it compresses dense floating-point ones only.")
         return self._uncompressed_rounds(bucket.flat)
 
     def _uncompressed_rounds(self, flat: Tensor) -> Rounds:

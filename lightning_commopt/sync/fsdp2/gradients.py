@@ -91,7 +91,8 @@ class ShardedSync:
             self._register(module, unit, replicas_and_shards(columns)[0])
         self.add_residuals(earlier_residuals)
         if not any(column.is_compressed for unit in self.units for column in unit.columns):
-            what = "parameters of one dimension only, which travel as they are" if self.units else "one shard"
+            what = "parameters only that travel as they are: complex ones, and those of one dimension"
+            what = what if self.units else "one shard"
             warn_once(f"comm_hook has no effect here: each unit of the model has {what}.")
         if self.units:  # no backward should wait for a compiler
             device, dtypes = self.units[0].device, set().union(*map(dtypes_of, self._replaced))

@@ -45,8 +45,12 @@ class Column(NamedTuple):
     dim: int  # the dimension in which it is cut into shards
 
     @property
+    def is_complex(self) -> bool:
+        return bool(getattr(self.owner, self.attribute).is_complex())
+
+    @property
     def is_compressed(self) -> bool:
-        return len(self.shape) > 1
+        return len(self.shape) > 1 and not self.is_complex
 
     def is_trained(self) -> bool:
         return bool(getattr(self.owner, self.attribute).requires_grad)
@@ -212,6 +216,8 @@ class UnitReduceScatter(CompressedUnit):
         names, layout = tuple(column.name for column in columns), layout_of(columns, self.num_shards)
         self._used, self._runs = used, runs_of(used, self.num_shards)
         self._num_columns = sum(width for width, _ in self._runs)
+        if any(column.is_complex for column in used):
+            warn_once("comm_hook sends complex gradients uncompressed: it compresses floating-point ones only.")
         if saved is not None and saved[:2] == (names, layout):
             self._state = saved[2]
             return
