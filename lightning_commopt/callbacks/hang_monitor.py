@@ -49,9 +49,10 @@ class HangMonitor(PhaseCallback):
     the last collectives of all ranks are written to files, which ``commopt doctor DIR`` reads.
 
     The first time of each phase, a checkpoint, a callback, the start of a dataloader, and the start and end of an epoch
-    or a validation may take ten times ``after_s``; every phase three times its longest duration so far in this run. If
-    no rank waits for others, none is ended, and after the last batch nothing is reported. Works with every strategy
-    whose ranks have a process group; with one rank it has no effect. Needs Linux. See ``docs/troubleshoot/hangs.md``.
+    or a validation may take ten times ``after_s``; every phase three times its longest duration among the last 50,
+    without the first. If no rank waits for others, none is ended, and after the last batch nothing is reported. Works
+    with every strategy whose ranks have a process group; with one rank it has no effect. Needs Linux. See
+    ``docs/troubleshoot/hangs.md``.
 
     Args:
         after_s: seconds without progress before a report.
