@@ -223,7 +223,7 @@ class CommTimeMonitor(PhaseCallback):
             self._prediction.enter(phase)
 
     def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
-        self._num_samples += count_samples(trainer, batch) or 0
+        self._num_samples += count_samples(batch) or 0
         if self._recorder is None:
             return
         if self._collectives is not None:

@@ -55,7 +55,7 @@ class StepClock:
 
     def count_batch(self, trainer: Trainer, batch: Any, *, has_stepped: bool) -> None:
         """Counts the samples of a batch, and the step if the batch ended one."""
-        num_samples = count_samples(trainer, batch)
+        num_samples = count_samples(batch)
         if self.num_samples is not None:
             self.num_samples = None if num_samples is None else self.num_samples + num_samples * trainer.world_size
         self.num_steps += has_stepped

@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard
+
+from torch import Tensor
 
 from lightning_commopt.compat.import_hook import call_after_import
 
@@ -102,24 +105,33 @@ def package_in_use() -> str:
     raise ModuleNotFoundError("lightning_commopt needs lightning or pytorch-lightning, and neither is installed")
 
 
-def count_samples(trainer: Trainer, batch: Any) -> int | None:
-    """Returns the samples that Lightning counts in a batch; 0 for None, which it skips; None if there is no tensor."""
+def count_samples(batch: Any) -> int | None:
+    """Returns the samples that Lightning counts in a batch; 0 for None, which it skips; None if they are unknown.
+
+    As in Lightning's ``extract_batch_size``, the first tensor decides. Mappings, lists, tuples and dataclasses are
+    searched for it. Lightning iterates over everything else too: through each number of an array, each byte, and an
+    iterator that the step would then find empty.
+    """
     if batch is None:
         return 0
     try:
-        return next((size for size in _sizes_in(package_of(trainer))(batch) if size is not None), None)
+        return _first_size(batch)
     except RecursionError:  # the batch contains itself
         return None
 
 
-@cache
-def _sizes_in(package: str) -> Callable[[Any], Iterator[int | None]]:
-    """Returns the generator of sizes that a package takes the first of, and warns if the others differ.
-
-    The warning, that ``self.log`` needs a ``batch_size``, is wrong where nothing is logged or that is given.
-    """
-    sizes: Callable[[Any], Iterator[int | None]] = import_module(f"{package}.utilities.data")._extract_batch_size
-    return sizes
+def _first_size(batch: Any) -> int | None:
+    """Returns the size of the first tensor in a batch; None if there is none."""
+    if isinstance(batch, Tensor):
+        return batch.size(0) if batch.ndim else 1
+    parts: Iterable[Any] = ()
+    if isinstance(batch, Mapping):
+        parts = batch.values()
+    elif isinstance(batch, list | tuple):
+        parts = batch
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        parts = (getattr(batch, field.name, None) for field in fields(batch))
+    return next((size for part in parts if (size := _first_size(part)) is not None), None)
 
 
 def batches_that_stepped(trainer: Trainer) -> int:

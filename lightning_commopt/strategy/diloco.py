@@ -185,7 +185,7 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks, CountsSteps):
         self.rounds.expect_changes()
         self._is_first_batch = batch_idx == 0
         self._include_unfrozen(self.rounds)
-        self.rounds.counts.samples += count_samples(trainer_of(self), batch) or 1
+        self.rounds.counts.samples += count_samples(batch) or 1
 
     def _include_unfrozen(self, rounds: Rounds) -> None:
         module = self.lightning_module
