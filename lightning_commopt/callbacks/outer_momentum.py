@@ -68,6 +68,8 @@ class OuterMomentum(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
+        # Lightning loads this fit's state later. What it has loaded for a test, say, may be another model's.
+        self._resumed = None
         strategy = trainer.strategy
         if isinstance(plan_of(strategy), DiLoCoPlan):
             raise OptionError("OuterMomentum and CommOptDiLoCo exclude each other: its outer optimizer does the same")

@@ -184,6 +184,21 @@ def test_a_checkpoint_of_a_resumed_fit_without_a_batch_keeps_the_momentum(tmp_pa
         assert all(torch.equal(x, saved[0][key][name]) for name, x in saved[1][key].items())
 
 
+def test_a_state_that_no_batch_has_followed_is_left_to_its_fit(tmp_path: Path) -> None:
+    """If it fails, folds of a cross-validation with one callback begin with the weights of the fold before."""
+    path, callback, expected = tmp_path / "first.ckpt", OuterMomentum(**_OPTIONS), _reference(Tiny())
+    run = trainer("auto", max_epochs=1, callbacks=[callback])
+    _run(run, Tiny(), 40)
+    run.save_checkpoint(path)
+    for stage in ("validate", "test", "predict", "fit"):  # the fit is over where it was saved
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Lightning's own of few workers
+            getattr(run, stage)(Tiny(), loader(8), ckpt_path=path)
+        model = Tiny()
+        _run(trainer("auto", callbacks=[callback]), model, 40)
+        _assert_close(_weights(model), expected)
+
+
 def _fit_shards(folder: Path) -> tuple[Params, Params]:
     def strategy(is_distributed: bool = False) -> Any:
         return CommOptModelParallel(2, 1, save_distributed_checkpoint=is_distributed)
