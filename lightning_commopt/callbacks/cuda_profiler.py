@@ -49,6 +49,7 @@ class CUDAProfilerWindow(Callback):
     By default ``nsys`` ends the training with the first window: ``--capture-range-end=stop`` lets it continue, and
     ``--capture-range-end=repeat`` makes a report of every window.
 
+    A fit that begins after the first step of a window, as a resumed one may, leaves the window out and warns of it.
     Without CUDA nothing is profiled or timed; a warning is printed once.
 
     Args:
@@ -70,7 +71,7 @@ class CUDAProfilerWindow(Callback):
         self._num_steps = num_steps
         self._start_steps = _check_starts(start_step, num_steps)
         self._ranks = None if ranks is None else _check_ranks(ranks)
-        self._captured: set[int] = set()
+        self._over: set[int] = set()  # first steps of windows that were captured or left out
         self.results: list[ProfiledWindow] = []
         self._open: ProfiledWindow | None = None
         self._is_active = False
@@ -120,7 +121,7 @@ class CUDAProfilerWindow(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop(trainer)
-        never = [start for start in self._start_steps if start not in self._captured]
+        never = [start for start in self._start_steps if start not in self._over]
         if self._is_active and never:
             warn(
                 f"start_step: training ended after {batches_that_stepped(trainer)} steps, so the CUDA profiler was"
@@ -138,13 +139,14 @@ class CUDAProfilerWindow(Callback):
             return
         self._has_checked = True
         step = batches_that_stepped(trainer)
-        passed = [start for start in self._start_steps if start < step and start not in self._captured]
+        self._over = {start for start in self._over if start < step}
+        passed = [start for start in self._start_steps if start < step and start not in self._over]
         if passed:
-            raise MisconfigurationException(
-                f"start_step must be at least {step}, the step at which this training begins, "
-                f"got {', '.join(map(str, passed))}"
+            self._over.update(passed)
+            warn(
+                f"start_step: this training begins at step {step}, so the CUDA profiler is not started at step"
+                f" {', '.join(map(str, passed))}."
             )
-        self._captured = {start for start in self._captured if start < step}
 
     def _start(self, trainer: Trainer, step: int) -> None:
         if not self._is_active or self._open is not None or step not in self._start_steps:
@@ -152,7 +154,7 @@ class CUDAProfilerWindow(Callback):
         torch.cuda.synchronize(trainer.strategy.root_device)
         if self._profiles:
             torch.cuda.cudart().cudaProfilerStart()
-        self._captured.add(step)
+        self._over.add(step)
         self._open = ProfiledWindow(step)
         self._open.start_clock()
 

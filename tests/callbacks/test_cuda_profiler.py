@@ -1,4 +1,3 @@
-import contextlib
 import logging
 import pickle
 import warnings
@@ -222,9 +221,31 @@ def test_resuming(events, tmp_path, saved_after):
         fit(window, events, **resumed)
         assert events == [*left[:skipped], *START, left[skipped], *STOP, *left[skipped + 1 :]]
         assert [(result.start_step, result.num_steps) for result in window.results] == [(saved_after + skipped, 1)]
-    message = f"start_step must be at least {saved_after}, the step .*begins, got {saved_after - 1}$"
-    with pytest.raises(MisconfigurationException, match=message):
-        fit(CUDAProfilerWindow(start_step=[saved_after - 1, saved_after + 1], num_steps=1), events, **resumed)
+    events.clear()
+    fit(CUDAProfilerWindow(start_step=[saved_after - 1, saved_after + 1], num_steps=1), events, **resumed)
+    assert events == [left[0], *START, left[1], *STOP, *left[2:]]
+
+
+def test_a_window_that_is_left_out_is_warned_of_once(events, tmp_path):
+    """If it fails, a job that is preempted ends at every restart, because of a callback that only looks on."""
+    fit(CUDAProfilerWindow(start_step=0), [], max_steps=4).save_checkpoint(tmp_path / "a.ckpt")
+    events.clear()
+    trainer = trainer_for([CUDAProfilerWindow(start_step=[0, 2, 5, 9], num_steps=1), Events(events)])
+    messages = []
+    for num_epochs in (2, 3):
+        trainer.fit_loop.max_epochs = num_epochs
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer.fit(Line(), loader(), ckpt_path=tmp_path / "a.ckpt" if num_epochs == 2 else None)
+        messages.append([str(warning.message) for warning in caught if "start_step" in str(warning.message)])
+    assert events == [0, *START, 1, *STOP, 2, 3] * 2
+    assert messages == [
+        [
+            "start_step: this training begins at step 4, so the CUDA profiler is not started at step 0, 2.",
+            "start_step: training ended after 8 steps, so the CUDA profiler was never started at step 9.",
+        ],
+        [],
+    ]
 
 
 def test_resuming_where_lightning_corrects_its_count_late(events, tmp_path):
@@ -245,8 +266,7 @@ def test_resuming_where_lightning_corrects_its_count_late(events, tmp_path):
     for start in (4, 5):
         events.clear()
         window = CUDAProfilerWindow(start_step=start, num_steps=1)
-        with contextlib.suppress(MisconfigurationException):
-            fit(window, [], callbacks=[Steps()], **settings)
+        fit(window, [], callbacks=[Steps()], **settings)
         if "start" in events:
             assert events[events.index("start") + 1] == start
 
