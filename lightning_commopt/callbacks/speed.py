@@ -22,7 +22,7 @@ class StepClock:
     Attributes:
         num_steps: optimizer steps. Several optimizers that step in one batch make one step.
         num_samples: samples of all ranks, assuming the same number on each; None if the size of batches is unknown.
-        seconds: how long the clock has run, including waits for data.
+        seconds: how long the clock has run, including waits for data; while it runs, up to the end of the last batch.
     """
 
     def __init__(self) -> None:
@@ -49,12 +49,18 @@ class StepClock:
         self._started = time.perf_counter()
 
     def stop_clock(self) -> None:
-        assert self._started is not None
-        self.seconds += time.perf_counter() - self._started
+        self._add_seconds()
         self._started = None
 
+    def _add_seconds(self) -> None:
+        assert self._started is not None
+        now = time.perf_counter()
+        self.seconds += now - self._started
+        self._started = now
+
     def count_batch(self, trainer: Trainer, batch: Any, *, has_stepped: bool) -> None:
-        """Counts the samples of a batch, and the step if the batch ended one."""
+        """Counts the samples of a batch, its time, and the step if the batch ended one."""
+        self._add_seconds()
         num_samples = count_samples(batch)
         if self.num_samples is not None:
             self.num_samples = None if num_samples is None else self.num_samples + num_samples * trainer.world_size
@@ -66,7 +72,8 @@ class SpeedMonitor(StepClock, Callback):
 
     The clock runs from the start of the first batch after the warm-up to the end of the last batch, and pauses in
     validation and between epochs. The device is synchronized only when it starts or stops, so that the host may run
-    ahead as it does without this callback.
+    ahead as it does without this callback; until it stops, the rates are those of the host. The time of a batch
+    that an exception ends is left out.
 
     Args:
         num_warmup_steps: optimizer steps that are not timed.
@@ -91,7 +98,7 @@ class SpeedMonitor(StepClock, Callback):
         self._sync_bytes: int | None = None
         self._num_warmed_up = 0
         self._global_step = 0
-        self._wire_bytes_at_start: int | None = None
+        self._last_count: int | None = None  # the strategy's wire bytes when they were last added
 
     @property
     def wire_bytes_per_step(self) -> float | None:
@@ -107,12 +114,12 @@ class SpeedMonitor(StepClock, Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self.is_running and self._num_warmed_up >= self._num_warmup_steps:
             _synchronize(pl_module)
-            self._wire_bytes_at_start = getattr(trainer.strategy, "wire_bytes", None)
+            self._last_count = getattr(trainer.strategy, "wire_bytes", None)
             self.start_clock()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Counts each gradient sync: a step has several with LBFGS, or where several optimizers take turns in it."""
-        if self.is_running and self._wire_bytes is not None and self._wire_bytes_at_start is None:
+        if self.is_running and self._wire_bytes is not None and self._last_count is None:
             num_bytes, model = self._sync_bytes, trainer.strategy.model
             if getattr(model, "require_backward_grad_sync", True):
                 self._wire_bytes = None if num_bytes is None else self._wire_bytes + num_bytes
@@ -126,18 +133,28 @@ class SpeedMonitor(StepClock, Callback):
             self._num_warmed_up += has_stepped
             return
         self.count_batch(trainer, batch, has_stepped=has_stepped)
+        self._add_wire_bytes(trainer)
+
+    def _add_wire_bytes(self, trainer: Trainer) -> None:
+        if self._last_count is not None and self._wire_bytes is not None:
+            num_bytes: int = trainer.strategy.wire_bytes  # type: ignore[attr-defined]
+            self._wire_bytes += num_bytes - self._last_count
+            self._last_count = num_bytes
 
     def _stop(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.is_running:
             return
         _synchronize(pl_module)
         self.stop_clock()
-        if self._wire_bytes_at_start is not None and self._wire_bytes is not None:
-            self._wire_bytes += trainer.strategy.wire_bytes - self._wire_bytes_at_start  # type: ignore[attr-defined]
+        self._add_wire_bytes(trainer)
 
     # The method is not named after one of these hooks because `HangMonitor` reports the name of the function in which a
     # rank waits.
     on_validation_start = on_train_epoch_end = on_train_end = _stop
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stops the clock without waiting for the device, which may have failed."""
+        self._started = None
 
 
 def _synchronize(module: LightningModule) -> None:

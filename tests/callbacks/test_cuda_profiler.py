@@ -130,7 +130,7 @@ def test_a_window_holds_whole_steps_and_nothing_else_is_synchronised(events, win
 
 
 def test_what_a_window_reports(events, caplog, monkeypatch):
-    clock = iter([10.0, 12.0])
+    clock = iter([10.0, 10.5, 11.0, 11.25, 11.75, 12.0])  # start, four batches, stop
     monkeypatch.setattr(speed.time, "perf_counter", lambda: next(clock))
     callback = CUDAProfilerWindow(start_step=1, num_steps=2)
     with caplog.at_level(logging.INFO):

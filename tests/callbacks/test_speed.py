@@ -1,5 +1,7 @@
 import warnings
+from contextlib import suppress
 from importlib import import_module
+from itertools import count
 from types import SimpleNamespace
 
 import pytest
@@ -10,8 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, SpeedMonitor
+from lightning_commopt.callbacks import speed as speed_module
 from support.cross_section import sampled
-from support.lightnings import PACKAGE, CSVLogger, DDPStrategy, ThroughputMonitor
+from support.lightnings import PACKAGE, Callback, CSVLogger, DDPStrategy, ThroughputMonitor
 from support.strategy_models import trainer
 from support.warm_ranks import run_ranks
 
@@ -53,6 +56,23 @@ class Opaque(Line):
         return self.layer(batch.x).sum()
 
 
+class Failing(Line):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 8:
+            raise ArithmeticError("on purpose")
+        return super().training_step(batch, batch_idx)
+
+
+class Reading(Callback):
+    """Reads numbers of the Trainer's first callback after every batch."""
+
+    def __init__(self, *names):
+        self.names, self.values = names, []
+
+    def on_train_batch_end(self, trainer, *args):
+        self.values.append(tuple(getattr(trainer.callbacks[0], name) for name in self.names))
+
+
 def lightnings_warnings():
     """Returns what Lightning's data utilities have warned of in this process."""
     return import_module(f"{PACKAGE}.utilities.data").warning_cache
@@ -62,14 +82,14 @@ def every_other(samples):
     return None if samples[0][0][0] % 2 else default_collate(samples)
 
 
-def fit(strategy="auto", devices=1, num_warmup_steps=2, model=Line, collate_fn=None, **settings):
+def fit(strategy="auto", devices=1, num_warmup_steps=2, model=Line, collate_fn=None, others=(), **settings):
     speed = SpeedMonitor(num_warmup_steps=num_warmup_steps)
     batch_numbers = torch.arange(10).repeat_interleave(4 * devices)
     data = TensorDataset(batch_numbers[:, None].expand(-1, 3).float())
     loader = DataLoader(data, batch_size=4, collate_fn=collate_fn)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer(strategy, callbacks=[speed], **settings).fit(model(), loader, loader)
+        trainer(strategy, callbacks=[speed, *others], **settings).fit(model(), loader, loader)
     return speed
 
 
@@ -95,6 +115,34 @@ def test_every_step_after_the_warm_up_counts(settings, num_steps):
     assert speed.wire_bytes_per_step == 0
 
 
+@pytest.mark.parametrize("model", [Line, Failing])
+def test_numbers_in_the_middle_of_a_fit(model, monkeypatch):
+    """If it fails, a callback that reads the speed ends the fit, or an exception's wait counts as training."""
+    ticks = count()
+    monkeypatch.setattr(speed_module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    reading = Reading("num_steps", "seconds", "steps_per_s", "samples_per_s")
+    settings = {"model": model, "num_warmup_steps": 0, "val_check_interval": 3, "max_epochs": 1, "others": [reading]}
+    with suppress(ArithmeticError):
+        fit(**settings)
+    seconds = [1, 2, 3, 5, 6, 7, 9, 10, 11, 13]  # three validations synchronize the device, which takes a tick
+    expected = [(n, s, n / s, 4 * n / s) for n, s in enumerate(seconds, 1)]
+    assert reading.values == expected[: 8 if model is Failing else 10]
+
+
+def test_an_exception_stops_the_clock():
+    """If it fails, a validation after a fit that an exception has ended counts the time between the two."""
+    speed = SpeedMonitor(num_warmup_steps=0)
+    run, loader = trainer("auto", callbacks=[speed]), DataLoader(TensorDataset(torch.ones(40, 3)), batch_size=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ArithmeticError):
+            run.fit(Failing(), loader)
+        seconds = speed.seconds
+        run.validate(Line(), loader, verbose=False)
+    assert (speed.num_steps, speed.seconds) == (8, seconds)
+    assert speed.steps_per_s == 8 / seconds
+
+
 def two_ranks(kind):
     strategies = {
         "ddp": DDPStrategy(find_unused_parameters=kind.startswith("twice")),
@@ -105,8 +153,9 @@ def two_ranks(kind):
     prefix, _, strategy = kind.rpartition("_") if kind != "torch_hook" else ("", "", kind)
     settings = {"accumulate_grad_batches": 2} if prefix == "accumulating" else {}
     model = {"ignoring": Ignoring, "twice": Twice}.get(prefix, Line)
-    speed = fit(strategies[strategy], devices=2, model=model, **settings)
-    return speed.num_steps, speed.wire_bytes_per_step
+    reading = Reading("wire_bytes_per_step")
+    speed = fit(strategies[strategy], devices=2, model=model, others=[reading], **settings)
+    return speed.num_steps, speed.wire_bytes_per_step, {value for (value,) in reading.values} - {None}
 
 
 @pytest.mark.parametrize(
@@ -122,7 +171,7 @@ def two_ranks(kind):
 )
 def test_bytes_on_the_wire(kind, wire_bytes):
     num_steps = 8 if kind == "accumulating_ddp" else 18
-    assert run_ranks(two_ranks, kind) == [(num_steps, wire_bytes)] * 2
+    assert run_ranks(two_ranks, kind) == [(num_steps, wire_bytes, {wire_bytes} - {None})] * 2
 
 
 def test_batches_that_do_not_show_their_size():
