@@ -136,7 +136,7 @@ def frames_of(snapshot: Any) -> list[str]:
 
 @pytest.mark.exhaustive
 def test_phases_that_take_long_are_no_hangs(tmp_path: Path) -> None:
-    """If it fails, a first forward, a validation, a checkpoint or a test raises a false alarm."""
+    """If it fails, a first forward, a validation, a checkpoint, a test or a hook's collectives raise a false alarm."""
     assert run_ranks(fit_slowly, tmp_path, 2.0) == [[], []]
 
 

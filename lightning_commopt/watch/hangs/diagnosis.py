@@ -79,16 +79,22 @@ def may_be_caught(
 def has_moved(before: Sequence[RankSnapshot], after: Sequence[RankSnapshot]) -> bool:
     """Returns whether a rank has made progress, or ended, between two snapshots of all ranks."""
     earlier = {rank.rank: rank for rank in before}
-    return any(
-        rank.state != earlier[rank.rank].state or (rank.state == "running" and rank.idle_s < earlier[rank.rank].idle_s)
-        for rank in after
-    )
+    return any(_has_moved(earlier[rank.rank], rank) for rank in after)
+
+
+def _has_moved(before: RankSnapshot, after: RankSnapshot) -> bool:
+    if after.state != "running" or before.state != "running":
+        return after.state != before.state
+    # Of collectives that were called long before, one after the other may end.
+    return after.idle_s < before.idle_s or after.outstanding_collective() != before.outstanding_collective()
 
 
 def _may_progress(rank: RankSnapshot, after_s: float) -> bool:
     """Returns whether a running rank may still be working in a phase that takes long."""
     if rank.is_waiting:
-        return rank.idle_s < (rank.limit_s if rank.phase == END else after_s)
+        # Where torch records no collectives, many in a loop look like a single one.
+        is_excused = rank.phase == END or (rank.called is not None and not rank.parsed_collectives())
+        return rank.idle_s < (rank.limit_s if is_excused else after_s)
     # Without its stack the phase is uncertain: another callback's hook may run in any.
     is_slow = rank.is_compiling or rank.is_computing or rank.innermost is None
     return rank.idle_s < (times.SLOW_FACTOR * rank.limit_s if is_slow else rank.limit_s)

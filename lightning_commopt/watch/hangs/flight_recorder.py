@@ -79,6 +79,16 @@ def parse_collectives(dump: Any) -> list[Collective]:
     return collected
 
 
+def last_progress_unix_s(dump: Any) -> float:
+    """Returns when the rank has last called a collective or a message, or seen one end, in seconds since 1970.
+
+    0 if nothing is recorded. Only NCCL records when a collective ends.
+    """
+    entries = dump.get("entries", []) if isinstance(dump, dict) else []
+    kinds = ("time_created_ns", "time_discovered_completed_ns")
+    return max((entry.get(kind) or 0 for entry in entries for kind in kinds), default=0) / 1e9
+
+
 def find_difference(by_rank: Mapping[int, Sequence[Collective]]) -> Difference | None:
     """Finds the collective in which ranks differ.
 

@@ -18,6 +18,7 @@ from lightning_commopt.watch.hangs.device_place import (
     find_unmarked_bucket,
     follow_device,
 )
+from lightning_commopt.watch.hangs.flight_recorder import last_progress_unix_s
 from lightning_commopt.watch.hangs.marks import NUM_BYTES, PHASES, Mark, PhaseTimes, read_marks
 from lightning_commopt.watch.hangs.process import ComputingProbe
 from lightning_commopt.watch.hangs.snapshot import SIGTERM_BROADCAST, RankSnapshot, place_in_training
@@ -186,7 +187,9 @@ class Observation:
             self._apply_dump(snapshot, self._last_dump)
         elif is_whole:
             snapshot.missing.append(f"stacks and collectives: the process is {state}")
-        snapshot.limit_s = self._times.limit_s(snapshot.phase)
+        is_in_hook = snapshot.hook not in (None, SIGTERM_BROADCAST)
+        phases = (snapshot.phase, kinds.CALLBACKS) if is_in_hook else (snapshot.phase,)
+        snapshot.limit_s = max(map(self._times.limit_s, phases))
         return snapshot
 
     def _add_stacks(self, snapshot: RankSnapshot) -> bool:
@@ -271,6 +274,10 @@ class Observation:
         if dump.get("owner") and snapshot.hook is not None:  # the class that has the hook is known
             snapshot.hook = f"{dump['owner']}.{snapshot.hook.rpartition(' ')[2]}"
         snapshot.collectives = dump.get("collectives")
+        # A hook that loops over collectives, or a fit within this one, makes progress without any mark.
+        since_s = time.time() - last_progress_unix_s(snapshot.collectives)
+        if 0 <= since_s < snapshot.idle_s:
+            snapshot.idle_s = since_s
         if dump.get("missing"):
             snapshot.missing.append(dump["missing"])
         marks = self.marks

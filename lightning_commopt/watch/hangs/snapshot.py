@@ -46,7 +46,7 @@ class RankSnapshot:
     batch: int = -1  # index of the last batch of an evaluation; -1 outside of one
     # The phases outside of training's batches, other than checkpoints, that it has entered in this step.
     passed: list[int] = field(default_factory=list)
-    idle_s: float = 0.0  # seconds since the last mark
+    idle_s: float = 0.0  # seconds since the last mark or, if collectives are known, since the last of them
     limit_s: float = 0.0  # seconds without progress that its phase is allowed
     ready: int = 0  # number of buckets of this backward that are ready
     bucket: int | None = None  # index of the oldest bucket that is ready and not averaged; None if there is none

@@ -1,6 +1,9 @@
 """What is a hang, and what may be ended: never a run that is healthy, however slow one of its ranks is."""
 
+import os
 import random
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,11 +15,16 @@ from lightning_commopt.watch.hangs.marks import (
     CHECKPOINT,
     DATA,
     END,
+    EPOCH_END,
     FORWARD,
+    PHASE,
     PHASES,
+    SETUP,
+    MarkWriter,
     PhaseTimes,
     first_of_stage,
 )
+from lightning_commopt.watch.hangs.observation import Observation, WatcherSettings
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
 AFTER_S = 60.0
@@ -31,6 +39,11 @@ def rank(number: int, phase: int = FORWARD, idle_s: float = 0.0, **fields: Any) 
 
 def waiting(number: int, phase: int = BACKWARD, idle_s: float = 61.0, **fields: Any) -> RankSnapshot:
     return rank(number, phase, idle_s, called="all_reduce", **fields)
+
+
+def recorded(number: int, ago_s: float = 0.0) -> dict[str, Any]:
+    """Returns the record of a rank that has called one collective, and is in it."""
+    return {"entries": [{"collective_seq_id": number, "time_created_ns": (time.time() - ago_s) * 1e9}]}
 
 
 @pytest.mark.parametrize(
@@ -62,6 +75,14 @@ def waiting(number: int, phase: int = BACKWARD, idle_s: float = 61.0, **fields: 
         pytest.param([rank(0, state="silent"), waiting(1, idle_s=601)], True, False, id="silent for long"),
         pytest.param([rank(0, state="unreachable"), waiting(1)], True, True, id="host lost"),
         pytest.param([rank(0, state="unwatched"), waiting(1, CHECKPOINT, 590)], False, True, id="monitor lost"),
+        pytest.param([waiting(0, EPOCH_END, 590), waiting(1, EPOCH_END, 590)], False, True, id="not recorded"),
+        pytest.param([waiting(0, EPOCH_END, 601), waiting(1, EPOCH_END, 601)], True, True, id="not recorded, for long"),
+        pytest.param(
+            [waiting(0, EPOCH_END, collectives=recorded(9)), waiting(1, EPOCH_END, collectives=recorded(9))],
+            True,
+            True,
+            id="one recorded collective",
+        ),
         pytest.param([rank(0, state="stopped"), waiting(1)], True, True, id="stopped"),
         pytest.param([rank(0, state="stopped"), rank(1, FORWARD, 61)], False, False, id="stopped, nobody waits"),
         pytest.param([rank(0, state="stopped"), rank(1, state="stopped")], False, False, id="all stopped"),
@@ -132,3 +153,34 @@ def test_a_rank_that_has_moved_between_two_looks() -> None:
     assert not has_moved(first, [rank(0, DATA, 62), waiting(1, idle_s=62)])
     assert has_moved(first, [rank(0, FORWARD, 0.1), waiting(1, idle_s=62)])
     assert has_moved(first, [rank(0, DATA, 62), rank(1, state="finished")])
+    queued, same, next_one = (waiting(1, idle_s=62, collectives=recorded(number)) for number in (5, 5, 6))
+    same.collectives = queued.collectives
+    assert not has_moved([queued], [same])
+    assert has_moved([queued], [next_one])
+
+
+@pytest.mark.parametrize("phase", [SETUP, EPOCH_END, DATA])
+def test_a_rank_that_calls_many_collectives_makes_progress(phase: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, ranks that gather batch by batch in a hook, or search a learning rate, are ended."""
+    writer = MarkWriter()
+    writer.write(PHASE, phase, 3)
+    called = recorded(700, ago_s=50.0)
+    link: Any = SimpleNamespace(request=lambda *_, **question: {"collectives": called} if "dump" in question else None)
+    settings = WatcherSettings(rank=0, host="a", pid=os.getpid(), fit_thread=(1, os.getpid()), after_s=AFTER_S)
+    observation = Observation(settings, marks_fd=writer.fd, stacks_fd=-1, link=link)
+    monkeypatch.setattr(Observation, "idle_s", 5000.0)
+
+    def add_stacks(snapshot: RankSnapshot) -> bool:
+        snapshot.called, snapshot.innermost = "all_reduce", "gloo.py:1 in all_reduce"
+        return True
+
+    monkeypatch.setattr(observation, "_add_stacks", add_stacks)
+    healthy = observation.snapshot()
+    assert 50.0 <= healthy.idle_s < AFTER_S
+    assert not is_hang([healthy, healthy], AFTER_S)
+    called = recorded(700, ago_s=70.0)
+    stuck = observation.snapshot()
+    assert is_hang([stuck, stuck], AFTER_S)
+    assert has_moved([stuck], [healthy])
+    called = recorded(700, ago_s=-70.0)  # the clock was set back
+    assert observation.snapshot().idle_s == 5000.0
