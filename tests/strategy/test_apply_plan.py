@@ -31,6 +31,7 @@ _CHANGES = [
     *(("native", "all_reduce"), ("all_reduce", "view"), ("view", "static"), ("static", "native")),
     *(("native", "native"), ("native", "view"), ("static", "all_reduce")),
 ]
+_POWERSGD = PowerSGD(matrix_rank=1, min_compression_rate=0.1)
 
 
 class ChangePlan(Callback):
@@ -144,25 +145,42 @@ class Linear(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-def _fit_lossy_then_lossless(compressor: Any, accumulate: int) -> tuple[np.ndarray, np.ndarray]:
+class ChangeThrice(ChangePlan):
+    """Applies three plans between the first epoch and the second."""
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        """Within a batch only the last one would take effect."""
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(trainer.strategy, CommOptDDP)
+        for plan in ("all_reduce", "none", self.plan) if trainer.current_epoch == 0 else ():
+            trainer.strategy.apply_plan(plan)
+
+
+def _fit_lossy_then_lossless(compressor: Any, accumulate: int, change: Any) -> tuple[np.ndarray, np.ndarray]:
     module = Linear()
-    _fit({"comm_hook": compressor}, {}, module, accumulate_grad_batches=accumulate)
+    strategy = CommOptDDP(comm_hook=compressor)
+    trainer(strategy, callbacks=[change(CommPlan())], accumulate_grad_batches=accumulate).fit(module, loader())
     fed = module.fed / accumulate
     dist.all_reduce(fed)
     return -module.weight.detach().numpy(), (fed / dist.get_world_size()).numpy()
 
 
 @pytest.mark.parametrize(
-    ("compressor", "accumulate"),
+    ("compressor", "accumulate", "change"),
     [
-        (PowerSGD(matrix_rank=1, min_compression_rate=0.1), 2),
-        (ErrorFeedback(inner=LowRank(matrix_rank=2, min_compression_rate=0.1)), 1),
+        (_POWERSGD, 2, ChangePlan),
+        (_POWERSGD, 1, ChangeThrice),
+        pytest.param(
+            *(ErrorFeedback(inner=LowRank(matrix_rank=2, min_compression_rate=0.1)), 1, ChangePlan),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
-    ids=["powersgd", "low_rank"],
+    ids=["powersgd", "several_changes", "low_rank"],
 )
-def test_owed_gradients_are_paid_after_a_change(compressor: Any, accumulate: int) -> None:
-    """If it fails, what error feedback held back is lost when the plan changes."""
-    for applied, fed in run_ranks(_fit_lossy_then_lossless, compressor, accumulate):
+def test_owed_gradients_are_paid_after_a_change(compressor: Any, accumulate: int, change: Any) -> None:
+    """If it fails, what error feedback held back is lost when the plan changes, or changes again before a batch."""
+    for applied, fed in run_ranks(_fit_lossy_then_lossless, compressor, accumulate, change):
         np.testing.assert_allclose(applied, fed, rtol=1e-5, atol=1e-5)
 
 

@@ -291,6 +291,16 @@ class Fed(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
+class Thawed(Fed):
+    """Is wrapped with a part that is frozen until the first batch, as fine-tuning callbacks do."""
+
+    def setup(self, stage: str) -> None:
+        self.parts["a"].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.parts["a"].requires_grad_(True)
+
+
 SHAPES = {"c": (12, 20), "a": (30, 8), "d": (7,), "b": (16, 16)}
 COMPLEX_SHAPES = {"e": (12, 10)} if _COMPLEX_WORKS else {}
 
@@ -309,9 +319,13 @@ def _fed_in_all(steps: range, world_size: int) -> Params:
 
 
 def _feed(
-    resumes: bool, path: str, strategy: CommOptDDP, last_plan: CommPlan | None = None
+    resumes: bool,
+    path: str,
+    strategy: CommOptDDP,
+    last_plan: CommPlan | None = None,
+    module_class: type[Fed] = Fed,
 ) -> tuple[Params, Params, Any]:
-    module = Fed()
+    module = module_class()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         num_steps = 2 * HALF if resumes else HALF
@@ -330,6 +344,7 @@ CHANGES: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
     "settings": (2, {"comm_hook": POWERSGD}, 2, {"comm_hook": PowerSGD(matrix_rank=2, min_compression_rate=0.5)}),
     "to_one_without_residual": (2, {"comm_hook": POWERSGD}, 2, {"comm_hook": "all_reduce"}),
     "to_none": (2, {"comm_hook": POWERSGD}, 2, {}),
+    "to_none_and_thawed": (2, {"comm_hook": POWERSGD}, 2, {}),
     "from_none": (2, {}, 2, {"comm_hook": POWERSGD}),
     "buckets": (2, {"comm_hook": POWERSGD}, 2, {"comm_hook": POWERSGD, "bucket_cap_mb": 0.002}),
     "static_graph": (2, {"comm_hook": POWERSGD}, 2, {"comm_hook": POWERSGD, "static_graph": True}),
@@ -341,8 +356,9 @@ def test_what_is_owed_outlives_a_change(change: str, tmp_path: Path) -> None:
     """If it fails, gradients that error feedback held back are lost, or doubled, at resume."""
     ranks_before, before, ranks_after, after = CHANGES[change]
     path = str(tmp_path / "fed.ckpt")
-    first = run_ranks(_feed, False, path, CommOptDDP(**{**SMALL, **before}), world_size=ranks_before)
-    second = run_ranks(_feed, True, path, CommOptDDP(**{**SMALL, **after}), world_size=ranks_after)
+    rest = None, Thawed if change.endswith("thawed") else Fed
+    first = run_ranks(_feed, False, path, CommOptDDP(**{**SMALL, **before}), *rest, world_size=ranks_before)
+    second = run_ranks(_feed, True, path, CommOptDDP(**{**SMALL, **after}), *rest, world_size=ranks_after)
     fed_before, fed_after = _fed_in_all(range(HALF), ranks_before), _fed_in_all(range(HALF, 2 * HALF), ranks_after)
     for params, _, messages in second:
         assert not messages

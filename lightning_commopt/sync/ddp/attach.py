@@ -206,16 +206,17 @@ def note_accumulated(module: Module) -> None:
 
 
 class ResidualAdder:
-    """Adds residuals to the next gradients of their parameters, once. Residuals of frozen parameters are dropped.
+    """Adds residuals to the next gradients of their parameters, once.
 
     ``residuals`` has those that are not added yet, in the parameter's shape, or as pairs of real numbers if it is
-    complex.
+    complex. Those of frozen parameters stay there for the adder of the next wrapper, which unfreezing leads to.
     """
 
     def __init__(self, module: Module, residuals: dict[str, Tensor]) -> None:
-        parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        parameters = dict(module.named_parameters())
         self.residuals = {name: value for name, value in residuals.items() if name in parameters}
-        self._handles = {name: self._add_once(name, parameters[name]) for name in self.residuals}
+        trained = [name for name in self.residuals if parameters[name].requires_grad]
+        self._handles = {name: self._add_once(name, parameters[name]) for name in trained}
 
     def _add_once(self, name: str, parameter: Parameter) -> RemovableHandle:
         def add(gradient: Tensor) -> Tensor:
@@ -226,8 +227,10 @@ class ResidualAdder:
         handle: RemovableHandle = parameter.register_hook(add)
         return handle
 
-    def cancel(self) -> None:
+    def cancel(self) -> dict[str, Tensor]:
+        """Adds nothing from now on; returns the residuals that were not added yet."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
-        self.residuals.clear()
+        residuals, self.residuals = self.residuals, {}
+        return residuals

@@ -195,10 +195,10 @@ class GradientSync:
                 " residuals are lost; the residuals of other parameters are kept.",
                 on_every_rank=True,
             )
-        # The numbers differ if the last gradient sync has failed on some ranks only.
-        num_syncs = torch.tensor(self.num_syncs, device=device)
-        dist.all_reduce(num_syncs, dist.ReduceOp.MAX)
-        self.num_syncs = int(num_syncs)
+        # Both differ if the last gradient sync has failed on some ranks only.
+        agreed = torch.tensor([self.num_syncs, len(residuals)], device=device)
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        self.num_syncs, most_residuals = agreed.tolist()
         # With find_unused_parameters some may be frozen in this batch only, as two parts that take turns are.
         in_turns = trainable.unfrozen() if self.plan.find_unused_parameters else nullcontext()
         with kept_buffers(module), in_turns:  # wrapping overwrites buffers by rank 0's
@@ -214,7 +214,7 @@ class GradientSync:
                 self._resume(resumed, module)
             elif self.hook is not None:
                 self.hook.add_residuals(residuals)
-            elif hook is not None and hook.compressor.claims.keeps_residual:  # even if this rank has lost its residuals
+            elif most_residuals:  # even if this rank has lost its residuals
                 self._residual_adder = ResidualAdder(module, residuals)
 
     def state(self) -> CommState | None:
@@ -248,11 +248,11 @@ class GradientSync:
             self._residual_adder = ResidualAdder(module, usable.residuals)
 
     def detach(self) -> dict[str, Tensor]:
-        """Closes the hook, before its wrapper is dropped; returns this rank's residuals by parameter name."""
+        """Closes the hook, before its wrapper is dropped; returns this rank's unsent residuals by parameter name."""
         self.release_wrapper()
-        self._cancel_residual_adder()
+        pending = self._cancel_residual_adder()
         if self.hook is None:
-            return {}
+            return pending
         hook, self.hook = self.hook, None
         residuals = hook.close()
         self._earlier_bytes += hook.bytes_sent
@@ -279,10 +279,10 @@ class GradientSync:
             self._restored = None
             self.num_syncs = 0
 
-    def _cancel_residual_adder(self) -> None:
-        if self._residual_adder is not None:
-            self._residual_adder.cancel()
-            self._residual_adder = None
+    def _cancel_residual_adder(self) -> dict[str, Tensor]:
+        """Returns the residuals that were not added yet."""
+        adder, self._residual_adder = self._residual_adder, None
+        return {} if adder is None else adder.cancel()
 
 
 def _start_step(compressor: Compressor | None) -> int:
