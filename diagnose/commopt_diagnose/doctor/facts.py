@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from commopt_diagnose.topology.findings import find_all
-from commopt_diagnose.topology.machine import TopologyError
+from commopt_diagnose.topology.machine import TopologyError, cpus_text
 from commopt_diagnose.topology.nvml import read_text
 from commopt_diagnose.topology.sources import read_machine
 from lightning_commopt.launch.environment import RankIdentity
@@ -95,7 +95,8 @@ class Facts:
     versions: dict[str, str]  # versions of Python, torch, NCCL and the packages
     gpus: Sequence[str] = ()  # names of the CUDA devices that torch finds
     has_gpu_driver: bool = False  # whether NVIDIA's driver is loaded
-    num_cores: int  # cores that this rank may use
+    num_cores: int  # number of cores that this rank may use
+    cores: str = ""  # these cores, such as "0-31,64"; empty if the system does not say
     num_threads: int  # threads that torch would use
     ranks_per_node: int = 1  # ranks on this host
     shared_memory_bytes: int | None = None  # size of /dev/shm; None without one
@@ -118,6 +119,7 @@ def collect_facts(
     """Reads the facts of this host below ``root`` without changing anything; a process alone has no ``identity``."""
     nccl, address, interfaces = nccl_version(), own_address(), list_interfaces()
     topology, no_topology = _topology(identity)
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     max_locked_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     of_rank: dict[str, Any] = {"host": socket.gethostname()}
     if identity is not None:
@@ -129,7 +131,8 @@ def collect_facts(
         versions=versions() | ({} if nccl is None else {"nccl": nccl}),
         gpus=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         has_gpu_driver=(root / "proc/driver/nvidia/version").exists(),
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cores=len(cores) or os.cpu_count() or 1,
+        cores=cpus_text(cores),
         num_threads=torch.get_num_threads(),
         shared_memory_bytes=_shared_memory_bytes(root / "dev/shm"),
         max_locked_bytes=None if max_locked_bytes == resource.RLIM_INFINITY else max_locked_bytes,

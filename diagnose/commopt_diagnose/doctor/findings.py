@@ -11,6 +11,7 @@ from typing import Any
 from commopt_diagnose.doctor.facts import Facts, first_of_hosts
 from commopt_diagnose.doctor.meeting import UnreachablePort
 from commopt_diagnose.findings import FindingTexts, worst_first
+from commopt_diagnose.topology.machine import parse_cpus
 from lightning_commopt.launch.nccl_variables import find_mistakes, parse_version
 from lightning_commopt.text.findings import Finding, Severity
 from lightning_commopt.text.formatting import grouped, ranks_text
@@ -27,10 +28,10 @@ def find(
     findings: list[Finding] = list(_unreachable_ports(unreachable))
     if gloo_error is not None:
         findings.append(_finding("error", "no_all_reduce", where="all hosts", error=gloo_error))
-    hosts = first_of_hosts(everybody)
+    hosts, ranks = first_of_hosts(everybody), grouped((facts.host, facts) for facts in everybody)
     for facts in hosts:
-        of_host = [*_of_host(facts), *find_wrong_interfaces(facts, has_others=len(hosts) > 1)]
-        of_host += find_in_adapters(facts)
+        of_host = [*_of_host(facts), *_too_many_threads(ranks[facts.host])]
+        of_host += [*find_wrong_interfaces(facts, has_others=len(hosts) > 1), *find_in_adapters(facts)]
         shown = [finding for finding in facts.topology if finding.severity != "note"]
         of_host += [replace(finding, advice=f"{finding.advice}; commopt topo shows all") for finding in shown]
         findings += [replace(finding, where=facts.host) for finding in of_host]
@@ -54,10 +55,15 @@ def _of_host(facts: Facts) -> Iterator[Finding]:
         yield _finding("error", "no_cuda_device", torch=facts.versions.get("torch"))
     if facts.shared_memory_bytes is not None and facts.shared_memory_bytes < _SMALL_SHARED_MEMORY_BYTES:
         yield _finding("warning", "small_shared_memory", mib=facts.shared_memory_bytes / 2**20)
-    ranks, threads, cores = facts.ranks_per_node, facts.num_threads, facts.num_cores
-    if ranks > 1 and threads * ranks > cores:
-        best = max(1, cores // ranks)
-        yield _finding("warning", "too_many_threads", ranks=ranks, threads=threads, cores=cores, best=best)
+
+
+def _too_many_threads(ranks: Sequence[Facts]) -> Iterator[Finding]:
+    """Finds that the ranks of a host have more threads than cores; each pinned rank may use only some of these."""
+    num_threads = sum(facts.num_threads for facts in ranks)
+    num_cores = len(frozenset().union(*(parse_cpus(facts.cores) for facts in ranks))) or ranks[0].num_cores
+    if len(ranks) > 1 and num_threads > num_cores:
+        best = max(1, num_cores // len(ranks))
+        yield _finding("warning", "too_many_threads", ranks=len(ranks), threads=num_threads, cores=num_cores, best=best)
 
 
 def find_wrong_interfaces(facts: Facts, *, has_others: bool) -> Iterator[Finding]:

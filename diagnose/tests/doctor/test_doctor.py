@@ -15,6 +15,7 @@ import pytest
 from commopt_diagnose.doctor.facts import Facts, Port, collect_facts, read_ports
 from commopt_diagnose.doctor.findings import find
 from commopt_diagnose.doctor.meeting import MeetingError, check_port
+from commopt_diagnose.topology.machine import parse_cpus
 from lightning_commopt.launch.environment import find_rank_identity
 from lightning_commopt.launch.interfaces import Interface
 from lightning_commopt.measure.plain import from_plain
@@ -66,7 +67,6 @@ def test_facts_of_a_later_version_are_read() -> None:
     [
         ({"gpus": []}, "error", "finds no CUDA device", "torch that is built for CUDA"),
         ({"shared_memory_bytes": 2**26}, "warning", "/dev/shm has 64 MiB", "--ipc=host"),
-        ({"num_threads": 64}, "warning", "8 ranks with 64 threads each share 64 cores", "OMP_NUM_THREADS=8"),
         ({"environment": {"NCCL_DEBGU": "INFO"}}, "error", "did you mean NCCL_DEBUG?", "unset NCCL_DEBGU"),
         ({"environment": {"GLOO_SOCKET_IFNAME": "ib{0}"}}, "error", "GLOO_SOCKET_IFNAME=ib{0}, and", "set it"),
         ({"environment": {"NCCL_SOCKET_IFNAME": "ib"}}, "error", "NCCL_SOCKET_IFNAME=ib leaves no interface", "set it"),
@@ -82,6 +82,19 @@ def test_a_fault_of_a_host(fault: dict[str, Any], severity: str, what: str, advi
     assert (finding.severity, finding.where) == (severity, "node0")
     assert what in finding.what
     assert advice in finding.advice
+
+
+def test_threads_of_all_ranks_are_compared_with_the_cores_of_all() -> None:
+    """If it fails, ranks that are pinned to cores of their own are told to take fewer threads, or others are not."""
+    pinned = [replace(_HEALTHY, rank=rank, num_cores=8, cores=f"{8 * rank}-{8 * rank + 7}") for rank in range(8)]
+    assert find(pinned) == []
+    other = [replace(facts, rank=facts.rank + 8, host="node1") for facts in pinned]
+    assert find([*pinned, *other]) == []
+    for cores, num_cores, best in (("0-63", 64, 8), ("0-7", 8, 1), ("", 64, 8)):
+        shared = [replace(facts, num_cores=num_cores, cores=cores, num_threads=16) for facts in pinned]
+        (finding,) = find(shared)
+        assert (finding.severity, finding.where, finding.advice) == ("warning", "node0", f"OMP_NUM_THREADS={best}")
+        assert finding.what == f"8 ranks have 128 threads together, and may use {num_cores} cores"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +141,7 @@ def test_facts_of_this_machine() -> None:
     facts = collect_facts({"NCCL_ALGO": "Ring", "HOME": "/"}, identity=find_rank_identity(environment=launcher))
     assert (facts.rank, facts.ranks_per_node, facts.environment) == (3, 2, {"NCCL_ALGO": "Ring"})
     assert facts.host == socket.gethostname()
-    assert facts.num_cores >= 1
+    assert facts.num_cores == len(parse_cpus(facts.cores)) == len(os.sched_getaffinity(0))
 
 
 def test_the_command() -> None:
