@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from commopt_diagnose.doctor.facts import Facts, first_of_hosts
 from commopt_diagnose.doctor.meeting import UnreachablePort
 from commopt_diagnose.findings import FindingTexts, worst_first
+from commopt_diagnose.nccl_settings import OF_ONE_RANK
 from commopt_diagnose.topology.machine import parse_cpus
 from lightning_commopt.launch.nccl_variables import find_mistakes, parse_version
 from lightning_commopt.text.findings import Finding, Severity
@@ -18,6 +20,8 @@ from lightning_commopt.text.formatting import grouped, ranks_text
 
 _SMALL_SHARED_MEMORY_BYTES = 2**30  # Docker's default is 64 MiB; workers of dataloaders keep whole batches in it
 _OF_ONE_HOST = ("docker", "lo", "virbr")
+# Hosts may name interfaces and adapters differently, and a rank may log more than others.
+_MAY_DIFFER = re.compile(r"NCCL_(DEBUG|SOCKET_IFNAME|OOB_NET_IFNAME|IB_HCA)")
 _finding = FindingTexts(Path(__file__).with_name("findings.txt")).finding
 
 
@@ -113,14 +117,18 @@ def _differences(everybody: Sequence[Facts]) -> Iterator[Finding]:
     ]
     for name in sorted({name for facts in everybody for name in facts.versions}, reverse=True):
         compared.insert(0, ("error", f"the version of {name}", [facts.versions.get(name) for facts in everybody]))
-    for name in sorted({name for facts in everybody for name in facts.environment if name.startswith("NCCL_")}):
+    settings = {name for facts in everybody for name in facts.environment if name.startswith("NCCL_")}
+    for name in sorted(name for name in settings if not OF_ONE_RANK.match(name)):
         compared.append(("error", name, [facts.environment.get(name, "unset") for facts in everybody]))
     for severity, name, values in compared:
         ranks = grouped((value, facts.rank) for facts, value in zip(everybody, values, strict=True))
         if len(ranks) > 1:
             named = {"none" if value in (None, "") else value: those for value, those in ranks.items()}
             shown = ", ".join(f"{value} on {ranks_text(those)}" for value, those in named.items())
-            yield _finding(severity, "different", where="all hosts", name=name, values=shown)
+            if _MAY_DIFFER.match(name):
+                yield _finding("warning", "may_differ", where="all hosts", name=name, values=shown)
+            else:
+                yield _finding(severity, "different", where="all hosts", name=name, values=shown)
 
 
 def _list(names: Iterable[str]) -> str:

@@ -14,6 +14,7 @@ from commopt_diagnose.nccl_log.communicators import Communicator, NcclLog, ranks
 from commopt_diagnose.nccl_log.facts import Fact, Process
 from commopt_diagnose.nccl_log.paths import finding, reason
 from commopt_diagnose.nccl_log.warnings import find_ras, find_timeouts, find_warnings
+from commopt_diagnose.nccl_settings import OF_ONE_RANK
 from lightning_commopt.text.findings import Confidence, Finding, Severity
 from lightning_commopt.text.formatting import count, grouped, list_some, ranks_text
 
@@ -28,7 +29,6 @@ _READ_BY_ALL = (
     *("NCCL_ALGO", "NCCL_PROTO", "NCCL_BUFFSIZE", "NCCL_NTHREADS", "NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS"),
     *("NCCL_NVLS_ENABLE", "NCCL_CUMEM_ENABLE", "NCCL_CROSS_NIC", "NCCL_NET_GDR_LEVEL"),
 )
-_OF_ONE_RANK = ("NCCL_HOSTID", "NCCL_DEBUG_FILE", "NCCL_TOPO_FILE", "NCCL_TOPO_DUMP_FILE", "NCCL_GRAPH_DUMP_FILE")
 
 STAGES = (
     "its start",
@@ -127,7 +127,8 @@ def _find_setting_differences(
     settings: Mapping[Process, Mapping[str, Fact]], ranks: Mapping[Process, str], torn: Set[Process]
 ) -> Iterator[Finding]:
     """Finds settings that differ. Where lines are torn, one that is missing may just be damaged."""
-    for name in sorted({name for of_process in settings.values() for name in of_process} - set(_OF_ONE_RANK)):
+    names = {name for of_process in settings.values() for name in of_process}
+    for name in sorted(name for name in names if not OF_ONE_RANK.match(name)):
         have = {key: of_process[name] for key, of_process in settings.items() if name in of_process}
         absent = [key for key in settings if key not in have and key not in torn]
         if len({fact.value for fact in have.values()}) > 1:

@@ -116,6 +116,31 @@ def test_a_difference_between_hosts(difference: dict[str, Any], message: str) ->
     assert message in finding.what
 
 
+@pytest.mark.parametrize(
+    ("name", "severities"),
+    [
+        ("NCCL_COMM_ID", ["error"]),
+        ("NCCL_DEBUG_SUBSYS", ["warning"]),
+        ("NCCL_SOCKET_IFNAME", ["warning"]),
+        ("NCCL_IB_HCA", ["warning"]),
+        ("NCCL_HOSTID", []),
+        ("NCCL_DEBUG_FILE", []),
+        ("NCCL_TOPO_FILE", []),
+        ("NCCL_GRAPH_FILE", []),
+    ],
+)
+def test_a_setting_that_differs(name: str, severities: list[str]) -> None:
+    """If it fails, a setting that hosts need for themselves stops a job, or one that must be equal passes."""
+    interface = Interface("eth0", "10.0.0.1", 24)
+    first = replace(_HEALTHY, nccl_interface=interface, environment={name: "INIT"})
+    second = replace(first, rank=1, host="node1", environment={name: "NET"})
+    found = find([first, second])
+    assert [(finding.severity, finding.what) for finding in found] == [
+        (severity, f"{name} differs: INIT on rank 0, NET on rank 1") for severity in severities
+    ]
+    assert all(("unless" in finding.advice) == (finding.severity == "warning") for finding in found)
+
+
 def test_errors_come_first() -> None:
     """If it fails, what to fix first is hidden behind what may wait."""
     faulty = replace(_HEALTHY, shared_memory_bytes=2**20, gpus=[])

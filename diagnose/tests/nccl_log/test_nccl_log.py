@@ -235,6 +235,14 @@ def test_healthy_jobs_have_no_findings(job: SampleJob) -> None:
     assert find_all(read(job.mixed())) == []
 
 
+def test_files_of_a_host_need_not_be_equal() -> None:
+    """If it fails, hosts with their own topology, graph or log files count as set up differently."""
+    names = ("NCCL_GRAPH_FILE", "NCCL_TOPO_FILE", "NCCL_DEBUG_FILE")
+    settings = [dict.fromkeys(names, f"/opt/{host}") for host in "ab"]
+    job = change(HEALTHY, settings=settings[0], rank_settings=dict.fromkeys(range(4, 8), settings[1]))
+    assert list(findings(job.mixed())) == ["topology_file"]
+
+
 def test_sends_without_gdr_alone() -> None:
     text = HEALTHY.mixed().replace("[send] via NET/IB/0/GDRDMA", "[send] via NET/IB/0")
     assert "only sends are staged" in findings(text)["no_gdr"].why
