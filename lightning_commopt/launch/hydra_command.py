@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
+from types import ModuleType
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_original_cwd, to_absolute_path
@@ -45,11 +47,21 @@ def single_run_command(rank: int | str) -> tuple[list[str], str]:
 
     Args:
         rank: names Hydra's log file; an interpolation, such as ``${oc.env:RANK}``, if several ranks share the command.
+
+    Raises:
+        RuntimeError: a launcher of Hydra's runs the job in a worker that does not know the program.
     """
     import __main__
 
     hydra = HydraConfig.get()
     # A program that was started with ``python -m`` has a spec, and is started the same way again.
+    worker = _worker_of(__main__)
+    if worker is not None:
+        raise RuntimeError(
+            f"no further ranks can be started in a worker of {worker}, which does not know the program: use"
+            " start_method='fork' for ranks on CPUs, or a launcher that starts all ranks, such as submitit_slurm with"
+            " hydra.launcher.tasks_per_node"
+        )
     if __main__.__spec__ is None:
         program = [sys.executable, to_absolute_path(sys.argv[0])]
     else:
@@ -68,3 +80,11 @@ def single_run_command(rank: int | str) -> tuple[list[str], str]:
         "hydra.output_subdir=null",
     ]
     return [*program, *config_flags(), *overrides], get_original_cwd()
+
+
+def _worker_of(main: ModuleType) -> str | None:
+    """Returns the package whose worker this process is, for a launcher of Hydra's; None if it is the user's program."""
+    if main.__spec__ is None:
+        return "ray" if Path(sys.argv[0]).name == "default_worker.py" else None
+    package = main.__spec__.name.partition(".")[0]
+    return package if package in ("joblib", "submitit") else None

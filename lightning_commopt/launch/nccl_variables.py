@@ -18,7 +18,7 @@ from typing import Any, Literal
 from lightning_commopt.launch.conf_path import conf_dir
 from lightning_commopt.plan import OptionError
 from lightning_commopt.text.findings import Finding, read_texts
-from lightning_commopt.text.validation import did_you_mean, info
+from lightning_commopt.text.validation import did_you_mean, info, warn_once
 
 PREFIX = "NCCL_"
 _TABLE = Path(__file__).with_suffix(".json")  # docs/nccl_variables.py writes it
@@ -243,6 +243,39 @@ class NcclOptions:
                 )
         environment.update(chosen)
         return chosen
+
+
+_replaced: dict[str, tuple[str | None, str]] = {}
+"""Of each variable that `set_in_process` has set, what it was before, and what it was set to."""
+_in_use: dict[str, str] | None = None
+"""What it has set last, and NCCL may have read; None if no process group over NCCL was made here so far."""
+
+
+def set_in_process(options: NcclOptions | None) -> None:
+    """Sets what a strategy asks for, in place of what an earlier one has, before it makes a process group over NCCL."""
+    global _in_use
+    restore_process()
+    before = dict(os.environ)
+    chosen = {} if options is None else options.apply()
+    _replaced.update({name: (before.get(name), value) for name, value in chosen.items()})
+    if _in_use not in (None, chosen):
+        warn_once(
+            "nccl: an earlier Trainer of this process had other settings, and NCCL reads most of its variables only"
+            " once per process. Train each in a process of its own, as the jobs of commopt-train are."
+        )
+    _in_use = chosen
+
+
+def restore_process() -> None:
+    """Gives the variables that `set_in_process` has set, and nobody else since, their earlier values."""
+    for name, (before, own) in _replaced.items():
+        if os.environ.get(name) != own:
+            continue
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+    _replaced.clear()
 
 
 def profiles() -> dict[str, Path]:

@@ -20,7 +20,7 @@ from lightning_commopt.compat.lightning import (
     MisconfigurationException,
     has_trainer,
 )
-from lightning_commopt.launch.nccl_variables import NcclOptions, find_mistakes
+from lightning_commopt.launch.nccl_variables import NcclOptions, find_mistakes, restore_process, set_in_process
 from lightning_commopt.plan import CommPlan, OptionError, Plan
 from lightning_commopt.plan.ddp import ddp_options
 from lightning_commopt.strategy.adapters import register_aliases
@@ -142,11 +142,11 @@ def _prepare_nccl(options: NcclOptions | None, backend: str | None, device: torc
     """Sets NCCL's variables before the process group is made, and warns about mistakes in the environment."""
     backend = backend or ("nccl" if device.type == "cuda" else "gloo")
     if "nccl" not in backend:
+        restore_process()
         if options is not None:
             warn_once(f"nccl has no effect: the process group's backend is {backend}.")
         return
-    if options is not None:
-        options.apply()
+    set_in_process(options)
     version = torch.cuda.nccl.version() if dist.is_nccl_available() else None
     for mistake in find_mistakes(os.environ, version=version):
         warn_once(f"NCCL: {mistake.what}")

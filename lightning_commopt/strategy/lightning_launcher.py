@@ -17,6 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from lightning_commopt.launch.environment import RANK_VARIABLES, name_launcher
+from lightning_commopt.launch.nccl_variables import restore_process
 from lightning_commopt.sync.groups import leave_process_group
 from lightning_commopt.sync.strategies import RunningStrategy
 from lightning_commopt.watch.waiting import end_waiting_rank, print_now, waits_for_others
@@ -54,11 +55,12 @@ def multirun_job() -> object | None:
 
 
 def forget_previous_job() -> None:
-    """Removes the process group of an earlier job of the same Hydra multirun, and restores the rank variables."""
+    """Removes the process group of an earlier job of the same Hydra multirun, and the variables that it has set."""
     global _launched_job
     if _launched_job is None or multirun_job() in (None, _launched_job):
         return
     leave_process_group()
+    restore_process()
     for name, value in _variables_before_launch.items():
         if value is None:
             os.environ.pop(name, None)

@@ -1,4 +1,8 @@
-"""Values in the command lines with which jobs, and further ranks of them, start."""
+"""The command lines with which jobs, and further ranks of them, start."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -24,3 +28,42 @@ def _read(override: str) -> object:
     parsed = OverridesParser.create().parse_override(override)
     assert not parsed.is_sweep_override()
     return OmegaConf.create({"key": parsed.value(), "other": 7}).key
+
+
+_JOB = """
+import hydra
+
+from lightning_commopt.launch.hydra_command import single_run_command
+
+
+@hydra.main(version_base=None)
+def main(config):
+    print(single_run_command(1)[0][1:3])
+
+
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("folder", "file", "error"),
+    [
+        ("", "train.py", None),
+        ("joblib", "__main__.py", "a worker of joblib"),
+        ("ray", "default_worker.py", "a worker of ray"),
+    ],
+)
+def test_a_worker_of_a_launcher_is_not_taken_for_the_program(
+    folder: str, file: str, error: str | None, tmp_path: Path
+) -> None:
+    """If it fails, further ranks run the worker, and end with an error about its arguments."""
+    path = tmp_path / folder / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_JOB)
+    (path.parent / "__init__.py").touch()
+    program = ["-m", folder] if file == "__main__.py" else [str(path)]
+    ran = subprocess.run([sys.executable, *program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    if error is None:
+        assert ran.stdout.startswith(f"['{path}', "), ran.stderr
+    else:
+        assert f"no further ranks can be started in {error}" in ran.stderr
