@@ -36,6 +36,7 @@ NO_REPORTS = (
 
 _LAUNCHER_MODULE = "torch.distributed.run"
 _OTHER_LAUNCHERS = ("accelerate", "deepspeed", "mpiexec", "mpirun", "srun")
+_NAME_OPTIONS = ("-n", "--name")  # of conda run: an environment may be named like a launcher
 
 
 def nsys_command(
@@ -53,7 +54,8 @@ def nsys_command(
         nsys_args: further options of ``nsys profile``, as in a shell. They replace default options of the same name.
 
     Raises:
-        ValueError: the arguments contradict each other, or the launcher's options have no script after them.
+        ValueError: the arguments contradict each other, the launcher's options have no script after them, or torch's
+            launcher is not the first word, but behind another program's, as in ``uv run torchrun``.
     """
     nsys = ["nsys", "profile", *_nsys_options(output_dir, nsys_args)]
     launcher, rest = _split_launcher(command)
@@ -141,19 +143,39 @@ def _option_names(words: Sequence[str]) -> set[str]:
 def _split_launcher(command: Sequence[str]) -> tuple[list[str], list[str]]:
     """Splits torch's launcher from the rest of a command; it is empty if there is none."""
     words = list(command)
-    program = Path(words[0]).name
-    if program in _OTHER_LAUNCHERS:
+    place, length = _find_launcher(words)
+    launcher = words[place : place + length]
+    if launcher and (program := Path(launcher[0]).name) in _OTHER_LAUNCHERS:
         raise ValueError(
             f"{program} starts the ranks by itself: put nsys between it and the program; commopt nsys --print --"
             " PROGRAM prints its options"
         )
-    if program == "torchrun":
-        return words[:1], words[1:]
-    if program.startswith("python") and _LAUNCHER_MODULE in words:
-        end = words.index(_LAUNCHER_MODULE)
-        if words[end - 1] == "-m" and all(word.startswith("-") for word in words[1:end]):
-            return words[: end + 1], words[end + 1 :]
-    return [], words
+    if launcher and place > 0:
+        before, after = shlex.join(words[:place]), shlex.join(launcher)
+        raise ValueError(
+            f"{before} is in front of {after}: put it in front of commopt nsys, as in {before} commopt nsys {after} ..."
+        )
+    return launcher, words[length:]
+
+
+def _find_launcher(words: list[str]) -> tuple[int, int]:
+    """Returns where in a command a launcher begins, and its number of words; 0 words if there is none.
+
+    A program's arguments may be named like a launcher, so the search ends at the first Python program.
+    """
+    for place, (word, before) in enumerate(zip(words, ["", *words], strict=False)):
+        name, rest = Path(word).name, words[place + 1 :]
+        if before in _NAME_OPTIONS:
+            continue
+        if name in ("torchrun", *_OTHER_LAUNCHERS):
+            return place, 1
+        if name.startswith("python") and rest and rest[0].startswith("-"):
+            num_options = next((number for number, other in enumerate(rest) if not other.startswith("-")), len(rest))
+            is_launcher = rest[num_options - 1 : num_options + 1] == ["-m", _LAUNCHER_MODULE]
+            return place, num_options + 2 if is_launcher else 0
+        if name.endswith(".py"):
+            break
+    return 0, 0
 
 
 def _split_options(words: list[str]) -> tuple[list[str], list[str]]:

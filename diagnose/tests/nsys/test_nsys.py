@@ -115,7 +115,14 @@ def test_nsys_comes_after_the_launchers_options(command, expected):
 
 
 @pytest.mark.parametrize(
-    "command", ["python train.py torch.distributed.run", "python -m train -m torch.distributed.run"]
+    "command",
+    [
+        "python train.py torch.distributed.run",
+        "python -m train -m torch.distributed.run",
+        "python -m train --launcher torchrun",
+        "uv run train.py torchrun",
+        "conda run -n deepspeed python train.py",
+    ],
 )
 def test_an_argument_that_names_the_launcher_is_no_launcher(command):
     assert nsys_command(shlex.split(command))[:4] == [*LAUNCHER, "--standalone"]
@@ -170,6 +177,14 @@ def test_print_prints_a_shell_command_and_runs_nothing(tmp_path, monkeypatch):
         ("--nsys-args='\"' python a.py", "--nsys-args='\"': No closing quotation"),
         ("--nsys-args='-o x' python a.py", "--nsys-args='-o x': the reports are written to --output-dir"),
         ("srun -n 2 python a.py", "srun starts the ranks by itself"),
+        ("uv run /opt/bin/accelerate launch a.py", "accelerate starts the ranks by itself"),
+        (
+            "uv run torchrun --nproc-per-node 8 a.py",
+            "uv run is in front of torchrun: put it in front of commopt nsys, as in uv run commopt nsys torchrun ...",
+        ),
+        ("env X=1 torchrun a.py", "env X=1 is in front of torchrun"),
+        ("conda run -n python -v torchrun a.py", "conda run -n python -v is in front of torchrun"),
+        ("poetry run python -u -m torch.distributed.run a.py", "poetry run is in front of python -u -m torch.dis"),
     ],
 )
 def test_mistakes_are_one_line(arguments, message):
