@@ -97,14 +97,19 @@ def read_nvidia_smi() -> Machine:
 
 
 def _with_own_rank(machine: Machine, environment: Mapping[str, str]) -> Machine:
-    """Adds this process to the processes, on the GPU of its local rank, if a launcher has started it."""
+    """Adds this process to the processes, on the GPU of its local rank, if a launcher has started it.
+
+    Names of GPUs in ``CUDA_VISIBLE_DEVICES``, such as UUIDs, do not tell which GPU that is: the process is left out.
+    """
     rank = local_rank(environment)
     if rank is None:
         return machine
     labels = [gpu.label for gpu in machine.gpus]
-    visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    if all(number.strip().isdecimal() for number in visible):
-        labels = [f"GPU{int(number)}" for number in visible]
+    if visible := environment.get("CUDA_VISIBLE_DEVICES"):
+        numbers = [number.strip() for number in visible.split(",")]
+        if not all(number.isdecimal() for number in numbers):
+            return machine
+        labels = [f"GPU{int(number)}" for number in numbers]
     # If a launcher shows each rank only its own GPU, there are fewer labels than ranks.
     own = (labels[min(rank, len(labels) - 1)], os.getpid(), frozenset(os.sched_getaffinity(0)))
     return dataclasses.replace(machine, processes=(*machine.processes, own))

@@ -207,6 +207,27 @@ def test_further_ranks_speak_of_themselves_only(smi: Path, monkeypatch: pytest.M
         assert output[: len(words) or None] == words
 
 
+@pytest.mark.usefixtures("no_driver")
+@pytest.mark.parametrize(
+    ("visible", "labels"),
+    [
+        (None, ["GPU1"]),
+        ("", ["GPU1"]),
+        ("2, 3", ["GPU3"]),
+        ("2", ["GPU2"]),
+        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,GPU-1", []),
+        ("MIG-8932f937", []),
+        ("2,GPU-1", []),
+    ],
+)
+def test_the_own_gpu_is_what_the_launcher_shows(visible: str | None, labels: list[str], smi: Path) -> None:
+    """If it fails, the cores of a rank are compared with those near another rank's GPU."""
+    (smi.parent / "matrix").write_text(SAMPLES["pcie_4"].tabbed())
+    write_program(smi, f"cat {smi.parent}/matrix")
+    environment = {"LOCAL_RANK": "1"} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    assert [label for label, _, _ in read_machine(environment=environment).processes] == labels
+
+
 def write_program(path: Path, text: str) -> None:
     path.write_text(f"#!/bin/sh\n{text}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
