@@ -267,7 +267,10 @@ def _write(result: "BenchResult", output: Path | None, csv: Path | None, page: P
         result.save(output)
     if csv is not None:
         result.write_csv(csv)
-    if model is not None:
+    if model is not None and not result.measured:
+        echo(f"commopt: {model} is not written: no case was measured", err=True)
+        model = None
+    elif model is not None:
         LinkModel.fit(result).save(model)
     if page is not None:
         # Imports jinja2, which takes time.

@@ -151,7 +151,7 @@ def _closing_lines(result: BenchResult) -> list[str]:
 
 
 def against_link(result: BenchResult) -> list[str]:
-    """Returns a line that compares the largest messages with the link's rate; empty if that is unknown."""
+    """Returns a line that compares the largest messages with the link's rate; empty if either is unknown."""
     rate = result.link_bytes_per_s
     if rate is None:
         return []
@@ -160,6 +160,8 @@ def against_link(result: BenchResult) -> list[str]:
         case = rows[-1].case
         if case.operation != "comm_hook" and case.load == "idle" and case.scope == "all":
             best.setdefault(case.name, f"{case.name} {100 * rows[-1].busbw / rate:.1f} %")
+    if not best:
+        return []
     largest = size_text(max(row.case.size_bytes for row in result.measured))
     return [f"busbw at {largest} over the link's rate, {rate / 1e9:g} GB/s each way: {', '.join(best.values())}"]
 

@@ -14,11 +14,12 @@ import pytest
 
 from commopt_diagnose.bench.cases import messages_of
 from commopt_diagnose.bench.model import LinkModel
-from commopt_diagnose.bench.result import BenchResult
+from commopt_diagnose.bench.result import BenchResult, Row
 from commopt_diagnose.bench.run_result import result_of_run
 from commopt_diagnose.bench.settings import BenchSettings
 from commopt_diagnose.bench.start import start_bench
-from diagnose_support.sample_bench import result_of, sample
+from commopt_diagnose.bench.terminal import against_link
+from diagnose_support.sample_bench import case, result_of, sample
 from lightning_commopt.launch import process as processes
 from lightning_commopt.launch.process import InterruptedRun, raise_signals
 from lightning_commopt.measure.files import StepWriter, rank_file
@@ -154,6 +155,27 @@ def test_a_kept_result_is_shown_again_and_a_wrong_one_fails(tmp_path: Path) -> N
     plain["rows"][1]["num_wrong"] = 5
     (tmp_path / "bench.json").write_text(json.dumps(plain))
     assert "Out of bounds values : 5 FAILED" in _run("--load", tmp_path / "bench.json", status=1)
+
+
+def test_a_bench_that_failed_everywhere_is_kept(tmp_path: Path) -> None:
+    """If it fails, the reasons of all failures are lost, and a script sees a mistake in its arguments."""
+    failed = result_of([Row(case=case(64), error="not here")])
+    failed.save(tmp_path / "bench.json")
+    paths = {name: tmp_path / f"kept.{name}" for name in ("output", "csv", "page", "model")}
+    options = [word for name, path in paths.items() for word in (f"--{name}", path)]
+    shown = _run("--load", tmp_path / "bench.json", *options, status=1)
+    assert "failed: not here" in shown
+    assert "over the link's rate" not in shown
+    assert f"commopt: {paths['model']} is not written: no case was measured\n" in shown
+    assert shown.endswith(f"written to {', '.join(str(paths[name]) for name in ('output', 'csv', 'page'))}\n")
+    assert [path.exists() for path in paths.values()] == [True, True, True, False]
+    assert BenchResult.load(paths["output"]).to_plain() == failed.to_plain()
+
+
+def test_hooks_alone_are_not_compared_with_the_link() -> None:
+    """If it fails, the conclusions end in a comparison of nothing."""
+    hook = sample(lambda size: 1e-3, [64], operation="comm_hook", comm_hook="int8", redop="mean")
+    assert against_link(result_of(hook)) == []
 
 
 def test_a_plan_is_measured_at_its_own_messages(tmp_path: Path) -> None:
