@@ -1,13 +1,15 @@
 """Hooks on the wrapper of a model, which a fit may make several times."""
 
+import warnings
 from collections import Counter
 from typing import Any
 
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt import CommOptDDP, CommOptDiLoCo
 from support.lightnings import Callback, LightningModule, Trainer
-from support.strategy_models import Tiny, loader, trainer
+from support.strategy_models import Params, Tiny, assert_same, loader, numbers, trainer
 from support.warm_ranks import run_ranks
 
 _HOOKED_BATCHES = 5
@@ -106,3 +108,33 @@ def test_users_hooks_stay_within_a_worker_of_diloco() -> None:
     for num_calls, num_wrappers, _ in run_ranks(_fit_diloco):
         assert num_calls == _EXPECTED
         assert num_wrappers > 1, "the model must have been wrapped again"
+
+
+class Thaw(Callback):
+    """Unfreezes a layer after the fourth batch; keeps for each batch whether torch's PowerSGD has a residual."""
+
+    def __init__(self, state: PowerSGDState) -> None:
+        self.state = state
+        self.has_residual: list[bool] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self.has_residual.append(bool(self.state.error_dict))
+        if len(self.has_residual) == 4:
+            pl_module.layers[0].requires_grad_(True)  # type: ignore[index]
+
+
+def _fit_torchs_powersgd() -> tuple[list[bool], list[str], Params]:
+    module, thaw = FrozenAtFirst(), Thaw(PowerSGDState(None, start_powerSGD_iter=2))
+    strategy = CommOptDDP(ddp_comm_state=thaw.state, ddp_comm_hook=powerSGD_hook)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(strategy, callbacks=[thaw]).fit(module, loader(48))
+    return thaw.has_residual, [str(warning.message) for warning in caught], numbers(module)
+
+
+def test_torchs_powersgd_begins_anew_in_other_buckets() -> None:
+    """If it fails, backward raises after a layer was unfrozen, or adds residuals to other parameters' gradients."""
+    (has_residual, messages, params), (_, _, params_of_peer) = run_ranks(_fit_torchs_powersgd)
+    assert has_residual == [False] * 2 + [True] * 2 + [False] * 4 + [True] * 4
+    assert sum("PowerSGD loses its residuals and factors" in message for message in messages) == 1
+    assert_same(params_of_peer, params)

@@ -57,6 +57,7 @@ class GradientSync:
         self._model_ref: weakref.ref[DistributedDataParallel] | None = None
         self._ranks_per_node: int | None = None
         self._own_hooks: set[int] | None = None
+        self._has_attached = False
         self.check_plan(plan)
         self.plan = plan
         self.observers = observers if observers is not None else Observers()
@@ -115,9 +116,12 @@ class GradientSync:
                 model, self.plan.comm_hook, timeout, self.num_syncs, ranks_per_node, self.observers
             )
         elif self._torch_hook is not None:
+            if self._has_attached:
+                self._torch_hook.forget_buckets()
             self._torch_hook.attach(model, self.observers)
         elif self.observers:
             observe_all_reduce(model, self.observers)
+        self._has_attached = True
 
     def note_set_up(self) -> None:
         """Notes that the strategy has set up its wrapper: `rewrap` keeps the hooks that it gets from now on."""

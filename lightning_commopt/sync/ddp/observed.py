@@ -29,6 +29,9 @@ _HOOKS_THAT_CAST_TO_16_BITS = (
     "bf16_compress_wrapper_hook",
 )
 
+# What torch's PowerSGDState keeps, by the number of a bucket.
+_POWERSGD_MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")
+
 # DDP rebuilds its buckets once, in the second or third backward, so from the fifth on nothing has to be looked up.
 _SETTLING_BACKWARDS = 4
 
@@ -235,6 +238,26 @@ class TorchHook(NamedTuple):
     hook: Callable[..., Any]
     state: object | None = None
     wrapper: Callable[..., Any] | None = None
+
+    def forget_buckets(self) -> None:
+        """Lets torch's PowerSGD begin anew with a further wrapper, whose buckets differ from the last one's.
+
+        Its state has residuals and factors by the number of a bucket, and no names of parameters by which they could
+        follow. DDP lays out its buckets again in the first backwards, which are therefore left uncompressed.
+        """
+        if not hasattr(self.state, "start_powerSGD_iter"):
+            return
+        state: Any = self.state
+        memories = [getattr(state, name) for name in _POWERSGD_MEMORIES]
+        if any(memories):
+            warn(
+                "ddp_comm_hook: DDP has wrapped the model again, so torch's PowerSGD loses its residuals and factors,"
+                f" and sends the gradients of the next {_SETTLING_BACKWARDS} backwards uncompressed."
+                " comm_hook='powersgd' keeps its residuals."
+            )
+        for memory in memories:
+            memory.clear()
+        state.iter = min(state.iter, state.start_powerSGD_iter - _SETTLING_BACKWARDS)
 
     def attach(self, model: DistributedDataParallel, observers: Observers) -> None:
         """Registers the hook with a new wrapper. If torch refuses it on CPU, this warns, and DDP all-reduces."""
