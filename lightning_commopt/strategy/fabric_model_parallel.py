@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import ModelParallelStrategy
@@ -77,7 +77,7 @@ class CommOptModelParallel(WithTimeout, ModelParallelStrategy):
         _check_plan(self._plan)
         self._saves_comm_state = save_comm_state
         self._nccl, self._watch = NcclOptions.from_config(nccl), watch
-        self._modules: WeakSet[Module] = WeakSet()
+        self._modules: WeakKeyDictionary[Module, None] = WeakKeyDictionary()  # in the same order on all ranks
         forget_previous_job()
         super().__init__(**lightnings_arguments)
 
@@ -116,7 +116,7 @@ class CommOptModelParallel(WithTimeout, ModelParallelStrategy):
         sync = ShardedModelSync(self._plan)
         sync.attach(module, ranks_per_node=self.num_processes, timeout=self._timeout)
         object.__setattr__(module, _SYNC, sync)  # an attribute that nn.Module does not manage
-        self._modules.add(module)
+        self._modules[module] = None
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

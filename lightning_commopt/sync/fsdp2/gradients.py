@@ -121,6 +121,10 @@ class ShardedSync:
         if groups:
             self._channels.overlap = Overlap(list(groups), self._channels)
 
+    def trained_names(self) -> set[str]:
+        """Returns the names of the parameters that are not frozen."""
+        return {column.name for unit in self.units for column in unit.columns if column.is_trained()}
+
     def residuals(self) -> dict[str, Tensor]:
         """Returns what this rank has not sent yet, in float32, by the name of the parameter and in its shape."""
         return self.state().all_residuals()

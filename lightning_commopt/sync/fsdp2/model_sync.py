@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import timedelta
 
+import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
@@ -17,14 +19,19 @@ from lightning_commopt.sync.fsdp2.gradients import ShardedSync, place_on_nodes, 
 from lightning_commopt.sync.fsdp2.parameters import GatheredParameters
 from lightning_commopt.sync.state import CommState
 from lightning_commopt.sync.unit_layout import UnitLayout
-from lightning_commopt.text.validation import warn_once
+from lightning_commopt.text.formatting import list_some
+from lightning_commopt.text.validation import warn, warn_once
+
+_MAX_FLUSHES = 100
+"""Backwards after which residuals that are still not sent are given up, so that the plan's compressor takes over."""
 
 
 class ShardedModelSync:
     """The plan of a strategy, and the comm objects in the units of the model that carry it out.
 
-    A residual outlives a change of the plan. If the new compressor keeps none, the gradients of one backward travel
-    uncompressed together with the residual, and then the new compressor takes over.
+    A residual outlives a change of the plan. If the new compressor keeps none, gradients travel uncompressed together
+    with the residual until all units have had their turn, and then the new compressor takes over. Residuals of
+    parameters that are frozen, or that a hundred backwards do not reach, are lost, with a warning.
 
     Attributes:
         plan: the plan in use.
@@ -39,6 +46,7 @@ class ShardedModelSync:
         self._ranks_per_node: int | None = None
         self._timeout: timedelta | None = None
         self._earlier_bytes = 0
+        self._num_flushes = self._flushed_bytes = 0  # since `gradients` was replaced
         self._has_compressed = plan.comm_hook is not None
 
     @property
@@ -114,10 +122,26 @@ class ShardedModelSync:
             sync.restore(state)
 
     def end_flush(self) -> None:
-        """Changes to the plan's compressor if a backward has sent the old residual. Must be called between batches."""
+        """Changes to the plan's compressor if the old residual is sent. All ranks must call it, between batches."""
         sync = self.gradients
-        if sync is not None and isinstance(sync.compressor, ShardedExact) and sync.wire_bytes > 0:
-            self._replace(self.plan.comm_hook, CommState(num_syncs=sync.state().num_syncs))
+        if sync is None or not isinstance(sync.compressor, ShardedExact) or sync.wire_bytes == self._flushed_bytes:
+            return
+        self._num_flushes, self._flushed_bytes = self._num_flushes + 1, sync.wire_bytes
+        state = sync.state()
+        owed = {*state.residuals, *(name for names, _, _ in state.buckets.values() for name in names)}
+        waits = bool(owed & sync.trained_names()) and self._num_flushes < _MAX_FLUSHES
+        # A checkpoint may have held residuals of some ranks only.
+        some_wait = torch.tensor(int(waits), device=sync.units[0].device)
+        dist.all_reduce(some_wait, dist.ReduceOp.MAX)
+        if some_wait:
+            return
+        if owed:
+            warn(
+                f"Rank {dist.get_rank()}: comm_hook has not sent the residuals of {list_some(sorted(owed), 8)}, since"
+                f" these are frozen or not used in {self._num_flushes} backwards: they are lost.",
+                on_every_rank=True,
+            )
+        self._replace(self.plan.comm_hook, CommState(num_syncs=state.num_syncs))
 
     def detach(self) -> None:
         """Gives the units their own collectives back, and keeps the state for checkpoints and a further fit."""
@@ -162,6 +186,7 @@ class ShardedModelSync:
                 self._attach(old)
             raise
         self._count_bytes()
+        self._num_flushes = self._flushed_bytes = 0
         self.gradients = new
 
     def _count_bytes(self) -> None:
