@@ -142,6 +142,7 @@ class CommTimeMonitor(PhaseCallback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._closing.close()
         self._recorder = self._collectives = None
+        self._prediction = None  # has the strategy, whose launcher cannot be copied
         self._all_ranks = AllRanks(None, (0, 0))  # has no process groups, which cannot be copied
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

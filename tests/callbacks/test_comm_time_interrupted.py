@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import pickle
 import signal
 from typing import Any
 
@@ -46,6 +47,8 @@ def interrupted(
         except BaseException as error:  # Lightning makes SystemExit of KeyboardInterrupt
             raised = type(error).__name__
     headline = "" if monitor.verdict is None else monitor.verdict.headline
+    # A strategy that has started ranks has their processes, which cannot be pickled.
+    assert b"lightning_commopt.strategy" not in pickle.dumps(monitor)
     return raised, printed.getvalue(), monitor.summary, headline
 
 
