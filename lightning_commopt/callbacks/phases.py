@@ -23,6 +23,7 @@ class PhaseCallback(Callback):
 
     _between = "other"
     _global_step = 0  # the Trainer's count of optimizer steps, read when training starts
+    _has_stepped = False  # whether an optimizer of the Trainer has since the last batch, which may go uncounted
     _handles: tuple[RemovableHandle, ...] = ()
     _manual_backward_check: ManualBackwardCheck | None = None
 
@@ -41,7 +42,7 @@ class PhaseCallback(Callback):
         self._remove_hooks()
         # Under manual optimization another forward may follow backward; otherwise hooks and schedulers do.
         self._between = "other" if pl_module.automatic_optimization else "forward"
-        self._global_step = trainer.global_step
+        self._global_step, self._has_stepped = trainer.global_step, False
         self._manual_backward_check = ManualBackwardCheck(trainer.strategy.model, pl_module, trainer.optimizers)
         self._handles = tuple(
             optimizer.register_step_post_hook(self._on_stepped)
@@ -71,8 +72,9 @@ class PhaseCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         global_step = trainer.global_step
-        has_stepped = global_step > self._global_step
-        self._global_step = global_step
+        # The Trainer counts no steps that a program takes with ``optimizers(use_pl_optimizer=False)``.
+        has_stepped = global_step > self._global_step or self._has_stepped
+        self._global_step, self._has_stepped = global_step, False
         self._end_batch(trainer, batch, has_stepped)
         self._enter("data")
 
@@ -97,6 +99,7 @@ class PhaseCallback(Callback):
         self._release()
 
     def _on_stepped(self, *args: Any) -> None:
+        self._has_stepped = True
         self._enter(self._between)
 
     def _release(self) -> None:

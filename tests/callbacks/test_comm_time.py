@@ -282,6 +282,30 @@ def test_an_epoch_in_which_a_rank_takes_no_step_hangs_nobody() -> None:
     assert min(first) > 0
 
 
+class StepsUncounted(Net):
+    """Steps with torch's own optimizer, once in two batches, which the Trainer does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if batch_idx % 2:
+            self.optimizers(use_pl_optimizer=False).step()  # type: ignore[union-attr]
+
+
+def test_steps_that_the_trainer_does_not_count_are_measured(tmp_path: Path) -> None:
+    """If it fails, such a fit is not measured, and keeps the marks of all its batches in memory."""
+    comm_time = CommTimeMonitor(num_warmup_steps=0, dirpath=tmp_path)
+    net = fit(comm_time, devices=1, net=StepsUncounted(), max_epochs=1)
+    assert net.trainer.global_step == 0
+    assert comm_time.summary["step_s"] > 0
+    records = read_run(tmp_path)[0].steps
+    assert [record.num_samples for record in records] == [6] * (2 * NUM_STEPS)
+    assert all([phase.name for phase in record.phases].count("forward") >= 2 for record in records)
+
+
 def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
     comm_time = CommTimeMonitor(every_n_steps=5, dirpath=tmp_path)
     fits = set()
