@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from lightning_commopt.callbacks.fit_totals import FitTotals
+from lightning_commopt.callbacks.fit_totals import FitTotals, print_summary
 from lightning_commopt.callbacks.folders import check_dirpath, local_folder
 from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.callbacks.prediction import PredictionRecorder
@@ -21,6 +21,7 @@ from lightning_commopt.callbacks.publisher import AllRanks, CollectiveWatch, Met
 from lightning_commopt.callbacks.run_description import describe_hook, describe_plan, describe_rank
 from lightning_commopt.callbacks.sharded_prediction import ShardedPredictionRecorder, recorder_for
 from lightning_commopt.compat.lightning import batches_that_stepped, count_samples
+from lightning_commopt.compat.loops import wrap_method
 from lightning_commopt.compat.spawned import notify_in_spawned_rank
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.link.from_steps import NUM_TIMES
@@ -33,7 +34,6 @@ from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.sync.ddp.observed import observe, stop_observing
 from lightning_commopt.text.formatting import count
-from lightning_commopt.text.terminal import TextConsole
 from lightning_commopt.text.validation import check_choice, check_integer, check_switch, info, warn
 from lightning_commopt.watch.own_errors import log_own_errors
 
@@ -151,6 +151,8 @@ class CommTimeMonitor(PhaseCallback):
         groups = gathering_group(trainer) if has_peers else None
         self._publisher.is_shared = groups is not None or trainer.world_size == 1
         assert self._recorder is not None
+        # No hook of a callback runs after a checkpoint, and none at all for one with weights only.
+        self._closing.callback(wrap_method(trainer, "save_checkpoint", self._recorder.call_in_pause))
         fit = token_hex(8)
         if has_peers:
             fit = trainer.strategy.broadcast(fit)
@@ -308,11 +310,5 @@ class CommTimeMonitor(PhaseCallback):
         if is_complete and self._link is not None and (why := self._link.why_unknown):
             info(f"CommTimeMonitor: {why}")
         self.verdict = summary.verdict
-        if not self._print_summary or not trainer.is_global_zero:
-            return
-        # Where nobody reads stdout any more rich would end the process, and the end of the fit with it.
-        with contextlib.suppress(OSError, ValueError, SystemExit):
-            console = TextConsole()
-            console.print(summary.table())
-            if self._files is not None:
-                self._files.print_next(console, has_forecasts=bool(about.get("forecasts")))
+        if self._print_summary and trainer.is_global_zero:
+            print_summary(summary, self._files, has_forecasts=bool(about.get("forecasts")))

@@ -1,18 +1,21 @@
-"""FitTotals: what `CommTimeMonitor` keeps of a whole fit for its summary, without the warm-up."""
+"""FitTotals: what `CommTimeMonitor` keeps of a whole fit for its summary, without the warm-up; prints that."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_commopt.callbacks.publisher import StepFiles
 from lightning_commopt.measure.operations import OperationTotals
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.statistics import QUANTITIES, Steps
 from lightning_commopt.measure.summary import FitSummary
 from lightning_commopt.metrics import StepStatistics
+from lightning_commopt.text.terminal import TextConsole
 
 
 class FitTotals:
@@ -51,3 +54,13 @@ class FitTotals:
             return None
         about |= {"operations": self._operations.operations(), "host_bound_share": self._operations.host_bound_share}
         return FitSummary.of(steps, world_size=self.world_size, **about)
+
+
+def print_summary(summary: FitSummary, files: StepFiles | None, *, has_forecasts: bool) -> None:
+    """Prints the table and the verdict of a fit, and what to do with its files."""
+    # Where nobody reads stdout any more rich would end the process, and the end of the fit with it.
+    with suppress(OSError, ValueError, SystemExit):
+        console = TextConsole()
+        console.print(summary.table())
+        if files is not None:
+            files.print_next(console, has_forecasts=has_forecasts)

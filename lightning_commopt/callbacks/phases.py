@@ -86,9 +86,6 @@ class PhaseCallback(Callback):
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._enter("data")
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        self._enter(None)
-
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._enter(None)
 

@@ -72,6 +72,15 @@ class StepRecorder(SyncObserver):
         """Ends the current phase and begins another, or a pause (None), which belongs to no step."""
         self._phases.append((phase, self._mark()))
 
+    def call_in_pause(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a function whose time belongs to no step, and returns its result; the current phase then goes on."""
+        phase = self._phase
+        self.enter(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self.enter(phase)
+
     def ready(self, bucket: BucketInfo) -> BucketSync:
         sync = RecordedSync(self._mark, bucket, self._backward, self._has_passed)
         self._syncs.append(sync)
@@ -90,14 +99,14 @@ class StepRecorder(SyncObserver):
 
         Between two steps it has no times, as a validation may issue any number of collectives there.
         """
-        return self._issue(self._mark if self._is_in_step else self._collective_mark, operation, num_bytes)
+        return self._issue(self._mark if self._phase is not None else self._collective_mark, operation, num_bytes)
 
     def wait(self) -> DeviceWait | None:
         """Records that the step's computation waits, for another stream or for an exchange, until the result's ``end``.
 
         None between two steps.
         """
-        if not self._is_in_step:
+        if self._phase is None:
             return None
         wait = DeviceWait(self._mark)
         self._waits.append(wait)
@@ -112,8 +121,8 @@ class StepRecorder(SyncObserver):
             wait.end()
 
     @property
-    def _is_in_step(self) -> bool:
-        return bool(self._phases) and self._phases[-1][0] is not None
+    def _phase(self) -> str | None:
+        return self._phases[-1][0] if self._phases else None
 
     def call(self, operation: str, num_bytes: int) -> BlockingCall:
         """Records when a blocking call returns, as the end of its collectives where these report none."""
@@ -153,8 +162,7 @@ class StepRecorder(SyncObserver):
         return len(self._resolved) + len(self._pending)
 
     def _issue(self, mark: Callable[[], Any], operation: str, num_bytes: int) -> IssuedCollective:
-        phase = self._phases[-1][0] if self._phases else None
-        issued = IssuedCollective(mark, operation, phase or "pause", _source.get(), num_bytes)
+        issued = IssuedCollective(mark, operation, self._phase or "pause", _source.get(), num_bytes)
         self._collectives.append(issued)
         return issued
 

@@ -22,7 +22,16 @@ from lightning_commopt.callbacks.publisher import LOGGED_BY_DEFAULT
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.files import notices, rank_file, read_run
 from support.cross_section import sampled
-from support.lightnings import Callback, CSVLogger, DDPStrategy, LightningModule, Logger, Trainer
+from support.lightnings import (
+    Callback,
+    CSVLogger,
+    DDPStrategy,
+    LightningModule,
+    Logger,
+    ModelCheckpoint,
+    TorchCheckpointIO,
+    Trainer,
+)
 from support.strategy_models import trainer
 from support.warm_ranks import run_ranks
 
@@ -280,6 +289,29 @@ def test_an_epoch_in_which_a_rank_takes_no_step_hangs_nobody() -> None:
     first, second = run_ranks(steps_on_some_ranks, group_timeout_s=20, limit_s=100)
     assert first == second
     assert min(first) > 0
+
+
+class SlowFiles(TorchCheckpointIO):
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.05)
+        super().save_checkpoint(*args, **kwargs)
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_a_checkpoint_is_no_part_of_a_step(weights_only: bool, tmp_path: Path) -> None:
+    """If it fails, a step counts the writing of a checkpoint as a wait for data, or not the wait that follows it."""
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, save_weights_only=weights_only)
+    options = {"plugins": [SlowFiles()], "enable_checkpointing": True, "max_steps": 3}
+    fit(CommTimeMonitor(dirpath=tmp_path), devices=1, callbacks=[saving], **options)
+    first, *others = read_run(tmp_path)[0].steps
+    assert [phase.name for phase in first.phases][:2] == ["data", "forward"]
+    assert len(others) == 2
+    for record in others:
+        before, after, forward = record.phases[:3]
+        assert (before.name, after.name, forward.name) == ("data", "data", "forward")
+        assert after.start_s - before.end_s >= 0.05
+        assert after.end_s == forward.start_s
+        assert record.totals.step_s <= record.phases[-1].end_s - before.start_s - 0.05 + 1e-9
 
 
 class StepsUncounted(Net):
