@@ -51,12 +51,12 @@ class CountsSteps(LivingCollectives):
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.rounds is not None and optimizer is self.optimizers[0]:
-            self._num_uncounted_steps += 1
-            if not self._is_in_training_step:
-                self._count_steps()
-        elif self.rounds is not None:
-            self.rounds.expect_changes()
+        if self.rounds is not None:
+            self.rounds.expect_changes()  # a training step may freeze parameters before it ends
+            if optimizer is self.optimizers[0]:
+                self._num_uncounted_steps += 1
+                if not self._is_in_training_step:
+                    self._count_steps()
         return output
 
     def _count_steps(self) -> None:

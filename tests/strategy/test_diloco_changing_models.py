@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 
 from lightning_commopt import CommOptDiLoCo
 from support.diloco_fits import MEANS, fit
-from support.strategy_models import Gan, Params, Tiny, assert_same, loader, numbers, trainer
+from support.lightnings import Callback, LightningModule, ModelCheckpoint, Trainer
+from support.strategy_models import FreezeLater, Gan, Params, Tiny, assert_same, loader, numbers, trainer
 from support.warm_ranks import run_ranks
 
 
@@ -41,6 +43,34 @@ def test_parameters_that_are_unfrozen_only_within_steps_are_exchanged() -> None:
     assert (first["critic.0.weight"] != second["critic.0.weight"]).any()
     assert_same(final, {name: (x + second[name]) / 2 for name, x in first.items()}, rtol=1e-6)
     assert_same(final, other)
+
+
+class _Seen(Callback):
+    """Keeps the weights after each batch."""
+
+    def __init__(self) -> None:
+        self.weights: list[Params] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self.weights.append(numbers(pl_module))
+
+
+def _freeze(folder: Path) -> tuple[list[Params], Params, Params]:
+    seen = _Seen()
+    saving = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+    final = fit(Tiny(), FreezeLater(), seen, saving, enable_checkpointing=True)
+    return seen.weights, final, fit(Tiny(), FreezeLater(), ckpt_path=folder / "epoch=0.ckpt")
+
+
+def test_parameters_that_are_frozen_stay_as_they_are(tmp_path: Path) -> None:
+    """If it fails, momentum moves what is frozen, or a fit that resumes between training and exchange drops a move."""
+    (seen, final, resumed), (_, other, _) = run_ranks(_freeze, tmp_path)
+    frozen = {name for name in final if name.startswith("layers.0")}
+    for name, x in final.items():  # frozen after step 3, and exchanged after steps 2, 4 and 6
+        assert (x != seen[2][name]).any()
+        assert (x == seen[3][name]).all() == (name in frozen), name
+    assert_same(final, other)
+    assert_same(resumed, final)
 
 
 class _Growing(Tiny):

@@ -133,6 +133,7 @@ def rank_part(rounds: Rounds, identity: str, rank: int, entries: Mapping[str, An
         "carried": [of.carried for of in rounds.fragments],
         "counts": rounds.counts.to_plain(),
         "left_out": rounds.left_out.moved(),
+        "trained": sorted(rounds.trained),
     }
 
 
@@ -189,10 +190,10 @@ class Saved:
         for of in rounds.fragments:
             foreach_copy_(of.fragment.tensors(), of.tensors())
 
-    @staticmethod
-    def _restore_own(rounds: Rounds, own: Mapping[str, Any]) -> None:
+    def _restore_own(self, rounds: Rounds, own: Mapping[str, Any]) -> None:
         rounds.counts.load_plain(own["counts"])
         rounds.left_out.restore(own.get("left_out", {}))
+        rounds.trained.update(own.get("trained", self.trained))
         parts = zip(rounds.fragments, own["weights"], own["states"], own["carried"], strict=True)
         for of, weights, state, carried in parts:
             of.state, of.carried = state, carried

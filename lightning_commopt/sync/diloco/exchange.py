@@ -7,7 +7,8 @@ enough for DiLoCo the copy costs nothing, and training goes on beside it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 
 import torch
@@ -33,6 +34,7 @@ class Report:
         drift: Euclidean norm of its weights' difference from the global ones, which the exchange sets.
         rank: its rank, as some may be missed.
         has_sigterm: 1 if it has received SIGTERM, and 0 otherwise.
+        trained: checksum of the parameters that were trained, which the exchange sets.
     """
 
     samples: float
@@ -41,10 +43,11 @@ class Report:
     drift: float = 0.0
     rank: float = 0.0
     has_sigterm: float = 0.0
+    trained: float = 0.0
 
     def to_plain(self) -> list[float]:
-        """Returns what a checkpoint keeps: all but the signal, which a fit that resumes from it has not received."""
-        return list(astuple(self)[:-1])
+        """Returns what a checkpoint keeps; not the signal, which a fit that resumes from it has not received."""
+        return [self.samples, self.loss_scale, self.loss, self.drift, self.rank]
 
     def to_tensor(self) -> Tensor:
         return torch.tensor(astuple(self), dtype=torch.float64, device="cpu")
@@ -91,7 +94,8 @@ class GlobalWeights:
 class LocalWeights:
     """A copy of one worker's fragment in the host's memory, complete after `wait`.
 
-    ``num_joins`` is how often the model had been given all global weights before.
+    ``num_joins`` is how often the model had been given all global weights before, and ``trained`` has the names of the
+    parameters that required a gradient in a step since the last exchange; None if they do not matter.
     """
 
     flat: Tensor
@@ -99,6 +103,7 @@ class LocalWeights:
     integers: list[Tensor]
     _copied: torch.cuda.Event | None
     num_joins: int = 0
+    trained: Collection[str] | None = None
 
     @classmethod
     def of(cls, fragment: Fragment) -> LocalWeights:
@@ -199,7 +204,12 @@ class Exchange:
         """
         local.wait()
         difference = torch.sub(of.weights, local.flat, out=local.flat)
-        reports = self._gather(replace(report, drift=float(torch.linalg.vector_norm(difference))))
+        names = of.fragment.parameters
+        trained = bytes(local.trained is None or name in local.trained for name in names)
+        drift = float(torch.linalg.vector_norm(difference))
+        reports = self._gather(replace(report, drift=drift, trained=zlib.crc32(trained)))
+        if len({other.trained for other in reports}) > 1:
+            trained = self._any_rank_trained(trained)
         total = sum(other.samples for other in reports)
         if total and any(other.samples != report.samples for other in reports):
             difference.mul_(report.samples * len(reports) / total)
@@ -211,10 +221,8 @@ class Exchange:
             if not of.state:
                 of.state = self._compressor.init(layout, difference.device, step)
             finish(self._compressor.rounds(difference, layout, of.state, self._channel))
-        # On CPU, fresh memory for the new weights would cost as much as the whole update.
-        update = outer.update(of.momentum, difference)
-        weights = torch.add(of.weights, update, alpha=-outer.lr, out=difference)
-        return Arrived(weights, self._mean(local.floats), self._first(local.integers), reports)
+        _move(of, difference, trained, outer)
+        return Arrived(difference, self._mean(local.floats), self._first(local.integers), reports)
 
     def unsent(self, of: GlobalWeights) -> Tensor | None:
         """Returns ``(n,)`` what this rank has not sent of a fragment yet; None if nothing is kept."""
@@ -233,6 +241,11 @@ class Exchange:
         rows = self._channel.all_gather(report.to_tensor()).wait()
         return [Report(*row) for row in rows.tolist()]
 
+    def _any_rank_trained(self, trained: bytes) -> bytes:
+        assert self._channel is not None
+        flags = torch.tensor([*trained], dtype=torch.uint8, device="cpu")
+        return bytes(self._channel.all_gather(flags).wait().amax(0).tolist())
+
     def _mean(self, buffers: list[Tensor]) -> list[Tensor]:
         """Returns the means of floating-point buffers, in float64 so that equal ones keep their bits."""
         if self._channel is None or not buffers:
@@ -248,6 +261,28 @@ class Exchange:
         row = self._channel.all_gather(flat).wait()[0]
         parts = row.split([x.nbytes for x in buffers])
         return [part.clone().view(x.dtype).view(x.shape) for part, x in zip(parts, buffers, strict=True)]
+
+
+def _move(of: GlobalWeights, difference: Tensor, trained: bytes, outer: OuterSGD) -> None:
+    """Puts a fragment's new weights in the place of the mean difference.
+
+    Args:
+        of: the global state, whose momentum is updated.
+        difference: ``(n,)``, overwritten.
+        trained: 1 for each parameter that was trained on any rank, and 0 for others. Momentum moves no parameter that
+            was frozen on all ranks, as ``torch.optim.SGD`` skips one without a gradient. It gets the mean of the ranks'
+            weights: the global weights, unless ranks had mixed them with their own or hooks have changed them.
+        outer: moves the others.
+    """
+    if of.momentum is None or all(trained):
+        outer.move(of.weights, of.momentum, difference)
+        return
+    parts = (of.fragment.views(flat) for flat in (of.weights, of.momentum, difference))
+    for is_trained, weights, momentum, part in zip(trained, *parts, strict=True):
+        if is_trained:
+            outer.move(weights, momentum, part)
+        else:
+            torch.sub(weights, part, out=part)
 
 
 def _like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:

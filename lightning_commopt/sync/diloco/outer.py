@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from lightning_commopt.compat.lightning import num_steps_of
@@ -57,6 +58,11 @@ class OuterSGD:
             return difference
         buffer.mul_(self.momentum).add_(difference)
         return difference.add_(buffer, alpha=self.momentum) if self.nesterov else buffer
+
+    def move(self, weights: Tensor, buffer: Tensor | None, difference: Tensor) -> None:
+        """Puts the new weights in the place of the mean difference; see `update`."""
+        # On CPU, fresh memory for the new weights would cost as much as the whole update.
+        torch.add(weights, self.update(buffer, difference), alpha=-self.lr, out=difference)
 
     def new_buffer(self, weights: Tensor) -> Tensor | None:
         """Returns the momentum to start with; None if there is none."""

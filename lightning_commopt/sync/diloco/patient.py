@@ -185,7 +185,8 @@ class PatientExchange(Exchange):
         if own:
             local = replace(local, flat=local.flat.clone())
         else:  # it was trained from weights that have been dropped
-            local = replace(local, flat=before.weights.clone(), floats=before.floats, integers=before.integers)
+            flat, floats, integers = before.weights.clone(), before.floats, before.integers
+            local = replace(local, flat=flat, floats=floats, integers=integers, trained=())
             report = replace(report, samples=0.0)
         arrived = Exchange(self._mesh, self._compressor).run(before, local, report, step, outer)
         return _Tried(before, arrived, received)

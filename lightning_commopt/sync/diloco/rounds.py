@@ -43,6 +43,7 @@ class Rounds(ShowsWeights):
         num_steps: number of optimizer steps so far.
         steps_before: for each fragment, their number at its last exchange.
         changed: numbers of the fragments that may have been trained since their last exchange.
+        trained: names of the parameters that required a gradient in a step since their last exchange.
         under_way: the exchanges that have begun, and are not applied yet.
         is_behind: whether the others have gone on without this rank, so that training is in vain until it joins again.
     """
@@ -67,6 +68,7 @@ class Rounds(ShowsWeights):
         self.under_way: deque[UnderWay] = deque()
         self._thread = WorkerThread()
         self.changed: set[int] = set()
+        self.trained: set[str] = set()
         self.is_behind = False
         self._num_joins = 0
         self._introduced: list[GlobalWeights] | None = None  # what the exchange knows
@@ -104,6 +106,8 @@ class Rounds(ShowsWeights):
     def expect_changes(self) -> None:
         """Is told that training goes on, also by other optimizers than the one whose steps count."""
         self.changed.update(range(len(self.fragments)))
+        parameters = [pair for of in self.fragments for pair in of.fragment.parameters.items()]
+        self.trained.update(name for name, x in parameters if x.requires_grad)
         self.set_at_end = None
         self.left_out.note_training()
 
@@ -133,6 +137,7 @@ class Rounds(ShowsWeights):
         of, local = self.fragments[index], LocalWeights.of(self.fragments[index].fragment)
         self._introduce()
         local.num_joins = self._num_joins
+        local.trained = self.trained.intersection(of.fragment.parameters)
         report = self.counts.report(index, loss_scale, has_sigterm=has_sigterm)
         step = self._exchanges_before()
         future = self._thread.future(local.flat)
@@ -144,6 +149,7 @@ class Rounds(ShowsWeights):
 
         self.steps_before[index] = self.num_steps
         self.changed.discard(index)
+        self.trained.difference_update(of.fragment.parameters)
         self.under_way.append(under_way)
         self._thread.submit(lambda: under_way.run(local, exchange, lambda: self.exchange.bytes_sent), [future])
 
@@ -182,6 +188,7 @@ class Rounds(ShowsWeights):
             of.take(arrived)
             mix(of, 0.0)
         self.counts.forget(len(self.fragments))
+        self.trained.clear()
         self._num_joins += 1
         self.is_behind = False
 

@@ -142,6 +142,41 @@ def test_equals_the_algorithm(is_uneven: bool, options: dict[str, Any]) -> None:
                 np.testing.assert_allclose(numbers[name], x, rtol=1e-10, atol=1e-12, err_msg=f"{name} in step {step}")
 
 
+def _freeze() -> list[Numbers]:
+    """Freezes a block on all ranks after two steps, and after three another one on rank 0 only."""
+    model, rounds = _new_rounds(sync_every=1, fragments=1)
+    rank, after = dist.get_rank(), []
+    for step, update in zip(range(6), _updates(rank), strict=False):
+        model.blocks[1].requires_grad_(step < 2)
+        model.blocks[2].requires_grad_(step < 3 or rank > 0)
+        with torch.no_grad():
+            for name, x in model.named_parameters():
+                x.add_(update[name], alpha=int(x.requires_grad))
+        rounds.step()
+        after.append({name: x.detach().numpy().copy() for name, x in model.named_parameters()})
+    assert rounds.close()
+    return after
+
+
+def test_parameters_without_a_gradient_stay_as_they_are() -> None:
+    """If it fails, momentum moves what a user has frozen, or ranks that freeze differently get different weights."""
+    plan, updates = DiLoCoPlan(), [_updates(rank) for rank in range(2)]
+    expected = dict(_Model().named_parameters())
+    outer = torch.optim.SGD(expected.values(), plan.outer_lr, plan.outer_momentum, nesterov=plan.nesterov)
+    ranks = run_ranks(_freeze)
+    for step, *numbers in zip(range(6), *ranks, strict=True):
+        first, second = (next(update) for update in updates)
+        for name, x in expected.items():
+            of_first = 0 if name.startswith("blocks.2") and step > 2 else first[name]
+            is_frozen = name.startswith("blocks.1") and step > 1
+            x.grad = None if is_frozen else -(of_first + second[name]) / 2
+        outer.step()
+        for got in numbers:
+            for name, x in expected.items():
+                np.testing.assert_allclose(got[name], x.detach(), rtol=1e-10, atol=1e-12, err_msg=f"{name} in {step}")
+            assert step < 2 or (got["blocks.1.weight"] == ranks[0][1]["blocks.1.weight"]).all()
+
+
 def _end_between_exchanges() -> tuple[Numbers, Numbers]:
     options = {"sync_every": 100, "fragments": 2, "outer_lr": 0.3}
     after, final, _ = _train(False, 0, options)
