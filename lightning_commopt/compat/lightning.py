@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 from torch import Tensor
 
 from lightning_commopt.compat.import_hook import call_after_import
+from lightning_commopt.compat.loops import batch_is_open
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -164,16 +165,16 @@ def optimizer_is_toggled(module: LightningModule) -> bool:
     return bool(module._param_requires_grad_state)
 
 
-def is_log_beside_batch(trainer: Trainer, caller: str) -> bool:
-    """Returns whether ``self.log`` calls a strategy in ``on_train_batch_start`` or ``on_train_batch_end``.
+def is_log_of_step(trainer: Trainer, caller: str) -> bool:
+    """Returns whether ``self.log`` calls a strategy in a batch of training, or in a hook before or after it.
 
     Args:
         trainer: the Trainer of a fit.
-        caller: ``__name__`` of the module that calls the strategy. Callbacks may call it as well, to decide something.
+        caller: ``__name__`` of the module that calls the strategy. Others may call it as well, to decide something.
     """
     hooks = ("on_train_batch_start", "on_train_batch_end")
     is_log = caller == f"{package_of(trainer)}.trainer.connectors.logger_connector.result"
-    return is_log and trainer.lightning_module._current_fx_name in hooks
+    return is_log and (batch_is_open(trainer) or trainer.lightning_module._current_fx_name in hooks)
 
 
 def timers(trainer: Trainer) -> list[Callback]:

@@ -16,11 +16,11 @@ from typing_extensions import Self
 
 from lightning_commopt.compat.lightning import (
     count_samples,
-    is_log_beside_batch,
+    is_log_of_step,
     optimizer_is_toggled,
     timers,
 )
-from lightning_commopt.compat.loops import LoopEvents, batch_is_open, is_last_epoch, wrap_method
+from lightning_commopt.compat.loops import LoopEvents, is_last_epoch, wrap_method
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.launch.nccl_variables import NcclOptions
 from lightning_commopt.plan import CommPlan, DiLoCoPlan
@@ -210,11 +210,10 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks, CountsSteps):
             inner(*args)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a value over the ranks; within a training batch it returns this rank's own, without waiting."""
-        if group is None and self.rounds is not None:
-            trainer, caller = trainer_of(self), sys._getframe(1).f_globals["__name__"]
-            if batch_is_open(trainer) or is_log_beside_batch(trainer, caller):
-                return tensor
+        """Reduces a value over the ranks; what ``self.log`` reduces in a step stays this rank's, without waiting."""
+        caller = sys._getframe(1).f_globals["__name__"]
+        if group is None and self.rounds is not None and is_log_of_step(trainer_of(self), caller):
+            return tensor
         return super().reduce(tensor, group, reduce_op)
 
     def on_validation_start(self) -> None:
