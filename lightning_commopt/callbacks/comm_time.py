@@ -151,6 +151,7 @@ class CommTimeMonitor(PhaseCallback):
         groups = gathering_group(trainer) if has_peers else None
         self._publisher.is_shared = groups is not None or trainer.world_size == 1
         assert self._recorder is not None
+        self._recorder.reset()  # a LearningRateFinder's steps before training are not the fit's
         # No hook of a callback runs after a checkpoint, and none at all for one with weights only.
         self._closing.callback(wrap_method(trainer, "save_checkpoint", self._recorder.call_in_pause))
         fit = token_hex(8)

@@ -134,13 +134,14 @@ class StepRecorder(SyncObserver):
         Where reading marks takes time, it is spread over steps: a few are resolved here, if the device has passed them.
         """
         self.enter(None)
-        lists = self._phases, self._syncs, self._collectives, self._waits, self._exchanges
-        self._pending.append(StepMarks(step, num_samples, *lists))
-        self._phases, self._syncs, self._collectives, self._waits, self._exchanges = [], [], [], [], []
-        self._backward = 0
+        self._pending.append(self._cut(step, num_samples))
         for _ in range(_RESOLVED_AT_ONCE if self.clock.num_lag_steps else 0):
             if len(self._pending) > self.clock.num_lag_steps and self.clock.has_passed(self._pending[0].end):
                 self._resolve_oldest()
+
+    def reset(self) -> None:
+        """Drops all marks since the last step, which belong to none."""
+        self.clock.release(self._cut(0, 0).all())
 
     def has(self, num_steps: int) -> bool:
         """Returns whether this many steps have ended, on the device too. Never waits."""
@@ -160,6 +161,12 @@ class StepRecorder(SyncObserver):
     def num_pending(self) -> int:
         """Steps that have ended and are not taken yet."""
         return len(self._resolved) + len(self._pending)
+
+    def _cut(self, step: int, num_samples: int) -> StepMarks:
+        lists = self._phases, self._syncs, self._collectives, self._waits, self._exchanges
+        self._phases, self._syncs, self._collectives, self._waits, self._exchanges = [], [], [], [], []
+        self._backward = 0
+        return StepMarks(step, num_samples, *lists)
 
     def _issue(self, mark: Callable[[], Any], operation: str, num_bytes: int) -> IssuedCollective:
         issued = IssuedCollective(mark, operation, self._phase or "pause", _source.get(), num_bytes)

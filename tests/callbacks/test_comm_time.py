@@ -31,6 +31,7 @@ from support.lightnings import (
     ModelCheckpoint,
     TorchCheckpointIO,
     Trainer,
+    callbacks,
 )
 from support.strategy_models import trainer
 from support.warm_ranks import run_ranks
@@ -173,6 +174,24 @@ def test_every_step_is_saved(tmp_path: Path, options: dict[str, Any], num_batche
             assert sorted(name for info in record.layout.values() for name in info.names) == [
                 f"layers.{index}.{kind}" for index in (0, 2) for kind in ("bias", "weight")
             ]
+
+
+class WithRate(Net):
+    lr = 0.1
+
+
+def save_steps_after_a_search(folder: str) -> None:
+    search = callbacks.LearningRateFinder(num_training_steps=4, early_stop_threshold=None)
+    options: dict[str, Any] = {"callbacks": [search], "net": WithRate(), "default_root_dir": folder}
+    fit(CommTimeMonitor(dirpath=folder), CommOptDDP(comm_hook="bf16"), **options)
+
+
+def test_a_search_before_training_is_no_part_of_a_step(tmp_path: Path) -> None:
+    """If it fails, the first step has the gradient sync of all steps in which a learning rate was searched."""
+    run_ranks(save_steps_after_a_search, str(tmp_path))
+    for records in read_run(tmp_path):
+        assert [record.step for record in records.steps] == list(range(NUM_STEPS))
+        assert [[bucket.backward for bucket in record.buckets] for record in records.steps] == [[0]] * NUM_STEPS
 
 
 def breaks(folder: str) -> str:
