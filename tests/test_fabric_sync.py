@@ -167,28 +167,31 @@ class _Counting(SyncObserver):
         return BucketSyncs([])
 
 
-def _change_plans(plans: list[Any]) -> tuple[Trained, bool, int, int, set[str]]:
-    training, observer = Training().set_up(), _Counting()
+def _change_plans(plans: list[Any]) -> tuple[Trained, bool, int, int, set[str], int]:
+    training, observer, calls = Training().set_up(), _Counting(), list[Any]()
     wrappers = [training.state[name]._forward_module for name in ("body", "head")]
+    handle = wrappers[0].register_forward_hook(lambda *args: calls.append(args))
     training.strategy.sync_observers.add(observer)
     for plan in plans:
         training.train(2)
         if plan is not None:
             training.strategy.apply_plan(plan)
     native = training.strategy.wire_bytes
+    handle.remove()
     training.train(2)
     are_same = wrappers == [training.state[name]._forward_module for name in ("body", "head")]
-    return training.trained(), are_same, native, training.strategy.wire_bytes, observer.names
+    return training.trained(), are_same, native, training.strategy.wire_bytes, observer.names, len(calls)
 
 
 def test_apply_plan_between_lossless_plans() -> None:
-    """If it fails, a change of plan in Fabric leaves references to a dead wrapper, or changes what training ends in."""
+    """If it fails, a change of plan in Fabric leaves references or hooks to a dead wrapper, or trains otherwise."""
     plans = [CommPlan(comm_hook=AllReduce(), bucket_cap_mb=1), CommPlan(static_graph=True), "all_reduce"]
     changed, unchanged = run_ranks(_change_plans, plans), run_ranks(_change_plans, [None] * len(plans))
-    for (ours, are_same, _, sent, names), (ddp, _, earlier, sent_by_ddp, no_names) in zip(
+    for (ours, are_same, _, sent, names, num_calls), (ddp, _, earlier, sent_by_ddp, no_names, _) in zip(
         changed, unchanged, strict=True
     ):
         assert are_same
+        assert num_calls == 2 * len(plans)
         assert sent == sent_by_ddp > earlier > 0
         assert names == {"0.weight", "0.bias", "2.weight", "2.bias", "weight", "bias"}
         assert no_names == set()

@@ -133,6 +133,7 @@ class ModuleSyncs:
         if isinstance(module, DistributedDataParallel):
             attach(module, sync)
             entry.follow(module)
+            sync.note_set_up()
         self._entries[id(module)] = entry
         weakref.finalize(module, self._drop, id(module), entry).atexit = False
         bare = _unwrapped(module)
