@@ -13,6 +13,7 @@ _ERRORS = {
     "GradientSyncError",
     "MisconfigurationException",
     "OptionError",
+    "UnequalStepsError",
     "UnevenBatchesError",
     "UnknownOptionError",
 }

@@ -110,14 +110,15 @@ class SigtermCheck:
             wrap_method(connector, "_sigterm_notifier_fn", self._receive),
         ]
 
-    def agree_by(self, *, before_batch: Callable[[], bool], at_epoch_end: Callable[[bool], bool]) -> None:
+    def agree_by(self, any_rank: Callable[[bool], bool], before_batch: Callable[[], bool] | None = None) -> None:
         """Replaces the collectives by which the ranks agree.
 
         Args:
-            before_batch: called before every batch; returns whether the ranks have agreed meanwhile.
-            at_epoch_end: called with whether this rank has received the signal; returns whether any rank has.
+            any_rank: called with whether this rank has received the signal; returns whether any rank has.
+            before_batch: called before every batch in place of ``any_rank``; returns whether the ranks have agreed
+                meanwhile.
         """
-        self._agree_before_batch, self._any_rank = before_batch, at_epoch_end
+        self._agree_before_batch, self._any_rank = before_batch, any_rank
 
     def close(self) -> None:
         while self._undo:

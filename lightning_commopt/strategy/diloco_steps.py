@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_commopt.compat.lightning import batches_that_stepped
+from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.strategy.living_collectives import LivingCollectives
 from lightning_commopt.strategy.loss_scale import agree_on_loss_scale, loss_scale
 from lightning_commopt.sync.diloco.drift import DriftWatch
@@ -30,10 +31,21 @@ class CountsSteps(LivingCollectives):
     """
 
     rounds: Rounds | None
+    _plan: DiLoCoPlan
     _drift_watch: DriftWatch
     _is_first_batch = True
     _is_in_training_step = False
     _num_uncounted_steps = 0
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._living is None and not self._plan.overlap:
+            # A rank that has left out a step comes here while others wait for it in an exchange: both must notice.
+            self._guards.agree_on_sigterm_by(self._meet)
+
+    def _meet(self, value: bool) -> bool:
+        assert self.rounds is not None
+        return self.rounds.exchange.meet(self.rounds.num_steps, value)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._trains_in_vain():
@@ -65,7 +77,8 @@ class CountsSteps(LivingCollectives):
         if self.rounds is None or not num_steps:
             return
         scale, has_sigterm = partial(loss_scale, self.precision_plugin), lambda: self._guards.has_received_sigterm
-        for index, arrived in self.rounds.step(scale, has_sigterm, num_steps):
+        batch = 1 + batches_that_stepped(trainer_of(self))
+        for index, arrived in self.rounds.step(scale, has_sigterm, num_steps, batch):
             self._has_agreed_on_sigterm |= any(report.has_sigterm for report in arrived.reports)
             agree_on_loss_scale(self.precision_plugin, [report.loss_scale for report in arrived.reports])
             self._log(index, arrived)

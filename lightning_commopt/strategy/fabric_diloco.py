@@ -43,7 +43,6 @@ from lightning_commopt.sync.diloco.equalize import equalize
 from lightning_commopt.sync.diloco.exchange import Exchange
 from lightning_commopt.sync.diloco.outer import MEAN_OF_WEIGHTS, warn_if_few_steps
 from lightning_commopt.sync.diloco.rounds import Rounds
-from lightning_commopt.text.formatting import list_some
 from lightning_commopt.text.validation import warn_once
 
 _OF_TRAINERS = {
@@ -251,7 +250,7 @@ class CommOptDiLoCo(SavesRanksOfFabric):
         All ranks must call it. Steps after it begin another training from these weights, with a new outer momentum.
 
         Raises:
-            MisconfigurationException: ranks have taken different numbers of steps, so that their exchanges differ.
+            UnequalStepsError: ranks have taken different numbers of steps, so that their exchanges differ.
         """
         rounds = self.rounds
         if rounds is None or not rounds.num_steps:
@@ -263,14 +262,6 @@ class CommOptDiLoCo(SavesRanksOfFabric):
             return
         if rounds.num_steps:
             warn_if_few_steps(rounds.num_steps, self._plan, MEAN_OF_WEIGHTS)
-        everyone = self._gather((rounds.num_steps, rounds.steps_before, rounds.changed))
-        if any(steps_before != rounds.steps_before for _, steps_before, _ in everyone):
-            steps = list_some([str(num_steps) for num_steps, *_ in everyone], 8)
-            raise MisconfigurationException(
-                f"The ranks have taken {steps} steps, and have not begun the same exchanges: give all of them the same"
-                " number of batches."
-            )
-        rounds.changed.update(*(changed for *_, changed in everyone))
         rounds.finish()
         self._equalize([*rounds.left_out.parameters.values()])  # the loop may have moved them
         rounds.to_host()

@@ -73,9 +73,13 @@ class FitGuards:
         self.fit_watch = PatientWatch(strategy, living, compares=self._watches)
         if self._sigterm_check is not None:
             self._sigterm_check.agree_by(
-                before_batch=is_ending,
-                at_epoch_end=lambda has_received: any(living.objects(has_received, "agreeing on SIGTERM").values()),
+                lambda has_received: any(living.objects(has_received, "agreeing on SIGTERM").values()), is_ending
             )
+
+    def agree_on_sigterm_by(self, any_rank: Callable[[bool], bool]) -> None:
+        """Replaces the collective by which the ranks agree on SIGTERM; see `SigtermCheck.agree_by`."""
+        if self._sigterm_check is not None:
+            self._sigterm_check.agree_by(any_rank)
 
     @property
     def has_received_sigterm(self) -> bool:

@@ -17,7 +17,7 @@ from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.record import EXCHANGE
 from lightning_commopt.measure.summary import summarize_run
 from lightning_commopt.measure.trace import to_trace
-from lightning_commopt.sync.diloco.exchange import Report
+from lightning_commopt.sync.diloco.report import Report
 from support.warm_ranks import run_ranks
 
 _OF_FIRST, _OF_SECOND = 8 * 16 + 16, 16 * 4 + 4  # parameters of the two layers, each of which is a fragment

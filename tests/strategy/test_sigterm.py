@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_commopt import CommOptDDP
+from lightning_commopt import CommOptDDP, CommOptDiLoCo
 from support.collectives import counted_collectives, needs_hooks
 from support.lightnings import OnExceptionCheckpoint
 from support.strategy_models import Params, Tiny, assert_same, loader, numbers, trainer
@@ -68,10 +68,11 @@ def test_number_of_collectives() -> None:
         assert_same(got, expected)
 
 
-def _terminate(folder: Path, rank: int, step: int, every_n_steps: int) -> tuple[str, int, int]:
+def _terminate(folder: Path, rank: int, step: int, every_n_steps: int | None) -> tuple[str, int, int]:
     model = _Terminated(rank, step)
+    ddp = None if every_n_steps is None else CommOptDDP(sigterm_every_n_steps=every_n_steps)
     run = trainer(
-        CommOptDDP(sigterm_every_n_steps=every_n_steps),
+        ddp or CommOptDiLoCo(sync_every=2),
         accumulate_grad_batches=4,
         callbacks=[OnExceptionCheckpoint(folder)],
         enable_checkpointing=True,
@@ -85,11 +86,11 @@ def _terminate(folder: Path, rank: int, step: int, every_n_steps: int) -> tuple[
 
 @pytest.mark.parametrize(
     ("rank", "sent_in", "every_n_steps", "ends_at"),
-    [(1, 0, 2, 2), (0, 1, 100, 3), pytest.param(0, 0, 1, 1, marks=pytest.mark.exhaustive)],
-    ids=["a later step", "the end of an epoch", "the next step"],
+    [(1, 0, 2, 2), (0, 1, 100, 3), (1, 0, None, 2), pytest.param(0, 0, 1, 1, marks=pytest.mark.exhaustive)],
+    ids=["a later step", "the end of an epoch", "DiLoCo", "the next step"],
 )
 def test_all_ranks_end_before_the_same_step(
-    rank: int, sent_in: int, every_n_steps: int, ends_at: int, tmp_path: Path
+    rank: int, sent_in: int, every_n_steps: int | None, ends_at: int, tmp_path: Path
 ) -> None:
     """If it fails, a rank that got SIGTERM leaves the others in a collective, or training goes on after it."""
     ended = run_ranks(_terminate, tmp_path, rank, sent_in, every_n_steps)

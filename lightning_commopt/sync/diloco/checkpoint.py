@@ -22,8 +22,9 @@ from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.compressors.base import as_real
 from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.sync.checkpoint import KEY, OF_DILOCO
-from lightning_commopt.sync.diloco.exchange import Arrived, GlobalWeights, Report
+from lightning_commopt.sync.diloco.exchange import Arrived, GlobalWeights
 from lightning_commopt.sync.diloco.fragments import Fragment
+from lightning_commopt.sync.diloco.report import Report
 from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.sync.diloco.under_way import UnderWay
 from lightning_commopt.sync.state import CheckpointError, as_checkpoint_error

@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_commopt.sync.diloco.exchange import Report
+from lightning_commopt.sync.diloco.report import Report
 
 
 @dataclass
@@ -34,18 +34,17 @@ class Counts:
         self.losses = self.losses + loss.detach().float().mean()
         self.num_losses += 1
 
-    def report(self, index: int, loss_scale: float = 0.0, *, has_sigterm: bool = False) -> Callable[[], Report]:
-        """Returns a function that reports on a fragment, and may wait for the device; the counts begin anew."""
+    def report(self, index: int, **others: float) -> Callable[[], Report]:
+        """Returns a function that reports on a fragment, and may wait for the device; the counts begin anew.
+
+        Args:
+            index: number of the fragment.
+            **others: further values of the `Report`.
+        """
         samples, losses, number = self.samples - self.samples_before[index], self.losses, self.num_losses
         self.samples_before[index], self.losses, self.num_losses = self.samples, 0.0, 0
         rank = dist.get_rank() if dist.is_initialized() else 0
-        return lambda: Report(
-            samples,
-            loss_scale,
-            float(losses) / number if number else math.nan,
-            rank=rank,
-            has_sigterm=float(has_sigterm),
-        )
+        return lambda: Report(samples, loss=float(losses) / number if number else math.nan, rank=rank, **others)
 
     def forget(self, num_fragments: int) -> None:
         """Drops what was counted since the last exchanges."""

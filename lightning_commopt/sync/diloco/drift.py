@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from lightning_commopt.sync.diloco.exchange import Report
+from lightning_commopt.sync.diloco.report import Report
 from lightning_commopt.text.formatting import grouped
 from lightning_commopt.text.validation import warn
 

@@ -1,13 +1,19 @@
-"""Errors of ranks that agree on who takes part."""
+"""Errors of ranks that do not take part in the same exchanges."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from lightning_commopt.compat.lightning import MisconfigurationException
+
 
 class MembersError(RuntimeError):
     """The ranks can no longer agree; the message says why."""
+
+
+class UnequalStepsError(MisconfigurationException):
+    """The ranks have taken different numbers of optimizer steps; the message has the numbers and a remedy."""
 
 
 @contextmanager

@@ -6,10 +6,9 @@ enough for DiLoCo the copy costs nothing, and training goes on beside it.
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -21,36 +20,7 @@ from lightning_commopt.compressors.base import finish
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.sync.diloco.fragments import Fragment
 from lightning_commopt.sync.diloco.outer import OuterSGD
-
-
-@dataclass(frozen=True)
-class Report:
-    """What each worker sends beside a fragment.
-
-    Attributes:
-        samples: number of samples since the last exchange of this fragment, its weight in the mean.
-        loss_scale: scale of its gradient scaler; 0 without one.
-        loss: mean loss of its training steps since the last exchange of any fragment; NaN if it has none.
-        drift: Euclidean norm of its weights' difference from the global ones, which the exchange sets.
-        rank: its rank, as some may be missed.
-        has_sigterm: 1 if it has received SIGTERM, and 0 otherwise.
-        trained: checksum of the parameters that were trained, which the exchange sets.
-    """
-
-    samples: float
-    loss_scale: float = 0.0
-    loss: float = math.nan
-    drift: float = 0.0
-    rank: float = 0.0
-    has_sigterm: float = 0.0
-    trained: float = 0.0
-
-    def to_plain(self) -> list[float]:
-        """Returns what a checkpoint keeps; not the signal, which a fit that resumes from it has not received."""
-        return [self.samples, self.loss_scale, self.loss, self.drift, self.rank]
-
-    def to_tensor(self) -> Tensor:
-        return torch.tensor(astuple(self), dtype=torch.float64, device="cpu")
+from lightning_commopt.sync.diloco.report import BETWEEN_BATCHES, Report, check_same_step
 
 
 @dataclass(eq=False)
@@ -201,6 +171,9 @@ class Exchange:
             report: what the workers tell each other.
             step: number of earlier exchanges of this fragment, for a new state of the compressor.
             outer: moves the global weights.
+
+        Raises:
+            UnequalStepsError: another rank is in another batch, or has taken another number of steps.
         """
         local.wait()
         difference = torch.sub(of.weights, local.flat, out=local.flat)
@@ -209,7 +182,7 @@ class Exchange:
         drift = float(torch.linalg.vector_norm(difference))
         reports = self._gather(replace(report, drift=drift, trained=zlib.crc32(trained)))
         if len({other.trained for other in reports}) > 1:
-            trained = self._any_rank_trained(trained)
+            trained = self._any_rank(trained)
         total = sum(other.samples for other in reports)
         if total and any(other.samples != report.samples for other in reports):
             difference.mul_(report.samples * len(reports) / total)
@@ -235,16 +208,37 @@ class Exchange:
         """Returns whether ``value`` is true on any rank. All ranks must call it."""
         return any(report.samples for report in self._gather(Report(float(value))))
 
+    def meet(self, num_steps: int, value: bool) -> bool:
+        """Returns whether ``value`` is true on any rank, between two batches. All ranks must call it.
+
+        Raises:
+            UnequalStepsError: another rank begins an exchange, since it has taken more steps.
+        """
+        return any(other.samples for other in self._gather(Report(value, num_steps=num_steps, batch=BETWEEN_BATCHES)))
+
+    def meet_at_end(self, num_steps: int, values: Sequence[bool]) -> list[bool]:
+        """Returns which of some values are true on any rank, at the end of a training. All ranks must call it.
+
+        Raises:
+            UnequalStepsError: another rank begins an exchange, since it has taken more steps.
+        """
+        self._gather(Report(0.0, num_steps=num_steps))
+        return [*map(bool, self._any_rank(bytes(values)))]
+
     def _gather(self, report: Report) -> list[Report]:
         if self._channel is None:
             return [report]
         rows = self._channel.all_gather(report.to_tensor()).wait()
-        return [Report(*row) for row in rows.tolist()]
+        reports = [Report(*row) for row in rows.tolist()]
+        check_same_step(reports)
+        return reports
 
-    def _any_rank_trained(self, trained: bytes) -> bytes:
-        assert self._channel is not None
-        flags = torch.tensor([*trained], dtype=torch.uint8, device="cpu")
-        return bytes(self._channel.all_gather(flags).wait().amax(0).tolist())
+    def _any_rank(self, values: bytes) -> bytes:
+        """Returns the largest of each value on any rank."""
+        if self._channel is None:
+            return values
+        numbers = torch.tensor([*values], dtype=torch.uint8, device="cpu")
+        return bytes(self._channel.all_gather(numbers).wait().amax(0).tolist())
 
     def _mean(self, buffers: list[Tensor]) -> list[Tensor]:
         """Returns the means of floating-point buffers, in float64 so that equal ones keep their bits."""

@@ -17,12 +17,13 @@ from torch import Tensor
 
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.sync.diloco.errors import MembersError
-from lightning_commopt.sync.diloco.exchange import Arrived, Exchange, Finished, GlobalWeights, LocalWeights, Report
+from lightning_commopt.sync.diloco.exchange import Arrived, Exchange, Finished, GlobalWeights, LocalWeights
 from lightning_commopt.sync.diloco.fragments import Fragment
 from lightning_commopt.sync.diloco.members import FIRST_MESH, Attempt, Members
 from lightning_commopt.sync.diloco.mesh import Mesh
 from lightning_commopt.sync.diloco.outer import OuterSGD
 from lightning_commopt.sync.diloco.pulse import Listener
+from lightning_commopt.sync.diloco.report import Report
 from lightning_commopt.sync.gather import map_tensors
 from lightning_commopt.sync.store import key_space
 
@@ -188,6 +189,7 @@ class PatientExchange(Exchange):
             flat, floats, integers = before.weights.clone(), before.floats, before.integers
             local = replace(local, flat=flat, floats=floats, integers=integers, trained=())
             report = replace(report, samples=0.0)
+        report = replace(report, num_steps=0.0, batch=0.0)  # a rank that joins may be in another batch
         arrived = Exchange(self._mesh, self._compressor).run(before, local, report, step, outer)
         return _Tried(before, arrived, received)
 

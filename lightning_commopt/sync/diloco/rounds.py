@@ -13,11 +13,12 @@ from torch.nn import Module
 from lightning_commopt.measure.observer import APPLIED, DUE, BucketInfo, Observers
 from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.sync.diloco.counts import Counts
-from lightning_commopt.sync.diloco.exchange import Arrived, Exchange, GlobalWeights, LocalWeights, Report
+from lightning_commopt.sync.diloco.exchange import Arrived, Exchange, GlobalWeights, LocalWeights
 from lightning_commopt.sync.diloco.fragments import Fragment, split_model
 from lightning_commopt.sync.diloco.into_model import carry_over, mix
 from lightning_commopt.sync.diloco.left_out import LeftOut
 from lightning_commopt.sync.diloco.outer import OuterSGD
+from lightning_commopt.sync.diloco.report import Report
 from lightning_commopt.sync.diloco.shown import ShowsWeights
 from lightning_commopt.sync.diloco.under_way import UnderWay
 from lightning_commopt.sync.executors import WorkerThread
@@ -112,7 +113,11 @@ class Rounds(ShowsWeights):
         self.left_out.note_training()
 
     def step(
-        self, loss_scale: Callable[[], float] = float, has_sigterm: Callable[[], bool] = bool, num_steps: int = 1
+        self,
+        loss_scale: Callable[[], float] = float,
+        has_sigterm: Callable[[], bool] = bool,
+        num_steps: int = 1,
+        batch: int = 0,
     ) -> list[tuple[int, Arrived]]:
         """Counts optimizer steps and begins the exchanges that follow them. All ranks must call it.
 
@@ -120,9 +125,13 @@ class Rounds(ShowsWeights):
             loss_scale: returns the scale of this rank's gradient scaler; called if an exchange begins.
             has_sigterm: returns whether this rank has received SIGTERM; called likewise.
             num_steps: steps since the last call; of each fragment one exchange begins if any was due after one of them.
+            batch: number of the batch, which all ranks must have in the same exchange.
 
         Returns:
             What was applied to the model, each with the number of its fragment.
+
+        Raises:
+            UnequalStepsError: ranks have taken different numbers of steps.
         """
         self.num_steps += num_steps
         self.expect_changes()
@@ -130,15 +139,15 @@ class Rounds(ShowsWeights):
         for index, offset in enumerate(self.plan.offsets):
             late = (self.num_steps - offset) % self.plan.sync_every
             if late < num_steps:
-                self._begin(index, self.num_steps - late, loss_scale(), has_sigterm=has_sigterm())
+                others = {"loss_scale": loss_scale(), "has_sigterm": float(has_sigterm()), "batch": batch}
+                self._begin(index, self.num_steps - late, self.counts.report(index, num_steps=self.num_steps, **others))
         return [*applied, *self._apply_due()]
 
-    def _begin(self, index: int, after: int, loss_scale: float, *, has_sigterm: bool) -> None:
+    def _begin(self, index: int, after: int, report: Callable[[], Report]) -> None:
         of, local = self.fragments[index], LocalWeights.of(self.fragments[index].fragment)
         self._introduce()
         local.num_joins = self._num_joins
         local.trained = self.trained.intersection(of.fragment.parameters)
-        report = self.counts.report(index, loss_scale, has_sigterm=has_sigterm)
         step = self._exchanges_before()
         future = self._thread.future(local.flat)
         sync = self.observers.exchange(BucketInfo(index, local.flat.nbytes, tuple(of.fragment.parameters), True))
@@ -208,13 +217,19 @@ class Rounds(ShowsWeights):
 
         All ranks must call it. What it computes is for the model only: training that goes on after `show_own` goes on
         as if it had not been called.
+
+        Raises:
+            UnequalStepsError: ranks have begun different exchanges.
         """
         self.show_own()
         self.wait()  # an exchange of the thread would mix its messages with those below
+        changed = [index in self.changed for index in range(len(self.fragments))]
+        *changed, is_under_way = self.exchange.meet_at_end(self.num_steps, [*changed, bool(self.under_way)])
+        self.changed.update(index for index, is_changed in enumerate(changed) if is_changed)
         self._introduce()
         for under_way in self.under_way:
             self._join_early(under_way.arrived)
-        if self._was_changed_by_hooks():
+        if not is_under_way and self._was_changed_by_hooks():
             self.expect_changes()
         self.exchange.watch_end()
         final = [self._final(index) for index in range(len(self.fragments))]
@@ -234,7 +249,7 @@ class Rounds(ShowsWeights):
         With mixing, or while an exchange is under way, a model has none of the global weights to compare with.
         """
         unchanged = [of for index, of in enumerate(self.fragments) if index not in self.changed]
-        is_comparable = not self.plan.own_share and not self.under_way and self.exchange.is_complete
+        is_comparable = not self.plan.own_share and self.exchange.is_complete
         return bool(unchanged) and is_comparable and self.differs_from(unchanged)
 
     def finish_again(self) -> None:

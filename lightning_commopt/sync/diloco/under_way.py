@@ -9,6 +9,7 @@ import torch
 
 from lightning_commopt.measure.observer import ARRIVE, END, SEND, START, BucketSync
 from lightning_commopt.measure.recorder import issued_by
+from lightning_commopt.sync.diloco.errors import UnequalStepsError
 from lightning_commopt.sync.diloco.exchange import Arrived, LocalWeights
 from lightning_commopt.sync.diloco.fragments import Fragment
 from lightning_commopt.sync.executors import BucketFuture
@@ -60,12 +61,14 @@ class UnderWay:
         self.sync.note(END, bytes_sent() - bytes_before)
 
     def wait(self, fragment: Fragment) -> Arrived:
-        """Waits for the result; raises a DiLoCoError if the exchange failed."""
+        """Waits for the result; raises a DiLoCoError, or an UnequalStepsError, if the exchange failed."""
         if self.future is not None:
             try:
                 self.future.future.wait()
             except Exception as error_of_future:
                 error = self.error or error_of_future  # a future adds the stack of its thread to the message
+                if isinstance(error, UnequalStepsError):
+                    raise error from None
                 raise DiLoCoError(
                     f"the exchange of fragment {self.index} failed ({type(error).__name__}: {error}); its parameters:"
                     f" {list_some([*fragment.parameters], 8)}"

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_commopt.compressors import compressor_from_config
-from lightning_commopt.sync.diloco.exchange import Arrived, GlobalWeights, LocalWeights, Report
+from lightning_commopt.sync.diloco.exchange import Arrived, GlobalWeights, LocalWeights
 from lightning_commopt.sync.diloco.fragments import split_model
 from lightning_commopt.sync.diloco.members import Members, MembersError
 from lightning_commopt.sync.diloco.outer import OuterSGD
 from lightning_commopt.sync.diloco.patient import PatientExchange
+from lightning_commopt.sync.diloco.report import Report
 
 OUTER = OuterSGD(lr=1.0, momentum=0.5, nesterov=False)
 MEAN = OuterSGD(lr=1.0, momentum=0.0, nesterov=False)

@@ -14,9 +14,10 @@ from torch import nn
 from lightning_commopt import OptionError
 from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.sync.diloco.drift import DriftWatch
-from lightning_commopt.sync.diloco.exchange import Exchange, Report
+from lightning_commopt.sync.diloco.exchange import Exchange
 from lightning_commopt.sync.diloco.fragments import split_model
 from lightning_commopt.sync.diloco.outer import OuterSGD, warn_if_few_steps
+from lightning_commopt.sync.diloco.report import Report
 from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.sync.diloco.under_way import DiLoCoError
 from lightning_commopt.text.validation import warn_once
