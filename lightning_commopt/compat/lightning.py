@@ -177,9 +177,32 @@ def is_log_of_step(trainer: Trainer, caller: str) -> bool:
     return is_log and (batch_is_open(trainer) or trainer.lightning_module._current_fx_name in hooks)
 
 
-def timers(trainer: Trainer) -> list[Callback]:
-    """Returns the callbacks that end a fit after some time, also that of ``Trainer(max_time=...)``."""
-    return _callbacks_of_class(trainer, "Timer")
+def reductions_left_out(trainer: Trainer) -> dict[str, str]:
+    """Returns the names in ``callback_metrics`` of values that `is_log_of_step` is about, each with its reduction.
+
+    Args:
+        trainer: the Trainer of a fit, in a hook of a callback.
+    """
+    is_after_epoch = trainer.lightning_module._current_fx_name in ("on_train_epoch_end", "on_train_end")
+    reductions = {}
+    for metric in trainer.fit_loop.epoch_loop._results.values():
+        meta, sync = metric.meta, metric.meta.sync
+        if metric.is_tensor and meta.on_step and sync.should and not sync.rank_zero_only and sync.group is None:
+            reductions[meta.forked_name(on_step=True)] = sync.op
+            if not (is_after_epoch and meta.on_epoch):  # then it is that of the epoch
+                reductions[meta.name] = sync.op
+    return reductions
+
+
+def clock_callbacks(trainer: Trainer) -> list[Callback]:
+    """Returns the callbacks that broadcast in every batch whether some time is over, as for ``max_time``."""
+    saving = [callback for callback in checkpoint_callbacks(trainer) if callback._train_time_interval is not None]
+    return [*_callbacks_of_class(trainer, "Timer"), *saving]
+
+
+def checkpoint_callbacks(trainer: Trainer) -> list[Any]:
+    """Returns the callbacks ``ModelCheckpoint``."""
+    return _callbacks_of_class(trainer, "ModelCheckpoint")
 
 
 def prunes(trainer: Trainer) -> bool:

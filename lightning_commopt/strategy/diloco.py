@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,18 +13,14 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
-from lightning_commopt.compat.lightning import (
-    count_samples,
-    is_log_of_step,
-    optimizer_is_toggled,
-    timers,
-)
-from lightning_commopt.compat.loops import LoopEvents, is_last_epoch, wrap_method
+from lightning_commopt.compat.lightning import count_samples, is_log_of_step, optimizer_is_toggled
+from lightning_commopt.compat.loops import LoopEvents, is_last_epoch
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.launch.nccl_variables import NcclOptions
 from lightning_commopt.plan import CommPlan, DiLoCoPlan
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import StartMethod, diloco_plan_from_arguments, document_plan_options
+from lightning_commopt.strategy.diloco_callbacks import DecidesTogether
 from lightning_commopt.strategy.diloco_checkpoint import SavesRanks
 from lightning_commopt.strategy.diloco_steps import CountsSteps
 from lightning_commopt.strategy.diloco_workers import WorkerExchanges, keep_batch_norm_within, refuse_pruning
@@ -45,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @document_plan_options
-class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks, CountsSteps):
+class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks, CountsSteps, DecidesTogether):
     """Trains on every rank, or on every node, on its own, and exchanges what was learned every ``sync_every`` steps.
 
     It takes the arguments of ``DDPStrategy`` up to ``start_method``, and the keywords below. Gradients are not
@@ -155,9 +150,7 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks, CountsSteps):
         self._drift_watch = DriftWatch(self.num_processes if self._is_inner else 1)
         self._shows_for_validation = False  # an exception may have ended a validation
         self._events = LoopEvents(trainer_of(self), on_epoch_end=self._finish_if_last, on_end=self._finish)
-        self._time_limits = [
-            wrap_method(callback, "on_train_batch_end", self._after_rounds) for callback in timers(trainer_of(self))
-        ]
+        self._wrap_callbacks()
         if self.world_size > 1 and self._patience_s is not None:
             self._let_ranks_fail()  # after the events, so that all wait for each other before the exchange of the end
         self._begin_rounds(self._make_exchange())
@@ -204,11 +197,6 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks, CountsSteps):
         self.model = module
         super().configure_ddp()
 
-    def _after_rounds(self, inner: Callable[..., None], *args: Any) -> None:
-        """Calls what broadcasts a decision in every batch only after whole rounds."""
-        if self.rounds is not None and self.rounds.num_steps % self._plan.sync_every == 0:
-            inner(*args)
-
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a value over the ranks; what ``self.log`` reduces in a step stays this rank's, without waiting."""
         caller = sys._getframe(1).f_globals["__name__"]
@@ -253,10 +241,9 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks, CountsSteps):
 
     def teardown(self) -> None:
         try:
+            self._unwrap_callbacks()
             if self._events is not None:
                 self._events.close()
-                while self._time_limits:
-                    self._time_limits.pop()()
             if self.rounds is not None:
                 if self.rounds.close() and self._groups is not None:
                     self._groups.return_to_pool()

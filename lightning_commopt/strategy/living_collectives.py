@@ -52,6 +52,14 @@ class LivingCollectives(StartedAsDDP):
         if self.world_size > 1:
             equalize(tensors, self._living)
 
+    def _objects_of_ranks(self, mine: _T) -> list[_T]:
+        """Returns the objects of all ranks in their order; with ``patience_s`` of those that live."""
+        if self._living is not None:
+            return [*self._living.objects(mine, "a gather").values()]
+        everyone = [mine] * self.world_size
+        dist.all_gather_object(everyone, mine)
+        return everyone
+
     def _log_text(self, text: str) -> None:
         print_now(f"[rank {self.global_rank}] DiLoCo: {text}")
 

@@ -36,8 +36,13 @@ class _Counts(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._take()
 
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self._add(trainer.global_step)  # of callbacks that follow this one
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        step = trainer.global_step
+        self._add(trainer.global_step)
+
+    def _add(self, step: int) -> None:
         self.steps[step] = self.steps.get(step, Counter()) + self._take()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -72,6 +77,8 @@ def _count(folder: Path, patience_s: float | None) -> tuple[dict[int, Counter[st
         common = [
             callbacks.LearningRateMonitor(),
             callbacks.ModelCheckpoint(folder, every_n_train_steps=_SAVE_EVERY),
+            callbacks.ModelCheckpoint(folder, train_time_interval=timedelta(hours=1)),
+            callbacks.ModelCheckpoint(folder, monitor="step_loss", save_top_k=0, every_n_train_steps=1),
             callbacks.EarlyStopping("loss", patience=9, check_on_train_epoch_end=True),
             callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=2),
             callbacks.GradientAccumulationScheduler({0: 2}),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from support.diloco_fits import fit
+from support.lightnings import ModelCheckpoint
 from support.ranks import run_ranks
 from support.strategy_models import Tiny
 
@@ -38,3 +41,53 @@ def test_what_a_step_asks_all_ranks_has_their_answer() -> None:
     """If it fails, ranks go different ways after a decision that they have made together."""
     for rank, answers in enumerate(run_ranks(_decide)):
         assert answers == ([True, False, False, True], 2.0, float(rank), 2)
+
+
+class _Monitored(Tiny):
+    """Logs numbers of which neither rank has the least mean or the largest sum in the same step as both together."""
+
+    numbers = ((5, 1, 6, 3, 9, 9), (6, 9, 2, 9, 4, 2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        own = float(self.numbers[self.global_rank][self.global_step])
+        self.log("own", own, sync_dist=True)
+        self.log("total", own, on_step=True, on_epoch=True, sync_dist=True, reduce_fx="sum")
+        self.log("unreduced", own)
+        return super().training_step(batch, batch_idx)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.stem for path in folder.glob("*.ckpt"))
+
+
+def _save(folder: Path) -> list[tuple[str, dict[str, float]]]:
+    settings: dict[str, dict[str, Any]] = {
+        "own": {"filename": "{step}_{own:.1f}_{unreduced:.0f}", "save_top_k": 2, "every_n_train_steps": 1},
+        "total": {"filename": "{step}_{total:.0f}", "monitor": "total", "mode": "max", "every_n_train_steps": 1},
+        "epoch": {"filename": "{step}_{total:.0f}_{own:.1f}", "save_top_k": -1},
+        "timed": {"filename": "{step}", "monitor": None, "save_top_k": -1, "train_time_interval": timedelta(0)},
+    }
+    saving = [
+        ModelCheckpoint(folder / name, **{"monitor": "own", "auto_insert_metric_name": False, **options})
+        for name, options in settings.items()
+    ]
+    fit(_Monitored(), *saving, enable_checkpointing=True)
+    return [
+        (of.best_model_path, {Path(path).stem: float(score) for path, score in of.best_k_models.items()})
+        for of in saving
+    ]
+
+
+def test_ranks_save_and_remove_the_same_checkpoints(tmp_path: Path) -> None:
+    """If it fails, a rank takes another checkpoint for the best, which nobody has saved, or removes files in use."""
+    first, second = run_ranks(_save, tmp_path)
+    assert first == second
+    assert [Path(path).is_file() for path, _ in first] == [True] * 4
+    own, total, epoch, _ = (scores for _, scores in first)
+    assert own == {"2_5.0_1": 5.0, "3_4.0_6": 4.0}
+    assert total == {"5_13": 13.0}
+    assert epoch == {"3_29_4.0": 4.0, "6_36_5.5": 5.5}
+    saved = {"own": [*own], "total": [*total], "epoch": [*epoch], "timed": ["2", "4", "6"]}
+    for folder, names in saved.items():
+        assert _names(tmp_path / folder) == names, folder
+        assert _names(tmp_path / folder / "lightning_commopt_ranks") == names, folder

@@ -1,0 +1,67 @@
+"""DecidesTogether: callbacks of Lightning that decide something in a step, where ranks have values of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_commopt.compat.lightning import checkpoint_callbacks, clock_callbacks, reductions_left_out
+from lightning_commopt.compat.loops import wrap_method
+from lightning_commopt.plan import DiLoCoPlan
+from lightning_commopt.strategy.living_collectives import LivingCollectives
+from lightning_commopt.sync.diloco.living import reduced
+from lightning_commopt.sync.diloco.rounds import Rounds
+from lightning_commopt.sync.strategies import trainer_of
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+class DecidesTogether(LivingCollectives):
+    """The part of a strategy with `Rounds` that makes callbacks decide the same on all ranks, and seldom.
+
+    Attributes:
+        rounds: the exchanges of the fit; None outside of one.
+    """
+
+    rounds: Rounds | None
+    _plan: DiLoCoPlan
+    _wrapped_callbacks: tuple[Callable[[], None], ...] = ()
+
+    def _wrap_callbacks(self) -> None:
+        """Wraps the callbacks of a fit until `_unwrap_callbacks`."""
+        trainer = trainer_of(self)
+        wrapped = [wrap_method(of, "on_train_batch_end", self._after_rounds) for of in clock_callbacks(trainer)]
+        for callback in checkpoint_callbacks(trainer) if self.world_size > 1 else ():
+            # Lightning calls the second after the first, with the same values.
+            saves = "_save_topk_checkpoint" if callback.save_top_k else "_save_last_checkpoint"
+            if callback.save_top_k or callback.save_last:
+                wrapped.append(wrap_method(callback, saves, self._with_common_values))
+        self._wrapped_callbacks = tuple(wrapped)
+
+    def _unwrap_callbacks(self) -> None:
+        for undo in self._wrapped_callbacks:
+            undo()
+        self._wrapped_callbacks = ()
+
+    def _after_rounds(self, inner: Callable[..., None], *args: Any) -> None:
+        """Calls what broadcasts a decision in every batch only after whole rounds."""
+        if self.rounds is not None and self.rounds.num_steps % self._plan.sync_every == 0:
+            inner(*args)
+
+    def _with_common_values(self, save: Callable[..., None], trainer: Trainer, values: dict[str, Tensor]) -> None:
+        """Saves a checkpoint whose name and rank among the best come from values that all ranks have.
+
+        A rank with another path would not find the file, which rank 0 writes, or remove what ranks keep beside another.
+        """
+        if not trainer.interrupted:  # perhaps only on this rank
+            own = {name: x.cpu() for name, x in values.items()}
+            ranks = self._objects_of_ranks((own, reductions_left_out(trainer)))
+            reductions = {name: op for _, of_rank in ranks for name, op in of_rank.items()}
+            for name in dict.fromkeys(name for of_rank, _ in ranks for name in of_rank):
+                same = [of_rank[name] for of_rank, _ in ranks if name in of_rank]
+                common = reduced(same, reductions[name]) if name in reductions else same[0]
+                values[name] = common.to(self.root_device)
+        save(trainer, values)
