@@ -76,8 +76,12 @@ def common_part(rounds: Rounds, identity: str, world_size: int) -> dict[str, Any
 
 
 def _describe(plan: DiLoCoPlan) -> str:
-    options = {name: value for name, value in plan.to_dict().items() if name not in _FREE_OPTIONS}
-    return json.dumps(options, sort_keys=True, default=repr)
+    try:
+        options = plan.to_dict()
+    except ValueError:  # the class of a compressor has no name, but may have a `repr`
+        options = vars(plan)
+    fixed = {name: value for name, value in options.items() if name not in _FREE_OPTIONS}
+    return json.dumps(fixed, sort_keys=True, default=repr)
 
 
 def _names(fragment: Fragment) -> dict[str, list[str]]:

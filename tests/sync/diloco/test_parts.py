@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from lightning_commopt import OptionError
-from lightning_commopt.plan import DiLoCoPlan
+from lightning_commopt.compressors import AllReduce, Compressor
+from lightning_commopt.plan import CommPlan, DiLoCoPlan
+from lightning_commopt.sync.diloco.checkpoint import common_part, rank_part, read_saved
 from lightning_commopt.sync.diloco.drift import DriftWatch
 from lightning_commopt.sync.diloco.exchange import Exchange
 from lightning_commopt.sync.diloco.fragments import split_model
@@ -117,6 +119,29 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 
 def _rounds(model: nn.Module, **options: Any) -> Rounds:
     return Rounds(DiLoCoPlan(**options), model, Exchange(None, None))
+
+
+def _unnamed(scale: float) -> Compressor:
+    """Returns a compressor of a class that no configuration can name."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Unnamed(AllReduce):  # type: ignore[misc]
+        scale: float
+
+    return Unnamed(scale=scale)
+
+
+def test_a_checkpoint_describes_compressors_without_a_name() -> None:
+    """If it fails, a fit with such a compressor ends at its first checkpoint, or resumes with another one."""
+    options: dict[str, Any] = {"comm_hook": _unnamed(1.0), "inner": CommPlan(comm_hook=_unnamed(2.0))}
+    rounds = _rounds(nn.Linear(2, 1), **options)
+    saved = common_part(rounds, "identity", 1)
+    own = rank_part(rounds, "identity", 0, {})
+    for equal in (options, {"comm_hook": _unnamed(1.0), "outer_lr": 0.5, "inner": CommPlan(comm_hook=_unnamed(2.0))}):
+        assert read_saved(saved, DiLoCoPlan(**equal), 0, 1, lambda: own).own is own
+    for other in ({"comm_hook": _unnamed(3.0)}, {"inner": CommPlan(comm_hook=_unnamed(3.0))}, {"sync_every": 2}):
+        with pytest.warns(UserWarning, match="it was saved with another plan"):
+            assert read_saved(saved, DiLoCoPlan(**{**options, **other}), 0, 1, lambda: own).common is None
 
 
 def test_unfrozen_parameters_keep_what_others_had() -> None:
