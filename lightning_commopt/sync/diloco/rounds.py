@@ -136,8 +136,9 @@ class Rounds(ShowsWeights):
         self.num_steps += num_steps
         self.expect_changes()
         applied = self._apply_due()
-        for index, offset in enumerate(self.plan.offsets):
-            late = (self.num_steps - offset) % self.plan.sync_every
+        lateness = [((self.num_steps - offset) % self.plan.sync_every, i) for i, offset in enumerate(self.plan.offsets)]
+        # In the order in which they are due, so that none waits for another until its fragment is exchanged again.
+        for late, index in sorted(lateness, reverse=True):
             if late < num_steps:
                 others = {"loss_scale": loss_scale(), "has_sigterm": float(has_sigterm()), "batch": batch}
                 self._begin(index, self.num_steps - late, self.counts.report(index, num_steps=self.num_steps, **others))
@@ -282,15 +283,17 @@ class Rounds(ShowsWeights):
     def _final(self, index: int) -> GlobalWeights:
         """Returns a fragment's weights at the end of a fit: after an incomplete round the mean of the workers'."""
         of = self.fragments[index]
-        under_way = next((other for other in self.under_way if other.index == index), None)
+        arrived = next((other.arrived for other in self.under_way if other.index == index), None)
+        if arrived is not None and arrived.has_missed:
+            arrived = None
         latest = replace(of, momentum=None, state=map_tensors(Tensor.clone, of.state))
-        if under_way is not None:
-            latest.take(under_way.wait(of.fragment))
+        if arrived is not None:
+            latest.take(arrived)
         if index not in self.changed:
             return latest
         local = LocalWeights.of(of.fragment)
         local.wait()
-        if under_way is not None:
+        if arrived is not None:
             torch.lerp(latest.weights, local.flat, self.plan.own_share, out=local.flat)
         report = Report(self.counts.samples - self.counts.samples_before[index])
         local.num_joins = self._num_joins

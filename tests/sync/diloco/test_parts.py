@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning_commopt.compressors import AllReduce, Compressor
 from lightning_commopt.plan import CommPlan, DiLoCoPlan
 from lightning_commopt.sync.diloco.checkpoint import common_part, rank_part, read_saved
 from lightning_commopt.sync.diloco.drift import DriftWatch
-from lightning_commopt.sync.diloco.exchange import Exchange
+from lightning_commopt.sync.diloco.exchange import Arrived, Exchange, GlobalWeights
 from lightning_commopt.sync.diloco.fragments import split_model
 from lightning_commopt.sync.diloco.outer import OuterSGD, warn_if_few_steps
 from lightning_commopt.sync.diloco.report import Report
@@ -211,6 +212,49 @@ def test_what_arrives_is_mixed_with_own_weights(dtype: torch.dtype) -> None:
                 x.fill_(value)
             rounds.step()
     assert [x.tolist() for x in model.parameters()] == [[[6.0, 6.0], [6.0, 6.0]], [6.0, 6.0]]
+    assert rounds.close()
+
+
+def test_an_exchange_is_applied_before_its_fragment_is_exchanged_again() -> None:
+    """If it fails, with several steps in a batch and a long overlap what a fragment has learned is lost."""
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(3)])
+    rounds = _rounds(model, sync_every=6, fragments=3, overlap=5)
+    for _ in range(12):
+        rounds.step(num_steps=4)
+        under_way = [(x.due, x.index) for x in rounds.under_way]
+        assert under_way == sorted(under_way)
+        assert len({index for _, index in under_way}) == len(under_way)
+    assert rounds.close()
+
+
+class _Missing(Exchange):
+    """Misses its first exchange, and joins in the second one, with weights of which all are 1."""
+
+    num_runs = 0
+
+    def begin(self, fragments: Sequence[GlobalWeights], arrived: Mapping[int, Arrived]) -> None:
+        self.fragments = fragments
+
+    def run(self, of: GlobalWeights, *args: Any) -> Arrived:
+        self.num_runs += 1
+        if self.num_runs == 1:
+            return Arrived(of.weights, of.floats, of.integers, [], is_complete=False, has_missed=True)
+        arrived = super().run(of, *args)
+        if self.num_runs == 2:
+            arrived.joined = [Arrived(torch.ones_like(x.weights), x.floats, x.integers, []) for x in self.fragments]
+            arrived.weights = torch.ones_like(of.weights)
+        return arrived
+
+
+def test_a_fit_ends_with_what_has_joined_after_a_missed_exchange() -> None:
+    """If it fails, weights from before an exchange that this rank has missed come back at the end of a fit."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    rounds = Rounds(DiLoCoPlan(sync_every=4, fragments=2, overlap=3), model, _Missing(None, None))
+    for _ in range(4):
+        rounds.step()
+    assert [x.index for x in rounds.under_way] == [1, 0]
+    rounds.finish()
+    assert all((x == 1).all() for x in model.parameters())
     assert rounds.close()
 
 
