@@ -23,8 +23,6 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from torch import Tensor
-
 from lightning_commopt.compat.import_hook import call_after_import
 from lightning_commopt.compat.loops import batch_is_open
 
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from lightning.fabric.utilities.exceptions import MisconfigurationException
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.strategies import DDPStrategy
+    from torch import Tensor
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 """The packages with a Trainer; the first is the default if a program has imported neither."""
@@ -115,15 +114,17 @@ def count_samples(batch: Any) -> int | None:
     """
     if batch is None:
         return 0
+    from torch import Tensor  # not at the top, since importing the package must not import torch
+
     try:
-        return _first_size(batch)
+        return _first_size(batch, Tensor)
     except RecursionError:  # the batch contains itself
         return None
 
 
-def _first_size(batch: Any) -> int | None:
-    """Returns the size of the first tensor in a batch; None if there is none."""
-    if isinstance(batch, Tensor):
+def _first_size(batch: Any, tensor: type[Tensor]) -> int | None:
+    """Returns the size of the first tensor in a batch; None if there is none. ``tensor`` is torch's class."""
+    if isinstance(batch, tensor):
         return batch.size(0) if batch.ndim else 1
     parts: Iterable[Any] = ()
     if isinstance(batch, Mapping):
@@ -132,7 +133,7 @@ def _first_size(batch: Any) -> int | None:
         parts = batch
     elif is_dataclass(batch) and not isinstance(batch, type):
         parts = (getattr(batch, field.name, None) for field in fields(batch))
-    return next((size for part in parts if (size := _first_size(part)) is not None), None)
+    return next((size for part in parts if (size := _first_size(part, tensor)) is not None), None)
 
 
 def batches_that_stepped(trainer: Trainer) -> int:
