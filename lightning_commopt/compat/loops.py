@@ -165,6 +165,13 @@ def is_last_epoch(trainer: Trainer) -> bool:
     return has_all_epochs or 0 <= trainer.max_steps <= trainer.global_step
 
 
+def may_end_now(trainer: Trainer) -> bool:
+    """Returns whether the fit may end with the batch that this rank has begun last, or has ended with it."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+    has_all_steps = 0 <= trainer.max_steps <= trainer.global_step + 1
+    return (batches.is_last_batch and is_last_epoch(trainer)) or has_all_steps or trainer.should_stop
+
+
 def batch_is_open(trainer: Trainer) -> bool:
     """Returns whether a batch of training has begun and not ended."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current  # Lightning annotates a base class of it

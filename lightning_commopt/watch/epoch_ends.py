@@ -33,6 +33,9 @@ class EpochEnds:
 
     A rank that ends after the agreed number of batches sends and waits for nothing. While waiting, ``check_peers`` is
     called, which raises if a rank has failed.
+
+    Attributes:
+        is_meeting: whether this rank waits for the others at the end of an epoch.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class EpochEnds:
         self._timeout_s = timeout_s
         self._check_peers = check_peers
         self._epoch = self._previous = _Epoch()
+        self.is_meeting = False
 
     @property
     def position(self) -> tuple[int, int]:
@@ -78,7 +82,9 @@ class EpochEnds:
             return
         epoch.num_ended, epoch.has_left, epoch.was_stopped = num_batches, True, was_stopped
         if num_batches != agreed and self._world_size > 1:
+            self.is_meeting = True
             self._meet(epoch)
+            self.is_meeting = False
 
     def find_early_rank(self, num_begun: int, is_in_collective: bool) -> str | None:
         """Finds a rank that has left an epoch which this rank is still in, and notifies it.

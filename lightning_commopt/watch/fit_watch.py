@@ -9,7 +9,7 @@ import time
 
 import torch.distributed as dist
 
-from lightning_commopt.compat.loops import LoopEvents, num_begun
+from lightning_commopt.compat.loops import LoopEvents, batch_is_open, may_end_now, num_begun
 from lightning_commopt.launch.environment import launcher_pid
 from lightning_commopt.sync.store import key_space
 from lightning_commopt.sync.strategies import WatchedStrategy, trainer_of
@@ -57,7 +57,8 @@ class FitWatch:
         first = self._rank - self._rank % ranks_per_node
         first_ranks, address = range(0, world_size, ranks_per_node), strategy.cluster_environment.main_address
         self._lifelines = Lifelines(store, self._rank, first_ranks, address)
-        self._peers = Peers(store, self._rank, world_size, range(first, first + ranks_per_node), self._lifelines)
+        ranks_here = range(first, first + ranks_per_node)
+        self._peers = Peers(store, self._rank, world_size, ranks_here, self._lifelines, self._may_be_over)
         self._ends = EpochEnds(store, self._rank, world_size, timeout.total_seconds(), self._check_peers)
         self._agreed: int | None = None
         self._explanation: str | None = None
@@ -159,14 +160,19 @@ class FitWatch:
             failure = Failure(self._rank, has_died=True, text="The process that started this rank has ended.")
         if failure is None:
             return None
-        is_waiting = waits_for_others(self._fit_thread, self._device)
+        thread = self._fit_thread
+        is_waiting = is_in_collective(thread) if self._may_be_over() else waits_for_others(thread, self._device)
         self._peers.set_waiting(is_waiting)
         if failure.has_died or self._peers.has_died():
-            # What this rank does on its own must not be lost.
-            is_lost = self._ends.is_in_epoch and not is_in_callback(self._fit_thread)
+            # What this rank does on its own must not be lost, and a last batch may not need the others any more.
+            is_lost = self._ends.is_in_epoch and not may_end_now(self._trainer) and not is_in_callback(thread)
             return failure.text if is_waiting or is_lost else None
         # All ranks may raise and catch the same: then they wait for a slow one, and not for the one that has raised.
         return failure.text if is_waiting and self._peers.are_all_idle() else None
+
+    def _may_be_over(self) -> bool:
+        """Returns whether this rank can end the fit without the others, so that these may have ended it before."""
+        return may_end_now(self._trainer) and not batch_is_open(self._trainer) and not self._ends.is_meeting
 
     @property
     def _position(self) -> tuple[int, int, int]:

@@ -42,16 +42,31 @@ class Peers:
     A rank that raises writes its failure to the store. If a rank was killed, or called ``os._exit``, the ranks on the
     same host notice that its process has ended before the fit, and write the failure. `Lifelines` show other hosts the
     end of a host's first rank.
+
+    Args:
+        store: the part of the store for this fit.
+        rank: number of this rank.
+        world_size: number of ranks.
+        ranks_here: the ranks of this host.
+        lifelines: connections between hosts.
+        may_be_over: returns whether other ranks may have ended the fit while this one has not.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world_size: int, ranks_here: Sequence[int], lifelines: Lifelines
+        self,
+        store: dist.Store,
+        rank: int,
+        world_size: int,
+        ranks_here: Sequence[int],
+        lifelines: Lifelines,
+        may_be_over: Callable[[], bool] = lambda: False,
     ) -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._others_here = [other for other in ranks_here if other != rank]
         self._lifelines = lifelines
+        self._may_be_over = may_be_over
         self._processes: dict[int, str] = {}
         self._failure: Failure | None = None
         self._is_store_lost = False
@@ -148,7 +163,9 @@ class Peers:
 
     def _find_dead(self) -> int | None:
         gone = {rank for rank, process in self._processes.items() if _is_gone(process)} | self._lifelines.ended
-        return next((rank for rank in sorted(gone) if self._get(f"finished/{rank}") is None), None)
+        dead = next((rank for rank in sorted(gone) if self._get(f"finished/{rank}") is None), None)
+        # Rank 0 takes the store with it, also when it has ended as intended.
+        return None if self._is_store_lost and self._may_be_over() else dead
 
     def _report(self, failure: Failure) -> bool:
         """Writes a failure to the store if it is the first one; returns whether it was."""

@@ -65,9 +65,11 @@ def waits_for_others(thread: int, device: torch.device) -> bool:
     """Returns whether a thread may wait for another rank: in a collective, in backward, for the device.
 
     Computing a gradient looks like waiting for its average, and a busy device like one in an NCCL kernel: call this
-    only if a rank is known to be missing.
+    only if a rank is known to be missing. Gradients that a callback computes are its own.
     """
-    if is_in_collective(thread) or any(module.startswith("torch.autograd") for module in _own_modules(thread)):
+    if is_in_collective(thread):
+        return True
+    if any(module.startswith("torch.autograd") for module in _own_modules(thread)) and not is_in_callback(thread):
         return True
     if device.type != "cuda" or not torch.cuda.is_initialized():
         return False

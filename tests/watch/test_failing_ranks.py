@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from lightning_commopt import CommOptDDP, CommOptDiLoCo
 from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs.process import is_alive
+from lightning_commopt.watch.peers import Peers
 from support.lightnings import Callback
 from support.marked_processes import Program
 from support.ranks import run_ranks, run_ranks_or_raise
@@ -94,8 +97,17 @@ def _run(launcher: str, num_ranks: int, rank: int, fault: str, others: str, tmp_
     return program.output
 
 
+def _compute_gradients() -> None:
+    """Takes many times the limits of a quick watch, in backward and without a collective."""
+    weight = torch.randn(512, 512, requires_grad=True)
+    x = torch.randn(1024, 512)
+    for _ in range(24):
+        x = torch.tanh(x @ weight)
+    x.sum().backward()
+
+
 class Writer(Callback):
-    """Rank 1 dies while rank 0 writes results, in the middle of an epoch."""
+    """Rank 1 dies while rank 0 computes and writes results, in the middle of an epoch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -109,6 +121,7 @@ class Writer(Callback):
             while not peers.has_died() and time.monotonic() < deadline:
                 time.sleep(0.02)
             assert peers.has_died()
+            _compute_gradients()
             time.sleep(20 * times.FIT_GRACE_S)  # as a write would take
             (self.folder / "written").touch()
 
@@ -122,6 +135,46 @@ def test_what_a_rank_does_alone_is_not_cut_off(tmp_path: Path) -> None:
     """If it fails, a checkpoint or an upload is lost because another rank has died meanwhile."""
     run_ranks_or_raise(_write, tmp_path, world_size=2, limit_s=_LIMIT_S)
     assert (tmp_path / "written").exists()
+
+
+class Late(SelfFed):
+    """Rank 1 works on, in its last batch and when training has ended, after rank 0's process has ended well."""
+
+    has_worked = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)  # logs nothing, so that no collective keeps rank 0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 1 and batch_idx == self.trainer.num_training_batches - 1:
+            strategy: Any = self.trainer.strategy
+            peers: Peers = strategy._guards.fit_watch._peers
+            deadline = time.monotonic() + _LIMIT_S / 2
+            while peers.query_store(lambda: True, False) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert not peers.query_store(lambda: True, False)
+            time.sleep(10 * times.FIT_GRACE_S)
+
+    def on_train_end(self) -> None:
+        if self.global_rank == 1:
+            _compute_gradients()
+            self.has_worked = True
+            raise RuntimeError("its own error")
+
+
+def _end_late() -> tuple[bool, str]:
+    times.FIT_LOOK_S, times.STALLED_S, times.FIT_GRACE_S = 0.02, 0.05, 0.05
+    module = Late()
+    try:
+        trainer(CommOptDDP(), max_epochs=1).fit(module)
+    except RuntimeError as error:
+        return module.has_worked, str(error)
+    return module.has_worked, ""
+
+
+def test_rank_that_ends_after_rank_0_is_left_alone() -> None:
+    """If it fails, what a rank does after the end of rank 0, and of the store with it, is cut off or misexplained."""
+    assert run_ranks(_end_late, world_size=2, limit_s=_LIMIT_S) == [(False, ""), (True, "its own error")]
 
 
 class Saver(Callback):
