@@ -195,18 +195,25 @@ def repeat_batches(trainer: Trainer, number: int) -> None:
     assert loader is not None
     assert loader.limits is not None
     assert loop._data_fetcher is not None
-    own = [int(min(len(part), limit)) for part, limit in zip(loader.flattened, loader.limits, strict=True)]
+    own = [min(_length(part), limit) for part, limit in zip(loader.flattened, loader.limits, strict=True)]
     # Only in this mode the shortest loader ends the epoch. In all others the longest does, and Lightning repeats the
     # shorter ones or continues without them.
     needs_all = loader._mode == "min_size"
     loader.flattened = [
-        RepeatedLoader(part, num_own, number) if num_own < number and (needs_all or num_own == max(own)) else part
+        RepeatedLoader(part, int(num_own), number) if num_own < number and (needs_all or num_own == max(own)) else part
         for part, num_own in zip(loader.flattened, own, strict=True)
     ]
     loader.limits[:] = [max(limit, number) for limit in loader.limits]
     # Lightning has already begun to iterate over the loaders that were replaced here, so it has to begin again.
     iter(loop._data_fetcher)
     _set_length(trainer, number)
+
+
+def _length(loader: Any) -> float:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # as in Lightning's ``sized_len``
+        return math.inf
 
 
 def _set_length(trainer: Trainer, number: int) -> None:

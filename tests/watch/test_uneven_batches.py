@@ -1,5 +1,6 @@
 """Ranks that have different numbers of training batches."""
 
+import itertools
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -249,6 +250,13 @@ def _fit_combined(policy: str, loader: Any, module: Tiny, **options: Any) -> int
     return len(counting.batches)
 
 
+class Endless(IterableDataset[Any]):
+    """One row over and over."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.repeat(Rows(1)[0])
+
+
 def _combine() -> dict[str, int]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of what is dropped and padded
@@ -257,6 +265,8 @@ def _combine() -> dict[str, int]:
             for policy in ("drop", "pad")
             for mode in ("min_size", "max_size", "max_size_cycle")
         }
+        endless = CombinedLoader([_loader(Rows, 3, 5), DataLoader(Endless(), batch_size=4)], "min_size")
+        found["pad endless"] = _fit_combined("pad", endless, OfTwo())
         found["the shorter loader"] = _fit_combined("error", _combined("max_size_cycle", (5, 5), (2, 3)), OfTwo())
         found["reloaded"] = _fit_combined("pad", None, Reloading(), max_epochs=2, reload_dataloaders_every_n_epochs=1)
         return found
@@ -273,6 +283,7 @@ def test_combined_loaders_end_together() -> None:
             "pad min_size": 4,
             "pad max_size": 5,
             "pad max_size_cycle": 5,
+            "pad endless": 5,
             "the shorter loader": 5,
             "reloaded": 7,
         }
