@@ -10,7 +10,8 @@ loop.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ class LoopEvents:
         on_end: called when training has ended without an exception, before the hooks ``on_train_end``, and again when
             the fit loop has.
         on_error: called with an exception that leaves the fit loop, before Lightning and its callbacks see it.
+        resizes: whether ``on_data`` may change the number of batches, with which ``val_check_interval`` is compared.
     """
 
     def __init__(
@@ -48,14 +50,18 @@ class LoopEvents:
         on_epoch_end: Callable[[], None] = _ignore,
         on_end: Callable[[], None] = _ignore,
         on_error: Callable[[BaseException], None] = _ignore,
+        resizes: bool = False,
     ) -> None:
         loop, epoch_loop = trainer.fit_loop, trainer.fit_loop.epoch_loop
 
         def setup_data(inner: Callable[..., None], *args: Any) -> None:
             before = loop._data_fetcher, loop._combined_loader
-            inner(*args)
+            with _unchecked_interval(trainer) if resizes else nullcontext():
+                inner(*args)
             if loop._combined_loader is not None and (loop._data_fetcher, loop._combined_loader) != before:
                 on_data()
+                if resizes:
+                    _check_interval(trainer)
 
         def run_fit(inner: Callable[..., None], *args: Any) -> None:
             try:
@@ -95,6 +101,32 @@ class LoopEvents:
     def close(self) -> None:
         while self._undo:
             self._undo.pop()()
+
+
+@contextmanager
+def _unchecked_interval(trainer: Trainer) -> Generator[None, None, None]:
+    """Keeps Lightning from comparing ``val_check_interval`` with this rank's number of batches: see `_check_interval`.
+
+    Lightning's error would end only the ranks with fewer batches.
+    """
+    every_n_epochs, trainer.check_val_every_n_epoch = trainer.check_val_every_n_epoch, None
+    try:
+        yield
+    finally:
+        trainer.check_val_every_n_epoch = every_n_epochs
+
+
+def _check_interval(trainer: Trainer) -> None:
+    """Raises a ValueError where Lightning would, once all ranks have the same number of batches."""
+    interval, number = trainer.val_check_interval, trainer.fit_loop.max_batches
+    is_checked = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
+    is_in_batches = isinstance(interval, int) and getattr(trainer, "_val_check_time_interval", None) is None
+    if is_checked and is_in_batches and 0 < number < interval:
+        raise ValueError(
+            f"val_check_interval={interval} must be at most the number of training batches, which uneven_batches has"
+            f" made {number} on all ranks. Trainer(check_val_every_n_epoch=None) counts the batches of all epochs, and"
+            " limit_val_batches=0 switches validation off."
+        )
 
 
 def wrap_method(owner: object, name: str, around: Callable[..., Any]) -> Callable[[], None]:

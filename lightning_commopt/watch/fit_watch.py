@@ -18,7 +18,7 @@ from lightning_commopt.watch.epoch_ends import EpochEnds
 from lightning_commopt.watch.lifelines import Lifelines
 from lightning_commopt.watch.own_errors import log_own_errors
 from lightning_commopt.watch.peers import Failure, Peers
-from lightning_commopt.watch.uneven_batches import UnevenBatchesError, gather_on, make_even
+from lightning_commopt.watch.uneven_batches import RESIZING, UnevenBatchesError, gather_on, make_even
 from lightning_commopt.watch.waiting import (
     end_waiting_rank,
     is_in_callback,
@@ -70,6 +70,7 @@ class FitWatch:
             on_next_batch=lambda: self._ends.advance(num_begun(trainer)),
             on_epoch_end=self._leave_epoch,
             on_error=self.fail,
+            resizes=self._policy in RESIZING,
         )
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="commopt-fit-watch", daemon=True)

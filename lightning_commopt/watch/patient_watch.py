@@ -6,7 +6,7 @@ from lightning_commopt.compat.loops import LoopEvents, num_begun
 from lightning_commopt.sync.diloco.living import LivingRanks
 from lightning_commopt.sync.strategies import WatchedStrategy, trainer_of
 from lightning_commopt.watch.peers import ORDERLY
-from lightning_commopt.watch.uneven_batches import UnevenBatchesError, different_ends_message, make_even
+from lightning_commopt.watch.uneven_batches import RESIZING, UnevenBatchesError, different_ends_message, make_even
 
 
 class PatientWatch:
@@ -31,6 +31,7 @@ class PatientWatch:
             on_epoch_start=self._begin_epoch,
             on_epoch_end=self._leave_epoch,
             on_error=self.fail,
+            resizes=self._policy in RESIZING,
         )
 
     def fail(self, exception: BaseException) -> None:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 POLICIES = ("error", "drop", "pad", "allow")
+RESIZING = ("drop", "pad")
+"""Those that change the number of batches of a rank."""
 
 _WHY = "Gradient sync needs every rank in every step: a rank without a batch would leave the others waiting for it."
 _WHAT_TO_DO = (

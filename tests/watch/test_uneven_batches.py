@@ -138,6 +138,11 @@ def _drop_and_pad() -> None:
     assert_same(padded[1], cycled[1])
     assert padded[2:] == cycled[2:] == ([2, 4, 7, 9], [10] + [5] * 10)
 
+    # The interval is longer than the epochs of rank 0 were before.
+    assert _fit(Rows, (3, 5), {"uneven_batches": "pad"}, val_check_interval=4, limit_val_batches=1)[2] == [4, 9]
+    with pytest.raises(ValueError, match=r"val_check_interval=4 .* uneven_batches has made 3 on all"):
+        _fit(Rows, (3, 5), {"uneven_batches": "drop"}, val_check_interval=4, limit_val_batches=1)
+
     # No batch is dropped or repeated before the end, so there is no warning; yet all ranks validate together.
     for policy, val_steps in (("drop", [1, 2]), ("pad", [2])):
         ended = _fit(
