@@ -241,6 +241,13 @@ def repeat_batches(trainer: Trainer, number: int) -> None:
     _set_length(trainer, number)
 
 
+def restore_loaders(trainer: Trainer) -> None:
+    """Undoes `repeat_batches` in a combined loader, which the user may have made and use again."""
+    loader = trainer.fit_loop._combined_loader
+    if loader is not None:
+        loader.flattened = [part.loader if isinstance(part, RepeatedLoader) else part for part in loader.flattened]
+
+
 def _length(loader: Any) -> float:
     try:
         return len(loader)
@@ -261,7 +268,7 @@ class RepeatedLoader:
     """A dataloader that repeats its ``num_own`` batches until there are ``number``."""
 
     def __init__(self, loader: Any, num_own: int, number: int) -> None:
-        self._loader, self._num_own, self._number = loader, num_own, number
+        self.loader, self._num_own, self._number = loader, num_own, number
 
     def __len__(self) -> int:
         return self._number
@@ -270,7 +277,7 @@ class RepeatedLoader:
         missing = self._number
         while missing:
             before = missing
-            for batch in islice(self._loader, min(self._num_own, missing)):
+            for batch in islice(self.loader, min(self._num_own, missing)):
                 missing -= 1
                 yield batch
             # A loader that has nothing to give must not be asked forever.
@@ -278,13 +285,13 @@ class RepeatedLoader:
                 return
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_loader":
+        if name.startswith("__") or name == "loader":
             raise AttributeError(name)
-        return getattr(self._loader, name)
+        return getattr(self.loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Lightning ends the workers of a loader's iterator and then removes it by setting this attribute.
         if name == "_iterator":
-            setattr(self._loader, name, value)
+            setattr(self.loader, name, value)
         else:
             super().__setattr__(name, value)

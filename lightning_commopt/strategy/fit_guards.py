@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+from lightning_commopt.compat.loops import restore_loaders
 from lightning_commopt.compat.sigterm import SigtermCheck, broadcasts_sigterm
 from lightning_commopt.strategy.base import is_fit
 from lightning_commopt.strategy.remedies import explain_error
@@ -13,6 +15,9 @@ from lightning_commopt.text.validation import info, warn_once
 from lightning_commopt.watch.fit_watch import FitWatch
 from lightning_commopt.watch.own_errors import log_own_errors
 from lightning_commopt.watch.patient_watch import PatientWatch
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 
 class FitGuards:
@@ -33,10 +38,12 @@ class FitGuards:
         self._default_every_n_steps = default_every_n_steps
         self._sigterm_check: SigtermCheck | None = None
         self.fit_watch: FitWatch | PatientWatch | None = None
+        self._trainer: Trainer | None = None
 
     def start(self, strategy: WatchedStrategy) -> None:
         """Starts the guards if the strategy is about to fit. All ranks must call it."""
         if is_fit(strategy):
+            self._trainer = trainer_of(strategy)
             self.fit_watch = FitWatch(strategy) if self._watches and strategy.world_size > 1 else None
             self._sigterm_check = self._check_sigterm(strategy)
 
@@ -97,4 +104,6 @@ class FitGuards:
         for guard in (self._sigterm_check, self.fit_watch):
             if guard is not None:
                 guard.close()
-        self._sigterm_check = self.fit_watch = None
+        if self._trainer is not None:
+            restore_loaders(self._trainer)
+        self._sigterm_check = self.fit_watch = self._trainer = None

@@ -272,6 +272,9 @@ def _combine() -> dict[str, int]:
         }
         endless = CombinedLoader([_loader(Rows, 3, 5), DataLoader(Endless(), batch_size=4)], "min_size")
         found["pad endless"] = _fit_combined("pad", endless, OfTwo())
+        kept = _combined("max_size_cycle", (3, 5), (2, 4))
+        found["padded"] = _fit_combined("pad", kept, OfTwo())
+        found["kept"] = _fit_combined("drop", kept, OfTwo())
         found["the shorter loader"] = _fit_combined("error", _combined("max_size_cycle", (5, 5), (2, 3)), OfTwo())
         found["reloaded"] = _fit_combined("pad", None, Reloading(), max_epochs=2, reload_dataloaders_every_n_epochs=1)
         return found
@@ -289,6 +292,8 @@ def test_combined_loaders_end_together() -> None:
             "pad max_size": 5,
             "pad max_size_cycle": 5,
             "pad endless": 5,
+            "padded": 5,
+            "kept": 3,
             "the shorter loader": 5,
             "reloaded": 7,
         }
