@@ -110,7 +110,9 @@ def test_resumed_training_equals_the_uninterrupted_one(
 
 
 def _save(folder: Path) -> None:
-    training = _Training(CommOptDiLoCo(**_PLAIN)).set_up().train(6, folder)
+    training = _Training(CommOptDiLoCo(**_PLAIN))
+    training.fabric.save(folder / "early", {**training.state, "logger": None})
+    training.set_up().train(6, folder)
     training.strategy._saves_comm_state = False
     training.fabric.save(folder / "without", training.state)
     _Training(CommOptDDP()).set_up().train(1, folder / "ddp")

@@ -69,7 +69,7 @@ class SavesRanksOfFabric(WithTimeout, DDPStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         name = next((name for name, value in state.items() if value is self._module), None)
-        if self._saves_comm_state and name is not None and _has_optimizer(state):
+        if self._saves_comm_state and self.rounds is not None and name is not None and _has_optimizer(state):
             state, filter = self._convert_stateful_objects_in_state(state, filter or {}), None
             entries = {key: value for key, value in state.items() if key != name}
             if (common := self._save_rank(path, entries, storage_options)) is not None:
