@@ -173,9 +173,14 @@ def is_log_of_step(trainer: Trainer, caller: str) -> bool:
         trainer: the Trainer of a fit.
         caller: ``__name__`` of the module that calls the strategy. Others may call it as well, to decide something.
     """
-    hooks = ("on_train_batch_start", "on_train_batch_end")
     is_log = caller == f"{package_of(trainer)}.trainer.connectors.logger_connector.result"
-    return is_log and (batch_is_open(trainer) or trainer.lightning_module._current_fx_name in hooks)
+    is_beside = is_in_hook(trainer, "on_train_batch_start", "on_train_batch_end")
+    return is_log and (batch_is_open(trainer) or is_beside)
+
+
+def is_in_hook(trainer: Trainer, *names: str) -> bool:
+    """Returns whether one of the hooks is being called, of the module or of callbacks."""
+    return trainer.lightning_module._current_fx_name in names
 
 
 def reductions_left_out(trainer: Trainer) -> dict[str, str]:
@@ -184,7 +189,7 @@ def reductions_left_out(trainer: Trainer) -> dict[str, str]:
     Args:
         trainer: the Trainer of a fit, in a hook of a callback.
     """
-    is_after_epoch = trainer.lightning_module._current_fx_name in ("on_train_epoch_end", "on_train_end")
+    is_after_epoch = is_in_hook(trainer, "on_train_epoch_end", "on_train_end")
     reductions = {}
     for metric in trainer.fit_loop.epoch_loop._results.values():
         meta, sync = metric.meta, metric.meta.sync

@@ -1,4 +1,4 @@
-"""DecidesTogether: callbacks of Lightning that decide something in a step, where ranks have values of their own."""
+"""DecidesTogether: callbacks that decide, or set weights, where ranks have values of their own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightning_commopt.compat.lightning import checkpoint_callbacks, clock_callbacks, reductions_left_out
+from lightning_commopt.compat.lightning import checkpoint_callbacks, clock_callbacks, is_in_hook, reductions_left_out
 from lightning_commopt.compat.loops import wrap_method
 from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.strategy.living_collectives import LivingCollectives
@@ -34,6 +34,7 @@ class DecidesTogether(LivingCollectives):
         """Wraps the callbacks of a fit until `_unwrap_callbacks`."""
         trainer = trainer_of(self)
         wrapped = [wrap_method(of, "on_train_batch_end", self._after_rounds) for of in clock_callbacks(trainer)]
+        wrapped.append(wrap_method(trainer, "save_checkpoint", self._after_averaging))
         for callback in checkpoint_callbacks(trainer) if self.world_size > 1 else ():
             # Lightning calls the second after the first, with the same values.
             saves = "_save_topk_checkpoint" if callback.save_top_k else "_save_last_checkpoint"
@@ -50,6 +51,12 @@ class DecidesTogether(LivingCollectives):
         """Calls what broadcasts a decision in every batch only after whole rounds."""
         if self.rounds is not None and self.rounds.num_steps % self._plan.sync_every == 0:
             inner(*args)
+
+    def _after_averaging(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Saves a checkpoint; in ``on_train_end``, as ModelCheckpoint may, with the mean of what callbacks have set."""
+        if self.rounds is not None and self.rounds.shows_final and is_in_hook(trainer_of(self), "on_train_end"):
+            self.rounds.finish_again()
+        save(*args, **kwargs)
 
     def _with_common_values(self, save: Callable[..., None], trainer: Trainer, values: dict[str, Tensor]) -> None:
         """Saves a checkpoint whose name and rank among the best come from values that all ranks have.

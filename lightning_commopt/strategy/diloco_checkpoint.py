@@ -101,7 +101,9 @@ class SavesRanks(LivingCollectives):
                 self._save_ranks(rounds, checkpoint, filepath, storage_options)
             else:
                 warn(f"A checkpoint {reason}, but not what each rank needs.")
-        if self._has_ended and self.rounds is None and "current_model_state" in checkpoint:
+        ongoing = self.rounds
+        is_averaged = self._has_ended if ongoing is None else ongoing.shows_final and ongoing.set_at_end is not None
+        if is_averaged and "current_model_state" in checkpoint:
             # WeightAveraging still has this worker's average, and the model the mean of all.
             checkpoint["state_dict"] = checkpoint["current_model_state"]
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)

@@ -192,16 +192,28 @@ def test_a_fit_resumes_with_what_each_rank_has_moved_or_averaged(tmp_path: Path)
             assert_same(resumed, uninterrupted)
 
 
+class _SavingAtEnd(Callback):
+    """Saves before strategies learn of the end, as ModelCheckpoint does if nothing else has made it save."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        trainer.save_checkpoint(self.path)
+
+
 def _resume_at_end(folder: Path) -> dict[str, tuple[Params, Params]]:
-    path, model = folder / "ended.ckpt", Tiny()
-    run = trainer(CommOptDiLoCo(sync_every=4), callbacks=[_Averaging()], limit_val_batches=0)
+    path, ending, model = folder / "ended.ckpt", folder / "ending.ckpt", Tiny()
+    callbacks = [_Averaging(), _SavingAtEnd(ending)]
+    run = trainer(CommOptDiLoCo(sync_every=4), callbacks=callbacks, limit_val_batches=0)
     run.fit(model, loader())
     run.save_checkpoint(path)
     dist.barrier()
-    ended, saved = numbers(model), torch.load(path, weights_only=True)["state_dict"]
+    ended = numbers(model)
     options: dict[str, Any] = {"sync_every": 4, "ckpt_path": path}
     return {
-        "saved": ({name: x.double().numpy() for name, x in saved.items()}, ended),
+        "saved": (_weights(path), ended),
+        "saved by a callback": (_weights(ending), ended),
         "resumed": (fit(Tiny(), _Averaging(), **options), ended),
         "without the callback": (fit(Tiny(), **options), ended),
         "longer": (
@@ -209,6 +221,10 @@ def _resume_at_end(folder: Path) -> dict[str, tuple[Params, Params]]:
             fit(Tiny(), _Averaging(), sync_every=4, max_epochs=3),
         ),
     }
+
+
+def _weights(path: Path) -> Params:
+    return {name: x.double().numpy() for name, x in torch.load(path, weights_only=True)["state_dict"].items()}
 
 
 def test_a_checkpoint_of_an_ended_fit_has_the_mean_of_the_averages(tmp_path: Path) -> None:
