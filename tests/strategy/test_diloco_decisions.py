@@ -65,7 +65,12 @@ def _save(folder: Path) -> list[tuple[str, dict[str, float]]]:
         "own": {"filename": "{step}_{own:.1f}_{unreduced:.0f}", "save_top_k": 2, "every_n_train_steps": 1},
         "total": {"filename": "{step}_{total:.0f}", "monitor": "total", "mode": "max", "every_n_train_steps": 1},
         "epoch": {"filename": "{step}_{total:.0f}_{own:.1f}", "save_top_k": -1},
-        "timed": {"filename": "{step}", "monitor": None, "save_top_k": -1, "train_time_interval": timedelta(0)},
+        "timed": {
+            "filename": "{step}",
+            "monitor": None,
+            "save_top_k": -1,
+            "train_time_interval": timedelta(microseconds=1),
+        },
     }
     saving = [
         ModelCheckpoint(folder / name, **{"monitor": "own", "auto_insert_metric_name": False, **options})
