@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_commopt import CommOptDDP, CommOptDiLoCo
 from lightning_commopt.sync.checkpoint import KEY
@@ -36,6 +36,26 @@ class _Steady(BatchNormed):
         return super().training_step((x, x.sum(1, keepdim=True).sin()), batch_idx)
 
 
+class _Other(_Steady):
+    """Has a layer of another width, and keeps what it has where a checkpoint has other shapes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers[2], self.layers[4] = nn.Linear(24, width), nn.Linear(width, 1)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        own, state = self.state_dict(), checkpoint["state_dict"]
+        state |= {name: x for name, x in own.items() if x.shape != state[name].shape}
+        checkpoint["optimizer_states"] = []
+
+
+class _Replacing(Callback):
+    """Saves other weights than the model has, as averages over steps are."""
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {name: torch.ones_like(x) for name, x in checkpoint["state_dict"].items()}
+
+
 class _Start(Callback):
     """Keeps the weights that a fit starts with, and the number of steps in its rounds."""
 
@@ -55,10 +75,11 @@ def _fit(
     precision: Any = None,
     save_top_k: int = -1,
     num_nodes: int = 1,
+    width: int = 24,
     **options: Any,
 ) -> Params:
     """Trains on the ranks of the group, with a checkpoint after each step; returns the final weights."""
-    model = _Steady()
+    model = _Steady() if width == 24 else _Other(width)
     saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=save_top_k, monitor="step", mode="max")
     fit = trainer(
         CommOptDiLoCo(**options),
@@ -217,6 +238,29 @@ def test_other_circumstances_resume_from_the_global_weights(tmp_path: Path) -> N
         assert ("the outer momentum" in message) == (case == "plan")
     assert told["stock"] == []
     assert [first[case][1] for case in ("plan", "foreign", "missing", "stock")] == [0, 4, 6, 0]
+
+
+def _resume_others(folder: Path) -> list[tuple[Params, int, list[str]]]:
+    options: dict[str, Any] = {"sync_every": 4, "outer_momentum": 0.5}
+    _fit(folder / "replaced", 2, None, _Replacing(), **options)
+    _fit(folder / "plain", 2, **options)
+    return [_resumed(folder / "replaced" / "step=2.ckpt"), _resumed(folder / "plain" / "step=2.ckpt", width=20)]
+
+
+def test_weights_that_hooks_put_in_the_place_of_others_are_those_to_resume_from(tmp_path: Path) -> None:
+    """If it fails, global weights and ranks' own are of different models, or the resume ends in an error of shapes."""
+    first, second = run_ranks(_resume_others, tmp_path)
+    for (weights, num_steps, _), (others, *_) in zip(first, second, strict=True):
+        assert_same(weights, others)
+        assert num_steps == 0
+    assert all((x == 1).all() for x in first[0][0].values())
+    saved = _read(tmp_path / "plain" / "step=2.ckpt")["state_dict"]
+    assert (first[1][0]["layers.0.weight"] == saved["layers.0.weight"].numpy()).all()
+    reasons = [text.partition(", as ")[2].partition(". Lost is")[0] for *_, texts in first for text in texts]
+    assert reasons == [
+        "they are not those of its last exchanges, but others that a hook has put in their place",
+        "the model has parameters or buffers of other shapes",
+    ]
 
 
 def _change_and_resume(folder: Path) -> tuple[Params, Params, list[str]]:

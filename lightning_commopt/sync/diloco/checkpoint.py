@@ -23,8 +23,8 @@ from lightning_commopt.compressors.base import as_real
 from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.sync.checkpoint import KEY, OF_DILOCO
 from lightning_commopt.sync.diloco.exchange import Arrived, GlobalWeights
-from lightning_commopt.sync.diloco.fragments import Fragment
 from lightning_commopt.sync.diloco.report import Report
+from lightning_commopt.sync.diloco.resumable import checksum, names_in, reason_against
 from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.sync.diloco.under_way import UnderWay
 from lightning_commopt.sync.state import CheckpointError, as_checkpoint_error
@@ -84,18 +84,15 @@ def _describe(plan: DiLoCoPlan) -> str:
     return json.dumps(fixed, sort_keys=True, default=repr)
 
 
-def _names(fragment: Fragment) -> dict[str, list[str]]:
-    parts = {"parameters": fragment.parameters, "floats": fragment.floats, "integers": fragment.integers}
-    return {kind: list(tensors) for kind, tensors in parts.items()}
-
-
 def _fragment_to_plain(of: GlobalWeights, *, keeps_weights: bool) -> dict[str, Any]:
     is_exact = all(as_real(x).dtype == torch.float32 for x in of.fragment.parameters.values())
+    keeps_weights = keeps_weights or not is_exact
     return {
-        **_names(of.fragment),
+        **names_in(of.fragment),
         # The `state_dict` has them, unless it has rounded ones or those of the end of a fit. Lightning may load it into
         # a module in float32 that becomes one in float64 afterwards.
-        "weights": of.weights if keeps_weights or not is_exact else None,
+        "weights": of.weights if keeps_weights else None,
+        "checksum": None if keeps_weights else checksum(of),
         "momentum": of.momentum,
         "values_of_floats": of.floats,
         "values_of_integers": of.integers,
@@ -170,8 +167,8 @@ class Saved:
         """Puts everything back into new rounds, and this worker's or the global weights into the model."""
         if self.common is None:
             return
-        if [_names(of.fragment) for of in rounds.fragments] != [_names_of(saved) for saved in self.common["fragments"]]:
-            warn(_lost("the model has other parameters", has_momentum=False))
+        if reason := reason_against(rounds.fragments, self.common, self.own):
+            warn(_lost(reason, has_momentum=False))
             return
         rounds.num_steps, rounds.steps_before = self.common["num_steps"], list(self.common["steps_before"])
         for of, saved in zip(rounds.fragments, self.common["fragments"], strict=True):
@@ -203,10 +200,6 @@ class Saved:
         for of, weights, state, carried in parts:
             of.state, of.carried = state, carried
             foreach_copy_(of.fragment.tensors(), weights)
-
-
-def _names_of(saved: Mapping[str, Any]) -> dict[str, Any]:
-    return {kind: saved[kind] for kind in ("parameters", "floats", "integers")}
 
 
 def _under_way_from_plain(saved: Mapping[str, Any]) -> UnderWay:
@@ -258,7 +251,7 @@ def read_saved(saved: Any, plan: DiLoCoPlan, rank: int, world_size: int, load: C
 
 def _lost(reason: str, *, has_momentum: bool) -> str:
     return (
-        f"All workers resume from the checkpoint's global weights, as {reason}. Lost is what each had trained since the"
+        f"All workers resume from the checkpoint's weights, as {reason}. Lost is what each had trained since the"
         f" last exchange, {'' if has_momentum else 'the outer momentum, '}residuals of comm_hook, and the workers' own"
         " optimizer states: all continue with those of rank 0."
     )
