@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from lightning_commopt.compressors.kernels import c_library, dispatch
+from support.c_kernels import must_run_in_c
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -48,12 +49,13 @@ def checked_multiples() -> Iterator[None]:
 
 
 @contextmanager
-def in_form(form: str) -> Iterator[None]:
-    """Makes operations run in "torch" or "triton" on any device; in "c" where they would."""
+def in_form(form: str, *operations: str) -> Iterator[None]:
+    """Makes operations run in "torch" or "triton" on any device; in "c" those that are named, or any, have to run."""
     if form == "c":
         if c_library.load() is None:
             pytest.skip("there is no C compiler")
-        yield
+        with must_run_in_c(*operations):
+            yield
         return
     with mock.patch.object(dispatch, "form_for", return_value=form):
         yield

@@ -36,7 +36,7 @@ BOTH = pytest.mark.parametrize("block_format", [BlockFormat(8, 64), BlockFormat(
 @pytest.fixture(autouse=True, params=["torch", "c"])
 def form(request: pytest.FixtureRequest) -> Iterator[str]:
     """Everything holds for both forms on CPU."""
-    with in_form(request.param):
+    with in_form(request.param, "encode", "decode"):
         yield request.param
 
 
@@ -112,7 +112,11 @@ class Step:
             blockwise.decode(self.gathered, flat.clone(), self.block_format, undo)
 
 
-@pytest.mark.parametrize(("numel", "block_format", "dtype"), SIZES)
+@pytest.mark.parametrize(
+    ("form", "numel", "block_format", "dtype"),
+    [("torch", *size) for size in SIZES] + [("c", *size) for size in SIZES if size[2] == torch.float32],
+    indirect=["form"],
+)
 def test_each_rounding_is_to_the_nearest_level_in_float64(
     numel: int, block_format: BlockFormat, dtype: torch.dtype
 ) -> None:
@@ -168,7 +172,11 @@ def test_the_mean_is_close(
     assert error[small].norm() <= most * exact[small].norm()
 
 
-@pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-3)])
+@pytest.mark.parametrize(
+    ("form", "dtype", "atol"),
+    [("torch", torch.float32, 1e-6), ("torch", torch.bfloat16, 1e-3), ("c", torch.float32, 1e-6)],
+    indirect=["form"],
+)
 @pytest.mark.parametrize("world_size", sampled([1, 2, 3, 4], by_default=[3]))
 @BOTH
 def test_what_was_sent_and_the_mean_residual_are_the_mean_gradient(
@@ -189,7 +197,11 @@ def test_what_was_sent_and_the_mean_residual_are_the_mean_gradient(
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [("torch", torch.float32), ("torch", torch.bfloat16), ("c", torch.float32)],
+    indirect=["form"],
+)
 @BOTH
 def test_a_block_that_is_not_finite_is_seen_by_all_and_undone(
     block_format: BlockFormat, bad: float, dtype: torch.dtype
@@ -248,18 +260,22 @@ def test_extreme_magnitudes_stay_finite_and_in_proportion(
     assert (np.abs(lost) <= 2 * error * scale * (1 + 1e-5)).all()
 
 
+@pytest.mark.parametrize("form", ["torch"], indirect=True)
 def test_float64_beyond_float32_counts_as_infinite() -> None:
     step = Step([torch.tensor([1e300, 1.0], dtype=torch.float64)], None, BlockFormat(8, 16))
     assert not step.finite
 
 
 @pytest.mark.parametrize(
-    ("bits", "codes", "values"),
-    [(8, [127, -64, 13, 0], [1, -0.5039, 0.1024, 0]), (4, [-2 << 4 | 8, 5], [0.9961, -0.4669, 0.1245, 0])],
+    ("form", "bits", "codes", "values"),
+    [
+        ("torch", 8, [127, -64, 13, 0], [1, -0.5039, 0.1024, 0]),
+        ("c", 8, [127, -64, 13, 0], [1, -0.5039, 0.1024, 0]),
+        ("torch", 4, [-2 << 4 | 8, 5], [0.9961, -0.4669, 0.1245, 0]),  # C takes blocks of 32 and more
+    ],
+    indirect=["form"],
 )
-def test_the_worked_example(form: str, bits: int, codes: list[int], values: list[float]) -> None:
-    if form == "c" and bits == 4:
-        pytest.skip("C takes blocks of 32 and more")
+def test_the_worked_example(bits: int, codes: list[int], values: list[float]) -> None:
     block_format, flat, residual = BlockFormat(bits, 4), torch.tensor([1, -0.5, 0.1, 0]), torch.zeros(4)
     message = empty_message(4, 1, block_format)
     blockwise.encode(flat, residual, message, block_format)
@@ -270,7 +286,14 @@ def test_the_worked_example(form: str, bits: int, codes: list[int], values: list
     torch.testing.assert_close(residual, flat - mean, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", sampled([torch.float32, torch.bfloat16], by_default=[torch.bfloat16]))
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    sampled(
+        [("torch", torch.float32), ("torch", torch.bfloat16), ("c", torch.float32)],
+        by_default=[("torch", torch.bfloat16), ("c", torch.float32)],
+    ),
+    indirect=["form"],
+)
 @BOTH
 def test_parts_are_as_the_whole(monkeypatch: pytest.MonkeyPatch, block_format: BlockFormat, dtype: torch.dtype) -> None:
     """Small buckets fit into one part; if this fails, large ones are wrong."""
@@ -311,7 +334,7 @@ def results(
     residuals = None
     if residual_dtype is not None:
         residuals = [x.mul(0.01 * magnitude).to(device, residual_dtype) for x in gradients(numel, world_size, seed=1)]
-    with in_form(form):
+    with in_form(form, "encode", "reduce", "average", "decode"):
         step = Step(flats, residuals, block_format)
         after = [x.clone() for x in residuals or []]
         if residuals:
