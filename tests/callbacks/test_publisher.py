@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from lightning_commopt import CommPlan
 from lightning_commopt.callbacks.publisher import AllRanks, StepFiles, gathering_group
@@ -65,4 +66,5 @@ def test_what_is_gathered_in_the_background_is_no_sign_of_where_a_rank_is() -> N
     for total, signatures in run_ranks(_gather):
         assert total == 1 + 2
         assert not any(signature == "all_gather (1, 1)" for signature in signatures)
-        assert not signatures or signatures[-1] == "all_reduce (5,)"
+        is_recorded = TorchVersion(torch.__version__) >= "2.9"  # earlier ones do not record gloo
+        assert signatures[-1:] == ["all_reduce (5,)"] or not (is_recorded or signatures)

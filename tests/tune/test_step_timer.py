@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
+from lightning_commopt.measure.clock import HostClock
+from lightning_commopt.tune import step_timer
 from lightning_commopt.tune.step_timer import StepTimer
 
 
@@ -31,13 +34,24 @@ def test_all_count_where_no_shape_is_usual() -> None:
     assert all(_run([4, 5, 6, 7, 8, 4]))
 
 
-def test_times_are_those_of_steps() -> None:
+class _ScriptedClock(HostClock):
+    """Makes these marks, one after the other."""
+
+    def __init__(self, *marks: float) -> None:
+        super().__init__()
+        self.mark = iter(marks).__next__
+
+
+def test_times_are_those_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, time before the first step or of another visit counts."""
+    monkeypatch.setattr(step_timer, "HostClock", lambda: _ScriptedClock(10.0, 11.0))
+    monkeypatch.setattr(step_timer, "clock_for", lambda device: _ScriptedClock(20.0, 20.5, 22.0))
     timer = StepTimer(torch.device("cpu"))
     timer.restart(is_exact=False)
     timer.end_step()
+    assert timer.take() == [1.0]
     timer.restart(is_exact=True)
     assert timer.take() == []
     timer.end_step()
-    (seconds,) = timer.take()
-    assert seconds >= 0
+    timer.end_step()
+    assert timer.take() == [0.5, 1.5]
