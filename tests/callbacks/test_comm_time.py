@@ -122,6 +122,7 @@ def test_twelve_numbers_are_logged_by_default() -> None:
     kept = MemoryLogger()
     fit(CommTimeMonitor(every_n_steps=5, save_records=False), devices=1, logger=kept)
     assert len(LOGGED_BY_DEFAULT) == 12
+    assert [step for step, _ in kept.logged] == [4, 9]
     for _, metrics in kept.logged:
         assert set(metrics) == {f"comm_time/{name}" for name in LOGGED_BY_DEFAULT}
 
@@ -202,7 +203,9 @@ def breaks(folder: str) -> str:
 
 def test_steps_before_a_failure_are_saved(tmp_path: Path) -> None:
     run_ranks(breaks, str(tmp_path))
-    for records in read_run(tmp_path):
+    ranks = read_run(tmp_path)
+    assert [records.rank for records in ranks] == [0, 1]
+    for records in ranks:
         assert [record.step for record in records.steps] == [0, 1, 2, 3, 4]
 
 

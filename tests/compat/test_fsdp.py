@@ -339,7 +339,9 @@ def _fit(folder: Path, options: dict[str, Any]) -> None:
 def test_monitor_without_hooks_of_torch(options: dict[str, Any], source: str, tmp_path: Path) -> None:
     """If it fails, CommTimeMonitor does not see FSDP2 with torch 2.9 to 2.13, or in the wrong phase."""
     run_ranks(_fit, tmp_path, options)
-    for rank in read_run(tmp_path):
+    ranks = read_run(tmp_path)
+    assert [rank.rank for rank in ranks] == [0, 1]
+    for rank in ranks:
         assert len(rank.steps) == 4
         for step in rank.steps:
             counted = Counter((one.operation, one.phase, one.source) for one in step.collectives)

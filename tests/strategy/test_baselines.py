@@ -114,7 +114,7 @@ def test_ranks_whose_graphs_differ() -> None:
     """If it fails, gradients of one parameter are averaged with those of another."""
     for naive, interleaved, records in run_ranks(fit_branched):
         assert_same(interleaved, naive)
-        assert [len(record.buckets) for record in records] == [1, *[14] * (len(records) - 1)]
+        assert [len(record.buckets) for record in records] == [1, *[14] * (2 * BATCHES - 1)]
 
 
 def fit_watched(strategy: str, module: type[Tiny], options: dict[str, Any]) -> tuple[Params, Params, Any]:
@@ -179,6 +179,7 @@ class Swapped(Tiny):
 def test_order_follows_the_first_backward() -> None:
     """If it fails, gradients wait for others that come later in every step."""
     for _, *others in run_ranks(names_in_order):
+        assert len(others) == 2 * BATCHES - 1
         assert all(all(name.startswith("early.") for name in names[-2:]) for names in others)
         assert all(sorted(names) == sorted(dict(Swapped().named_parameters())) for names in others)
 
