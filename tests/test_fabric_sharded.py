@@ -121,7 +121,7 @@ def _resume(folder: Path, distributed: bool, plan: Any) -> Trained:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("distributed", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("distributed", [True, False])
 def test_resumed_training_goes_on_bit_for_bit(distributed: bool, tmp_path: Path) -> None:
     """If it fails, residuals are lost where a run is resumed, or their place in the checkpoint is not read."""
     through = run_ranks(_save, tmp_path, distributed)

@@ -49,7 +49,7 @@ def triton_launches(machine: Machine) -> set[str]:
 
 @pytest.mark.exhaustive
 @needs_fake_copies
-@pytest.mark.parametrize("name", sampled(CASES, by_default=["alternating_rank_2"]))
+@pytest.mark.parametrize("name", CASES)
 def test_training_needs_no_kernel_that_is_not_compiled_when_it_begins(name: str) -> None:
     """If it fails, the first backward of every rank compiles for seconds, and others wait for it."""
     in_training, compiled = Machine(), Machine()

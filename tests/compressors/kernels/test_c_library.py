@@ -167,7 +167,6 @@ def _share_with_group(path: Path) -> None:
     path.chmod(0o770)
 
 
-@pytest.mark.exhaustive
 @needs_compiler
 @pytest.mark.parametrize("place", sampled(_UNSAFE, by_default=["folder that everybody can write"]))
 def test_what_others_may_have_planted_is_not_loaded(
