@@ -251,7 +251,7 @@ def restore_loaders(trainer: Trainer) -> None:
 def _length(loader: Any) -> float:
     try:
         return len(loader)
-    except (TypeError, NotImplementedError):  # as in Lightning's ``sized_len``
+    except (TypeError, NotImplementedError):  # Lightning's ``sized_len`` takes these two for "has no length"
         return math.inf
 
 

@@ -77,7 +77,8 @@ class CommOptModelParallel(WithTimeout, ModelParallelStrategy):
         _check_plan(self._plan)
         self._saves_comm_state = save_comm_state
         self._nccl, self._watch = NcclOptions.from_config(nccl), watch
-        self._modules: WeakKeyDictionary[Module, None] = WeakKeyDictionary()  # in the same order on all ranks
+        # Collectives run in a loop over them. A WeakSet would have another order on each rank.
+        self._modules: WeakKeyDictionary[Module, None] = WeakKeyDictionary()
         forget_previous_job()
         super().__init__(**lightnings_arguments)
 

@@ -128,16 +128,16 @@ class ShardedModelSync:
             return
         self._num_flushes, self._flushed_bytes = self._num_flushes + 1, sync.wire_bytes
         state = sync.state()
-        owed = {*state.residuals, *(name for names, _, _ in state.buckets.values() for name in names)}
-        waits = bool(owed & sync.trained_names()) and self._num_flushes < _MAX_FLUSHES
+        unsent = {*state.residuals, *(name for names, _, _ in state.buckets.values() for name in names)}
+        is_unfinished = bool(unsent & sync.trained_names()) and self._num_flushes < _MAX_FLUSHES
         # A checkpoint may have held residuals of some ranks only.
-        some_wait = torch.tensor(int(waits), device=sync.units[0].device)
-        dist.all_reduce(some_wait, dist.ReduceOp.MAX)
-        if some_wait:
+        any_unfinished = torch.tensor(int(is_unfinished), device=sync.units[0].device)
+        dist.all_reduce(any_unfinished, dist.ReduceOp.MAX)
+        if any_unfinished:
             return
-        if owed:
+        if unsent:
             warn(
-                f"Rank {dist.get_rank()}: comm_hook has not sent the residuals of {list_some(sorted(owed), 8)}, since"
+                f"Rank {dist.get_rank()}: comm_hook has not sent the residuals of {list_some(sorted(unsent), 8)}, since"
                 f" these are frozen or not used in {self._num_flushes} backwards: they are lost.",
                 on_every_rank=True,
             )
