@@ -54,7 +54,7 @@ if TYPE_CHECKING:
         ShardedCompressor,
         register_compressor,
     )
-    from lightning_commopt.launch.nccl_variables import NcclOptions
+    from lightning_commopt.launch.nccl_options import NcclOptions
     from lightning_commopt.lightning import CommOptDDP, CommOptDiLoCo, CommOptModelParallel
     from lightning_commopt.plan import CommPlan, DiLoCoPlan, OptionError
     from lightning_commopt.plan.sharded import ShardedPlan
@@ -63,7 +63,7 @@ else:
     _MODULES = {
         "CommPlan": "lightning_commopt.plan",
         "DiLoCoPlan": "lightning_commopt.plan",
-        "NcclOptions": "lightning_commopt.launch.nccl_variables",
+        "NcclOptions": "lightning_commopt.launch.nccl_options",
         "OptionError": "lightning_commopt.plan",
         "ShardedPlan": "lightning_commopt.plan.sharded",
         "shard": "lightning_commopt.strategy.sharding",

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_commopt.compat.fabric import DDPBackwardSyncControl
 from lightning_commopt.compressors import Compressor
-from lightning_commopt.launch.nccl_variables import NcclOptions
+from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments

@@ -32,6 +32,7 @@ _EXPLAINED: dict[str, str] = {
     "cost": "explanation/predict.md",
     "fabric.py": "how_to/fabric.md",
     "launch": "troubleshoot/start.md",
+    "launch/nccl_options.py": "how_to/nccl.md",
     "launch/nccl_variables.py": "how_to/nccl.md",
     "measure": "how_to/measure.md",
     "plan": "how_to/ddp.md",

@@ -20,7 +20,8 @@ from lightning_commopt.compat.lightning import (
     MisconfigurationException,
     has_trainer,
 )
-from lightning_commopt.launch.nccl_variables import NcclOptions, find_mistakes, restore_process, set_in_process
+from lightning_commopt.launch.nccl_options import NcclOptions, restore_process, set_in_process
+from lightning_commopt.launch.nccl_variables import find_mistakes
 from lightning_commopt.plan import CommPlan, OptionError, Plan
 from lightning_commopt.plan.ddp import ddp_options
 from lightning_commopt.strategy.adapters import register_aliases

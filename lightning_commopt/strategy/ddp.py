@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.compat.lightning import optimizer_is_toggled
 from lightning_commopt.compat.loops import batch_is_open
 from lightning_commopt.compressors import Compressor
-from lightning_commopt.launch.nccl_variables import NcclOptions
+from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy import base, remedies

@@ -16,7 +16,7 @@ from typing_extensions import Self
 from lightning_commopt.compat.lightning import count_samples, is_log_of_step, optimizer_is_toggled
 from lightning_commopt.compat.loops import LoopEvents, is_last_epoch
 from lightning_commopt.compressors import Compressor
-from lightning_commopt.launch.nccl_variables import NcclOptions
+from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.plan import CommPlan, DiLoCoPlan
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import StartMethod, diloco_plan_from_arguments, document_plan_options

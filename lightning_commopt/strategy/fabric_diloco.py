@@ -21,7 +21,7 @@ from typing_extensions import Self
 
 from lightning_commopt.compat.lightning import MisconfigurationException
 from lightning_commopt.compressors import Compressor
-from lightning_commopt.launch.nccl_variables import NcclOptions
+from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import DiLoCoPlan, OptionError
 from lightning_commopt.strategy.arguments import StartMethod, diloco_plan_from_arguments, document_plan_options

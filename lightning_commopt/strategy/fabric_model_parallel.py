@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from lightning_commopt.compressors import ShardedCompressor
-from lightning_commopt.launch.nccl_variables import NcclOptions
+from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.plan import CommPlan, OptionError
 from lightning_commopt.plan.sharded import ShardedPlan
 from lightning_commopt.strategy.arguments import document_plan_options, sharded_plan_from_arguments

@@ -17,7 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from lightning_commopt.launch.environment import RANK_VARIABLES, name_launcher
-from lightning_commopt.launch.nccl_variables import restore_process
+from lightning_commopt.launch.nccl_options import restore_process
 from lightning_commopt.sync.groups import leave_process_group
 from lightning_commopt.sync.strategies import RunningStrategy
 from lightning_commopt.watch.waiting import end_waiting_rank, print_now, waits_for_others

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from lightning_commopt.compat.loops import batch_is_open
 from lightning_commopt.compressors import ShardedCompressor
-from lightning_commopt.launch.nccl_variables import NcclOptions
+from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.plan import CommPlan, OptionError
 from lightning_commopt.plan.sharded import ShardedPlan
 from lightning_commopt.strategy import base, remedies

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 from lightning_commopt.compat.lightning import package_of
-from lightning_commopt.launch.nccl_variables import NcclOptions
+from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.plan import Plan
 from lightning_commopt.strategy import remedies
 from lightning_commopt.strategy.adapters import BASES

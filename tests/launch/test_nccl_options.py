@@ -9,8 +9,8 @@ import pytest
 
 from lightning_commopt import CommOptDDP, OptionError
 from lightning_commopt.callbacks import run_description
-from lightning_commopt.launch import nccl_variables
-from lightning_commopt.launch.nccl_variables import NcclOptions, profiles
+from lightning_commopt.launch import nccl_options
+from lightning_commopt.launch.nccl_options import NcclOptions, profiles
 from support.composed import composed
 from support.known import known
 from support.lightnings import BoringModel, Trainer
@@ -60,13 +60,13 @@ def test_the_users_environment_counts_first(override: bool, algo: str) -> None:
 
 def test_a_trainer_has_its_own_settings_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, the jobs of a sweep over settings have those of earlier jobs, too."""
-    monkeypatch.setattr(nccl_variables, "_in_use", None)
+    monkeypatch.setattr(nccl_options, "_in_use", None)
     for name in ("NCCL_ALGO", "NCCL_MIN_NCHANNELS", "NCCL_PROTO"):
         monkeypatch.setenv(name, "LL")  # so that what the test leaves is removed
     del os.environ["NCCL_ALGO"], os.environ["NCCL_MIN_NCHANNELS"]
 
     def seen(**settings: object) -> list[str | None]:
-        nccl_variables.set_in_process(NcclOptions(settings=settings, override=True) if settings else None)
+        nccl_options.set_in_process(NcclOptions(settings=settings, override=True) if settings else None)
         return [os.environ.get(f"NCCL_{name}") for name in ("ALGO", "MIN_NCHANNELS", "PROTO")]
 
     assert seen(algo="Ring", proto="Simple") == ["Ring", None, "Simple"]
