@@ -2,9 +2,10 @@
 
 Makes the hosts on this machine (`lightning_commopt.launch.lab`), one rank on each, every rank on a core of its own with
 one thread. Plans take turns, A B C A B C, so that a drift of the machine hits all. Each turn is a fit of a Trainer in
-fresh processes on a batch of random images. What is timed of DiLoCo are whole rounds, after a first one. The share of
-computing is the step without any exchange over the plan's. Processor seconds of a step tell what an exchange computes,
-whatever the link.
+fresh processes on a batch of random images. What is timed of DiLoCo are whole rounds, after a first one. The slower
+rank counts: ranks that exchange something wait for it, and others must not seem faster by that. The share of computing
+is the step without any exchange over the plan's. Processor seconds of a step, the mean over the ranks, tell what an
+exchange computes, whatever the link.
 
 python benchmarks/diloco_link.py --output benchmarks/results/diloco_link_HARDWARE_DATE.json
 python benchmarks/diloco_link.py --model vit_l_32 --rates 100mbit --plans none diloco_int4 streaming_int4 --num-turns 1
@@ -80,7 +81,7 @@ class StepEnds(Callback):
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
-    """Trains as one rank; rank 0 prints the mean seconds and processor seconds of its timed steps as JSON."""
+    """Trains as one rank, which prints the mean seconds and processor seconds of its timed steps as JSON."""
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -109,16 +110,21 @@ def run_rank(arguments: argparse.Namespace) -> None:
         callbacks=[ends],
     )
     trainer.fit(ImageModel(arguments.model, arguments.batch_size, num_warmup_steps + num_steps))
-    if os.environ["RANK"] == "0":
-        steps_s = np.diff(ends.seconds[num_warmup_steps - 1 :]).tolist()
-        cpu_s = np.diff(ends.cpu_s[num_warmup_steps - 1 :]).tolist()
-        result = {
-            "step_s": float(np.mean(steps_s)),
-            "cpu_s": float(np.mean(cpu_s)),
-            "steps_s": steps_s,
-            "cpus_s": cpu_s,
-        }
-        print(RESULT + json.dumps(result), flush=True)
+    steps_s = np.diff(ends.seconds[num_warmup_steps - 1 :]).tolist()
+    cpu_s = np.diff(ends.cpu_s[num_warmup_steps - 1 :]).tolist()
+    result = {
+        "step_s": float(np.mean(steps_s)),
+        "cpu_s": float(np.mean(cpu_s)),
+        "steps_s": steps_s,
+        "cpus_s": cpu_s,
+    }
+    print(RESULT + json.dumps(result), flush=True)
+
+
+def result_of(output: str) -> dict[str, Any]:
+    """Returns the result in what a rank has printed."""
+    line = next(line for line in output.splitlines() if line.startswith(RESULT))
+    return dict(json.loads(line.removeprefix(RESULT)))
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
@@ -132,13 +138,15 @@ def measure(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
                 with NetLab(2, rate) as lab:
                     command = [sys.executable, __file__, "--worker", name, "--model", arguments.model, *words]
                     try:
-                        output = lab.run(command, pin_to_cores=True, timeout_s=arguments.timeout_s)[0]
+                        outputs = lab.run(command, pin_to_cores=True, timeout_s=arguments.timeout_s)
                     except RankError as error:
                         print(f"{name} at {rate}: {error}", file=sys.stderr, flush=True)
                         continue
-                line = next(line for line in output.splitlines() if line.startswith(RESULT))
-                runs.append({"turn": turn, "rate": rate, "plan": name, **json.loads(line.removeprefix(RESULT))})
-                print(f"turn {turn + 1}, {rate}, {name}: {runs[-1]['step_s']:.3f} s", flush=True)
+                ranks = [result_of(output) for output in outputs]
+                step_s, cpu_s = max(rank["step_s"] for rank in ranks), np.mean([rank["cpu_s"] for rank in ranks])
+                run = {"turn": turn, "rate": rate, "plan": name, "step_s": step_s, "cpu_s": float(cpu_s)}
+                runs.append({**run, "ranks": ranks})
+                print(f"turn {turn + 1}, {rate}, {name}: {step_s:.3f} s", flush=True)
                 yield runs
 
 
