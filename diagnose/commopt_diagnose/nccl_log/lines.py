@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -46,6 +47,9 @@ _BARE = re.compile(
 _FRAME = " \t\r│|"  # what a terminal's window may draw around a line
 _CLOCK = re.compile(r"\d{1,2}$")
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[\d{1,2}m(?= )|\x00")
+# A line as a string of JSON or CSV, as Docker and clouds keep logs, and what shows that a string is such a line.
+_STRING = re.compile(r'(?:^|[{\[,:])\s*("(?:[^"\\]|\\.)*")(?=\s*(?:[,}\]]|$))')
+_LOGGED = re.compile(r"NCCL (?:INFO|WARN|TRACE|version) |atchdog caught|\[rank\d+\]:")
 # What Ray writes behind a line, in place of lines of other processes that differ from it in numbers only.
 _REPEATED = re.compile(r"\s*(?:ESC)?\s*\[repeated (\d{1,6})x across cluster\].*$")
 
@@ -200,14 +204,30 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
     >>> found.host, found.device, found.place, found.level, found.text
     (None, 0, 'misc/socket.cc:446', 'WARN', 'wrong type 3 != 4')
     """
-    whole = _ESCAPES.sub("", text)
-    text, repeated = whole, _REPEATED.search(whole)
-    if repeated is not None:
-        text = whole[: repeated.start()]
-    for message in _split(text, file, number, is_whole=is_whole):
+    for part in _unquoted(text).split("\n"):
+        whole = _ESCAPES.sub("", part)
+        text, repeated = whole, _REPEATED.search(whole)
         if repeated is not None:
-            message.whole_line, message.num_left_out = whole, int(repeated[1]) - 1  # the line shown is one of them
-        yield message
+            text = whole[: repeated.start()]
+        for message in _split(text, file, number, is_whole=is_whole):
+            if repeated is not None:
+                message.whole_line, message.num_left_out = whole, int(repeated[1]) - 1  # the line shown is one of them
+            yield message
+
+
+def _unquoted(text: str) -> str:
+    r"""Returns what a program wrote, without what a collector of logs has put around it.
+
+    >>> _unquoted(r'{"log":"a:1:2 [0] NCCL INFO Using eth0:10.0.0.1\u003c0\u003e\n","stream":"stdout"}')
+    'a:1:2 [0] NCCL INFO Using eth0:10.0.0.1<0>'
+    """
+    for string in _STRING.findall(text) if '"' in text and _LOGGED.search(text) else ():
+        if _LOGGED.search(string):
+            try:
+                return str(json.loads(string)).rstrip()
+            except ValueError:  # CSV has no escapes
+                return str(string[1:-1])
+    return text
 
 
 def _split(text: str, file: str, number: int, *, is_whole: bool) -> Iterator[Message]:
