@@ -137,7 +137,7 @@ class Connection(NamedTuple):
 
     @property
     def is_multi_node_nvlink(self) -> bool:
-        """Whether it goes over NVLink between hosts (MNNVL), which NCCL counts as one node."""
+        """Whether NVLink may join its ends across hosts (MNNVL). NCCL then calls all NVLinks so."""
         return self.method.startswith("MNNVL")
 
     @property

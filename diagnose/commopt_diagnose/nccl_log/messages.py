@@ -73,8 +73,8 @@ def _read_value(process: Process, message: Message) -> bool:
         for name, address in _PROCESS["interface"].findall(text):
             process.interfaces.setdefault(name, Fact(address, line))
     elif text.startswith(("NET/IB : Using", "NET/IB: Using", "NET/IB: [")):
-        for name in _PROCESS["nic"].findall(text):
-            process.nics.setdefault(name, line)
+        for name, port in _PROCESS["nic"].findall(text):
+            process.nics.setdefault(name + port, line)
     elif match := _PROCESS["network"].match(text):
         process.network = Fact(match[1], line)
     elif _PROCESS["version"].match(text) and (version := find_version(text)):

@@ -24,6 +24,7 @@ from lightning_commopt.text.formatting import list_some
 _VIRTUAL = re.compile(r"docker|virbr|br-|veth|cni|flannel|cali|vmnet|lxc|kube|nodelocal", re.IGNORECASE)
 _PRIVATE = re.compile(r"tun|tap|wl|wg|tailscale|zt|cloudflare", re.IGNORECASE)  # VPNs and Wi-Fi, which others may share
 _LINK_LOCAL = ("fe80", "169.254.")
+_VERBS = ("IB", "NCCL RDMA Plugin")  # NCCL's own transport, and both names of HPC-X's plugin (IBext)
 
 
 def _find_sockets(communicator: Communicator) -> Iterator[Finding]:
@@ -160,10 +161,13 @@ def _gdr_reason(rdma: list[Connection], without: list[Connection], ends: list[Pr
         return reason("gdr_omni_path", omni_path)
     if disabled and "distance" in disabled.text:
         return reason("gdr_distance_allowed" if _is_far_allowed(level) else "gdr_distance", disabled, level)
-    dmabuf = first_of(ends, "dmabuf")
-    if dmabuf and not disabled and not _is_far_allowed(level):
-        return reason("gdr_dmabuf", dmabuf, level, limit=f"NCCL_NET_GDR_LEVEL={level.value}" if level else "NCCL")
-    if not method.startswith("IB") or (disabled and "HCA" not in disabled.text):
+    can_gdr, what = first_of(ends, "gdr_enabled"), "NCCL has found it for the NIC"
+    if can_gdr is None:
+        can_gdr, what = first_of(ends, "dmabuf"), "DMA-BUF is available"
+    if can_gdr and not disabled and not _is_far_allowed(level):
+        limit = f"NCCL_NET_GDR_LEVEL={level.value}" if level else "NCCL"
+        return reason("gdr_dmabuf", can_gdr, level, what=what, limit=limit)
+    if not method.startswith(_VERBS) or (disabled and "HCA" not in disabled.text):
         return reason("gdr_plugin", disabled, unknown="" if disabled else "unknown: perhaps ", method=method)
     lines = [*(line for end in ends for line in end.notes.values()), *(end.version.line for end in ends if end.version)]
     if any("rccl" in line.text.lower() for line in lines):

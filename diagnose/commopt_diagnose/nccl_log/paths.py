@@ -20,12 +20,12 @@ _OFF = ("0", "no", "false", "")  # values with which a switch is off
 
 def is_in_host(communicator: Communicator, connection: Connection) -> bool | None:
     """Returns whether both ends are on one host; None if unknown."""
-    if connection.kind != "NET":
-        return not connection.is_multi_node_nvlink
+    if connection.kind != "NET" and not connection.is_multi_node_nvlink:
+        return True
     if connection.is_between_hosts:
         return False
     num_nodes = communicator.num_nodes
-    if num_nodes == 1:
+    if num_nodes == 1 and not connection.is_multi_node_nvlink:
         return True
     sender, receiver = (communicator.members.get(rank) for rank in connection.pair)
     if sender is None or receiver is None or not sender.process.host or not receiver.process.host:

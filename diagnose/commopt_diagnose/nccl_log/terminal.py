@@ -99,7 +99,7 @@ def _size_text(communicator: Communicator) -> str:
 
 def _hosts_text(communicator: Communicator) -> str:
     hosts = {process.machine for process in communicator.processes if process.host}
-    if any(connection.is_multi_node_nvlink for connection in communicator.connections):
+    if len(hosts) > 1 and any(connection.is_multi_node_nvlink for connection in communicator.connections):
         return f"{count(len(hosts), 'host')}, which NVLink joins"
     if communicator.num_nodes is not None:
         return count(communicator.num_nodes, "host")

@@ -1,13 +1,17 @@
-"""nccl-log on logs of a fourth round: kept by Docker and clouds."""
+"""nccl-log on logs of a fourth round: kept by Docker and clouds, of DGX Spark, racks of NVLink, and HPC-X's plugin."""
 
 from __future__ import annotations
 
+import io
 import json
+import re
 
 import pytest
+from rich.console import Console
 
 from commopt_diagnose.nccl_log.summary import extras_of, networks_of
-from diagnose_support.nccl_sample_logs import HEALTHY, read, told, watchdog
+from commopt_diagnose.nccl_log.terminal import print_log
+from diagnose_support.nccl_sample_logs import HEALTHY, SampleJob, findings, read, told, watchdog
 
 
 def _collected(kind: str, line: str) -> str:
@@ -41,3 +45,50 @@ def test_quotes_in_a_line_that_nothing_has_quoted() -> None:
     line = told('NCCL_TOPO_FILE set by environment to "a", "b"')
     [process] = read(line).processes
     assert process.settings["NCCL_TOPO_FILE"].value == '"a", "b"'
+
+
+@pytest.mark.parametrize("method", ["IB", "IBext_v10", "NCCL RDMA Plugin v10"])
+def test_a_missing_kernel_module_is_one_for_the_plugin_of_hpc_x_too(method: str) -> None:
+    """It uses libibverbs as NCCL does, by whatever name."""
+    disabled = f"NET/{method} : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'"
+    job = SampleJob(hosts=("a", "b"), gpus=1, network=method, between=f"NET/{method}/0", notes=(disabled,))
+    assert "modprobe nvidia-peermem" in findings(job.text())["no_gdr"].advice
+
+
+@pytest.mark.parametrize("how", ["(DMABUF) enabled", "(nvidia-peermem) enabled", "Enabled"])
+def test_a_nic_with_gpudirect_rdma_that_is_not_used_is_too_far_away(how: str) -> None:
+    """The plugin of HPC-X leaves out the last quote."""
+    able = f"NET/IB : GPU Direct RDMA {how} for HCA 0 'rocep1s0f1"
+    job = SampleJob(hosts=("a", "b"), gpus=1, between="NET/IBext_v10/0", notes=(able,))
+    found = findings(job.text())["no_gdr"]
+    assert "further apart than NCCL allows" in found.why
+    assert "peermem" not in found.why + found.advice
+
+
+def test_nics_have_their_own_names() -> None:
+    """And not those of the files by which libibverbs opens them."""
+    opened = "NET/IB: [1] rocep1s0f1:uverbs1:1/RoCE provider=Mlx5 speed=200000 pciPath=/sys/a/0000:01:00.0 ar=0"
+    using = "NET/IB : Using [0]rocep1s0f1:1/RoCE [1]mlx5_2:1/IB [RO]; OOB eth0:10.0.0.1<0>"
+    [process] = read(told(opened), told(using), told("Using network IB")).processes
+    assert list(process.nics) == ["rocep1s0f1:1/RoCE", "mlx5_2:1/IB"]
+
+
+def test_nvlink_within_a_host_of_a_rack() -> None:
+    """In a rack that NVLink joins, NCCL calls the NVLinks within a host MNNVL as well."""
+    ranks = [
+        told(f"comm 0x{rank} rank {rank} nRanks 3 nNodes 1 localRanks 3 localRank {rank} MNNVL 1", host=host, pid=rank)
+        + told(f"Channel 00/0 : {rank}[0] -> {(rank + 1) % 3}[0] via P2P/MNNVL", host=host, pid=rank)
+        for rank, host in enumerate("aab")
+    ]
+
+    def shown(*lines: str) -> str:
+        file = io.StringIO()
+        print_log(read(*lines), [], Console(file=file, width=200))
+        return file.getvalue()
+
+    printed = shown(*ranks)
+    assert re.search("P2P/MNNVL +in a host +0 > 1", printed)
+    assert re.search("P2P/MNNVL +between hosts +1 > 2, 2 > 0", printed)
+    assert "2 hosts, which NVLink joins" in printed
+    assert "1 host," in shown(*ranks[:2])
+    assert "joins" not in shown(*ranks[:2])
