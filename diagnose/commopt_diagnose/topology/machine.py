@@ -17,6 +17,7 @@ UNKNOWN = "?"
 """How unknown links and NUMA nodes are printed."""
 
 _FORMER = {"PSB": "PIX", "SOC": "SYS"}
+_COHERENT = re.compile(r"\bG[HB](10|[123]00)\b")
 _WORD = re.compile(r"NV(?P<num_nvlinks>[1-9]\d{0,2})|PIX|PXB|PHB|NODE|SYS|PSB|SOC")
 
 
@@ -111,6 +112,11 @@ def parse_link(word: str) -> Link | None:
     if (match := _WORD.fullmatch(word)) is None:
         return None
     return Link("NV", int(match["num_nvlinks"])) if match["num_nvlinks"] else Link(_FORMER.get(word, word))
+
+
+def has_coherent_memory(name: str | None) -> bool:
+    """Returns whether NVLink-C2C joins a model of GPU with its CPU, as on Grace and DGX Spark (GB10)."""
+    return _COHERENT.search(name or "") is not None
 
 
 def parse_cpus(text: str) -> frozenset[int]:

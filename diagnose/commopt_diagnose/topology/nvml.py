@@ -8,7 +8,7 @@ from itertools import combinations, product, takewhile
 from pathlib import Path
 from typing import Any
 
-from commopt_diagnose.topology.machine import Gpu, Link, Machine, Nic, TopologyError, parse_cpus
+from commopt_diagnose.topology.machine import Gpu, Link, Machine, Nic, TopologyError, has_coherent_memory, parse_cpus
 
 _LEVELS = {"INTERNAL": "PIX", "SINGLE": "PIX", "MULTIPLE": "PXB", "HOSTBRIDGE": "PHB", "NODE": "NODE", "SYSTEM": "SYS"}
 _MAX_CPUS = 4096  # cores in the mask that the driver is asked for
@@ -63,16 +63,17 @@ class _Reader:
     def _gpu(self, index: int, handle: Any) -> Gpu:
         nvml = self._nvml
         bus_id = _text(nvml.nvmlDeviceGetPciInfo(handle).busId)
-        node = numa_node(self._root, pci_path(self._root, bus_id))
+        name, node = _text(nvml.nvmlDeviceGetName(handle)), numa_node(self._root, pci_path(self._root, bus_id))
         words = self._ask("nvmlDeviceGetCpuAffinity", handle, _MAX_CPUS // 64) or []
         cpus = frozenset(64 * place + bit for place, word in enumerate(words) for bit in range(64) if word >> bit & 1)
         return Gpu(
             label=f"GPU{index}",
-            name=_text(nvml.nvmlDeviceGetName(handle)),
+            name=name,
             bus_id=bus_id,
             numa_node=node,
             cpus=cpus or parse_cpus(read_text(self._root / f"sys/devices/system/node/node{node}/cpulist")),
             pcie_width=self._ask("nvmlDeviceGetCurrPcieLinkWidth", handle),
+            is_coherent=has_coherent_memory(name),
         )
 
     def _gpu_links(self, gpus: list[Gpu], handles: list[Any]) -> Iterator[tuple[frozenset[str], Link]]:

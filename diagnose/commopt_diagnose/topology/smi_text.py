@@ -6,7 +6,16 @@ import re
 from collections.abc import Iterator, Sequence
 
 from commopt_diagnose.topology.amd_tables import read_amd_tables
-from commopt_diagnose.topology.machine import Gpu, Link, Machine, Nic, TopologyError, parse_cpus, parse_link
+from commopt_diagnose.topology.machine import (
+    Gpu,
+    Link,
+    Machine,
+    Nic,
+    TopologyError,
+    has_coherent_memory,
+    parse_cpus,
+    parse_link,
+)
 from commopt_diagnose.topology.matrix_lines import GPU, Row, Table, add_missing_columns, find_tables, split_rows
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\([A-Z0-9]|\[\d{0,3}(?:;\d{1,3})*m|[\x00-\x08\x0b\x0c\x0e-\x1f]")
@@ -20,7 +29,6 @@ _NIC_LEGEND = re.compile(r"\W*NIC Legend")
 _COMMAND = re.compile(r"topo\s+(-mp\b|-m\b|--matrix|-p2p\s+\w+)")
 _NO_NIC = re.compile(r"GPU\d+$|\?")
 _P2P = {"OK", "CNS", "GNS", "TNS", "DR", "NS", "U"}
-_COHERENT = re.compile(r"\b(GH|GB)[123]00\b")
 _AMD = re.compile(r"ROCm|rocm-smi|amd-smi|\bXGMI\b|LINK TYPE TABLE|Link Type between")
 _MARKDOWN = str.maketrans("|*`", "   ")
 _MAX_CHARACTERS = 4000  # the rest of a longer line is ignored
@@ -175,7 +183,7 @@ def _gpus_of(table: Table, labels: Sequence[str], lines: Sequence[str]) -> Itera
     for label in filter(GPU.fullmatch, labels):
         cpus, node, own_node = _affinity(table, table.rows.get(label), len(labels))
         name = names.get(int(label[3:]))
-        is_coherent = own_node.isdecimal() or _COHERENT.search(name or "") is not None
+        is_coherent = own_node.isdecimal() or has_coherent_memory(name)
         # With Grace, a GPU's memory has NUMA nodes too. They follow the first one, which is its CPU's.
         node = node.partition(",")[0] if is_coherent else node
         numa_node = int(node) if node.isdecimal() and len(node) < 5 else None

@@ -229,6 +229,14 @@ def test_grace() -> None:
     assert {finding.code for finding in find_all(machine)} == {"fewer_nics"}
 
 
+@pytest.mark.parametrize(("name", "codes"), [("NVIDIA GB10", set()), ("NVIDIA H100 PCIe", {"far_nic"})])
+def test_spark(name: str, codes: set[str]) -> None:
+    """Its GPU has no memory but its CPU's, so that no place of a NIC is too far for GPUDirect RDMA."""
+    lines = [f"GPU 0: {name} (UUID: GPU-b0)", "\tGPU0\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID"]
+    lines += ["GPU0\t X \tNODE\tNODE\t0-19\t0\t\tN/A", "NIC0\tNODE\t X \tPIX", "  NIC0: rocep1s0f0"]
+    assert {finding.code for finding in find_all(read_smi_text("\n".join(lines), "sent"))} == codes
+
+
 def test_grace_blackwell() -> None:
     """If it fails, a GB200 gets the rate of older NVLinks, or GPUDirect RDMA is denied where C2C joins GPU and CPU."""
     gpus = tuple(Gpu(label=f"GPU{index}", name="NVIDIA GB200", is_coherent=True) for index in range(2))

@@ -152,6 +152,13 @@ def test_nvml(driver: FakeDriver, root: Path) -> None:
     assert machine.nics[0].bytes_per_s == 25e9
 
 
+def test_nvml_on_grace(driver: FakeDriver, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, adapters of a live Grace machine are called far, though no path there is too far."""
+    assert "far_nic" in {finding.code for finding in find_all(read_nvml(root))}
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetName", lambda handle: "NVIDIA GH200 480GB")
+    assert "far_nic" not in {finding.code for finding in find_all(read_nvml(root))}
+
+
 def test_nvml_behind_switches(driver: FakeDriver, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, NVSwitch is not seen: the links of two GPUs are those that both have."""
     kind = pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
