@@ -40,6 +40,7 @@ _SHARP_FOLDERS = (
     *("opt/mellanox/sharp/lib", "opt/hpcx/nccl_rdma_sharp_plugin/lib", "usr/lib", "usr/lib/x86_64-linux-gnu"),
 )
 _DMA_BUF_KERNEL = (5, 12)  # the first Linux in which GPUDirect RDMA can use DMA-BUF
+_IPC_LOCK = 14  # the number of CAP_IPC_LOCK, with which the kernel lets a process lock any memory for an adapter
 _VARIABLES = re.compile(r"(NCCL|TORCH_NCCL|GLOO|OMP|MKL)_")
 
 
@@ -83,6 +84,16 @@ def has_sharp_plugin(root: Path, environment: Mapping[str, str] = os.environ) ->
     return any(list(folder.glob("libnccl-net*.so*")) for folder in folders)
 
 
+def max_locked_bytes(root: Path) -> int | None:
+    """Returns how much memory this process may lock; None without a limit, as root has outside of most containers."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    match = re.search(r"^CapEff:\s*([0-9a-f]+)$", read_text(root / "proc/self/status"), re.MULTILINE)
+    # In a user namespace a capability means nothing for adapters.
+    is_free = match is not None and int(match[1], 16) >> _IPC_LOCK & 1
+    is_free = is_free and read_text(root / "proc/self/uid_map").split() == ["0", "0", str(2**32 - 1)]
+    return None if is_free or limit == resource.RLIM_INFINITY else limit
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """What one rank finds on its host."""
@@ -120,7 +131,6 @@ def collect_facts(
     nccl, address, interfaces = nccl_version(), own_address(), list_interfaces()
     topology, no_topology = _topology(identity)
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    max_locked_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     of_rank: dict[str, Any] = {"host": socket.gethostname()}
     if identity is not None:
         of_rank = {name: getattr(identity, name) for name in ("rank", "host", "world_size", "ranks_per_node")}
@@ -135,7 +145,7 @@ def collect_facts(
         cores=cpus_text(cores),
         num_threads=torch.get_num_threads(),
         shared_memory_bytes=_shared_memory_bytes(root / "dev/shm"),
-        max_locked_bytes=None if max_locked_bytes == resource.RLIM_INFINITY else max_locked_bytes,
+        max_locked_bytes=max_locked_bytes(root),
         ports=read_ports(root / "sys/class/infiniband"),
         has_peer_memory=has_peer_memory(root),
         can_dma_buf=can_dma_buf(root),

@@ -19,6 +19,8 @@ from lightning_commopt.text.findings import Finding, Severity
 from lightning_commopt.text.formatting import grouped, ranks_text
 
 _SMALL_SHARED_MEMORY_BYTES = 2**30  # Docker's default is 64 MiB; workers of dataloaders keep whole batches in it
+# NCCL locks tens of MiB for each peer. Distributions allow 64 KiB, 8 MiB, or an eighth of the memory, which is enough.
+_FEW_LOCKED_BYTES = 2**30
 _OF_ONE_HOST = ("docker", "lo", "virbr")
 # Hosts may name interfaces and adapters differently, and a rank may log more than others.
 _MAY_DIFFER = re.compile(r"NCCL_(DEBUG|SOCKET_IFNAME|OOB_NET_IFNAME|IB_HCA)")
@@ -97,7 +99,7 @@ def find_in_adapters(facts: Facts) -> Iterator[Finding]:
     if len(set(rates.values())) > 1:
         shown = ", ".join(f"{name} {rate}" for name, rate in rates.items())
         yield _finding("warning", "unequal_rates", rates=shown)
-    if facts.ports and facts.max_locked_bytes is not None:
+    if facts.ports and facts.max_locked_bytes is not None and facts.max_locked_bytes < _FEW_LOCKED_BYTES:
         yield _finding("error", "locked_memory", mib=facts.max_locked_bytes / 2**20)
     if facts.ports and facts.gpus and not facts.has_peer_memory and not facts.can_dma_buf:
         yield _finding("warning", "no_gdr")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from commopt_diagnose.doctor.facts import Facts, Port, collect_facts, read_ports
+from commopt_diagnose.doctor.facts import Facts, Port, collect_facts, max_locked_bytes, read_ports
 from commopt_diagnose.doctor.findings import find
 from commopt_diagnose.doctor.meeting import MeetingError, check_port
 from commopt_diagnose.topology.machine import parse_cpus
@@ -82,6 +83,32 @@ def test_a_fault_of_a_host(fault: dict[str, Any], severity: str, what: str, advi
     assert (finding.severity, finding.where) == (severity, "node0")
     assert what in finding.what
     assert advice in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("limit", "capabilities", "users", "expected"),
+    [
+        (2**13, "0000000000000000", "0 0 4294967295", 2**13),
+        (2**13, "000001fffeffffff", "0 0 4294967295", None),
+        (2**13, "000001fffeffffff", "0 1000 1", 2**13),
+        (2**13, "000001fffeffbfff", "0 0 4294967295", 2**13),
+        (resource.RLIM_INFINITY, "0000000000000000", "0 0 4294967295", None),
+    ],
+)
+def test_memory_that_may_be_locked(
+    limit: int, capabilities: str, users: str, expected: int | None, tmp_path: Path
+) -> None:
+    """If it fails, a healthy host gets an error: the kernel asks root's capability first, except in user namespaces."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/status").write_text(f"Name:\tpython\nCapEff:\t{capabilities}\nSeccomp:\t0\n")
+    (tmp_path / "proc/self/uid_map").write_text(f"         {users}\n")
+    with mock.patch("resource.getrlimit", return_value=(limit, limit)):
+        assert max_locked_bytes(tmp_path) == expected
+
+
+def test_an_eighth_of_the_memory_is_enough_to_lock() -> None:
+    """Distributions allow that, which is no error."""
+    assert find([replace(_HEALTHY, max_locked_bytes=2**38)]) == []
 
 
 def test_threads_of_all_ranks_are_compared_with_the_cores_of_all() -> None:
