@@ -33,6 +33,7 @@ _TIMEOUT = timedelta(minutes=30)
 _CPU_RANKS = 2  # the fewest ranks that communicate
 _NUM_WARMUPS = 2  # copies before those that are timed
 _NUM_COPIES = 10  # the median of so few ignores a disturbed one
+_MAX_COPY_BYTES = 2**28  # larger copies are no faster, and the other ranks' buffers fill the GPUs
 
 
 def run_job(
@@ -107,16 +108,20 @@ def _describe_machine(device: torch.device, ranks_per_node: int) -> dict[str, An
 def copy_between_gpus(num_bytes: int) -> list[list[float | None]]:
     """Returns bytes per second from each GPU (row) to each other GPU (column), in the median of 10 copies.
 
-    A copy has ``num_bytes``. The diagonal is None. With fewer than two GPUs the list is empty.
+    A copy has ``num_bytes``, but at most 256 MiB. The diagonal is None. With fewer than two GPUs the list is empty, and
+    where other ranks have their GPUs for themselves (compute mode) or have filled them.
     """
-    num_gpus = torch.cuda.device_count()
+    num_gpus, num_bytes = torch.cuda.device_count(), min(num_bytes, _MAX_COPY_BYTES)
     if num_gpus < 2:
         return []
-    buffers = [torch.ones(num_bytes, dtype=torch.uint8, device=f"cuda:{index}") for index in range(num_gpus)]
-    return [
-        [None if source == target else _rate(buffers[source], buffers[target]) for target in range(num_gpus)]
-        for source in range(num_gpus)
-    ]
+    try:
+        buffers = [torch.ones(num_bytes, dtype=torch.uint8, device=f"cuda:{index}") for index in range(num_gpus)]
+        return [
+            [None if source == target else _rate(buffers[source], buffers[target]) for target in range(num_gpus)]
+            for source in range(num_gpus)
+        ]
+    except RuntimeError:
+        return []  # what was measured before must not be lost
 
 
 def _rate(source: torch.Tensor, target: torch.Tensor) -> float:
@@ -170,18 +175,25 @@ def device_type_of(device: str) -> tuple[str, int]:
     return "cpu", _CPU_RANKS
 
 
+def _num_gpus_of_host() -> int:
+    """Returns the number of GPUs that the ranks of this host have together; 0 if this rank sees none."""
+    num_seen, of_step = torch.cuda.device_count(), os.environ.get("SLURM_GPUS_ON_NODE", "")
+    is_of_srun = not os.environ.get("RANK") and of_step.isdecimal()
+    return max(num_seen, int(of_step)) if num_seen and is_of_srun else num_seen
+
+
 def bench_launched(
     settings: BenchSettings, identity: RankIdentity, *, device: str, on_progress: OnProgress
 ) -> BenchResult | None:
     """Measures as one of the ranks that a launcher has started; the result on rank 0, None on the others.
 
-    The device "auto" is CUDA if each rank has one.
+    The device "auto" is CUDA if each rank has one, which may be the only one that SLURM shows it.
 
     Raises:
         ValueError: a setting does not fit these ranks.
     """
     if device == "auto":
-        device = "cuda" if torch.cuda.device_count() >= identity.ranks_per_node else "cpu"
+        device = "cuda" if _num_gpus_of_host() >= identity.ranks_per_node else "cpu"
     device_type, _ = device_type_of(device)
     os.environ |= {"MASTER_ADDR": identity.address, "MASTER_PORT": str(identity.port)}  # srun leaves them unset
     result = run_job(settings, identity, device_type=device_type, on_progress=on_progress)

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from commopt_diagnose.bench import job
 from commopt_diagnose.bench.cases import messages_of
+from commopt_diagnose.bench.job import bench_launched
 from commopt_diagnose.bench.model import LinkModel
 from commopt_diagnose.bench.result import BenchResult, Row
 from commopt_diagnose.bench.run_result import result_of_run
@@ -21,6 +24,7 @@ from commopt_diagnose.bench.start import start_bench
 from commopt_diagnose.bench.terminal import against_link
 from diagnose_support.sample_bench import case, result_of, sample
 from lightning_commopt.launch import process as processes
+from lightning_commopt.launch.environment import RankIdentity
 from lightning_commopt.launch.process import InterruptedRun, raise_signals
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.plan import CommPlan
@@ -266,3 +270,44 @@ def test_a_signal_while_ranks_start_leaves_no_process(monkeypatch: pytest.Monkey
         for process in started:
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize(
+    ("num_seen", "variables", "expected"),
+    [
+        (1, {"SLURM_GPUS_ON_NODE": "4"}, "cuda"),
+        (1, {"SLURM_GPUS_ON_NODE": "1"}, "cpu"),
+        (0, {"SLURM_GPUS_ON_NODE": "4"}, "cpu"),
+        (1, {"SLURM_GPUS_ON_NODE": "4", "RANK": "0"}, "cpu"),
+        (4, {}, "cuda"),
+    ],
+)
+def test_ranks_that_see_only_their_own_gpu_measure_nccl(
+    num_seen: int, variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it fails, srun --gpus-per-task=1 measures gloo on the CPUs of a cluster with GPUs."""
+    chosen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_seen)
+    monkeypatch.setattr(job, "run_job", lambda *arguments, device_type, on_progress: chosen.append(device_type))
+    for name in ("RANK", "SLURM_GPUS_ON_NODE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    identity = RankIdentity(
+        rank=1, world_size=4, ranks_per_node=4, host="a", address="a", port=29500, hosts_store=False
+    )
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # which gets the address
+    bench_launched(BenchSettings(sizes_bytes=(8,)), identity, device="auto", on_progress=lambda *step: None)
+    assert chosen == [expected]
+
+
+def test_gpus_that_refuse_the_first_rank_cost_only_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a bench ends without any result, as ranks have filled their GPUs or have them for themselves."""
+
+    def refuse(num_bytes: int, **options: object) -> torch.Tensor:
+        assert num_bytes <= 2**28
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "ones", refuse)
+    assert job.copy_between_gpus(2**34) == []
