@@ -163,6 +163,7 @@ class Process:
     driver: Fact | None = None
     network: Fact | None = None  # IB, Socket or a plugin's name
     settings: dict[str, Fact] = field(default_factory=dict)  # environment variables that NCCL has read
+    set_by_plugin: set[str] = field(default_factory=set)  # those among them that a network plugin has set
     nics: dict[str, Line] = field(default_factory=dict)  # NICs, such as mlx5_0:1/IB
     interfaces: dict[str, Fact] = field(default_factory=dict)  # names of network interfaces to their addresses
     gdr: dict[str, Line] = field(default_factory=dict)  # NICs, with the line on whether they have GPUDirect RDMA

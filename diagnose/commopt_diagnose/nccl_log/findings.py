@@ -60,9 +60,14 @@ def find_all(log: NcclLog) -> list[Finding]:
 
 
 def _find_settings(log: NcclLog) -> Iterator[Finding]:
-    """Finds settings that replace NCCL's own choice, or its look at the hardware."""
+    """Finds settings of the user that replace NCCL's own choice, or its look at the hardware."""
     for code, pattern in _SETTINGS:
-        facts = {name: fact for p in log.processes for name, fact in sorted(p.settings.items()) if pattern.match(name)}
+        facts = {
+            name: fact
+            for p in log.processes
+            for name, fact in sorted(p.settings.items())
+            if pattern.match(name) and name not in p.set_by_plugin
+        }
         if facts:
             settings = ", ".join(f"{name}={fact.value}" for name, fact in facts.items())
             yield finding("note", code, *facts.values(), settings=settings)

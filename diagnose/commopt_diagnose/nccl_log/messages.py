@@ -40,6 +40,10 @@ def read_process_line(process: Process, message: Message) -> bool:
     text = message.text
     if not _PROCESS["beginning"].match(text):
         return False
+    if _PROCESS["gdr_off"].match(text):
+        process.notes.setdefault("gdr_disabled", message.line)
+    elif match := _PROCESS["set_by_plugin"].match(text):
+        process.set_by_plugin.add(match[1])
     if (match := _PROCESS_NOTES.match(text)) and match.lastgroup:
         process.notes.setdefault(match.lastgroup, message.line)
         return True
@@ -51,9 +55,6 @@ def read_process_line(process: Process, message: Message) -> bool:
     if match := _PROCESS["failed_at"].match(text):
         if not _PROCESS["aborted"].match(text):
             process.failed_at, process.failed_tid = process.failed_at or Fact(match[1], message.line), message.tid
-        return True
-    if "disabling GDR" in text:
-        process.notes.setdefault("gdr_disabled", message.line)
         return True
     is_known = message.is_whole and _read_value(process, message)
     if is_known and process.failed_tid == message.tid:

@@ -92,3 +92,42 @@ def test_nvlink_within_a_host_of_a_rack() -> None:
     assert "2 hosts, which NVLink joins" in printed
     assert "1 host," in shown(*ranks[:2])
     assert "joins" not in shown(*ranks[:2])
+
+
+def _efa(*messages: str, between: str = "NET/Libfabric/0") -> str:
+    """Returns the log of two hosts over EFA, whose plugin writes further messages."""
+    notes = (
+        "NET/OFI Selected provider is efa, fabric is efa (found 1 nics)",
+        *messages,
+        "DMA-BUF is available on GPU 0",
+    )
+    return SampleJob(hosts=("a", "b"), gpus=1, nics=(), network="Libfabric", between=between, notes=notes).text()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "NET/OFI Could not disable CUDA API usage for HMEM, disabling GDR",
+        "NET/OFI Need to force simple protocol: GDR not supported",
+    ],
+)
+def test_a_plugin_that_turns_gpudirect_rdma_off_says_so(message: str) -> None:
+    """Then no setting for the distance between NIC and GPU changes that."""
+    found = findings(_efa(message))["no_gdr"]
+    assert "the network plugin (Libfabric) offers no GPUDirect RDMA" in found.why
+    assert "GDR_LEVEL" not in found.advice
+
+
+@pytest.mark.parametrize(
+    ("message", "setting"),
+    [
+        ("NET/OFI Adding NCCL_PROTO=simple to environment", "NCCL_PROTO"),
+        ('NET/OFI Setting NCCL_PROTO to "simple"', "NCCL_PROTO"),
+        ("NET/OFI Running on P4d platform, Setting NCCL_TOPO_FILE environment variable to /a.xml", "NCCL_TOPO_FILE"),
+    ],
+)
+def test_settings_of_a_plugin_are_not_the_user_s(message: str, setting: str) -> None:
+    """EFA delivers bytes in any order, so a run without this protocol would compute wrong sums."""
+    seen = f"{setting} set by environment to simple"
+    assert findings(_efa(message, seen, between="NET/Libfabric/0/GDRDMA")) == {}
+    assert len(findings(_efa(seen, between="NET/Libfabric/0/GDRDMA"))) == 1
