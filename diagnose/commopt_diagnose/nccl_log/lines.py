@@ -30,8 +30,8 @@ _RAS = re.compile(rb"(?:#\d+-\d+ \(\w+\) )?(?:INCOMPLETE|DEAD|ERROR|MISMATCH|TIM
 # Before 2.3 NCCL does not write its name before the level. Then the head must have a host, or a device and a place.
 _MARK = re.compile(r"NCCL (INFO|WARN|TRACE)\b ?|(?<=[\d\]] )(INFO|WARN) (?=\S)")
 _HEAD = re.compile(
-    r"(?:(?P<host><[\w.-]+>|[^\s:<>()\[\]{}`*'\"]+):(?P<pid>\d{1,10}):(?P<tid>\d{1,10}) +"
-    r"|(?P<host_only>(?!\d+:)[^\s:/<>()\[\]{}]+):(?P<pid_only>\d{1,10}) +(?=\[)"
+    r"(?:(?P<host><[\w.-]+>|[^\s:<>()\[\]{}`*'\"|=,;]+):(?P<pid>\d{1,10}):(?P<tid>\d{1,10}) +"
+    r"|(?P<host_only>(?!\d+:)[^\s:/<>()\[\]{}|=,;]+):(?P<pid_only>\d{1,10}) +(?=\[)"
     r"|(?<![\w:])\d*:?(?P<tid_only>\d{5,10}) +(?=\[))?"  # the rest of a head of which the beginning is torn off
     r"(?:\[(?P<device>-?\d{1,10})\] +)?(?:\d+\.\d+ +)?"  # TRACE has a time
     r"(?P<place>(?:[^\s:]+\.\w+|\w+):\d+ +(?:\([^()]*\) +)?)?$"
@@ -46,7 +46,8 @@ _BARE = re.compile(
 )
 _FRAME = " \t\r│|"  # what a terminal's window may draw around a line
 _CLOCK = re.compile(r"\d{1,2}$")
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\[\d{1,2}m(?= )|\x00")
+# Colours of a terminal, also as syslog and editors write them.
+_ESCAPES = re.compile(r"(?:\x1b|#033|\\(?:x1b|033|u001b)|\^\[)\[[0-9;?]*[A-Za-z]|\[\d{1,2}m(?= )|\x00")
 # A line as a string of JSON or CSV, as Docker and clouds keep logs, and what shows that a string is such a line.
 _STRING = re.compile(r'(?:^|[{\[,:])\s*("(?:[^"\\]|\\.)*")(?=\s*(?:[,}\]]|$))')
 _LOGGED = re.compile(r"NCCL (?:INFO|WARN|TRACE|version) |atchdog caught|\[rank\d+\]:")

@@ -41,6 +41,16 @@ def test_logs_kept_as_json_or_csv_are_read_as_they_were_written(kind: str) -> No
     assert [warning.rank for warning in kept.warnings] == [3]
 
 
+@pytest.mark.parametrize(
+    "prefix",
+    ["#033[34m", r"\x1b[34m", r"\u001b[34m", "^[[34m", "level=info msg=", "rank-0|", "2026-03-18T11:13:09Z,w-0,"],
+)
+def test_what_stands_right_in_front_of_a_host_is_no_part_of_its_name(prefix: str) -> None:
+    """Colours of a terminal reach logs as syslog and editors write them; logfmt and CSV put no space there."""
+    [process] = read(prefix + told("Bootstrap : Using eth0:10.0.0.1<0>", host="node-3")).processes
+    assert (process.host, process.pid) == ("node-3", 7)
+
+
 def test_quotes_in_a_line_that_nothing_has_quoted() -> None:
     line = told('NCCL_TOPO_FILE set by environment to "a", "b"')
     [process] = read(line).processes
