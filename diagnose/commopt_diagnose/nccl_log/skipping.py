@@ -17,6 +17,7 @@ _OF_INTEREST = re.compile(
     rb"|acquire GIL|\[rank\d+\]: ?\[E|\[rank\d+\]: [\w.]+(?:Error|Exception)\b"
     rb"|ncclUniqueId|monitoredBarrier|nccl: (?:unhandled|internal|invalid)|Nccl error"
     rb"|^\s*(?:Channel|Ring) \d+.* via |^\s*(?:NET/|Using network )"
+    rb"|TCPStore|OOMKilled|Killed process \d|A worker died"
     rb"|oom[-_ ]kill|CUDA out of memory|on signal \d|Xid \(|Signal \d+ \(|exitcode *: -\d|may be stuck"
 )
 # One of these is in each line of interest, and most parts of a training program's output have none.
@@ -24,7 +25,7 @@ _WORDS = (
     *(b"atchdog", b"nqueued", b"ast error:", b" Rank ", b"] INFO ", b" WARN ", b'{"', b" failure ", b"ccl", b"CCL"),
     *(b"ignal ", b"currently unknown", b"mismatch", b"destroy_process", b"with exception", b"acquire GIL", b"[E"),
     *(b" via ", b"NET/", b"Using network", b"monitoredBarrier", b"may be stuck", b"oom", b"out of memory", b"Xid"),
-    *(b"exitcode", b"[rank"),
+    *(b"exitcode", b"[rank", b"TCPStore", b"OOMK", b"Killed process", b"worker died"),
 )
 # Beginnings of lines about buffers and the threads of proxies, from which nothing is concluded. With
 # NCCL_DEBUG_SUBSYS=ALL they are most of a log.

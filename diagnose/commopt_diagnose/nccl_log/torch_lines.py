@@ -14,7 +14,8 @@ from lightning_commopt.text.findings import Line, read_texts
 
 _TEXTS = read_texts(Path(__file__).with_name("patterns.txt"))["other"]
 _PATTERNS = {name: re.compile(text) for name, text in _TEXTS.items()}
-_OUTSIDE_WORDS = ("oom", "ignal", "Xid", "exitcode", "out of memory", "stuck")  # one is in each line of `outside`
+# One of these is in each line of `outside`.
+_OUTSIDE_WORDS = ("oom", "OOMK", "ignal", "Xid", "exitcode", "out of memory", "stuck", "Killed process", "worker died")
 
 
 class TorchLines:

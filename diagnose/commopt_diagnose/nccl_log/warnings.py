@@ -120,6 +120,14 @@ def find_timeouts(log: NcclLog) -> Iterator[Finding]:
     """Finds collectives that timed out, with the rank that is behind, or calls that do not match."""
     for group, timeouts in grouped((timeout.group, timeout) for timeout in _with_groups(log)).items():
         yield _timeout(group, timeouts, log)
+    failed = [last for last in log.progress.values() if last.work is not None]
+    if failed and not log.timeouts and not any(map(_may_be_cause, log.warnings)):
+        by_work = grouped(((last.work, last.group), last.rank) for last in failed)
+        texts = [
+            f"collective {work} of {ranks_text(ranks)}{f' in {group}' if group else ''}"
+            for (work, group), ranks in by_work.items()
+        ]
+        yield finding("error", "failed_work", *failed[:2], works=list_some(texts, 8))
 
 
 def _with_groups(log: NcclLog) -> list[Timeout]:
