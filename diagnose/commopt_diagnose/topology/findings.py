@@ -71,6 +71,7 @@ def _find_ring(machine: Machine) -> Iterator[Finding]:
     ring, at_best = find_ring(machine), find_ring(machine, is_optimistic=True)
     if machine.without_nvlink or ring is None or at_best is None or at_best.worst != ring.worst:
         return  # there may be a better ring over a link that is unknown
+    ring = at_best  # unknown links are no reason to cross slow ones more often
     island = _largest_island(machine)
     numbers = ",".join(sorted((label.removeprefix("GPU") for label in island), key=int))
     texts: dict[str, Any] = {"num_gpus": len(machine.gpus), "worst": ring.worst, "numbers": numbers}

@@ -52,6 +52,10 @@ def test_a_ring_that_must_cross_sockets() -> None:
     assert "every ring over all 8 GPUs crosses SYS" in finding.what
     assert "2 times in the best one found" in finding.what
     assert finding.advice.endswith("CUDA_VISIBLE_DEVICES=0,1,2,3")
+    rows = SAMPLES["pcie_8"].tabbed().splitlines()
+    cut = "\n".join(row for row in rows if not row.startswith(("GPU4", "GPU5", "GPU6", "GPU7")))
+    (of_cut,) = (each for each in find_all(read_smi_text(cut, "sent")) if each.code == "ring_over_sockets")
+    assert "2 times in the best one found" in of_cut.what
     hidden = found("pcie_8", gpus=lambda low, high: "SYS", nodes=lambda gpu: 0)
     assert "a virtual machine or the BIOS may hide" in hidden["ring_over_sockets"].why
 
