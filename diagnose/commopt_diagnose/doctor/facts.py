@@ -94,6 +94,15 @@ def max_locked_bytes(root: Path) -> int | None:
     return None if is_free or limit == resource.RLIM_INFINITY else limit
 
 
+def quota_cores(root: Path) -> float | None:
+    """Returns the processor time that a container may use, in cores, as Kubernetes limits it; None without a limit."""
+    words = read_text(root / "sys/fs/cgroup/cpu.max").split()
+    of_v1 = root / "sys/fs/cgroup/cpu"
+    words = words or [read_text(of_v1 / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+    # Without a limit the first is "max", or -1.
+    return int(words[0]) / int(words[1]) if len(words) == 2 and all(map(str.isdecimal, words)) else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Facts:
     """What one rank finds on its host."""
@@ -108,6 +117,7 @@ class Facts:
     has_gpu_driver: bool = False  # whether NVIDIA's driver is loaded
     num_cores: int  # number of cores that this rank may use
     cores: str = ""  # these cores, such as "0-31,64"; empty if the system does not say
+    quota_cores: float | None = None  # processor time that the ranks of a container may use together, in cores
     num_threads: int  # threads that torch would use
     ranks_per_node: int = 1  # ranks on this host
     shared_memory_bytes: int | None = None  # size of /dev/shm; None without one
@@ -143,6 +153,7 @@ def collect_facts(
         has_gpu_driver=(root / "proc/driver/nvidia/version").exists(),
         num_cores=len(cores) or os.cpu_count() or 1,
         cores=cpus_text(cores),
+        quota_cores=quota_cores(root),
         num_threads=torch.get_num_threads(),
         shared_memory_bytes=_shared_memory_bytes(root / "dev/shm"),
         max_locked_bytes=max_locked_bytes(root),

@@ -16,7 +16,7 @@ from commopt_diagnose.nccl_settings import OF_ONE_RANK
 from commopt_diagnose.topology.machine import parse_cpus
 from lightning_commopt.launch.nccl_variables import find_mistakes, parse_version
 from lightning_commopt.text.findings import Finding, Severity
-from lightning_commopt.text.formatting import grouped, ranks_text
+from lightning_commopt.text.formatting import count, grouped, ranks_text
 
 _SMALL_SHARED_MEMORY_BYTES = 2**30  # Docker's default is 64 MiB; workers of dataloaders keep whole batches in it
 # NCCL locks tens of MiB for each peer. Distributions allow 64 KiB, 8 MiB, or an eighth of the memory, which is enough.
@@ -65,11 +65,14 @@ def _of_host(facts: Facts) -> Iterator[Finding]:
 
 def _too_many_threads(ranks: Sequence[Facts]) -> Iterator[Finding]:
     """Finds that the ranks of a host have more threads than cores; each pinned rank may use only some of these."""
-    num_threads = sum(facts.num_threads for facts in ranks)
+    num_threads, quota = sum(facts.num_threads for facts in ranks), ranks[0].quota_cores
     num_cores = len(frozenset().union(*(parse_cpus(facts.cores) for facts in ranks))) or ranks[0].num_cores
-    if len(ranks) > 1 and num_threads > num_cores:
-        best = max(1, num_cores // len(ranks))
-        yield _finding("warning", "too_many_threads", ranks=len(ranks), threads=num_threads, cores=num_cores, best=best)
+    is_limited = quota is not None and quota < num_cores
+    num_cores = max(1, int(quota)) if quota is not None and is_limited else num_cores
+    if (len(ranks) > 1 or is_limited) and num_threads > num_cores:
+        named, best = "1 rank has" if len(ranks) == 1 else f"{len(ranks)} ranks have", max(1, num_cores // len(ranks))
+        cores = count(num_cores, "core")
+        yield _finding("warning", "too_many_threads", ranks=named, threads=num_threads, cores=cores, best=best)
 
 
 def find_wrong_interfaces(facts: Facts, *, has_others: bool) -> Iterator[Finding]:

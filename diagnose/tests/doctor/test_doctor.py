@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from commopt_diagnose.doctor.facts import Facts, Port, collect_facts, max_locked_bytes, read_ports
+from commopt_diagnose.doctor.facts import Facts, Port, collect_facts, max_locked_bytes, quota_cores, read_ports
 from commopt_diagnose.doctor.findings import find
 from commopt_diagnose.doctor.meeting import MeetingError, check_port
 from commopt_diagnose.topology.machine import parse_cpus
@@ -122,6 +122,31 @@ def test_threads_of_all_ranks_are_compared_with_the_cores_of_all() -> None:
         (finding,) = find(shared)
         assert (finding.severity, finding.where, finding.advice) == ("warning", "node0", f"OMP_NUM_THREADS={best}")
         assert finding.what == f"8 ranks have 128 threads together, and may use {num_cores} cores"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cpu.max": "400000 100000"}, 4),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000"}, 1.5),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({}, None),
+    ],
+)
+def test_threads_of_a_container_are_compared_with_its_limit(
+    files: dict[str, str], expected: float | None, tmp_path: Path
+) -> None:
+    """If it fails, a pod that may use 4 cores starts a thread for each core of its host, and nobody says so."""
+    for name, text in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    assert quota_cores(tmp_path) == expected
+    found = find([replace(_HEALTHY, cores="0-63", num_threads=64, quota_cores=expected, ranks_per_node=1)])
+    cores = {None: "", 4: "4 cores", 1.5: "1 core"}[expected]
+    told = f"1 rank has 64 threads together, and may use {cores}"
+    assert [finding.what for finding in found] == ([told] if cores else [])
 
 
 @pytest.mark.parametrize(
