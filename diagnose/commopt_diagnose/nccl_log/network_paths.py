@@ -27,10 +27,16 @@ _LINK_LOCAL = ("fe80", "169.254.")
 _VERBS = ("IB", "NCCL RDMA Plugin")  # NCCL's own transport, and both names of HPC-X's plugin (IBext)
 
 
+def _is_tcp(network: str, processes: list[Process]) -> bool:
+    """Returns whether a network is TCP: NCCL's own transport, or the plugin for libfabric over it."""
+    return network == "Socket" or ("ibfabric" in network and first_of(processes, "ofi_tcp") is not None)
+
+
 def _find_sockets(communicator: Communicator) -> Iterator[Finding]:
-    sockets = [connection for connection in communicator.connections if connection.method == "Socket"]
+    everyone = communicator.processes
+    sockets = [connection for connection in communicator.connections if _is_tcp(connection.method, everyone)]
     between_hosts = [connection for connection in sockets if is_in_host(communicator, connection) is not True]
-    processes = ends_of(communicator, between_hosts) if between_hosts else communicator.processes
+    processes = ends_of(communicator, between_hosts) if between_hosts else everyone
     networks = [process.network for process in processes if process.network is not None]
     chosen = next((network for network in networks if network.value != "Socket"), networks[0] if networks else None)
     several = communicator.spans_hosts
@@ -39,17 +45,19 @@ def _find_sockets(communicator: Communicator) -> Iterator[Finding]:
     if chosen is None and not between_hosts and (no_device := first_of(processes, "no_ib")):
         has_sockets = any(process.interfaces for process in processes) and not first_of(processes, "ofi")
         chosen = Fact("Socket", no_device) if has_sockets else None
-    is_tcp = chosen is not None and chosen.value == "Socket"
+    is_tcp = chosen is not None and _is_tcp(chosen.value, processes)
     if not between_hosts and not (is_tcp and several is not False and not communicator.connections):
         return
+    network = between_hosts[0].method if between_hosts or chosen is None else chosen.value
     names = sorted({name for process in processes for name in process.interfaces})
     interfaces = f", {', '.join(names[:4])}" if names else ""
     if between_hosts:
         what = f"{pairs_text(between_hosts)} talk over TCP ({between_hosts[0].path}{interfaces})"
     else:
         when = "hosts talk" if several else "if there are several hosts, they talk"
-        what = f"{when} over TCP (network Socket{interfaces})"
-    why = _socket_reason(processes)
+        what = f"{when} over TCP (network {network}{interfaces})"
+    provider = first_of(processes, "ofi_tcp") if network != "Socket" else None
+    why = reason("ofi_tcp", provider) if provider else _socket_reason(processes)
     why = why._replace(advice=f"{why.advice}; on TCP alone, compress: bf16, int8 and PowerSGD pay most here")
     severity: Severity = "slow" if between_hosts or several else "note"
     yield finding(severity, "socket_network", between_hosts[0] if between_hosts else chosen, what=what, why=why)
@@ -124,7 +132,7 @@ def _is_unreachable(name: str, address: str) -> bool:
 
 def _find_no_gdr(communicator: Communicator) -> Iterator[Finding]:
     networks = [connection for connection in communicator.connections if connection.kind == "NET"]
-    rdma = [connection for connection in networks if connection.method != "Socket"]
+    rdma = [connection for connection in networks if not _is_tcp(connection.method, communicator.processes)]
     without = [connection for connection in rdma if not connection.has_gdr]
     ends = ends_of(communicator, without) if without else communicator.processes
     disabled = [name for process in ends for name, line in process.gdr.items() if "isabled" in line.text]

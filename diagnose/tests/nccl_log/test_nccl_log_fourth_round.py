@@ -182,3 +182,28 @@ def test_work_that_failed_without_the_line_that_says_why() -> None:
     assert (found.severity, "collective 32 of ranks 3, 5 in PG ID 2 PG GUID 3" in found.what) == ("error", True)
     assert "failed_work" not in findings(*lines, watchdog(3, 32))
     assert "failed_work" not in findings(*lines, "a:1:2 [0] net.cc:1 NCCL WARN Cuda failure 2 'out of memory'")
+
+
+def _over_libfabric(provider: str, between: str = "NET/AWS Libfabric/0", network: str = "AWS Libfabric") -> str:
+    """Returns the log of two hosts with the plugin for libfabric over a provider without GPUDirect RDMA."""
+    notes = (
+        f"NET/OFI Selected {provider}, fabric is 10.0.0.0/16 (found 2 nics)",
+        "NET/OFI Need to force simple protocol: GDR not supported",
+    )
+    return SampleJob(hosts=("a", "b"), gpus=1, nics=(), network=network, between=between, notes=notes).text()
+
+
+@pytest.mark.parametrize("provider", ["provider is tcp", "Provider is tcp;ofi_rxm", "Provider is sockets"])
+def test_a_plugin_for_libfabric_over_tcp_is_tcp(provider: str) -> None:
+    """Where EFA's or Slingshot's devices are missing, the plugin stays and takes libfabric's TCP: no RDMA at all."""
+    found = findings(_over_libfabric(provider))
+    assert "ranks 0 and 1 talk over TCP (NET/AWS Libfabric" in found["socket_network"].what
+    assert "the plugin for libfabric runs over TCP" in found["socket_network"].why
+    assert "no_gdr" not in found
+
+
+def test_other_providers_and_other_networks_are_not_libfabric_s_tcp() -> None:
+    """A fast provider may lack GPUDirect RDMA; and NCCL's own sockets do not come from a plugin that it left."""
+    assert set(findings(_over_libfabric("provider is cxi"))) == {"no_gdr"}
+    sockets = findings(_over_libfabric("provider is tcp", "NET/Socket/0", "Socket"))
+    assert "libfabric" not in sockets["socket_network"].why
