@@ -109,10 +109,13 @@ def find_mistakes(environment: Mapping[str, str], *, version: tuple[int, ...] | 
     """Looks for misspelt, obsolete and never-existing variables of NCCL, and for values that it does not take.
 
     A name that is unlike all of NCCL's may be for another program, and is no mistake. ``version`` is the version of the
-    NCCL that will read them; None for any that a supported torch comes with.
+    NCCL that will read them; None for any that a supported torch comes with. What this version has no more or not yet
+    is a warning, as training works as it would without.
     """
+    variables = nccl_variables()
+    passed_over = {name for name in environment if name in variables and _no_effect(variables[name], version)}
     return [
-        Finding(severity="error", what=message, advice=f"correct or unset {name}")
+        Finding(severity="warning" if name in passed_over else "error", what=message, advice=f"correct or unset {name}")
         for name, value in sorted(environment.items())
         if (message := _message(name, value, version)) is not None
     ]
@@ -134,14 +137,20 @@ def _message(name: str, value: str, version: tuple[int, ...] | None) -> str | No
     return None if meant is None else f"{name} is not a variable of NCCL; did you mean {meant}?"
 
 
-def _misuse(variable: Variable, value: str, version: tuple[int, ...] | None) -> str | None:
+def _no_effect(variable: Variable, version: tuple[int, ...] | None) -> str | None:
     name = variable.name
     if variable.removed_in is not None and (version or _OLDEST) >= parse_version(variable.removed_in):
         return f"{name} has no effect since NCCL {variable.removed_in}, which removed it"
     if variable.since is not None and version is not None and version < parse_version(variable.since):
         return f"{name} has no effect before NCCL {variable.since}; this is {'.'.join(map(str, version))}"
+    return None
+
+
+def _misuse(variable: Variable, value: str, version: tuple[int, ...] | None) -> str | None:
+    if without := _no_effect(variable, version):
+        return without
     if not variable.accepts(value, version):
-        return f"{name} must be {variable.allowed}, got {value!r}"
+        return f"{variable.name} must be {variable.allowed}, got {value!r}"
     return None
 
 

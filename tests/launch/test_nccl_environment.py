@@ -84,6 +84,10 @@ def test_versions() -> None:
     """If it fails, a variable that this NCCL does not have yet, or does not have any more, passes."""
     assert "before NCCL 2.17" in find_mistakes({"NCCL_NVLS_ENABLE": "1"}, version=(2, 16, 5))[0].what
     assert find_mistakes({"NCCL_TREE_THRESHOLD": "0"}, version=(2, 4, 8)) == []
+    settings = {"NCCL_DEBGU": "INFO", "NCCL_TREE_THRESHOLD": "0", "NCCL_NVLS_ENABLE": "1", "NCCL_ALGO": "Rnig"}
+    severities = {found.what.split()[0]: found.severity for found in find_mistakes(settings, version=(2, 16, 5))}
+    warnings, errors = ("NCCL_NVLS_ENABLE", "NCCL_TREE_THRESHOLD"), ("NCCL_ALGO", "NCCL_DEBGU")
+    assert severities == dict.fromkeys(warnings, "warning") | dict.fromkeys(errors, "error")
     spaced = {"NCCL_DEBUG_SUBSYS": "INIT, NET"}
     assert (len(find_mistakes(spaced, version=(2, 27, 3))), find_mistakes(spaced, version=(2, 30, 3))) == (1, [])
 

@@ -223,9 +223,10 @@ def test_facts_of_this_machine() -> None:
 
 def test_the_command() -> None:
     """If it fails, commopt doctor says something else than it finds."""
-    output = commopt("doctor", "--json", status=1, env={"NCCL_TREE_THRESHOLD": "0"}).output
-    messages = [finding["what"] for finding in json.loads(output)["findings"]]
-    assert "NCCL_TREE_THRESHOLD has no effect since NCCL 2.5, which removed it" in messages
+    output = commopt("doctor", "--json", status=1, env={"NCCL_TREE_THRESHOLD": "0", "NCCL_DEBGU": "INFO"}).output
+    found = {finding["what"]: finding["severity"] for finding in json.loads(output)["findings"]}
+    assert found["NCCL_TREE_THRESHOLD has no effect since NCCL 2.5, which removed it"] == "warning"
+    assert found["NCCL_DEBGU is not a variable of NCCL; did you mean NCCL_DEBUG?"] == "error"
 
 
 def test_a_port_where_nothing_listens_and_a_name_that_is_unknown(port: int) -> None:
