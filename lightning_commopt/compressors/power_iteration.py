@@ -10,7 +10,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -132,9 +132,11 @@ class PowerIteration(Compressor):
         """Returns factors with orthonormal columns, concatenated; the same on every rank."""
         # The CPU's generator gives the same numbers on every kind of machine.
         generator = torch.Generator().manual_seed(self.seed + step)
-        drawn = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
+        # In float32, as torch's default dtype may be one of 16 bits, also only within a `training_step`.
+        options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+        drawn = [torch.randn(shape, generator=generator, **options) for shape in shapes]
         columns = [orthonormal(x, x, self.epsilon).flatten() for x in drawn]
-        factors = torch.cat([torch.empty(0, device="cpu"), *columns]).to(dtype)
+        factors = torch.cat([torch.empty(0, **options), *columns]).to(dtype)
         if device.type != "cuda":
             return factors.to(device)
         return factors.pin_memory().to(device, non_blocking=True)  # does not wait for the device

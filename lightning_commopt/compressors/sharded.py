@@ -9,7 +9,7 @@ Shapes: ``W`` ranks; a shard has ``s`` elements, the concatenated columns of one
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -139,7 +139,7 @@ class ShardedBlockwise(ShardedCompressor):
     def residual(self, state: State, numel: int, world_size: int) -> Tensor | None:
         if "residual" not in state:
             return None
-        flat = torch.empty(world_size * self._filled(numel), device=state["residual"].device)
+        flat = torch.empty(world_size * self._filled(numel), dtype=torch.float32, device=state["residual"].device)
         blockwise.decode(state["residual"], flat, _RESIDUAL_FORMAT)
         return flat.view(world_size, -1)[:, :numel]
 
@@ -247,8 +247,9 @@ def uniform_noise(like: Tensor, seed: int) -> Tensor:
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ (mixed >> shift)) * factor % 2**64
     mixed ^= mixed >> 31
+    options: dict[str, Any] = {"dtype": torch.float32, "device": like.device}
     low, high = (
-        torch.rand(like.shape, generator=torch.Generator(like.device).manual_seed(half), device=like.device)
+        torch.rand(like.shape, generator=torch.Generator(like.device).manual_seed(half), **options)
         for half in (mixed % 2**32, mixed >> 32)
     )
     return low.add_(high).frac_()

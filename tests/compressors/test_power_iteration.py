@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import AlternatingLowRank, AlternatingPowerSGD, Compressor, Layout, PowerSGD
 from lightning_commopt.sync.ddp.attach import attach_bucket_hook
+from support.default_dtype import default_dtype
 from support.ranks import run_ranks
 
 NUM_STEPS = 100
@@ -86,3 +87,13 @@ def test_matrices_that_factors_do_not_make_smaller_travel_as_they_are(
     layout = Layout.of([torch.zeros(sides)], torch.float32)
     numel = 2 * sum(sides) if is_compressed else layout.numel
     assert PowerSGD(matrix_rank=2, min_compression_rate=2).wire_bytes(layout, 2) == 4 * numel
+
+
+@pytest.mark.parametrize("cls", [PowerSGD, AlternatingPowerSGD])
+def test_first_factors_do_not_depend_on_the_default_dtype(cls: type) -> None:
+    """If it fails, training in 16 bits ends with an error, as no QR decomposition of these numbers exists."""
+    layout, drawn = Layout.of([torch.empty(64, 48)], torch.bfloat16), []
+    for dtype in (torch.float32, torch.bfloat16):
+        with default_dtype(dtype):
+            drawn.append(cls(matrix_rank=2).init(layout, torch.device("cpu"))["inner"]["inner"])
+    torch.testing.assert_close(drawn[1], drawn[0], rtol=0, atol=0)

@@ -6,6 +6,7 @@ import torch
 
 from lightning_commopt.compressors.sharded import ShardedInt8, uniform_noise
 from lightning_commopt.compressors.shards import first_seed
+from support.default_dtype import default_dtype
 
 # Values at which fields of fewer bits would run into each other
 _UNITS = (0, 1, 127, 128, 255, 256, 65_535)
@@ -28,6 +29,18 @@ def test_no_two_seeds_give_the_same_numbers() -> None:
     drawn = {tuple(uniform_noise(like, seed).tolist()) for seed in seeds}
     assert len(drawn) == len(seeds)
     torch.testing.assert_close(uniform_noise(like, 7), uniform_noise(like, 7), rtol=0, atol=0)
+
+
+def test_the_default_dtype_changes_nothing() -> None:
+    """If it fails, programs whose default are 16 bits round down too often, and residuals lose digits."""
+    like, feedback = torch.empty(64, device="cpu"), ShardedInt8(error_feedback=True)
+    state = feedback.init(64, 2, like.device)
+    given = uniform_noise(torch.empty(2, 64, device="cpu"), 3)
+    feedback.set_residual(state, given)
+    expected = uniform_noise(like, 7), feedback.residual(state, 64, 2)
+    with default_dtype(torch.bfloat16):
+        found = uniform_noise(like, 7), feedback.residual(state, 64, 2)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_the_numbers_are_uniform_and_independent() -> None:
