@@ -23,7 +23,15 @@ from lightning_commopt.measure.private_folder import PrivateFolder, UntrustedErr
 from lightning_commopt.text.validation import info, warn_once
 
 _SOURCES = sorted(Path(__file__).parent.glob("*.c"))
-_FLAGS = ("-O3", "-march=native", "-mprefer-vector-width=512", "-fno-math-errno", "-shared", "-fPIC")
+_FLAGS = (
+    "-fno-fast-math",  # Intel's compiler and some CC assume that there is no NaN; then one would stay in a residual
+    "-O3",
+    "-march=native",
+    "-mprefer-vector-width=512",
+    "-fno-math-errno",
+    "-shared",
+    "-fPIC",
+)
 _THREADS = "-fopenmp"  # left out if the compiler does not know it
 _TIMEOUT_S = 180  # limit of a compilation, which takes about 2 s; ranks on a busy machine share few cores
 
@@ -68,10 +76,10 @@ def _as_c(argument: int | Tensor | None) -> ctypes.c_ssize_t | ctypes.c_void_p |
 
 
 def _load(compiler: list[str]) -> ctypes.CDLL:
-    """Loads the kept library for this source, compiler and processor, or compiles it if there is none yet."""
+    """Loads the kept library for this source, compiler, flags and processor, or compiles it if there is none yet."""
     # The macros that a compiler predefines include its version and the features of the processor.
     predefined = _run([*compiler, "-march=native", "-dM", "-E", "-"])
-    contents = [*(source.read_bytes() for source in _SOURCES), predefined, repr(compiler).encode()]
+    contents = [*(source.read_bytes() for source in _SOURCES), predefined, repr((compiler, _FLAGS)).encode()]
     digest = hashlib.sha256(b"\0".join(contents)).hexdigest()
     name = f"kernels-{digest[:16]}.so"
     try:
