@@ -214,7 +214,7 @@ class Compressor(ABC):
         """Replaces gradients by their average over the ranks; yields one collective at a time, receives its result.
 
         Every rank must yield the same collectives in the same order, whatever its gradients are. Afterwards all
-        ranks hold the same bits, provided that their processors and libraries compute alike.
+        ranks hold the same bits, provided that their processors, libraries and numbers of threads are the same.
 
         Args:
             flat: ``(n,)`` this rank's gradients; overwritten by the average.
