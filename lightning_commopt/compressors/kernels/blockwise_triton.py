@@ -108,7 +108,8 @@ def _encode(
 ):
     row = tl.program_id(1)
     tile, first = tl.program_id(0), row.to(tl.int64) * num_blocks
-    blocks, elements, fits, inside, is_whole = positions(tile, first, num_blocks, numel, TILE, B, H)
+    # In 64 bits, as a row of a whole unit of FSDP2 may have more than 2**31 codes; a rank's shard has fewer.
+    blocks, elements, fits, inside, is_whole = positions(tile.to(tl.int64), first, num_blocks, numel, TILE, B, H)
     c = load(flat + elements, inside, is_whole).to(tl.float32)
     if HAS_RESIDUAL:
         c += load(residual + elements, inside, is_whole).to(tl.float32)
@@ -197,7 +198,8 @@ def _decode(
     """Decodes one tile. If the step was not ``finite``, it first undoes what `_reduce`, then what `_encode` did."""
     row = tl.program_id(1)
     tile, first = tl.program_id(0), row.to(tl.int64) * num_blocks
-    blocks, elements, fits, inside, is_whole = positions(tile, first, num_blocks, numel, TILE, B, H)
+    # In 64 bits, as a row of a whole unit of FSDP2 may have more than 2**31 codes; a rank's shard has fewer.
+    blocks, elements, fits, inside, is_whole = positions(tile.to(tl.int64), first, num_blocks, numel, TILE, B, H)
     if HAS_UNDO:  # noqa: SIM102 - Triton would compute both sides of `and`
         if tl.min(tl.load(finite + tl.arange(0, FLAGS)).to(tl.int32), 0) == 0:
             # The compiler does not know the number of parts, and therefore does not unroll the loop.
@@ -234,7 +236,8 @@ def _undo_part(
 ):
     """Undoes what `_reduce` and `_encode` did to a part of the residual."""
     first = row.to(tl.int64) * num_blocks
-    blocks, elements, _, inside, _ = positions(number, first, num_blocks, numel, TILE, B, H)
+    # In 64 bits as in `_decode`, since two kinds of places take a third more registers.
+    blocks, elements, _, inside, _ = positions(tl.cast(number, tl.int64), first, num_blocks, numel, TILE, B, H)
     kept = tl.load(residual + elements, inside, 0)
     if row == rank:
         mean = average_tile(

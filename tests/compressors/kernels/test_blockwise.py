@@ -1,8 +1,11 @@
 """What blocks of int8 and int4 lose, against float64, and that their forms agree."""
 
 import itertools
+import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -433,6 +436,35 @@ def extremes_agree(device: str) -> None:
         assert sent[1].cpu().equal(sent[0])
 
 
+def a_far_tile_is_found() -> None:
+    """Decodes and encodes one tile behind 2**31 codes of a row, in files that take no room but for it."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    from lightning_commopt.compressors.kernels import blockwise_triton
+
+    block_format, far, numel = BlockFormat(8, 128), 2**31, 2**31 + blockwise_triton._TILE_NUMEL
+    launch = blockwise_triton.launch
+
+    def launch_last(kernel: Any, grid: tuple[int, int, int], *args: Any, **options: Any) -> None:
+        def begin_last(*_: int) -> None:
+            interpreter_builder.grid_idx = (grid[0] - 1, 0, 0)
+
+        with mock.patch.object(interpreter_builder, "set_grid_idx", begin_last):
+            launch(kernel, (1, 1, 1), *args, **options)
+
+    with tempfile.TemporaryDirectory() as folder, in_form("triton"):
+        flat = torch.from_numpy(np.memmap(f"{folder}/flat", np.float32, "w+", shape=numel))
+        row = torch.from_numpy(np.memmap(f"{folder}/row", np.uint8, "w+", shape=block_format.shard_bytes(numel, 1)))
+        codes, _ = block_format.split(row)
+        flat[far:] = 2.0
+        with mock.patch.object(blockwise_triton, "launch", launch_last):
+            blockwise.encode(flat, None, row.view(1, -1), block_format)
+            assert (codes.view(-1)[far:] == 127).all()
+            flat[far:] = 0
+            blockwise.decode(row.view(1, -1), flat, block_format)
+            assert (flat[far:] > 1.99).all()
+
+
 if __name__ == "__main__":
     # Triton's interpreter rounds twice in an fma before 3.9, and cuts bfloat16 off where devices round to nearest.
     rounds_once = tuple(map(int, version("triton").split(".")[:2])) >= (3, 9)
@@ -440,4 +472,5 @@ if __name__ == "__main__":
         forms_agree("triton", "cpu", DTYPES, error=0 if rounds_once else 2**-22, bfloat16_error=2**-7, every=5)
         if rounds_once:
             extremes_agree("cpu")
+        a_far_tile_is_found()
     print("agree")
