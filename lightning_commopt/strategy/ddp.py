@@ -182,7 +182,9 @@ class CommOptStrategy(base.NamedStrategy, StartedAsDDP):
         super().pre_backward(closure_loss)
         if (trainable := self.gradient_sync.trainable) is not None:
             assert self.lightning_module is not None
-            remedies.check_backward(trainable, self.lightning_module, bool(self.plan.static_graph))
+            remedies.check_backward(
+                trainable, self.lightning_module, self.optimizers, is_static=bool(self.plan.static_graph)
+            )
 
     def post_backward(self, closure_loss: Tensor) -> None:
         super().post_backward(closure_loss)
@@ -222,8 +224,8 @@ class CommOptStrategy(base.NamedStrategy, StartedAsDDP):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._apply_next_plan()
-        module, must_rewrap = self.lightning_module, self.gradient_sync.must_rewrap(is_first_batch=batch_idx == 0)
-        if module is not None and must_rewrap and not optimizer_is_toggled(module):
+        must_rewrap = self.gradient_sync.must_rewrap(self.optimizers, is_first_batch=batch_idx == 0)
+        if (module := self.lightning_module) is not None and must_rewrap and not optimizer_is_toggled(module):
             self.gradient_sync.rewrap(self._wrap)
         self.auto_plan.begin_batch(batch, batch_idx)
 

@@ -26,7 +26,7 @@ from lightning_commopt.strategy.diloco_steps import CountsSteps
 from lightning_commopt.strategy.diloco_workers import WorkerExchanges, keep_batch_norm_within, refuse_pruning
 from lightning_commopt.strategy.fit_guards import FitGuards
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job
-from lightning_commopt.sync.ddp.attach import kept_buffers
+from lightning_commopt.sync.ddp.attach import kept_buffers, of_optimizers
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.diloco.drift import DriftWatch
 from lightning_commopt.sync.diloco.equalize import equalize, tensors_of
@@ -187,10 +187,11 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks, CountsSteps, DecidesTog
             rounds.find_added(module)
         if optimizer_is_toggled(module):
             return
-        if unfrozen := rounds.left_out.unfrozen():
-            self._equalize([*unfrozen.values()])  # a training step may have unfrozen and trained them before
+        if unfrozen := of_optimizers(rounds.left_out.unfrozen().values(), self.optimizers):
+            self._equalize(unfrozen)  # a training step may have unfrozen and trained them before
             rounds.divide_again(module)
-        if self._inner.must_rewrap(is_first_batch=self._is_first_batch):  # parameters may have been frozen, too
+        # Parameters may have been frozen, too.
+        if self._inner.must_rewrap(self.optimizers, is_first_batch=self._is_first_batch):
             self._inner.rewrap(self._wrap)
 
     def _wrap(self, module: Module) -> None:
@@ -227,7 +228,8 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks, CountsSteps, DecidesTog
         if self.rounds is not None and self.lightning_module is not None:
             self.rounds.finish_again()
             self.rounds.find_added(self.lightning_module)
-            self._equalize([*self.rounds.left_out.parameters.values()])  # hooks may have moved them
+            # Hooks may have moved what is in no fragment, and put parameters in the place of others on some ranks only.
+            self._equalize([*self.lightning_module.parameters()])
         super().on_train_end()
 
     def _finish(self) -> None:

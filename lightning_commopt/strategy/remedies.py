@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -117,9 +117,11 @@ def warn_of_missing_buffers(model: DistributedDataParallel, plan: CommPlan) -> N
             warn_once(f"{name}={value} has no effect: the model has no buffers.")
 
 
-def check_backward(trainable: Trainable, module: LightningModule, is_static: bool) -> None:
+def check_backward(
+    trainable: Trainable, module: LightningModule, optimizers: Sequence[torch.optim.Optimizer], *, is_static: bool
+) -> None:
     """Raises if DDP, as it was set up, would not synchronize all gradients of the backward that begins."""
-    if trainable.some_unfrozen():
+    if trainable.some_unfrozen(optimizers):
         raise MisconfigurationException(
             "A parameter was unfrozen within the training step, after DDP had laid out its buckets: each rank"
             " would train it by itself. Unfreeze in on_train_batch_start or earlier; or, if parameters are trained"

@@ -1,5 +1,6 @@
 """Parameters that take turns within the training step, without Lightning's toggling."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_commopt import CommOptDDP
+from lightning_commopt import CommOptDDP, CommOptDiLoCo
 from support.lightnings import Callback, DDPStrategy, LightningModule, Trainer
 from support.ranks import run_ranks_or_raise
 from support.strategy_models import Params, Tiny, assert_same, loader, numbers, trainer
@@ -136,6 +137,37 @@ def test_layers_that_a_hook_adds_or_replaces_are_trained_together() -> None:
         assert_same(params, others)
     assert_same(first[1], first[0])
     assert_same(first[2], first[0], rtol=0.2)
+
+
+class _KeepsBest(Tiny):
+    """Copies its layers in an epoch that each rank chooses for itself, as a baseline in reinforcement learning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.best = copy.deepcopy(self.layers).requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1 + self.global_rank:
+            self.best = copy.deepcopy(self.layers)
+
+
+def _fit_with_best(make_strategy: Callable[[], Any], max_epochs: int) -> Params:
+    model = _KeepsBest()
+    trainer(make_strategy(), max_epochs=max_epochs).fit(model, loader())
+    return numbers(model)
+
+
+def test_copies_that_a_rank_makes_for_itself_are_left_alone() -> None:
+    """If it fails, a rank waits in vain for others to have its copy trained, which DDPStrategy leaves as it is."""
+    of_lightning = run_ranks(_fit_with_best, DDPStrategy, 3)
+    for actual, expected in zip(run_ranks(_fit_with_best, CommOptDDP, 3), of_lightning, strict=True):
+        assert_same(actual, expected)
+
+
+def test_copies_of_some_ranks_with_diloco() -> None:
+    """If it fails, a fit with DiLoCo hangs if one rank makes a copy, or ends with an error or with different copies."""
+    first, second = run_ranks(_fit_with_best, CommOptDiLoCo, 2)
+    assert_same(first, second)
 
 
 def test_unfrozen_within_a_step_is_refused() -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter, SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_commopt.compat.torch import stop_reducing, uses_python_reducer
@@ -141,19 +142,20 @@ class Trainable:
         self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
         self._all = dict(model.module.named_parameters())
 
-    def some_added(self, module: Module) -> bool:
-        """Returns whether the model has got parameters since it was wrapped, also in the place of others."""
+    def some_added(self, module: Module, optimizers: Iterable[Optimizer]) -> bool:
+        """Returns whether optimizers have parameters that the model has got since it was wrapped."""
         known = {id(parameter) for parameter in self._all.values()}
-        return any(id(parameter) not in known for parameter in module.parameters())
+        added = [parameter for parameter in module.parameters() if id(parameter) not in known]
+        return bool(of_optimizers(added, optimizers))
 
     def of_kept(self, module: Module, residuals: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the residuals of parameters that the model still has."""
         kept = {name for name, parameter in module.named_parameters() if self._all.get(name) is parameter}
         return {name: residual for name, residual in residuals.items() if name in kept}
 
-    def some_unfrozen(self) -> bool:
-        """Returns whether a parameter that DDP does not synchronize was unfrozen."""
-        return any(parameter.requires_grad for parameter in self._frozen)
+    def some_unfrozen(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Returns whether a parameter that optimizers have, and DDP does not synchronize, was unfrozen."""
+        return bool(of_optimizers([parameter for parameter in self._frozen if parameter.requires_grad], optimizers))
 
     def some_frozen(self) -> bool:
         """Returns whether a parameter that DDP waits for was frozen."""
@@ -170,6 +172,17 @@ class Trainable:
         finally:
             for parameter in frozen:
                 parameter.requires_grad_(False)
+
+
+def of_optimizers(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Returns those of the parameters that an optimizer has.
+
+    Others may be a rank's own, such as a copy that a hook makes of the best weights so far.
+    """
+    if not (chosen := list(parameters)):
+        return []
+    trained = {id(x) for optimizer in optimizers for group in optimizer.param_groups for x in group["params"]}
+    return [parameter for parameter in chosen if id(parameter) in trained]
 
 
 @contextmanager

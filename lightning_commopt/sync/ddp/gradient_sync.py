@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 
@@ -133,17 +133,17 @@ class GradientSync:
         """Whether the next backward must be synchronized, because DDP records a static graph in the first one."""
         return bool(self.plan.static_graph) and not self._is_graph_recorded
 
-    def must_rewrap(self, *, is_first_batch: bool) -> bool:
-        """Returns whether parameters were frozen or unfrozen since DDP laid out its buckets.
+    def must_rewrap(self, optimizers: Sequence[torch.optim.Optimizer], *, is_first_batch: bool) -> bool:
+        """Returns whether parameters were frozen, or such that optimizers train unfrozen, since DDP made its buckets.
 
         In the first batch of an epoch also whether any were added, as looking at the whole model takes time.
         """
         model, trainable = self.model, self.trainable
         if model is None or trainable is None:
             return False
-        if is_first_batch and trainable.some_added(model.module):
+        if is_first_batch and trainable.some_added(model.module, optimizers):
             return True
-        return trainable.some_unfrozen() or (trainable.some_frozen() and not self.plan.find_unused_parameters)
+        return trainable.some_unfrozen(optimizers) or (trainable.some_frozen() and not self.plan.find_unused_parameters)
 
     def note_accumulation(self) -> None:
         """Notes that a backward only accumulates gradients, which a later one synchronizes."""
