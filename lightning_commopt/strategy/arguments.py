@@ -197,8 +197,8 @@ _NUM_STEPS = _is_count, "a number of steps above 0 or None"
 _SWITCH = (lambda value: isinstance(value, bool)), "true or false"
 _ALLOWED: dict[str, tuple[Callable[[object], bool], str]] = {
     "accelerator": (
-        lambda value: not isinstance(value, str | int | float),
-        'an Accelerator or None; names such as "gpu" are for the Trainer or Fabric',
+        lambda value: value != "" and not isinstance(value, int | float),
+        'an Accelerator, the name of one, such as "gpu", or None',
     ),
     "parallel_devices": (_optional(lambda value: isinstance(value, list)), "a list of torch.device or None"),
     "process_group_backend": (

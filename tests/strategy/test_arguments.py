@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lightning.fabric import Fabric
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
 from lightning_commopt import CommOptDDP, PowerSGD
@@ -14,6 +15,7 @@ from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
 from lightning_commopt.plan import OptionError, UnknownOptionError
 from lightning_commopt.plan.ddp import ddp_options
 from lightning_commopt.text import validation
+from support.lightnings import Trainer
 
 STRATEGIES = [CommOptDDP, FabricCommOptDDP]
 
@@ -26,7 +28,7 @@ STRATEGIES = [CommOptDDP, FabricCommOptDDP]
         ({"timeout": timedelta()}, "timeout must be .* got datetime.timedelta"),
         ({"start_method": "forks"}, "start_method must be one of popen, .* got 'forks'; did you mean 'fork'"),
         ({"process_group_backend": 1}, "process_group_backend must be .* got 1"),
-        ({"accelerator": "gpu"}, "accelerator must be an Accelerator or None; .* got 'gpu'"),
+        ({"accelerator": 2}, "accelerator must be an Accelerator, the name of one, .* got 2"),
         ({"parallel_devices": 2}, "parallel_devices must be a list of torch.device or None, got 2"),
         ({"device_ids": [0]}, "device_ids=.0. cannot be given: Lightning sets it"),
         ({"bucket_cap": 25}, "did you mean 'bucket_cap_mb'"),
@@ -52,6 +54,14 @@ def test_bad_arguments_of_the_trainers_strategy(arguments: dict[str, Any], messa
     """If it fails, a mistake is found in the middle of a job's start, or not at all."""
     with pytest.raises(OptionError, match=message):
         CommOptDDP(**arguments)
+
+
+@pytest.mark.parametrize("make", [Trainer, Fabric])
+def test_name_of_an_accelerator(make: Any) -> None:
+    """If it fails, DDPStrategy(accelerator="gpu") cannot be replaced, which PyTorch Geometric has in an example."""
+    strategy = CommOptDDP if make is Trainer else FabricCommOptDDP
+    made = make(strategy=strategy(accelerator="cpu"), devices=2)
+    assert type(made.strategy.accelerator).__name__ == "CPUAccelerator"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
