@@ -59,7 +59,7 @@ def test_bad_arguments_of_the_trainers_strategy(arguments: dict[str, Any], messa
 @pytest.mark.parametrize("make", [Trainer, Fabric])
 def test_name_of_an_accelerator(make: Any) -> None:
     """If it fails, DDPStrategy(accelerator="gpu") cannot be replaced, which PyTorch Geometric has in an example."""
-    strategy = CommOptDDP if make is Trainer else FabricCommOptDDP
+    strategy: Any = CommOptDDP if make is Trainer else FabricCommOptDDP
     made = make(strategy=strategy(accelerator="cpu"), devices=2)
     assert type(made.strategy.accelerator).__name__ == "CPUAccelerator"
 
