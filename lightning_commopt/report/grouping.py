@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -193,5 +192,5 @@ def _measure(name: str, values: _Values, runs: tuple[Run, ...]) -> Setting:
         val_loss=median_interval(record.val_loss for record in records),
         val_accuracy=median_interval(record.val_accuracy for record in records),
         is_lossy=bool(first.is_lossy),
-        num_diverged=sum(record.val_loss is not None and not math.isfinite(record.val_loss) for record in records),
+        num_diverged=sum(run.has_diverged for run in runs),
     )

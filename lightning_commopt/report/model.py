@@ -58,6 +58,12 @@ class Run:
         return self.folder.parent, seeds, chosen.get("repetition", f"number {self.repetition}")
 
     @property
+    def has_diverged(self) -> bool:
+        """Whether the final validation loss, or the loss at the end of training, is NaN or infinite."""
+        trained = [point.loss for point in self.losses if point.kind == "train"]
+        return any(loss is not None and not math.isfinite(loss) for loss in (self.record.val_loss, *trained[-1:]))
+
+    @property
     def throughput(self) -> float | None:
         """Samples per second over all ranks; None without a positive finite number."""
         rate = self.record.samples_per_s

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from lightning_commopt.measure.runs.losses import LossPoint, write_losses
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.model import Group
 from lightning_commopt.report.terminal import print_report
@@ -97,6 +98,18 @@ def test_a_baseline_that_diverged_is_not_recommended(tmp_path, rates, recommende
     )
     assert not any("stay with it" in sentence for sentence in group.answer)
     assert (group.recommended and group.recommended.name) == recommended
+
+
+@pytest.mark.parametrize("losses", [None, {"none": LOW, "powersgd": LOW}])
+def test_a_loss_that_ends_in_nan_in_training_is_not_recommended(tmp_path, losses):
+    """If it fails, a plan that destroys training is recommended where no validation, or only an earlier one, shows."""
+    save_rates(tmp_path, {"none": SLOW, "powersgd": FASTER}, losses)
+    for number, last in enumerate([math.nan, 1.9, math.inf]):
+        points = [LossPoint(kind="train", step=step, seconds=step, loss=loss) for step, loss in ((1, 2.0), (2, last))]
+        write_losses(tmp_path / f"powersgd_{number}", points)
+    (group,) = build_report([tmp_path]).groups
+    assert group.answer[1] == "In 2 of its 3 runs the loss became NaN; do not use it."
+    assert group.recommended is group.baseline
 
 
 def test_nothing_but_the_plan_with_the_worse_loss_is_faster(tmp_path):
