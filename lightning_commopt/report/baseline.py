@@ -171,12 +171,13 @@ def one_process_for(setting: Setting, settings: Sequence[Setting]) -> Setting | 
     more, such as the batch size.
     """
     on_one = [other for other in settings if other.world_size == 1 and other.samples_per_s is not None]
-    alike = [other for other in on_one if _without_plan(other) == _without_plan(setting)]
+    alike = [other for other in on_one if values_beside_plan(other) == values_beside_plan(setting)]
     same = [other for other in alike if without_ranks(other.values) == without_ranks(setting.values)]
     return next(iter([*same, *alike] if setting.world_size > 1 else alike), None)
 
 
-def _without_plan(setting: Setting) -> dict[str, Value]:
+def values_beside_plan(setting: Setting) -> dict[str, Value]:
+    """Returns the values that say what is trained, and not how gradients travel or on how many ranks."""
     values = without_ranks(setting.values)
     return {
         name: value

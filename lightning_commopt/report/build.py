@@ -23,6 +23,7 @@ from lightning_commopt.report.baseline import (
     loss_change,
     one_process_for,
     speedup_limit,
+    values_beside_plan,
 )
 from lightning_commopt.report.grouping import GroupRuns, group_runs
 from lightning_commopt.report.model import Group, Published, Report, Run, Setting
@@ -153,6 +154,13 @@ _MUST_AGREE = {
     "git": "git commits",
     "parameters": "numbers of parameters",
 }
+# The same for numbers, which configurations need not have. Other batches change throughput and loss, and other numbers
+# of steps the final loss.
+_EQUAL: dict[str, Callable[[Run], float | None]] = {
+    "numbers of samples in a step": lambda run: _samples_per_step(run),
+    "numbers of optimizer steps": lambda run: run.losses[-1].step if run.losses else None,
+}
+_UNEQUAL = 0.05  # share by which they may differ, as the last batch of an epoch may be smaller
 
 
 def _conditions(found_runs: FoundRuns) -> dict[str, str]:
@@ -172,7 +180,11 @@ def _conditions(found_runs: FoundRuns) -> dict[str, str]:
 def _mixed_conditions(groups: Sequence[Group]) -> list[str]:
     """Returns a line for each condition that differs between runs of a group."""
     runs = {group.name: [run for setting in group.settings for run in setting.runs] for group in groups}
-    lines = grouped((line, name) for name, own in runs.items() for line in _find_mixed(own))
+    lines = grouped(
+        (line, group.name)
+        for group in groups
+        for line in (*_find_mixed(runs[group.name]), *_find_unequal(group.settings))
+    )
     return [f"{'' if len(names) == len(groups) else ', '.join(names) + ': '}{line}" for line, names in lines.items()]
 
 
@@ -182,6 +194,27 @@ def _find_mixed(runs: Sequence[Run]) -> list[str]:
     conditions = versions | {words: _distinct(map(_CONDITIONS[name], runs)) for name, words in _MUST_AGREE.items()}
     mixed = {what: " and ".join(values) for what, values in conditions.items() if len(values) > 1}
     return [f"runs with different {what} are compared: {values}" for what, values in mixed.items()]
+
+
+def _find_unequal(settings: Sequence[Setting]) -> list[str]:
+    """Returns a line for each of `_EQUAL` that differs between runs whose settings differ only in the plan."""
+    alike = grouped(
+        ((setting.world_size, *sorted(values_beside_plan(setting).items())), run)
+        for setting in settings
+        for run in setting.runs
+    )
+    lines = []
+    for what, number_of in _EQUAL.items():
+        for runs in alike.values():
+            known = [value for run in runs if (value := number_of(run)) is not None]
+            if known and max(known) > (1 + _UNEQUAL) * min(known):
+                lines.append(f"runs with different {what} are compared: {min(known):,.0f} to {max(known):,.0f}")
+    return list(dict.fromkeys(lines))
+
+
+def _samples_per_step(run: Run) -> float | None:
+    rate, steps_per_s = run.throughput, run.record.steps_per_s
+    return None if rate is None or not steps_per_s else rate / steps_per_s
 
 
 def _distinct(values: Iterable[str | None]) -> list[str]:

@@ -5,12 +5,13 @@ from typing import Any
 
 import pytest
 
+from lightning_commopt.measure.runs.losses import LossPoint, write_losses
 from lightning_commopt.report.baseline import amdahl_serial_share
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.intervals import Interval
 from lightning_commopt.report.model import Group, Setting
 from support.known import known
-from support.sample_runs import ladder_report, plan_run, save_rates, save_run, write_run
+from support.sample_runs import PLANS, ladder_report, plan_run, save_rates, save_run, write_run
 
 
 def _group(folder: Path, *jobs: tuple[str, dict[str, Any]]) -> Group:
@@ -346,6 +347,23 @@ def test_mixed_conditions_are_a_line(tmp_path, one, other, line):
     save_run(tmp_path / "0", "variant=a", **one)
     save_run(tmp_path / "1", "variant=b", **other)
     assert f"runs with different {line}" in build_report([tmp_path]).problems
+
+
+def test_other_batches_and_numbers_of_steps_are_a_line_where_only_the_plan_was_to_differ(tmp_path):
+    """If it fails, a gain of larger batches, or a loss after more steps, is taken for a compressor's without a word."""
+    for name, plan, samples, num_steps in (("a", "none", 16, 100), ("b", "bf16", 64, 1000), ("c", "bf16", 65, 1001)):
+        rates = {"samples_per_s": 10.0 * samples, "steps_per_s": 10.0}
+        run = save_run(tmp_path / name, plan=PLANS[plan], sync_method=plan, **rates)
+        write_losses(run, [LossPoint(kind="train", step=num_steps, seconds=1.0, loss=2.0)])
+    problems = [line for line in build_report([tmp_path]).problems if "compared" in line]
+    assert problems == [
+        "runs with different numbers of samples in a step are compared: 16 to 65",
+        "runs with different numbers of optimizer steps are compared: 100 to 1,001",
+    ]
+    for batch_size in (8, 32):
+        fields = {"samples_per_s": 20.0 * batch_size, "steps_per_s": 10.0}
+        save_run(tmp_path / "chosen" / str(batch_size), f"data.batch_size={batch_size}", **fields)
+    assert not any("compared" in line for line in build_report([tmp_path / "chosen"]).problems)
 
 
 def test_conditions_may_differ_between_groups(tmp_path):
