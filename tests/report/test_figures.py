@@ -22,7 +22,7 @@ from lightning_commopt.report.figures.style import Chart, PlanStyle, plan_styles
 from lightning_commopt.report.figures.throughput import bucket_sizes, overlap, peak_memory, step_parts, throughput
 from lightning_commopt.report.figures.timeline import MAX_SETTINGS, timelines, typical_steps
 from lightning_commopt.report.model import Group, Report
-from lightning_commopt.report.page import sections
+from lightning_commopt.report.page import sections, write_page
 from support.known import known
 from support.sample_runs import SampleRun, save_run, write_run
 
@@ -375,6 +375,24 @@ def test_the_decision_has_each_speedup_with_its_price(sweep: Report) -> None:
             assert (point.x, point.x_ends) == (speedup.median, (speedup.low, speedup.high))
             assert point.y == pytest.approx(100 * (loss.median / losses.median - 1))
             assert known(point.y_ends)[1] == pytest.approx(100 * (known(loss.high) / losses.median - 1))
+
+
+def test_many_settings_have_the_looks_of_their_plans_and_the_page_folds_their_bars(
+    sweep: Report, tmp_path: Path
+) -> None:
+    """If it fails, several settings share a mark in the legend, and charts lie tens of thousands of pixels below."""
+    group = sweep.groups[0]
+    others = [setting for setting in group.settings if setting is not group.baseline]
+    more = tuple(replace(setting, name=f"{setting.name}, {n}") for n in range(3) for setting in others)
+    many = replace(group, settings=(*group.settings, *more))
+    chart = known(decision(many, _styles(sweep)))
+    marked = [trace for trace in _plot(chart).traces if trace.symbol]
+    assert (len(marked), _names(chart)) == (29, ["uncompressed", "bf16", "int8", "PowerSGD"])
+    assert {(trace.color, trace.symbol) for trace in marked} == {
+        (style.color, style.symbol) for style in _styles(sweep).values()
+    }
+    write_page(replace(sweep, groups=(many,)), tmp_path / "many.html")
+    assert "<summary>5 more</summary>" in (tmp_path / "many.html").read_text(encoding="utf-8")
 
 
 def test_without_losses_the_decision_is_bars(sweep: Report) -> None:

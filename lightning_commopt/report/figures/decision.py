@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 from lightning_commopt.report.figures.plot import Band, Plot, Point, Trace, extent, linear_axis
 from lightning_commopt.report.figures.style import (
     IDEAL_COLOR,
+    SYMBOLS,
     Bar,
     Chart,
     Line,
@@ -18,12 +20,14 @@ from lightning_commopt.report.figures.style import (
 )
 from lightning_commopt.report.intervals import TIMES, Interval, kinds_of_intervals, spread_text
 from lightning_commopt.report.model import Group, Setting, loss_change_text
+from lightning_commopt.report.names import display_name
 from lightning_commopt.text.formatting import number
 
 WITHOUT_LOSS = "The runs have no validation loss, so the price of a speed-up is unknown: these are speed-ups alone."
 _HEIGHT = 320  # pixels
 _PERCENT = 100.0
 _SAME = 0.1  # the axis of losses has at least this change to both sides, in per cent: up to here they count as the same
+_MAX_NAMED = 24  # settings in a legend, which is then about as high as the plot
 _BASELINE = Interval(median=1.0, low=None, high=None, num_values=1)
 
 
@@ -40,12 +44,14 @@ def decision(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
     placed = [(setting, speedup) for setting, speedup in known if setting.loss_change is not None]
     if len(placed) < 2 or group.baseline.loss_change is None:
         return _bars(group, known, styles)
-    looks = line_styles([setting.sync_method for setting, _ in placed], styles)
+    looks, lines = _looks([setting for setting, _ in placed], styles)
     traces = [_point(setting, speedup, style, group) for (setting, speedup), style in zip(placed, looks, strict=True)]
     traces.sort(key=lambda trace: trace.is_marked)
     band = ends_of(group.baseline.loss_change.scaled(_PERCENT))
     across, changes = extent(traces)
     note = _note(group, [speedup for _, speedup in known])
+    if len(lines) < len(placed):
+        note += " Marks have the look of their plan; each names its setting when pointed at, and the table has all."
     if band is not None:
         note += " The band is the spread of the baseline's own loss: a change within it is noise."
     without = [setting.name for setting, _ in known if setting.loss_change is None]
@@ -66,10 +72,19 @@ def decision(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
             bands=() if band is None else (Band(IDEAL_COLOR, y_ends=band),),
             height=_HEIGHT,
         ),
-        lines=tuple(
-            Line(setting.name, style, is_line=False) for (setting, _), style in zip(placed, looks, strict=True)
-        ),
+        lines=lines,
     )
+
+
+def _looks(settings: Sequence[Setting], styles: Mapping[str, PlanStyle]) -> tuple[list[PlanStyle], tuple[Line, ...]]:
+    """Returns the look of each setting's mark, and the legend: of plans where settings are too many for own looks."""
+    methods = [setting.sync_method for setting in settings]
+    if len(methods) <= _MAX_NAMED and max(Counter(methods).values()) <= len(SYMBOLS):
+        looks, names = line_styles(methods, styles), [setting.name for setting in settings]
+    else:
+        looks, names = [styles[method] for method in methods], list(map(display_name, methods))
+    named = dict(zip(names, looks, strict=True))
+    return looks, tuple(Line(name, style, is_line=False) for name, style in named.items())
 
 
 def _note(group: Group, speedups: list[Interval]) -> str:
