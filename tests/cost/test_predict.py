@@ -96,6 +96,21 @@ def test_a_faster_link_is_as_fast_as_the_processor_lets_it() -> None:
         link.at_rate(0)
 
 
+def test_more_bytes_than_a_run_has_shown_never_take_less_time() -> None:
+    """If it fails, a compressed run without a probe predicts that bf16 is no faster than sending everything."""
+    link = Link(hop_s=0.0, s_per_byte=1e-9, cpu_s_per_byte=1e-10, seen_bytes=1e8)
+    sizes = [1e8 * factor for factor in (1.0, 1.9, 2.0, 2.1, 4.0, 8.0)]
+    links = [link.for_bytes(num_bytes) for num_bytes in sizes]
+    times_s = [each.time_s("all_reduce", num_bytes, 2) for each, num_bytes in zip(links, sizes, strict=True)]
+    assert times_s == sorted(set(times_s))
+    ends_s = [ratio * times_s[-1] for ratio in (links[-1].low_ratio, links[-1].high_ratio)]
+    assert ends_s == pytest.approx([0.05, 0.8])  # from half of that of the bytes seen to 8 times that
+    assert times_s[-1] == pytest.approx(0.34, abs=0.01)
+    assert [each.cpu_s("all_reduce", num_bytes, 2) for each, num_bytes in zip(links, sizes, strict=True)][3:] == (
+        pytest.approx([0.02, 0.02, 0.02])
+    )
+
+
 def test_accumulation() -> None:
     """Four batches take 3 forwards and backwards more, and send as often."""
     more = WORK.accumulating(4)

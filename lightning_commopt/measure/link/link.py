@@ -49,18 +49,19 @@ class Link:
         """Returns the link for steps that send ``num_bytes``.
 
         Far more bytes than were seen may take time in proportion, or hardly more time than those did, if that was
-        latency. The rate is the geometric mean of the two then, and its interval holds both.
+        latency. They are expected to take the geometric mean of the two, and a constant more, so that more bytes never
+        take less time. The interval is from half the time of the bytes that were seen to the time in proportion.
         """
         factor = num_bytes / self.seen_bytes if self.seen_bytes else 1.0
         if factor <= _MAX_EXTRAPOLATION:
             return self
-        spread = math.sqrt(factor)
+        taken = math.sqrt(factor) + _MAX_EXTRAPOLATION - math.sqrt(_MAX_EXTRAPOLATION)
         return dataclasses.replace(
             self,
-            s_per_byte=self.s_per_byte / spread,
-            cpu_s_per_byte=self.cpu_s_per_byte / factor,
-            low_ratio=min(self.low_ratio, 1 / spread / 2),
-            high_ratio=max(self.high_ratio, spread),
+            s_per_byte=self.s_per_byte * taken / factor,
+            cpu_s_per_byte=self.cpu_s_per_byte * _MAX_EXTRAPOLATION / factor,
+            low_ratio=min(self.low_ratio, 1 / taken / 2),
+            high_ratio=max(self.high_ratio, factor / taken),
         )
 
     def times(self, ratio: float) -> Link:
