@@ -126,6 +126,7 @@ def test_every_model_is_made(model):
         (["strategy=diloco", "strategy.overlap=30"], "overlap=30 does not fit in sync_every=30"),
         (["strategy=single", "trainer.devices=2"], "one device, got trainer.devices=2"),
         (["seed=${nowhere}"], "nowhere"),
+        (["seed=abc"], "seed must be an integer of at least 0, got 'abc'"),
     ],
 )
 def test_a_value_that_cannot_be_run_is_refused(overrides, message):

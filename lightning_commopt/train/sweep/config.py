@@ -75,6 +75,7 @@ def _check_repetition(config: DictConfig) -> None:
             )
         raise ConfigError(f"repeat is for sweeps: add -m, or leave out repeat={repeat}")
     check_integer("repetition", config.repetition, at_least=0)
+    check_integer("seed", config.seed, at_least=0)
 
 
 def _check_warmup(config: DictConfig) -> None:
