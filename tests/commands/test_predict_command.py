@@ -155,13 +155,14 @@ def test_other_worlds(run_dir: Path) -> None:
 def test_named_compressors_only(run_dir: Path) -> None:
     hooks = [one["plan"].get("comm_hook", {}).get("name") for one in plans(run_dir, "--comm-hook=fp16")]
     assert hooks == [None, "fp16"]
+    assert plans(run_dir, "--comm-hook=fp16", "--link=400gbit")[0]["reasons"][0] == "link: a rate of 400 Gbit/s"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--link=fast"], "--link must be a number with kbit, mbit or gbit"),
-        (["--link=unlimited"], "--link must be a rate such as 25gbit"),
+        (["--link=unlimited"], "from 100kbit to 1000gbit, got 'unlimited'"),
         (["--comm-hook=int9"], "int9"),
         (["--comm-hook=Hierarchical"], "--comm-hook: 'hierarchical' is not predicted"),
         (["--comm-hook=by_size"], "'by_size' needs the option 'inner', 'min_numel', and only a name can be given here"),

@@ -114,9 +114,7 @@ def outlook(
     bits_per_s = None
     words = []
     if link is not None:
-        bits_per_s = parse_rate(link, "--link")
-        if bits_per_s is None:
-            raise ValueError(f"--link must be a rate such as 25gbit, got {link!r}")
+        bits_per_s = parse_rate(link, "--link", is_elsewhere=True)
         words.append(f"a link of {link}")
     if num_batches is not None:
         words.append("1 batch per step" if num_batches == 1 else f"{num_batches} batches per step")

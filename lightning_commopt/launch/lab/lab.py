@@ -21,6 +21,7 @@ MASTER_PORT = 29500
 _MAX_HOSTS = 254  # addresses of 10.0.0.0/24, without the first and the last
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}  # tc(8) defines its rates by these factors
 _MIN_RATE, _MAX_RATE = 10**5, 10**11  # bits per second; at the lowest, a packet takes a quarter of a second
+_MAX_RATE_ELSEWHERE = 10**12  # above what a network card has
 # The smaller burst holds two packets at the rates where it counts. The larger one is `_SLOW_BURST_S` at 1 Gbit/s.
 _MIN_BURST_BYTES, _MAX_SLOW_BURST_BYTES = 2**14, 2**18
 # A burst of this duration hides that a timer of the kernel is late. The longer one is for up to 1 Gbit/s.
@@ -33,12 +34,13 @@ _LIMITER = ("htb", "default", "1")
 _ADD_NAMES = 'cp /etc/hosts /run/hosts && printf %s "$1" >> /run/hosts && mount --bind /run/hosts /etc/hosts || true'
 
 
-def parse_rate(rate: str | None, name: str = "rate") -> int | None:
+def parse_rate(rate: str | None, name: str = "rate", *, is_elsewhere: bool = False) -> int | None:
     """Returns bits per second of a rate in the notation of ``tc``; None for None or "unlimited".
 
     Args:
         rate: such as "2.5gbit".
         name: name of the option, for the error message.
+        is_elsewhere: it is of a link that exists, and not to be made here: it may be faster, and not be unlimited.
 
     Raises:
         ValueError: the rate is not in this notation, or is out of range.
@@ -46,14 +48,15 @@ def parse_rate(rate: str | None, name: str = "rate") -> int | None:
     >>> parse_rate("2.5gbit")
     2500000000
     """
-    if rate is None or rate == "unlimited":
+    if not is_elsewhere and (rate is None or rate == "unlimited"):
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate) if isinstance(rate, str) else None
     bits = round(float(match[1]) * _UNITS[match[2]]) if match else 0
-    if not _MIN_RATE <= bits <= _MAX_RATE:
+    max_rate, others = (_MAX_RATE_ELSEWHERE, "") if is_elsewhere else (_MAX_RATE, ", or 'unlimited' or None")
+    if not _MIN_RATE <= bits <= max_rate:
         raise ValueError(
-            f"{name} must be a number with kbit, mbit or gbit, from 100kbit to 100gbit, "
-            f"or 'unlimited' or None, got {rate!r}"
+            f"{name} must be a number with kbit, mbit or gbit, from 100kbit to {max_rate // 10**9}gbit{others},"
+            f" got {rate!r}"
         )
     return bits
 
