@@ -3,7 +3,8 @@
 ``_get_fsdp_state`` returns the state of a unit, which the modules of one call of ``fully_shard`` share, and
 ``_mp_policy`` is its policy. ``gradient_divide_factor`` and ``_all_reduce_hook`` of its parameter groups, and their
 comm objects ``_all_gather_comm`` and ``_reduce_scatter_comm`` (torch >= 2.9), have public setters and no getters; the
-``_module_info`` of their ``fsdp_params`` has the order of parameters. ``_post_accumulate_grad_hooks`` of a parameter
+``_module_info`` of their ``fsdp_params`` has the order of parameters. A group with ``_reduce_scatter_param_indices``
+(torch >= 2.15) has the gradients of one ``grad_dtype`` side by side. ``_post_accumulate_grad_hooks`` of a parameter
 are called with a finished gradient. Before torch 2.9 the module ``_fsdp_collectives`` calls collectives as functions of
 its global ``dist``.
 """
@@ -35,9 +36,17 @@ def units_of(model: Module) -> list[FSDPModule]:
 
 
 def parameters_of(module: FSDPModule) -> list[tuple[Module, str]]:
-    """Returns the owner and the attribute of each parameter of a unit, in the order in which FSDP2 lays them out."""
+    """Returns the owner and the attribute of each parameter of a unit, in the order in which FSDP2 gathers them."""
     infos = [parameter._module_info for group in _groups_of(module) for parameter in group.fsdp_params]
     return [(info.module, info.param_name) for info in infos]
+
+
+def order_of_gradients(unit: FSDPModule) -> list[int]:
+    """Returns the places in `parameters_of` of a unit's parameters, in the order in which their gradients travel."""
+    parameters = [getattr(owner, attribute) for owner, attribute in parameters_of(unit)]
+    has_groups = any(hasattr(group, "_reduce_scatter_param_indices") for group in _groups_of(unit))
+    dtypes = [parameter.grad_dtype if has_groups else None for parameter in parameters]
+    return sorted(range(len(dtypes)), key=lambda place: dtypes.index(dtypes[place]))
 
 
 def dtypes_of(module: FSDPModule) -> set[torch.dtype]:

@@ -21,6 +21,7 @@ from lightning_commopt.compat.fsdp import (
     dtypes_of,
     has_all_reduce_hook,
     has_own_divide_factor,
+    order_of_gradients,
     parameters_of,
     units_of,
 )
@@ -79,15 +80,15 @@ class ShardedSync:
         """
         is_same_model = self._model_ref is not None and self._model_ref() is model
         earlier_residuals = self.residuals() if is_same_model else {}
-        self._model_ref = weakref.ref(model)
+        self._model_ref, self._channels.timeout = weakref.ref(model), timeout
         units = sharded_units(model)
-        self._channels.timeout = timeout
         self.compressor = place_on_nodes(self.compressor, units, ranks_per_node)
         if isinstance(self.compressor, ShardedHierarchical):
             self._channels.ranks_per_node = self.compressor.ranks_per_node
         self.units = []
         for index, (module, columns) in enumerate(units):
-            unit = UnitReduceScatter(self.compressor, self._channels, index, columns)
+            in_order = [columns[place] for place in order_of_gradients(module)]
+            unit = UnitReduceScatter(self.compressor, self._channels, index, in_order)
             self._register(module, unit, replicas_and_shards(columns)[0])
         self.add_residuals(earlier_residuals)
         if not any(column.is_compressed for unit in self.units for column in unit.columns):
@@ -273,7 +274,7 @@ def sharded_units(model: Module) -> list[tuple[FSDPModule, list[Column]]]:
 
 
 def _columns(module: FSDPModule, names: dict[Module, str]) -> Iterator[Column]:
-    """Yields the parameters of a unit in the order in which FSDP2 lays them out."""
+    """Yields the parameters of a unit in the order in which FSDP2 gathers them."""
     for owner, attribute in parameters_of(module):
         parameter: DTensor = getattr(owner, attribute)
         name = ".".join(filter(None, (names[owner], attribute)))

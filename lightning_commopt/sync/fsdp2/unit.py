@@ -102,7 +102,7 @@ class UnitReduceScatter(CompressedUnit):
         compressor: compresses parameters of at least two dimensions.
         channels: the collectives of the units.
         index: number of the unit in the model.
-        columns: all parameters of the unit, which are sharded, in the order in which FSDP2 lays them out.
+        columns: all parameters of the unit, which are sharded, in the order in which FSDP2 lays out their gradients.
 
     Attributes:
         name: the name of the unit, which is that of its first parameter.
