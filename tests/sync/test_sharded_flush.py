@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_commopt import ShardedPlan
 from lightning_commopt.sync.fsdp2 import model_sync
 from lightning_commopt.sync.fsdp2.model_sync import ShardedModelSync
+from lightning_commopt.sync.state import CommState
 from support.collectives import takes_collectives
 from support.warm_ranks import run_ranks
 
@@ -97,3 +98,25 @@ def test_a_unit_that_is_not_used_any_more(is_frozen: bool) -> None:
         assert num_exact == (1 if is_frozen else 3)
         (message,) = messages
         assert message.startswith(f"Rank {rank}: comm_hook has not sent the residuals of heads.b.weight, since")
+
+
+def _resume_on_one_rank() -> tuple[list[bool], float]:
+    feeding = _Feeding()
+    feeding.sync.change_plan(ShardedPlan())
+    residuals = {"heads.a.weight": torch.ones(_SIZE, _SIZE)} if dist.get_rank() == 0 else {}
+    feeding.sync.resume(CommState(None, 1, {}, residuals))
+    feeding.sync.change_plan(ShardedPlan.from_dict({"comm_hook": "int8"}))
+    exact = feeding.sync.gradients
+    feeding.feed("a")
+    last = feeding.sync.gradients
+    assert exact is not None
+    assert last is not None
+    error = float((feeding.remaining["a"] + 0.5).abs().max())
+    return [exact.state().is_common, last.compressor.claims.keeps_residual], error
+
+
+def test_residuals_of_one_rank() -> None:
+    """If it fails, ranks take different compressors where only some have a residual, and wait for each other."""
+    for kinds, error in run_ranks(_resume_on_one_rank, limit_s=60, group_timeout_s=20):
+        assert kinds == [False, False]
+        assert error < 1e-5

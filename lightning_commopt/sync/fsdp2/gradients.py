@@ -135,7 +135,8 @@ class ShardedSync:
         buckets = {index: unit.saved for index, unit in enumerate(self.units) if unit.saved is not None}
         residuals = {name: residual for unit in self.units for name, residual in unit.residuals.items()}
         num_syncs = max((unit.num_syncs for unit in self.units), default=0)
-        return CommState(self.compressor, num_syncs, buckets, residuals, is_common=not buckets and not residuals)
+        is_common = not (buckets or residuals or self.compressor.claims.keeps_residual)
+        return CommState(self.compressor, num_syncs, buckets, residuals, is_common=is_common)
 
     def restore(self, state: CommState[UnitLayout]) -> None:
         """Continues from what `state` has returned on this rank, before the first backward."""

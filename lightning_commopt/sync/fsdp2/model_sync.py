@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -116,7 +115,8 @@ class ShardedModelSync:
     def resume(self, state: CommState[UnitLayout]) -> None:
         """Continues from a state that `agree_on_state` has returned, between two backwards. All ranks must call it."""
         sync = self.gradients
-        if state.residuals and (sync is None or not sync.compressor.claims.keeps_residual):
+        keeps_residual = sync is not None and sync.compressor.claims.keeps_residual
+        if not keeps_residual and on_any_rank(bool(state.residuals)):
             self._replace(self.plan.comm_hook, state)
         elif sync is not None:
             sync.restore(state)
@@ -129,11 +129,7 @@ class ShardedModelSync:
         self._num_flushes, self._flushed_bytes = self._num_flushes + 1, sync.wire_bytes
         state = sync.state()
         unsent = {*state.residuals, *(name for names, _, _ in state.buckets.values() for name in names)}
-        is_unfinished = bool(unsent & sync.trained_names()) and self._num_flushes < _MAX_FLUSHES
-        # A checkpoint may have held residuals of some ranks only.
-        any_unfinished = torch.tensor(int(is_unfinished), device=sync.units[0].device)
-        dist.all_reduce(any_unfinished, dist.ReduceOp.MAX)
-        if any_unfinished:
+        if on_any_rank(bool(unsent & sync.trained_names()) and self._num_flushes < _MAX_FLUSHES):
             return
         if unsent:
             warn(
@@ -171,7 +167,7 @@ class ShardedModelSync:
             state = CommState() if old is None else old.state()
         residuals = state.all_residuals()
         keeps = compressor is not None and compressor.claims.keeps_residual
-        chosen = compressor if keeps or not residuals else ShardedExact()
+        chosen = compressor if keeps or not on_any_rank(bool(residuals)) else ShardedExact()
         if old is not None:
             old.detach()
         new = _sync_for(chosen)
@@ -207,6 +203,13 @@ class ShardedModelSync:
 
 def _sync_for(compressor: ShardedCompressor | None) -> ShardedSync | None:
     return None if compressor is None else ShardedSync(compressor)
+
+
+def on_any_rank(is_true: bool) -> bool:
+    """Returns whether something is true on any rank, as a sync that failed may leave residuals on some. All call it."""
+    answers = [is_true] * dist.get_world_size()
+    dist.all_gather_object(answers, is_true)
+    return any(answers)
 
 
 def set_unit_options(model: Module, plan: ShardedPlan) -> None:
