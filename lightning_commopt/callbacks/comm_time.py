@@ -225,13 +225,13 @@ class CommTimeMonitor(PhaseCallback):
             self._recorder.enter(phase)
         if self._prediction is not None and not self._prediction.is_over:
             self._prediction.enter(phase)
+        if phase == "backward" and self._collectives is not None:
+            self._collectives.update()  # a plan changes when a batch begins
 
     def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
         self._num_samples += count_samples(batch) or 0
         if self._recorder is None:
             return
-        if self._collectives is not None:
-            self._collectives.update()
         if has_stepped:
             self._recorder.end_step(batches_that_stepped(trainer), self._num_samples)
             self._num_samples = 0

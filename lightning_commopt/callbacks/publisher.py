@@ -124,15 +124,14 @@ class CollectiveWatch:
             self._hooks = CollectiveHooks(recorder.issue, sees_end=is_cpu)
             self._closers += [self._hooks.close, around_broadcasts(trainer, _broadcast)]
         if not is_cpu:
-            self._closers.append(
-                ObservedUnits(model, recorder.issue_in_stream, sees_end=True, around=parts_of_one).close
-            )
+            self._units = ObservedUnits(model, recorder.issue_in_stream, sees_end=True, around=parts_of_one)
             if units_of(model):
                 self._closers.append(ComputationWaits(trainer.strategy.root_device, recorder.wait).close)
         else:
             # With hooks a call only ends collectives that do not report their end, such as gloo's reduce-scatters.
             listener = recorder.issue if self._hooks is None else recorder.call
-            self._closers.append(ObservedUnits(model, listener, sees_end=True, around=recorder.waiting).close)
+            self._units = ObservedUnits(model, listener, sees_end=True, around=recorder.waiting)
+        self._closers.append(self._units.close)
         if self._hooks is None:
             info(
                 "CommTimeMonitor observes only gradient sync and FSDP2's all-gathers and reduce-scatters; torch reports"
@@ -140,9 +139,10 @@ class CollectiveWatch:
             )
 
     def update(self) -> None:
-        """Observes process groups that were made since the last call."""
+        """Observes process groups that were made since the last call, and units as a change of plan has left them."""
         if self._hooks is not None:
             self._hooks.update()
+        self._units.update()
 
     def close(self) -> None:
         while self._closers:

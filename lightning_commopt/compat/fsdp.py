@@ -137,25 +137,43 @@ class ObservedUnits:
         sees_end: bool,
         around: Around = nullcontext,
     ) -> None:
-        self._undo: list[Callable[[], None]] = []
-        if not _has_comm_objects() and units_of(model):
-            self._undo.append(_observe_functions(listener, operations, sees_end=sees_end, around=around))
+        self._listener, self._operations, self._sees_end, self._around = listener, operations, sees_end, around
+        self._units = units_of(model)
+        self._undo: dict[int, Callable[[], object]] = {}  # by the id of a comm object, which it keeps alive
+        if not _has_comm_objects() and self._units:
+            self._undo[0] = _observe_functions(listener, operations, sees_end=sees_end, around=around)
+        self.update()
+
+    def update(self) -> None:
+        """Observes the comm objects that units have now, and no others; a change of plan replaces them."""
+        if not _has_comm_objects():
             return
-        for operation, comm in {id(comm): (operation, comm) for operation, comm in comm_objects(model)}.values():
-            if operation not in operations:
-                continue
-            if isinstance(comm, NotifyingComm):
-                comm.listener, comm.around = listener, around
-                self._undo += [partial(delattr, comm, name) for name in ("listener", "around")]
-            else:
-                undo = partial(setattr, comm, "__class__", type(comm))
-                with suppress(TypeError):  # the class of a user's object may be fixed
-                    comm.__class__ = _observed(type(comm), operation, listener, sees_end=sees_end, around=around)
-                    self._undo.append(undo)
+        found = (pair for unit in self._units for pair in _comm_objects_of(unit) if pair[0] in self._operations)
+        present = {id(comm): (operation, comm) for operation, comm in found}
+        for gone in self._undo.keys() - present.keys():
+            self._undo.pop(gone)()
+        for new in present.keys() - self._undo.keys():
+            self._undo[new] = self._observe(*present[new])
 
     def close(self) -> None:
         while self._undo:
-            self._undo.pop()()
+            self._undo.popitem()[1]()
+
+    def _observe(self, operation: str, comm: Any) -> Callable[[], object]:
+        """Observes a comm object until the result is called."""
+        if isinstance(comm, NotifyingComm):
+            comm.listener, comm.around = self._listener, self._around
+
+            def undo() -> None:
+                del comm.listener, comm.around
+
+            return undo
+        own = type(comm)
+        try:
+            comm.__class__ = _observed(own, operation, self._listener, sees_end=self._sees_end, around=self._around)
+        except TypeError:  # the class of a user's object may be fixed
+            return partial(id, comm)
+        return partial(setattr, comm, "__class__", own)
 
 
 AroundCall = Callable[[str, FSDPModule, int, bool], AbstractContextManager[None]]
@@ -166,19 +184,21 @@ whether it is FSDP2's own, which blocks a thread on CPU until it has ended."""
 def around_calls(model: Module, around: AroundCall) -> Callable[[], None]:
     """Calls the comm objects of a model's units within a context, in the caller's thread, until the result is called.
 
-    Until then nothing else may replace the class of these objects, as `ObservedUnits` does.
+    Until then nothing else may replace the class of these objects, but for those that their units have lost.
     """
-    undo: list[Callable[[], None]] = []
+    replaced: list[tuple[Any, type, type]] = []
     for unit in units_of(model):
         for operation, comm in _comm_objects_of(unit):
-            restore = partial(setattr, comm, "__class__", type(comm))
+            own, within = type(comm), _within(type(comm), partial(around, operation, unit))
             with suppress(TypeError):  # the class of a user's object may be fixed
-                comm.__class__ = _within(type(comm), partial(around, operation, unit))
-                undo.append(restore)
+                comm.__class__ = within
+                replaced.append((comm, own, within))
 
     def close() -> None:
-        while undo:
-            undo.pop()()
+        while replaced:
+            comm, own, within = replaced.pop()
+            if type(comm) is within:
+                comm.__class__ = own
 
     return close
 

@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,19 +15,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from lightning_commopt import CommOptModelParallel
+from lightning_commopt import CommOptModelParallel, ShardedPlan
 from lightning_commopt.callbacks import CommTimeMonitor, publisher
 from lightning_commopt.compat import fsdp
 from lightning_commopt.compat.collectives import CollectiveHooks, has_collective_hooks
-from lightning_commopt.compat.fsdp import ComputationWaits, ObservedUnits, comm_objects
+from lightning_commopt.compat.fsdp import ComputationWaits, ObservedUnits, around_calls, comm_objects
 from lightning_commopt.compressors.configs import sharded_from_config
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.measure.operations import OperationTotals
 from lightning_commopt.measure.recorder import StepRecorder, parts_of_one
 from lightning_commopt.sync.fsdp2.gradients import ShardedSync
+from lightning_commopt.sync.fsdp2.model_sync import ShardedModelSync
 from lightning_commopt.sync.fsdp2.parameters import GatheredParameters
 from support.collectives import needs_hooks
+from support.lightnings import Callback
 from support.ranks import run_ranks
 from support.strategy_models import Tiny, loader, trainer
 
@@ -316,6 +319,35 @@ def test_what_compressed_units_send(hook: str, compresses_parameters: bool) -> N
         assert num_ended == len(seen)
 
 
+def _changing() -> tuple[list[Counter[str]], list[str]]:
+    """Trains under three plans, and counts what is seen of each; calls are timed as in predictions."""
+    model, found = _model(), []
+    sync, seen = ShardedModelSync(ShardedPlan()), _Log()
+    sync.attach(model, ranks_per_node=2, timeout=None)
+    observed = ObservedUnits(model, seen, sees_end=True)
+    stop = around_calls(model, lambda *_: nullcontext())
+    for hook in ("none", "int8", "none"):
+        sync.change_plan(ShardedPlan.from_dict({"comm_hook": hook}))
+        observed.update()
+        stop()
+        stop = around_calls(model, lambda *_: nullcontext())
+        seen.issued.clear()
+        _train(model)
+        found.append(Counter(name for name, _ in seen.issued))
+    stop()
+    observed.close()
+    return found, _classes(model)
+
+
+@needs_comm_objects
+def test_units_are_observed_after_a_change_of_plan() -> None:
+    """If it fails, CommTimeMonitor loses sight of gradients when a plan changes, or counts them twice."""
+    expected = {"all_gather": 3 * _NUM_BACKWARDS, "reduce_scatter": 2 * _NUM_BACKWARDS}
+    for found, classes in run_ranks(_changing):
+        assert found == [expected] * 3
+        assert classes == ["DefaultAllGather", "DefaultReduceScatter"]
+
+
 class _Sharded(Tiny):
     def configure_model(self) -> None:
         if not isinstance(self, FSDPModule):
@@ -323,22 +355,32 @@ class _Sharded(Tiny):
                 fully_shard(module, mesh=self.device_mesh["data_parallel"])  # type: ignore[index]
 
 
-def _fit(folder: Path, options: dict[str, Any]) -> None:
+class _Change(Callback):
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        trainer.strategy.apply_plan("int8")
+
+
+def _fit(folder: Path, options: dict[str, Any], changes: bool) -> None:
     monitor = CommTimeMonitor(every_n_steps=2, dirpath=folder, num_warmup_steps=0, print_summary=False)
-    run = trainer(CommOptModelParallel(2, 1, **options), callbacks=[monitor], max_epochs=1)
+    callbacks = [monitor, _Change()] if changes else [monitor]
+    run = trainer(CommOptModelParallel(2, 1, **options), callbacks=callbacks, max_epochs=1)
     with patch.object(publisher, "has_collective_hooks", lambda: False):
         run.fit(_Sharded(), loader(8 * 4))
 
 
 @needs_comm_objects
 @pytest.mark.parametrize(
-    ("options", "source"),
-    [({}, ""), ({"comm_hook": "int8"}, "int8 reduce-scatter")],
-    ids=["plain", "int8"],
+    ("options", "changes", "source"),
+    [
+        ({}, False, ""),
+        ({"comm_hook": "bf16"}, True, "int8 reduce-scatter"),
+        pytest.param({"comm_hook": "int8"}, False, "int8 reduce-scatter", marks=pytest.mark.exhaustive),
+    ],
+    ids=["plain", "changed", "int8"],
 )
-def test_monitor_without_hooks_of_torch(options: dict[str, Any], source: str, tmp_path: Path) -> None:
+def test_monitor_without_hooks_of_torch(options: dict[str, Any], changes: bool, source: str, tmp_path: Path) -> None:
     """If it fails, CommTimeMonitor does not see FSDP2 with torch 2.9 to 2.13, or in the wrong phase."""
-    run_ranks(_fit, tmp_path, options)
+    run_ranks(_fit, tmp_path, options, changes)
     ranks = read_run(tmp_path)
     assert [rank.rank for rank in ranks] == [0, 1]
     for rank in ranks:
