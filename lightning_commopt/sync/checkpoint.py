@@ -54,7 +54,7 @@ OF_DILOCO = "diloco"
 """The kind of a state that `lightning_commopt.sync.diloco.checkpoint` reads, and no other strategy."""
 
 _VERSION = 3
-READABLE_VERSIONS = (1, 2, _VERSION)  # the first two had the same keys; those of FSDP2 are read in `sync/fsdp2`
+READABLE_VERSIONS = (1, 2, _VERSION)  # the first two had the same keys; only DDP's are read
 _CONTENT = ("version", "kind", "compressor", "num_syncs", "ranks")
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -217,7 +217,7 @@ def open_checkpoint(saved: Any, load: Callable[[int, Any], Any] = _in_file) -> S
 
 def _from_version_2(saved: Mapping[str, Any]) -> dict[str, Any]:
     if "sharded" in saved:
-        raise CheckpointError("it is FSDP2's, of a version that only CommOptModelParallel reads")
+        raise CheckpointError(f"it is FSDP2's of version {saved['version']}, of which only {_VERSION} can be read")
     ranks = [{"states": part["buckets"], "residuals": part["residuals"]} for part in saved["ranks"]]
     return {**saved, "kind": "buckets", "ranks": ranks}
 

@@ -3,7 +3,6 @@
 Policy: a version reads the files of its own and of the version before.
 """
 
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_commopt import CommOptDDP, CommOptModelParallel
+from lightning_commopt import CommOptDDP
 from lightning_commopt.sync.checkpoint import KEY, READABLE_VERSIONS, open_checkpoint
-from lightning_commopt.sync.fsdp2 import checkpoint as sharded_checkpoint
 from lightning_commopt.sync.state import CheckpointError
-from support.collectives import takes_collectives
 from support.cross_section import sampled
-from support.kept_states import DDP, HERE, SHARDED, Sharded
+from support.kept_states import DDP, HERE
 from support.lightnings import Callback
 from support.strategy_models import Tiny, loader, trainer
 from support.warm_ranks import run_ranks
@@ -30,16 +27,9 @@ class _Look(Callback):
     """Copies what a fit resumes with."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        strategy = trainer.strategy
-        if isinstance(strategy, CommOptDDP):
-            state = strategy.gradient_sync.state()
-            assert state is not None
-            self.num_syncs = state.num_syncs
-            self.residuals = {name: value.clone() for name, value in state.all_residuals().items()}
-        else:
-            self.units = [unit.first_seed for unit in strategy.sharded_sync.units]
-            buckets = strategy.sharded_sync.state().buckets.values()
-            self.states = [{key: x.clone() for key, x in its_state.items()} for _, _, its_state in buckets]
+        state = trainer.strategy.gradient_sync.state()
+        self.num_syncs = state.num_syncs
+        self.residuals = {name: value.clone() for name, value in state.all_residuals().items()}
 
 
 def _resumed(path: Path, hook: dict[str, Any]) -> tuple[int, dict[str, Tensor], list[str]]:
@@ -99,40 +89,7 @@ def test_a_dtype_is_none_but_a_dtype(name: Any) -> None:
         open_checkpoint(saved).of_rank(0, 2, None)
 
 
-def _resumed_shards(path: Path, name: str) -> tuple[list[int], list[dict[str, Tensor]], list[str]]:
-    hook, is_folder = SHARDED[name]
-    look = _Look()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        strategy = CommOptModelParallel(comm_hook=hook, save_distributed_checkpoint=is_folder)
-        run = trainer(strategy, max_epochs=3, callbacks=[look])
-        with torch.random.fork_rng():
-            run.fit(Sharded(), loader(24), ckpt_path=path)
-    messages = [str(warning.message) for warning in caught if "comm_hook" in str(warning.message)]
-    return look.units, look.states, messages
-
-
-@takes_collectives
-@pytest.mark.parametrize("version", sampled([1, 2], by_default=[2]))
-def test_residuals_of_shards_are_read(tmp_path: Path, version: int) -> None:
-    """If it fails, an upgrade of this package drops what error feedback of shards has not sent yet."""
-    path = tmp_path / "feedback.ckpt"
-    shutil.copytree(HERE / f"fsdp2_{version}" / "feedback.ckpt", path)
-    for rank, (_, states, messages) in enumerate(run_ranks(_resumed_shards, path, "feedback")):
-        expected = list(sharded_checkpoint._load_version_2(path / KEY, rank).values())
-        assert messages == []
-        assert len(states) == len(expected) >= 2
-        for its_state, its_expected in zip(states, expected, strict=True):
-            assert torch.equal(its_state["residual"], its_expected["residual"])
-            assert its_state["residual"].any()
-
-
-@takes_collectives
-@pytest.mark.parametrize("version", sampled([1, 2], by_default=[1]))
-def test_seeds_of_shards_go_on_without_their_collisions(version: int) -> None:
-    """If it fails, a run that goes on with this version rounds on several ranks with the same numbers."""
-    path = HERE / f"fsdp2_{version}" / "stochastic.ckpt"
-    for units, states, messages in run_ranks(_resumed_shards, path, "stochastic"):
-        assert messages == []
-        assert len(states) == len(units) >= 2
-        assert [int(its_state["seed"]) for its_state in states] == [seed + _NUM_STEPS for seed in units]
+def test_fsdp2s_versions_before_are_refused() -> None:
+    """If it fails, a checkpoint of an unknown form is taken for one of DDP's."""
+    with pytest.raises(CheckpointError, match="it is FSDP2's of version 2, of which only 3 can be read"):
+        open_checkpoint({"version": 2, "sharded": {}, "units": {}, "ranks": []})
