@@ -53,12 +53,12 @@ def _steps(overlaps: bool, fsdp: dict[str, Any], num_replicas: int) -> tuple[lis
 @pytest.mark.parametrize(
     ("fsdp", "num_replicas", "num_submitted"),
     [
-        ({}, 1, 3 * 3),
-        # FSDP2 casts what is reduced, and all-reduces it.
+        ({}, 1, 3 * 4),
+        # FSDP2 casts what is reduced.
         pytest.param(
-            {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}, 1, 0, marks=pytest.mark.exhaustive
+            {"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)}, 1, 3 * 4, marks=pytest.mark.exhaustive
         ),
-        pytest.param({}, 2, 0, marks=pytest.mark.exhaustive),
+        pytest.param({}, 2, 0, marks=pytest.mark.exhaustive),  # FSDP2 all-reduces it.
     ],
     ids=str,
 )
@@ -104,6 +104,23 @@ def test_a_unit_that_is_used_twice() -> None:
     blocking, overlapping = (run_ranks(_of_unit_used_twice, overlaps)[0] for overlaps in (False, True))
     assert blocking.abs().max() > 0
     assert torch.equal(blocking, overlapping)
+
+
+def _cleared_on_one_rank() -> Tensor:
+    model, sync = ShardedSetup().wrap(ShardedBf16())
+    sync.allow_overlap()
+    model(ShardedSetup().gradients(0)).backward()
+    for parameter in model.parameters():
+        parameter.grad = None if dist.get_rank() else torch.zeros_like(parameter.grad)
+    model(ShardedSetup().gradients(0)).backward()
+    return flatten(averages_of(model))
+
+
+def test_gradients_that_one_rank_has_cleared() -> None:
+    """If it fails, ranks of which only some have dropped gradients, such as infinite ones, wait for each other."""
+    first, second = run_ranks(_cleared_on_one_rank, limit_s=60, group_timeout_s=20)
+    assert first.abs().max() > 0
+    assert torch.equal(first, second)
 
 
 def _hooked() -> list[bool]:

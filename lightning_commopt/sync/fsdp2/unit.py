@@ -172,9 +172,11 @@ class UnitReduceScatter(CompressedUnit):
             with self._notifying("reduce_scatter", self._source, num_bytes):
                 _reduce_scatter(rows, output_tensor, runs, self._compressor, state, channel, carried)
 
-        if overlap is not None and self._is_untouched(output_tensor):
-            # FSDP2 may have another group of the same ranks.
+        if overlap is not None and self.may_overlap:
+            # Over the thread's group in any case, since gradients may be left from before on some ranks only.
             overlap.submit(task, output_tensor, self.group, self.around)
+            if not self._is_untouched(output_tensor):
+                overlap.wait()
             return
         if overlap is not None:
             overlap.wait()
@@ -182,7 +184,7 @@ class UnitReduceScatter(CompressedUnit):
 
     def _is_untouched(self, output: Tensor) -> bool:
         """Returns whether FSDP2 only makes views of the output, so that it may be filled later."""
-        return self.may_overlap and all(
+        return all(
             getattr(column.owner, column.attribute) is parameter
             and parameter.grad is None
             and keeps_reduced(parameter, output.dtype)
