@@ -8,7 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.fsdp2.parameters import GatheredParameters
 from support.warm_ranks import run_ranks
 
@@ -67,3 +69,18 @@ def test_matrices_are_rounded_and_vectors_are_not(options: dict[str, Any], world
             else:
                 assert 0 < error < 0.01
             assert torch.equal(seen[name], results[0][1][name])
+
+
+def _tensor_parallel() -> str:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("data", "tensor"))
+    model = parallelize_module(nn.Linear(4, 4), mesh["tensor"], ColwiseParallel())
+    fully_shard(model, mesh=mesh["data"])
+    with pytest.raises(OptionError) as caught:
+        GatheredParameters().attach(model)
+    return str(caught.value)
+
+
+def test_tensor_parallelism_is_refused() -> None:
+    """If it fails, shards of two kinds are taken for one, or a user looks for an option that was not given."""
+    for message in run_ranks(_tensor_parallel):
+        assert "comm_hook and param_hook work with data parallelism only, but the placements of weight are" in message

@@ -282,8 +282,8 @@ def _columns(module: FSDPModule, names: dict[Module, str]) -> Iterator[Column]:
         *replicated, sharded = parameter.placements
         if type(sharded) is not Shard or not all(type(placement) is Replicate for placement in replicated):
             raise OptionError(
-                f"comm_hook works with data parallelism only, but {name} has the placements {parameter.placements}:"
-                " shard with fully_shard alone, over a mesh of shards, or of replicas and shards"
+                f"comm_hook and param_hook work with data parallelism only, but the placements of {name} are"
+                f" {parameter.placements}: shard with fully_shard alone, over a mesh of shards, or replicas and shards"
             )
         yield Column(name, owner, attribute, parameter.shape, sharded.dim)
 
@@ -293,7 +293,7 @@ def replicas_and_shards(columns: Sequence[Column]) -> tuple[int, int]:
     meshes = {getattr(column.owner, column.attribute).device_mesh for column in columns}
     if len(meshes) > 1:
         raise OptionError(
-            f"comm_hook needs one mesh for all parameters of a unit, but the unit of {columns[0].name} has several"
+            f"comm_hook and param_hook need one mesh for all of a unit, but that of {columns[0].name} has several"
         )
     (mesh,) = meshes
     num_shards = mesh.size(mesh.ndim - 1)
