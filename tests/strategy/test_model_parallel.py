@@ -49,7 +49,7 @@ def _fit(strategy: Any, num_replicas: int, **options: Any) -> tuple[Counter[str]
     model = _Sharded(num_replicas)
     run = trainer(strategy, max_epochs=1, accumulate_grad_batches=_ACCUMULATED, **options)
     with torch.random.fork_rng(), counted_collectives(all_groups=True) as counted:
-        run.fit(model, loader(_BATCHES * 4 * dist.get_world_size()))
+        run.fit(model, loader(_BATCHES * 4 * dist.get_world_size()), loader(8) if run.num_sanity_val_steps else None)
     assert run.global_step == _STEPS
     return counted, {name: value.full_tensor().numpy() for name, value in model.state_dict().items()}
 
@@ -105,7 +105,8 @@ def _printed(num_replicas: int) -> list[str]:
 
     rank_zero.log.addHandler(Collecting())
     rank_zero.log.setLevel(logging.INFO)
-    _fit(CommOptModelParallel(dist.get_world_size(), 1, accumulate_grads="unsharded"), num_replicas)
+    strategy = CommOptModelParallel(dist.get_world_size(), 1, accumulate_grads="unsharded")
+    _fit(strategy, num_replicas, num_sanity_val_steps=1)  # which leaves parameters gathered
     return [text for text in records if "accumulate_grads" in text]
 
 

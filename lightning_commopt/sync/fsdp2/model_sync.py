@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -225,10 +225,12 @@ def set_unit_options(model: Module, plan: ShardedPlan) -> None:
         warn_once(f"{names} has no effect: the model has no unit of FSDP2.")
 
 
-def gradient_bytes(sharded: Iterable[Module]) -> tuple[int, int]:
+def gradient_bytes(sharded: Sequence[FSDPModule]) -> tuple[int, int]:
     """Returns the bytes of a rank's gradients without sharding and with it, in the parameters' dtype."""
+    for module in sharded:
+        module.reshard()  # the forward of a validation may have left its parameters gathered
     unsharded_bytes = sharded_bytes = 0
-    for parameter in {parameter for module in sharded for parameter in module.parameters()}:
+    for parameter in {p for module in sharded for p in module.parameters()}:  # type: ignore[attr-defined]
         if isinstance(parameter, DTensor) and parameter.requires_grad:
             local = parameter.to_local()
             # In a mesh of replicas, shards and tensor parallelism, the first sharded dimension is FSDP's.
