@@ -21,7 +21,7 @@ from lightning_commopt.callbacks.publisher import AllRanks, CollectiveWatch, Met
 from lightning_commopt.callbacks.run_description import describe_hook, describe_plan, describe_rank
 from lightning_commopt.callbacks.sharded_prediction import ShardedPredictionRecorder, recorder_for
 from lightning_commopt.compat.lightning import batches_that_stepped, count_samples
-from lightning_commopt.compat.loops import wrap_method
+from lightning_commopt.compat.loops import num_batches, wrap_method
 from lightning_commopt.compat.spawned import notify_in_spawned_rank
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.link.from_steps import NUM_TIMES
@@ -180,6 +180,10 @@ class CommTimeMonitor(PhaseCallback):
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
             self._catch_up(trainer)
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        self._catch_up(trainer)
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         assert self._recorder is not None
@@ -239,7 +243,9 @@ class CommTimeMonitor(PhaseCallback):
             if self._recorder.num_pending >= self._every_n_steps + self._recorder.clock.num_lag_steps:
                 self._receive(trainer)
                 self._send(trainer)
-        if trainer.is_last_batch or self._global_step == trainer.max_steps:
+        # A rank that waits here, while others go on as they have more batches, would keep them from being told so.
+        are_all_here = trainer.is_last_batch and num_batches(trainer) is not None
+        if are_all_here or self._global_step == trainer.max_steps:
             self._catch_up(trainer)
         self.new_steps, self._windows = tuple(self._windows), []
 
