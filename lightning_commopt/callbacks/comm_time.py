@@ -56,7 +56,7 @@ class CommTimeMonitor(PhaseCallback):
     and ranks are published a window later: to all loggers of the Trainer under ``comm_time/``, with the number of the
     window's last step, and in ``trainer.callback_metrics``, at the same step on all ranks, for ``ModelCheckpoint`` and
     ``EarlyStopping``. At the end of an epoch and before a validation the last window is published at once; before the
-    first window, the steps so far. ``docs/reference/metrics.md`` defines every key.
+    first window, the steps so far. Until then a rank of `CommOptDiLoCo` that is ahead publishes later. ``docs/reference/metrics.md`` defines every key.
 
     Args:
         every_n_steps: optimizer steps in a window.
@@ -239,10 +239,9 @@ class CommTimeMonitor(PhaseCallback):
         if has_stepped:
             self._recorder.end_step(batches_that_stepped(trainer), self._num_samples)
             self._num_samples = 0
-            # The counts are the same on all ranks: callback_metrics must not differ between them.
-            if self._recorder.num_pending >= self._every_n_steps + self._recorder.clock.num_lag_steps:
-                self._receive(trainer)
-                self._send(trainer)
+            # Between exchanges a rank of DiLoCo may be ahead, and would wait here in place of the next exchange.
+            is_alone = isinstance(plan_of(trainer.strategy), DiLoCoPlan)
+            self._send_windows(trainer, 0.0 if is_alone else math.inf)
         # A rank that waits here, while others go on as they have more batches, would keep them from being told so.
         are_all_here = trainer.is_last_batch and num_batches(trainer) is not None
         if are_all_here or self._global_step == trainer.max_steps:
@@ -251,10 +250,20 @@ class CommTimeMonitor(PhaseCallback):
 
     def _catch_up(self, trainer: Trainer) -> None:
         """Publishes the last window; before the first one, the steps so far."""
+        self._send_windows(trainer)
         self._receive(trainer)
         if not self.metrics and not self._all_ranks.is_over:
             self._send(trainer, even_if_empty=True)  # another rank may have steps
             self._receive(trainer)
+
+    def _send_windows(self, trainer: Trainer, limit_s: float = math.inf) -> None:
+        """Sends each window that is full, once the one before has arrived within ``limit_s``."""
+        assert self._recorder is not None
+        # The counts are the same on all ranks: callback_metrics must not differ between them.
+        while self._recorder.num_pending >= self._every_n_steps + self._recorder.clock.num_lag_steps:
+            if not self._receive(trainer, limit_s):
+                return
+            self._send(trainer)
 
     def _send(self, trainer: Trainer, even_if_empty: bool = False) -> None:
         """Sends the oldest steps to all ranks, at most a window."""

@@ -18,6 +18,8 @@ from lightning_commopt.measure.record import EXCHANGE
 from lightning_commopt.measure.summary import summarize_run
 from lightning_commopt.measure.trace import to_trace
 from lightning_commopt.sync.diloco.report import Report
+from lightning_commopt.sync.store import poll
+from support.lightnings import Callback, Trainer
 from support.warm_ranks import run_ranks
 
 _OF_FIRST, _OF_SECOND = 8 * 16 + 16, 16 * 4 + 4  # parameters of the two layers, each of which is a fragment
@@ -74,3 +76,39 @@ def test_a_fit_without_an_exchange_says_so(tmp_path: Path) -> None:
         assert headline == (
             "No exchange has ended in these steps, so its cost is unknown: they are fewer than sync_every."
         )
+
+
+class Ahead(Callback):
+    """Lets rank 1 begin once rank 0 has taken ten steps."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.was_ahead = path, False
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 0 and batch_idx == 10:
+            self.path.touch()
+        elif trainer.global_rank == 1 and batch_idx == 0:
+            self.was_ahead = poll(self.path.exists, 20)
+
+
+def _go_ahead(folder: Path) -> tuple[bool, list[int], float]:
+    monitor, ahead = CommTimeMonitor(num_warmup_steps=0, every_n_steps=3, dirpath=folder), Ahead(folder / "ahead")
+    strategy = CommOptDiLoCo(sync_every=40)
+    fit(
+        monitor,
+        strategy,
+        callbacks=[ahead],
+        default_root_dir=folder,
+        max_steps=14,
+        validates=True,
+        val_check_interval=12,
+    )
+    return ahead.was_ahead, [record.step for record in read_run(folder)[0].steps], monitor.summary["step_s"]
+
+
+def test_a_rank_that_is_ahead_waits_in_no_window(tmp_path: Path) -> None:
+    """If it fails, ranks wait between two steps, where no number shows it, and not in the next exchange."""
+    (_, steps, one), (was_ahead, _, other) = run_ranks(_go_ahead, tmp_path, limit_s=100)
+    assert was_ahead
+    assert steps == list(range(14))
+    assert one == other
