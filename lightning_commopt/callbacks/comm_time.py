@@ -56,7 +56,8 @@ class CommTimeMonitor(PhaseCallback):
     and ranks are published a window later: to all loggers of the Trainer under ``comm_time/``, with the number of the
     window's last step, and in ``trainer.callback_metrics``, at the same step on all ranks, for ``ModelCheckpoint`` and
     ``EarlyStopping``. At the end of an epoch and before a validation the last window is published at once; before the
-    first window, the steps so far. Until then a rank of `CommOptDiLoCo` that is ahead publishes later. ``docs/reference/metrics.md`` defines every key.
+    first window, the steps so far. Until then a rank of `CommOptDiLoCo` that is ahead publishes later.
+    ``docs/reference/metrics.md`` defines every key.
 
     Args:
         every_n_steps: optimizer steps in a window.

@@ -16,7 +16,7 @@ from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs import sentences
 from lightning_commopt.watch.hangs.flight_recorder import Difference, find_departure, find_difference
 from lightning_commopt.watch.hangs.marks import BACKWARD, END, EPOCH_END, PHASES
-from lightning_commopt.watch.hangs.operations import called_alone, is_in_batch, is_under_rank_zero_only
+from lightning_commopt.watch.hangs.operations import called_alone, is_debugged, is_in_batch, is_under_rank_zero_only
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 
 _DOWN = ("unreachable", "unwatched", "stopped", "finished")
@@ -50,7 +50,7 @@ def is_hang(snapshots: Sequence[RankSnapshot], after_s: float) -> bool:
 
 def may_end_ranks(snapshots: Sequence[RankSnapshot], kind: str) -> bool:
     """Returns whether ``action="abort"`` may end all ranks after a diagnosis of a ``kind``: some must wait in vain."""
-    if kind == "interrupted" or any(rank.state == "silent" for rank in snapshots):
+    if kind == "interrupted" or any(rank.state == "silent" or is_debugged(rank) for rank in snapshots):
         return False
     return any(rank.is_waiting or rank.is_consequence for rank in snapshots)
 

@@ -1,4 +1,4 @@
-"""Operations that need all ranks, and that programs call on one: recognized by the functions on a rank's stack."""
+"""What the functions on a rank's stack tell: operations that need all ranks, called on one; a debugger's prompt."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ _FUNCTIONS = {
     "sharded": (("_fully_shard/_fsdp_state.py", "_pre_forward"), ("_fully_shard/_fsdp_param_group.py", "unshard")),
 }
 _RANK_ZERO_ONLY = ("/rank_zero.py wrapped_fn",)
+_PROMPTS = ("/pdb.py interaction", "/pydevd.py do_wait_suspend")
 _BATCH = "loops/training_epoch_loop.py advance"
 
 
@@ -53,3 +54,8 @@ def is_under_rank_zero_only(rank: RankSnapshot) -> bool:
 def is_in_batch(rank: RankSnapshot) -> bool:
     """Returns whether a rank is within one of training's batches, in a hook at its end for instance."""
     return _BATCH in rank.frames
+
+
+def is_debugged(rank: RankSnapshot) -> bool:
+    """Returns whether somebody is at a debugger's prompt in a rank, or has stopped its process with a debugger."""
+    return rank.process.startswith("stopped by a debugger") or any(frame.endswith(_PROMPTS) for frame in rank.frames)

@@ -1,7 +1,10 @@
 """What is a hang, and what may be ended: never a run that is healthy, however slow one of its ranks is."""
 
+import io
 import os
+import pdb
 import random
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +29,7 @@ from lightning_commopt.watch.hangs.marks import (
 )
 from lightning_commopt.watch.hangs.observation import Observation, WatcherSettings
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
+from lightning_commopt.watch.hangs.stacks import Frame, own_stacks
 
 AFTER_S = 60.0
 
@@ -71,6 +75,10 @@ def recorded(number: int, ago_s: float = 0.0) -> dict[str, Any]:
         ),
         pytest.param([rank(0, FORWARD, 590, innermost=None), waiting(1)], False, True, id="no stack"),
         pytest.param([waiting(0)], False, True, id="no other monitor"),
+        pytest.param([rank(0, state="stopped", process="stopped, 0.1 s"), waiting(1)], True, True, id="SIGSTOP"),
+        pytest.param(
+            [rank(0, state="stopped", process="stopped by a debugger, 0.1 s"), waiting(1)], True, False, id="gdb"
+        ),
         pytest.param([rank(0, state="silent"), waiting(1, idle_s=590)], False, False, id="silent"),
         pytest.param([rank(0, state="silent"), waiting(1, idle_s=601)], True, False, id="silent for long"),
         pytest.param([rank(0, state="unreachable"), waiting(1)], True, True, id="host lost"),
@@ -92,6 +100,30 @@ def test_what_is_a_hang(snapshots: list[RankSnapshot], is_one: bool, may_end: bo
     """If it fails, a healthy run is reported or ended, or a hang is not."""
     assert is_hang(snapshots, AFTER_S) == is_one
     assert may_end_ranks(snapshots, "late") == may_end
+
+
+def test_no_rank_is_ended_while_one_is_at_a_prompt() -> None:
+    """If it fails, ``action="abort"`` ends a run while its user looks at it with ``breakpoint()`` on one rank."""
+    reader, writer = os.pipe()
+
+    def stop() -> None:
+        with os.fdopen(reader) as typed:
+            pdb.Pdb(stdin=typed, stdout=io.StringIO(), nosigint=True).set_trace()
+            time.sleep(0)
+
+    thread = threading.Thread(target=stop, daemon=True)
+    thread.start()
+    stack: list[str] = []
+    while not any("cmdloop" in frame for frame in stack):
+        stack = [str(Frame(*frame)) for frame in own_stacks().get(thread.ident or 0, ())]
+    looked_at = rank(0, FORWARD, 61, pid=1, fit_thread="0x1", stacks={"process 1": {"0x1": stack}})
+    os.write(writer, b"continue\n")
+    thread.join()
+    os.close(writer)
+    assert is_hang([looked_at, waiting(1)], AFTER_S)
+    assert not may_end_ranks([looked_at, waiting(1)], "late")
+    looked_at.stacks["process 1"]["0x1"] = stack[-1:]
+    assert may_end_ranks([looked_at, waiting(1)], "late")
 
 
 @pytest.mark.parametrize("seed", range(200))
