@@ -14,7 +14,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from lightning_commopt.callbacks.fit_totals import FitTotals, print_summary
-from lightning_commopt.callbacks.folders import check_dirpath, local_folder
+from lightning_commopt.callbacks.folders import check_dirpath, check_unshared, local_folder
 from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.callbacks.prediction import PredictionRecorder
 from lightning_commopt.callbacks.publisher import AllRanks, CollectiveWatch, MetricPublisher, StepFiles, gathering_group
@@ -81,6 +81,7 @@ class CommTimeMonitor(PhaseCallback):
 
     Raises:
         ValueError: an argument is out of range.
+        MisconfigurationException: a fit begins with another monitor in the Trainer that saves records in ``dirpath``.
     """
 
     def __init__(
@@ -132,6 +133,9 @@ class CommTimeMonitor(PhaseCallback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
+            callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+            monitors = [callback for callback in callbacks if isinstance(callback, CommTimeMonitor)]
+            check_unshared([monitor._dirpath for monitor in monitors if monitor._save_records], self)
             # An earlier fit has left its observers if another callback's `on_exception` raised before this one's.
             self._closing.close()
             self._reset(trainer.world_size)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_commopt.compat.lightning import MisconfigurationException
 from lightning_commopt.text.validation import warn_once
 
 
@@ -19,6 +21,15 @@ def check_dirpath(dirpath: str | Path | None) -> Path | None:
     if not isinstance(dirpath, (str, os.PathLike)) or _is_url(str(dirpath)):
         raise ValueError(f"dirpath must be a local folder or None, got {dirpath!r}")
     return Path(dirpath).expanduser()
+
+
+def check_unshared(dirpaths: Sequence[Path | None], callback: object) -> None:
+    """Raises a MisconfigurationException if two callbacks like ``callback`` would write into one ``dirpath``."""
+    if len({*dirpaths}) < len(dirpaths):
+        raise MisconfigurationException(
+            f"{type(callback).__name__}: another one in the same Trainer writes the same files. Give it another"
+            " dirpath, or save_records=False."
+        )
 
 
 def local_folder(folder: str | Path, callback: object) -> Path:

@@ -28,6 +28,7 @@ from support.lightnings import (
     DDPStrategy,
     LightningModule,
     Logger,
+    MisconfigurationException,
     ModelCheckpoint,
     TorchCheckpointIO,
     Trainer,
@@ -371,6 +372,16 @@ def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
         assert lines.count('"type": "run"') == num_fits
         assert lines.count('"type":"step"') == num_fits * NUM_STEPS
     assert len(fits) == 2
+
+
+def test_two_monitors_write_to_two_folders(tmp_path: Path) -> None:
+    """If it fails, the file of a rank has steps of two monitors in turn, of which readers take the last few."""
+    first, second = (CommTimeMonitor(every_n_steps=number, dirpath=tmp_path) for number in (2, 3))
+    with pytest.raises(MisconfigurationException, match="writes the same files"):
+        fit(first, devices=1, callbacks=[second])
+    fit(first, devices=1, callbacks=[CommTimeMonitor(dirpath=tmp_path / "other"), CommTimeMonitor(save_records=False)])
+    for folder in (tmp_path, tmp_path / "other"):
+        assert [record.step for record in read_run(folder)[0].steps] == list(range(NUM_STEPS))
 
 
 def test_a_short_fit_has_no_summary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
