@@ -32,6 +32,7 @@ from lightning_commopt.measure.summary import DEFAULT_NUM_WARMUP_STEPS
 from lightning_commopt.measure.verdict import Verdict
 from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.strategy.base import plan_of
+from lightning_commopt.strategy.sharding import ranks_per_batch
 from lightning_commopt.sync.ddp.observed import observe, stop_observing
 from lightning_commopt.text.formatting import count
 from lightning_commopt.text.validation import check_choice, check_integer, check_switch, info, warn
@@ -123,6 +124,7 @@ class CommTimeMonitor(PhaseCallback):
         self._windows: list[Steps] = []  # windows that arrived since the last batch ended
         self._own_rows: list[list[float]] = []  # this rank's rows in the gathering that is under way
         self._num_samples = self._last_step = 0
+        self._ranks_per_batch = 1
         self._totals = FitTotals(world_size, self._num_warmup_steps)
         self._all_ranks = AllRanks(None, (self._every_n_steps, len(QUANTITIES)))
         self._collectives: CollectiveWatch | None = None
@@ -152,6 +154,7 @@ class CommTimeMonitor(PhaseCallback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
+        self._ranks_per_batch = ranks_per_batch(trainer.strategy)
         has_peers = trainer.world_size > 1 and dist.is_available() and dist.is_initialized()
         groups = gathering_group(trainer) if has_peers else None
         self._publisher.is_shared = groups is not None or trainer.world_size == 1
@@ -238,7 +241,8 @@ class CommTimeMonitor(PhaseCallback):
             self._collectives.update()  # a plan changes when a batch begins
 
     def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
-        self._num_samples += count_samples(batch) or 0
+        if trainer.global_rank % self._ranks_per_batch == 0:
+            self._num_samples += count_samples(batch) or 0
         if self._recorder is None:
             return
         if has_stepped:

@@ -9,6 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.lightning import Callback, comm_hook_of, count_samples, is_lightnings_ddp
+from lightning_commopt.strategy.sharding import ranks_per_batch
 from lightning_commopt.sync.ddp.buckets import gradient_bytes
 from lightning_commopt.text.validation import check_integer
 
@@ -21,7 +22,8 @@ class StepClock:
 
     Attributes:
         num_steps: optimizer steps. Several optimizers that step in one batch make one step.
-        num_samples: samples of all ranks, assuming the same number on each; None if the size of batches is unknown.
+        num_samples: samples of all ranks, assuming the same number on each, those of ranks with the same batches once;
+            None if the size of batches is unknown.
         seconds: how long the clock has run, including waits for data; while it runs, up to the end of the last batch.
     """
 
@@ -63,7 +65,8 @@ class StepClock:
         self._add_seconds()
         num_samples = count_samples(batch)
         if self.num_samples is not None:
-            self.num_samples = None if num_samples is None else self.num_samples + num_samples * trainer.world_size
+            num_batches = trainer.world_size // ranks_per_batch(trainer.strategy)
+            self.num_samples = None if num_samples is None else self.num_samples + num_samples * num_batches
         self.num_steps += has_stepped
 
 

@@ -126,7 +126,7 @@ class StepRecord:
     """One optimizer step on one rank, with all batches that were accumulated for it."""
 
     step: int  # optimizer steps before this one, as Lightning counts them for loggers
-    num_samples: int  # samples that this rank trained on
+    num_samples: int  # samples that this rank trained on; 0 on one whose batches a rank of tensor parallelism counts
     phases: tuple[Phase, ...]  # ordered by time
     buckets: tuple[BucketSpan, ...]  # exchanges, then buckets by when they were ready; empty if none are observed
     collectives: tuple[Collective, ...] = ()  # ordered by when they were issued; empty if none are observed

@@ -117,3 +117,15 @@ def _large(module: Module, min_numel: int, uses: Counter[int]) -> Iterator[Modul
             yield part
 
     yield from visit(module)
+
+
+def ranks_per_batch(strategy: object) -> int:
+    """Returns how many ranks of a strategy that has its process group train on the same batches.
+
+    They are the ranks of tensor parallelism, which have consecutive numbers; without it each batch is for one rank.
+    """
+    mesh: DeviceMesh | None = getattr(strategy, "device_mesh", None)
+    names = (mesh and mesh.mesh_dim_names) or ()
+    if mesh is None or _DATA_PARALLEL not in names:
+        return 1
+    return mesh.size() // mesh.shape[names.index(_DATA_PARALLEL)]

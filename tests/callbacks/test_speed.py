@@ -14,7 +14,7 @@ from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, SpeedMonitor
 from lightning_commopt.callbacks import speed as speed_module
 from support.cross_section import sampled
-from support.lightnings import PACKAGE, Callback, CSVLogger, DDPStrategy, ThroughputMonitor
+from support.lightnings import PACKAGE, Callback, CSVLogger, DDPStrategy, ModelParallelStrategy, ThroughputMonitor
 from support.strategy_models import trainer
 from support.warm_ranks import run_ranks
 
@@ -216,3 +216,25 @@ def test_it_stands_beside_lightnings_throughput_monitor(tmp_path):
     assert ours
     assert theirs
     assert speed.num_steps == 20
+
+
+class Unsharded(Line):
+    """All its parameters are on every rank."""
+
+    def configure_model(self):
+        pass
+
+
+def samples_per_step(*sizes):
+    comm_time = CommTimeMonitor(num_warmup_steps=0, save_records=False, print_summary=False)
+    speed = fit(ModelParallelStrategy(*sizes), devices=2, model=Unsharded, others=[comm_time])
+    summary = comm_time.summary
+    return [summary["samples_per_s"] / summary["steps_per_s"], speed.samples_per_s / speed.steps_per_s]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("sizes", "num_samples"), [((2, 1), 8), ((1, 2), 4)])
+def test_ranks_of_tensor_parallelism_count_their_common_batches_once(sizes, num_samples):
+    """If it fails, tensor parallelism, Lightning's default, seems to train as many samples as data parallelism."""
+    for found in run_ranks(samples_per_step, *sizes):
+        assert found == pytest.approx([num_samples] * 2)
