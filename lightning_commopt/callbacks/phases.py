@@ -24,6 +24,7 @@ class PhaseCallback(Callback):
     _between = "other"
     _global_step = 0  # the Trainer's count of optimizer steps, read when training starts
     _has_stepped = False  # whether an optimizer of the Trainer has since the last batch, which may go uncounted
+    _is_in_epoch = False  # whether a batch of the epoch has begun; before, a LearningRateFinder may take steps
     _handles: tuple[RemovableHandle, ...] = ()
     _manual_backward_check: ManualBackwardCheck | None = None
 
@@ -42,7 +43,7 @@ class PhaseCallback(Callback):
         self._remove_hooks()
         # Under manual optimization another forward may follow backward; otherwise hooks and schedulers do.
         self._between = "other" if pl_module.automatic_optimization else "forward"
-        self._global_step, self._has_stepped = trainer.global_step, False
+        self._global_step, self._has_stepped, self._is_in_epoch = trainer.global_step, False, False
         self._manual_backward_check = ManualBackwardCheck(trainer.strategy.model, pl_module, trainer.optimizers)
         self._handles = tuple(
             optimizer.register_step_post_hook(self._on_stepped)
@@ -54,6 +55,7 @@ class PhaseCallback(Callback):
         self._enter("data")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._is_in_epoch = True
         self._enter("forward")
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
@@ -87,6 +89,7 @@ class PhaseCallback(Callback):
             self._enter("data")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._is_in_epoch = False
         self._enter(None)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -96,8 +99,9 @@ class PhaseCallback(Callback):
         self._release()
 
     def _on_stepped(self, *args: Any) -> None:
-        self._has_stepped = True
-        self._enter(self._between)
+        if self._is_in_epoch:
+            self._has_stepped = True
+            self._enter(self._between)
 
     def _release(self) -> None:
         self._remove_hooks()

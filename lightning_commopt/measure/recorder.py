@@ -20,7 +20,7 @@ from lightning_commopt.measure.marks import (
     RecordedSync,
     StepMarks,
 )
-from lightning_commopt.measure.observer import BucketInfo, BucketSync, SyncObserver
+from lightning_commopt.measure.observer import BucketInfo, BucketSync, BucketSyncs, SyncObserver
 from lightning_commopt.measure.record import Collective, Phase, StepRecord
 
 # Most steps that `StepRecorder.end_step` turns into records. Each call adds one step, so 2 lets it catch up.
@@ -82,6 +82,8 @@ class StepRecorder(SyncObserver):
             self.enter(phase)
 
     def ready(self, bucket: BucketInfo) -> BucketSync:
+        if self._phases and self._phase is None:  # of a search for a learning rate at the start of an epoch, say
+            return BucketSyncs([])
         sync = RecordedSync(self._mark, bucket, self._backward, self._has_passed)
         self._syncs.append(sync)
         self._backward += bucket.is_last

@@ -178,22 +178,32 @@ def test_every_step_is_saved(tmp_path: Path, options: dict[str, Any], num_batche
             ]
 
 
+class SearchesAgain(callbacks.LearningRateFinder):
+    """Searches before training, and at the start of the second epoch."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            self.lr_find(trainer, pl_module)
+
+
 class WithRate(Net):
     lr = 0.1
 
 
 def save_steps_after_a_search(folder: str) -> None:
-    search = callbacks.LearningRateFinder(num_training_steps=4, early_stop_threshold=None)
-    options: dict[str, Any] = {"callbacks": [search], "net": WithRate(), "default_root_dir": folder}
-    fit(CommTimeMonitor(dirpath=folder), CommOptDDP(comm_hook="bf16"), **options)
+    search = SearchesAgain(num_training_steps=4, early_stop_threshold=None)
+    options: dict[str, Any] = {"callbacks": [search], "net": WithRate(), "default_root_dir": folder, "max_steps": -1}
+    fit(CommTimeMonitor(dirpath=folder), CommOptDDP(comm_hook="bf16"), max_epochs=2, **options)
 
 
-def test_a_search_before_training_is_no_part_of_a_step(tmp_path: Path) -> None:
-    """If it fails, the first step has the gradient sync of all steps in which a learning rate was searched."""
+def test_a_search_is_no_part_of_a_step(tmp_path: Path) -> None:
+    """If it fails, the step that follows has the gradient sync of all steps in which a learning rate was searched."""
     run_ranks(save_steps_after_a_search, str(tmp_path))
     for records in read_run(tmp_path):
-        assert [record.step for record in records.steps] == list(range(NUM_STEPS))
-        assert [[bucket.backward for bucket in record.buckets] for record in records.steps] == [[0]] * NUM_STEPS
+        assert [record.step for record in records.steps] == list(range(4 * NUM_STEPS))
+        assert [[bucket.backward for bucket in record.buckets] for record in records.steps] == [[0]] * 4 * NUM_STEPS
+        assert all([phase.name for phase in record.phases].count("other") <= 2 for record in records.steps)
+        assert {record.phases[0].name for record in records.steps} == {"data"}
 
 
 def breaks(folder: str) -> str:
