@@ -178,8 +178,11 @@ def test_every_step_is_saved(tmp_path: Path, options: dict[str, Any], num_batche
             ]
 
 
-class SearchesAgain(callbacks.LearningRateFinder):
-    """Searches before training, and at the start of the second epoch."""
+class SearchesLater(callbacks.LearningRateFinder):
+    """Searches at the start of the second epoch."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pass
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.current_epoch == 1:
@@ -190,18 +193,19 @@ class WithRate(Net):
     lr = 0.1
 
 
-def save_steps_after_a_search(folder: str) -> None:
-    search = SearchesAgain(num_training_steps=4, early_stop_threshold=None)
+def save_steps_after_a_search(kind: type[callbacks.LearningRateFinder], folder: str) -> None:
+    search = kind(num_training_steps=4, early_stop_threshold=None)
     options: dict[str, Any] = {"callbacks": [search], "net": WithRate(), "default_root_dir": folder, "max_steps": -1}
-    fit(CommTimeMonitor(dirpath=folder), CommOptDDP(comm_hook="bf16"), max_epochs=2, **options)
+    fit(CommTimeMonitor(dirpath=folder), CommOptDDP(comm_hook="bf16"), max_epochs=3, **options)
 
 
-def test_a_search_is_no_part_of_a_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [callbacks.LearningRateFinder, SearchesLater])
+def test_a_search_is_no_part_of_a_step(kind: type[callbacks.LearningRateFinder], tmp_path: Path) -> None:
     """If it fails, the step that follows has the gradient sync of all steps in which a learning rate was searched."""
-    run_ranks(save_steps_after_a_search, str(tmp_path))
+    run_ranks(save_steps_after_a_search, kind, str(tmp_path))
     for records in read_run(tmp_path):
-        assert [record.step for record in records.steps] == list(range(4 * NUM_STEPS))
-        assert [[bucket.backward for bucket in record.buckets] for record in records.steps] == [[0]] * 4 * NUM_STEPS
+        assert [record.step for record in records.steps] == list(range(6 * NUM_STEPS))
+        assert [[bucket.backward for bucket in record.buckets] for record in records.steps] == [[0]] * 6 * NUM_STEPS
         assert all([phase.name for phase in record.phases].count("other") <= 2 for record in records.steps)
         assert {record.phases[0].name for record in records.steps} == {"data"}
 
