@@ -1,4 +1,4 @@
-"""DecidesTogether: callbacks that decide, or set weights, where ranks have values of their own."""
+"""DecidesTogether: callbacks and loops that decide, or set weights, where ranks have values of their own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DecidesTogether(LivingCollectives):
-    """The part of a strategy with `Rounds` that makes callbacks decide the same on all ranks, and seldom.
+    """The part of a strategy with `Rounds` that makes callbacks and loops decide the same on all ranks, and seldom.
 
     Attributes:
         rounds: the exchanges of the fit; None outside of one.
@@ -30,10 +30,29 @@ class DecidesTogether(LivingCollectives):
     _plan: DiLoCoPlan
     _wrapped_callbacks: tuple[Callable[[], None], ...] = ()
 
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._can_meet:
+            self._guards.agree_on_sigterm_by(self._meet)
+
+    @property
+    def _can_meet(self) -> bool:
+        """Whether no exchange is under way between two batches."""
+        return self._living is None and not self._plan.overlap
+
+    def _meet(self, value: bool = False) -> bool:
+        """Returns whether ``value`` is true on any rank, before collectives that all ranks come to between two batches.
+
+        A rank that has left out a step comes here while others wait for it in an exchange: both must notice.
+        """
+        assert self.rounds is not None
+        return self.rounds.exchange.meet(self.rounds.num_steps, value)
+
     def _wrap_callbacks(self) -> None:
-        """Wraps the callbacks of a fit until `_unwrap_callbacks`."""
+        """Wraps the callbacks of a fit, and its validation, until `_unwrap_callbacks`."""
         trainer = trainer_of(self)
         wrapped = [wrap_method(of, "on_train_batch_end", self._after_rounds) for of in clock_callbacks(trainer)]
+        wrapped.append(wrap_method(trainer.fit_loop.epoch_loop.val_loop, "run", self._after_meeting))
         wrapped.append(wrap_method(trainer, "save_checkpoint", self._after_averaging))
         for callback in checkpoint_callbacks(trainer) if self.world_size > 1 else ():
             # Lightning calls the second after the first, with the same values.
@@ -47,10 +66,19 @@ class DecidesTogether(LivingCollectives):
             undo()
         self._wrapped_callbacks = ()
 
+    @property
+    def _has_whole_rounds(self) -> bool:
+        return self.rounds is not None and self.rounds.num_steps % self._plan.sync_every == 0
+
     def _after_rounds(self, inner: Callable[..., None], *args: Any) -> None:
         """Calls what broadcasts a decision in every batch only after whole rounds."""
-        if self.rounds is not None and self.rounds.num_steps % self._plan.sync_every == 0:
+        if self._has_whole_rounds:
             inner(*args)
+
+    def _after_meeting(self, validate: Callable[[], Any]) -> Any:
+        if self._can_meet:
+            self._meet()
+        return validate()
 
     def _after_averaging(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Saves a checkpoint; in ``on_train_end``, as ModelCheckpoint may, with the mean of what callbacks have set."""
@@ -64,6 +92,8 @@ class DecidesTogether(LivingCollectives):
         A rank with another path would not find the file, which rank 0 writes, or remove what ranks keep beside another.
         """
         if not trainer.interrupted:  # perhaps only on this rank
+            if self._can_meet:
+                self._meet()
             own = {name: x.cpu() for name, x in values.items()}
             ranks = self._objects_of_ranks((own, reductions_left_out(trainer)))
             reductions = {name: op for _, of_rank in ranks for name, op in of_rank.items()}

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_commopt.compat.lightning import batches_that_stepped
-from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.strategy.living_collectives import LivingCollectives
 from lightning_commopt.strategy.loss_scale import agree_on_loss_scale, loss_scale
 from lightning_commopt.sync.diloco.drift import DriftWatch
@@ -31,21 +30,10 @@ class CountsSteps(LivingCollectives):
     """
 
     rounds: Rounds | None
-    _plan: DiLoCoPlan
     _drift_watch: DriftWatch
     _is_first_batch = True
     _is_in_training_step = False
     _num_uncounted_steps = 0
-
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        if self._living is None and not self._plan.overlap:
-            # A rank that has left out a step comes here while others wait for it in an exchange: both must notice.
-            self._guards.agree_on_sigterm_by(self._meet)
-
-    def _meet(self, value: bool) -> bool:
-        assert self.rounds is not None
-        return self.rounds.exchange.meet(self.rounds.num_steps, value)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._trains_in_vain():

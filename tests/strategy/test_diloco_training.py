@@ -184,12 +184,16 @@ class _Skipping(Tiny):
             optimizer.step(closure=optimizer_closure)
 
 
-def _skip() -> tuple[list[str], Params]:
+def _skip(folder: Path) -> tuple[list[str], Params]:
     told = []
-    for skipped, overlap in [(1, 0), (1, 1), (5, 0)]:
+    plain: dict[str, Any] = {"limit_val_batches": 0}
+    saving = {"callbacks": [ModelCheckpoint(folder, every_n_train_steps=3)], "enable_checkpointing": True, **plain}
+    validating: dict[str, Any] = {"val_check_interval": 3}
+    for skipped, overlap, options in [(1, 0, plain), (1, 1, plain), (5, 0, plain), (1, 0, validating), (1, 0, saving)]:
         strategy = CommOptDiLoCo(sync_every=3, overlap=overlap)
+        fit = trainer(strategy, **{"max_epochs": 1, **options})
         with pytest.raises(UnequalStepsError) as caught:
-            trainer(strategy, max_epochs=1, limit_val_batches=0).fit(_Skipping(skipped), loader(48))
+            fit.fit(_Skipping(skipped), loader(48), loader(8))
         told.append(str(caught.value).partition(". All ranks")[0])
     model = _Skipping(5)
     strategy = CommOptDiLoCo(sync_every=5, overlap=1, mixing=0.0, fragments=2, outer_momentum=0.0)
@@ -197,14 +201,15 @@ def _skip() -> tuple[list[str], Params]:
     return told, numbers(model)
 
 
-def test_ranks_with_different_numbers_of_steps() -> None:
+def test_ranks_with_different_numbers_of_steps(tmp_path: Path) -> None:
     """If it fails, ranks that step in different batches wait for each other until the timeout, without a reason."""
-    (told, final), (others, other) = run_ranks(_skip, group_timeout_s=20)
+    (told, final), (others, other) = run_ranks(_skip, tmp_path, group_timeout_s=20)
     assert told == others
     assert [text.partition(": ")[2] for text in told] == [
         "rank 0 is at step 3 in batch 3, rank 1 is after step 2",
         "rank 0 is at step 3 in batch 3, rank 1 is at step 3 in batch 4",
         "rank 0 is at step 6 in batch 6, rank 1 has ended after step 5",
+        *["rank 0 is at step 3 in batch 3, rank 1 is after step 2"] * 2,
     ]
     assert_same(final, other)  # a step after the same exchanges
 
