@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from lightning_commopt.compat.clock import decide_on_time
 from lightning_commopt.compat.lightning import checkpoint_callbacks, clock_callbacks, is_in_hook, reductions_left_out
 from lightning_commopt.compat.loops import wrap_method
 from lightning_commopt.plan import DiLoCoPlan
@@ -52,6 +53,7 @@ class DecidesTogether(LivingCollectives):
         """Wraps the callbacks of a fit, and its validation, until `_unwrap_callbacks`."""
         trainer = trainer_of(self)
         wrapped = [wrap_method(of, "on_train_batch_end", self._after_rounds) for of in clock_callbacks(trainer)]
+        wrapped.append(decide_on_time(trainer, self._is_time))
         wrapped.append(wrap_method(trainer.fit_loop.epoch_loop.val_loop, "run", self._after_meeting))
         wrapped.append(wrap_method(trainer, "save_checkpoint", self._after_averaging))
         for callback in checkpoint_callbacks(trainer) if self.world_size > 1 else ():
@@ -74,6 +76,10 @@ class DecidesTogether(LivingCollectives):
         """Calls what broadcasts a decision in every batch only after whole rounds."""
         if self._has_whole_rounds:
             inner(*args)
+
+    def _is_time(self, is_over: bool) -> bool:
+        """Returns whether the time until a validation is over on rank 0; ranks ask it only after whole rounds."""
+        return self._has_whole_rounds and self.broadcast(is_over)
 
     def _after_meeting(self, validate: Callable[[], Any]) -> Any:
         if self._can_meet:
