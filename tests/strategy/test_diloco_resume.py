@@ -3,7 +3,9 @@
 import os
 import shutil
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,6 +27,7 @@ _OVERLAPPED = {
     "overlap": 1,
     "comm_hook": {"name": "int4", "error_feedback": True, "block_size": 32},
 }
+_ONE_BY_ONE = {**_OVERLAPPED, "sync_every": 10, "fragments": 10, "fragment_by": "bytes"}
 
 
 class _Steady(BatchNormed):
@@ -47,6 +50,18 @@ class _Other(_Steady):
         own, state = self.state_dict(), checkpoint["state_dict"]
         state |= {name: x for name, x in own.items() if x.shape != state[name].shape}
         checkpoint["optimizer_states"] = []
+
+
+class _Complex(_Steady):
+    """Has a complex and an empty parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(6, dtype=torch.complex64))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward((x * self.phase).abs())
 
 
 class _Replacing(Callback):
@@ -75,11 +90,11 @@ def _fit(
     precision: Any = None,
     save_top_k: int = -1,
     num_nodes: int = 1,
-    width: int = 24,
+    make: Callable[[], LightningModule] = _Steady,
     **options: Any,
 ) -> Params:
     """Trains on the ranks of the group, with a checkpoint after each step; returns the final weights."""
-    model = _Steady() if width == 24 else _Other(width)
+    model = make()
     saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=save_top_k, monitor="step", mode="max")
     fit = trainer(
         CommOptDiLoCo(**options),
@@ -129,6 +144,7 @@ def _resume_everywhere(folder: Path, options: dict[str, Any], steps: list[int]) 
     ("options", "steps"),
     [
         pytest.param(_OVERLAPPED, [4, 9], id="overlapped"),
+        pytest.param({**_ONE_BY_ONE, "make": _Complex}, [5], id="complex"),
         pytest.param(_OVERLAPPED, [1, 2, 3, 5, 6, 7, 8], id="all_steps", marks=pytest.mark.exhaustive),
         pytest.param({"sync_every": 3}, [1, 2, 3], id="plain", marks=pytest.mark.exhaustive),
         pytest.param(
@@ -244,7 +260,10 @@ def _resume_others(folder: Path) -> list[tuple[Params, int, list[str]]]:
     options: dict[str, Any] = {"sync_every": 4, "outer_momentum": 0.5}
     _fit(folder / "replaced", 2, None, _Replacing(), **options)
     _fit(folder / "plain", 2, **options)
-    return [_resumed(folder / "replaced" / "step=2.ckpt"), _resumed(folder / "plain" / "step=2.ckpt", width=20)]
+    return [
+        _resumed(folder / "replaced" / "step=2.ckpt"),
+        _resumed(folder / "plain" / "step=2.ckpt", make=partial(_Other, 20)),
+    ]
 
 
 def test_weights_that_hooks_put_in_the_place_of_others_are_those_to_resume_from(tmp_path: Path) -> None:
@@ -349,7 +368,7 @@ def _alone(folder: Path) -> tuple[Params, int, list[str]]:
 
 
 def _with_finders() -> tuple[Params, Params]:
-    options = {"sync_every": 3, "fragments": 2, "overlap": 1}
+    options: dict[str, Any] = {"sync_every": 3, "fragments": 2, "overlap": 1}
     found = _fit(
         Path("found"),
         5,

@@ -189,7 +189,7 @@ class Exchange:
         if of.carried is not None:
             difference.add_(of.carried)
             of.carried = None
-        if self._channel is not None:
+        if self._channel is not None and len(difference):  # all parameters of a fragment may be empty
             layout = of.fragment.layout
             if not of.state:
                 of.state = self._compressor.init(layout, difference.device, step)

@@ -15,8 +15,8 @@ from lightning_commopt.sync.diloco.rounds import Rounds
 def global_state_dict(module: Module, rounds: Rounds) -> dict[str, Any]:
     """Returns a module's ``state_dict`` with global weights and buffers in place of a worker's own.
 
-    Values in float32 and float64 share the memory of the global weights, unless the module computes its state, such as
-    one that merges adapters into the weights.
+    Real values in float32 and float64 share the memory of the global weights, unless the module computes its state,
+    such as one that merges adapters into the weights.
     """
     state = module.state_dict()
     if not rounds.shows_own:
@@ -51,7 +51,8 @@ def _pairs(of: GlobalWeights) -> list[tuple[Tensor, Tensor]]:
     """Returns all tensors of a fragment that have elements, each with its global value."""
     parameters = [*of.fragment.parameters.values()]
     values = [
-        torch.view_as_complex(value) if x.is_complex() else value
+        # A copy, as ``torch.save`` refuses memory that has real and complex numbers in it.
+        torch.view_as_complex(value).clone() if x.is_complex() else value
         for x, value in zip(parameters, of.fragment.views(of.weights), strict=True)
     ]
     tensors = [*parameters, *of.fragment.floats.values(), *of.fragment.integers.values()]
