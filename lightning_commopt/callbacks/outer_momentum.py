@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_commopt.compat.fsdp import units_of
-from lightning_commopt.compat.lightning import Callback
+from lightning_commopt.compat.lightning import Callback, skips_backward
 from lightning_commopt.plan import DiLoCoPlan, OptionError
 from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.sync.diloco.outer import OuterSGD, warn_if_short
@@ -111,7 +111,7 @@ class OuterMomentum(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Moves the weights, if it is time; only then, as manual optimization may freeze parameters within a batch."""
-        if self._num_steps >= self._options.sync_every:
+        if self._num_steps >= self._options.sync_every and not skips_backward(trainer):
             self._num_steps %= self._options.sync_every
             self._move(pl_module)
 

@@ -154,6 +154,14 @@ def will_accumulate(trainer: Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
+def skips_backward(trainer: Trainer) -> bool:
+    """Returns whether StochasticWeightAveraging has an epoch only to compute the statistics of its weights.
+
+    The step at the end of such an epoch trains nothing.
+    """
+    return trainer.fit_loop._skip_backward
+
+
 def is_validation_next(trainer: Trainer) -> bool:
     """Returns whether a validation comes before the next batch; only valid in ``on_train_batch_end``."""
     fetcher = trainer.fit_loop._data_fetcher

@@ -13,7 +13,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
-from lightning_commopt.compat.lightning import count_samples, is_log_of_step, optimizer_is_toggled
+from lightning_commopt.compat.lightning import count_samples, is_log_of_step, optimizer_is_toggled, skips_backward
 from lightning_commopt.compat.loops import LoopEvents, is_last_epoch
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.launch.nccl_options import NcclOptions
@@ -234,7 +234,7 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks, CountsSteps, DecidesTog
 
     def _finish(self) -> None:
         if self.rounds is not None and self.rounds.shows_own:
-            self.rounds.finish()
+            self.rounds.finish(mixes=not skips_backward(trainer_of(self)))
             if self.rounds.counts.samples and not self.rounds.num_steps:
                 warn_once(
                     "DiLoCo: no step of the first optimizer was counted, so that workers exchanged nothing before the"

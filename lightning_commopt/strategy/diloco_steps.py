@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_commopt.compat.lightning import batches_that_stepped
+from lightning_commopt.compat.lightning import batches_that_stepped, skips_backward
 from lightning_commopt.strategy.living_collectives import LivingCollectives
 from lightning_commopt.strategy.loss_scale import agree_on_loss_scale, loss_scale
 from lightning_commopt.sync.diloco.drift import DriftWatch
@@ -53,7 +53,7 @@ class CountsSteps(LivingCollectives):
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.rounds is not None:
             self.rounds.expect_changes()  # a training step may freeze parameters before it ends
-            if optimizer is self.optimizers[0]:
+            if optimizer is self.optimizers[0] and not skips_backward(trainer_of(self)):
                 self._num_uncounted_steps += 1
                 if not self._is_in_training_step:
                     self._count_steps()

@@ -18,7 +18,20 @@ from lightning_commopt.text import validation
 from support.collectives import takes_collectives
 from support.kept_states import Sharded
 from support.lightnings import Callback, DDPStrategy, ModelCheckpoint
-from support.strategy_models import FreezeLater, Frozen, Gan, Manual, Params, Thaw, Thawing, Tiny, loader, trainer
+from support.strategy_models import (
+    AveragingWeights,
+    BatchNormed,
+    FreezeLater,
+    Frozen,
+    Gan,
+    Manual,
+    Params,
+    Thaw,
+    Thawing,
+    Tiny,
+    loader,
+    trainer,
+)
 from support.warm_ranks import run_ranks
 
 _OPTIONS: dict[str, Any] = {"sync_every": 4, "outer_lr": 0.8, "outer_momentum": 0.6}
@@ -111,6 +124,16 @@ def test_weights_that_a_hook_sets_before_the_first_batch_are_no_training() -> No
     expected = Tiny()
     _Setting.on_train_start(expected)  # type: ignore[arg-type]
     _assert_close(_fit(_Setting()), _reference(expected))
+
+
+def test_averages_of_weights_stay_as_they_are() -> None:
+    """If it fails, the epoch that computes BatchNorm's statistics for StochasticWeightAveraging moves its averages."""
+    model, averaging = BatchNormed(), AveragingWeights()
+    run = trainer("auto", max_epochs=2, callbacks=[OuterMomentum(sync_every=7), averaging])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Lightning's own: few workers
+        run.fit(model, loader(40), loader(8))  # a validation sets gradients to None
+    _assert_equal(_weights(model), averaging.average)
 
 
 def test_lr_one_without_momentum_changes_nothing() -> None:

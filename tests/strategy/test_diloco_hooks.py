@@ -16,7 +16,17 @@ from lightning_commopt import CommOptDiLoCo
 from support.diloco_fits import MEANS, fit
 from support.lightnings import Callback, LightningModule, ModelCheckpoint, Trainer
 from support.ranks import run_ranks
-from support.strategy_models import Gan, Params, Tiny, assert_same, loader, numbers, trainer
+from support.strategy_models import (
+    AveragingWeights,
+    BatchNormed,
+    Gan,
+    Params,
+    Tiny,
+    assert_same,
+    loader,
+    numbers,
+    trainer,
+)
 
 
 class _Doubling(Callback):
@@ -44,6 +54,27 @@ def test_what_callbacks_set_at_the_end_of_a_stopped_fit_stays() -> None:
     for before, doubled in (first, second):
         assert_same(before, first[0])
         assert_same(doubled, {name: 2 * x for name, x in before.items()})
+
+
+def _average() -> list[tuple[Params, Params]]:
+    seen = []
+    # With a step in the last epoch, an exchange would follow it; or one is under way when that begins.
+    for samples, overlap in [(56, 0), (48, 1)]:
+        model, averaging = BatchNormed(), AveragingWeights()
+        strategy = CommOptDiLoCo(sync_every=4, fragments=2, overlap=overlap)
+        run = trainer(strategy, max_epochs=3, callbacks=[averaging])
+        run.fit(model, loader(samples), loader(8))  # a validation sets gradients to None
+        seen.append((averaging.average, numbers(model)))
+    return seen
+
+
+def test_stochastic_weight_averaging_ends_with_the_mean_of_the_averages() -> None:
+    """If it fails, the epoch that computes BatchNorm's statistics moves the averages, or mixes them with others."""
+    for (first, final), (second, other) in zip(*run_ranks(_average), strict=True):
+        assert_same(final, other)
+        assert_same(
+            {name: final[name] for name in first}, {name: (x + second[name]) / 2 for name, x in first.items()}, 1e-5
+        )
 
 
 class _OnlyCritic(Gan):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_commopt.compressors.base import as_real
-from support.lightnings import BaseFinetuning, Callback, LightningModule, Trainer
+from support.lightnings import BaseFinetuning, Callback, LightningModule, Trainer, callbacks
 
 FEATURES = 6
 Params = dict[str, np.ndarray]
@@ -149,6 +149,19 @@ class FreezeLater(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.current_epoch == 1:
             pl_module.layers[0].requires_grad_(False)  # type: ignore[index]
+
+
+class AveragingWeights(callbacks.StochasticWeightAveraging):
+    """Keeps the average with which an epoch only computes the statistics of BatchNorm."""
+
+    average: Params
+
+    def __init__(self) -> None:
+        super().__init__(swa_lrs=0.05, swa_epoch_start=1)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_start(trainer, pl_module)
+        self.average = {name: x.detach().double().numpy() for name, x in pl_module.named_parameters()}
 
 
 class Thawing(Frozen):

@@ -39,11 +39,14 @@ class EndsFits(ShowsWeights, ABC):
     def expect_changes(self) -> None:
         """Is told that the model has been changed since the last exchanges."""
 
-    def finish(self) -> None:
+    def finish(self, *, mixes: bool = True) -> None:
         """Ends a fit: exchanges what was trained since the last exchanges, and shows the result.
 
         All ranks must call it. What it computes is for the model only: training that goes on after `show_own` goes on
         as if it had not been called.
+
+        Args:
+            mixes: whether to mix what is under way into the weights; not into those that a callback has set since.
 
         Raises:
             UnequalStepsError: ranks have begun different exchanges.
@@ -59,7 +62,7 @@ class EndsFits(ShowsWeights, ABC):
         if not is_under_way and self._was_changed_by_hooks():
             self.expect_changes()
         self.exchange.watch_end()
-        final = [self._final(index) for index in range(len(self.fragments))]
+        final = [self._final(index, mixes=mixes) for index in range(len(self.fragments))]
         finished = self.exchange.finish(final)
         if finished is not None:
             for of, arrived in zip(final, finished.final, strict=True):
@@ -106,7 +109,7 @@ class EndsFits(ShowsWeights, ABC):
             self._join(arrived.joined)
             arrived.joined = None
 
-    def _final(self, index: int) -> GlobalWeights:
+    def _final(self, index: int, *, mixes: bool) -> GlobalWeights:
         """Returns a fragment's weights at the end of a fit: after an incomplete round the mean of the workers'."""
         of = self.fragments[index]
         arrived = next((other.arrived for other in self.under_way if other.index == index), None)
@@ -119,7 +122,7 @@ class EndsFits(ShowsWeights, ABC):
             return latest
         local = LocalWeights.of(of.fragment)
         local.wait()
-        if arrived is not None:
+        if arrived is not None and mixes:
             torch.lerp(latest.weights, local.flat, self.plan.own_share, out=local.flat)
         report = Report(self.counts.samples - self.counts.samples_before[index])
         local.num_joins = self._num_joins
