@@ -168,7 +168,7 @@ class Saved:
         if self.common is None:
             return
         if reason := reason_against(rounds.fragments, self.common, self.own):
-            warn(_lost(reason, has_momentum=False))
+            warn(_lost(reason, has_momentum=False, has_optimizers=self.own is not None))
             return
         rounds.num_steps, rounds.steps_before = self.common["num_steps"], list(self.common["steps_before"])
         for of, saved in zip(rounds.fragments, self.common["fragments"], strict=True):
@@ -249,11 +249,12 @@ def read_saved(saved: Any, plan: DiLoCoPlan, rank: int, world_size: int, load: C
     return Saved(saved, None if obstacle else finding.own)
 
 
-def _lost(reason: str, *, has_momentum: bool) -> str:
+def _lost(reason: str, *, has_momentum: bool, has_optimizers: bool = False) -> str:
+    optimizers = ", and the workers' own optimizer states: all continue with those of rank 0"
     return (
         f"All workers resume from the checkpoint's weights, as {reason}. Lost is what each had trained since the"
-        f" last exchange, {'' if has_momentum else 'the outer momentum, '}residuals of comm_hook, and the workers' own"
-        " optimizer states: all continue with those of rank 0."
+        f" last exchange, {'' if has_momentum else 'the outer momentum, '}residuals of"
+        f" comm_hook{'' if has_optimizers else optimizers}."
     )
 
 
