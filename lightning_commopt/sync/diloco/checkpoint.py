@@ -250,11 +250,11 @@ def read_saved(saved: Any, plan: DiLoCoPlan, rank: int, world_size: int, load: C
 
 
 def _lost(reason: str, *, has_momentum: bool, has_optimizers: bool = False) -> str:
-    optimizers = ", and the workers' own optimizer states: all continue with those of rank 0"
+    momentum = "" if has_momentum else "the outer momentum, "
+    residuals = "residuals of comm_hook, and the workers' own optimizer states: all continue with those of rank 0"
     return (
         f"All workers resume from the checkpoint's weights, as {reason}. Lost is what each had trained since the"
-        f" last exchange, {'' if has_momentum else 'the outer momentum, '}residuals of"
-        f" comm_hook{'' if has_optimizers else optimizers}."
+        f" last exchange, {momentum}{'and residuals of comm_hook' if has_optimizers else residuals}."
     )
 
 
