@@ -2,9 +2,8 @@
 
 The names are the same in ``lightning`` and ``pytorch_lightning``; this module imports neither. It reads or sets
 ``max_batches``, ``_combined_loader`` and ``_data_fetcher`` of the fit loop, ``_mode`` of a combined loader, ``length``
-of a data fetcher, and ``val_check_batch`` and ``_val_check_time_interval`` of the Trainer. `LoopEvents` wraps
-``setup_data``, ``run`` and ``on_run_end`` of the fit loop, and ``advance``, ``on_advance_end`` and ``run`` of its epoch
-loop.
+of a data fetcher, and ``val_check_batch`` of the Trainer. `LoopEvents` wraps ``setup_data``, ``run`` and ``on_run_end``
+of the fit loop, and ``advance``, ``on_advance_end`` and ``run`` of its epoch loop.
 """
 
 from __future__ import annotations
@@ -118,10 +117,10 @@ def _unchecked_interval(trainer: Trainer) -> Generator[None, None, None]:
 
 def _check_interval(trainer: Trainer) -> None:
     """Raises a ValueError where Lightning would, once all ranks have the same number of batches."""
-    interval, number = trainer.val_check_interval, trainer.fit_loop.max_batches
+    interval = getattr(trainer, "val_check_interval", None)  # a Trainer has none if it is a time
+    number = trainer.fit_loop.max_batches
     is_checked = trainer.check_val_every_n_epoch is not None and trainer.limit_val_batches > 0
-    is_in_batches = isinstance(interval, int) and getattr(trainer, "_val_check_time_interval", None) is None
-    if is_checked and is_in_batches and 0 < number < interval:
+    if is_checked and isinstance(interval, int) and 0 < number < interval:
         raise ValueError(
             f"val_check_interval={interval} must be at most the number of training batches, which uneven_batches has"
             f" made {number} on all ranks. Trainer(check_val_every_n_epoch=None) counts the batches of all epochs, and"
@@ -260,8 +259,9 @@ def _set_length(trainer: Trainer, number: int) -> None:
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None
     trainer.fit_loop.max_batches = fetcher.length = number
-    if isinstance(trainer.val_check_interval, float) and getattr(trainer, "_val_check_time_interval", None) is None:
-        trainer.val_check_batch = max(1, int(number * trainer.val_check_interval))
+    interval = getattr(trainer, "val_check_interval", None)  # see `_check_interval`
+    if isinstance(interval, float):
+        trainer.val_check_batch = max(1, int(number * interval))
 
 
 class RepeatedLoader:

@@ -1,8 +1,10 @@
 """Ranks that have different numbers of training batches."""
 
+import inspect
 import itertools
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,11 @@ def _drop_and_pad() -> None:
     assert _fit(Rows, (3, 5), {"uneven_batches": "pad"}, val_check_interval=4, limit_val_batches=1)[2] == [4, 9]
     with pytest.raises(ValueError, match=r"val_check_interval=4 .* uneven_batches has made 3 on all"):
         _fit(Rows, (3, 5), {"uneven_batches": "drop"}, val_check_interval=4, limit_val_batches=1)
+
+    if "timedelta" in str(inspect.signature(Trainer).parameters["val_check_interval"]):  # of Lightning 2.6
+        for policy in ("drop", "pad"):
+            options: dict[str, Any] = {"val_check_interval": timedelta(hours=1), "limit_val_batches": 1}
+            assert _fit(Rows, (3, 5), {"uneven_batches": policy}, **options)[2] == []
 
     # No batch is dropped or repeated before the end, so there is no warning; yet all ranks validate together.
     for policy, val_steps in (("drop", [1, 2]), ("pad", [2])):
