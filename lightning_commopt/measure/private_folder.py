@@ -76,6 +76,8 @@ class PrivateFolder:
         try:
             with os.fdopen(os.open(unfinished, flags, 0o600, dir_fd=self._fd), "wb") as file:
                 file.write(content)
+                file.flush()
+                os.fsync(file.fileno())  # loading a library of which a power loss has left a part ends the process
             os.replace(unfinished, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         except OSError:
             with suppress(OSError):

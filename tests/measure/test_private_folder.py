@@ -36,6 +36,25 @@ def test_a_file_is_written_for_this_user_only(tmp_path: Path) -> None:
     assert [path.name for path in paths[1].iterdir()] == ["a"]
 
 
+def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a power loss may leave a part of a library in the cache, and loading it ends every later process."""
+    sizes = {}
+
+    def fsync(fd: int) -> None:
+        sizes[os.fstat(fd).st_ino] = os.fstat(fd).st_size
+
+    def replace(source: str, target: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        assert sizes == {os.stat(source, dir_fd=src_dir_fd).st_ino: 7}
+        rename(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+    rename = os.rename
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    with PrivateFolder(tmp_path / "own") as folder:
+        folder.write("a", b"content")
+        assert _read(folder, "a") == b"content"
+
+
 def test_what_is_written_replaces_a_link(tmp_path: Path) -> None:
     """If it fails, a link in the cache makes this user overwrite a file of their own."""
     (tmp_path / "victim").write_text("content")
