@@ -8,18 +8,14 @@ from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
 from lightning_commopt.callbacks.fit_totals import FitTotals, print_summary
 from lightning_commopt.callbacks.folders import check_dirpath, check_unshared, local_folder
-from lightning_commopt.callbacks.phases import PhaseCallback
-from lightning_commopt.callbacks.prediction import PredictionRecorder
 from lightning_commopt.callbacks.publisher import AllRanks, CollectiveWatch, MetricPublisher, StepFiles, gathering_group
-from lightning_commopt.callbacks.run_description import describe_hook, describe_plan, describe_rank
-from lightning_commopt.callbacks.sharded_prediction import ShardedPredictionRecorder, recorder_for
+from lightning_commopt.callbacks.run_description import describe_hook, describe_rank
+from lightning_commopt.callbacks.sharded_prediction import recorder_for
+from lightning_commopt.callbacks.windows import PublishesWindows
 from lightning_commopt.compat.lightning import batches_that_stepped, count_samples
 from lightning_commopt.compat.loops import num_batches, wrap_method
 from lightning_commopt.compat.spawned import notify_in_spawned_rank
@@ -27,7 +23,7 @@ from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.link.from_steps import NUM_TIMES
 from lightning_commopt.measure.link.tracker import LinkTracker
 from lightning_commopt.measure.recorder import StepRecorder
-from lightning_commopt.measure.statistics import QUANTITIES, Steps, row
+from lightning_commopt.measure.statistics import QUANTITIES, Steps
 from lightning_commopt.measure.summary import DEFAULT_NUM_WARMUP_STEPS
 from lightning_commopt.measure.verdict import Verdict
 from lightning_commopt.plan import DiLoCoPlan
@@ -45,7 +41,7 @@ _LAST_WINDOW_LIMIT_S = 10.0  # wait at the end of a fit for the last steps of al
 _INTERRUPTED_LIMIT_S = 1.0  # the same wait after an exception, when other ranks may have ended
 
 
-class CommTimeMonitor(PhaseCallback):
+class CommTimeMonitor(PublishesWindows):
     """Times every step and every bucket, and reports the cost of communication.
 
     Works with `CommOptDDP` and any of its plans, with Lightning's ``DDPStrategy`` and its hooks, and with one rank.
@@ -112,26 +108,23 @@ class CommTimeMonitor(PhaseCallback):
         self._fit_link_model = fit_link_model
         self._print_summary = print_summary
         self._prog_bar = prog_bar
-        self._recorder: StepRecorder | None = None
+        self._recorder = None
         self._closing = contextlib.ExitStack()  # removes the observers from the strategy, its groups and its model
         self._reset(world_size=1)
 
     def _reset(self, world_size: int) -> None:
-        self.metrics: dict[str, float] = {}
+        self.metrics = {}
         self.summary: dict[str, float] = {}
         self.verdict: Verdict | None = None
         self.new_steps: tuple[Steps, ...] = ()
-        self._windows: list[Steps] = []  # windows that arrived since the last batch ended
-        self._own_rows: list[list[float]] = []  # this rank's rows in the gathering that is under way
+        self._windows, self._own_rows = [], []
         self._num_samples = self._last_step = 0
         self._ranks_per_batch = 1
         self._totals = FitTotals(world_size, self._num_warmup_steps)
         self._all_ranks = AllRanks(None, (self._every_n_steps, len(QUANTITIES)))
         self._collectives: CollectiveWatch | None = None
         self._publisher = MetricPublisher(publishes_all=self._logs_all, prog_bar=self._prog_bar)
-        self._link: LinkTracker | None = None
-        self._files: StepFiles | None = None
-        self._prediction: PredictionRecorder | ShardedPredictionRecorder | None = None
+        self._link = self._files = self._prediction = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
@@ -256,71 +249,6 @@ class CommTimeMonitor(PhaseCallback):
         if are_all_here or self._global_step == trainer.max_steps:
             self._catch_up(trainer)
         self.new_steps, self._windows = tuple(self._windows), []
-
-    def _catch_up(self, trainer: Trainer) -> None:
-        """Publishes the last window; before the first one, the steps so far."""
-        self._send_windows(trainer)
-        self._receive(trainer)
-        if not self.metrics and not self._all_ranks.is_over:
-            self._send(trainer, even_if_empty=True)  # another rank may have steps
-            self._receive(trainer)
-
-    def _send_windows(self, trainer: Trainer, limit_s: float = math.inf) -> None:
-        """Sends each window that is full, once the one before has arrived within ``limit_s``."""
-        assert self._recorder is not None
-        # The counts are the same on all ranks: callback_metrics must not differ between them.
-        while self._recorder.num_pending >= self._every_n_steps + self._recorder.clock.num_lag_steps:
-            if not self._receive(trainer, limit_s):
-                return
-            self._send(trainer)
-
-    def _send(self, trainer: Trainer, even_if_empty: bool = False) -> None:
-        """Sends the oldest steps to all ranks, at most a window."""
-        rows = self._take(trainer, self._every_n_steps)
-        if (rows or even_if_empty) and not self._all_ranks.is_over:
-            self._own_rows = rows
-            self._all_ranks.send(torch.tensor(rows, dtype=torch.float64, device="cpu"))
-
-    def _take(self, trainer: Trainer, num_steps: int) -> list[list[float]]:
-        """Saves at most ``num_steps`` of the oldest steps, and returns their numbers."""
-        assert self._recorder is not None
-        records = self._recorder.take(num_steps)
-        if records:
-            self._last_step = records[-1].step
-            if self._prediction is not None:
-                self._prediction.add(records)
-            if self._files is not None:
-                self._files.save_steps(records, describe_plan(trainer.strategy))
-        self._totals.add_collectives(records)
-        if self._link is None:
-            return [row(record) for record in records]
-        times_s = self._link.rows(records, describe_hook(trainer.strategy)["comm_hook"])
-        return [row(record) + own_times_s for record, own_times_s in zip(records, times_s, strict=True)]
-
-    def _receive(self, trainer: Trainer, limit_s: float = math.inf) -> bool:
-        """Publishes the sent window; returns false if it has not arrived from all ranks."""
-        try:
-            values = self._all_ranks.take(limit_s)
-        except RuntimeError as error:
-            self._all_ranks.give_up()
-            warn(f"CommTimeMonitor failed to gather the ranks' times, and stops ({error}).", on_every_rank=True)
-            return True
-        if values is not None:
-            self._own_rows = []
-            if values.shape[1]:
-                self._publish(trainer, *np.split(values.numpy(), [len(QUANTITIES)], axis=2))
-        return self._all_ranks.is_free
-
-    def _publish(self, trainer: Trainer, values: NDArray[np.float64], times_s: NDArray[np.float64]) -> None:
-        steps = Steps.of(values)
-        self._windows.append(steps)
-        self.metrics = steps.sampled().statistics(self._totals.world_size)
-        if self._link is not None:
-            self._link.update(times_s)
-            self.metrics |= self._link.metrics
-        self._totals.add(values, steps)
-        self._publisher.share(trainer, self.metrics)
-        self._publisher.log(trainer, self.metrics, step=self._last_step)
 
     def _conclude(self, trainer: Trainer, *, is_complete: bool = False) -> None:
         about = describe_hook(trainer.strategy)

@@ -1,0 +1,110 @@
+"""The windows of `CommTimeMonitor`: the way of steps from this rank's recorder to all ranks, files and loggers."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lightning_commopt.callbacks.fit_totals import FitTotals
+from lightning_commopt.callbacks.phases import PhaseCallback
+from lightning_commopt.callbacks.prediction import PredictionRecorder
+from lightning_commopt.callbacks.publisher import AllRanks, MetricPublisher, StepFiles
+from lightning_commopt.callbacks.run_description import describe_hook, describe_plan
+from lightning_commopt.callbacks.sharded_prediction import ShardedPredictionRecorder
+from lightning_commopt.measure.link.tracker import LinkTracker
+from lightning_commopt.measure.recorder import StepRecorder
+from lightning_commopt.measure.statistics import QUANTITIES, Steps, row
+from lightning_commopt.text.validation import warn
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+class PublishesWindows(PhaseCallback):
+    """The part of `CommTimeMonitor` that gathers windows of steps, of which one is under way at a time.
+
+    Attributes:
+        metrics: every number of the last window, without the prefix.
+    """
+
+    metrics: dict[str, float]
+    _every_n_steps: int
+    _recorder: StepRecorder | None
+    _all_ranks: AllRanks
+    _publisher: MetricPublisher
+    _totals: FitTotals
+    _link: LinkTracker | None
+    _files: StepFiles | None
+    _prediction: PredictionRecorder | ShardedPredictionRecorder | None
+    _windows: list[Steps]  # windows that arrived since the last batch ended
+    _own_rows: list[list[float]]  # this rank's rows in the gathering that is under way
+    _last_step: int  # number of the last step that was taken from the recorder
+
+    def _catch_up(self, trainer: Trainer) -> None:
+        """Publishes the last window; before the first one, the steps so far."""
+        self._send_windows(trainer)
+        self._receive(trainer)
+        if not self.metrics and not self._all_ranks.is_over:
+            self._send(trainer, even_if_empty=True)  # another rank may have steps
+            self._receive(trainer)
+
+    def _send_windows(self, trainer: Trainer, limit_s: float = math.inf) -> None:
+        """Sends each window that is full, once the one before has arrived within ``limit_s``."""
+        assert self._recorder is not None
+        # The counts are the same on all ranks: callback_metrics must not differ between them.
+        while self._recorder.num_pending >= self._every_n_steps + self._recorder.clock.num_lag_steps:
+            if not self._receive(trainer, limit_s):
+                return
+            self._send(trainer)
+
+    def _send(self, trainer: Trainer, even_if_empty: bool = False) -> None:
+        """Sends the oldest steps to all ranks, at most a window."""
+        rows = self._take(trainer, self._every_n_steps)
+        if (rows or even_if_empty) and not self._all_ranks.is_over:
+            self._own_rows = rows
+            self._all_ranks.send(torch.tensor(rows, dtype=torch.float64, device="cpu"))
+
+    def _take(self, trainer: Trainer, num_steps: int) -> list[list[float]]:
+        """Saves at most ``num_steps`` of the oldest steps, and returns their numbers."""
+        assert self._recorder is not None
+        records = self._recorder.take(num_steps)
+        if records:
+            self._last_step = records[-1].step
+            if self._prediction is not None:
+                self._prediction.add(records)
+            if self._files is not None:
+                self._files.save_steps(records, describe_plan(trainer.strategy))
+        self._totals.add_collectives(records)
+        if self._link is None:
+            return [row(record) for record in records]
+        times_s = self._link.rows(records, describe_hook(trainer.strategy)["comm_hook"])
+        return [row(record) + own_times_s for record, own_times_s in zip(records, times_s, strict=True)]
+
+    def _receive(self, trainer: Trainer, limit_s: float = math.inf) -> bool:
+        """Publishes the sent window; returns false if it has not arrived from all ranks."""
+        try:
+            values = self._all_ranks.take(limit_s)
+        except RuntimeError as error:
+            self._all_ranks.give_up()
+            warn(f"CommTimeMonitor failed to gather the ranks' times, and stops ({error}).", on_every_rank=True)
+            return True
+        if values is not None:
+            self._own_rows = []
+            if values.shape[1]:
+                self._publish(trainer, *np.split(values.numpy(), [len(QUANTITIES)], axis=2))
+        return self._all_ranks.is_free
+
+    def _publish(self, trainer: Trainer, values: NDArray[np.float64], times_s: NDArray[np.float64]) -> None:
+        steps = Steps.of(values)
+        self._windows.append(steps)
+        self.metrics = steps.sampled().statistics(self._totals.world_size)
+        if self._link is not None:
+            self._link.update(times_s)
+            self.metrics |= self._link.metrics
+        self._totals.add(values, steps)
+        self._publisher.share(trainer, self.metrics)
+        self._publisher.log(trainer, self.metrics, step=self._last_step)
