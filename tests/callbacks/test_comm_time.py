@@ -1,5 +1,6 @@
 """CommTimeMonitor: what is logged, saved and said, and that training goes on whatever happens to it."""
 
+import contextlib
 import csv
 import math
 import os
@@ -193,19 +194,22 @@ class WithRate(Net):
     lr = 0.1
 
 
-def save_steps_after_a_search(kind: type[callbacks.LearningRateFinder], folder: str) -> None:
+def save_steps_after_a_search(kind: type[callbacks.LearningRateFinder], folder: str) -> int:
     search = kind(num_training_steps=4, early_stop_threshold=None)
     options: dict[str, Any] = {"callbacks": [search], "net": WithRate(), "default_root_dir": folder, "max_steps": -1}
-    fit(CommTimeMonitor(dirpath=folder), CommOptDDP(comm_hook="bf16"), max_epochs=3, **options)
+    return fit(
+        CommTimeMonitor(dirpath=folder), CommOptDDP(comm_hook="bf16"), max_epochs=3, **options
+    ).trainer.global_step
 
 
 @pytest.mark.parametrize("kind", [callbacks.LearningRateFinder, SearchesLater])
 def test_a_search_is_no_part_of_a_step(kind: type[callbacks.LearningRateFinder], tmp_path: Path) -> None:
     """If it fails, the step that follows has the gradient sync of all steps in which a learning rate was searched."""
-    run_ranks(save_steps_after_a_search, kind, str(tmp_path))
+    (num_steps, _) = run_ranks(save_steps_after_a_search, kind, str(tmp_path))
+    assert num_steps > 5 * NUM_STEPS  # Lightning 2.5.0 takes those of a search at the start of a fit off its own
     for records in read_run(tmp_path):
-        assert [record.step for record in records.steps] == list(range(6 * NUM_STEPS))
-        assert [[bucket.backward for bucket in record.buckets] for record in records.steps] == [[0]] * 6 * NUM_STEPS
+        assert [record.step for record in records.steps] == list(range(num_steps))
+        assert [[bucket.backward for bucket in record.buckets] for record in records.steps] == [[0]] * num_steps
         assert all([phase.name for phase in record.phases].count("other") <= 2 for record in records.steps)
         assert {record.phases[0].name for record in records.steps} == {"data"}
 
@@ -427,7 +431,8 @@ def test_a_summary_that_nobody_reads_does_not_end_training(tmp_path: Path, monke
         assert fit(comm_time, devices=1).trainer.state.finished
         assert comm_time.summary
         monkeypatch.undo()
-        stdout.close()
+        with contextlib.suppress(BrokenPipeError):  # what an older rich has not written is left in its buffer
+            stdout.close()
 
 
 def resumed(folder: str) -> tuple[list[int | None], int]:

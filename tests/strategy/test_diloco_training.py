@@ -205,8 +205,12 @@ def test_ranks_with_different_numbers_of_steps(tmp_path: Path) -> None:
     """If it fails, ranks that step in different batches wait for each other until the timeout, without a reason."""
     (told, final), (others, other) = run_ranks(_skip, tmp_path, group_timeout_s=20)
     assert told == others
-    assert [text.partition(": ")[2] for text in told] == [
-        "rank 0 is at step 3 in batch 3, rank 1 is after step 2",
+    first, *rest = [text.partition(": ")[2] for text in told]
+    # Before Lightning 2.6 nothing makes ranks meet between two batches.
+    assert first in [
+        f"rank 0 is at step 3 in batch 3, rank 1 is {at}" for at in ("after step 2", "at step 3 in batch 4")
+    ]
+    assert rest == [
         "rank 0 is at step 3 in batch 3, rank 1 is at step 3 in batch 4",
         "rank 0 is at step 6 in batch 6, rank 1 has ended after step 5",
         *["rank 0 is at step 3 in batch 3, rank 1 is after step 2"] * 2,
