@@ -19,7 +19,7 @@ from commopt_diagnose.topology.machine import (
 from commopt_diagnose.topology.matrix_lines import GPU, Row, Table, add_missing_columns, find_tables, split_rows
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b\([A-Z0-9]|\[\d{0,3}(?:;\d{1,3})*m|[\x00-\x08\x0b\x0c\x0e-\x1f]")
-_NIC_NAME = re.compile(r"(?:^|[\s>:#])(NIC\d{1,4})\s*[:=]\s*([A-Za-z][\w.\-]{0,60})\s*$")
+_NIC_NAME = re.compile(r"(?:^|[\s>:#])(NIC\d{1,4})\s*[:=]\s*([A-Za-z][\w.\-]{0,60})(?=\s*$|\s+NIC\d{1,4}\s*[:=])")
 # Lines of nvidia-smi -L and of reports ("GPU 0,1: MODEL"), and of nvidia-smi's table of GPUs.
 _GPU_NAME = re.compile(r"\bGPU\s+(\d{1,4}(?:\s*[,-]\s*\d{1,4}){0,63}):\s*([^():|]{2,80}?)\s*(?:\(UUID.*)?$")
 _GPU_ROW = re.compile(r"\|\s+(\d{1,4})\s+((?:NVIDIA|Tesla|Quadro|GeForce)\b[^|]{0,60}?)\s+(?:On|Off|N/A)?\s*\|")
@@ -58,7 +58,7 @@ def read_smi_text(text: str, source: str) -> Machine:
     _drop_cut_word(table, text.rsplit(None, 1)[-1])
     labels = table.labels or _labels_of_rows(list(table.rows.values()))
     links, conflicts = _links_of(table, labels)
-    names = {match[1]: match[2] for line in lines if (match := _NIC_NAME.search(line))}
+    names = {match[1]: match[2] for line in lines for match in _NIC_NAME.finditer(line)}
     gpus = tuple(_gpus_of(table, labels, lines))
     if not gpus:
         raise TopologyError(f"{source}: a matrix without a GPU")

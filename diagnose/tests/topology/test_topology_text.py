@@ -44,7 +44,7 @@ COPIES = {
     "wrapped_60": lambda sample: wrapped(sample.spaced(), 60),
     "wrapped_79": lambda sample: wrapped(sample.spaced(), 79),
     "in_comments": lambda sample: re.sub(r"^", "# ", sample.spaced(), flags=re.MULTILINE),
-    "one_line": lambda sample: re.sub(r"\s+", " ", sample.tabbed().partition("NIC Legend")[0]) + sample.legend_of_nics,
+    "one_line": lambda sample: "\n".join(re.sub(r"\s+", " ", part) for part in re.split("(?=NIC L)", sample.tabbed())),
     "single_spaces": lambda sample: re.sub(r"[ \t]+", " ", sample.spaced()),
 }
 
