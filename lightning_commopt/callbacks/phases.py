@@ -24,6 +24,7 @@ class PhaseCallback(Callback):
     _between = "other"
     _global_step = 0  # the Trainer's count of optimizer steps, read when training starts
     _has_stepped = False  # whether an optimizer of the Trainer has since the last batch, which may go uncounted
+    _has_optimizers = True  # whether the Trainer has any with parameters; without one each batch is a step
     _is_in_epoch = False  # whether a batch of the epoch has begun; before, a LearningRateFinder may take steps
     _handles: tuple[RemovableHandle, ...] = ()
     _manual_backward_check: ManualBackwardCheck | None = None
@@ -44,6 +45,8 @@ class PhaseCallback(Callback):
         # Under manual optimization another forward may follow backward; otherwise hooks and schedulers do.
         self._between = "other" if pl_module.automatic_optimization else "forward"
         self._global_step, self._has_stepped, self._is_in_epoch = trainer.global_step, False, False
+        groups = [group for one in trainer.optimizers for group in one.param_groups]
+        self._has_optimizers = any(x.numel() for group in groups for x in group["params"])
         self._manual_backward_check = ManualBackwardCheck(trainer.strategy.model, pl_module, trainer.optimizers)
         self._handles = tuple(
             optimizer.register_step_post_hook(self._on_stepped)
@@ -75,7 +78,7 @@ class PhaseCallback(Callback):
     ) -> None:
         global_step = trainer.global_step
         # The Trainer counts no steps that a program takes with ``optimizers(use_pl_optimizer=False)``.
-        has_stepped = global_step > self._global_step or self._has_stepped
+        has_stepped = global_step > self._global_step or self._has_stepped or not self._has_optimizers
         self._global_step, self._has_stepped = global_step, False
         self._end_batch(trainer, batch, has_stepped)
         self._enter("data")

@@ -379,6 +379,30 @@ def test_steps_that_the_trainer_does_not_count_are_measured(tmp_path: Path) -> N
     assert all([phase.name for phase in record.phases].count("forward") >= 2 for record in records)
 
 
+class StepsByItself(Net):
+    """Steps with an optimizer that the Trainer does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.own = torch.optim.SGD(self.layers.parameters(), lr=0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.own.step()
+
+    def configure_optimizers(self) -> None:  # type: ignore[override]
+        pass
+
+
+def test_batches_are_steps_where_the_trainer_has_no_optimizer(tmp_path: Path) -> None:
+    """If it fails, such a fit is not measured, and keeps the marks of all its batches in memory."""
+    comm_time = CommTimeMonitor(num_warmup_steps=0, dirpath=tmp_path)
+    fit(comm_time, devices=1, net=StepsByItself(), max_epochs=1)
+    assert comm_time.summary["step_s"] > 0
+    assert [record.num_samples for record in read_run(tmp_path)[0].steps] == [3] * (4 * NUM_STEPS)
+
+
 def test_a_second_fit_begins_anew(tmp_path: Path) -> None:
     comm_time = CommTimeMonitor(every_n_steps=5, dirpath=tmp_path)
     fits = set()
