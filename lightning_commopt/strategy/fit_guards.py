@@ -5,6 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+
+from lightning_commopt.compat.clock import decide_on_time
+from lightning_commopt.compat.lightning import batches_that_stepped
 from lightning_commopt.compat.loops import restore_loaders
 from lightning_commopt.compat.sigterm import SigtermCheck, broadcasts_sigterm
 from lightning_commopt.strategy.base import is_fit
@@ -21,14 +26,15 @@ if TYPE_CHECKING:
 
 
 class FitGuards:
-    """The watch of a fit of several ranks, and their agreement on SIGTERM, from `start` to `close`.
+    """The watch of a fit of several ranks, and their agreement on SIGTERM and on time, from `start` to `close`.
 
     Until `let_ranks_fail` a rank that fails ends the fit of all.
 
     Args:
         watch: whether fits are watched.
         sigterm_every_n_steps: number of optimizer steps between two agreements, as the user has set it, or None.
-        default_every_n_steps: the same if the user has set nothing; None for Lightning's own way.
+        default_every_n_steps: the same if the user has set nothing, of a strategy that agrees on time by itself; None
+            for Lightning's own way.
     """
 
     def __init__(
@@ -39,6 +45,7 @@ class FitGuards:
         self._sigterm_check: SigtermCheck | None = None
         self.fit_watch: FitWatch | PatientWatch | None = None
         self._trainer: Trainer | None = None
+        self._undo_time: Callable[[], None] | None = None
 
     def start(self, strategy: WatchedStrategy) -> None:
         """Starts the guards if the strategy is about to fit. All ranks must call it."""
@@ -46,6 +53,17 @@ class FitGuards:
             self._trainer = trainer_of(strategy)
             self.fit_watch = FitWatch(strategy) if self._watches and strategy.world_size > 1 else None
             self._sigterm_check = self._check_sigterm(strategy)
+            if strategy.world_size > 1 and self._default_every_n_steps is None:
+                self._undo_time = decide_on_time(self._trainer, self._is_time)
+
+    def _is_time(self, is_over: bool) -> bool:
+        """Returns whether the time until a validation is over on rank 0; all ranks ask it as often as for SIGTERM."""
+        assert self._trainer is not None
+        if batches_that_stepped(self._trainer) % (self._sigterm_every_n_steps or 1):
+            return False
+        flag = torch.tensor([is_over], dtype=torch.int32, device=self._trainer.strategy.root_device)
+        dist.broadcast(flag, 0)
+        return bool(flag.item())
 
     def _check_sigterm(self, strategy: TrainersStrategy) -> SigtermCheck | None:
         """Replaces Lightning's check for SIGTERM in a fit of several ranks; returns None if nothing is to replace."""
@@ -104,6 +122,8 @@ class FitGuards:
         for guard in (self._sigterm_check, self.fit_watch):
             if guard is not None:
                 guard.close()
+        if self._undo_time is not None:
+            self._undo_time()
         if self._trainer is not None:
             restore_loaders(self._trainer)
-        self._sigterm_check = self.fit_watch = self._trainer = None
+        self._sigterm_check = self.fit_watch = self._trainer = self._undo_time = None

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from lightning_commopt import CommOptDiLoCo
 from support.diloco_fits import fit
-from support.lightnings import ModelCheckpoint, Trainer
+from support.lightnings import ModelCheckpoint
 from support.ranks import run_ranks
-from support.strategy_models import Tiny, loader, trainer
+from support.strategy_models import Tiny
 
 
 class _Deciding(Tiny):
@@ -44,36 +41,6 @@ def test_what_a_step_asks_all_ranks_has_their_answer() -> None:
     """If it fails, ranks go different ways after a decision that they have made together."""
     for rank, answers in enumerate(run_ranks(_decide)):
         assert answers == ([True, False, False, True], 2.0, float(rank), 2)
-
-
-class _Clocked(Tiny):
-    """Keeps the steps after which it validates; only on rank 0 the time until the next validation is always over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.validated: list[int] = []
-
-    def on_train_start(self) -> None:
-        if self.global_rank:
-            cast(Any, self.trainer)._val_check_time_interval = 3600.0
-
-    def on_validation_start(self) -> None:
-        self.validated.append(self.global_step)
-
-
-def _validate_by_the_clock() -> list[int]:
-    model = _Clocked()
-    run = trainer(CommOptDiLoCo(sync_every=2), val_check_interval=timedelta(microseconds=1))
-    run.fit(model, loader(), loader(8))
-    return model.validated
-
-
-@pytest.mark.skipif(
-    "timedelta" not in str(inspect.signature(Trainer).parameters["val_check_interval"]), reason="needs Lightning 2.6"
-)
-def test_ranks_validate_together_after_some_time() -> None:
-    """If it fails, the clocks of ranks that train on their own decide, and some validate where others go on."""
-    assert run_ranks(_validate_by_the_clock, group_timeout_s=20) == [[2, 4, 6]] * 2
 
 
 class _Monitored(Tiny):
