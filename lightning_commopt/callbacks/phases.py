@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
+from torch.nn.parameter import is_lazy
 from torch.utils.hooks import RemovableHandle
 
 from lightning_commopt.compat.lightning import Callback, is_validation_next
@@ -46,7 +47,7 @@ class PhaseCallback(Callback):
         self._between = "other" if pl_module.automatic_optimization else "forward"
         self._global_step, self._has_stepped, self._is_in_epoch = trainer.global_step, False, False
         groups = [group for one in trainer.optimizers for group in one.param_groups]
-        self._has_optimizers = any(x.numel() for group in groups for x in group["params"])
+        self._has_optimizers = any(is_lazy(x) or x.numel() for group in groups for x in group["params"])
         self._manual_backward_check = ManualBackwardCheck(trainer.strategy.model, pl_module, trainer.optimizers)
         self._handles = tuple(
             optimizer.register_step_post_hook(self._on_stepped)
