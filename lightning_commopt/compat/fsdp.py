@@ -139,7 +139,8 @@ class ObservedUnits:
     ) -> None:
         self._listener, self._operations, self._sees_end, self._around = listener, operations, sees_end, around
         self._units = units_of(model)
-        self._undo: dict[int, Callable[[], object]] = {}  # by the id of a comm object, which it keeps alive
+        # The keys are ids of comm objects. Each function keeps its object alive, so that no other one gets its id.
+        self._undo: dict[int, Callable[[], object]] = {}
         if not _has_comm_objects() and self._units:
             self._undo[0] = _observe_functions(listener, operations, sees_end=sees_end, around=around)
         self.update()

@@ -204,3 +204,10 @@ class Preset(Compressor):
 
     def residual(self, layout: Layout, state: State, given: Tensor | None = None) -> Tensor | None:
         return self.compressor.residual(layout, state, given)
+
+
+def start_step_of(compressor: Compressor | None) -> int:
+    """Returns ``start_step`` of the outermost compressor that has one; 0 if none has."""
+    while compressor is not None and not hasattr(compressor, "start_step"):
+        compressor = getattr(compressor, "inner", None)
+    return getattr(compressor, "start_step", 0)

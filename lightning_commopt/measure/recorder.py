@@ -82,7 +82,7 @@ class StepRecorder(SyncObserver):
             self.enter(phase)
 
     def ready(self, bucket: BucketInfo) -> BucketSync:
-        if self._phases and self._phase is None:  # of a search for a learning rate at the start of an epoch, say
+        if self._phases and self._phase is None:  # a LearningRateFinder trains at the start of an epoch
             return BucketSyncs([])
         sync = RecordedSync(self._mark, bucket, self._backward, self._has_passed)
         self._syncs.append(sync)

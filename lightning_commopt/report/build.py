@@ -154,8 +154,8 @@ _MUST_AGREE = {
     "git": "git commits",
     "parameters": "numbers of parameters",
 }
-# The same for numbers, which configurations need not have. Other batches change throughput and loss, and other numbers
-# of steps the final loss.
+# Numbers that should not differ either, and that a configuration need not have. A larger batch changes throughput and
+# loss, and a longer fit changes the final loss.
 _EQUAL: dict[str, Callable[[Run], float | None]] = {
     "numbers of samples in a step": lambda run: _samples_per_step(run),
     "numbers of optimizer steps": lambda run: run.losses[-1].step if run.losses else None,

@@ -296,7 +296,7 @@ def test_ranks_that_see_only_their_own_gpu_measure_nccl(
     identity = RankIdentity(
         rank=1, world_size=4, ranks_per_node=4, host="a", address="a", port=29500, hosts_store=False
     )
-    monkeypatch.setattr(os, "environ", dict(os.environ))  # which gets the address
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # bench writes its address there
     bench_launched(BenchSettings(sizes_bytes=(8,)), identity, device="auto", on_progress=lambda *step: None)
     assert chosen == [expected]
 

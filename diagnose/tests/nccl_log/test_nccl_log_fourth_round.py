@@ -16,7 +16,7 @@ from diagnose_support.nccl_sample_logs import HEALTHY, SampleJob, findings, read
 
 def _collected(kind: str, line: str) -> str:
     """Returns a line as something that collects logs keeps it."""
-    if kind == "docker":  # whose JSON has no < and >
+    if kind == "docker":  # JSON of Docker has no < and >
         kept = json.dumps({"log": f"{line}\n", "stream": "stdout", "time": "2026-03-18T11:13:09.1Z"})
         return kept.replace("<", r"\u003c").replace(">", r"\u003e")
     if kind == "cloud":

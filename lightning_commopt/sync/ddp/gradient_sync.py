@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.torch import add_hooks, flush_static_graph, hook_numbers, hooks_of
-from lightning_commopt.compressors import Compressor
+from lightning_commopt.compressors.wrappers import start_step_of
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan, OptionError
 from lightning_commopt.sync.ddp.attach import (
@@ -275,7 +275,7 @@ class GradientSync:
     def end_fit(self) -> None:
         """Closes the hook, and resets what belongs to one fit."""
         try:
-            start_step = _start_step(self.plan.comm_hook)
+            start_step = start_step_of(self.plan.comm_hook)
             if self.hook is not None and 0 < self.num_syncs <= start_step:
                 warn(f"comm_hook never compressed: training took {self.num_syncs} steps, and start_step={start_step}.")
         finally:
@@ -287,13 +287,6 @@ class GradientSync:
         """Returns the residuals that were not added yet."""
         adder, self._residual_adder = self._residual_adder, None
         return {} if adder is None else adder.cancel()
-
-
-def _start_step(compressor: Compressor | None) -> int:
-    """Returns ``start_step`` of the outermost compressor that has one; 0 if none has."""
-    while compressor is not None and not hasattr(compressor, "start_step"):
-        compressor = getattr(compressor, "inner", None)
-    return getattr(compressor, "start_step", 0)
 
 
 def _synchronize(device: torch.device) -> None:
