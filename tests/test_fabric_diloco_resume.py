@@ -11,6 +11,7 @@ from lightning.fabric import Fabric
 
 from lightning_commopt.fabric import CommOptDDP, CommOptDiLoCo
 from lightning_commopt.sync.checkpoint import KEY
+from lightning_commopt.sync.diloco.errors import UnequalStepsError
 from support.fabric_training import Net, adam, loss_of, numbers
 from support.strategy_models import Params, assert_same
 from support.warm_ranks import run_ranks
@@ -209,6 +210,24 @@ def test_what_cannot_be_resumed_exactly(tmp_path: Path) -> None:
     texts = [text for text in told if "steps (1, 2)" in text or "DiLoCo" in text]
     assert ["different numbers of steps (1, 2)" in texts[0], "rank 0's optimizers" in texts[-1]] == [True, True]
     assert KEY not in torch.load(tmp_path / "unequal", weights_only=True)
+
+
+def _train_and_save(training: _Training, num_steps: int, path: Path) -> None:
+    training.train(num_steps)
+    training.fabric.save(path, {"model": training.state["model"]})
+
+
+def _save_amid_an_exchange(folder: Path) -> str:
+    training = _Training(CommOptDiLoCo(**_PLAIN)).set_up()
+    with pytest.raises(UnequalStepsError) as caught:
+        _train_and_save(training, 3 + training.fabric.global_rank, folder / "unequal")
+    return str(caught.value)
+
+
+def test_a_checkpoint_while_another_rank_waits_in_an_exchange(tmp_path: Path) -> None:
+    """If it fails, a rank that has left out a step saves, and waits for the others until the timeout."""
+    for told in run_ranks(_save_amid_an_exchange, tmp_path, group_timeout_s=20):
+        assert "rank 0 is after step 3, rank 1 is at step 4" in told
 
 
 def _change_and_resume(folder: Path) -> tuple[Params, Params, list[str]]:

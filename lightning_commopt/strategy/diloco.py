@@ -176,7 +176,7 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks, CountsSteps, DecidesTog
         assert self.rounds is not None
         self.rounds.show_own()
         self.rounds.expect_changes()
-        self._is_first_batch = batch_idx == 0
+        self._is_first_batch, self._has_stepped = batch_idx == 0, False
         self._include_unfrozen(self.rounds)
         self.rounds.counts.samples += count_samples(batch) or 1
 

@@ -29,25 +29,20 @@ class DecidesTogether(LivingCollectives):
 
     rounds: Rounds | None
     _plan: DiLoCoPlan
+    _has_stepped: bool
     _wrapped_callbacks: tuple[Callable[[], None], ...] = ()
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        if self._can_meet:
-            self._guards.agree_on_sigterm_by(self._meet)
-
-    @property
-    def _can_meet(self) -> bool:
-        """Whether no exchange is under way between two batches."""
-        return self._living is None and not self._plan.overlap
+        self._has_agreed_on_sigterm = False
+        if self._living is None:
+            # With ``overlap`` the exchanges bring word of it, which a meeting before a batch would wait for.
+            is_ending = (lambda: self._has_agreed_on_sigterm) if self._plan.overlap else None
+            self._guards.agree_on_sigterm_by(self._meet, is_ending)
 
     def _meet(self, value: bool = False) -> bool:
-        """Returns whether ``value`` is true on any rank, before collectives that all ranks come to between two batches.
-
-        A rank that has left out a step comes here while others wait for it in an exchange: both must notice.
-        """
         assert self.rounds is not None
-        return self.rounds.exchange.meet(self.rounds.num_steps, value)
+        return self.rounds.meet(value)
 
     def _wrap_callbacks(self) -> None:
         """Wraps the callbacks of a fit, and its validation, until `_unwrap_callbacks`."""
@@ -55,7 +50,7 @@ class DecidesTogether(LivingCollectives):
         wrapped = [wrap_method(of, "on_train_batch_end", self._after_rounds) for of in clock_callbacks(trainer)]
         wrapped.append(decide_on_time(trainer, self._is_time))
         wrapped.append(wrap_method(trainer.fit_loop.epoch_loop.val_loop, "run", self._after_meeting))
-        wrapped.append(wrap_method(trainer, "save_checkpoint", self._after_averaging))
+        wrapped.append(wrap_method(trainer, "save_checkpoint", self._save_together))
         for callback in checkpoint_callbacks(trainer) if self.world_size > 1 else ():
             # Lightning calls the second after the first, with the same values.
             saves = "_save_topk_checkpoint" if callback.save_top_k else "_save_last_checkpoint"
@@ -70,7 +65,8 @@ class DecidesTogether(LivingCollectives):
 
     @property
     def _has_whole_rounds(self) -> bool:
-        return self.rounds is not None and self.rounds.num_steps % self._plan.sync_every == 0
+        """Whether the step of this batch was the last of a round, once each round also where a step is left out."""
+        return self._has_stepped and self.rounds is not None and self.rounds.num_steps % self._plan.sync_every == 0
 
     def _after_rounds(self, inner: Callable[..., None], *args: Any) -> None:
         """Calls what broadcasts a decision in every batch only after whole rounds."""
@@ -81,30 +77,31 @@ class DecidesTogether(LivingCollectives):
         """Returns whether the time until a validation is over on rank 0; ranks ask it only after whole rounds."""
         return self._has_whole_rounds and self.broadcast(is_over)
 
-    def _after_meeting(self, validate: Callable[[], Any]) -> Any:
-        if self._can_meet:
+    def _after_meeting(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._living is None and not trainer_of(self).interrupted:  # perhaps only this rank is
             self._meet()
-        return validate()
+        return inner(*args, **kwargs)
 
-    def _after_averaging(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _save_together(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Saves a checkpoint; in ``on_train_end``, as ModelCheckpoint may, with the mean of what callbacks have set."""
         if self.rounds is not None and self.rounds.shows_final and is_in_hook(trainer_of(self), "on_train_end"):
             self.rounds.finish_again()
-        save(*args, **kwargs)
+        self._after_meeting(save, *args, **kwargs)
 
     def _with_common_values(self, save: Callable[..., None], trainer: Trainer, values: dict[str, Tensor]) -> None:
         """Saves a checkpoint whose name and rank among the best come from values that all ranks have.
 
         A rank with another path would not find the file, which rank 0 writes, or remove what ranks keep beside another.
         """
-        if not trainer.interrupted:  # perhaps only on this rank
-            if self._can_meet:
-                self._meet()
-            own = {name: x.cpu() for name, x in values.items()}
-            ranks = self._objects_of_ranks((own, reductions_left_out(trainer)))
-            reductions = {name: op for _, of_rank in ranks for name, op in of_rank.items()}
-            for name in dict.fromkeys(name for of_rank, _ in ranks for name in of_rank):
-                same = [of_rank[name] for of_rank, _ in ranks if name in of_rank]
-                common = reduced(same, reductions[name]) if name in reductions else same[0]
-                values[name] = common.to(self.root_device)
+        if not trainer.interrupted:
+            self._after_meeting(self._make_common, values)
         save(trainer, values)
+
+    def _make_common(self, values: dict[str, Tensor]) -> None:
+        own = {name: x.cpu() for name, x in values.items()}
+        ranks = self._objects_of_ranks((own, reductions_left_out(trainer_of(self))))
+        reductions = {name: op for _, of_rank in ranks for name, op in of_rank.items()}
+        for name in dict.fromkeys(name for of_rank, _ in ranks for name in of_rank):
+            same = [of_rank[name] for of_rank, _ in ranks if name in of_rank]
+            common = reduced(same, reductions[name]) if name in reductions else same[0]
+            values[name] = common.to(self.root_device)

@@ -34,6 +34,7 @@ class CountsSteps(LivingCollectives):
     _is_first_batch = True
     _is_in_training_step = False
     _num_uncounted_steps = 0
+    _has_stepped = False  # whether steps of this batch were counted
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._trains_in_vain():
@@ -64,6 +65,7 @@ class CountsSteps(LivingCollectives):
         num_steps, self._num_uncounted_steps = self._num_uncounted_steps, 0
         if self.rounds is None or not num_steps:
             return
+        self._has_stepped = True
         scale, has_sigterm = partial(loss_scale, self.precision_plugin), lambda: self._guards.has_received_sigterm
         batch = 1 + batches_that_stepped(trainer_of(self))
         for index, arrived in self.rounds.step(scale, has_sigterm, num_steps, batch):

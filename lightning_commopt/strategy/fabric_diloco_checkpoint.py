@@ -68,6 +68,8 @@ class SavesRanksOfFabric(WithTimeout, DDPStrategy):
         storage_options: Any | None = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
+        if self.rounds is not None:
+            self.rounds.meet()
         name = next((name for name, value in state.items() if value is self._module), None)
         if self._saves_comm_state and self.rounds is not None and name is not None and _has_optimizer(state):
             state, filter = self._convert_stateful_objects_in_state(state, filter or {}), None
@@ -80,9 +82,8 @@ class SavesRanksOfFabric(WithTimeout, DDPStrategy):
         """Writes the file of this rank; returns what all share, or None if ranks cannot resume exactly."""
         rounds = self.rounds
         assert rounds is not None
-        rounds.wait()
-        # Names of files may have a rank's own numbers in them.
         assert self._module is not None
+        # Names of files may have a rank's own numbers in them.
         has_changed = rounds.shows_final and not rounds.has_final(self._module)
         everyone = self._gather((str(path), uuid4().hex, rounds.num_steps, has_changed))
         common_path, identity, *_ = everyone[0]

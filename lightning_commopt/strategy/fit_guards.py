@@ -101,10 +101,16 @@ class FitGuards:
                 lambda has_received: any(living.objects(has_received, "agreeing on SIGTERM").values()), is_ending
             )
 
-    def agree_on_sigterm_by(self, any_rank: Callable[[bool], bool]) -> None:
-        """Replaces the collective by which the ranks agree on SIGTERM; see `SigtermCheck.agree_by`."""
-        if self._sigterm_check is not None:
-            self._sigterm_check.agree_by(any_rank)
+    def agree_on_sigterm_by(
+        self, any_rank: Callable[[bool], bool], before_batch: Callable[[], bool] | None = None
+    ) -> None:
+        """Replaces the collectives by which the ranks agree on SIGTERM; see `SigtermCheck.agree_by`.
+
+        Where ``before_batch`` is given, those of ``sigterm_every_n_steps`` stay as they are.
+        """
+        is_set = before_batch is not None and self._sigterm_every_n_steps is not None
+        if self._sigterm_check is not None and not is_set:
+            self._sigterm_check.agree_by(any_rank, before_batch)
 
     @property
     def has_received_sigterm(self) -> bool:

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -171,33 +172,55 @@ def test_steps_of_the_first_optimizer_count() -> None:
 
 
 class _Skipping(Tiny):
-    """Leaves out the step of one batch on rank 1."""
+    """Leaves out the steps of some batches on rank 1."""
 
-    def __init__(self, skipped: int) -> None:
+    def __init__(self, *skipped: int) -> None:
         super().__init__()
         self.skipped = skipped
 
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        if self.global_rank == 1 and batch_idx == self.skipped:
+        if self.global_rank == 1 and batch_idx in self.skipped:
             optimizer_closure()
         else:
             optimizer.step(closure=optimizer_closure)
 
 
+class _Saving(Callback):
+    """Saves a checkpoint after the third batch."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if args[-1] == 2:
+            trainer.save_checkpoint(self.path)
+
+
 def _skip(folder: Path) -> tuple[list[str], Params]:
     told = []
-    plain: dict[str, Any] = {"limit_val_batches": 0}
-    saving = {"callbacks": [ModelCheckpoint(folder, every_n_train_steps=3)], "enable_checkpointing": True, **plain}
+    plain: dict[str, Any] = {"limit_val_batches": 0, "limit_train_batches": 6}
+    timing = {**plain, "callbacks": [callbacks.Timer(timedelta(hours=1))]}
     validating: dict[str, Any] = {"val_check_interval": 3}
-    for skipped, overlap, options in [(1, 0, plain), (1, 1, plain), (5, 0, plain), (1, 0, validating), (1, 0, saving)]:
-        strategy = CommOptDiLoCo(sync_every=3, overlap=overlap)
-        fit = trainer(strategy, **{"max_epochs": 1, **options})
+    choosing = {"callbacks": [ModelCheckpoint(folder, every_n_train_steps=3)], "enable_checkpointing": True, **plain}
+    saving = {"callbacks": [_Saving(folder / "saved.ckpt")], **plain}
+    overlapped = {"overlap": 1}
+    cases: list[tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = [
+        ((1,), {}, plain),
+        ((3,), {}, timing),
+        ((1, 2, 3, 4), overlapped, {**plain, "limit_train_batches": 7}),
+        ((5,), {}, plain),
+        ((1,), overlapped, validating),
+        ((1,), overlapped, choosing),
+        ((1,), {}, saving),
+    ]
+    for skipped, plan, options in cases:
+        fit = trainer(CommOptDiLoCo(sync_every=3, **plan), **{"max_epochs": 1, **options})
         with pytest.raises(UnequalStepsError) as caught:
-            fit.fit(_Skipping(skipped), loader(48), loader(8))
+            fit.fit(_Skipping(*skipped), loader(56), loader(8))
         told.append(str(caught.value).partition(". All ranks")[0])
     model = _Skipping(5)
     strategy = CommOptDiLoCo(sync_every=5, overlap=1, mixing=0.0, fragments=2, outer_momentum=0.0)
-    trainer(strategy, max_epochs=1, limit_val_batches=0).fit(model, loader(48))
+    trainer(strategy, max_epochs=1, **plain).fit(model, loader(56))
     return told, numbers(model)
 
 
@@ -210,10 +233,12 @@ def test_ranks_with_different_numbers_of_steps(tmp_path: Path) -> None:
     assert first in [
         f"rank 0 is at step 3 in batch 3, rank 1 is {at}" for at in ("after step 2", "at step 3 in batch 4")
     ]
+    ended = "rank 0 is at step 6 in batch 6, rank 1 has ended after step 5"
     assert rest == [
-        "rank 0 is at step 3 in batch 3, rank 1 is at step 3 in batch 4",
-        "rank 0 is at step 6 in batch 6, rank 1 has ended after step 5",
-        *["rank 0 is at step 3 in batch 3, rank 1 is after step 2"] * 2,
+        ended,
+        "rank 0 is at step 3 in batch 3, rank 1 is at step 3 in batch 7",
+        ended,
+        *["rank 0 is at step 3 in batch 3, rank 1 is after step 2"] * 3,
     ]
     assert_same(final, other)  # a step after the same exchanges
 

@@ -4,6 +4,8 @@ import os
 import signal
 import warnings
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +70,10 @@ def test_number_of_collectives() -> None:
         assert_same(got, expected)
 
 
-def _terminate(folder: Path, rank: int, step: int, every_n_steps: int | None) -> tuple[str, int, int]:
+def _terminate(folder: Path, rank: int, step: int, make_strategy: Callable[[], Any]) -> tuple[str, int, int]:
     model = _Terminated(rank, step)
-    ddp = None if every_n_steps is None else CommOptDDP(sigterm_every_n_steps=every_n_steps)
     run = trainer(
-        ddp or CommOptDiLoCo(sync_every=2),
+        make_strategy(),
         accumulate_grad_batches=4,
         callbacks=[OnExceptionCheckpoint(folder)],
         enable_checkpointing=True,
@@ -85,15 +86,21 @@ def _terminate(folder: Path, rank: int, step: int, every_n_steps: int | None) ->
 
 
 @pytest.mark.parametrize(
-    ("rank", "sent_in", "every_n_steps", "ends_at"),
-    [(1, 0, 2, 2), (0, 1, 100, 3), (1, 0, None, 2), pytest.param(0, 0, 1, 1, marks=pytest.mark.exhaustive)],
-    ids=["a later step", "the end of an epoch", "DiLoCo", "the next step"],
+    ("rank", "sent_in", "make_strategy", "ends_at"),
+    [
+        (1, 0, partial(CommOptDDP, sigterm_every_n_steps=2), 2),
+        (0, 1, partial(CommOptDDP, sigterm_every_n_steps=100), 3),
+        (1, 0, partial(CommOptDiLoCo, sync_every=2), 2),
+        (1, 0, partial(CommOptDiLoCo, sync_every=3, fragments=3, overlap=1), 2),
+        pytest.param(0, 0, partial(CommOptDDP, sigterm_every_n_steps=1), 1, marks=pytest.mark.exhaustive),
+    ],
+    ids=["a later step", "the end of an epoch", "DiLoCo", "an overlapped exchange", "the next step"],
 )
 def test_all_ranks_end_before_the_same_step(
-    rank: int, sent_in: int, every_n_steps: int | None, ends_at: int, tmp_path: Path
+    rank: int, sent_in: int, make_strategy: Callable[[], Any], ends_at: int, tmp_path: Path
 ) -> None:
     """If it fails, a rank that got SIGTERM leaves the others in a collective, or training goes on after it."""
-    ended = run_ranks(_terminate, tmp_path, rank, sent_in, every_n_steps)
+    ended = run_ranks(_terminate, tmp_path, rank, sent_in, make_strategy)
     assert ended == [("SIGTERMException", ends_at, ends_at)] * 2
 
 

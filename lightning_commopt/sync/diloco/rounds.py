@@ -184,6 +184,18 @@ class Rounds(EndsFits):
         of.take(arrived)
         mix(of, own_share)
 
+    def meet(self, value: bool = False) -> bool:
+        """Returns whether ``value`` is true on any rank, before other collectives that all ranks come to between steps.
+
+        A rank that has left out a step comes here while others wait for it in an exchange: both must notice. Exchanges
+        under way are waited for. All ranks must call it.
+
+        Raises:
+            UnequalStepsError: ranks have begun different exchanges.
+        """
+        self.wait()  # an exchange of the thread would mix its messages with those below
+        return self.exchange.meet(self.num_steps, value)
+
     @property
     def is_exact(self) -> bool:
         """Whether all ranks have the same global weights, or will from what is under way; call `wait` before."""
