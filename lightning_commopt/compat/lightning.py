@@ -219,6 +219,11 @@ def checkpoint_callbacks(trainer: Trainer) -> list[Any]:
     return _callbacks_of_class(trainer, "ModelCheckpoint")
 
 
+def stopping_callbacks(trainer: Trainer) -> list[Any]:
+    """Returns the callbacks ``EarlyStopping``."""
+    return _callbacks_of_class(trainer, "EarlyStopping")
+
+
 def prunes(trainer: Trainer) -> bool:
     """Returns whether a callback prunes the model in the course of a fit."""
     return bool(_callbacks_of_class(trainer, "ModelPruning"))

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from lightning_commopt.compat.clock import decide_on_time
-from lightning_commopt.compat.lightning import checkpoint_callbacks, clock_callbacks, is_in_hook, reductions_left_out
+from lightning_commopt.compat.lightning import (
+    checkpoint_callbacks,
+    clock_callbacks,
+    is_in_hook,
+    reductions_left_out,
+    stopping_callbacks,
+)
 from lightning_commopt.compat.loops import wrap_method
 from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.strategy.living_collectives import LivingCollectives
@@ -51,6 +58,9 @@ class DecidesTogether(LivingCollectives):
         wrapped.append(decide_on_time(trainer, self._is_time))
         wrapped.append(wrap_method(trainer.fit_loop.epoch_loop.val_loop, "run", self._after_meeting))
         wrapped.append(wrap_method(trainer, "save_checkpoint", self._save_together))
+        for callback in stopping_callbacks(trainer) if self.world_size > 1 else ():
+            around = partial(self._with_common_value, callback.monitor)
+            wrapped.append(wrap_method(callback, "_evaluate_stopping_criteria", around))
         for callback in checkpoint_callbacks(trainer) if self.world_size > 1 else ():
             # Lightning calls the second after the first, with the same values.
             saves = "_save_topk_checkpoint" if callback.save_top_k else "_save_last_checkpoint"
@@ -105,3 +115,10 @@ class DecidesTogether(LivingCollectives):
             same = [of_rank[name] for of_rank, _ in ranks if name in of_rank]
             common = reduced(same, reductions[name]) if name in reductions else same[0]
             values[name] = common.to(self.root_device)
+
+    def _with_common_value(self, name: str, evaluate: Callable[[Tensor], Any], value: Tensor) -> Any:
+        """Decides whether to stop from a value that all ranks have, where a step has left its reduction out."""
+        ranks = self._objects_of_ranks((value.cpu(), reductions_left_out(trainer_of(self)).get(name)))
+        if ops := [op for _, op in ranks if op is not None]:
+            value = reduced([of_rank for of_rank, _ in ranks], ops[0]).to(value.device)
+        return evaluate(value)

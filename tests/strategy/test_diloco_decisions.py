@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from support.diloco_fits import fit
-from support.lightnings import ModelCheckpoint
-from support.ranks import run_ranks
+from support.lightnings import ModelCheckpoint, callbacks
 from support.strategy_models import Tiny
+from support.warm_ranks import run_ranks
 
 
 class _Deciding(Tiny):
@@ -96,3 +96,25 @@ def test_ranks_save_and_remove_the_same_checkpoints(tmp_path: Path) -> None:
     for folder, names in saved.items():
         assert _names(tmp_path / folder) == names, folder
         assert _names(tmp_path / folder / "lightning_commopt_ranks") == names, folder
+
+
+class _Stopped(Tiny):
+    """Logs a number that becomes better from epoch to epoch until epoch 2 in the mean, but on no rank."""
+
+    numbers = ((5.0, 6.0, 1.0, 9.0, 1.0), (5.0, 2.0, 4.0, 9.0, 1.0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("own", self.numbers[self.global_rank][self.current_epoch], sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
+def _stop() -> tuple[int, float]:
+    stopping = callbacks.EarlyStopping("own", patience=1, check_on_train_epoch_end=True)
+    model = _Stopped()
+    fit(model, stopping, max_epochs=5)
+    return model.trainer.current_epoch, float(stopping.best_score)
+
+
+def test_ranks_stop_early_by_what_all_have_logged() -> None:
+    """If it fails, a fit ends as soon as the value of a single rank is no better than before."""
+    assert run_ranks(_stop) == [(4, 2.5)] * 2
