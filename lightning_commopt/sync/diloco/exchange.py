@@ -136,10 +136,13 @@ class Exchange:
     Args:
         channel: collectives over all ranks, of a gloo group that nothing else uses; None for a single rank.
         compressor: how differences travel; None for uncompressed.
+        ranks: numbers of the channel's ranks, in their order; None for all of the default group.
     """
 
-    def __init__(self, channel: Channel | None, compressor: Compressor | None) -> None:
-        self._channel = channel
+    def __init__(
+        self, channel: Channel | None, compressor: Compressor | None, ranks: Sequence[int] | None = None
+    ) -> None:
+        self._channel, self._ranks = channel, ranks
         self._compressor = UNCOMPRESSED if compressor is None else compressor
 
     @property
@@ -230,7 +233,7 @@ class Exchange:
             return [report]
         rows = self._channel.all_gather(report.to_tensor()).wait()
         reports = [Report(*row) for row in rows.tolist()]
-        check_same_step(reports)
+        check_same_step(reports, self._ranks)
         return reports
 
     def _any_rank(self, values: bytes) -> bytes:

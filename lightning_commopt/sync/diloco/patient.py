@@ -189,8 +189,8 @@ class PatientExchange(Exchange):
             flat, floats, integers = before.weights.clone(), before.floats, before.integers
             local = replace(local, flat=flat, floats=floats, integers=integers, trained=())
             report = replace(report, samples=0.0)
-        report = replace(report, num_steps=0.0, batch=0.0)  # a rank that joins may be in another batch
-        arrived = Exchange(self._mesh, self._compressor).run(before, local, report, step, outer)
+        exchange = Exchange(self._mesh, self._compressor, attempt.members)
+        arrived = exchange.run(before, local, report, step, outer)
         return _Tried(before, arrived, received)
 
     def _before(self, of: GlobalWeights, received: list[GlobalWeights] | None, *, keeps_state: bool) -> GlobalWeights:

@@ -54,17 +54,19 @@ class Report:
         return torch.tensor(astuple(self), dtype=torch.float64, device="cpu")
 
 
-def check_same_step(reports: Sequence[Report]) -> None:
+def check_same_step(reports: Sequence[Report], ranks: Sequence[int] | None = None) -> None:
     """Compares where the ranks are. Outside of exchanges they may have taken different numbers of steps.
 
     Args:
         reports: one of each rank, in their order.
+        ranks: the numbers of the ranks; None for 0, 1 and so on.
 
     Raises:
         UnequalStepsError: ranks are in different exchanges, or in different batches.
     """
     if len({(report.batch, report.num_steps if report.batch >= 0 else 0) for report in reports}) > 1:
-        places = [f"rank {rank} {_place(report)}" for rank, report in enumerate(reports)]
+        numbers = range(len(reports)) if ranks is None else ranks
+        places = [f"rank {rank} {_place(report)}" for rank, report in zip(numbers, reports, strict=True)]
         raise UnequalStepsError(
             f"Ranks have taken different numbers of optimizer steps: {list_some(places, 8)}. All ranks must step the"
             " first optimizer in the same batches. To leave out a step on some of them only, call zero_grad() and then"

@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_commopt.compressors import compressor_from_config
+from lightning_commopt.sync.diloco.errors import UnequalStepsError
 from lightning_commopt.sync.diloco.exchange import Arrived, GlobalWeights, LocalWeights
 from lightning_commopt.sync.diloco.fragments import split_model
 from lightning_commopt.sync.diloco.members import Members, MembersError
 from lightning_commopt.sync.diloco.outer import OuterSGD
 from lightning_commopt.sync.diloco.patient import PatientExchange
-from lightning_commopt.sync.diloco.report import Report
+from lightning_commopt.sync.diloco.report import Report, check_same_step
 
 OUTER = OuterSGD(lr=1.0, momentum=0.5, nesterov=False)
 MEAN = OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
@@ -36,10 +37,10 @@ class Rank:
         self.outer, self.of = outer, GlobalWeights.of(fragment, outer)
         self.exchange.begin([self.of], {})
 
-    def run(self, difference: Tensor, samples: float = 1.0) -> Arrived:
+    def run(self, difference: Tensor, samples: float = 1.0, **others: float) -> Arrived:
         local = LocalWeights(self.of.weights - difference, [], [], None)
         with torch.no_grad():
-            arrived = self.exchange.run(self.of, local, Report(samples), 0, self.outer)
+            arrived = self.exchange.run(self.of, local, Report(samples, **others), 0, self.outer)
         self.of.take(arrived)
         return arrived
 
@@ -136,3 +137,16 @@ def test_a_joiner_and_the_others_begin_new_states_of_the_compressor() -> None:
     assert ranks[0].of.momentum is not None
     assert ranks[2].of.momentum is not None
     assert ranks[0].of.momentum.equal(ranks[2].of.momentum)
+
+
+def test_ranks_in_different_batches() -> None:
+    """If it fails, a rank that has left out a step is one batch behind for good, and late at each end of an epoch."""
+    ranks, (difference,) = make(2), differences(1, 0)
+    places = [{"num_steps": 3.0, "batch": 3.0 + rank} for rank in range(2)]
+    with ThreadPoolExecutor() as pool:
+        exchanges = [pool.submit(rank.run, difference, **place) for rank, place in zip(ranks, places, strict=True)]
+        for exchange in exchanges:
+            with pytest.raises(UnequalStepsError, match="rank 0 is at step 3 in batch 3, rank 1 is at step 3 in batch"):
+                exchange.result()
+    with pytest.raises(UnequalStepsError, match="rank 1 is at step 3 in batch 3, rank 4 is at step 3 in batch 4"):
+        check_same_step([Report(1.0, **place) for place in places], (1, 4))
