@@ -35,6 +35,7 @@ _OTHERS = ("elastic/", "launcher/", "run.py", "checkpoint/", "c10d_logger.py")
 _DDP = "/torch/nn/parallel/distributed.py"
 
 _OWN_WAITS = (
+    "/lightning_commopt/watch/changed_parameters.py",
     "/lightning_commopt/watch/epoch_ends.py",
     "/lightning_commopt/sync/gather.py",
     "/lightning_commopt/sync/diloco/living.py",

@@ -226,8 +226,17 @@ class CommOptStrategy(base.NamedStrategy, StartedAsDDP):
         self._apply_next_plan()
         must_rewrap = self.gradient_sync.must_rewrap(self.optimizers, is_first_batch=batch_idx == 0)
         if (module := self.lightning_module) is not None and must_rewrap and not optimizer_is_toggled(module):
-            self.gradient_sync.rewrap(self._wrap)
+            self._rewrap_together()
         self.auto_plan.begin_batch(batch, batch_idx)
+
+    def _rewrap_together(self) -> None:
+        """Wraps the model again, once the same parameters have changed on all ranks."""
+        model, trainable = self.gradient_sync.model, self.gradient_sync.trainable
+        assert model is not None
+        assert trainable is not None
+        counts_frozen = not self.plan.find_unused_parameters
+        self._guards.agree_on_change(trainable.changed(model, self.optimizers, counts_frozen=counts_frozen))
+        self.gradient_sync.rewrap(self._wrap)
 
     def _is_in_batch(self) -> bool:
         """Returns whether a training batch has begun and not ended."""

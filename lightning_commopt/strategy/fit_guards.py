@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -100,6 +100,11 @@ class FitGuards:
             self._sigterm_check.agree_by(
                 lambda has_received: any(living.objects(has_received, "agreeing on SIGTERM").values()), is_ending
             )
+
+    def agree_on_change(self, names: Sequence[str]) -> None:
+        """Raises if parameters have changed on some ranks only; see `FitWatch.agree_on_change`."""
+        if isinstance(self.fit_watch, FitWatch):
+            self.fit_watch.agree_on_change(names)
 
     def agree_on_sigterm_by(
         self, any_rank: Callable[[bool], bool], before_batch: Callable[[], bool] | None = None

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import threading
 import time
+from collections.abc import Sequence
+from functools import partial
 
 import torch.distributed as dist
 
@@ -14,6 +16,7 @@ from lightning_commopt.launch.environment import launcher_pid
 from lightning_commopt.sync.store import key_space
 from lightning_commopt.sync.strategies import WatchedStrategy, trainer_of
 from lightning_commopt.watch import times
+from lightning_commopt.watch.changed_parameters import ChangedParameters, Place
 from lightning_commopt.watch.epoch_ends import EpochEnds
 from lightning_commopt.watch.lifelines import Lifelines
 from lightning_commopt.watch.own_errors import log_own_errors
@@ -59,7 +62,9 @@ class FitWatch:
         self._lifelines = Lifelines(store, self._rank, first_ranks, address)
         ranks_here = range(first, first + ranks_per_node)
         self._peers = Peers(store, self._rank, world_size, ranks_here, self._lifelines, self._may_be_over)
-        self._ends = EpochEnds(store, self._rank, world_size, timeout.total_seconds(), self._check_peers)
+        common = store, self._rank, world_size, timeout.total_seconds()
+        self._ends = EpochEnds(*common, partial(self._check_peers, "at the end of an epoch"))
+        self._changes = ChangedParameters(*common, partial(self._check_peers, "before parameters change"))
         self._agreed: int | None = None
         self._explanation: str | None = None
         self._fit_thread = threading.get_ident()
@@ -93,6 +98,10 @@ class FitWatch:
         if text is not None and multiprocessing.parent_process() is not None:
             print_now(text)  # the parent prints it only when all ranks have ended
 
+    def agree_on_change(self, names: Sequence[str]) -> None:
+        """Called where the model has changed, before a batch begins; see `ChangedParameters.agree`."""
+        self._changes.agree(_place(self._position), names)
+
     def close(self) -> None:
         if not self._stop.is_set():
             self._stop_watching()
@@ -120,12 +129,10 @@ class FitWatch:
         agreed = number if self._policy == "allow" else self._agreed
         self._ends.leave(number, agreed, was_stopped=self._trainer.should_stop)
 
-    def _check_peers(self) -> None:
+    def _check_peers(self, where: str) -> None:
         failure = self._peers.failure()
         if failure is not None:
-            raise RuntimeError(
-                f"Rank {self._rank} waits at the end of an epoch for ranks that have failed. {failure.text}"
-            )
+            raise RuntimeError(f"Rank {self._rank} waits {where} for ranks that have failed. {failure.text}")
 
     def _run(self) -> None:
         with log_own_errors("The watch of a fit"):
@@ -145,7 +152,7 @@ class FitWatch:
             self._peers.learn()
             self._lifelines.update()
             has_stalled = now - moved_at >= times.STALLED_S
-            reason = self._reason_to_end() if has_stalled else None
+            reason = self._reason_to_end(position) if has_stalled else None
             if not has_stalled:
                 self._peers.set_waiting(False)
             in_vain_since = None if reason is None else in_vain_since or now
@@ -153,8 +160,10 @@ class FitWatch:
             if reason is not None and is_over and not self._stop.is_set():
                 end_waiting_rank(self._rank, reason, self._grace_s)
 
-    def _reason_to_end(self) -> str | None:
+    def _reason_to_end(self, position: tuple[int, int, int]) -> str | None:
         """Returns why this rank, which has stalled, waits in vain; None if it does not, or if that is unknown."""
+        where = _place(position), batch_is_open(self._trainer)
+        self._peers.query_store(lambda: self._changes.find_waiting_rank(*where), None)
         self._find_early_rank()
         failure = self._peers.failure()
         if failure is None and self._launcher not in (None, os.getppid()):
@@ -185,3 +194,8 @@ class FitWatch:
             self._explanation = self._peers.query_store(lambda: self._ends.find_early_rank(*where), None)
             if self._explanation is not None:
                 print_now(f"[rank {self._rank}] {self._explanation}")
+
+
+def _place(position: tuple[int, int, int]) -> Place:
+    """Returns the epoch and the batches that this rank has begun in it."""
+    return position[0], position[2]

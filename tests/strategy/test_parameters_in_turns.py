@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP, CommOptDiLoCo
+from lightning_commopt.watch import times
 from support.lightnings import Callback, DDPStrategy, LightningModule, Trainer
 from support.ranks import run_ranks_or_raise
 from support.strategy_models import Params, Tiny, assert_same, loader, numbers, trainer
@@ -137,6 +139,27 @@ def test_layers_that_a_hook_adds_or_replaces_are_trained_together() -> None:
         assert_same(params, others)
     assert_same(first[1], first[0])
     assert_same(first[2], first[0], rtol=0.2)
+
+
+class _GrowingOnOneRank(_Growing):
+    """Adds layers on rank 1 only."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.global_rank == 1:
+            super().on_train_epoch_start()
+
+
+def _fit_growing_on_one_rank() -> None:
+    with patch.object(times, "FIT_LOOK_S", 0.1), patch.object(times, "STALLED_S", 0.3):
+        trainer(CommOptDDP()).fit(_GrowingOnOneRank(), loader())
+
+
+def test_layers_that_one_rank_adds_are_named_on_all() -> None:
+    """If it fails, a rank waits in vain for others to train layers that only it has, or a process aborts."""
+    for _, trace in run_ranks_or_raise(_fit_growing_on_one_rank, world_size=2):
+        assert trace is not None
+        assert "layers.4.0.weight" in trace
+        assert "on this rank, and nothing on rank 0" in trace
 
 
 class _KeepsBest(Tiny):

@@ -161,6 +161,15 @@ class Trainable:
         """Returns whether a parameter that DDP waits for was frozen."""
         return not all(parameter.requires_grad for parameter in self._trainable)
 
+    def changed(
+        self, model: DistributedDataParallel, optimizers: Iterable[Optimizer], *, counts_frozen: bool
+    ) -> list[str]:
+        """Returns the names of parameters that were unfrozen or added for optimizers, and perhaps of those frozen."""
+        synced, known = {id(parameter) for parameter in self._trainable}, known_parameters(model)
+        changed = {name: x for name, x in known.items() if x.requires_grad != (id(x) in synced)}
+        trained = {id(parameter) for parameter in of_optimizers(changed.values(), optimizers)}
+        return [name for name, x in changed.items() if (id(x) in trained if x.requires_grad else counts_frozen)]
+
     @contextmanager
     def unfrozen(self) -> Generator[None, None, None]:
         """Returns a context in which those that were frozen since then require a gradient again."""
