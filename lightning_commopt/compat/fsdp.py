@@ -1,12 +1,12 @@
 """Private names of FSDP2, and observers of its collectives and waits; see `lightning_commopt.compat`.
 
 ``_get_fsdp_state`` returns the state of a unit, which the modules of one call of ``fully_shard`` share, and
-``_mp_policy`` is its policy. ``gradient_divide_factor`` and ``_all_reduce_hook`` of its parameter groups, and their
-comm objects ``_all_gather_comm`` and ``_reduce_scatter_comm`` (torch >= 2.9), have public setters and no getters; the
-``_module_info`` of their ``fsdp_params`` has the order of parameters. A group with ``_reduce_scatter_param_indices``
-(torch >= 2.15) has the gradients of one ``grad_dtype`` side by side. ``_post_accumulate_grad_hooks`` of a parameter
-are called with a finished gradient. Before torch 2.9 the module ``_fsdp_collectives`` calls collectives as functions of
-its global ``dist``.
+``_mp_policy`` is its policy. ``gradient_divide_factor``, ``force_sum_reduction_for_comms`` and ``_all_reduce_hook`` of
+its parameter groups, and their comm objects ``_all_gather_comm`` and ``_reduce_scatter_comm`` (torch >= 2.9), have
+public setters and no getters; the ``_module_info`` of their ``fsdp_params`` has the order of parameters. A group with
+``_reduce_scatter_param_indices`` (torch >= 2.15) has the gradients of one ``grad_dtype`` side by side. A parameter's
+``_post_accumulate_grad_hooks`` are called with a finished gradient. Before torch 2.9 the module ``_fsdp_collectives``
+calls collectives as functions of its global ``dist``.
 """
 
 from __future__ import annotations
@@ -62,6 +62,11 @@ def has_own_divide_factor(module: FSDPModule) -> bool:
     return any(getattr(group, "gradient_divide_factor", None) is not None for group in _groups_of(module))
 
 
+def forces_sum(module: FSDPModule) -> bool:
+    """Returns whether ``set_force_sum_reduction_for_comms(True)`` was called."""
+    return any(group.force_sum_reduction_for_comms for group in _groups_of(module))
+
+
 def has_all_reduce_hook(module: FSDPModule) -> bool:
     """Returns whether ``set_all_reduce_hook`` was called."""
     return any(getattr(group, "_all_reduce_hook", None) is not None for group in _groups_of(module))
@@ -73,9 +78,8 @@ def comm_object(unit: FSDPModule, operation: str) -> Any:
 
 
 def comm_objects(model: Module) -> Iterator[tuple[str, Any]]:
-    """Yields the objects that issue the "all_gather" and the "reduce_scatter" of each unit; none before torch 2.9."""
-    for unit in units_of(model):
-        yield from _comm_objects_of(unit)
+    """Iterates over the objects that issue "all_gather" and "reduce_scatter" of each unit; none before torch 2.9."""
+    return (pair for unit in units_of(model) for pair in _comm_objects_of(unit))
 
 
 def _comm_objects_of(unit: FSDPModule) -> Iterator[tuple[str, Any]]:
@@ -95,8 +99,7 @@ def _groups_of(module: FSDPModule) -> list[Any]:
     state: Any = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):  # newer versions have a group for each mesh
         return list(state._fsdp_param_groups)
-    group = state._fsdp_param_group
-    return [] if group is None else [group]
+    return [group for group in (state._fsdp_param_group,) if group is not None]
 
 
 Around = Callable[[], AbstractContextManager[None]]

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 from lightning_commopt.commands.selftest.sharded_laws import example_shards
 from lightning_commopt.compat.collectives import CollectiveHooks
-from lightning_commopt.compat.fsdp import comm_object
+from lightning_commopt.compat.fsdp import comm_object, forces_sum
 from lightning_commopt.compressors.configs import sharded_from_config
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt4, ShardedInt8
 from lightning_commopt.plan import OptionError
@@ -316,20 +316,24 @@ def _errors() -> list[float]:
 def _comm_objects_after_detach() -> tuple[bool, bool]:
     """Returns whether the reduce-scatter is ours while attached, and each unit's own again after it."""
     model, sync = ShardedSetup().wrap(ShardedBf16())
+    assert forces_sum(model.parts[0])
     sync.detach()
     fsdps = comm_object(model, "reduce_scatter")
     own = type("Own", (type(fsdps),), {})()
     model.set_custom_reduce_scatter(own)
+    model.set_force_sum_reduction_for_comms(True)
     again = ShardedSync(ShardedInt8())
     again.attach(model)
     is_ours = isinstance(comm_object(model, "reduce_scatter"), UnitReduceScatter)
     again.detach()
     of_part = comm_object(model.parts[0], "reduce_scatter")
-    return is_ours, comm_object(model, "reduce_scatter") is own and type(of_part) is type(fsdps)
+    are_sums = forces_sum(model), forces_sum(model.parts[0])
+    is_own = comm_object(model, "reduce_scatter") is own and type(of_part) is type(fsdps)
+    return is_ours, is_own and are_sums == (True, False)
 
 
 def test_an_own_comm_object_comes_back() -> None:
-    """If it fails, a fit with a compressor takes a user's reduce-scatter away for good."""
+    """If it fails, a fit with a compressor takes a user's reduce-scatter, or its wish for sums, away for good."""
     assert run_ranks(_comm_objects_after_detach) == [(True, True)] * 2
 
 

@@ -120,3 +120,20 @@ def test_residuals_of_one_rank() -> None:
     for kinds, error in run_ranks(_resume_on_one_rank, limit_s=60, group_timeout_s=20):
         assert kinds == [False, False]
         assert error < 1e-5
+
+
+def _change_between_fits() -> list[str]:
+    feeding = _Feeding()
+    feeding.feed("a")
+    feeding.sync.detach()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        feeding.sync.change_plan(ShardedPlan.from_dict({"comm_hook": "bf16"}))
+        feeding.sync.change_plan(ShardedPlan())
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_change_between_two_fits_is_told() -> None:
+    """If it fails, residuals that the next fit would have sent are lost without a word."""
+    message = "comm_hook was changed between two fits, so that the residuals of the last one are lost."
+    assert run_ranks(_change_between_fits) == [[message]] * 2

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from lightning_commopt import CommOptModelParallel, shard
+from lightning_commopt.compat.fsdp import units_of
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt8
 from lightning_commopt.sync.fsdp2.gradients import Overlap, ShardedSync
 from lightning_commopt.sync.fsdp2.unit import _reduce_scatter
@@ -136,6 +137,31 @@ def _hooked() -> list[bool]:
 def test_hooks_of_gradients_see_complete_ones() -> None:
     """If it fails, an optimizer that steps in backward uses memory that nothing has been written to."""
     assert run_ranks(_hooked) == [[True]] * 2
+
+
+def _double(reduced: Tensor) -> None:
+    reduced.mul_(2)
+
+
+def _all_reduced_by_hooks() -> tuple[Tensor, Tensor]:
+    """Returns the averages of a step, and those of one whose units have a hook that doubles what was reduced."""
+    model, sync = ShardedSetup().wrap(ShardedBf16())
+    sync.allow_overlap()
+    averages = []
+    for _ in range(2):
+        model(ShardedSetup().gradients(0)).backward()
+        averages.append(flatten(averages_of(model)))
+        model.zero_grad()
+        for unit in units_of(model):
+            unit.set_all_reduce_hook(_double)
+    return averages[0], averages[1]
+
+
+def test_hooks_that_all_reduce_see_complete_gradients() -> None:
+    """If it fails, what a hook of the user's does to gradients, set after the first step, is overwritten."""
+    for plain, doubled in run_ranks(_all_reduced_by_hooks):
+        assert plain.abs().max() > 0
+        assert torch.equal(doubled, 2 * plain)
 
 
 def _fails(task: Callable[..., Any]) -> str:

@@ -19,7 +19,7 @@ from lightning_commopt.compat.fsdp import (
     Around,
     comm_object,
     dtypes_of,
-    has_all_reduce_hook,
+    forces_sum,
     has_own_divide_factor,
     order_of_gradients,
     parameters_of,
@@ -55,7 +55,8 @@ class ShardedSync:
     def __init__(self, compressor: ShardedCompressor) -> None:
         self.compressor = compressor
         self.units: list[UnitReduceScatter] = []
-        self._replaced: dict[FSDPModule, Any] = {}  # the comm object that each unit had before `attach`
+        # The comm object that each unit had before `attach`, and whether it was told to send sums.
+        self._replaced: dict[FSDPModule, tuple[Any, bool]] = {}
         self._channels = Channels()
         self._model_ref: weakref.ref[Module] | None = None  # the model of the last `attach`
 
@@ -88,7 +89,7 @@ class ShardedSync:
         self.units = []
         for index, (module, columns) in enumerate(units):
             in_order = [columns[place] for place in order_of_gradients(module)]
-            unit = UnitReduceScatter(self.compressor, self._channels, index, in_order)
+            unit = UnitReduceScatter(self.compressor, self._channels, index, in_order, module)
             self._register(module, unit, replicas_and_shards(columns)[0])
         self.add_residuals(earlier_residuals)
         if not any(column.is_compressed for unit in self.units for column in unit.columns):
@@ -107,10 +108,10 @@ class ShardedSync:
 
     def detach(self) -> None:
         """Gives the units their own reduce-scatter back; the state stays for checkpoints and the model's next fit."""
-        for module, comm in self._replaced.items():
+        for module, (comm, is_sum) in self._replaced.items():
             module.set_custom_reduce_scatter(comm)
             module.set_gradient_divide_factor(None)  # type: ignore[arg-type]  # its default
-            module.set_force_sum_reduction_for_comms(False)
+            module.set_force_sum_reduction_for_comms(is_sum)
         self._replaced = {}
         if self._channels.overlap is not None:
             self._channels.overlap.close()
@@ -154,13 +155,12 @@ class ShardedSync:
             raise OptionError(
                 f"comm_hook and set_gradient_divide_factor exclude each other; it was called on the unit of {unit.name}"
             )
-        own = comm_object(module, "reduce_scatter")
+        own = comm_object(module, "reduce_scatter"), forces_sum(module)
         with option_errors(f"comm_hook does not work with the unit of {unit.name}: "):
             module.set_custom_reduce_scatter(unit)  # type: ignore[arg-type]  # the base class is private
         # The comm object averages over the shards, so FSDP2 only has to divide by the number of replicas.
         module.set_gradient_divide_factor(float(num_replicas))
         module.set_force_sum_reduction_for_comms(True)
-        unit.may_overlap = unit.may_overlap and not has_all_reduce_hook(module)
         self.units.append(unit)
         self._replaced[module] = own
 

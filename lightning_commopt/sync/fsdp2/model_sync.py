@@ -28,9 +28,10 @@ _MAX_FLUSHES = 100
 class ShardedModelSync:
     """The plan of a strategy, and the comm objects in the units of the model that carry it out.
 
-    A residual outlives a change of the plan. If the new compressor keeps none, gradients travel uncompressed together
-    with the residual until all units have had their turn, and then the new compressor takes over. Residuals of
-    parameters that are frozen, or that a hundred backwards do not reach, are lost, with a warning.
+    A residual outlives a change of the plan in a fit. If the new compressor keeps none, gradients travel uncompressed
+    together with the residual until all units have had their turn, and then the new compressor takes over. Residuals of
+    parameters that are frozen, or that a hundred backwards do not reach, are lost, with a warning, and so are all in a
+    change between two fits.
 
     Attributes:
         plan: the plan in use.
@@ -101,6 +102,8 @@ class ShardedModelSync:
         if self._model is None:
             if plan.comm_hook != old.comm_hook:
                 self._count_bytes()
+                if self.gradients is not None and self.gradients.residuals():
+                    warn("comm_hook was changed between two fits, so that the residuals of the last one are lost.")
                 self.gradients = _sync_for(plan.comm_hook)
             return
         try:

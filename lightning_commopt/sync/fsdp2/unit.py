@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from lightning_commopt.compat.fsdp import NotifyingComm, keeps_reduced
+from lightning_commopt.compat.fsdp import NotifyingComm, has_all_reduce_hook, keeps_reduced
 from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.compressors.base import State, finish
 from lightning_commopt.compressors.channel import Channel
@@ -103,6 +104,7 @@ class UnitReduceScatter(CompressedUnit):
         channels: the collectives of the units.
         index: number of the unit in the model.
         columns: all parameters of the unit, which are sharded, in the order in which FSDP2 lays out their gradients.
+        module: the unit itself.
 
     Attributes:
         name: the name of the unit, which is that of its first parameter.
@@ -110,10 +112,15 @@ class UnitReduceScatter(CompressedUnit):
     """
 
     def __init__(
-        self, compressor: ShardedCompressor, channels: Channels, index: int, columns: Sequence[Column]
+        self,
+        compressor: ShardedCompressor,
+        channels: Channels,
+        index: int,
+        columns: Sequence[Column],
+        module: FSDPModule,
     ) -> None:
         self.name = columns[0].name
-        self.columns = tuple(columns)
+        self.columns, self._module = tuple(columns), module
         self._compressor = compressor
         self._source = f"{full_name(compressor)} reduce-scatter"
         self._channels = channels
@@ -184,7 +191,7 @@ class UnitReduceScatter(CompressedUnit):
 
     def _is_untouched(self, output: Tensor) -> bool:
         """Returns whether FSDP2 only makes views of the output, so that it may be filled later."""
-        return all(
+        return not has_all_reduce_hook(self._module) and all(
             getattr(column.owner, column.attribute) is parameter
             and parameter.grad is None
             and keeps_reduced(parameter, output.dtype)
