@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import lightning_commopt
-from lightning_commopt.callbacks.publisher import AllRanks
+from lightning_commopt.callbacks.all_ranks import AllRanks
 from lightning_commopt.compressors.base import Layout
 from lightning_commopt.compressors.sharded import ShardedInt8
 from lightning_commopt.measure.runs.losses import LossCurve

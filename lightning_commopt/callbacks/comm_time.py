@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from lightning_commopt.callbacks.all_ranks import AllRanks
 from lightning_commopt.callbacks.fit_totals import FitTotals, print_summary
 from lightning_commopt.callbacks.folders import check_dirpath, check_unshared, local_folder
-from lightning_commopt.callbacks.publisher import AllRanks, CollectiveWatch, MetricPublisher, StepFiles, gathering_group
+from lightning_commopt.callbacks.publisher import CollectiveWatch, MetricPublisher, StepFiles, gathering_group
 from lightning_commopt.callbacks.run_description import describe_hook, describe_rank
 from lightning_commopt.callbacks.sharded_prediction import recorder_for
 from lightning_commopt.callbacks.windows import PublishesWindows

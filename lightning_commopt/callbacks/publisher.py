@@ -1,9 +1,8 @@
-"""Gathers `CommTimeMonitor`'s numbers from all ranks, and passes them to loggers, callbacks and files."""
+"""Observes collectives for `CommTimeMonitor`, and passes its numbers to loggers, callbacks and files."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -12,8 +11,6 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from lightning_commopt.compat.collectives import CollectiveHooks, has_collective_hooks
 from lightning_commopt.compat.fsdp import ComputationWaits, ObservedUnits, units_of
@@ -34,8 +31,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
     from lightning.pytorch.loggers import Logger
 
-_POLL_S = 0.001  # short against a step, which a late matrix delays
-
 PREFIX = "comm_time/"
 
 LOGGED_BY_DEFAULT = (
@@ -43,70 +38,6 @@ LOGGED_BY_DEFAULT = (
     *("wire_bytes", "bus_bandwidth", "link_latency_s", "link_bandwidth", "samples_per_s", "straggler_rank"),
 )
 """The metrics for loggers with ``log="default"``."""
-
-
-class AllRanks:
-    """Gathers matrices ``(num_steps, num_quantities)`` from all ranks, without stopping any of them.
-
-    The ``groups`` are from `gathering_group`; None for a single rank.
-
-    Attributes:
-        is_over: `give_up` was called.
-    """
-
-    def __init__(self, groups: BorrowedGroups | None, shape: tuple[int, int]) -> None:
-        self._groups = groups
-        self._group = None if groups is None else groups.all_ranks
-        self._shape = shape
-        self._work: dist.Work | None = None
-        self._gathered: list[Tensor] = []
-        self.is_over = False
-
-    @property
-    def is_free(self) -> bool:
-        """Whether a matrix can be sent, because the last one has arrived and was taken."""
-        return not self._gathered
-
-    def close(self) -> None:
-        """Returns the groups, unless ranks may be out of step."""
-        if self._groups is not None and not self.is_over:
-            self._groups.return_to_pool()
-
-    def give_up(self) -> None:
-        """Drops what is under way, after which nothing may be sent: the ranks may be out of step."""
-        self.is_over, self._gathered, self._work = True, [], None
-
-    def send(self, rows: Tensor) -> None:
-        """Starts to gather ``rows`` ``(n, num_quantities)``, missing ones as NaN; all ranks must do so, at any time."""
-        assert self.is_free
-        assert not self.is_over
-        # The device is named because a program may have set another default.
-        matrix = torch.full(self._shape, torch.nan, dtype=torch.float64, device="cpu")
-        matrix[: len(rows)] = rows.reshape(-1, self._shape[1])
-        if self._group is None:
-            self._gathered = [matrix]
-            return
-        self._gathered = [torch.empty_like(matrix) for _ in range(dist.get_world_size(self._group))]
-        with issued_by("CommTimeMonitor"):
-            self._work = dist.all_gather(self._gathered, matrix, group=self._group, async_op=True)
-
-    def take(self, limit_s: float = 0.0) -> Tensor | None:
-        """Returns the gathered matrices, once; None if they have not arrived within ``limit_s`` seconds.
-
-        The result is ``(world_size, n, num_quantities)``, the rows that all ranks have. A failed collective raises.
-        """
-        deadline = time.monotonic() + limit_s
-        while self._work is not None and not self._work.is_completed():
-            if time.monotonic() >= deadline:
-                return None
-            time.sleep(_POLL_S)
-        if not self._gathered:
-            return None
-        if self._work is not None:
-            self._work.wait()
-        values = torch.stack(self._gathered)
-        self._gathered, self._work = [], None
-        return values[:, ~values.isnan().all(dim=2).any(dim=0)]
 
 
 class CollectiveWatch:

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lightning_commopt.callbacks.all_ranks import AllRanks
 from lightning_commopt.callbacks.fit_totals import FitTotals
 from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.callbacks.prediction import PredictionRecorder
-from lightning_commopt.callbacks.publisher import AllRanks, MetricPublisher, StepFiles
+from lightning_commopt.callbacks.publisher import MetricPublisher, StepFiles
 from lightning_commopt.callbacks.run_description import describe_hook, describe_plan
 from lightning_commopt.callbacks.sharded_prediction import ShardedPredictionRecorder
 from lightning_commopt.measure.link.tracker import LinkTracker

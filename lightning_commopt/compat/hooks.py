@@ -38,6 +38,7 @@ _OWN_WAITS = (
     "/lightning_commopt/watch/changed_parameters.py",
     "/lightning_commopt/watch/epoch_ends.py",
     "/lightning_commopt/sync/gather.py",
+    "/lightning_commopt/callbacks/all_ranks.py",
     "/lightning_commopt/sync/diloco/living.py",
     "/lightning_commopt/sync/diloco/members.py",
 )

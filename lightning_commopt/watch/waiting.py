@@ -22,6 +22,7 @@ _WAITING = (
     "torch.nn.parallel.distributed",  # C++ broadcasts buffers or the order of buckets; a forward is further in
     "lightning_commopt.sync.diloco.under_way",  # an exchange of DiLoCo, whose collectives are in a thread of its own
     "lightning_commopt.compressors.channel",
+    "lightning_commopt.callbacks.all_ranks",
 )
 """Modules that wait for a collective in functions without Python frames."""
 

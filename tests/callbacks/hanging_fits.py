@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commopt import CommOptDDP, CommOptDiLoCo
-from lightning_commopt.callbacks import HangMonitor
+from lightning_commopt.callbacks import CommTimeMonitor, HangMonitor
 from lightning_commopt.compat.sigterm import broadcasts_sigterm
 from support.lightnings import Callback, DDPStrategy
 from support.strategy_models import Tiny, loader, trainer
@@ -94,11 +94,11 @@ class Holding(Tiny):
 class Blocking(Callback):
     """Another callback, whose hook comes after that of the monitor; on one rank it takes until a hang is reported."""
 
-    def __init__(self, report: Path, rank: int = 1) -> None:
-        self.report, self.rank = report, rank
+    def __init__(self, report: Path, rank: int = 1, batch: int = 4) -> None:
+        self.report, self.rank, self.batch = report, rank, batch
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 4 and trainer.global_rank == self.rank:
+        if batch_idx == self.batch and trainer.global_rank == self.rank:
             wait_for(self.report)
 
 
@@ -137,12 +137,15 @@ def fit_with_faults(folder: Path, faults: list[tuple[str, str]]) -> list[dict[st
     for fault, strategy in faults:
         own = folder / f"{fault}-{strategy}"
         monitor = HangMonitor(after_s=AFTER_S, dirpath=own)
-        blocking_rank = {"hook": 1, "first_hook": 0}.get(fault)
-        others = [] if blocking_rank is None else [Blocking(own / "hangs" / "report.json", blocking_rank)]
+        report, others = own / "hangs" / "report.json", list[Any]()
+        if fault in ("hook", "first_hook"):
+            others = [Blocking(report, rank=int(fault == "hook"))]
+        if fault == "window":  # behind the last batch, the other rank waits for this one's times
+            others = [Blocking(report, batch=5), CommTimeMonitor(dirpath=own)]
         run = trainer(STRATEGIES[strategy](), callbacks=[monitor, *others], max_epochs=1)
         run.fit(Holding(fault, own))
         assert run.global_step == 6
-        reports.append(read_when_over(own / "hangs" / "report.json"))
+        reports.append(read_when_over(report))
     return reports
 
 

@@ -11,7 +11,8 @@ from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
 from lightning_commopt.callbacks import comm_time as comm_time_module
 from lightning_commopt.callbacks import publisher as publisher_module
-from lightning_commopt.callbacks.publisher import LOGGED_BY_DEFAULT, AllRanks
+from lightning_commopt.callbacks.all_ranks import AllRanks
+from lightning_commopt.callbacks.publisher import LOGGED_BY_DEFAULT
 from support.lightnings import Callback, EarlyStopping, LightningModule, ModelCheckpoint, Trainer
 from support.ranks import run_ranks
 

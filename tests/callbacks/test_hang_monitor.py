@@ -68,6 +68,15 @@ def test_lightnings_own_broadcast_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
+def test_a_rank_that_comm_time_monitor_waits_for_is_named(tmp_path: Path) -> None:
+    """If it fails, a rank that waits for the times of another is said to be slow itself, and is never aborted."""
+    ((report,), _) = run_ranks(fit_with_faults, tmp_path, [("window", "ddp")])
+    assert report["ranks"] == [1]
+    assert report["sentence"].startswith("rank 1 is still in Blocking.on_train_batch_end of step 6")
+    assert report["sentence"].endswith("; rank 0 waits in a meeting of all ranks of step 6")
+
+
+@pytest.mark.exhaustive
 def test_ddps_own_broadcast_is_named(tmp_path: Path) -> None:
     """If it fails, a rank that waits for the buffers of rank 0 is said to be slow itself, and is never aborted."""
     ((report,), _) = run_ranks(fit_with_faults, tmp_path, [("buffers", "ddp")])

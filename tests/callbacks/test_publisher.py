@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
 from lightning_commopt import CommPlan
-from lightning_commopt.callbacks.publisher import AllRanks, StepFiles, gathering_group
+from lightning_commopt.callbacks.all_ranks import AllRanks
+from lightning_commopt.callbacks.publisher import StepFiles, gathering_group
 from lightning_commopt.compat.torch import flight_records
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.workload import Workload

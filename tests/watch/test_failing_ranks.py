@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_commopt import CommOptDDP, CommOptDiLoCo
+from lightning_commopt.callbacks import CommTimeMonitor
 from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs.process import is_alive
 from lightning_commopt.watch.peers import Peers
@@ -135,6 +136,32 @@ def test_what_a_rank_does_alone_is_not_cut_off(tmp_path: Path) -> None:
     """If it fails, a checkpoint or an upload is lost because another rank has died meanwhile."""
     run_ranks_or_raise(_write, tmp_path, world_size=2, limit_s=_LIMIT_S)
     assert (tmp_path / "written").exists()
+
+
+class Raising(Callback):
+    """Rank 1 raises at the end of the last batch, before the monitor behind this sends its times."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_rank == 1 and trainer.is_last_batch:
+            raise ArithmeticError("broken on purpose")
+
+
+def _raise_and_stay(folder: Path) -> str:
+    prepare_rank(folder)
+    try:
+        trainer(CommOptDDP(), callbacks=[Raising(), CommTimeMonitor(dirpath=folder)]).fit(SelfFed())
+    except ArithmeticError:
+        while "and ends." not in (folder / "0").read_text():
+            time.sleep(0.05)
+        return "caught"
+    return "trained"
+
+
+@pytest.mark.exhaustive
+def test_rank_that_waits_for_the_times_of_a_failed_one_ends(tmp_path: Path) -> None:
+    """If it fails, a rank waits forever in CommTimeMonitor for one whose program has caught an exception."""
+    answers = run_ranks_or_raise(_raise_and_stay, tmp_path, world_size=2, limit_s=_LIMIT_S)
+    assert answers == [(None, "it died before it answered"), ("caught", None)]
 
 
 class Late(SelfFed):

@@ -22,9 +22,11 @@ import torch
 import torch.distributed as dist
 
 import lightning_commopt
+from lightning_commopt.callbacks import all_ranks
 from lightning_commopt.compat.hooks import activity_of, handles_sigterm
 from lightning_commopt.compat.torch import flight_records
 from lightning_commopt.measure.observer import APPLIED, DUE, END, START, BucketInfo
+from lightning_commopt.watch import epoch_ends
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs import rank_side
 from lightning_commopt.watch.hangs.diagnosis import diagnose
@@ -263,8 +265,9 @@ def test_frames_that_matter() -> None:
     ddp = Frame("/x/site-packages/torch/nn/parallel/distributed.py", 9, "_distributed_broadcast_coalesced")
     assert collective_in([ddp, trainer]) == "broadcast"
     assert collective_in([Frame("/x/site-packages/torch/nn/modules/linear.py", 9, "forward"), ddp, trainer]) is None
-    meeting = Frame("/x/lightning_commopt/watch/epoch_ends.py", 9, "leave")
-    assert collective_in([Frame("/x/store.py", 1, "check"), meeting, trainer]) == "a meeting of all ranks"
+    for module in (epoch_ends, all_ranks):
+        meeting = Frame(str(module.__file__), 9, "leave")
+        assert collective_in([Frame("/x/store.py", 1, "check"), meeting, trainer]) == "a meeting of all ranks"
     assert str(own) == "project/train.py:3 in training_step"
 
 
