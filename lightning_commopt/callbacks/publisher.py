@@ -87,6 +87,12 @@ def _broadcast(inner: Callable[[], None]) -> None:
 
 def gathering_group(trainer: Trainer) -> BorrowedGroups | None:
     """Returns a gloo group of all ranks; None, with a message, if they cannot connect over gloo or may go on alone."""
+    if getattr(trainer.strategy, "uneven_batches", None) == "allow":
+        info(
+            "CommTimeMonitor: each rank logs its own times, as its epochs may end after another step than those of"
+            " others (uneven_batches='allow')."
+        )
+        return None
     if getattr(trainer.strategy, "lets_ranks_fail", False):
         info("CommTimeMonitor: each rank logs its own times, as the others go on without one that fails (patience_s).")
         return None
