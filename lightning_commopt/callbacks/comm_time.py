@@ -247,7 +247,7 @@ class CommTimeMonitor(PublishesWindows):
             self._send_windows(trainer, 0.0 if is_alone else math.inf)
         # A rank that waits here, while others go on as they have more batches, would keep them from being told so.
         are_all_here = trainer.is_last_batch and num_batches(trainer) is not None
-        if are_all_here or self._global_step == trainer.max_steps:
+        if are_all_here or trainer.global_step == trainer.max_steps:
             self._catch_up(trainer)
         self.new_steps, self._windows = tuple(self._windows), []
 

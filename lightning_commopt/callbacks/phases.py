@@ -5,9 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from torch.nn.parameter import is_lazy
-from torch.utils.hooks import RemovableHandle
-
+from lightning_commopt.callbacks.steps import StepWatch
 from lightning_commopt.compat.lightning import Callback, is_validation_next
 from lightning_commopt.sync.ddp.manual_backward import ManualBackwardCheck
 from lightning_commopt.sync.ddp.observed import before_backward, observe_wrapped
@@ -23,11 +21,7 @@ class PhaseCallback(Callback):
     """
 
     _between = "other"
-    _global_step = 0  # the Trainer's count of optimizer steps, read when training starts
-    _has_stepped = False  # whether an optimizer of the Trainer has since the last batch, which may go uncounted
-    _has_optimizers = True  # whether the Trainer has any with parameters; without one each batch is a step
-    _is_in_epoch = False  # whether a batch of the epoch has begun; before, a LearningRateFinder may take steps
-    _handles: tuple[RemovableHandle, ...] = ()
+    _steps: StepWatch | None = None  # None outside of training
     _manual_backward_check: ManualBackwardCheck | None = None
 
     @abstractmethod
@@ -45,21 +39,15 @@ class PhaseCallback(Callback):
         self._remove_hooks()
         # Under manual optimization another forward may follow backward; otherwise hooks and schedulers do.
         self._between = "other" if pl_module.automatic_optimization else "forward"
-        self._global_step, self._has_stepped, self._is_in_epoch = trainer.global_step, False, False
-        groups = [group for one in trainer.optimizers for group in one.param_groups]
-        self._has_optimizers = any(is_lazy(x) or x.numel() for group in groups for x in group["params"])
         self._manual_backward_check = ManualBackwardCheck(trainer.strategy.model, pl_module, trainer.optimizers)
-        self._handles = tuple(
-            optimizer.register_step_post_hook(self._on_stepped)
-            for optimizer in trainer.optimizers
-            if hasattr(optimizer, "register_step_post_hook")
-        )
+        self._steps = StepWatch(trainer, self._on_stepped)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._enter("data")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._is_in_epoch = True
+        if self._steps is not None:
+            self._steps.begin_batch()
         self._enter("forward")
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
@@ -77,11 +65,7 @@ class PhaseCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        global_step = trainer.global_step
-        # The Trainer counts no steps that a program takes with ``optimizers(use_pl_optimizer=False)``.
-        has_stepped = global_step > self._global_step or self._has_stepped or not self._has_optimizers
-        self._global_step, self._has_stepped = global_step, False
-        self._end_batch(trainer, batch, has_stepped)
+        self._end_batch(trainer, batch, self._steps is not None and self._steps.end_batch(trainer))
         self._enter("data")
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -93,7 +77,8 @@ class PhaseCallback(Callback):
             self._enter("data")
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._is_in_epoch = False
+        if self._steps is not None:
+            self._steps.pause()
         self._enter(None)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -102,10 +87,8 @@ class PhaseCallback(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._release()
 
-    def _on_stepped(self, *args: Any) -> None:
-        if self._is_in_epoch:
-            self._has_stepped = True
-            self._enter(self._between)
+    def _on_stepped(self) -> None:
+        self._enter(self._between)
 
     def _release(self) -> None:
         self._remove_hooks()
@@ -114,9 +97,9 @@ class PhaseCallback(Callback):
     def _remove_hooks(self) -> None:
         if self._manual_backward_check is not None:
             self._manual_backward_check.close()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = ()
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
 
 
 def batch_follows(trainer: Trainer) -> bool:

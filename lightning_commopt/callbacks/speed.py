@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_commopt.callbacks.steps import StepWatch
 from lightning_commopt.compat.lightning import Callback, comm_hook_of, count_samples, is_lightnings_ddp
 from lightning_commopt.strategy.sharding import ranks_per_batch
 from lightning_commopt.sync.ddp.buckets import gradient_bytes
@@ -21,7 +22,7 @@ class StepClock:
     """Counts batches while it runs. The caller synchronizes the device before starting and stopping it.
 
     Attributes:
-        num_steps: optimizer steps. Several optimizers that step in one batch make one step.
+        num_steps: optimizer steps, see `StepWatch`; several in one batch make one step.
         num_samples: samples of all ranks, assuming the same number on each, those of ranks with the same batches once;
             None if the size of batches is unknown.
         seconds: how long the clock has run, including waits for data; while it runs, up to the end of the last batch.
@@ -93,6 +94,7 @@ class SpeedMonitor(StepClock, Callback):
     def __init__(self, *, num_warmup_steps: int = 10) -> None:
         check_integer("num_warmup_steps", num_warmup_steps, at_least=0)
         self._num_warmup_steps = num_warmup_steps
+        self._steps: StepWatch | None = None  # None outside of training
         self._reset()
 
     def _reset(self) -> None:
@@ -100,7 +102,6 @@ class SpeedMonitor(StepClock, Callback):
         self._wire_bytes: float | None = 0
         self._sync_bytes: int | None = None
         self._num_warmed_up = 0
-        self._global_step = 0
         self._last_count: int | None = None  # the strategy's wire bytes when they were last added
 
     @property
@@ -110,11 +111,14 @@ class SpeedMonitor(StepClock, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._reset()
-        self._global_step = trainer.global_step
+        self._close_steps()  # an earlier fit has left it if another callback's `on_exception` raised before this one's
+        self._steps = StepWatch(trainer)
         # Later, toggle_optimizer may hide parameters that are in DDP's buckets all the same.
         self._sync_bytes = _sync_bytes_of_ddp(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._steps is not None:
+            self._steps.begin_batch()
         if not self.is_running and self._num_warmed_up >= self._num_warmup_steps:
             _synchronize(pl_module)
             self._last_count = getattr(trainer.strategy, "wire_bytes", None)
@@ -130,8 +134,7 @@ class SpeedMonitor(StepClock, Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        has_stepped = trainer.global_step > self._global_step
-        self._global_step = trainer.global_step
+        has_stepped = self._steps is not None and self._steps.end_batch(trainer)
         if not self.is_running:
             self._num_warmed_up += has_stepped
             return
@@ -145,6 +148,8 @@ class SpeedMonitor(StepClock, Callback):
             self._last_count = num_bytes
 
     def _stop(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._steps is not None:
+            self._steps.pause()
         if not self.is_running:
             return
         _synchronize(pl_module)
@@ -153,11 +158,21 @@ class SpeedMonitor(StepClock, Callback):
 
     # The method is not named after one of these hooks because `HangMonitor` reports the name of the function in which a
     # rank waits.
-    on_validation_start = on_train_epoch_end = on_train_end = _stop
+    on_validation_start = on_train_epoch_end = _stop
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop(trainer, pl_module)
+        self._close_steps()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stops the clock without waiting for the device, which may have failed."""
         self._started = None
+        self._close_steps()
+
+    def _close_steps(self) -> None:
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
 
 
 def _synchronize(module: LightningModule) -> None:

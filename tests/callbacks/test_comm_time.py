@@ -16,7 +16,7 @@ from small_fit import NUM_STEPS, PARAMETERS, Net, fit
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.callbacks import CommTimeMonitor
+from lightning_commopt.callbacks import CommTimeMonitor, SpeedMonitor
 from lightning_commopt.callbacks import comm_time as comm_time_module
 from lightning_commopt.callbacks import publisher as publisher_module
 from lightning_commopt.callbacks.publisher import LOGGED_BY_DEFAULT
@@ -370,10 +370,11 @@ class StepsUncounted(Net):
 
 def test_steps_that_the_trainer_does_not_count_are_measured(tmp_path: Path) -> None:
     """If it fails, such a fit is not measured, and keeps the marks of all its batches in memory."""
-    comm_time = CommTimeMonitor(num_warmup_steps=0, dirpath=tmp_path)
-    net = fit(comm_time, devices=1, net=StepsUncounted(), max_epochs=1)
+    comm_time, speed = CommTimeMonitor(num_warmup_steps=0, dirpath=tmp_path), SpeedMonitor(num_warmup_steps=1)
+    net = fit(comm_time, devices=1, net=StepsUncounted(), max_epochs=1, callbacks=[speed])
     assert net.trainer.global_step == 0
     assert comm_time.summary["step_s"] > 0
+    assert speed.num_steps == 2 * NUM_STEPS - 1
     records = read_run(tmp_path)[0].steps
     assert [record.num_samples for record in records] == [6] * (2 * NUM_STEPS)
     assert all([phase.name for phase in record.phases].count("forward") >= 2 for record in records)
@@ -397,9 +398,10 @@ class StepsByItself(Net):
 
 def test_batches_are_steps_where_the_trainer_has_no_optimizer(tmp_path: Path) -> None:
     """If it fails, such a fit is not measured, and keeps the marks of all its batches in memory."""
-    comm_time = CommTimeMonitor(num_warmup_steps=0, dirpath=tmp_path)
-    fit(comm_time, devices=1, net=StepsByItself(), max_epochs=1)
+    comm_time, speed = CommTimeMonitor(num_warmup_steps=0, dirpath=tmp_path), SpeedMonitor(num_warmup_steps=1)
+    fit(comm_time, devices=1, net=StepsByItself(), max_epochs=1, callbacks=[speed])
     assert comm_time.summary["step_s"] > 0
+    assert speed.num_steps == 4 * NUM_STEPS - 1
     assert [record.num_samples for record in read_run(tmp_path)[0].steps] == [3] * (4 * NUM_STEPS)
 
 

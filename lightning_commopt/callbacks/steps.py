@@ -1,0 +1,62 @@
+"""StepWatch: whether a batch of training has made an optimizer step, also one that the Trainer does not count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.parameter import is_lazy
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
+
+class StepWatch:
+    """Watches the optimizers of a fit, from the start of training until `close`.
+
+    The Trainer counts no step that a program takes with ``optimizers(use_pl_optimizer=False)``. Where it has no
+    optimizer with parameters, the program has its own, and each batch counts as a step.
+
+    Args:
+        trainer: at the start of training.
+        on_step: called after each step of an optimizer of the Trainer, within a batch.
+    """
+
+    def __init__(self, trainer: Trainer, on_step: Callable[[], None] | None = None) -> None:
+        self._on_step = on_step
+        self._global_step = trainer.global_step
+        self._has_stepped = False
+        self._is_in_batches = False
+        groups = [group for one in trainer.optimizers for group in one.param_groups]
+        self._has_optimizers = any(is_lazy(x) or x.numel() for group in groups for x in group["params"])
+        self._handles = tuple(
+            optimizer.register_step_post_hook(self._note_step)
+            for optimizer in trainer.optimizers
+            if hasattr(optimizer, "register_step_post_hook")
+        )
+
+    def begin_batch(self) -> None:
+        """A batch begins."""
+        self._is_in_batches = True
+
+    def end_batch(self, trainer: Trainer) -> bool:
+        """A batch has ended; returns whether it has made a step. Several optimizers that step in it make one."""
+        before, self._global_step = self._global_step, trainer.global_step
+        has_stepped, self._has_stepped = self._has_stepped, False
+        return has_stepped or self._global_step > before or not self._has_optimizers
+
+    def pause(self) -> None:
+        """Steps until the next batch do not count, as those of a LearningRateFinder at the start of an epoch."""
+        self._is_in_batches = False
+
+    def close(self) -> None:
+        """Removes the hooks from the optimizers."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = ()
+
+    def _note_step(self, *args: Any) -> None:
+        if self._is_in_batches:
+            self._has_stepped = True
+            if self._on_step is not None:
+                self._on_step()
