@@ -80,6 +80,7 @@ class Observation:
         self._phase, self._longest_idle_s = kinds.SETUP, 0.0
         self.ended: str | None = None
         self.ended_unix_s: float | None = None
+        self._gone_s: float | None = None  # when its process was first seen to have ended
         self._last_dump: dict[str, Any] = {}
         self._raised: list[Frame] = []
         self.detail = self._stop_reason = ""
@@ -127,8 +128,9 @@ class Observation:
         if self.ended is None and state == "dead":
             self.note_exit()
             self.ended_unix_s = self.ended_unix_s or time.time()
+            self._gone_s = self._gone_s or time.monotonic()
             # Its last message may still be on its way.
-            if time.time() - self.ended_unix_s > times.LAST_MESSAGE_S:
+            if time.monotonic() - self._gone_s > times.LAST_MESSAGE_S:
                 self.ended = "died"
         elif self._probe is not None:
             self._probe.sample(self.idle_s, with_children=self._phase in _DATALOADER)

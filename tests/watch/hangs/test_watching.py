@@ -26,7 +26,7 @@ from lightning_commopt.callbacks import all_ranks
 from lightning_commopt.compat.hooks import activity_of, handles_sigterm
 from lightning_commopt.compat.torch import flight_records
 from lightning_commopt.measure.observer import APPLIED, DUE, END, START, BucketInfo
-from lightning_commopt.watch import epoch_ends
+from lightning_commopt.watch import epoch_ends, times
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs import rank_side
 from lightning_commopt.watch.hangs.diagnosis import diagnose
@@ -407,6 +407,20 @@ def test_a_rank_that_was_stopped_is_not_late_when_it_goes_on() -> None:
         os.waitid(os.P_PID, process.pid, os.WCONTINUED | os.WNOWAIT)
         own.update()
         assert own.idle_s < stopped_s
+
+
+def test_the_end_of_a_rank_is_seen_while_the_clock_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, the others wait for a dead rank for as long as the clock was set back."""
+    monkeypatch.setattr(times, "LAST_MESSAGE_S", 0.01)
+    process = subprocess.Popen(["true"])
+    process.wait()
+    settings = WatcherSettings(rank=0, host="a", pid=process.pid, fit_thread=(1, process.pid), after_s=60.0)
+    own = Observation(settings, marks_fd=MarkWriter().fd, stacks_fd=-1, link=None)  # type: ignore[arg-type]
+    own.update()
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    time.sleep(0.02)
+    own.update()
+    assert own.ended == "died"
 
 
 @pytest.mark.parametrize(("share", "computes"), [(1.0, True), (0.3, True), (0.0, False)])
