@@ -109,9 +109,13 @@ class SpeedMonitor(StepClock, Callback):
         """Bytes that one rank hands to collectives in a step."""
         return self._wire_bytes / self.num_steps if self.num_steps and self._wire_bytes is not None else None
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            # An earlier fit has left its hooks if another callback's `on_exception` raised before this one's.
+            self._close_steps()
+            self._reset()
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._reset()
-        self._close_steps()  # an earlier fit has left it if another callback's `on_exception` raised before this one's
         self._steps = StepWatch(trainer)
         # Later, toggle_optimizer may hide parameters that are in DDP's buckets all the same.
         self._sync_bytes = _sync_bytes_of_ddp(trainer)

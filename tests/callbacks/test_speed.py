@@ -143,6 +143,17 @@ def test_an_exception_stops_the_clock():
     assert speed.steps_per_s == 8 / seconds
 
 
+def test_a_fit_that_trains_nothing_has_no_speed():
+    """If it fails, the record of a fit that resumes at its end has the speed of the fit before."""
+    speed = SpeedMonitor(num_warmup_steps=0)
+    run = trainer("auto", callbacks=[speed], max_epochs=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for num_steps in (10, 0):
+            run.fit(Line(), DataLoader(TensorDataset(torch.ones(40, 3)), batch_size=4))
+            assert speed.num_steps == num_steps
+
+
 def two_ranks(kind):
     strategies = {
         "ddp": DDPStrategy(find_unused_parameters=kind.startswith("twice")),
