@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
+from pathlib import Path
 from typing import Any
 
 from lightning_commopt.launch.lab.namespaces import Keeper, LabError, find_unshare_options, path_of, run_program
@@ -30,6 +32,7 @@ _BURST_S, _SLOW_BURST_S = 0.0005, 0.002
 _PACKET_S, _MIN_PACKET_BYTES, _MAX_PACKET_BYTES = 0.001, 2 * 1514, 2**16
 # The queue in front of the link holds what it sends in this time, and at least several packets.
 _QUEUE_S, _MIN_QUEUE_BYTES = 0.05, 2**18
+_CPUS = Path("/sys/devices/system/cpu")
 _LIMITER = ("htb", "default", "1")
 _ADD_NAMES = 'cp /etc/hosts /run/hosts && printf %s "$1" >> /run/hosts && mount --bind /run/hosts /etc/hosts || true'
 
@@ -59,6 +62,19 @@ def parse_rate(rate: str | None, name: str = "rate", *, is_elsewhere: bool = Fal
             f" got {rate!r}"
         )
     return bits
+
+
+def list_cores() -> list[int]:
+    """Returns the numbers of the cores that this process may use, second threads of the same core last."""
+    num_threads: Counter[str] = Counter()
+    order = []
+    for core in sorted(os.sched_getaffinity(0)):
+        siblings = str(core)
+        with suppress(OSError):
+            siblings = (_CPUS / f"cpu{core}" / "topology" / "thread_siblings_list").read_text(encoding="ascii")
+        order.append((num_threads[siblings], core))
+        num_threads[siblings] += 1
+    return [core for _, core in sorted(order)]
 
 
 class NetLab:
@@ -129,7 +145,7 @@ class NetLab:
             command: program and arguments.
             ranks_per_host: number of ranks on each host.
             environment: further variables, which take precedence.
-            pin_to_cores: give each rank one core, round-robin, and one OpenMP thread.
+            pin_to_cores: give each rank one core, round-robin in the order of `list_cores`, and one OpenMP thread.
             timeout_s: seconds the ranks may take; None for no limit.
             on_output: called with a rank and a part of its standard output and error.
 
@@ -144,7 +160,7 @@ class NetLab:
         check_integer("ranks_per_host", ranks_per_host, at_least=1)
         if timeout_s is not None:
             check_positive("timeout_s", timeout_s)
-        keeper, cores = self._opened(), sorted(os.sched_getaffinity(0))
+        keeper, cores = self._opened(), list_cores()
         with closing(Keeper(self._unshare_options, within=keeper)) as tree:
             programs = []
             for rank in range(self.num_hosts * ranks_per_host):

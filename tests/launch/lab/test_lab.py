@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from lightning_commopt.launch.lab import LabError, NetLab, RankError, namespaces, parse_rate, why_not
+from lightning_commopt.launch.lab import lab as lab_module
 from support.lab_traces import SAY_NAMESPACES, are_empty, machine_traces, namespaces_in, processes_in
 from support.refusals import one_by_one, refusals
 
@@ -89,6 +90,17 @@ def test_what_is_refused(golden):
 )
 def test_rates_are_read(rate, bits):
     assert parse_rate(rate) == bits
+
+
+def test_ranks_share_no_core_while_one_is_free(monkeypatch, tmp_path):
+    """If it fails, two ranks compute on the threads of one core, and a lab shows steps that are too slow."""
+    for cpu, siblings in ((0, "0-1"), (1, "0-1"), (2, "2-3"), (3, "2-3")):
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "thread_siblings_list").write_text(f"{siblings}\n")
+    monkeypatch.setattr(lab_module, "_CPUS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3, 9})  # of the last one nothing is known
+    assert lab_module.list_cores() == [0, 2, 9, 1, 3]
 
 
 def test_a_lab_that_is_not_open_runs_nothing():
@@ -180,7 +192,7 @@ class TestOpenLab:
 
     def test_pinned_ranks_have_one_core_and_one_thread(self):
         code = "import os; print(os.sched_getaffinity(0), os.environ['OMP_NUM_THREADS'])"
-        cores = sorted(os.sched_getaffinity(0))
+        cores = lab_module.list_cores()
         with NetLab(2) as lab:
             outputs = lab.run([*PYTHON, code], ranks_per_host=2, pin_to_cores=True, timeout_s=60)
         assert outputs == [f"{{{cores[rank % len(cores)]}}} 1\n" for rank in range(4)]
