@@ -7,19 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from commopt_diagnose.nccl_log.facts import (
-    Choice,
-    Connection,
-    Fact,
-    LoggedWarning,
-    Machine,
-    Member,
-    Process,
-    Progress,
-    RasReport,
-    Timeout,
-    TornLines,
-)
+from commopt_diagnose.nccl_log.complaints import LoggedWarning, Progress, RasReport, Timeout
+from commopt_diagnose.nccl_log.facts import Choice, Connection, Fact, Machine, Member, Process, TornLines
 from commopt_diagnose.nccl_log.inspector import Inspected, Matched
 from lightning_commopt.text.findings import Line
 from lightning_commopt.text.formatting import grouped, ranks_text

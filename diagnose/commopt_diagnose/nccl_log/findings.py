@@ -44,6 +44,7 @@ STAGES = (
 def find_all(log: NcclLog) -> list[Finding]:
     """Finds what is wrong, slow or unequal, and what could not be judged; once if communicators share it."""
     findings = [*find_warnings(log), *find_timeouts(log), *find_ras(log.ras), *_find_differences(log)]
+    findings += _find_closed_first(log)
     for communicator in log.communicators:
         are_whole = not any(member.file in log.left_out for member in communicator.all_members)
         for find in (_find_missing, *((_find_unfinished,) if are_whole else ()), *_PATH_FINDERS):
@@ -71,6 +72,16 @@ def _find_settings(log: NcclLog) -> Iterator[Finding]:
         if facts:
             settings = ", ".join(f"{name}={fact.value}" for name, fact in facts.items())
             yield finding("note", code, *facts.values(), settings=settings)
+
+
+def _find_closed_first(log: NcclLog) -> Iterator[Finding]:
+    """Finds ranks that ended before the others of their host, by what the others saw first."""
+    lines = grouped((p.machine, p.notes["closed_by"]) for p in log.processes if "closed_by" in p.notes)
+    for machine, of_host in lines.items():
+        ranks = {number for line in of_host for number in re.findall(r"localRank (\d+)", line.text)}
+        if len(ranks) == 1 and len(of_host) > 1:
+            host, rank = machine.host or "a host", ranks.pop()
+            yield finding("note", "closed_first", *of_host[:2], host=host, rank=rank, count=len(of_host))
 
 
 def _find_torn(log: NcclLog) -> Iterator[Finding]:

@@ -33,8 +33,9 @@ _HEAD = re.compile(
     r"(?:(?P<host><[\w.-]+>|[^\s:<>()\[\]{}`*'\"|=,;]+):(?P<pid>\d{1,10}):(?P<tid>\d{1,10}) +"
     r"|(?P<host_only>(?!\d+:)[^\s:/<>()\[\]{}|=,;]+):(?P<pid_only>\d{1,10}) +(?=\[)"
     r"|(?<![\w:])\d*:?(?P<tid_only>\d{5,10}) +(?=\[))?"  # the rest of a head of which the beginning is torn off
-    r"(?:\[(?P<device>-?\d{1,10})\] +)?(?:\d+\.\d+ +)?"  # TRACE has a time
-    r"(?P<place>(?:[^\s:]+\.\w+|\w+):\d+ +(?:\([^()]*\) +)?)?$"
+    # TRACE has a time, NCCLX of Meta the thread's name, and Google's plugin a function with its arguments as the place.
+    r"(?:\[ ?(?P<device>-?\d{1,10}) ?\](?:\[\w+\])? +)?(?:\d+\.\d+ +)?"
+    r"(?P<place>(?:[^\s:]+\.\w+|\w+|\w+ \w+\([^()]*\)):\d+ +(?:\([^()]*\) +)?)?$"
 )
 _PLAIN_HEAD = re.compile(rb"([A-Za-z][\w.-]*):(\d{1,10}):(\d{1,10}) \[(\d{1,3})\]")
 _MAX_HEADS = 1 << 16  # heads that are remembered: each thread of a job has its own
@@ -51,6 +52,7 @@ _ESCAPES = re.compile(r"(?:\x1b|#033|\\(?:x1b|033|u001b)|\^\[)\[[0-9;?]*[A-Za-z]
 # A line as a string of JSON or CSV, as Docker and clouds keep logs, and what shows that a string is such a line.
 _STRING = re.compile(r'(?:^|[{\[,:])\s*("(?:[^"\\]|\\.)*")(?=\s*(?:[,}\]]|$))')
 _LOGGED = re.compile(r"NCCL (?:INFO|WARN|TRACE|version) |atchdog caught|\[rank\d+\]:")
+_LINK = re.compile(r"\[([^\[\]\s]+)\]\(https?://[^()\s]*\)")  # what chats and mails make of the name of a file
 # What Ray writes behind a line, in place of lines of other processes that differ from it in numbers only.
 _REPEATED = re.compile(r"\s*(?:ESC)?\s*\[repeated (\d{1,6})x across cluster\].*$")
 
@@ -111,7 +113,8 @@ def read_messages(path: Path, repeats: Repeats | None = None) -> Iterator[Messag
             elif wanted < 0:
                 continue
             text = raw.decode("utf-8", errors="replace").rstrip("\r\n")
-            head = heads.get(raw, place) if place > 0 and raw.find(b"NCCL ", place + len(INFO)) < 0 else None
+            is_plain = place > 0 and raw.find(b"NCCL ", place + len(INFO)) < 0 and b"](http" not in raw
+            head = heads.get(raw, place) if is_plain else None
             is_whole = raw.endswith(b"\n")
             if head is None:
                 yield from split_line(text, name, number, is_whole=is_whole)
@@ -207,6 +210,7 @@ def split_line(text: str, file: str, number: int, *, is_whole: bool = True) -> I
     """
     for part in _unquoted(text).split("\n"):
         whole = _ESCAPES.sub("", part)
+        whole = _LINK.sub(r"\1", whole) if "](http" in whole else whole
         text, repeated = whole, _REPEATED.search(whole)
         if repeated is not None:
             text = whole[: repeated.start()]

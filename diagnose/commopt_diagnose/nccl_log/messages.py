@@ -22,6 +22,7 @@ _PROCESS_NOTES, _RANK_NOTES = (
 # The stage of initialization that a note of this name proves. All other notes prove stage 1: the communicator is new.
 _STAGES = {"rings": 4, "trees": 5, "nvls": 5, "collnet": 5}
 _METHODS = ("CUMEM", "direct pointer", "IPC", "MNNVL")  # methods of P2P
+_INTERFACES = ("NET/Socket : Using", "NET/FastSocket : Using")
 _MAX_RING = 20  # NCCL prints at most this many ranks of a ring
 
 # Larger numbers than these are damage to the line.
@@ -33,6 +34,11 @@ def find_version(text: str) -> str | None:
     """Returns the version of NCCL or RCCL that a line names."""
     match = _PROCESS["version"].search(text)
     return match and (f"{match[2]} (RCCL)" if match[1] in "Rr" else match[2])
+
+
+def is_passed_on(text: str) -> bool:
+    """Returns whether a message only says where NCCL passes an error on, such as ``init.cc:910 -> 2``."""
+    return _PROCESS["failed_at"].match(text) is not None
 
 
 def read_process_line(process: Process, message: Message) -> bool:
@@ -67,13 +73,13 @@ def _read_value(process: Process, message: Message) -> bool:
     text, line = message.text, message.line
     if text.startswith("NCCL_") and (match := _PROCESS["setting"].match(text)):
         process.settings.setdefault(match[1], Fact(match[2], line))
-    elif (match := _PROCESS["bootstrap"].match(text)) or text.startswith("NET/Socket : Using"):
+    elif (match := _PROCESS["bootstrap"].match(text)) or text.startswith(_INTERFACES):
         if match:
             process.bootstrap = process.bootstrap or Fact(f"{match[1]}:{match[2]}", line)
             process.interfaces.setdefault(match[1], Fact(match[2], line))
         for name, address in _PROCESS["interface"].findall(text):
             process.interfaces.setdefault(name, Fact(address, line))
-    elif text.startswith(("NET/IB : Using", "NET/IB: Using", "NET/IB: [")):
+    elif text.startswith(("NET/IB : Using", "NET/IB: Using", "NET/IB: [", "NET/gIB : Using")):
         for name, port in _PROCESS["nic"].findall(text):
             process.nics.setdefault(name + port, line)
     elif match := _PROCESS["network"].match(text):

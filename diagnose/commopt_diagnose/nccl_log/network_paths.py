@@ -24,12 +24,14 @@ from lightning_commopt.text.formatting import list_some
 _VIRTUAL = re.compile(r"docker|virbr|br-|veth|cni|flannel|cali|vmnet|lxc|kube|nodelocal", re.IGNORECASE)
 _PRIVATE = re.compile(r"tun|tap|wl|wg|tailscale|zt|cloudflare", re.IGNORECASE)  # VPNs and Wi-Fi, which others may share
 _LINK_LOCAL = ("fe80", "169.254.")
-_VERBS = ("IB", "NCCL RDMA Plugin")  # NCCL's own transport, and both names of HPC-X's plugin (IBext)
+# NCCL's own transport, Google's form of it, and both names of HPC-X's plugin (IBext)
+_VERBS = ("IB", "gIB", "NCCL RDMA Plugin")
+_TCP = ("Socket", "FastSocket")  # NCCL's own transport, and Google's plugin
 
 
 def _is_tcp(network: str, processes: list[Process]) -> bool:
-    """Returns whether a network is TCP: NCCL's own transport, or the plugin for libfabric over it."""
-    return network == "Socket" or ("ibfabric" in network and first_of(processes, "ofi_tcp") is not None)
+    """Returns whether a network is TCP: NCCL's own transport, Google's, or the plugin for libfabric over it."""
+    return network in _TCP or ("ibfabric" in network and first_of(processes, "ofi_tcp") is not None)
 
 
 def _find_sockets(communicator: Communicator) -> Iterator[Finding]:
@@ -56,8 +58,9 @@ def _find_sockets(communicator: Communicator) -> Iterator[Finding]:
     else:
         when = "hosts talk" if several else "if there are several hosts, they talk"
         what = f"{when} over TCP (network {network}{interfaces})"
-    provider = first_of(processes, "ofi_tcp") if network != "Socket" else None
+    provider = first_of(processes, "ofi_tcp") if network not in _TCP else None
     why = reason("ofi_tcp", provider) if provider else _socket_reason(processes)
+    why = reason("fast_socket") if network == "FastSocket" else why
     why = why._replace(advice=f"{why.advice}; on TCP alone, compress: bf16, int8 and PowerSGD pay most here")
     severity: Severity = "slow" if between_hosts or several else "note"
     yield finding(severity, "socket_network", between_hosts[0] if between_hosts else chosen, what=what, why=why)
@@ -90,7 +93,7 @@ def _find_virtual_interface(communicator: Communicator) -> Iterator[Finding]:
         return
     for process in communicator.processes:
         usable = [name for name, fact in process.interfaces.items() if not _is_unreachable(name, fact.value)]
-        is_tcp = process.network is None or process.network.value == "Socket"
+        is_tcp = process.network is None or process.network.value in _TCP
         interface = "" if process.bootstrap is None else process.bootstrap.value.partition(":")[0]
         for name in dict.fromkeys((interface, *(process.interfaces if is_tcp else ()))):
             fact = process.interfaces.get(name)

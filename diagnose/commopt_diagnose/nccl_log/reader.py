@@ -12,11 +12,12 @@ from gzip import BadGzipFile
 from pathlib import Path
 
 from commopt_diagnose.nccl_log.communicators import NcclLog
-from commopt_diagnose.nccl_log.facts import Choice, Fact, RasReport, TornLines
+from commopt_diagnose.nccl_log.complaints import RasReport
+from commopt_diagnose.nccl_log.facts import Choice, Fact, TornLines
 from commopt_diagnose.nccl_log.grouping import add_listed, add_unnamed, group_members
 from commopt_diagnose.nccl_log.inspector import Inspected
 from commopt_diagnose.nccl_log.lines import Message, read_messages
-from commopt_diagnose.nccl_log.messages import find_version, read_process_line, read_rank_line
+from commopt_diagnose.nccl_log.messages import find_version, is_passed_on, read_process_line, read_rank_line
 from commopt_diagnose.nccl_log.skipping import Repeats
 from commopt_diagnose.nccl_log.torch_lines import TorchLines
 from commopt_diagnose.nccl_log.warnings import explain
@@ -128,7 +129,7 @@ class LogReader:
         process = self._writers.process_of(message)
         if not message.is_alone:
             self._writers.note_torn(message)
-        if message.level == "WARN":
+        if message.level == "WARN" and not is_passed_on(message.text):  # NCCLX warns of each error that it passes on
             member = process.find_member(message)
             ranks = {m.rank for m in ([member] if member else process.members) if m.device == message.device}
             rank = ranks.pop() if len(ranks) == 1 else None

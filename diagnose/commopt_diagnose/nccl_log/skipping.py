@@ -18,14 +18,21 @@ _OF_INTEREST = re.compile(
     rb"|ncclUniqueId|monitoredBarrier|nccl: (?:unhandled|internal|invalid)|Nccl error"
     rb"|^\s*(?:Channel|Ring) \d+.* via |^\s*(?:NET/|Using network )"
     rb"|TCPStore|OOMKilled|Killed process \d|A worker died"
-    rb"|oom[-_ ]kill|CUDA out of memory|on signal \d|Xid \(|Signal \d+ \(|exitcode *: -\d|may be stuck"
+    rb"|oom[-_ ]kill|out of memory|Out Of Memory|low on resource|on signal \d|by signal: |aught signal |Signal \d+ \("
+    rb"|[Bb]us error|[Ss]egmentation fault|segfault at|<Signals\.|\*\*\* SIG|exitcode *: -\d|return code = -\d"
+    rb"|[Ee]xit [Cc]ode:? +1\d\d|CANCELLED AT|actor died|Xid \(|access fault by|HSA_STATUS_ERROR|may be stuck"
+    rb"|socket has (?:timed out|failed to listen)|waiting for (?:clients|workers)\."
+    rb"|RendezvousTimeout|values : \d+ FAILED"
 )
 # One of these is in each line of interest, and most parts of a training program's output have none.
 _WORDS = (
     *(b"atchdog", b"nqueued", b"ast error:", b" Rank ", b"] INFO ", b" WARN ", b'{"', b" failure ", b"ccl", b"CCL"),
     *(b"ignal ", b"currently unknown", b"mismatch", b"destroy_process", b"with exception", b"acquire GIL", b"[E"),
     *(b" via ", b"NET/", b"Using network", b"monitoredBarrier", b"may be stuck", b"oom", b"out of memory", b"Xid"),
-    *(b"exitcode", b"[rank", b"TCPStore", b"OOMK", b"Killed process", b"worker died"),
+    *(b"exitcode", b"[rank", b"TCPStore", b"OOMK", b"Killed process", b"r died ", b"*** SIG", b"<Signals.", b"ignal: "),
+    *(b"Of Memory", b"low on resource", b"us error", b"egmentation fault", b"segfault", b"return code", b"xit code"),
+    *(b"xit Code", b"CANCELLED", b"access fault", b"HSA_STATUS", b"socket has", b"RendezvousT", b"values : "),
+    *(b"waiting for clients", b"waiting for workers"),
 )
 # Beginnings of lines about buffers and the threads of proxies, from which nothing is concluded. With
 # NCCL_DEBUG_SUBSYS=ALL they are most of a log.

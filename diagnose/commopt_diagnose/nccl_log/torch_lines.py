@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from commopt_diagnose.nccl_log.communicators import NcclLog
-from commopt_diagnose.nccl_log.facts import Progress, Timeout
+from commopt_diagnose.nccl_log.complaints import Progress, Timeout
 from commopt_diagnose.nccl_log.lines import Message
 from commopt_diagnose.nccl_log.warnings import explain
 from lightning_commopt.text.findings import Line, read_texts
@@ -15,7 +15,11 @@ from lightning_commopt.text.findings import Line, read_texts
 _TEXTS = read_texts(Path(__file__).with_name("patterns.txt"))["other"]
 _PATTERNS = {name: re.compile(text) for name, text in _TEXTS.items()}
 # One of these is in each line of `outside`.
-_OUTSIDE_WORDS = ("oom", "OOMK", "ignal", "Xid", "exitcode", "out of memory", "stuck", "Killed process", "worker died")
+_OUTSIDE_WORDS = (
+    *("oom", "OOMK", "ignal", "*** SIG", "Xid", "exitcode", "xit code", "xit Code", "return code", "out of memory"),
+    *("Of Memory", "low on resource", "Killed process", "r died ", "us error", "fault", "CANCELLED", "HSA_STATUS"),
+    "stuck",
+)
 
 
 class TorchLines:

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from commopt_diagnose.findings import Reason
 from commopt_diagnose.nccl_log.communicators import NcclLog, ranks_of
-from commopt_diagnose.nccl_log.facts import LoggedWarning, Progress, RasReport, Timeout
+from commopt_diagnose.nccl_log.complaints import LoggedWarning, Progress, RasReport, Timeout
 from commopt_diagnose.nccl_log.paths import finding, reason
 from lightning_commopt.text.findings import Finding, Severity, read_texts
 from lightning_commopt.text.formatting import grouped, list_some, ranks_text
@@ -145,6 +145,9 @@ def _with_groups(log: NcclLog) -> list[Timeout]:
             continue  # what the process prints as it ends, where the prefix is missing
         others = set(filter(None, alike[timeout.call]))
         group = named.get((timeout.rank, timeout.sequence)) or (others.pop() if len(others) == 1 else "")
+        # Ranks that call something else under the number for which only one group is named are of that group, too.
+        rivals = {known for (_, sequence), known in named.items() if sequence == timeout.sequence}
+        group = group or (rivals.pop() if len(rivals) == 1 else "")
         once.setdefault((timeout.rank, group, timeout.sequence, timeout.operation), replace(timeout, group=group))
     return list(once.values())
 
