@@ -41,6 +41,8 @@ _WORKER = "RuntimeError: DataLoader worker (pid 4821) is killed by signal:"
         ("torch.distributed.DistStoreError: Timed out after 1801 seconds waiting for clients. 1/3 clients joined.",
          "ranks_not_started"),
         ("# Out of bounds values : 12 FAILED", "wrong_sums"),
+        ("[rank12]:[E817 a.cpp:1515] [PG 0 (default_pg) Rank 12] Process group watchdog thread terminated with"
+         " exception: CUDA error: uncorrectable ECC error encountered", "ecc"),
     ],
 )  # fmt: skip
 def test_how_a_process_ended_or_did_not_start(line: str, code: str) -> None:
