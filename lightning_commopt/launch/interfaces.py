@@ -9,11 +9,15 @@ import os
 import socket
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B  # linux/sockios.h
 _IFF_UP = 1  # linux/if.h
+_GLOBAL_SCOPE = "00"  # of an IPv6 address that hosts of other links can reach, in /proc/net/if_inet6
+_UNUSABLE_FLAGS = 0x48  # linux/if_addr.h: an IPv6 address that is still tried, or that another host has, too
 _REQUEST_BYTES = 256  # no smaller than struct ifreq
 _ADDRESS = slice(20, 24)  # where struct ifreq with a sockaddr_in has the address
 _REASONS = {
@@ -30,7 +34,7 @@ class Interface(NamedTuple):
     """A network interface that is up."""
 
     name: str  # such as "eth0"
-    address: str  # IPv4 address
+    address: str  # IPv4 address; an IPv6 address if it has none
     prefix_length: int = 32  # number of the address's bits that identify its network
 
     @property
@@ -46,18 +50,23 @@ class Listening:
     variable: str  # name of the variable that selects the interface
     value: str | None  # the variable's value; None if it is not set
     interface: str | None  # name of the interface; None if none matches
-    address: str | None  # IPv4 address with the length of its prefix, such as "10.0.0.1/24"; None if there is none
+    address: str | None  # address with the length of its prefix, such as "10.0.0.1/24"; None if there is none
 
 
 def list_interfaces() -> list[Interface]:
-    """Returns the interfaces that are up and have an IPv4 address, in the kernel's order."""
-    interfaces = []
+    """Returns the interfaces that are up and have an address, in the kernel's order.
+
+    Those with an IPv4 address come first, as for NCCL and gloo; of others the first global IPv6 address counts.
+    """
+    interfaces, others, of_version_6 = [], [], _ipv6_interfaces()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             # Linux's names of interfaces have at most 15 bytes, and a zero behind them.
             request = struct.pack(f"{_REQUEST_BYTES}s", name.encode()[:15])
             try:
                 flags = struct.unpack("H", fcntl.ioctl(probe, _SIOCGIFFLAGS, request)[16:18])[0]
+                if flags & _IFF_UP and name in of_version_6:
+                    others.append(of_version_6[name])
                 address, mask = (
                     socket.inet_ntoa(fcntl.ioctl(probe, code, request)[_ADDRESS])
                     for code in (_SIOCGIFADDR, _SIOCGIFNETMASK)
@@ -67,7 +76,19 @@ def list_interfaces() -> list[Interface]:
             if flags & _IFF_UP:
                 prefix_length = ipaddress.IPv4Network(f"0.0.0.0/{mask}").prefixlen
                 interfaces.append(Interface(name, address, prefix_length))
-    return interfaces
+    names = {interface.name for interface in interfaces}
+    return [*interfaces, *(interface for interface in others if interface.name not in names)]
+
+
+def _ipv6_interfaces(path: Path = Path("/proc/net/if_inet6")) -> dict[str, Interface]:
+    """Returns the interfaces with a global IPv6 address, with the first one of each."""
+    found: dict[str, Interface] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        digits, _, prefix_length, scope, flags, name = line.split()
+        if scope == _GLOBAL_SCOPE and not int(flags, 16) & _UNUSABLE_FLAGS:
+            address = str(ipaddress.IPv6Address(int(digits, 16)))
+            found.setdefault(name, Interface(name, address, int(prefix_length, 16)))
+    return found
 
 
 def find_listening(
@@ -83,22 +104,22 @@ def find_listening(
     # Without the variable gloo listens on the address of the host's name, or else on the loopback device.
     own = None if is_nccl or value else own_address() or "127.0.0.1"
     chosen = choose_for_nccl(interfaces, environment) if is_nccl else choose_for_gloo(interfaces, environment, own)
-    address = chosen.with_prefix if chosen else own and f"{own}/32"
+    address = chosen.with_prefix if chosen else own and ipaddress.ip_interface(own).with_prefixlen
     return Listening(variable=variable, value=value, interface=chosen and chosen.name, address=address)
 
 
 def own_address() -> str | None:
-    """Returns the IPv4 address that this host's name resolves to; None if it resolves to nothing."""
+    """Returns the address that this host's name resolves to; None if it resolves to nothing."""
     return resolve(socket.gethostname())
 
 
 def resolve(host: str) -> str | None:
-    """Returns the IPv4 address of a host; None if its name resolves to nothing."""
-    try:
-        return socket.gethostbyname(host)
-    except (OSError, UnicodeError):
+    """Returns the IPv4 address of a host, or else its IPv6 address; None if its name resolves to nothing."""
+    for family in (socket.AF_INET, socket.AF_INET6):
         # A name with an empty part, or one that is too long, is a UnicodeError.
-        return None
+        with suppress(OSError, UnicodeError):
+            return str(socket.getaddrinfo(host, None, family, socket.SOCK_STREAM)[0][4][0])
+    return None
 
 
 def choose_for_gloo(

@@ -12,6 +12,8 @@ from lightning_commopt.launch.interfaces import Listening
 from lightning_commopt.text.formatting import list_some, ranks_text
 from lightning_commopt.watch.hangs.process import descendants, process_state, variables_of
 
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
 _MAX_SHOWN = 8
 """The most ranks, hosts or processes in a message, so that it stays readable on a terminal."""
 
@@ -31,7 +33,7 @@ class Arrival:
         at = self.listening
         variable = f"{at.variable} is not set" if at.value is None else f"{at.variable}={at.value}"
         if at.address is None:
-            return f"rank {self.rank} on {self.host} has no IPv4 address to listen on ({variable})"
+            return f"rank {self.rank} on {self.host} has no address to listen on ({variable})"
         interface = "" if at.interface is None else f"{at.interface}, "
         return f"rank {self.rank} on {self.host} listens on {at.address.partition('/')[0]} ({interface}{variable})"
 
@@ -61,7 +63,7 @@ def missing_text(address: str, arrivals: Sequence[Arrival], missing: Sequence[in
 def unconnected_text(address: str, arrivals: Sequence[Arrival], joined: Collection[int], master: str | None) -> str:
     """Returns why ranks that have all arrived do not connect to each other, according to their addresses.
 
-    ``joined`` ranks have their process group; ``master`` is the IPv4 address of the store, if known.
+    ``joined`` ranks have their process group; ``master`` is the address of the store, if known.
     """
     waiting = [arrival.rank for arrival in arrivals if arrival.rank not in joined]
     start = (
@@ -107,18 +109,18 @@ def _remedy(misplaced: Sequence[Arrival], everybody: Sequence[Arrival], master: 
         fitting = [
             name
             for name, address in arrival.interfaces.items()
-            if right is not None and ipaddress.IPv4Interface(address).ip in right
+            if right is not None and ipaddress.ip_interface(address).ip in right
         ]
         what = f"={fitting[0]}" if fitting else " to the interface that the other hosts reach"
         settings.setdefault(f"{arrival.listening.variable}{what}", []).append(arrival.rank)
     return "Set " + "; ".join(f"{setting} on {ranks_text(ranks)}" for setting, ranks in settings.items())
 
 
-def _right_network(arrivals: Sequence[Arrival], master: str | None) -> ipaddress.IPv4Network | None:
+def _right_network(arrivals: Sequence[Arrival], master: str | None) -> _Network | None:
     """Returns the network of the store's address if a host is in it, else that in which most ranks listen."""
     for arrival in arrivals:
         for address in arrival.interfaces.values():
-            interface = ipaddress.IPv4Interface(address)
+            interface = ipaddress.ip_interface(address)
             if str(interface.ip) == master and not interface.is_loopback:
                 return interface.network
     listening = [_interface(arrival) for arrival in arrivals if arrival.listening.address is not None]
@@ -126,9 +128,9 @@ def _right_network(arrivals: Sequence[Arrival], master: str | None) -> ipaddress
     return networks.most_common(1)[0][0] if networks else None
 
 
-def _interface(arrival: Arrival) -> ipaddress.IPv4Interface:
+def _interface(arrival: Arrival) -> ipaddress.IPv4Interface | ipaddress.IPv6Interface:
     assert arrival.listening.address is not None
-    return ipaddress.IPv4Interface(arrival.listening.address)
+    return ipaddress.ip_interface(arrival.listening.address)
 
 
 def _text_of(arrivals: Sequence[Arrival]) -> str:

@@ -1,8 +1,13 @@
-"""Why a port cannot be reached."""
+"""The interfaces of hosts that have only IPv6, and why a port cannot be reached."""
+
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from lightning_commopt.launch.interfaces import resolve, try_port
+from lightning_commopt.launch import interfaces
+from lightning_commopt.launch.interfaces import Interface, _ipv6_interfaces, find_listening, resolve, try_port
+from lightning_commopt.watch.join_texts import Arrival, find_misplaced
 from support.known import known
 
 
@@ -13,3 +18,31 @@ def test_a_name_that_no_host_can_have(name: str) -> None:
     assert not failure.is_refused
     assert f"the name {name} cannot be resolved" in failure.message
     assert resolve(name) is None
+
+
+_TABLE = """fe8000000000000000fc00fffe000001 06 40 20 80     eth0
+fd770000000000000000000000000009 06 40 00 48     eth0
+fd770000000000000000000000000001 06 40 00 80     eth0
+fd770000000000000000000000000002 06 40 00 80     eth0
+00000000000000000000000000000001 01 80 10 80       lo
+"""
+
+
+def test_an_interface_with_ipv6_only_has_its_first_usable_address(tmp_path: Path) -> None:
+    """If it fails, a host without IPv4 counts as one without an interface, though its jobs work."""
+    (tmp_path / "if_inet6").write_text(_TABLE)
+    assert _ipv6_interfaces(tmp_path / "if_inet6") == {"eth0": Interface("eth0", "fd77::1", 64)}
+    assert _ipv6_interfaces(tmp_path / "none") == {}
+    assert resolve("::1") == "::1"
+
+
+@pytest.mark.parametrize(("own", "address"), [("fd77::1", "fd77::1/64"), ("fd77::9", "fd77::9/128")])
+def test_where_a_host_with_ipv6_only_listens(monkeypatch: pytest.MonkeyPatch, own: str, address: str) -> None:
+    """If it fails, ranks that are slow to join are told that they listen on no address, or on the loopback."""
+    monkeypatch.setattr(interfaces, "own_address", lambda: own)
+    listening = find_listening("gloo", [Interface("lo", "127.0.0.1", 8), Interface("eth0", "fd77::1", 64)], {})
+    assert listening.address == address
+    there = {"lo": "127.0.0.1/8", "eth0": "fd77::1/64"}
+    first = Arrival(rank=0, host="a", network="a", listening=listening, interfaces=there)
+    others = replace(listening, address="fd77::2/64")
+    assert find_misplaced([first, replace(first, rank=1, network="b", listening=others)], "fd77::1") == ([], "")

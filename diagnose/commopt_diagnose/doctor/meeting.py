@@ -57,7 +57,8 @@ def listen_on_ports(interfaces: Mapping[str, Interface | None]) -> Iterator[list
     with ExitStack() as closing:
         ports = []
         for interface, names in users.items():
-            server = closing.enter_context(socket.create_server((interface.address, 0), backlog=1024))
+            family = socket.AF_INET6 if ":" in interface.address else socket.AF_INET
+            server = closing.enter_context(socket.create_server((interface.address, 0), family=family, backlog=1024))
             number = server.getsockname()[1]
             threading.Thread(target=_close_connections, args=(server,), daemon=True).start()
             closing.callback(_wake, server)

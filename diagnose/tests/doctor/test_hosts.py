@@ -95,6 +95,18 @@ def test_ports_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no answer within 5 s" in find_unreachable("a", {"b": ports}, limit_s=5)[0].reason
 
 
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this kernel has no IPv6")
+def test_ports_of_a_host_with_ipv6_only() -> None:
+    """If it fails, hosts without IPv4 do not meet, or count as unreachable."""
+    with listen_on_ports({"gloo": Interface("lo", "::1", 128)}) as ports:
+        assert find_unreachable("a", {"b": ports}, limit_s=5) == []
+    ethernet = Interface("eth0", "fd77::1", 64)
+    facts = replace(FACTS, address="fd77::1", gloo_interface=ethernet, nccl_interface=ethernet, gpus=("H100",))
+    named = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
+    for environment in ({}, named):
+        assert list(find_wrong_interfaces(replace(facts, environment=environment), has_others=True)) == []
+
+
 def test_unreachable_ports_are_errors() -> None:
     """If it fails, who cannot reach whom, on which port and interface, is not reported."""
     closed = [
