@@ -17,6 +17,8 @@ from lightning_commopt.launch.lab import NetLab, parse_rate, why_not
 from lightning_commopt.launch.process import run_ranks
 from lightning_commopt.text.validation import check_integer
 
+_GROUPS = "proc/self/cgroup"  # the control groups of this process
+
 PROGRESS = "COMMOPT PROGRESS "
 """Begins a line of rank 0 with the arguments of `OnProgress`, as JSON."""
 
@@ -98,15 +100,24 @@ def check_size(settings: BenchSettings, num_ranks: int, ranks_per_node: int, dev
     num_ranks_of_scopes(settings, num_ranks, ranks_per_node)
     largest = max(settings.sizes_bytes)
     needed = num_ranks * largest * (4 if settings.comm_hooks else 2)
-    listing = Path("/proc/meminfo")
-    available = (
-        re.search(r"^MemAvailable:\s+(\d+) kB", listing.read_text(), re.MULTILINE) if listing.is_file() else None
-    )
-    if device_type == "cpu" and available is not None and needed > int(available[1]) * 1024:
+    available = available_bytes() if device_type == "cpu" else None
+    if available is not None and needed > available:
         raise ValueError(
             f"messages of {size_text(largest)} on {num_ranks} ranks take {needed / 1e9:.1f} GB of memory,"
-            f" and {int(available[1]) * 1024 / 1e9:.1f} GB are available: choose a smaller -e"
+            f" and {available / 1e9:.1f} GB are available: choose a smaller -e"
         )
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Returns the memory that this host has left, at most the limit of this container or job; None if unknown."""
+    meminfo, groups = (path.read_text() if path.is_file() else "" for path in (root / "proc/meminfo", root / _GROUPS))
+    found = [int(number) * 1024 for number in re.findall(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)]
+    for kind, path in re.findall(r"^\d+:(memory)?:/(.*)$", groups, re.MULTILINE):  # without a kind it is of version 2
+        top, name = root / "sys/fs/cgroup" / kind, "memory.limit_in_bytes" if kind else "memory.max"
+        folders = [top / path, *(top / path).parents]
+        limits = [folder / name for folder in folders[: folders.index(top) + 1]]  # a job's limit is above its task
+        found += [int(text) for limit in limits if limit.is_file() and (text := limit.read_text().strip()).isdecimal()]
+    return min(found, default=None)
 
 
 def _variables(rank: int, num_ranks: int, device_type: str) -> dict[str, str]:

@@ -92,9 +92,11 @@ def find_wrong_interfaces(facts: Facts, *, has_others: bool) -> Iterator[Finding
 
 def find_in_adapters(facts: Facts) -> Iterator[Finding]:
     """Finds what prevents the use of adapters, or slows them down."""
+    down = grouped((port.state, port.name) for port in facts.ports if port.state != "ACTIVE")
+    for state, names in down.items():  # in one line, as many ports of a host may not be in use
+        ports = f"port {names[0]} is" if len(names) == 1 else f"ports {', '.join(names)} are"
+        yield _finding("warning", "port_state", ports=ports, state=state)
     for port in facts.ports:
-        if port.state != "ACTIVE":
-            yield _finding("warning", "port_state", name=port.name, state=port.state)
         if port.errors:
             counts = ", ".join(f"{name} {count}" for name, count in port.errors.items())
             yield _finding("warning", "port_errors", name=port.name, counts=counts)

@@ -20,7 +20,7 @@ from commopt_diagnose.bench.model import LinkModel
 from commopt_diagnose.bench.result import BenchResult, Row
 from commopt_diagnose.bench.run_result import result_of_run
 from commopt_diagnose.bench.settings import BenchSettings
-from commopt_diagnose.bench.start import start_bench
+from commopt_diagnose.bench.start import available_bytes, start_bench
 from commopt_diagnose.bench.terminal import against_link
 from diagnose_support.sample_bench import case, result_of, sample
 from lightning_commopt.launch import process as processes
@@ -102,6 +102,32 @@ def test_an_interrupted_bench_leaves_no_process(tmp_path: Path) -> None:
         assert running.output == "commopt: interrupted by SIGTERM\n"
     finally:
         running.kill()
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("0::/\n", {"memory.max": "max"}, 8000 * 1024),
+        ("0::/\n", {"memory.max": "4096000"}, 4096000),
+        ("0::/job_7/step_0/task_0\n", {"job_7/memory.max": "4096000", "job_7/step_0/memory.max": "max"}, 4096000),
+        ("5:cpu:/a\n4:memory:/docker/a\n0::/\n", {"memory/memory.limit_in_bytes": "4096000"}, 4096000),
+        ("4:memory:/a\n", {"memory/a/memory.limit_in_bytes": "9223372036854771712"}, 8000 * 1024),
+        ("0::/../..\n", {"memory.max": "4096000"}, 4096000),
+    ],
+)
+def test_memory_that_a_container_or_a_job_may_use(
+    groups: str, limits: dict[str, str], expected: int, tmp_path: Path
+) -> None:
+    """If it fails, the kernel ends ranks whose messages fit into the host, but not into their container."""
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    for name, text in limits.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+    assert available_bytes(tmp_path) == expected
+    assert available_bytes(tmp_path / "none") is None
 
 
 MISTAKES = [

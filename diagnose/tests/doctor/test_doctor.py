@@ -74,9 +74,11 @@ def test_facts_of_a_later_version_are_read() -> None:
         ({"max_locked_bytes": 2**16}, "error", "lock 0 MiB", "ulimit -l unlimited"),
         ({"has_peer_memory": False}, "warning", "nvidia_peermem is not loaded", "modprobe"),
         ({"ports": [replace(_PORT, state="DOWN")]}, "warning", "mlx5_0:1 is DOWN", "cable"),
+        ({"ports": [_PORT, *(replace(_PORT, name=name, state="DOWN") for name in ("mlx5_2:1", "mlx5_3:1"))]}, "warning",
+         "ports mlx5_2:1, mlx5_3:1 are DOWN", "not in use"),
         ({"ports": [replace(_PORT, errors={"link_downed": 3})]}, "warning", "link_downed 3", "grow"),
     ],
-)
+)  # fmt: skip
 def test_a_fault_of_a_host(fault: dict[str, Any], severity: str, what: str, advice: str) -> None:
     """If it fails, a fault that is known passes."""
     (finding,) = find([replace(_HEALTHY, **fault)])
