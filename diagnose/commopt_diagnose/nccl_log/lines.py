@@ -33,9 +33,9 @@ _HEAD = re.compile(
     r"(?:(?P<host><[\w.-]+>|[^\s:<>()\[\]{}`*'\"|=,;]+):(?P<pid>\d{1,10}):(?P<tid>\d{1,10}) +"
     r"|(?P<host_only>(?!\d+:)[^\s:/<>()\[\]{}|=,;]+):(?P<pid_only>\d{1,10}) +(?=\[)"
     r"|(?<![\w:])\d*:?(?P<tid_only>\d{5,10}) +(?=\[))?"  # the rest of a head of which the beginning is torn off
-    # TRACE has a time, NCCLX of Meta the thread's name, and Google's plugin a function with its arguments as the place.
+    # TRACE has a time, NCCLX of Meta the thread's name, and plugins a function with its arguments as the place.
     r"(?:\[ ?(?P<device>-?\d{1,10}) ?\](?:\[\w+\])? +)?(?:\d+\.\d+ +)?"
-    r"(?P<place>(?:[^\s:]+\.\w+|\w+|\w+ \w+\([^()]*\)):\d+ +(?:\([^()]*\) +)?)?$"
+    r"(?P<place>(?:[^\s:]+\.\w+|\w+|\w[\w:<>*&~ ]*\([^()]*\)(?: const)?):\d+ +(?:\([^()]*\) +)?)?$"
 )
 _PLAIN_HEAD = re.compile(rb"([A-Za-z][\w.-]*):(\d{1,10}):(\d{1,10}) \[(\d{1,3})\]")
 _MAX_HEADS = 1 << 16  # heads that are remembered: each thread of a job has its own

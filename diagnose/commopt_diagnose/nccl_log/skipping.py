@@ -22,7 +22,7 @@ _OF_INTEREST = re.compile(
     rb"|[Bb]us error|[Ss]egmentation fault|segfault at|<Signals\.|\*\*\* SIG|exitcode *: -\d|return code = -\d"
     rb"|[Ee]xit [Cc]ode:? +1\d\d|CANCELLED AT|actor died|Xid \(|access fault by|HSA_STATUS_ERROR|may be stuck"
     rb"|socket has (?:timed out|failed to listen)|waiting for (?:clients|workers)\."
-    rb"|RendezvousTimeout|values : \d+ FAILED"
+    rb"|RendezvousTimeout|values : \d+ FAILED|Out of memory while|GetKeyValue\(\) timed|cqe with error"
 )
 # One of these is in each line of interest, and most parts of a training program's output have none.
 _WORDS = (
@@ -32,7 +32,7 @@ _WORDS = (
     *(b"exitcode", b"[rank", b"TCPStore", b"OOMK", b"Killed process", b"r died ", b"*** SIG", b"<Signals.", b"ignal: "),
     *(b"Of Memory", b"low on resource", b"us error", b"egmentation fault", b"segfault", b"return code", b"xit code"),
     *(b"xit Code", b"CANCELLED", b"access fault", b"HSA_STATUS", b"socket has", b"RendezvousT", b"values : "),
-    *(b"waiting for clients", b"waiting for workers"),
+    *(b"waiting for clients", b"waiting for workers", b"Out of memory", b"GetKeyValue", b"cqe with error"),
 )
 # Beginnings of lines about buffers and the threads of proxies, from which nothing is concluded. With
 # NCCL_DEBUG_SUBSYS=ALL they are most of a log.
