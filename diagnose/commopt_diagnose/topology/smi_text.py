@@ -183,8 +183,9 @@ def _gpus_of(table: Table, labels: Sequence[str], lines: Sequence[str]) -> Itera
     for label in filter(GPU.fullmatch, labels):
         cpus, node, own_node = _affinity(table, table.rows.get(label), len(labels))
         name = names.get(int(label[3:]))
-        is_coherent = own_node.isdecimal() or has_coherent_memory(name)
-        # With Grace, a GPU's memory has NUMA nodes too. They follow the first one, which is its CPU's.
+        # With Grace, a GPU's memory has NUMA nodes too. They follow the first one, which is its CPU's, also where the
+        # column of the GPU's own node is N/A.
+        is_coherent = own_node.isdecimal() or "," in node or has_coherent_memory(name)
         node = node.partition(",")[0] if is_coherent else node
         numa_node = int(node) if node.isdecimal() and len(node) < 5 else None
         yield Gpu(label=label, name=name, cpus=parse_cpus(cpus), numa_node=numa_node, is_coherent=is_coherent)

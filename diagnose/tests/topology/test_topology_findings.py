@@ -224,10 +224,11 @@ def test_what_is_cut_off_is_not_judged() -> None:
                 assert {gpu.cpus for gpu in machine.gpus} <= cores, text[:cut]
 
 
-def test_grace() -> None:
+@pytest.mark.parametrize("own", [("1", "11"), ("N/A", "N/A")])
+def test_grace(own: tuple[str, str]) -> None:
     """If it fails, GPUs with memory of their own NUMA nodes fall together, or their adapters are called far."""
     lines = ["\tGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID"]
-    lines += ["GPU0\t X \tNV6\tNODE\t0-71\t0,2-9\t\t1", "GPU1\tNV6\t X \tSYS\t72-143\t10,12-19\t\t11"]
+    lines += [f"GPU0\t X \tNV6\tNODE\t0-71\t0,2-9\t\t{own[0]}", f"GPU1\tNV6\t X \tSYS\t72-143\t10,12-19\t\t{own[1]}"]
     machine = read_smi_text("\n".join(lines), "sent")
     assert [(gpu.numa_node, gpu.is_coherent) for gpu in machine.gpus] == [(0, True), (10, True)]
     assert {finding.code for finding in find_all(machine)} == {"fewer_nics"}
