@@ -18,7 +18,7 @@ _PATTERNS = {name: re.compile(text) for name, text in _TEXTS.items()}
 _OUTSIDE_WORDS = (
     *("oom", "OOMK", "ignal", "*** SIG", "Xid", "exitcode", "xit code", "xit Code", "return code", "out of memory"),
     *("Of Memory", "low on resource", "Killed process", "r died ", "us error", "fault", "CANCELLED", "HSA_STATUS"),
-    *("stuck", "Out of memory", "GetKeyValue", "cqe with error"),
+    *("stuck", "Out of memory", "GetKeyValue", "cqe with error", "double free", "(): ", "corrupted "),
 )
 
 

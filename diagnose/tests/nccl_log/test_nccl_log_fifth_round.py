@@ -41,6 +41,10 @@ _WORKER = "RuntimeError: DataLoader worker (pid 4821) is killed by signal:"
         ("torch.distributed.DistStoreError: Timed out after 1801 seconds waiting for clients. 1/3 clients joined.",
          "ranks_not_started"),
         ("# Out of bounds values : 12 FAILED", "wrong_sums"),
+        ("double free or corruption (!prev)", "heap_corrupted"),
+        ("*** Error in `python': free(): invalid pointer: 0x00007fcbb6ab6d80 ***", "heap_corrupted"),
+        ("corrupted double-linked list", "heap_corrupted"),
+        ("malloc_consolidate(): unaligned fastbin chunk detected", "heap_corrupted"),
         ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.", "program_out_of_memory"),
         ("E0 a.cc:3072] Execution failed: DEADLINE_EXCEEDED: GetKeyValue() timed out", "xla_key_missing"),
         ("ionic_comp_msn:1277: cqe with error 12 for qpid 5", "ib_retry"),
@@ -49,7 +53,7 @@ _WORKER = "RuntimeError: DataLoader worker (pid 4821) is killed by signal:"
     ],
 )  # fmt: skip
 def test_how_a_process_ended_or_did_not_start(line: str, code: str) -> None:
-    """As in DeepSpeed#2638, NVIDIA/nccl#1050, #1184 and #2186, OpenRLHF#1040, torchtune#1025 and rocm-build#1535."""
+    """As in NVIDIA/nccl#726, #1050, #1184 and #2186, DeepSpeed#2638, OpenRLHF#1040, torchtune#1025 and training#770."""
     found = findings(_START, line)
     assert {name: f.severity for name, f in found.items() if name != "unknown"} == {code: "error"}
 
