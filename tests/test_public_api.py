@@ -104,7 +104,7 @@ def test_testing() -> None:
     options = list(inspect.signature(testing.check_compressor).parameters)
     assert options == ["compressor", "num_ranks", "device", "laws"]
     common = ["same_collectives", "averages", "bytes_as_declared", "overflow", "tiny", "resume"]
-    of_buckets = ["ranks_agree", "as_reference", "as_ddp", "small_and_unused"]
+    of_buckets = ["ranks_agree", "as_reference", "as_ddp", "small_and_unused", "own_randomness"]
     assert sorted(testing.LAWS) == sorted([*common, *of_buckets])
     assert sorted(testing.SHARDED_LAWS) == sorted([*common, "only_matrices", "unbiased"])
     for laws in (testing.LAWS, testing.SHARDED_LAWS):

@@ -9,7 +9,8 @@
 """
 
 from lightning_commopt.testing.conformance import check_compressor
-from lightning_commopt.testing.laws import LAWS, Law
+from lightning_commopt.testing.law import Law
+from lightning_commopt.testing.laws import LAWS
 from lightning_commopt.testing.sharded_laws import SHARDED_LAWS
 
 __all__ = ["LAWS", "SHARDED_LAWS", "Law", "check_compressor"]

@@ -14,7 +14,8 @@ from lightning_commopt.compressors import Compressor, ShardedCompressor, Sharded
 from lightning_commopt.compressors.shards import FromShards
 from lightning_commopt.plan import OptionError
 from lightning_commopt.testing import ranks
-from lightning_commopt.testing.laws import LAWS, Law, same_collectives
+from lightning_commopt.testing.law import Law
+from lightning_commopt.testing.laws import LAWS, same_collectives
 from lightning_commopt.testing.places import Place
 from lightning_commopt.testing.ranks import DIED, RankError, find_place, prepare_rank, run_on
 from lightning_commopt.testing.sharded_laws import SHARDED_LAWS, ShardedSetup, why_unavailable

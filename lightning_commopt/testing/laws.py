@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_commopt.compressors import Compressor, Layout
 from lightning_commopt.compressors.base import finish
 from lightning_commopt.compressors.channel import Channel
+from lightning_commopt.testing.law import Holds, Law
 from lightning_commopt.testing.steps import (
     NUM_STEPS,
     Setup,
@@ -26,30 +27,6 @@ from lightning_commopt.testing.steps import (
 # The gradients are at most some units, and sums in another order differ by a few of float32's epsilons of 1.2e-7.
 _ATOL_LOSSLESS = 1e-5
 _SCALES = (0.0, 1e-20, 1e4)  # no scale at all; squares below float32's range; values near fp16's largest, 65504
-
-Holds = Callable[[Setup, str, Any], None]
-"""Runs on every rank. Raises an AssertionError that says what is wrong, after the last collective."""
-
-
-@dataclass(frozen=True)
-class Law:
-    """What holds for every compressor. ``law(setup, name, compressor)`` checks it, on every rank of a process group.
-
-    Attributes:
-        name: its name in ``check_compressor(..., laws=[name])``.
-        statement: what holds, in a line.
-        consequence: what it means for training if it does not hold, likewise.
-        holds: raises an AssertionError that begins with the compressor's name and says what is wrong.
-    """
-
-    name: str
-    statement: str
-    consequence: str
-    holds: Holds
-
-    def __call__(self, setup: Setup, name: str, compressor: Any) -> None:
-        self.holds(setup, name, compressor)
-
 
 _LAWS: dict[str, Law] = {}
 LAWS: Mapping[str, Law] = MappingProxyType(_LAWS)
@@ -294,3 +271,26 @@ def resume(setup: Setup, name: str, compressor: Compressor) -> None:
     setup.end(sync)
     for step, (ours, wanted) in enumerate(zip(received, expected, strict=True)):
         assert torch.equal(ours, wanted), f"{name}: differs in step {half + step}, resumed from {half}"
+
+
+@law(
+    "a compressor leaves torch's global random numbers alone",
+    "dropout, augmentation and shuffling repeat themselves, or are others than without the compressor",
+)
+def own_randomness(setup: Setup, name: str, compressor: Any) -> None:
+    """Compares the state of the global generators before and after two steps, the first of which makes a state."""
+    gradients, module = [setup.gradients(step) for step in range(2)], setup.net()  # both may draw when they are made
+    before = _global_generators(setup.device)
+    model, sync = setup.wrap(compressor, module)
+    for of_step in gradients:
+        setup.run_step(model, sync, of_step)
+    setup.end(sync)
+    assert all(map(torch.equal, before, _global_generators(setup.device))), (
+        f"{name}: seeds torch's global generator, or draws from it, which the model uses; numbers that all ranks draw"
+        " alike come from a torch.Generator of its own"
+    )
+
+
+def _global_generators(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states

@@ -25,7 +25,8 @@ from lightning_commopt.plan import OptionError
 from lightning_commopt.plan.sharded import check_available
 from lightning_commopt.sync.fsdp2.gradients import ShardedSync
 from lightning_commopt.testing import laws
-from lightning_commopt.testing.laws import Law, law
+from lightning_commopt.testing.law import Law
+from lightning_commopt.testing.laws import law
 from lightning_commopt.testing.places import CPU, Place
 from lightning_commopt.testing.steps import Setup, alone_channel, flatten, of_all_ranks, run_steps, take_issued
 

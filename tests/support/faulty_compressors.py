@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_commopt.compressors import AfterSteps, Claims, Compressor, ErrorFeedback, Layout, Rounds, State
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.testing import laws
+from lightning_commopt.testing.law import Law
 from support.own_compressors import Averages
 
 
@@ -46,7 +47,7 @@ class Faulty(Averages):
         return shares.mean(0), shares
 
 
-FAULTS: dict[str, tuple[laws.Law, Callable[[Tensor, list[Tensor]], object]]] = {
+FAULTS: dict[str, tuple[Law, Callable[[Tensor, list[Tensor]], object]]] = {
     "fickle": (laws.same_collectives, lambda flat, hidden: None),
     "inexact": (laws.averages, lambda flat, hidden: flat.mul_(1.001)),
     "inexact vectors": (laws.small_and_unused, lambda flat, hidden: flat.mul_(1.001)),
@@ -57,6 +58,8 @@ FAULTS: dict[str, tuple[laws.Law, Callable[[Tensor, list[Tensor]], object]]] = {
     "poisoned": (laws.overflow, lambda flat, hidden: flat.add_(torch.stack(hidden).sum(0), alpha=1e-12)),
     "silent": (laws.overflow, lambda flat, hidden: flat.nan_to_num_(0, 0, 0)),
     "leaky": (laws.tiny, lambda flat, hidden: None if flat.any() else flat.add_(1e-9)),
+    "seeding": (laws.own_randomness, lambda flat, hidden: torch.manual_seed(7)),
+    "drawing": (laws.own_randomness, lambda flat, hidden: torch.rand(1)),
     "forgetful": (laws.resume, lambda flat, hidden: flat.add_(len(hidden), alpha=1e-6)),
 }
 """The law that finds a fault; and what the fault does to averages ``(n,)``, given those of all steps."""

@@ -2,6 +2,7 @@
 
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.testing import laws
+from lightning_commopt.testing.law import Law
 from lightning_commopt.testing.places import CPU
 from lightning_commopt.testing.steps import Setup
 from support.faulty_compressors import FAULTS, LOSSY, Faulty
@@ -24,7 +25,7 @@ def _messages_about_faults() -> dict[str, str]:
     return {fault: _message(law, fault, Faulty(fault=fault)) for fault, (law, _) in FAULTS.items()}
 
 
-def _message(law: laws.Law, name: str, compressor: Compressor) -> str:
+def _message(law: Law, name: str, compressor: Compressor) -> str:
     try:
         law(Setup(place=CPU), name, compressor)
     except AssertionError as error:

@@ -8,7 +8,8 @@ from lightning_commopt.commands.selftest.checks import NotChecked, check
 from lightning_commopt.commands.selftest.laws import check_all
 from lightning_commopt.compressors import ShardedBf16, ShardedCompressor, ShardedHierarchical, ShardedInt4, ShardedInt8
 from lightning_commopt.compressors.catalog import ready_shards
-from lightning_commopt.testing.laws import Law, same_collectives
+from lightning_commopt.testing.law import Law
+from lightning_commopt.testing.laws import same_collectives
 from lightning_commopt.testing.places import Place
 from lightning_commopt.testing.sharded_laws import SHARDED_LAWS, ShardedSetup, why_unavailable
 
