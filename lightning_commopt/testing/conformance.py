@@ -75,8 +75,9 @@ def check_compressor(
 
     Args:
         compressor: its class is at the top level of a module, registered or not. The ranks get it by pickle, and import
-            its module by name. A script calls this below ``if __name__ == "__main__":``, as they import it, too.
-        num_ranks: 2, 3 or 4, which is what `Claims.error_bound` is about.
+            its module by name. A script calls this below ``if __name__ == "__main__":``, as they import it, too. One
+            that starts late, such as `AfterSteps`, must start amid the 8 steps of a law, as with ``start_step=4``.
+        num_ranks: 2, 3 or 4, which is what `Claims.error_bound` is about. 3 finds what is right for two ranks only.
         device: "cpu" with gloo; "cuda", where NCCL takes a GPU for each rank, or one that they share, and gloo takes
             over where NCCL refuses; "auto" for CUDA where there is a device.
         laws: names of the laws to check, in any order; None for all. A name in `LAWS` and in `SHARDED_LAWS` is checked
