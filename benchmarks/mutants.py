@@ -11,6 +11,7 @@ notices is printed with its line: a test is missing, or the fault changes nothin
     python benchmarks/mutants.py --files 'lightning_commopt/sync/*' --kinds wait
     python benchmarks/mutants.py --kinds wait --tests tests/streams/test_fake_device.py  # whether those alone notice
     python benchmarks/mutants.py --part 1/20 --default-run  # whether the default run notices: minutes, not hours
+    python benchmarks/mutants.py --sample 6 --seed 7 --default-run  # six of each folder, by chance
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import ast
 import json
 import os
 import queue
+import random
 import re
 import shutil
 import subprocess
@@ -66,6 +68,7 @@ TESTS = {
     "lightning_commopt/plan/*.py": _PLANS,
     "lightning_commopt/tune/*.py": ("tests/tune",),
     "lightning_commopt/cost/*.py": ("tests/cost", "tests/tune"),
+    "lightning_commopt/cost/*/*.py": ("tests/cost",),
     "lightning_commopt/watch/hangs/*.py": ("tests/watch/hangs",),
     "lightning_commopt/watch/*.py": ("tests/watch",),
     "lightning_commopt/callbacks/*.py": ("tests/callbacks",),
@@ -73,6 +76,12 @@ TESTS = {
     "lightning_commopt/measure/*.py": ("tests/measure",),
     "lightning_commopt/measure/*/*.py": ("tests/measure",),
     "lightning_commopt/strategy/*.py": ("tests/strategy",),
+    "lightning_commopt/commands/*.py": ("tests/commands",),
+    "lightning_commopt/commands/*/*.py": ("tests/commands",),
+    "lightning_commopt/compat/*.py": ("tests/compat", "tests/sync", "tests/strategy", "tests/callbacks"),
+    "lightning_commopt/report/*.py": ("tests/report",),
+    "diagnose/commopt_diagnose/*.py": ("diagnose/tests",),
+    "diagnose/commopt_diagnose/*/*.py": ("diagnose/tests",),
     "lightning_commopt/train/*.py": ("tests/train",),
     "lightning_commopt/train/*/*.py": ("tests/train",),
     f"{_FOLDER}/sharded*.py": ("tests/sync", "-k", "sharded"),
@@ -88,7 +97,10 @@ TESTS = {
     f"{_FOLDER}/kernels/*": _compiled("low_rank", "low_rank_rounds", "orthonormal", "c_library"),
 }
 """What is about a file; its first pattern counts. Arguments of pytest, or programs."""
-_BRANCHES = ("callbacks", "cost", "launch", "measure", "plan", "strategy", "sync", "train", "tune", "watch")
+_BRANCHES = (
+    *("callbacks", "commands", "commopt_diagnose", "compat", "cost", "launch", "measure", "plan", "report", "strategy"),
+    *("sync", "train", "tune", "watch"),
+)
 """Rooms whose conditions are reversed, too."""
 WAITS = {"wait", "wait_stream", "wait_event", "record_stream", "protect", "synchronize"}
 _RESULTS = {"pending.wait", "exact.wait"}
@@ -264,7 +276,7 @@ class Checkout:
             compiled.unlink()  # its time in whole seconds and its size may be the same
 
     def _run(self, tests: tuple[str, ...], *, is_mutant: bool) -> dict[str, Any]:
-        folders = (".", "lightning_commopt/plugins", "tests")  # the last for programs, where pytest does not add it
+        folders = (".", "lightning_commopt/plugins", "diagnose", "tests")  # the last for programs, not for pytest
         path = os.pathsep.join(str(self._root / folder) for folder in folders)
         environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         commands = [["-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *tests]]
@@ -297,6 +309,13 @@ def select(arguments: argparse.Namespace) -> dict[Mutant, tuple[str, ...]]:
         for mutant in mutants_of(str(file))
         if mutant.kind in arguments.kinds
     }
+    if arguments.sample is not None:
+        num_kept: Counter[Path] = Counter()
+        for each in random.Random(arguments.seed).sample(list(mutants), len(mutants)):
+            folder = Path(each.file).parent
+            num_kept[folder] += 1
+            if num_kept[folder] > arguments.sample:
+                del mutants[each]
     part, num_parts = map(int, arguments.part.split("/"))
     chosen = list(mutants)[part - 1 :: num_parts]
     return {mutant: mutants[mutant] for mutant in chosen}
@@ -324,6 +343,8 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--tests", nargs="+", help="files; the default is what TESTS has of each file with a fault")
     parser.add_argument("--part", default="1/1", help="2/8: every eighth mutant, from the second on")
+    parser.add_argument("--sample", type=int, metavar="N", help="only N of each folder, by chance")
+    parser.add_argument("--seed", type=int, default=0, help="of --sample")
     parser.add_argument("--num-at-once", type=int, default=2)
     parser.add_argument("--default-run", action="store_true", help="leave out what is marked exhaustive")
     parser.add_argument("--list", action="store_true", help="print them, and run nothing")
