@@ -115,14 +115,19 @@ CASES: dict[str, Callable[[], Verdict]] = {
     "a straggler comes first": lambda: judged(
         forecasts=(), straggler_rank=3.0, straggler_slowdown=0.25, exposed_s=0.12, exposed_wait_s=0.1
     ),
+    "the first rank may be the straggler": lambda: judged(forecasts=(), straggler_rank=0.0, straggler_slowdown=0.25),
     "what a straggler leaves is worth something as well": lambda: judged(
         straggler_rank=3.0, straggler_slowdown=0.25, exposed_s=0.3, exposed_wait_s=0.1
     ),
     "exposed time that is waiting is no compressor's business": lambda: judged(
         forecasts=(), exposed_s=0.1, exposed_wait_s=0.09, wait_s=0.1
     ),
+    "less than half of the exposed time is waiting": lambda: judged(forecasts=(), exposed_s=0.1, exposed_wait_s=0.04),
     "single gradients want buckets": lambda: judged("NaiveDP", exposed_s=0.4, exposed_wait_s=0.0),
     "single gradients in turn want them too": lambda: judged("InterleavedDP", exposed_s=0.4, exposed_wait_s=0.0),
+    "predictions that do not say which step they start from": lambda: judged(
+        forecasts=[forecast._replace(present_s=float("nan")) for forecast in FORECASTS[:2]]
+    ),
     "no predictions": lambda: judged(forecasts=()),
     "data dominates": lambda: judged(data_s=0.4, step_s=1.0, exposed_s=0.1, exposed_wait_s=0.0),
     "data comes last where communication takes more": lambda: judged(data_s=0.2),
