@@ -4,8 +4,10 @@ from itertools import product
 
 import torch
 
+from lightning_commopt.compressors.base import Layout, finish
+from lightning_commopt.compressors.channel import AloneChannel
 from lightning_commopt.compressors.sharded import ShardedInt8, uniform_noise
-from lightning_commopt.compressors.shards import first_seed
+from lightning_commopt.compressors.shards import FromShards, first_seed
 from support.default_dtype import default_dtype
 
 # Values at which fields of fewer bits would run into each other
@@ -66,3 +68,12 @@ def test_rounding_is_exact_in_the_mean_of_steps() -> None:
         total += rounded
     scale = rows.abs().max() / 127
     assert ((total / 400 - rows).abs() / scale).max() < 0.15  # six times the error of a mean of 400
+
+
+def test_a_bucket_that_is_laid_out_anew_does_not_repeat_numbers() -> None:
+    """If it fails, the step after DDP has rebuilt its buckets rounds with the numbers of the first one."""
+    compressor = FromShards(shards=ShardedInt8(stochastic_rounding=True))
+    layout = Layout.of([torch.empty(40)], torch.float32)
+    state = compressor.init(layout, torch.device("cpu"), step=7)
+    finish(compressor.rounds(torch.ones(40), layout, state, AloneChannel(2, rank=1)))
+    assert int(state["shards"]["seed"]) == first_seed(0, 1) + 8

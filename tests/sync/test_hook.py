@@ -241,6 +241,30 @@ def test_residuals_of_another_hook_are_sent_once(compressor: Compressor) -> None
         assert not second.any()
 
 
+@dataclass(frozen=True, kw_only=True)
+class _KnowsItsStep(Averages):
+    """Has a state that tells in which step it was made."""
+
+    def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
+        return {"step": step}
+
+
+def _steps_of_states() -> tuple[int, set[int]]:
+    model = DistributedDataParallel(_model(), bucket_cap_mb=0.005)
+    hook = attach_bucket_hook(model, _KnowsItsStep(), None)
+    hook.resume({}, {}, 7)
+    for _ in range(3):
+        model(torch.randn(4, 32)).sum().backward()
+    state = hook.state()
+    hook.close()
+    return state.num_syncs, {made["step"] for _, _, made in state.buckets.values()}
+
+
+def test_states_are_made_with_the_number_of_steps_before() -> None:
+    """If it fails, a late start begins anew, and seeds repeat, when DDP rebuilds its buckets or a fit is resumed."""
+    assert run_ranks(_steps_of_states) == [(10, {8})] * 2  # DDP has rebuilt its buckets after the first step
+
+
 class _WithEmpty(nn.Module):
     """Has a parameter without elements, which is alone in its bucket because of its dtype."""
 

@@ -18,6 +18,7 @@ from lightning_commopt.compat.collectives import CollectiveHooks
 from lightning_commopt.compat.fsdp import comm_object, forces_sum
 from lightning_commopt.compressors.configs import sharded_from_config
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt4, ShardedInt8
+from lightning_commopt.compressors.shards import first_seed
 from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.fsdp2.gradients import ShardedSync
 from lightning_commopt.sync.fsdp2.unit import UnitReduceScatter
@@ -218,6 +219,25 @@ def test_parameters_that_are_frozen_for_a_while() -> None:
     """If it fails, what was not sent of a frozen parameter is lost, or columns are taken for others."""
     for without, with_residual in run_ranks(_thawed):
         assert with_residual < 1e-3 < without
+
+
+def _seeds() -> tuple[list[int], int]:
+    """Returns the next seed of each unit after five steps, the last without a parameter; and the steps once resumed."""
+    model, sync = ShardedSetup().wrap(ShardedInt8(stochastic_rounding=True))
+    for step in range(5):
+        model.get_parameter("parts.0.p2").requires_grad_(step < 4)
+        run_step(model, ShardedSetup().gradients(step))
+    _, resumed = ShardedSetup().wrap(ShardedInt8(stochastic_rounding=True))
+    resumed.restore(sync.state())
+    return [int(unit._state["seed"]) for unit in sync.units], resumed.state().num_syncs
+
+
+def test_units_ranks_and_steps_round_with_different_numbers() -> None:
+    """If it fails, roundings of several ranks, or of two steps, add up instead of averaging out."""
+    for rank, (seeds, num_syncs) in enumerate(run_ranks(_seeds)):
+        assert len(seeds) > 1
+        assert num_syncs == 5
+        assert seeds == [first_seed(unit, rank) + 5 for unit in range(len(seeds))]
 
 
 def _in_all_dtypes() -> list[tuple[float, torch.dtype]]:
