@@ -1,5 +1,6 @@
 """What holds for low-rank compressors only."""
 
+import math
 import warnings
 
 import pytest
@@ -8,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import AlternatingLowRank, AlternatingPowerSGD, Compressor, Layout, PowerSGD
+from lightning_commopt.compressors.base import finish
+from lightning_commopt.compressors.channel import AloneChannel
 from lightning_commopt.sync.ddp.attach import attach_bucket_hook
 from support.default_dtype import default_dtype
 from support.ranks import run_ranks
@@ -97,3 +100,23 @@ def test_first_factors_do_not_depend_on_the_default_dtype(cls: type) -> None:
         with default_dtype(dtype):
             drawn.append(cls(matrix_rank=2).init(layout, torch.device("cpu"))["inner"]["inner"])
     torch.testing.assert_close(drawn[1], drawn[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("compressor", [PowerSGD(), AlternatingPowerSGD()])
+def test_asking_for_the_residual_changes_no_later_step(compressor: Compressor) -> None:
+    """If it fails, training goes on with another residual or subspace after a checkpoint or a change of the plan."""
+    layout, received = Layout.of([torch.empty(40, 33), torch.empty(7)], torch.float32), []
+    for is_asked in (False, True):
+        state, generator = compressor.init(layout, torch.device("cpu")), torch.Generator().manual_seed(0)
+        for step in range(5):
+            flat = torch.randn(layout.numel, generator=generator)
+            flat[0] = math.inf if step == 1 else flat[0]
+            finish(compressor.rounds(flat, layout, state, AloneChannel(2)))
+            received.append(flat)
+            for _ in range(2 if is_asked else 0):
+                residual = compressor.residual(layout, state)
+                assert residual is not None
+                received.append(residual.clone())
+    through, (first, *asked) = received[:5], received[5:]
+    torch.testing.assert_close(torch.stack([first, *asked[2::3]]), torch.stack(through), equal_nan=True)
+    torch.testing.assert_close(torch.stack(asked[::3]), torch.stack(asked[1::3]), rtol=0, atol=0)

@@ -1,6 +1,11 @@
 """Which bucket is which, whatever DDP says of them."""
 
-from lightning_commopt.sync.ddp.buckets import BucketOrder
+import torch
+
+from lightning_commopt.compressors import Layout
+from lightning_commopt.measure.observer import BucketSyncs
+from lightning_commopt.sync.ddp.buckets import Bucket, BucketOrder, Relayout
+from lightning_commopt.sync.executors import WorkerThread
 
 
 def test_what_ddp_says_is_kept_where_it_says_it() -> None:
@@ -28,3 +33,15 @@ def test_parameters_that_no_rank_uses_leave_the_count_to_ddp() -> None:
     order = BucketOrder(num_parameters=3)
     assert [order.place(0, False, ("c",)), order.place(1, False, ("b",))] == [(0, False), (1, False)]
     assert order.place(0, False, ("c",)) == (0, False)
+
+
+def test_buckets_of_a_backward_that_broke_off_are_not_sent_with_the_next_ones() -> None:
+    """If it fails, a resumed fit whose first backward is interrupted averages its gradients with the next ones."""
+    layout, executor = Layout.of([torch.empty(3)], torch.float32), WorkerThread()
+    relayout = Relayout({0: (("a",), layout)})
+    buckets = [Bucket(0, torch.zeros(3), layout, ("a",), 0, BucketSyncs([])) for _ in range(2)]
+    assert all(relayout.hold(bucket, executor.future(bucket.flat)) for bucket in buckets)
+    held = relayout.end_backward()
+    assert [id(bucket) for bucket in held.buckets] == [id(buckets[1])]
+    assert len(held.futures) == len(held.saved) == 1
+    executor.close()
