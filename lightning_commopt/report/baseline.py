@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from lightning_commopt.measure.runs.settings import Value
 from lightning_commopt.report.choices import canonical, is_of_plan, is_off, without_ranks
@@ -43,23 +44,39 @@ def choose_baseline(settings: Sequence[Setting], name: str | None = None) -> Set
 
 
 def compare_settings(setting: Setting, other: Setting) -> Comparison | None:
-    """Returns the ratio of two settings' throughputs; None if one has no throughput.
+    """Returns the ratio of two settings' throughputs; None if one has no throughput."""
+    samples = samples_of(setting, other)
+    return None if samples is None else compare(samples.ours, samples.theirs, is_paired=samples.is_paired)
+
+
+class Samples(NamedTuple):
+    """Throughputs of two settings, neither empty; in pairs of the same repetition, or not."""
+
+    ours: list[float]
+    theirs: list[float]
+    is_paired: bool
+
+
+def samples_of(setting: Setting, other: Setting) -> Samples | None:
+    """Returns what two settings are compared by; None if one has no throughput.
 
     Runs of the same repetition are compared in pairs. If there are less than two pairs, and these are not all runs of
     one of the settings, the runs are compared without pairs.
     """
-    samples = [
-        [(run.repetition_key, rate) for run in compared.runs if (rate := run.throughput) is not None]
-        for compared in (setting, other)
-    ]
+    samples = rates_of(setting), rates_of(other)
     ours, theirs = map(dict, samples)
     if not ours or not theirs:
         return None
     shared = [key for key in ours if key in theirs]
     is_unique = [len(ours), len(theirs)] == [len(sample) for sample in samples]
     if is_unique and len(shared) >= min(2, len(ours), len(theirs)):
-        return compare([ours[key] for key in shared], [theirs[key] for key in shared], is_paired=True)
-    return compare(*([rate for _, rate in sample] for sample in samples), is_paired=False)
+        return Samples([ours[key] for key in shared], [theirs[key] for key in shared], is_paired=True)
+    return Samples([rate for _, rate in samples[0]], [rate for _, rate in samples[1]], is_paired=False)
+
+
+def rates_of(setting: Setting) -> list[tuple[object, float]]:
+    """Returns the repetition and the throughput of each run that has one."""
+    return [(run.repetition_key, rate) for run in setting.runs if (rate := run.throughput) is not None]
 
 
 def loss_change(setting: Setting, baseline: Setting) -> Interval | None:

@@ -29,6 +29,7 @@ from lightning_commopt.report.grouping import GroupRuns, group_runs
 from lightning_commopt.report.model import Group, Published, Report, Run, Setting
 from lightning_commopt.report.names import display_name, link_of
 from lightning_commopt.report.runs import FoundRuns, read_runs
+from lightning_commopt.report.simultaneous import differences_that_hold
 from lightning_commopt.text.formatting import count, grouped
 
 _NUM_COMMIT_DIGITS = 10
@@ -64,6 +65,13 @@ def _group(group: GroupRuns, baseline_name: str | None) -> Group:
     timed = [setting for setting in measured if setting.samples_per_s is not None]
     baseline = choose_baseline(measured if baseline_name or not timed else timed, baseline_name)
     settings = tuple(_compare_setting(setting, baseline, measured) for setting in measured)
+    holding = differences_that_hold(settings, baseline)
+    settings = tuple(
+        dataclasses.replace(setting, difference="unknown")
+        if setting.difference in ("faster", "slower") and setting.name not in holding
+        else setting
+        for setting in settings
+    )
     baseline = {setting.name: setting for setting in settings}[baseline.name]
     rates = [
         (setting.samples_per_s.median, setting)

@@ -15,10 +15,11 @@ from lightning_commopt.measure.median import CONFIDENCE, median_of
 from lightning_commopt.text.formatting import number
 
 _NUM_RESAMPLES = 9999
-_ROUNDING = 1e-12  # logarithms that differ by less differ only by rounding
+ROUNDING = 1e-12  # logarithms that differ by less differ only by rounding
 _TIMES_FROM = 2.0  # larger ratios are shown as "2.3 times as fast", smaller ones as "65 % faster"
 
 TIMES = "\N{MULTIPLICATION SIGN}"
+ERROR_RATE = 1 - CONFIDENCE  # of a test
 MIN_VALUES_OF_AN_INTERVAL = 6  # the range of fewer values covers the median with less than 95 % probability
 
 # How a throughput differs from the baseline's; unknown with a single run, or with too few to separate it from noise.
@@ -96,7 +97,7 @@ def compare(values: Sequence[float], baseline: Sequence[float], *, is_paired: bo
         return Comparison(ratio, "unknown")
     if ratio.low <= 1 <= ratio.high:
         return Comparison(ratio, "no difference")
-    if ratio.num_values < MIN_VALUES_OF_AN_INTERVAL and not _t_test_sees_a_difference(ours, theirs, is_paired):
+    if ratio.num_values < MIN_VALUES_OF_AN_INTERVAL and not t_test_p(ours, theirs, is_paired=is_paired) < ERROR_RATE:
         return Comparison(ratio, "unknown")
     return Comparison(ratio, "faster" if ratio.median > 1 else "slower")
 
@@ -118,18 +119,21 @@ def _bootstrap_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[fl
     return float(result.confidence_interval.low), float(result.confidence_interval.high)
 
 
-def _t_test_sees_a_difference(ours: Sequence[float], theirs: Sequence[float], is_paired: bool) -> bool:
-    """Returns what Student's t-test for pairs, or Welch's for two samples, finds for the logarithms."""
+def t_test_p(ours: Sequence[float], theirs: Sequence[float], *, is_paired: bool) -> float:
+    """Returns the p-value of Student's t-test for pairs, or Welch's for two samples, of the logarithms.
+
+    Samples are as `compare` takes them, of at least two values.
+    """
     import scipy.stats
 
     samples = [[math.log(value) for value in sample] for sample in (ours, theirs)]
     if is_paired:
         samples = [[a - b for a, b in zip(*samples, strict=True)]]
-    if all(max(sample) - min(sample) < _ROUNDING for sample in samples):  # no noise at all
+    if all(max(sample) - min(sample) < ROUNDING for sample in samples):  # no noise at all
         means = [statistics.fmean(sample) for sample in samples]
-        return abs(means[0] - (means[1] if len(means) > 1 else 0)) >= _ROUNDING
+        return float(abs(means[0] - (means[1] if len(means) > 1 else 0)) < ROUNDING)
     test = scipy.stats.ttest_1samp(samples[0], 0) if is_paired else scipy.stats.ttest_ind(*samples, equal_var=False)
-    return bool(test.pvalue < 1 - CONFIDENCE)
+    return float(test.pvalue)
 
 
 def speedup_in_words(ratio: Interval, than: str) -> str:
