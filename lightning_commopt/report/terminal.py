@@ -20,7 +20,7 @@ from lightning_commopt.text.terminal import TextTable, print_heading, print_text
 _HEADINGS: dict[Outcome, str] = {
     "slower": "slower",
     "failed": "failed, worked before",
-    "unknown": "unknown: needs at least 3 repetitions on both sides",
+    "unknown": "unknown: failed both times, or needs at least 3 repetitions on both sides",
     "missing": "missing here",
     "faster": "faster",
     "new": "new",

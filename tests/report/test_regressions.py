@@ -1,19 +1,27 @@
 import json
+from functools import partial
+from typing import Any
 
 import pytest
 
 from lightning_commopt.report.build import build_report
 from lightning_commopt.report.outputs import to_plain
 from lightning_commopt.report.regressions import Regressions, find_regressions
+from lightning_commopt.report.terminal import print_regressions
 from support.known import known
+from support.narrow import printed
 from support.sample_runs import save_rates, save_run
 
 BEFORE = {"none": [100, 101, 99], "bf16": [150, 152, 148], "int8": [200, 202, 198]}
 
 
-def _held(folder, now, then=None) -> Regressions:  # type: ignore[no-untyped-def]
+def _held(folder, now, then=None, failed=()) -> Regressions:  # type: ignore[no-untyped-def]
+    """Compares two sweeps. ``failed`` are repetitions of int8, each after the name of its sweep."""
     save_rates(folder / "before", BEFORE if then is None else then)
     save_rates(folder / "now", now)
+    for sweep, number in failed:
+        run = folder / sweep / f"int8_{number}"
+        save_run(run, "strategy/comm_hook=int8", f"repetition={number}", status="failed", error="ValueError: no")
     return find_regressions(to_plain(build_report([folder / "now"])), folder / "before")
 
 
@@ -21,76 +29,43 @@ def _outcomes(held: Regressions) -> dict[str, str]:
     return {change.setting: change.outcome for change in held.changes}
 
 
-def test_what_is_slower_beyond_noise_is_found(tmp_path):
-    held = _held(tmp_path, {"none": [99, 101, 100], "bf16": [130, 131, 129], "int8": [240, 241, 239]})
-    assert _outcomes(held) == {"uncompressed": "no difference", "bf16": "slower", "int8": "faster"}
-    assert held.is_worse
+def test_the_ratio_is_of_medians_and_its_ends_are_the_farthest(tmp_path):
+    held = _held(tmp_path, {"none": [99, 101, 100], "bf16": [130, 131, 129]})
     slower = next(change for change in held.changes if change.outcome == "slower")
     assert (slower.before, slower.now) == (150, 130)
     ratio = known(slower.ratio)
     assert (ratio.low, ratio.median, ratio.high) == pytest.approx((129 / 152, 130 / 150, 131 / 148))
 
 
-def test_the_same_again_is_no_worse(tmp_path):
-    held = _held(tmp_path, BEFORE)
-    assert set(_outcomes(held).values()) == {"no difference"}
-    assert not held.is_worse
+TWO = {"none": BEFORE["none"], "bf16": BEFORE["bf16"]}
+CASES: dict[str, dict[str, Any]] = {
+    "slower and faster beyond noise": {
+        "now": {"none": [99, 101, 100], "bf16": [130, 131, 129], "int8": [240, 241, 239]}
+    },
+    "the same again": {"now": BEFORE},
+    # Their repetitions have the same numbers, but not the same time, and so are no pairs.
+    "a drift that pairs would show": {"now": {"none": [98, 99, 97]}, "then": {"none": [100, 101, 99]}},
+    "single runs": {"now": {name: [rates[0] / 2] for name, rates in BEFORE.items()}},
+    "missing and new settings": {"now": {**TWO, "powersgd": [1, 2, 3]}},
+    "a part of the sweep, whose setting has another name": {"now": {"bf16": [130, 131, 129]}},
+    "fails now": {"now": TWO, "failed": [("now", 0)]},
+    "failed before as well": {"now": TWO, "then": TWO, "failed": [("before", 0), ("now", 0)]},
+    "one repetition of several fails now": {"now": {**BEFORE, "int8": BEFORE["int8"][:2]}, "failed": [("now", 2)]},
+    "all repetitions fail now, and one did before": {
+        "now": TWO,
+        "failed": [("before", 3), *(("now", number) for number in range(3))],
+    },
+}
 
 
-def test_two_sweeps_are_never_paired(tmp_path):
-    """Their repetitions have the same numbers, but not the same time."""
-    held = _held(tmp_path, {"none": [98, 99, 97]}, {"none": [100, 101, 99]})
-    ratio = known(held.changes[0].ratio)
-    assert ratio.low == pytest.approx(97 / 101)
-
-
-def test_single_runs_cannot_say(tmp_path):
-    held = _held(tmp_path, {name: [rates[0] / 2] for name, rates in BEFORE.items()})
-    assert set(_outcomes(held).values()) == {"unknown"}
-    assert not held.is_worse
-
-
-def test_missing_and_new_settings_are_listed(tmp_path):
-    held = _held(tmp_path, {"none": BEFORE["none"], "bf16": BEFORE["bf16"], "powersgd": [1, 2, 3]})
-    assert _outcomes(held) == {
-        "uncompressed": "no difference",
-        "bf16": "no difference",
-        "PowerSGD": "new",
-        "int8": "missing",
-    }
-    assert not held.is_worse
-
-
-def test_what_fails_now_and_did_not_is_worse(tmp_path):
-    save_run(tmp_path / "now" / "x", "strategy/comm_hook=int8", "repetition=0", status="failed", error="ValueError: no")
-    held = _held(tmp_path, {"none": BEFORE["none"], "bf16": BEFORE["bf16"]})
-    assert _outcomes(held)["int8"] == "failed"
-    assert next(change.error for change in held.changes if change.outcome == "failed") == "ValueError: no"
-    assert held.is_worse
-
-
-def test_what_failed_before_as_well_is_no_worse(tmp_path):
-    for sweep in ("before", "now"):
-        save_run(tmp_path / sweep / "x", "strategy/comm_hook=int8", status="failed", error="x")
-    rates = {"none": BEFORE["none"], "bf16": BEFORE["bf16"]}
-    held = _held(tmp_path, rates, rates)
-    assert _outcomes(held)["int8"] == "unknown"
-    assert not held.is_worse
-
-
-def test_one_failed_repetition_of_several_is_worse(tmp_path):
-    save_run(tmp_path / "now" / "x", "strategy/comm_hook=int8", "repetition=2", status="failed", error="x")
-    held = _held(tmp_path, {**BEFORE, "int8": BEFORE["int8"][:2]})
-    assert _outcomes(held)["int8"] == "failed"
-
-
-def test_repetitions_of_which_all_fail_now_are_worse(tmp_path):
-    """Also where one failed before."""
-    for sweep, number in (("before", 3), ("now", 0), ("now", 1), ("now", 2)):
-        run = tmp_path / sweep / f"int8_{number}"
-        save_run(run, "strategy/comm_hook=int8", f"repetition={number}", status="failed", error="x")
-    held = _held(tmp_path, {"none": BEFORE["none"], "bf16": BEFORE["bf16"]})
-    assert _outcomes(held)["int8"] == "failed"
+def test_changes(tmp_path, golden):
+    """If it fails, a slower setting passes the gate of CI, or one that is as fast as before closes it."""
+    said = []
+    for name, case in CASES.items():
+        held = _held(tmp_path / name, **case)
+        text = printed(partial(print_regressions, held), 200, is_terminal=False)
+        said.append(f"{name}: {'worse' if held.is_worse else 'no worse'}\n{text}".replace("\n", "\n    ").rstrip())
+    golden("regressions", "\n".join(said).replace(f"{tmp_path}/", ""))
 
 
 @pytest.mark.parametrize("overrides", [("strategy/comm_hook=bf16",), ()])
@@ -115,12 +90,6 @@ def test_a_file_says_the_same_as_the_directory(tmp_path):
     path.write_text(json.dumps(to_plain(build_report([tmp_path / "before"]))))
     from_file = find_regressions(to_plain(build_report([tmp_path / "now"])), path)
     assert from_file.changes == held.changes
-
-
-def test_a_part_of_the_sweep_finds_its_settings(tmp_path):
-    """With one hook only, the name of a setting is another, but its overrides are the same."""
-    held = _held(tmp_path, {"bf16": [130, 131, 129]})
-    assert _outcomes(held) == {"bf16, 2 ranks": "slower", "int8": "missing", "uncompressed": "missing"}
 
 
 @pytest.mark.parametrize(("tolerance", "outcome"), [(0.0, "slower"), (0.02, "slower"), (0.05, "no difference")])
