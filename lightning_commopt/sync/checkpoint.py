@@ -44,7 +44,7 @@ from lightning_commopt.sync.state import (
 )
 from lightning_commopt.sync.strategies import RunningStrategy
 from lightning_commopt.sync.unit_layout import UnitLayout
-from lightning_commopt.text.formatting import numbers_text
+from lightning_commopt.text.formatting import lasting_repr, numbers_text
 from lightning_commopt.text.validation import warn
 
 KEY = "lightning_commopt"
@@ -101,7 +101,7 @@ def describe_compressor(compressor: AnyCompressor | None) -> str:
     try:
         return json.dumps(compressor_to_config(compressor), sort_keys=True)
     except (ValueError, TypeError):
-        return repr(compressor)
+        return lasting_repr(compressor)
 
 
 @dataclass(frozen=True)

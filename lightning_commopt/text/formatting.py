@@ -169,3 +169,16 @@ def time_unit(longest_s: float) -> Unit:
 def byte_unit(max_bytes: float) -> Unit:
     """Returns GB or MB, whichever suits the largest size."""
     return Unit("GB", 1e9) if max_bytes >= 2e9 else Unit("MB", 1e6)
+
+
+def lasting_repr(value: object) -> str:
+    """Returns the ``repr`` of an object without addresses, which differ in every process.
+
+    That of an object whose class has no ``repr`` has its attributes.
+
+    >>> lasting_repr(Unit("ms", 1e-3)), lasting_repr(lasting_repr)
+    ("Unit(name='ms', size=0.001)", '<function lasting_repr>')
+    """
+    is_bare = type(value).__repr__ is object.__repr__
+    text = f"{type(value).__qualname__}({getattr(value, '__dict__', '')})" if is_bare else repr(value)
+    return re.sub(r" at 0x[0-9a-f]+", "", text)

@@ -28,6 +28,7 @@ from lightning_commopt.sync.diloco.resumable import checksum, names_in, reason_a
 from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.sync.diloco.under_way import UnderWay
 from lightning_commopt.sync.state import CheckpointError, as_checkpoint_error
+from lightning_commopt.text.formatting import lasting_repr
 from lightning_commopt.text.validation import info, warn
 
 _VERSION = 1
@@ -81,7 +82,7 @@ def _describe(plan: DiLoCoPlan) -> str:
     except ValueError:  # the class of a compressor has no name, but may have a `repr`
         options = vars(plan)
     fixed = {name: value for name, value in options.items() if name not in _FREE_OPTIONS}
-    return json.dumps(fixed, sort_keys=True, default=repr)
+    return json.dumps(fixed, sort_keys=True, default=lasting_repr)
 
 
 def _fragment_to_plain(of: GlobalWeights, *, keeps_weights: bool) -> dict[str, Any]:
