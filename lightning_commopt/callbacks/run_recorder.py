@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_original_cwd
 from torch import Tensor
@@ -40,10 +41,16 @@ from lightning_commopt.measure.runs.record import (
     new_record,
 )
 from lightning_commopt.measure.runs.settings import Settings, hydra_settings
+from lightning_commopt.sync.gather import all_ranks_ready
+from lightning_commopt.sync.store import prepare_key_spaces
 from lightning_commopt.text.validation import check_switch, info, warn
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+# A rank may work on when training has ended, for example with an upload, for longer than the timeout of a collective.
+# Rank 0 records the others' losses if they come within the first time; they wait for rank 0 for the second.
+_PATIENCE_S, _LONGEST_WAIT_S = 300.0, 24 * 3600.0
 
 # Both monitors measure these: names in `CommTimeMonitor`'s summary, and names in `SpeedMonitor` and the record.
 _TWINS = {"steps_per_s": "steps_per_s", "samples_per_s": "samples_per_s", "wire_bytes": "wire_bytes_per_step"}
@@ -55,7 +62,8 @@ class RunRecorder(Callback):
     ``run.json`` is a `RunRecord`: the plan, versions, hardware and git state from the start of the fit on, and at its
     end the results of the callbacks `SpeedMonitor` and `CommTimeMonitor`, if the Trainer has them, the metrics that the
     model logged, and the peak memory. ``loss.jsonl`` is the loss against steps and seconds: of training, averaged over
-    the ranks that have one, and of validation. Training never waits for the device; the ranks average once after it.
+    the ranks that have one, and of validation. Training never waits for the device; the ranks average once after it. If
+    one ends the fit five minutes later than rank 0, losses and memory are those of rank 0.
 
     Args:
         dirpath: the run's directory; None for the Hydra run's directory, else the Trainer's ``default_root_dir``.
@@ -110,6 +118,8 @@ class RunRecorder(Callback):
         self._is_running = True
         notify_in_spawned_rank(self, trainer, pl_module)
         self._memory = PeakMemory(trainer.strategy.root_device)
+        if _may_be_late(trainer):
+            prepare_key_spaces()
         if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
             known = describe_run(trainer, pl_module)
             record = self._start_record(self._folder(trainer), known["sync_method"])
@@ -161,11 +171,18 @@ class RunRecorder(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._memory is not None
-        device = trainer.strategy.root_device
-        reduce = trainer.strategy.reduce
-        losses = self._curve.points(device, None if trainer.world_size == 1 else lambda x, op: reduce(x, reduce_op=op))
+        device, reduce = trainer.strategy.root_device, trainer.strategy.reduce
         num_bytes = torch.tensor(self._memory.num_bytes, dtype=torch.float64, device=device)
-        num_bytes = trainer.strategy.reduce(num_bytes, reduce_op="max")
+        are_all_here = not _may_be_late(trainer) or all_ranks_ready("record of a run", _PATIENCE_S, _LONGEST_WAIT_S)
+        is_averaged = trainer.world_size > 1 and are_all_here
+        losses = self._curve.points(device, (lambda x, op: reduce(x, reduce_op=op)) if is_averaged else None)
+        if are_all_here:
+            num_bytes = reduce(num_bytes, reduce_op="max")
+        elif self._record is not None:
+            warn(
+                f"RunRecorder: not all ranks have ended the fit within {_PATIENCE_S:g} s after rank 0, so the loss and"
+                " the peak memory are those of rank 0 alone."
+            )
         if self._record is not None:
             results = self._results(trainer) | {"peak_memory_bytes": float(num_bytes)}
             # FSDPStrategy has shards by now.
@@ -249,6 +266,12 @@ class RunRecorder(Callback):
                 rates = {name: getattr(monitor, name) for name in _TWINS.values()}
                 results |= {name: rate for name, rate in rates.items() if rate is not None}
         return results
+
+
+def _may_be_late(trainer: Trainer) -> bool:
+    """Returns whether a rank may end the fit too late for a collective, and keep the others from ending it at all."""
+    has_group = trainer.world_size > 1 and dist.is_available() and dist.is_initialized()
+    return has_group and not getattr(trainer.strategy, "lets_ranks_fail", False)
 
 
 def _without_twins(summary: Mapping[str, float]) -> dict[str, Any]:

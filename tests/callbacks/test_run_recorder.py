@@ -1,9 +1,12 @@
+import time
 import warnings
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP, CommOptModelParallel, shard
@@ -12,7 +15,7 @@ from lightning_commopt.compressors.all_reduce import AllReduce
 from lightning_commopt.measure.runs.losses import read_losses
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.report.build import build_report
-from support.lightnings import LightningModule, ModelParallelStrategy
+from support.lightnings import Callback, LightningModule, ModelParallelStrategy
 from support.ranks import run_ranks_or_raise
 from support.strategy_models import trainer
 from support.warm_ranks import run_ranks
@@ -170,6 +173,31 @@ def test_ranks_may_have_different_numbers_of_losses(tmp_path):
     run_ranks(ranks_with_different_losses, tmp_path, group_timeout_s=20)
     points = [point for point in read_losses(tmp_path) if point.kind == "train"]
     assert [(point.step, point.loss) for point in points] == [(1, 5), (3, 2), (4, 13), (5, 4)]
+
+
+class Uploading(Callback):
+    """Rank 1 works on when training has ended, until rank 0 has ended its fit."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_end(self, trainer, pl_module):
+        while trainer.global_rank == 1 and not (self.folder / "ended").exists():
+            time.sleep(0.01)
+
+
+def rank_that_ends_late(folder):
+    with patch.object(run_recorder, "_PATIENCE_S", 0.1):
+        fit(folder, strategy=CommOptDDP(), devices=2, callbacks=[Uploading(folder)])
+    if dist.get_rank() == 0:
+        (folder / "ended").touch()
+
+
+def test_a_rank_that_works_on_after_training_does_not_fail_the_run(tmp_path):
+    """If it fails, an upload that takes longer than the timeout of a collective ends a healthy job with an error."""
+    run_ranks(rank_that_ends_late, tmp_path, limit_s=60)
+    assert RunRecord.load(tmp_path).status == "finished"
+    assert [point.loss for point in read_losses(tmp_path) if point.kind == "train"] == [0, 1, 2, 3, 4, 5]
 
 
 def two_ranks_without_speed(folder):
