@@ -69,7 +69,10 @@ def find_warnings(log: NcclLog) -> Iterator[Finding]:
     """
     # Numbers and addresses, which differ between warnings that are otherwise the same.
     unknown = re.compile(r"[0-9a-fx]{3,}|[0-9]+")
-    groups = grouped((explain(w.text, w.place) or unknown.sub("#", w.text)[:80], w) for w in log.warnings)
+    # PyTorch repeats NCCL's last warning without its place, which may tell more than the text.
+    places = {warning.text: warning.place for warning in reversed(log.warnings) if ":" in warning.place}
+    kinds = ((explain(w.text, w.place if ":" in w.place else places.get(w.text, w.place)), w) for w in log.warnings)
+    groups = grouped((kind or unknown.sub("#", warning.text)[:80], warning) for kind, warning in kinds)
     has_cause = any(isinstance(kind, str) or kind.severity == "error" for kind in groups)
     first = None if has_cause else _first_of_consequences(groups)
     for kind, warnings in groups.items():

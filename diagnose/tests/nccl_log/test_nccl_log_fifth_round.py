@@ -127,6 +127,8 @@ def test_google_s_form_of_the_transport_for_infiniband() -> None:
         ("init.cc:2095", "MSCCL++: Feature not enabled. ENABLE_MSCCLPP must be defined", "mscclpp", "note"),
         ("rccl_wrap.cc:9", "LL cutoff points not detected for a supported arch gfx950", "ll_limits", "note"),
         ("misc/ibvwrap.cc:173", "lib wrapper not initialized.", "unused_ibverbs", "note"),
+        ("transport.cc:154", "Cuda failure 'invalid argument'", "connection_setup_refused", "error"),
+        ("transport/generic.cc:19", "Cuda failure 1 'invalid argument'", "cuda_failure", "error"),
         ("ucx_plugin.c:539", "Failed: UCX error ucx_plugin.c:539 '-5' Invalid parameter", "ucx", "error"),
     ],
 )
@@ -136,6 +138,14 @@ def test_warnings_of_plugins(place: str, text: str, code: str, severity: str) ->
     assert [(warning.host, warning.place) for warning in log.warnings] == [("vm-0", place)]
     found = findings(f"vm-0:606:642 [6] {place} NCCL WARN {text}")
     assert found[code].severity == severity
+
+
+def test_the_last_error_is_explained_by_the_place_of_its_warning() -> None:
+    """As in pytorch#150852: PyTorch repeats the text alone, which was a second error, with advice on kernels."""
+    warning = "a:7:8 [0] transport/nvls.cc:254 NCCL WARN Cuda failure 1 'invalid argument'"
+    last = "[rank0]: Last error:", "[rank0]: Cuda failure 1 'invalid argument'"
+    assert set(findings(*last)) == {"cuda_failure"}
+    assert set(findings(warning, *last)) == {"nvls"}
 
 
 def test_places_that_a_chat_has_made_links() -> None:
