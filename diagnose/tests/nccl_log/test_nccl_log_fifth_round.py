@@ -127,13 +127,31 @@ def test_google_s_form_of_the_transport_for_infiniband() -> None:
         ("init.cc:2095", "MSCCL++: Feature not enabled. ENABLE_MSCCLPP must be defined", "mscclpp", "note"),
         ("rccl_wrap.cc:9", "LL cutoff points not detected for a supported arch gfx950", "ll_limits", "note"),
         ("misc/ibvwrap.cc:173", "lib wrapper not initialized.", "unused_ibverbs", "note"),
+        (
+            "misc/socket.cc:484",
+            "socketFinalizeAccept: wrong magic 74656d2f20544547 != 7970663b906d70b9",
+            "stranger_at_port",
+            "error",
+        ),
+        (
+            "misc/socket.cc:484",
+            "socketFinalizeAccept: wrong magic 100010002010316 != 7970663b906d70b9",
+            "stranger_at_port",
+            "error",
+        ),
+        (
+            "misc/socket.cc:484",
+            "socketFinalizeAccept: wrong magic 7970663b906d70b8 != 7970663b906d70b9",
+            "wrong_socket",
+            "error",
+        ),
         ("transport.cc:154", "Cuda failure 'invalid argument'", "connection_setup_refused", "error"),
         ("transport/generic.cc:19", "Cuda failure 1 'invalid argument'", "cuda_failure", "error"),
         ("ucx_plugin.c:539", "Failed: UCX error ucx_plugin.c:539 '-5' Invalid parameter", "ucx", "error"),
     ],
 )
 def test_warnings_of_plugins(place: str, text: str, code: str, severity: str) -> None:
-    """Google documents those of its plugins; others as in nccl-fastsocket#4, NVIDIA/nccl#1652 and #1175."""
+    """Google documents those of its plugins; others as in nccl-fastsocket#4, NVIDIA/nccl#1652, #1175 and #1808."""
     log = read(f"vm-0:606:642 [ 6 ] {place} NCCL WARN {text}")
     assert [(warning.host, warning.place) for warning in log.warnings] == [("vm-0", place)]
     found = findings(f"vm-0:606:642 [6] {place} NCCL WARN {text}")
