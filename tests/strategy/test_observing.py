@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
+from unittest.mock import patch
+from warnings import catch_warnings, simplefilter
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt import CommOptDDP, CommPlan
 from lightning_commopt.callbacks.phases import PhaseCallback
@@ -17,7 +20,7 @@ from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.sync.ddp.observed import observe, observe_wrapped
 from support.cross_section import sampled
-from support.lightnings import DDPStrategy, LightningModule, SingleDeviceStrategy, Trainer
+from support.lightnings import Callback, DDPStrategy, LightningModule, SingleDeviceStrategy, Trainer
 from support.strategy_models import Embedded, Gan, Keeping, Manual, Params, Tiny, assert_same, loader, numbers, trainer
 from support.warm_ranks import run_ranks
 from support.watched_steps import GRADIENT_BYTES, Watch, assert_in_order
@@ -227,6 +230,33 @@ def fit_reused() -> tuple[int, int]:
 def test_a_strategy_is_watched_again() -> None:
     for first, second in run_ranks(fit_reused):
         assert first == second > 0
+
+
+class OwnHook(Callback):
+    """Registers a comm hook with the wrapper, as a program may that counts its gradient syncs."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(trainer.strategy.model, DistributedDataParallel)
+        trainer.strategy.model.register_comm_hook(None, allreduce_hook)
+
+
+def fit_with_own_hook() -> list[tuple[Params, Params, int]]:
+    found = []
+    # As on CUDA. The warning that these gradient syncs cannot be observed comes once in a process.
+    with patch("lightning_commopt.sync.ddp.observed.can_observe_reducer", return_value=False), catch_warnings():
+        simplefilter("ignore", UserWarning)
+        for strategy in (own, stock):
+            watch = Watch()
+            unwatched, watched = (fit(strategy(), Tiny, {}, *more, OwnHook()) for more in ([], [watch]))
+            found.append((unwatched, watched, len(watch.records()[-1].buckets)))
+    return found
+
+
+def test_a_hook_that_the_program_registers_takes_precedence() -> None:
+    """DDP takes one hook: if it fails, a monitor ends a fit that is healthy without it."""
+    for unwatched, watched, num_buckets in chain(*run_ranks(fit_with_own_hook)):
+        assert_same(watched, unwatched)
+        assert num_buckets == 0
 
 
 class Elsewhere(SingleDeviceStrategy):

@@ -56,12 +56,12 @@ def train(options: dict[str, Any], *, by_hook: bool) -> tuple[list[tuple[Layout,
         else patch.dict({})
     ):
         observe_all_reduce(model, observers)
-    assert bool(registered_hooks(model)) == by_hook
     for step in range(NUM_STEPS):
         recorder.enter("forward")
         loss = model(torch.randn(4, 6)).square().mean()
         recorder.enter("backward")
         before_backward(model)
+        assert bool(registered_hooks(model)) == by_hook
         loss.backward()
         recorder.end_step(step, 4)
     steps = [

@@ -35,10 +35,13 @@ _POWERSGD_MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")
 # DDP rebuilds its buckets once, in the second or third backward, so from the fifth on nothing has to be looked up.
 _SETTLING_BACKWARDS = 4
 
+DDPHook = Callable[[Any, Any], torch.futures.Future[Any]]
+
 # For each model, a function to call before every backward. The functions do not refer to the model.
 _BEFORE_BACKWARD: WeakKeyDictionary[DistributedDataParallel, Callable[[], None]] = WeakKeyDictionary()
 
-DDPHook = Callable[[Any, Any], torch.futures.Future[Any]]
+# For each model, a hook that is still to be registered. The hooks do not refer to the model.
+_NEW_HOOKS: WeakKeyDictionary[DistributedDataParallel, DDPHook] = WeakKeyDictionary()
 
 
 class _AddedObservers(Observers):
@@ -101,23 +104,37 @@ def observe_wrapped(strategy: LightningStrategy) -> None:
     if not registered_hooks(model):
         observe_all_reduce(model, observers)
     elif not any(isinstance(owner, ObservedBuckets) for owner in registered_hooks(model)):
-        warn_once("a comm hook that the strategy has not registered cannot be observed: only step phases are timed.")
+        _warn_of_unknown_hook()
 
 
 def observe_all_reduce(model: DistributedDataParallel, observers: Observers) -> None:
-    """Notifies ``observers`` of DDP's own average, for a model that was just wrapped and has no hook."""
+    """Notifies ``observers`` of DDP's own average, for a model that was just wrapped and has no hook.
+
+    DDP takes one hook, so ours waits until the first backward: a callback may register another in ``on_train_start``.
+    """
     if can_observe_reducer(model):
         _BEFORE_BACKWARD[model] = ObservedReducer(model, observers).before_backward
     else:
         hook = ObservedAllReduce(model, observers)
-        model.register_comm_hook(None, hook.reduce)
+        _NEW_HOOKS[model] = hook.reduce
         _BEFORE_BACKWARD[model] = hook.look_for_kept_gradients
 
 
 def before_backward(model: object) -> None:
     """Prepares observers for a backward. Must be called before every backward of a model that may be observed."""
-    if isinstance(model, DistributedDataParallel) and (call := _BEFORE_BACKWARD.get(model)) is not None:
+    if not isinstance(model, DistributedDataParallel):
+        return
+    if (hook := _NEW_HOOKS.pop(model, None)) is not None:
+        if registered_hooks(model):
+            _warn_of_unknown_hook()
+        else:
+            model.register_comm_hook(None, hook)
+    if (call := _BEFORE_BACKWARD.get(model)) is not None:
         call()
+
+
+def _warn_of_unknown_hook() -> None:
+    warn_once("a comm hook that the strategy has not registered cannot be observed: only step phases are timed.")
 
 
 class ObservedBuckets:
