@@ -21,9 +21,14 @@ default_store = distributed_c10d._get_default_store
 foreach_copy_, foreach_mul_ = torch._foreach_copy_, torch._foreach_mul_
 
 
+def comm_hooks(model: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
+    """Returns the comm hooks of ``model``, each with its state; DDP has no public query for hooks."""
+    return [*model._comm_hooks]
+
+
 def registered_hooks(model: DistributedDataParallel) -> list[object]:
-    """Returns the objects whose methods are the comm hooks of ``model``; DDP has no public query for hooks."""
-    return [getattr(hook, "__self__", None) for hook, _ in model._comm_hooks]
+    """Returns the objects whose methods are the comm hooks of ``model``."""
+    return [getattr(hook, "__self__", None) for hook, _ in comm_hooks(model)]
 
 
 def bucket_parameters(model: DistributedDataParallel) -> list[list[int]]:

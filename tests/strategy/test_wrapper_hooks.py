@@ -4,10 +4,15 @@ import warnings
 from collections import Counter
 from typing import Any
 
+import pytest
+import torch
+from torch.distributed import GradBucket, ProcessGroup
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt import CommOptDDP, CommOptDiLoCo
+from lightning_commopt.plan import OptionError
 from support.lightnings import Callback, LightningModule, Trainer
 from support.strategy_models import Params, Tiny, assert_same, loader, numbers, trainer
 from support.warm_ranks import run_ranks
@@ -138,3 +143,43 @@ def test_torchs_powersgd_begins_anew_in_other_buckets() -> None:
     assert has_residual == [False] * 2 + [True] * 2 + [False] * 4 + [True] * 4
     assert sum("PowerSGD loses its residuals and factors" in message for message in messages) == 1
     assert_same(params_of_peer, params)
+
+
+def _halve(state: ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    return allreduce_hook(state, bucket).then(lambda averaged: averaged.value().mul_(0.5))
+
+
+class CommHook(Callback):
+    """Registers a comm hook with the wrapper, or not, and freezes a layer for the third and fourth batch."""
+
+    def __init__(self, *, registers: bool) -> None:
+        self._registers = registers
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._registers:
+            assert isinstance(trainer.model, DistributedDataParallel)
+            trainer.model.register_comm_hook(None, _halve)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        pl_module.layers[0].requires_grad_(batch_idx not in (1, 2))  # type: ignore[index]
+        if self._registers and batch_idx == 4:
+            with pytest.raises(OptionError, match="beside a hook that the program has registered"):
+                trainer.strategy.apply_plan("bf16")  # type: ignore[attr-defined]
+
+
+def _fit_with_comm_hook() -> tuple[Params, Params]:
+    found = []
+    for registers in (False, True):
+        torch.manual_seed(0)
+        module, strategy = Tiny(), CommOptDDP(ddp_comm_hook=None if registers else _halve)
+        trainer(strategy, callbacks=[CommHook(registers=registers)]).fit(module, loader())
+        found.append(numbers(module))
+    return found[0], found[1]
+
+
+def test_a_programs_comm_hook_stays() -> None:
+    """If it fails, a comm hook that a callback has registered is gone once a layer was frozen."""
+    for given, registered in run_ranks(_fit_with_comm_hook):
+        assert_same(registered, given)

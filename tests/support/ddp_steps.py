@@ -47,6 +47,7 @@ class _Ddp(nn.Module):
         self.process_group, self.device_type, self.device = "all", "cuda", DEVICE
         self.parameters_to_ignore: set[str] = set()
         self._use_python_reducer = False
+        self._comm_hooks: list[Any] = []
         self.register_comm_hook = mock.Mock()
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_commopt.compat.torch import stop_reducing, uses_python_reducer
+from lightning_commopt.compat.torch import comm_hooks, stop_reducing, uses_python_reducer
 from lightning_commopt.compressors import Compressor, Layout
 from lightning_commopt.compressors.base import as_real
 from lightning_commopt.compressors.channel import Channel
@@ -27,6 +27,7 @@ from lightning_commopt.plan import OptionError
 from lightning_commopt.plan.base import option_errors
 from lightning_commopt.sync.ddp.buckets import known_parameters, synced_parameters
 from lightning_commopt.sync.ddp.hook import BucketHook
+from lightning_commopt.sync.ddp.observed import ObservedBuckets, TorchHook
 from lightning_commopt.sync.executors import Executor, SideStreams, WorkerThread
 from lightning_commopt.sync.groups import borrow_groups, shared_node_groups
 from lightning_commopt.sync.warm_up import compile_kernels, run_on_samples
@@ -42,15 +43,25 @@ def place_compressor(
     """Returns the compressor for the nodes of ``model``, and the ranks per node if it uses nodes.
 
     Raises:
-        OptionError: the model is neither on CPU nor on CUDA, or the ranks cannot be divided into these nodes.
+        OptionError: the model is neither on CPU nor on CUDA, or has another hook, or the ranks cannot be divided into
+            these nodes.
     """
     if model.device_type not in ("cpu", "cuda"):
         raise OptionError(f"comm_hook works on cpu and cuda, but the model is on {model.device_type}")
+    if hook_of_program(model) is not None:
+        raise OptionError("comm_hook is not possible beside a hook that the program has registered: DDP takes one hook")
     world_size = dist.get_world_size(model.process_group)
     if ranks_per_node is None:
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     with option_errors("comm_hook: "):
         return place_on_nodes(compressor, world_size, ranks_per_node)
+
+
+def hook_of_program(model: DistributedDataParallel) -> TorchHook | None:
+    """Returns the comm hook of a wrapper if it is none of ours, but was registered with the wrapper by the program."""
+    ours = BucketHook, ObservedBuckets
+    others = [pair for pair in comm_hooks(model) if not isinstance(getattr(pair[0], "__self__", None), ours)]
+    return TorchHook(*others[0]) if others else None
 
 
 def attach_bucket_hook(

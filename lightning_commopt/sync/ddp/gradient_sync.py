@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.compat.torch import add_hooks, flush_static_graph, hook_numbers, hooks_of
+from lightning_commopt.compat.torch import add_hooks, comm_hooks, flush_static_graph, hook_numbers, hooks_of
 from lightning_commopt.compressors.wrappers import start_step_of
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan, OptionError
@@ -21,6 +21,7 @@ from lightning_commopt.sync.ddp.attach import (
     ResidualAdder,
     Trainable,
     attach_bucket_hook,
+    hook_of_program,
     kept_buffers,
     note_accumulated,
     place_compressor,
@@ -191,6 +192,7 @@ class GradientSync:
         device, hook, trainable = model.device, self.hook, self.trainable
         assert trainable is not None
         hooks, own_hooks = hooks_of(model), self._own_hooks
+        comm_hook = hook_of_program(model) if self._torch_hook is None else None
         module = unwrap(model)
         residuals = trainable.of_kept(module, self.detach())
         if hook is not None and hook.lost:
@@ -214,6 +216,9 @@ class GradientSync:
             if own_hooks is not None and self.model is not None:
                 self.note_set_up()  # wrapping has registered the strategy's own hooks again
                 add_hooks(self.model, hooks, left_out=own_hooks)
+            if comm_hook is not None and self.model is not None and not comm_hooks(self.model):
+                comm_hook.forget_buckets()
+                comm_hook.attach(self.model, Observers())
             if resumed is not None:  # a callback has frozen parameters again that were frozen in the checkpoint
                 self._resume(resumed, module)
             elif self.hook is not None:
