@@ -31,9 +31,11 @@ _EXPLANATIONS = {
         " strategy=CommOptDDP(find_unused_parameters=True)."
     ),
     "got mixed torch.Tensor and DTensor": (
-        "A sharded parameter was used while it was not gathered, which its unit does in forward only. Parameters in no"
-        " block are gathered by the forward of the module that was sharded: call self(...) in training_step rather than"
-        " a part of the module, or shard that part, with shard(self.part, self.device_mesh, blocks=...)."
+        "A sharded parameter was combined with a tensor that is not sharded. In a training_step it was not gathered,"
+        " which its unit does in forward only. Parameters in no block are gathered by the forward of the module that"
+        " was sharded: call self(...) in training_step rather than a part of the module, or shard that part, with"
+        " shard(self.part, self.device_mesh, blocks=...). In a hook parameters in no block may still be gathered, after"
+        " a forward without a backward, as in validation: call self.reshard() first."
     ),
     "First bucket should be smaller/equal to other buckets": (
         "torch.compile cuts a module's graph at DDP's buckets, the first time after 1 MiB, and takes no smaller"
