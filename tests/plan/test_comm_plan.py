@@ -227,7 +227,7 @@ REFUSED: list[dict[str, Any]] = [
         for option in ({"min_compression_rate": 0}, {"epsilon": -1}, {"seed": -1}, {"rank": 2})
     ),
     *({"comm_hook": hook} for hook in ("zip", {"matrix_rank": 2}, 3, PowerSGD, default_hooks.bf16_compress_hook)),
-    *(_hook("error_feedback"), _hook("error_feedback", inner="none")),
+    *(_hook("none", matrix_rank=2), _hook("error_feedback"), _hook("error_feedback", inner="none")),
     # The inner residual would be lost in silence when DDP lays out its buckets anew.
     *(_hook("error_feedback", inner=inner) for inner in ("powersgd", ErrorFeedback(inner=BF16), OwnFeedback())),
     _hook("error_feedback", inner={"name": "hierarchical", "inner": "int8"}),

@@ -45,12 +45,20 @@ CASES: dict[str, dict[str, Any]] = {
     "the same again": {"now": BEFORE},
     # Their repetitions have the same numbers, but not the same time, and so are no pairs.
     "a drift that pairs would show": {"now": {"none": [98, 99, 97]}, "then": {"none": [100, 101, 99]}},
+    "slower, but perhaps by less than the tolerance": {
+        "now": {"none": [94, 95.5, 96]},
+        "then": {"none": [100, 100.1, 99.9]},
+    },
     "single runs": {"now": {name: [rates[0] / 2] for name, rates in BEFORE.items()}},
     "missing and new settings": {"now": {**TWO, "powersgd": [1, 2, 3]}},
     "a part of the sweep, whose setting has another name": {"now": {"bf16": [130, 131, 129]}},
     "fails now": {"now": TWO, "failed": [("now", 0)]},
     "failed before as well": {"now": TWO, "then": TWO, "failed": [("before", 0), ("now", 0)]},
     "one repetition of several fails now": {"now": {**BEFORE, "int8": BEFORE["int8"][:2]}, "failed": [("now", 2)]},
+    "one repetition of several fails, as before": {
+        **{sweep: {**TWO, "int8": BEFORE["int8"][:2]} for sweep in ("now", "then")},
+        "failed": [("before", 2), ("now", 2)],
+    },
     "all repetitions fail now, and one did before": {
         "now": TWO,
         "failed": [("before", 3), *(("now", number) for number in range(3))],
