@@ -9,7 +9,7 @@ import pytest
 
 from commopt_diagnose import nccl_log
 from commopt_diagnose.nccl_log.summary import versions_of
-from diagnose_support.nccl_sample_logs import findings, read, told, watchdog
+from diagnose_support.nccl_sample_logs import findings, read, told
 from lightning_commopt.text.findings import read_texts
 
 SHM = told("Channel 00 : 0[1a000] -> 1[1b000] via SHM/direct/direct")
@@ -47,39 +47,6 @@ def test_ranks_that_have_connected_all_rings_do_not_hang() -> None:
     lines.append(told("comm 0x0a rank 0 nranks 2 cudaDev 0 busId 0a000 commId 0x5 - Init COMPLETE", pid=0))
     assert findings(*lines)["unfinished_init"].severity == "note"
     assert findings(*[line for line in lines if "rings" not in line])["unfinished_init"].severity == "error"
-
-
-LISTED = "".join(f"#  Rank  {i} Group  0 Pid   146 on    h200 device  {i} [0x5{i}] NVIDIA H200\n" for i in range(2))
-LISTED += told("Channel 07/0 : 1[1] -> 0[0] [send] via NET/AWS Libfabric/1/GDRDMA", host="h200", pid=146, device=1)
-
-
-@pytest.mark.parametrize(
-    ("text", "code", "words"),
-    [
-        (told("NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'"), "no_gdr", "note: "),  # there may be one host
-        (told("misc/socket.cc:505 -> 2 (Operation now in progress)") + told("bootstrap.cc:275 -> 2"),
-         "silent_error", "connection to another rank"),
-        (told("misc/socket.cc:64 -> 2"), "silent_error", "error: "),
-        ("a:10:19 [0] proxy.cc:1497 NCCL WARN [Service thread] Could not receive type from localRank 3, res=6",
-         "proxy_failed", "error: "),
-        ("RuntimeError: NCCL Error 2: unhandled system error", "torch_error", "error: "),
-        ("UnknownError: ncclCommInitRank failed: unhandled cuda error", "torch_error", "error: "),
-        ('a:7:7 [0] init.cpp:122 NCCL WARN Missing "iommu=pt" from kernel command line', "kernel_parameters", ""),
-        ("misc/ibvwrap.cc:280 NCCL WARN Call to ibv_create_qp failed\u201c", "ib_memory_lock", "error: "),
-        ("n:9:9 [0] ofi_init:1134 NCCL WARN NET/OFI Only EFA provider is supported", "no_efa", "note: "),
-        ("n:9:9 [2] src/graph/paths.cc:82 NCCL WARN Failed to find reverse path from remNode 0/2 nlinks 3",
-         "one_way_link", "seen from one end only"),
-        ("*some host* [0] include/socket.h:185 WARN Call to connect failed : Connection refused",  # before NCCL 2.3
-         "unreachable", "Connection refused"),
-        (watchdog(0, 5, waited_ms=25_624_887), "collective_timeout",
-         "rank 0 waited 25625 s under a limit of 600 s: the process or its machine was suspended"),
-        # Ranks of one host that only nccl-tests lists
-        (LISTED, "network_in_host", "ranks 0 and 1 are on one host (h200)"),
-    ],
-)  # fmt: skip
-def test_what_one_line_proves(text: str, code: str, words: str) -> None:
-    found = findings(text)[code]
-    assert words in f"{found.severity}: {found.what}; {found.why}"
 
 
 def test_rccl_gets_no_advice_about_nvidias_module() -> None:

@@ -57,24 +57,6 @@ def test_quotes_in_a_line_that_nothing_has_quoted() -> None:
     assert process.settings["NCCL_TOPO_FILE"].value == '"a", "b"'
 
 
-@pytest.mark.parametrize("method", ["IB", "IBext_v10", "NCCL RDMA Plugin v10"])
-def test_a_missing_kernel_module_is_one_for_the_plugin_of_hpc_x_too(method: str) -> None:
-    """It uses libibverbs as NCCL does, by whatever name."""
-    disabled = f"NET/{method} : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'"
-    job = SampleJob(hosts=("a", "b"), gpus=1, network=method, between=f"NET/{method}/0", notes=(disabled,))
-    assert "modprobe nvidia-peermem" in findings(job.text())["no_gdr"].advice
-
-
-@pytest.mark.parametrize("how", ["(DMABUF) enabled", "(nvidia-peermem) enabled", "Enabled"])
-def test_a_nic_with_gpudirect_rdma_that_is_not_used_is_too_far_away(how: str) -> None:
-    """The plugin of HPC-X leaves out the last quote."""
-    able = f"NET/IB : GPU Direct RDMA {how} for HCA 0 'rocep1s0f1"
-    job = SampleJob(hosts=("a", "b"), gpus=1, between="NET/IBext_v10/0", notes=(able,))
-    found = findings(job.text())["no_gdr"]
-    assert "further apart than NCCL allows" in found.why
-    assert "peermem" not in found.why + found.advice
-
-
 def test_nics_have_their_own_names() -> None:
     """And not those of the files by which libibverbs opens them."""
     opened = "NET/IB: [1] rocep1s0f1:uverbs1:1/RoCE provider=Mlx5 speed=200000 pciPath=/sys/a/0000:01:00.0 ar=0"
@@ -112,20 +94,6 @@ def _efa(*messages: str, between: str = "NET/Libfabric/0") -> str:
         "DMA-BUF is available on GPU 0",
     )
     return SampleJob(hosts=("a", "b"), gpus=1, nics=(), network="Libfabric", between=between, notes=notes).text()
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        "NET/OFI Could not disable CUDA API usage for HMEM, disabling GDR",
-        "NET/OFI Need to force simple protocol: GDR not supported",
-    ],
-)
-def test_a_plugin_that_turns_gpudirect_rdma_off_says_so(message: str) -> None:
-    """Then no setting for the distance between NIC and GPU changes that."""
-    found = findings(_efa(message))["no_gdr"]
-    assert "the network plugin (Libfabric) offers no GPUDirect RDMA" in found.why
-    assert "GDR_LEVEL" not in found.advice
 
 
 @pytest.mark.parametrize(
@@ -171,39 +139,3 @@ def test_what_ray_kubernetes_and_the_store_say_of_an_end(line: str, code: str, s
     """Ray lists what may have been, which is no finding that it was."""
     found = findings(told("Bootstrap : Using eth0:10.0.0.1<0>"), line)
     assert {code: f.severity for code, f in found.items() if code != "unknown"} == {code: severity}
-
-
-def test_work_that_failed_without_the_line_that_says_why() -> None:
-    """Filters and mails leave out the first line of the watchdog; the rest is no log of a healthy run."""
-    head = "[rank{0}]:[E227 16:30:43.5 ProcessGroupNCCL.cpp:1834] [PG ID 2 PG GUID 3 Rank {0}] "
-    lines = [head.format(rank) + "Timeout at NCCL work: 32, last enqueued NCCL work: 34, last completed NCCL work: 31."
-             for rank in (3, 5)]  # fmt: skip
-    found = findings(*lines)["failed_work"]
-    assert (found.severity, "collective 32 of ranks 3, 5 in PG ID 2 PG GUID 3" in found.what) == ("error", True)
-    assert "failed_work" not in findings(*lines, watchdog(3, 32))
-    assert "failed_work" not in findings(*lines, "a:1:2 [0] net.cc:1 NCCL WARN Cuda failure 2 'out of memory'")
-
-
-def _over_libfabric(provider: str, between: str = "NET/AWS Libfabric/0", network: str = "AWS Libfabric") -> str:
-    """Returns the log of two hosts with the plugin for libfabric over a provider without GPUDirect RDMA."""
-    notes = (
-        f"NET/OFI Selected {provider}, fabric is 10.0.0.0/16 (found 2 nics)",
-        "NET/OFI Need to force simple protocol: GDR not supported",
-    )
-    return SampleJob(hosts=("a", "b"), gpus=1, nics=(), network=network, between=between, notes=notes).text()
-
-
-@pytest.mark.parametrize("provider", ["provider is tcp", "Provider is tcp;ofi_rxm", "Provider is sockets"])
-def test_a_plugin_for_libfabric_over_tcp_is_tcp(provider: str) -> None:
-    """Where EFA's or Slingshot's devices are missing, the plugin stays and takes libfabric's TCP: no RDMA at all."""
-    found = findings(_over_libfabric(provider))
-    assert "ranks 0 and 1 talk over TCP (NET/AWS Libfabric" in found["socket_network"].what
-    assert "the plugin for libfabric runs over TCP" in found["socket_network"].why
-    assert "no_gdr" not in found
-
-
-def test_other_providers_and_other_networks_are_not_libfabric_s_tcp() -> None:
-    """A fast provider may lack GPUDirect RDMA; and NCCL's own sockets do not come from a plugin that it left."""
-    assert set(findings(_over_libfabric("provider is cxi"))) == {"no_gdr"}
-    sockets = findings(_over_libfabric("provider is tcp", "NET/Socket/0", "Socket"))
-    assert "libfabric" not in sockets["socket_network"].why

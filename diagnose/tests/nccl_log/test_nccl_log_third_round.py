@@ -14,7 +14,6 @@ from commopt_diagnose.nccl_log import skipping
 from commopt_diagnose.nccl_log.findings import find_all
 from commopt_diagnose.nccl_log.reader import read_log
 from commopt_diagnose.nccl_log.terminal import print_log
-from commopt_diagnose.nccl_log.warnings import explain
 from diagnose_support.nccl_sample_logs import findings, read, read_file, told, watchdog
 
 _BOOTSTRAP = told("Bootstrap : Using eth0:10.0.0.1<0>")
@@ -100,18 +99,6 @@ def test_a_rank_that_is_behind_is_no_error_before_another_is_ready() -> None:
     assert (unfinished.severity, "rank 1 is the furthest behind" in unfinished.why) == ("note", True)
     ready = findings(*starts, connection, told(comm.format(0, "COMPLETE")))["unfinished_init"]
     assert ready.severity == "error"
-
-
-@pytest.mark.parametrize(("name", "severity"), [("docker0", "error"), ("tailscale0", "warning"), ("wlp2s0", "warning")])
-def test_others_may_share_a_vpn_or_wifi(name: str, severity: str) -> None:
-    found = findings(
-        *(
-            told(f"NET/Socket : Using [0]{name}:10.1.0.{rank}<0>", host=f"node-{rank}")
-            + told(f"comm 0x{rank} rank {rank} nRanks 2 nNodes 2 localRanks 1 localRank 0", host=f"node-{rank}")
-            for rank in (0, 1)
-        )
-    )
-    assert found["virtual_interface"].severity == severity
 
 
 def test_hosts_that_nvlink_joins_are_still_hosts() -> None:
@@ -206,47 +193,3 @@ def test_the_first_of_consequences_is_the_one_that_says_most() -> None:
         "NET/IB : Got completion from peer 10.0.0.2<38536> with error 5, opcode 48, len 32710, vendor err 249",
     )
     assert (found["ib_not_receiving"].severity, found["torch_remote_error"].severity) == ("error", "note")
-
-
-def test_an_error_of_vllm_is_shown_without_its_head_and_the_traceback() -> None:
-    head = "(VllmWorkerProcess pid=7) ERROR 01-15 02:47:32 worker.py:226] "
-    found = findings(f"{head}Last error:\n{head}Cuda failure 'out of memory', Traceback (most recent call last):\n")
-    assert found["out_of_memory"].what == "a warning: Cuda failure 'out of memory'"
-
-
-@pytest.mark.parametrize(
-    ("text", "place", "code"),
-    [
-        (
-            "Allocation failed. No suitable space found to accommodate size=0x2 within",
-            "allocator.cc:9",
-            "address_space",
-        ),
-        ("NET/IB: read failed in ncclIbRoceGetVersionNum: Invalid argument", "net_ib.cc:9", "roce_version"),
-        ("Failed to find CUDA library libcuda.so (NCCL_CUDA_PATH='')", "misc/cudawrap.cc:9", "no_libcuda"),
-        ("Cuda failure 'invalid argument'", "transport/p2p.cc:275", "p2p_handle"),
-        ("Cuda failure 'invalid argument'", "transport/nvls.cc:275", "nvls"),
-        ("HIP failure 'invalid device pointer'", "transport/p2p.cc:9", "p2p_handle"),
-        ("Cuda failure 'operation not supported'", "init.cc:9", "not_supported"),
-        ("Cuda failure 3 'initialization error'", "init.cc:9", "cuda_start"),
-        ("Cuda failure 999 'unknown error'", "include/alloc.h:9", "unknown_cuda"),
-        ("Cuda failure 900 'operation not permitted when stream is capturing'", "enqueue.cc:9", "stream_capture"),
-        ("cudaArch 120 dynamic smem 99 exceeds device/fn maxSharedMem 98", "enqueue.cc:9", "kernel_too_large"),
-        ("ncclWaitSignal: descriptor 3 has invalid context 3 (must be 0)", "enqueue.cc:9", "refused_use"),
-        ("rank 3 invalid IPC peerIndex 3 for peerRank 3 p2pCrossClique 3", "transport/p2p.cc:9", "internal"),
-        ("Failed to determine intra proc ranks rank 3 hostHash 3 intraProcRank 3", "init.cc:9", "internal"),
-        ("NET/OFI Error posting RDMA ctrl request. RC: -12, Error: out of space", "", "ofi_completion"),
-    ],
-)
-def test_what_a_warning_means(text: str, place: str, code: str) -> None:
-    entry = explain(text, place)
-    assert entry is not None
-    assert entry.code == code
-
-
-def test_the_size_of_a_group_is_named_where_a_gather_proves_it() -> None:
-    work = "WorkNCCL(SeqNum=5, OpType=_ALLGATHER_BASE, NumelIn=10, NumelOut=160, Timeout(ms)=600000)"
-    found = findings(
-        f"[rank1]:[E a.cpp:1] [Rank 1] Watchdog caught collective operation timeout: {work} ran for 600003"
-    )
-    assert "others of 16 ranks" in found["collective_timeout"].why

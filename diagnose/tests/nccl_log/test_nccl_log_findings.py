@@ -1,0 +1,406 @@
+"""What nccl-log finds in logs of one kind each, after the shapes of public ones.
+
+It is in ``golden/findings.txt``, a block for each of `LOGS`, whose name says what a reader needs to hear.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commopt_diagnose.nccl_log.findings import find_all
+from commopt_diagnose.nccl_log.warnings import explain
+from diagnose_support.nccl_sample_logs import HEALTHY, SampleJob, read, told, watchdog
+
+HEAD = "node-a:10:11 [0] NCCL INFO "
+TCP = told("Channel 00 : 1[1e0] -> 0[1e0] [receive] via NET/Socket/0")
+LIBIBVERBS = "a:7:8 [0] misc/ibvwrap.cc:63 NCCL WARN Failed to open libibverbs.so[.1]"
+CUT = """\
+h1:7:9 [1] NCCL INFO NET/IB : No device found.
+h1:7:9 [1] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.3<0>
+h1:7:9 [1] NCCL INFO Using network Socket
+h1:7:9 [1] NCCL INFO ncclCommInitRank comm 0xb9 rank 1 nranks 16 cudaDev 1 nvmlDev 1 busId 7e0 commId 0x89 - Init START
+h1:7:9 [1] NCCL INFO Setting affinity for GPU 1 to ffff
+"""
+TRACEBACK = """\
+[rank3]: torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:275, invalid usage, NCCL version 2.19.3
+[rank3]: ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+[rank3]: Last error:
+[rank3]: Duplicate GPU detected : rank 3 and rank 0 both on CUDA device f000
+"""
+RCCL = """\
+[lib] load RCCL version: 2.27.7
+[2026-08-23 09:56:58] node [0] /rccl/src/init.cc:213 NCCL WARN Missing "iommu=pt" from kernel command line
+node [0] NCCL INFO RCCL version : 2.27.7-HEAD:29e1567
+node [0] NCCL INFO NET/Plugin: Could not find: libnccl-net.so.
+node [0] NCCL INFO NET/IB : No device found.
+node [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.7<0> [1]tailscale0:100.64.0.7<0>
+"""
+PLUGIN = """\
+h:7:7 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.7<0>
+h:7:7 [0] NCCL INFO NET/Plugin: Plugin load returned 0 : libc.so.6: version `GLIBC_2.34' not found (libnccl-net.so)
+h:7:9 [0] NCCL INFO Using network Socket
+Channel 00/0 : 1[0] -> 0[0] [receive] via NET/Socket/0
+Channel 01/0 : 1[0] -> 0[0] [receive] via NET/Socket/0
+"""
+NVLS = """\
+torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:93, unhandled cuda error
+ncclUnhandledCudaError: Call to CUDA function failed.
+Failed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error 2 'out of memory'.
+"""
+RAS = """NCCL version 2.26.2 compiled with CUDA 12.6
+
+    #  in group  per comm  per node  per comm  in group
+    0         1         4         8        32        32   RUNNING  MISMATCH
+
+Errors
+======
+
+INCOMPLETE
+  Missing communicator data from 1 job process
+  Process 604 on node 10.4.0.13 managing GPU 0
+
+#0-0 (b3398875b8b2a063) INCOMPLETE
+  Missing communicator data from 1 rank
+  Rank 1 -- GPU 0 managed by process 604 on node 10.4.0.13
+
+Warnings
+========
+
+#0-1 (fa93daea854b060b) MISMATCH
+  Communicator ranks have different AllGather operation counts
+  30 ranks have launched up to operation 640
+  Rank 12 has launched up to operation 641 -- GPU 4 managed by process 32 on node 10.13.0.124
+
+Rank 7 trains on
+"""
+ENDS = (
+    *(
+        f"node-a:10:19 [0] proxy.cc:1458 NCCL WARN {text}"
+        for text in (
+            "[Service thread] Accept failed Resource temporarily unavailable",
+            "[Service thread] Could not receive type from localRank 3, res=3, closed=0",
+            "[Proxy Service 3] Failed to execute operation Close from rank 3, retcode 3",
+        )
+    ),
+    f"{HEAD}misc/socket.cc:64 -> 3",
+    f"{HEAD}comm 0x5f00 rank 0 nranks 1 cudaDev 0 busId 1000 - Abort COMPLETE",
+)
+REFUSED = "RuntimeError: NCCL error in: NCCLUtils.cpp:77, invalid usage (run with NCCL_DEBUG=WARN for details)"
+RAY = "(Engine pid=23, ip=10.0.0.1) "
+VLLM = "(VllmWorkerProcess pid=7) ERROR 01-15 02:47:32 worker.py:226] "
+DUMP = (
+    "[rank1]:[E307 05:29:18.1 ProcessGroupNCCL.cpp:1858] [PG ID 0 PG GUID 0(default_pg) Rank 1] Received a dump signal"
+)
+RAS_PORT = "node-a:10:11 [0] ras/client_support.cc:1 NCCL WARN Call to bind failed: Address already in use"
+DIED = (
+    "(raylet) A worker died or was killed while executing a task. There are some potential root causes. (1) The process"
+    " is killed by SIGKILL by OOM killer due to high memory usage. (3) The worker is crashed due to SIGSEGV."
+)
+
+
+def late(rank: int, sequence: int, operation: str, sizes: str, *, enqueued: int) -> str:
+    """Returns PyTorch's two lines of a collective that timed out."""
+    line = watchdog(rank, sequence, operation, numel=1).replace("NumelIn=1, NumelOut=1", sizes)
+    status = f"failure detected by watchdog at work sequence id: {sequence} PG status: last enqueued work: {enqueued}"
+    head = f"[rank{rank}]:[E227 23:07:54.3 ProcessGroupNCCL.cpp:2168] [PG ID 0 PG GUID 0(default_pg) Rank {rank}]"
+    return f"{line}{head}  {status}, last completed work: {sequence - 1}"
+
+
+def gathers(*ranks: int) -> list[str]:
+    """Returns a gather that timed out, whose sizes prove that there are 4 ranks."""
+    return [late(rank, 7930, "_ALLGATHER_BASE", "NumelIn=4, NumelOut=16", enqueued=7931) for rank in ranks]
+
+
+def broken_watchdog(rank: int) -> str:
+    """Returns the watchdog's lines where the first breaks before the work."""
+    return (
+        f"job.node-b [stderr] [rank{rank}]:[E909 09:55:29.3 ProcessGroupNCCL.cpp:607] [Rank {rank}] Watchdog caught"
+        " collective operation timeout: \nWorkNCCL(SeqNum=2070, OpType=REDUCE, NumelIn=1, NumelOut=1,"
+        " Timeout(ms)=600000) ran for 600034 milliseconds before timing out."
+    )
+
+
+def failed_work(rank: int) -> str:
+    """Returns what the watchdog says after its first line, which filters and mails leave out."""
+    head = f"[rank{rank}]:[E227 16:30:43.5 ProcessGroupNCCL.cpp:1834] [PG ID 2 PG GUID 3 Rank {rank}] "
+    return f"{head}Timeout at NCCL work: 32, last enqueued NCCL work: 34, last completed NCCL work: 31."
+
+
+def two_hosts(*notes: str, between: str, network: str = "IB", nics: Iterable[str] | None = None) -> list[str]:
+    """Returns the log of a rank on each of two hosts."""
+    more: dict[str, Any] = {} if nics is None else {"nics": tuple(nics)}
+    return [SampleJob(hosts=("a", "b"), gpus=1, network=network, between=between, notes=notes, **more).text()]
+
+
+def libfabric(*notes: str, between: str = "NET/AWS Libfabric/0", network: str = "AWS Libfabric") -> list[str]:
+    return two_hosts(*notes, between=between, network=network, nics=())
+
+
+NO_GDR = "NET/OFI Need to force simple protocol: GDR not supported"
+
+
+def over(provider: str, **options: str) -> list[str]:
+    """Returns a log with the plugin for libfabric over a provider without GPUDirect RDMA."""
+    return libfabric(f"NET/OFI Selected {provider}, fabric is 10.0.0.0/16 (found 2 nics)", NO_GDR, **options)
+
+
+def efa(message: str) -> list[str]:
+    selected = "NET/OFI Selected provider is efa, fabric is efa (found 1 nics)"
+    available = "DMA-BUF is available on GPU 0"
+    return libfabric(selected, message, available, between="NET/Libfabric/0", network="Libfabric")
+
+
+def gdr(*settings: str, note: str = "DMA-BUF is available on GPU device 0") -> list[str]:
+    link = "Channel 00/0 : 1[0] -> 0[0] [receive] via NET/AWS Libfabric/1"
+    return [told(text) for text in (*settings, "Using network AWS Libfabric", note, link)]
+
+
+def interface(name: str) -> list[str]:
+    """Returns a log of two hosts that talk through an interface."""
+    return [
+        told(f"NET/Socket : Using [0]{name}:10.1.0.{rank}<0>", host=f"node-{rank}")
+        + told(f"comm 0x{rank} rank {rank} nRanks 2 nNodes 2 localRanks 1 localRank 0", host=f"node-{rank}")
+        for rank in (0, 1)
+    ]
+
+
+def pairs(ends: Iterable[tuple[str, int]]) -> list[str]:
+    """Returns a log of hosts, of which each has two ranks from a number on, with the network between them."""
+    line = "{host}:1{rank}:2{rank} [0] NCCL INFO Channel 01 : {first}[1c0] -> {last}[1d0] [{way}] via NET/Socket/0"
+    return [
+        line.format(host=host, rank=rank, first=first, last=first + 1, way="send" if rank == first else "receive")
+        for host, first in ends
+        for rank in (first, first + 1)
+    ]
+
+
+LISTED = "".join(f"#  Rank  {i} Group  0 Pid   146 on    h200 device  {i} [0x5{i}] NVIDIA H200\n" for i in range(2))
+LISTED += told("Channel 07/0 : 1[1] -> 0[0] [send] via NET/AWS Libfabric/1/GDRDMA", host="h200", pid=146, device=1)
+NO_NICS: dict[str, Any] = {"nics": (), "network": "Socket", "between": "NET/Socket/0", "in_host": "P2P/CUMEM"}
+SOCKETS = dataclasses.replace(HEALTHY, **NO_NICS)
+JOBS: dict[str, SampleJob] = {
+    "the network in a host: settings": SampleJob(
+        gpus=2, in_host="NET/Socket/0", settings={"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+    ),
+    "the network in a host: no reason is known": SampleJob(in_host="NET/Socket/0"),
+    "the network in a host: PCIe switches": SampleJob(in_host="NET/IB/0/GDRDMA"),
+    "the network in a host: more nodes than hosts": SampleJob(in_host="NET/IB/0", num_nodes=4),
+    "shared memory: P2P is disabled": SampleJob(in_host="SHM/direct/direct", settings={"NCCL_P2P_DISABLE": "1"}),
+    "shared memory: a limit on P2P": SampleJob(in_host="SHM/direct", settings={"NCCL_P2P_LEVEL": "LOC"}),
+    "shared memory: the driver": SampleJob(
+        in_host="SHM", notes=["P2P is disabled between connected GPUs 1 and 0. You can repress"]
+    ),
+    "shared memory: an old version, far apart": SampleJob(in_host="direct shared memory", version="2.8.4"),
+    "P2P through a third GPU": SampleJob(in_host="P2P/indirect/2[2]/read"),
+    "sockets: InfiniBand is disabled": dataclasses.replace(SOCKETS, settings={"NCCL_IB_DISABLE": "1"}),
+    "sockets: they are asked for": dataclasses.replace(SOCKETS, settings={"NCCL_NET": "Socket"}),
+    "sockets: no device": SOCKETS,
+    "sockets: a name that may match none": dataclasses.replace(SOCKETS, settings={"NCCL_IB_HCA": "mlx9"}),
+    "sockets: a NIC was seen": dataclasses.replace(SOCKETS, nics=("mlx5_0:1/IB",)),
+    "no GPUDirect RDMA between hosts": dataclasses.replace(HEALTHY, between="NET/IB/0"),
+    "no GPUDirect RDMA: the distance": dataclasses.replace(
+        HEALTHY, between="NET/IB/0", notes=["GPU Direct RDMA Disabled for GPU 1b000 / HCA 0 (distance 8 > 4)"]
+    ),
+    "no GPUDirect RDMA: the kernel": dataclasses.replace(
+        HEALTHY, between="NET/IB/0", notes=["NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'"]
+    ),
+    "no GPUDirect RDMA: a setting": dataclasses.replace(
+        HEALTHY, between="NET/IB/0", settings={"NCCL_NET_GDR_LEVEL": "LOC"}
+    ),
+    "no GPUDirect RDMA: a plugin": dataclasses.replace(HEALTHY, between="NET/AWS Libfabric/0", network="AWS Libfabric"),
+    "a ring over sockets": SampleJob(
+        notes=["Pattern 4, crossNic 0, nChannels 2, bw 9.0/9.0, type SYS/PIX, sameChannels 1"]
+    ),
+    "a protocol that is forced": SampleJob(settings={"NCCL_PROTO": "LL"}),
+    "a setting of one rank only": dataclasses.replace(HEALTHY, rank_settings={5: {"NCCL_ALGO": "Tree"}}),
+    "settings that differ": dataclasses.replace(
+        HEALTHY, settings={"NCCL_IB_TIMEOUT": "18"}, rank_settings={2: {"NCCL_IB_TIMEOUT": "22"}}
+    ),
+    "versions that differ": dataclasses.replace(HEALTHY, rank_versions={4: "2.18.3+cuda12.1"}),
+    "ranks without a log": dataclasses.replace(HEALTHY, absent=[6, 7]),
+    "ranks without a log, cut at the start": dataclasses.replace(HEALTHY, absent=[6, 7], stops=0),
+    "initialization that is not complete": dataclasses.replace(HEALTHY, stops=3),
+}
+
+
+LOGS: dict[str, list[str]] = {
+    **{name: [job.mixed()] for name, job in JOBS.items()},
+    "a NIC without GPUDirect RDMA, maybe on one host": [told("NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'")],
+    "an error while a rank connects": [
+        told("misc/socket.cc:505 -> 2 (Operation now in progress)") + told("bootstrap.cc:275 -> 2")
+    ],
+    "an error of a socket": [told("misc/socket.cc:64 -> 2")],
+    "a message of the wrong size at the proxy": [
+        "a:10:19 [0] proxy.cc:1497 NCCL WARN [Service thread] Could not receive type from localRank 3, res=6"
+    ],
+    "an old error of PyTorch": ["RuntimeError: NCCL Error 2: unhandled system error"],
+    "an error of TensorFlow": ["UnknownError: ncclCommInitRank failed: unhandled cuda error"],
+    "a parameter of the kernel": ['a:7:7 [0] init.cpp:122 NCCL WARN Missing "iommu=pt" from kernel command line'],
+    "a text that a terminal has quoted": ["misc/ibvwrap.cc:280 NCCL WARN Call to ibv_create_qp failed\u201c"],
+    "EFA's plugin where there is no EFA": ["n:9:9 [0] ofi_init:1134 NCCL WARN NET/OFI Only EFA provider is supported"],
+    "a link that is seen from one end": [
+        "n:9:9 [2] src/graph/paths.cc:82 NCCL WARN Failed to find reverse path from remNode 0/2 nlinks 3"
+    ],
+    "a warning of NCCL before 2.3": [
+        "*some host* [0] include/socket.h:185 WARN Call to connect failed : Connection refused"
+    ],
+    "a machine that was suspended": [watchdog(0, 5, waited_ms=25_624_887)],
+    "ranks of one host that only nccl-tests lists": [LISTED],
+    "a cut log of one rank says nothing about the others": [CUT],
+    "GPUDirect RDMA disabled, without connections": [told("NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'")],
+    "the same of a GPU": [told("GPU Direct RDMA Disabled for GPU ca000 / HCA 0 (distance 7 > 4)")],
+    "P2P disabled by a setting": [told("NCCL_P2P_DISABLE set by environment to 1.")],
+    "P2P that could not be enabled": [told("Could not enable P2P between dev 0(=1b0) and dev 3(=1e0)")],
+    "P2P disabled between GPUs": [told("P2P is disabled between connected GPUs 1 and 0. You can")],
+    "a topology from a file": [told("NCCL_TOPO_FILE set by environment to /opt/topo.xml")],
+    "a far link": [told("Pattern 4, crossNic 0, nChannels 2, bw 9.0/9.0, type PHB/PIX, sameChannels 1")],
+    "an error without a word": [told("NCCL version 2.18.3"), told("graph/paths.cc:312 -> 3")],
+    "libibverbs on one host is harmless": [LIBIBVERBS],
+    "libibverbs between hosts is why TCP is used": [LIBIBVERBS, TCP],
+    "a virtual interface among several": [
+        told("Bootstrap : Using [0]ens5:10.0.0.7<0> [1]veth75:fe80::14ad%veth75<0>"),
+        TCP,
+    ],
+    "the last error of a traceback is a warning like others": [TRACEBACK],
+    "the last error within a line": [
+        "RuntimeError: ... Last NCCL warning(error): 'Bootstrap : no socket interface found'"
+    ],
+    "a peer that is gone": [
+        "h1:7:8 [0] misc/socket.cc:49 NCCL WARN socketProgress: Connection closed by remote peer h2<5>"
+    ],
+    "a peer that is gone only follows": [
+        "h1:7:8 [0] misc/socket.cc:49 NCCL WARN socketProgress: Connection closed by remote peer h2<5>",
+        TRACEBACK,
+    ],
+    "timeouts of unknown process groups are not compared": [watchdog(0, 90), watchdog(1, 7)],
+    "timeouts of a process group are": [watchdog(rank, 5 + rank, group="PG 0") for rank in (0, 1)],
+    "timeouts of two process groups are apart": [watchdog(0, 90, group="PG 0"), watchdog(1, 7, group="PG 1")],
+    "all ranks of the log wait, of an unknown number": [watchdog(0, 5), watchdog(1, 5)],
+    "a rank is missing below others": [watchdog(rank, 5) for rank in (1, 2, 3)],
+    "one rank of an unknown number": [watchdog(5, 5)],
+    "the network in a host that shares memory is by design": [
+        "h:1:11 [0] NCCL INFO Channel 00/0 : 0[8000] -> 1[d000] [send] via NET/IBext/1",
+        "h:2:12 [1] NCCL INFO Channel 00 : 1[d000] -> 0[8000] via SHM/direct/direct",
+    ],
+    "a traceback whose lines are in the wrong order": [
+        "Last error:\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.",
+        "torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:268, invalid usage, NCCL version 2.21.5",
+    ],
+    "RCCL without a line of its network": [RCCL],
+    "NUMA balancing": ["h:1:1 [0] init.cc:142 NCCL WARN NUMA auto balancing enabled which can lead to variability"],
+    "full memory of NVLS is not the GPU that is full": [NVLS],
+    "any line may follow the error": [NVLS.partition("Failed")[0], "step 7: loss 0.1"],
+    "a plugin that cannot be loaded is why TCP is used": [PLUGIN],
+    "no plugin": [PLUGIN.replace("version `GLIBC_2.34' not found", "cannot open shared object file")],
+    "the loopback interface of an old version": [told("NET/Socket : Using [0]lo:127.0.0.1<0> [1]eth0:10.0.0.7<0>")],
+    "no loopback interface": [told("NET/Socket : Using [0]eth0:10.0.0.7<0>")],
+    "a rank that did not time out": gathers(1, 2, 3),
+    "a rank whose line is cut has not stayed away": [
+        *gathers(1, 2, 3),
+        "[rank0]:[E617 08:47:15.010 ProcessGroupNCCL.cpp:616] [Ra",
+    ],
+    "a rank that has started the collective is not behind": [
+        late(0, 619725, "_ALLGATHER_BASE", "NumelIn=54528000, NumelOut=218112000", enqueued=619732),
+        late(3, 619727, "_REDUCE_SCATTER_BASE", "NumelIn=4096, NumelOut=1024", enqueued=619730),
+    ],
+    "a plugin without GPUDirect where DMA-BUF is there": gdr(),
+    "advice that is followed already": gdr("NCCL_NET_GDR_LEVEL set by environment to SYS"),
+    "a plugin without GPUDirect where nothing is known of DMA-BUF": gdr(note="Connected all rings"),
+    "only consequences": [
+        "h:1:2 [0] init.cc:290 NCCL WARN Attempt to use communicator before the previous operation returned"
+        " ncclSuccess",
+        "h:1:2 [0] init.cc:290 NCCL WARN NET/OFI Write complete from unexpected request type!",
+    ],
+    "a rank that timed out itself": [f"{DUMP} due to a collective timeout from this local rank and we will try"],
+    "another rank that timed out": [f"{DUMP} due to a collective timeout from rank 5"],
+    "a rank that timed out itself, beside its timeout": [
+        f"{DUMP} due to a collective timeout from this local rank",
+        watchdog(1, 5),
+    ],
+    "old tests of NCCL": ["Cuda failure common.cu:891 'CUDA driver version is insufficient for CUDA runtime version'"],
+    "an error of vLLM is shown without its head and the traceback": [
+        f"{VLLM}Last error:\n{VLLM}Cuda failure 'out of memory', Traceback (most recent call last):"
+    ],
+    "the size of a group where a gather proves it": [
+        "[rank1]:[E a.cpp:1] [Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5,"
+        " OpType=_ALLGATHER_BASE, NumelIn=10, NumelOut=160, Timeout(ms)=600000) ran for 600003"
+    ],
+    "a bridge of Docker": interface("docker0"),
+    "a VPN": interface("tailscale0"),
+    "Wi-Fi": interface("wlp2s0"),
+    "a run that PyTorch ends by aborting has no errors": [SampleJob().mixed(), *ENDS],
+    "a refused call": [REFUSED],
+    "a refused call beside an unknown warning": [f"{REFUSED}\nLast error:\n2: NET/IB : The moon is in the wrong place"],
+    "a refused call beside NICs that are merged": [f"{REFUSED}\nLast error:\nNET/IB : Requested properties for vNic 8"],
+    "a prefix of Ray is no part of an error": [f"{RAY}Last error:\n{RAY}Proxy Call to rank 7 failed (Connect)"],
+    "the watchdog's line may break before the work": [broken_watchdog(rank) for rank in (11, 12, 14)],
+    "a socket never has GPUDirect": [f"{HEAD}NET/Socket : GPU Direct RDMA Disabled for HCA 0 'enp1s0f0'"],
+    "pairs of several hosts are not put on one": pairs([("node-a", 0), ("node-b", 2)]),
+    "a report of RAS": [RAS],
+    "a port of RAS is no fault of the run": [RAS_PORT],
+    "another port is": [RAS_PORT.replace("ras/client_support", "misc/socket")],
+    **{
+        f"a missing kernel module with {method}": two_hosts(
+            f"NET/{method} : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'", between=f"NET/{method}/0", network=method
+        )
+        for method in ("IB", "IBext_v10", "NCCL RDMA Plugin v10")
+    },
+    **{
+        f"a NIC that is able and too far away: {how}": two_hosts(
+            f"NET/IB : GPU Direct RDMA {how} for HCA 0 'rocep1s0f1", between="NET/IBext_v10/0"
+        )
+        for how in ("(DMABUF) enabled", "(nvidia-peermem) enabled", "Enabled")
+    },
+    "EFA's plugin turns GPUDirect RDMA off": efa("NET/OFI Could not disable CUDA API usage for HMEM, disabling GDR"),
+    "EFA's plugin forces a protocol": efa(NO_GDR),
+    "a worker of Ray died": [told("Bootstrap : Using eth0:10.0.0.1<0>"), DIED],
+    "the kernel's OOM killer": [
+        told("Bootstrap : Using eth0:10.0.0.1<0>"),
+        "[881.1] Memory cgroup out of memory: Killed process 42 (python3) total-vm:1kB",
+    ],
+    "work that failed without the line that says why": [failed_work(rank) for rank in (3, 5)],
+    "work that failed, and why": [*(failed_work(rank) for rank in (3, 5)), watchdog(3, 32)],
+    "work that failed beside a warning": [
+        *(failed_work(rank) for rank in (3, 5)),
+        "a:1:2 [0] net.cc:1 NCCL WARN Cuda failure 2 'out of memory'",
+    ],
+    **{
+        f"a plugin for libfabric over TCP: {provider}": over(provider)
+        for provider in ("provider is tcp", "Provider is tcp;ofi_rxm", "Provider is sockets")
+    },
+    "a fast provider without GPUDirect RDMA": over("provider is cxi"),
+    "NCCL's own sockets beside the plugin": over("provider is tcp", between="NET/Socket/0", network="Socket"),
+}
+
+
+def test_findings(golden: Callable[[str, str], None]) -> None:
+    """If it fails, a log is blamed for another thing, with another certainty, or an advice leads elsewhere."""
+    said, first = list[str](), dict[tuple[str, str], str]()
+    for name, texts in LOGS.items():
+        said.append(name)
+        lines = "\n".join(text.removesuffix("\n") for text in texts).split("\n")
+        for found in find_all(read(*texts)):
+            assert all(line.text in lines[line.number - 1] for line in found.evidence), found.code
+            said.append(f"  {found.severity}, {found.confidence}: {found.code}: {found.what}")
+            is_new = (found.why, found.advice) not in first
+            earlier = first.setdefault((found.why, found.advice), name)
+            said += [f"    {found.why}", f"    {found.advice}"] if is_new else [f'    as in "{earlier}"']
+    golden("findings", "\n".join(said))
+
+
+def _causes() -> list[list[str]]:
+    lines = (Path(__file__).parent / "warning_causes.tsv").read_text(encoding="utf-8").splitlines()
+    return [line.split("\t") for line in lines[1:]]
+
+
+@pytest.mark.parametrize(("code", "place", "text"), _causes())
+def test_a_text_has_its_cause(code: str, place: str, text: str) -> None:
+    """If it fails, a user looks for a cable where the NIC itself failed, or refused an access."""
+    entry = explain(text, place)
+    assert entry is not None
+    assert entry.code == code
