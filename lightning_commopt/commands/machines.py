@@ -71,7 +71,7 @@ def run(
     with errors_in_a_line():
         status, has_trainer = run_changed(command, CHANGE, {})
     if not has_trainer:
-        echo("commopt: COMMAND has made no Trainer of Lightning, so nothing was measured", err=True)
+        echo("commopt: COMMAND has made no Trainer of Lightning on this host, so nothing was measured here", err=True)
     else:
         echo("To keep the monitors: Trainer(callbacks=[CommTimeMonitor(), HangMonitor()])")
     raise typer.Exit(status or int(not has_trainer))

@@ -22,20 +22,9 @@ VARIABLE = "COMMOPT_TRAINERS"
 _NOTE = "made"
 """Name of the file that says a Trainer has been made."""
 
-# Python imports ``sitecustomize`` when it starts. An installation may have its own, further down the path, which this
-# one runs first.
-_SITECUSTOMIZE = """\
-import importlib.machinery, importlib.util, os, sys
-
-_here = os.path.dirname(os.path.abspath(__file__))
-_others = [path for path in sys.path if os.path.abspath(path or ".") != _here]
-_spec = importlib.machinery.PathFinder.find_spec("sitecustomize", _others)
-if _spec is not None and _spec.loader is not None:
-    _spec.loader.exec_module(importlib.util.module_from_spec(_spec))
-from lightning_commopt.commands import trainers
-
-trainers.install()
-"""
+_STARTUP = Path(__file__).parent / "startup"
+"""Has the ``sitecustomize`` that installs this module; it is on all nodes where the package is, unlike a temporary
+folder, so that ranks which srun starts elsewhere are changed, too."""
 
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -50,7 +39,7 @@ def run_changed(command: Sequence[str], change: str, asked: Mapping[str, Any]) -
         asked: what the function depends on, as JSON has it.
 
     Returns:
-        The status of the command, as a shell has it, and whether a Trainer was made.
+        The status of the command, as a shell has it, and whether a Trainer was made on this node.
 
     Raises:
         OSError: the command cannot be started.
@@ -58,8 +47,7 @@ def run_changed(command: Sequence[str], change: str, asked: Mapping[str, Any]) -
     from lightning_commopt.launch.process import run_beneath  # every Python process of the command imports this module
 
     with tempfile.TemporaryDirectory(prefix="commopt-") as folder:
-        (Path(folder) / "sitecustomize.py").write_text(_SITECUSTOMIZE, encoding="utf-8")
-        path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+        path = os.pathsep.join(filter(None, (str(_STARTUP), os.environ.get("PYTHONPATH"))))
         variable = json.dumps({"change": change, "asked": asked, "note": str(Path(folder) / _NOTE)})
         environment = {**os.environ, "PYTHONPATH": path, VARIABLE: variable}
         return run_beneath(command, environment), (Path(folder) / _NOTE).exists()
@@ -85,7 +73,7 @@ def _change_trainer(module: ModuleType) -> None:
         place, _, name = variable["change"].partition(":")
         package = module.__name__.removesuffix(".trainer.trainer")
         getattr(import_module(place), name)(package, given.arguments, variable["asked"])
-        with suppress(OSError):  # the command has ended, and its folder with it, before this process
+        with suppress(OSError):  # the command has ended, and its folder with it, or is on another node
             Path(variable["note"]).touch()
         # Lightning takes variables of the environment, such as PL_TRAINER_MAX_STEPS, for what is not given.
         for name, value in defaults.items():

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from omegaconf import ListConfig
 
 from lightning_commopt.callbacks import CommTimeMonitor, HangMonitor, SpeedMonitor
+from lightning_commopt.commands import trainers
 from lightning_commopt.commands.monitored import CHANGE, add_monitors
 from lightning_commopt.commands.trainers import VARIABLE, _change_trainer
 from support.commopt import refusal
@@ -59,6 +62,15 @@ def test_a_program_without_a_trainer(program: str, status: int, tmp_path: Path) 
     assert ran.returncode == status
     assert "COMMAND has made no Trainer" in ran.stderr
     assert not ran.stdout
+
+
+def test_a_rank_on_another_node_is_changed(tmp_path: Path) -> None:
+    """If it fails, ranks that srun starts on other nodes have no monitors, and the others wait for them forever."""
+    hide = f"rm -r {tmp_path}/commopt-*"  # another node has no such folder
+    program = f"import sys; sys.exit({trainers.__name__!r} not in sys.modules)"
+    with patch.object(tempfile, "tempdir", str(tmp_path)):
+        command = ["sh", "-c", f'{hide} && exec "$@"', "sh", sys.executable, "-c", program]
+        assert trainers.run_changed(command, CHANGE, {}) == (0, False)
 
 
 def test_a_command_that_is_not_there() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from lightning_commopt.commands.tune.inject import FOUND, SEARCHED
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.strategies import TunedBuckets, trainer_of
+from lightning_commopt.text.validation import info
 from lightning_commopt.tune.auto_plan import FitPlan
 from lightning_commopt.tune.options import TuneOptions
 
@@ -42,8 +43,13 @@ class Tuning(FitPlan):
         super().end_fit(keep)
         if not has_searched:
             return
-        (folder / SEARCHED).touch()
         description = self.describe()
+        if not folder.is_dir():
+            if description:
+                plan = self._strategy.plan.to_json()
+                info(f"commopt tune, on another node, writes no plan. {description['verdict']} The plan: {plan}")
+            return
+        (folder / SEARCHED).touch()
         if not description:
             return
         has_decided = description["num_search_steps"] > 0 or description["status"] not in _UNDECIDED

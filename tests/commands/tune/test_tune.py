@@ -18,6 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from lightning_commopt import CommOptDDP, CommPlan
 from lightning_commopt.commands import trainers
 from lightning_commopt.commands.tune.inject import tuned_strategy
+from lightning_commopt.commands.tune.tuning import Tuning
+from lightning_commopt.tune.auto_plan import FitPlan
 from support.commopt import commopt, refusal
 from support.lightnings import DDPStrategy
 from support.ranks import run_ranks
@@ -175,6 +177,21 @@ def test_a_node_without_rank_0_says_where_the_plan_is(tmp_path: Path) -> None:
         printed = commopt("tune", f"--output={output}", "--", "torchrun", "train.py")
     assert printed.stdout == "The plan is with the commopt tune of that node where rank 0 has run.\n"
     assert not output.exists()
+
+
+def test_a_rank_0_on_another_node_than_the_command_prints_the_plan(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If it fails, ``commopt tune -- srun ...`` ends with an error on the nodes that it is not on."""
+    tuning = Tuning(CommOptDDP(), {"lossy": [], "folder": str(tmp_path / "elsewhere"), "ends_fit": True})
+    found = {"verdict": "Chosen.", "num_search_steps": 1, "status": "chosen"}
+    with patch.object(FitPlan, "end_fit"), patch.object(tuning, "_tuner", object()):
+        with patch.object(tuning, "describe", dict), caplog.at_level("INFO"):
+            tuning.end_fit()
+        assert not caplog.messages
+        with patch.object(tuning, "describe", lambda: found), caplog.at_level("INFO"):
+            tuning.end_fit()
+    assert caplog.messages == ["commopt tune, on another node, writes no plan. Chosen. The plan: {}"]
 
 
 def test_a_read_only_folder_starts_nothing(tmp_path: Path) -> None:
