@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_commopt.compat.collectives import CollectiveHooks, has_collective_hooks
-from lightning_commopt.compat.fsdp import ComputationWaits, ObservedUnits, units_of
+from lightning_commopt.compat.fsdp import units_of
+from lightning_commopt.compat.fsdp_calls import ComputationWaits, ObservedUnits
 from lightning_commopt.compat.sigterm import around_broadcasts
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.fsdp2.basis import ShardedBasis

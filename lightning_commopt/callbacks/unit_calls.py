@@ -11,7 +11,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import Module
 
-from lightning_commopt.compat.fsdp import around_calls, units_of
+from lightning_commopt.compat.fsdp import units_of
+from lightning_commopt.compat.fsdp_calls import around_calls
 from lightning_commopt.cost.fsdp2.calls import TimedCall
 from lightning_commopt.cost.gradient_times import work_clock
 

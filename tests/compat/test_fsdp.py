@@ -17,9 +17,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_commopt import CommOptModelParallel, ShardedPlan
 from lightning_commopt.callbacks import CommTimeMonitor, publisher
-from lightning_commopt.compat import fsdp
+from lightning_commopt.compat import fsdp_calls
 from lightning_commopt.compat.collectives import CollectiveHooks, has_collective_hooks
-from lightning_commopt.compat.fsdp import ComputationWaits, ObservedUnits, around_calls, comm_objects
+from lightning_commopt.compat.fsdp import comm_objects
+from lightning_commopt.compat.fsdp_calls import ComputationWaits, ObservedUnits, around_calls
 from lightning_commopt.compressors.configs import sharded_from_config
 from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.files import read_run
@@ -87,7 +88,10 @@ def _plain(asynchronous: bool, by_functions: bool) -> dict[str, Any]:
         }.items()
         if name in names
     }
-    with patch.object(fsdp, "_FUNCTIONS", functions), patch.object(fsdp, "_has_comm_objects", lambda: not by_functions):
+    with (
+        patch.object(fsdp_calls, "_FUNCTIONS", functions),
+        patch.object(fsdp_calls, "_has_comm_objects", lambda: not by_functions),
+    ):
         return _train_observed(asynchronous)
 
 

@@ -16,7 +16,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import Module
 
 from lightning_commopt.compat.fsdp import (
-    Around,
     comm_object,
     dtypes_of,
     forces_sum,
@@ -25,6 +24,7 @@ from lightning_commopt.compat.fsdp import (
     parameters_of,
     units_of,
 )
+from lightning_commopt.compat.fsdp_calls import Around
 from lightning_commopt.compat.torch import call_after_backward
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical

@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import Module
 
-from lightning_commopt.compat.fsdp import NotifyingComm, has_all_reduce_hook, keeps_reduced
+from lightning_commopt.compat.fsdp import has_all_reduce_hook, keeps_reduced
+from lightning_commopt.compat.fsdp_calls import NotifyingComm
 from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.compressors.base import State, finish
 from lightning_commopt.compressors.channel import Channel
