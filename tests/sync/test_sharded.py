@@ -240,6 +240,21 @@ def test_units_ranks_and_steps_round_with_different_numbers() -> None:
         assert seeds == [first_seed(unit, rank) + 5 for unit in range(len(seeds))]
 
 
+def _received_residuals() -> tuple[Tensor, Tensor]:
+    """Returns the averages of two steps whose gradients are zero, before which residuals are added."""
+    model, sync = ShardedSetup().wrap(ShardedInt8(error_feedback=True))
+    nothing = {name: torch.zeros(p.shape) for name, p in new_model().named_parameters()}
+    sync.add_residuals({name: zeros + 1.0 + dist.get_rank() for name, zeros in nothing.items()})
+    return flatten(run_step(model, nothing)), flatten(run_step(model, nothing))
+
+
+def test_added_residuals_are_sent_once() -> None:
+    """If it fails, what another plan has left is lost or sent twice, of matrices or of what travels uncompressed."""
+    for first, second in run_ranks(_received_residuals):
+        torch.testing.assert_close(first, torch.full_like(first, 1.5), rtol=0.01, atol=0)
+        assert second.abs().max() < 0.02
+
+
 def _in_all_dtypes() -> list[tuple[float, torch.dtype]]:
     return [_in_16_bits(reduce_dtype) for reduce_dtype in (torch.float32, torch.bfloat16, torch.float16)]
 
