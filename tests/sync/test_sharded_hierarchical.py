@@ -138,6 +138,16 @@ def _refused() -> str:
     return ""
 
 
+def test_a_residual_that_was_handed_over_can_be_asked_for_before_the_next_step() -> None:
+    """If it fails, a checkpoint between the two has lost it."""
+    compressor, residual = on_two_nodes(FEEDBACK), torch.arange(256.0).view(4, 64)
+    state = compressor.init(64, 4, residual.device)
+    compressor.set_residual(state, residual)
+    kept = compressor.residual(state, 64, 4)
+    assert kept is not None
+    torch.testing.assert_close(kept, residual, rtol=0, atol=0)
+
+
 def test_nodes_that_cannot_be_made() -> None:
     """If it fails, ranks of a node that is not complete wait for others."""
     for message in run_ranks(_refused, world_size=3):

@@ -14,11 +14,13 @@ from torch import nn
 
 from lightning_commopt import OptionError
 from lightning_commopt.compressors import AllReduce, Compressor
+from lightning_commopt.compressors.channel import AloneChannel
 from lightning_commopt.plan import CommPlan, DiLoCoPlan
 from lightning_commopt.sync.diloco.checkpoint import common_part, rank_part, read_saved
 from lightning_commopt.sync.diloco.drift import DriftWatch
-from lightning_commopt.sync.diloco.exchange import Arrived, Exchange, GlobalWeights
+from lightning_commopt.sync.diloco.exchange import Arrived, Exchange, GlobalWeights, LocalWeights
 from lightning_commopt.sync.diloco.fragments import split_model
+from lightning_commopt.sync.diloco.into_model import mix
 from lightning_commopt.sync.diloco.outer import OuterSGD, warn_if_few_steps
 from lightning_commopt.sync.diloco.report import Report
 from lightning_commopt.sync.diloco.rounds import Rounds
@@ -146,6 +148,44 @@ def test_a_checkpoint_describes_compressors_without_a_name() -> None:
             assert read_saved(saved, DiLoCoPlan(**{**options, **other}), 0, 1, lambda: own).common is None
 
 
+def test_a_resumed_rank_has_what_it_had_not_sent() -> None:
+    """If it fails, what a rank has not sent of its weights, or that it was trained, is lost with each resume."""
+    model = nn.Linear(3, 2)
+    rounds, resumed = _rounds(model), _rounds(model)
+    rounds.fragments[0].carried = torch.arange(8.0)
+    rounds.trained.update(["weight"])
+    own = rank_part(rounds, "identity", 0, {})
+    read_saved(common_part(rounds, "identity", 1), rounds.plan, 0, 1, lambda: own).restore(resumed)
+    assert resumed.fragments[0].carried is not None
+    assert torch.equal(resumed.fragments[0].carried, torch.arange(8.0))
+    assert resumed.trained == {"weight"}
+    assert rounds.close()
+    assert resumed.close()
+
+
+def test_what_a_rank_has_not_sent_is_sent_once() -> None:
+    """If it fails, what is left of an earlier division of the model is lost, or moves the weights in each exchange."""
+    model, outer = nn.Linear(64, 2, bias=False), OuterSGD(lr=1.0, momentum=0.0)
+    (fragment,) = split_model(model, 1, "blocks")
+    of, exchange = GlobalWeights.of(fragment, outer), Exchange(AloneChannel(2), COMPRESSORS["int8"])
+    before, moved = of.weights.clone(), []
+    for step in range(3):
+        of.carried = torch.ones(128) if step == 1 else of.carried
+        unsent = exchange.unsent(of)
+        assert (0.0 if unsent is None else float(unsent.mean())) == pytest.approx(float(step == 1), abs=1e-5)
+        of.take(exchange.run(of, LocalWeights.of(fragment), Report(1.0), step, outer))
+        with torch.no_grad():
+            mix(of, 0.0)
+        moved.append(float((before - of.weights).mean()))
+    assert moved == pytest.approx([0.0, 1.0, 1.0], abs=1e-5)
+
+
+def test_buffers_that_are_equal_on_all_ranks_stay_as_they_are() -> None:
+    """If it fails, a mean of equal buffers is rounded, and statistics drift with each exchange."""
+    buffers = [torch.rand(1000, generator=torch.Generator().manual_seed(0))]
+    assert torch.equal(Exchange(AloneChannel(49), None)._mean(buffers)[0], buffers[0])
+
+
 def test_unfrozen_parameters_keep_what_others_had() -> None:
     """If it fails, a layer that is unfrozen in a fit is never exchanged, or resets the momentum of all others."""
     model = _Transformer()
@@ -256,6 +296,18 @@ def test_a_fit_ends_with_what_has_joined_after_a_missed_exchange() -> None:
     assert [x.index for x in rounds.under_way] == [1, 0]
     rounds.finish()
     assert all((x == 1).all() for x in model.parameters())
+    assert rounds.close()
+
+
+@torch.no_grad()
+def test_a_rank_that_joins_again_keeps_nothing_of_its_own_weights() -> None:
+    """If it fails, a rank mixes weights that it had trained without the others into those that arrive."""
+    model = nn.Linear(2, 2)
+    rounds = _rounds(model, overlap=1)  # which mixes otherwise
+    of = rounds.fragments[0]
+    joined = [Arrived(torch.ones_like(of.weights), [], [], [])]
+    rounds._take(of, Arrived(torch.full_like(of.weights, 3.0), [], [], [], joined=joined))
+    assert all((x == 3).all() for x in model.parameters())
     assert rounds.close()
 
 
