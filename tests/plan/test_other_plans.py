@@ -113,3 +113,15 @@ def test_refused_options_of_sharded_plans(options: dict[str, Any], message: str)
 def test_options_of_ddp_are_refused_with_the_reason() -> None:
     with pytest.raises(OptionError, match="static_graph is an option of DDP, which cannot apply to sharded models"):
         ShardedPlan.from_dict({"static_graph": True})
+
+
+def test_what_is_saved_is_what_differs_from_the_defaults() -> None:
+    """If it fails, a file that one version has saved keeps the defaults of that version."""
+    assert DiLoCoPlan().to_dict() == {}
+    assert DiLoCoPlan(sync_every=5, nesterov=False).to_dict() == {"sync_every": 5, "nesterov": False}
+
+
+def test_a_plan_of_another_strategy_is_refused() -> None:
+    """If it fails, CommOptDDP takes a DiLoCoPlan, and ends in the first step with an AttributeError."""
+    with pytest.raises(OptionError, match="plan must be a CommPlan, the path of a file or None, got DiLoCoPlan"):
+        CommPlan.of(DiLoCoPlan())
