@@ -42,6 +42,13 @@ def test_what_overlap_does_not_hide_is_waited_for_in_each_fragment() -> None:
     slow = dataclasses.replace(BASIS, link=dataclasses.replace(LINK, s_per_byte=1.0 / MIB))
     plan = DiLoCoPlan(sync_every=10, fragments=2, overlap=1)
     assert predict_diloco(plan, slow).exposed_s == pytest.approx(2 * (2.0 - LOCAL_S) / 10)
+    # At worst the exchange is slow and the step that hides it is fast.
+    local, prediction = slow.predict(CommPlan(), num_ranks=1), predict_diloco(plan, slow)
+    for own_s, ratio, hiding_s, whole_s in (
+        (local.high_s, slow.link.high_ratio, local.low_s, prediction.high_s),
+        (local.low_s, slow.link.low_ratio, local.high_s, prediction.low_s),
+    ):
+        assert whole_s == pytest.approx(own_s + 2 * (2.0 * ratio - hiding_s) / 10)
     plans = [plan for plan, _ in diloco_candidates(slow)]
     assert plans == [*(DiLoCoPlan(sync_every=every) for every in (10, 30, 100)), DiLoCoPlan(overlap=6)]
 

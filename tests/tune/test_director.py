@@ -258,6 +258,16 @@ def test_a_choice_that_does_not_hold_is_rolled_back() -> None:
     assert [event.what for event in director.events] == ["rolled back"]
 
 
+def test_a_search_begins_when_steps_have_changed_in_two_looks() -> None:
+    """If it fails, one disturbed look begins a search, or a link that has become faster never does."""
+    for looks_s, is_searching in (([2.0, 1.0, 2.0, 1.0, 2.0, 1.0], False), ([0.5] * 4, True)):
+        director = Driven([None, None], 100000, arm=1)
+        for step_s in [*[1.0] * 5, *looks_s]:
+            if not director.is_searching:
+                director.advance(Report((step_s,) * director.visit.num_steps))
+        assert director.is_searching == is_searching
+
+
 def test_a_plan_that_was_found_before_is_watched_only() -> None:
     """If it fails, a resumed fit searches again, or never notices that the link has changed."""
     director = Driven([None, None], 100000, arm=1)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from commopt_diagnose.bench.fit import Point, fit_segments, time_at
+from commopt_diagnose.bench.fit import Point, Segment, fit_segments, time_at
 from commopt_diagnose.bench.model import Curve, LinkModel
 from commopt_diagnose.bench.result import BenchResult
 from diagnose_support.sample_bench import SIZES, result_of, sample
@@ -28,6 +28,13 @@ def test_latency_and_bandwidth_are_found_through_noise() -> None:
     assert 1 / curve.segments[0].s_per_byte == pytest.approx(1e8, rel=0.02)
     assert curve.median_error is not None
     assert 0 < curve.median_error < 0.03
+
+
+def test_between_two_segments_the_time_is_interpolated() -> None:
+    """If it fails, a size between those that were measured has the time of the largest messages."""
+    segments = Segment(8, 100, 1.0, 0.0), Segment(200, 400, 2.0, 0.005)
+    sizes = {1: 1.0, 100: 1.0, 150: 2.0, 200: 3.0, 400: 4.0, 600: 5.0}
+    assert {size: time_at(segments, size) for size in sizes} == pytest.approx(sizes)
 
 
 def test_a_break_is_found_where_it_is_and_nowhere_else() -> None:
