@@ -249,3 +249,14 @@ def test_ranks_of_tensor_parallelism_count_their_common_batches_once(sizes, num_
     """If it fails, tensor parallelism, Lightning's default, seems to train as many samples as data parallelism."""
     for found in run_ranks(samples_per_step, *sizes):
         assert found == pytest.approx([num_samples] * 2)
+
+
+def test_samples_are_those_of_all_ranks_with_batches_of_their_own() -> None:
+    """If it fails, a report compares the throughput of one rank, or counts batches of tensor parallelism twice."""
+    mesh = SimpleNamespace(mesh_dim_names=("data_parallel", "tensor_parallel"), shape=(3, 2), size=lambda: 6)
+    for strategy, num_samples in ((SimpleNamespace(), 24), (SimpleNamespace(device_mesh=mesh), 12)):
+        clock = speed_module.StepClock()
+        clock.start_clock()
+        fit = SimpleNamespace(world_size=6, strategy=strategy)
+        clock.count_batch(fit, torch.zeros(4, 3), has_stepped=True)  # type: ignore[arg-type]
+        assert clock.num_samples == num_samples
