@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Collection
+from contextlib import nullcontext
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.catalog import example_compressors
@@ -69,3 +74,50 @@ def test_averages_that_are_far_off_are_found(factor: float, every: int) -> None:
     for found in run_ranks(_look, 0, factor, every):
         assert all(share > 1 for share in found.values()), found
         assert not any(map(math.isnan, found.values()))
+
+
+def _exact_model() -> tuple[DistributedDataParallel, Guard]:
+    """Returns a model with a bucket for each of three layers, and its guard."""
+    layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3)))
+    model, group = DistributedDataParallel(layers, bucket_cap_mb=0.0001), dist.group.WORLD
+    assert group is not None
+    return model, Guard(lambda: model, group)
+
+
+def _error_of_accumulated(spoilt: Collection[int], factor: float) -> float:
+    """Returns the guard's error with steps of two batches, in some of which averages are multiplied by a factor."""
+    model, guard = _exact_model()
+    for step in range(29):
+        guard.begin_step()
+        model.zero_grad()
+        for is_last in (False, True):
+            with nullcontext() if is_last else model.no_sync():
+                model(torch.randn(4, 8)).square().sum().backward()
+                for parameter in model.parameters() if step in spoilt and is_last else ():
+                    assert parameter.grad is not None
+                    parameter.grad *= factor
+                guard.end_backward()
+    return guard.error
+
+
+def _looks() -> tuple[list[float], int]:
+    """Returns errors of right averages, of others in the first window only, and of NaN; and the number of buckets."""
+    torch.manual_seed(dist.get_rank())
+    spoilt: list[tuple[Collection[int], float]] = [((), 1.0), (range(4), 2.0), (range(29), math.nan)]
+    errors = [_error_of_accumulated(*case) for case in spoilt]
+    model, guard = _exact_model()
+    for _ in range(2):
+        model(torch.randn(4, 8)).sum().backward()  # DDP lays out its buckets
+    chosen: set[int] = set()
+    for _ in range(3):
+        guard._choose_bucket()
+        chosen.update(map(id, guard._bucket))
+    return errors, len(chosen)
+
+
+def test_accumulated_batches_and_each_bucket_are_looked_at() -> None:
+    """If it fails, accumulation or a single outlier ends a good plan, or NaN and other buckets are overlooked."""
+    for (right, at_first, not_finite), num_chosen in run_ranks(_looks, world_size=3):
+        assert max(right, at_first) < 1e-6
+        assert not_finite == math.inf
+        assert num_chosen == 3
