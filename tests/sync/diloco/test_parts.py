@@ -180,6 +180,18 @@ def test_what_a_rank_has_not_sent_is_sent_once() -> None:
     assert moved == pytest.approx([0.0, 1.0, 1.0], abs=1e-5)
 
 
+def test_parameters_that_no_rank_has_trained_get_the_mean_without_momentum() -> None:
+    """If it fails, what hooks have changed of frozen parameters is dropped, or overshoots."""
+    model, outer = nn.Linear(2, 2), OuterSGD()
+    (fragment,) = split_model(model, 1, "blocks")
+    of = GlobalWeights.of(fragment, outer)
+    local, expected = LocalWeights.of(fragment), of.weights + 2.0
+    local.flat.add_(2.0)
+    local.trained = ()
+    arrived = Exchange(None, None).run(of, local, Report(1.0), 0, outer)
+    torch.testing.assert_close(arrived.weights, expected)
+
+
 def test_buffers_that_are_equal_on_all_ranks_stay_as_they_are() -> None:
     """If it fails, a mean of equal buffers is rounded, and statistics drift with each exchange."""
     buffers = [torch.rand(1000, generator=torch.Generator().manual_seed(0))]
