@@ -119,3 +119,15 @@ def test_shards_of_nodes_are_not_for_ddp() -> None:
     """If it fails, the first backward ends with an assertion."""
     with pytest.raises(OptionError, match=r"comm_hook.*ShardedHierarchical is for FSDP2 only"):
         CommOptDDP(comm_hook=ShardedHierarchical(inner=ShardedInt8()))  # type: ignore[arg-type]
+
+
+def test_the_padding_of_a_bucket_is_not_what_an_earlier_bucket_has_left() -> None:
+    """If it fails, large gradients of one bucket make the last block of the next one coarse."""
+    compressor, received = FromShards(shards=ShardedInt8()), []
+    for earlier in (0.0, 1e6):
+        channel = AloneChannel(2, rank=1)
+        for flat in (torch.full((64,), earlier), torch.arange(33.0)):
+            layout = Layout.of([flat], torch.float32)
+            finish(compressor.rounds(flat, layout, compressor.init(layout, flat.device), channel))
+        received.append(flat)
+    torch.testing.assert_close(*received, rtol=0, atol=0)
