@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from pathlib import Path
 from statistics import median
@@ -11,10 +12,11 @@ from statistics import median
 import pytest
 
 from lightning_commopt.compressors import compressor_from_config
+from lightning_commopt.compressors.base import PIECE_NUMEL
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.candidates import candidates
 from lightning_commopt.cost.compressor_cost import CompressorCost, Stage
-from lightning_commopt.cost.predict import LEAST_SHARE, predict
+from lightning_commopt.cost.predict import LEAST_SHARE, Errors, errors_of, jobs_of, predict
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.link.link import Link
 from lightning_commopt.measure.plain import from_plain
@@ -64,6 +66,26 @@ def test_one_bucket_waits_for_backward() -> None:
 def test_a_quarter_of_the_bytes() -> None:
     found = predict(CommPlan(bucket_cap_mb=100, comm_hook=INT8), WORK, LINK, COSTS)
     assert found.exposed_s == pytest.approx(0.4 * (1 + 4 / 128) / 4, rel=1e-3)
+
+
+def test_the_interval_has_the_errors_of_the_model_the_link_and_the_arithmetic() -> None:
+    """If it fails, a plan is recommended, or not tried, for an interval that is too narrow or has its ends swapped."""
+    plan, rough = CommPlan(bucket_cap_mb=100), dataclasses.replace(LINK, low_ratio=0.5, high_ratio=2.0)
+    found = predict(plan, WORK, rough, {})  # 0.4 s of 1.1 s are exposed
+    assert found.low_s == pytest.approx(1.1 - math.hypot(0.11, 0.2))
+    assert found.high_s == pytest.approx(1.1 + math.hypot(0.11, 0.4))
+    plan, exact = dataclasses.replace(plan, comm_hook=INT8), dataclasses.replace(LINK, low_ratio=1.0, high_ratio=1.0)
+    costs = {INT8: CompressorCost(compressor=INT8, stages=(Stage(0.3, 0.0, "all_gather", 0.5),))}
+    assert errors_of(plan, WORK, exact, costs, 2) == pytest.approx(Errors(0.0, 0.0, -0.1, 0.15))
+    found = predict(plan, WORK, exact, costs, fitted=(CommPlan(), Errors(0.0, 0.0, -0.2, 0.05)))
+    assert found.exposed_s == pytest.approx(0.3 + 0.4 * (1 + 4 / 128) / 4 / 4)
+    assert found.low_s == pytest.approx(found.step_s - math.hypot(0.1 * found.step_s, 0.1, 0.05))
+    assert found.high_s == pytest.approx(found.step_s + math.hypot(0.1 * found.step_s, 0.15, 0.2))
+
+
+def test_a_large_bucket_is_cut_into_pieces_of_so_many_elements() -> None:
+    bucket = [Gradient("p", (2, PIECE_NUMEL), 4, 0.1)]
+    assert len(jobs_of(CommPlan(comm_hook=INT8), [bucket], LINK, COSTS, 2, "cpu")) == 2
 
 
 def test_more_ranks_send_more_and_hop_more() -> None:
