@@ -69,6 +69,13 @@ def test_three_pairs_that_agree_by_chance_are_unknown():
     assert difference == "unknown"
 
 
+def test_two_samples_of_unequal_noise_are_no_difference_that_is_sure():
+    """If it fails, five repetitions that agree hide that the two runs of the baseline do not."""
+    comparison = compare([1.30, 1.31, 1.29, 1.30, 1.305], [1.05, 1.2], is_paired=False)
+    assert known(comparison.ratio.low) > 1
+    assert comparison.difference == "unknown"
+
+
 def test_equal_values_have_no_noise():
     assert compare([1.0, 1.0, 1.0], [1.0, 1.0, 1.0], is_paired=True).difference == "no difference"
     assert compare([1.1, 1.1, 1.1], [1.0, 1.0, 1.0], is_paired=False).difference == "faster"

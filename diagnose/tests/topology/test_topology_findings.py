@@ -172,6 +172,7 @@ def test_figures() -> None:
         assert expected.bytes_per_s == bytes_per_s
     assert expect_to_nic(Link("PIX"), Nic(label="NIC0", name="mlx5_0", bytes_per_s=25e9)).bytes_per_s == 23e9
     assert "no GPUDirect RDMA" in expect_to_nic(Link("SYS")).text
+    assert expect_to_nic(Link("PXB")) == expect_to_nic(Link("PIX")) != expect_to_nic(Link("PHB"))
 
 
 def test_figures_of_a_model() -> None:
