@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B  # linux/sockios.h
 _IFF_UP = 1  # linux/if.h
-_GLOBAL_SCOPE = "00"  # of an IPv6 address that hosts of other links can reach, in /proc/net/if_inet6
+_GLOBAL_SCOPE = "00"  # /proc/net/if_inet6 has this for an IPv6 address that hosts of other links can reach
 _UNUSABLE_FLAGS = 0x48  # linux/if_addr.h: an IPv6 address that is still tried, or that another host has, too
 _REQUEST_BYTES = 256  # no smaller than struct ifreq
 _ADDRESS = slice(20, 24)  # where struct ifreq with a sockaddr_in has the address
