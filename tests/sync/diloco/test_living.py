@@ -61,7 +61,12 @@ def test_a_rank_that_comes_late_finds_the_results_of_the_others(ranks: Ranks) ->
     first, second = ranks.gather(0, 1), ranks.gather(0, 1)
     assert ranks.gather(2) == first[:1]
     assert ranks.gather(2) == second[:1]
-    assert ranks.gather(2, 0, 1) == [{0: 0, 1: 10, 2: 20}] * 3
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(ranks.gather, 2)
+        # Without its pulse the others wait for it no longer, so it comes before them.
+        assert poll(lambda: ranks.store.check(["2/here/2"]), 60)
+        assert ranks.gather(0, 1) == [{0: 0, 1: 10, 2: 20}] * 2
+        assert late.result() == [{0: 0, 1: 10, 2: 20}]
     assert ranks.logs[0][-1] == "rank 2 is back in a test"
     assert ranks.logs[2] == ["the others did not wait in a test for rank 2, which takes their result"]
 
