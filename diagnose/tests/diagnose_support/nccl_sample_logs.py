@@ -245,3 +245,13 @@ def watchdog(
         f" collective operation timeout: WorkNCCL(SeqNum={sequence}, OpType={operation}, NumelIn={numel},"
         f" NumelOut={numel}, Timeout(ms)=600000) ran for {waited_ms} milliseconds before timing out.\n"
     )
+
+
+RCCL = """\
+[lib] load RCCL version: 2.27.7
+[2026-08-23 09:56:58] node [0] /rccl/src/init.cc:213 NCCL WARN Missing "iommu=pt" from kernel command line
+node [0] NCCL INFO RCCL version : 2.27.7-HEAD:29e1567
+node [0] NCCL INFO NET/Plugin: Could not find: libnccl-net.so.
+node [0] NCCL INFO NET/IB : No device found.
+node [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.7<0> [1]tailscale0:100.64.0.7<0>
+"""

@@ -14,7 +14,7 @@ import pytest
 
 from commopt_diagnose.nccl_log.findings import find_all
 from commopt_diagnose.nccl_log.warnings import explain
-from diagnose_support.nccl_sample_logs import HEALTHY, SampleJob, read, told, watchdog
+from diagnose_support.nccl_sample_logs import HEALTHY, RCCL, SampleJob, read, told, watchdog
 
 HEAD = "node-a:10:11 [0] NCCL INFO "
 BOOTSTRAP = told("Bootstrap : Using eth0:10.0.0.1<0>")
@@ -33,14 +33,6 @@ TRACEBACK = """\
 [rank3]: ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
 [rank3]: Last error:
 [rank3]: Duplicate GPU detected : rank 3 and rank 0 both on CUDA device f000
-"""
-RCCL = """\
-[lib] load RCCL version: 2.27.7
-[2026-08-23 09:56:58] node [0] /rccl/src/init.cc:213 NCCL WARN Missing "iommu=pt" from kernel command line
-node [0] NCCL INFO RCCL version : 2.27.7-HEAD:29e1567
-node [0] NCCL INFO NET/Plugin: Could not find: libnccl-net.so.
-node [0] NCCL INFO NET/IB : No device found.
-node [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.7<0> [1]tailscale0:100.64.0.7<0>
 """
 PLUGIN = """\
 h:7:7 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.7<0>

@@ -10,7 +10,7 @@ import pytest
 from commopt_diagnose.nccl_log.findings import find_all
 from commopt_diagnose.nccl_log.reader import read_log
 from commopt_diagnose.nccl_log.summary import to_plain, versions_of
-from diagnose_support.nccl_sample_logs import findings, read, told
+from diagnose_support.nccl_sample_logs import RCCL, findings, read, told
 from support.commopt import commopt
 
 
@@ -85,16 +85,6 @@ def test_what_is_only_possible_is_printed_as_such(tmp_path: Path) -> None:
     path.write_text(f"h:1:2 [0] misc/socket.cc:8 NCCL WARN {text}\n")
     assert "error (possible): " in commopt("nccl-log", path).stdout
     assert json.loads(commopt("nccl-log", "--json", path).stdout)["findings"][0]["confidence"] == "possible"
-
-
-RCCL = """\
-[lib] load RCCL version: 2.27.7
-[2026-08-23 09:56:58] node [0] /rccl/src/init.cc:213 NCCL WARN Missing "iommu=pt" from kernel command line
-node [0] NCCL INFO RCCL version : 2.27.7-HEAD:29e1567
-node [0] NCCL INFO NET/Plugin: Could not find: libnccl-net.so.
-node [0] NCCL INFO NET/IB : No device found.
-node [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.7<0> [1]tailscale0:100.64.0.7<0>
-"""
 
 
 def test_rccl_without_a_line_of_its_network() -> None:
