@@ -15,6 +15,7 @@ from lightning_commopt.compressors.all_reduce import AllReduce
 from lightning_commopt.measure.runs.losses import read_losses
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.report.build import build_report
+from support.collectives import takes_collectives
 from support.lightnings import Callback, LightningModule, ModelParallelStrategy
 from support.ranks import run_ranks_or_raise
 from support.strategy_models import trainer
@@ -125,6 +126,7 @@ def two_ranks_sharded(folder):
         fit(folder, strategy=strategy, model=Sharded(), recorder=recorder, **settings)
 
 
+@takes_collectives
 def test_a_plan_of_fsdp2_is_reported_beside_lightnings(tmp_path):
     """If it fails, reports call FSDP2 DDP, and paste lines that make two ranks share one model."""
     run_ranks(two_ranks_sharded, tmp_path)

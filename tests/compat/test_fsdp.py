@@ -29,14 +29,10 @@ from lightning_commopt.measure.recorder import StepRecorder, parts_of_one
 from lightning_commopt.sync.fsdp2.gradients import ShardedSync
 from lightning_commopt.sync.fsdp2.model_sync import ShardedModelSync
 from lightning_commopt.sync.fsdp2.parameters import GatheredParameters
-from support.collectives import needs_hooks
+from support.collectives import needs_hooks, takes_collectives
 from support.lightnings import Callback
 from support.ranks import run_ranks
 from support.strategy_models import Tiny, loader, trainer
-
-needs_comm_objects = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_custom_all_gather"), reason="FSDP2 takes other collectives from torch 2.9 on"
-)
 
 _NUM_BACKWARDS = 3
 
@@ -117,7 +113,7 @@ def _train_observed(asynchronous: bool) -> dict[str, Any]:
     }
 
 
-@needs_comm_objects  # with older torch FSDP2 does not run on CPU
+@takes_collectives  # with older torch FSDP2 does not run on CPU
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("by_functions", [False, True])
 def test_what_fsdp2_issues(asynchronous: bool, by_functions: bool) -> None:
@@ -165,7 +161,7 @@ def _somebodys(comm: Any) -> tuple[int, int]:
     return len(seen.issued), _Own.num_calls
 
 
-@needs_comm_objects
+@takes_collectives
 @pytest.mark.parametrize("comm", [_Own(), _Fixed()])
 def test_comm_objects_of_somebodys_own(comm: Any) -> None:
     """If it fails, one that all units share is observed twice, or one that cannot be observed ends training."""
@@ -305,7 +301,7 @@ def _compressed(hook: str, compresses_parameters: bool) -> tuple[list[tuple[str,
     return seen.issued, seen.num_ended, *sent
 
 
-@needs_comm_objects
+@takes_collectives
 @pytest.mark.parametrize(("hook", "compresses_parameters"), [("bf16", False), ("int8", True), ("int4", False)])
 def test_what_compressed_units_send(hook: str, compresses_parameters: bool) -> None:
     """If it fails, a compressed collective is missing, counted as more than one, or has bytes that were not sent."""
@@ -343,7 +339,7 @@ def _changing() -> tuple[list[Counter[str]], list[str]]:
     return found, _classes(model)
 
 
-@needs_comm_objects
+@takes_collectives
 def test_units_are_observed_after_a_change_of_plan() -> None:
     """If it fails, CommTimeMonitor loses sight of gradients when a plan changes, or counts them twice."""
     expected = {"all_gather": 3 * _NUM_BACKWARDS, "reduce_scatter": 2 * _NUM_BACKWARDS}
@@ -372,7 +368,7 @@ def _fit(folder: Path, options: dict[str, Any], changes: bool) -> None:
         run.fit(_Sharded(), loader(8 * 4))
 
 
-@needs_comm_objects
+@takes_collectives
 @pytest.mark.parametrize(
     ("options", "changes", "source"),
     [

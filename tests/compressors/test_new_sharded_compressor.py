@@ -70,6 +70,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
     sys.modules.pop("new_sharded_float8")
 
 
+@takes_collectives
 def test_both_strategies_know_its_name(module: ModuleType) -> None:
     """If it fails, a user's compressor works with one strategy only, or something keeps a list of compressors."""
     compressor = module.Float8(scale=2.0)

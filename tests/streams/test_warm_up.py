@@ -11,7 +11,7 @@ import torch.distributed as dist
 from stream_timeline import buckets_of, gpt_1_3b, vit_l_32
 from test_side_streams import CASES, steps
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 
 from lightning_commopt.compressors import (
     AlternatingPowerSGD,
@@ -31,16 +31,13 @@ from lightning_commopt.sync.fsdp2 import parameters as sharded_gather
 from lightning_commopt.sync.fsdp2.gradients import ShardedSync
 from lightning_commopt.sync.fsdp2.parameters import GatheredParameters, gather, round_samples
 from lightning_commopt.sync.fsdp2.unit import _reduce_scatter
+from support.collectives import takes_collectives
 from support.cross_section import sampled
 from support.ddp_steps import Training
 from support.every_compressor import BF16, COMPRESSORS
 from support.fake_cuda import DEVICE, cuda_on, needs_fake_copies
 from support.machine import Machine
 from support.ranks import run_ranks
-
-needs_comm_objects = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_custom_all_gather"), reason="FSDP2 takes other collectives from torch 2.9 on"
-)
 
 
 def triton_launches(machine: Machine) -> set[str]:
@@ -188,7 +185,7 @@ def _attach(option: str) -> tuple[bool, list[str]]:
         return dispatch.has_triton(), printed
 
 
-@needs_comm_objects
+@takes_collectives
 @pytest.mark.parametrize("option", _PREPARED)
 def test_fsdp2_compiles_when_it_is_attached(option: str) -> None:
     """If it fails, the first steps compile, or ranks of FSDP2 go on with Triton where one of them cannot."""

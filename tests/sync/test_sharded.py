@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from lightning_commopt.commands.selftest.sharded_laws import example_shards
@@ -30,13 +30,11 @@ from lightning_commopt.testing.sharded_laws import (
     run_step,
 )
 from lightning_commopt.testing.steps import flatten, of_all_ranks, run_steps
-from support.collectives import needs_hooks
+from support.collectives import needs_hooks, takes_collectives
 from support.cross_section import sampled
 from support.warm_ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
-)
+pytestmark = takes_collectives
 
 SETUPS: dict[str, tuple[int, ShardedSetup, slice]] = {
     "2 ranks": (2, ShardedSetup(), slice(3, None, 5)),

@@ -7,16 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.fsdp2.parameters import GatheredParameters
+from support.collectives import takes_collectives
 from support.warm_ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_custom_all_gather"), reason="FSDP2 takes other collectives from torch 2.9 on"
-)
+pytestmark = takes_collectives
 
 
 class _Seen(nn.Module):

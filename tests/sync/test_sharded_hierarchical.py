@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_commopt.compat.collectives import CollectiveHooks
 from lightning_commopt.compressors.configs import compressor_to_config, sharded_from_config
@@ -21,12 +20,10 @@ from lightning_commopt.testing.sharded_laws import (
     run_step,
 )
 from lightning_commopt.testing.steps import flatten, of_all_ranks
-from support.collectives import needs_hooks
+from support.collectives import needs_hooks, takes_collectives
 from support.warm_ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
-)
+pytestmark = takes_collectives
 FEEDBACK = ShardedInt8(error_feedback=True, block_size=64)
 
 

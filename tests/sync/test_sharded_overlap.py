@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_commopt import CommOptModelParallel, shard
 from lightning_commopt.compat.fsdp import units_of
@@ -20,12 +20,11 @@ from lightning_commopt.sync.fsdp2.gradients import Overlap, ShardedSync
 from lightning_commopt.sync.fsdp2.unit import _reduce_scatter
 from lightning_commopt.testing.sharded_laws import ShardedSetup, averages_of
 from lightning_commopt.testing.steps import flatten
+from support.collectives import takes_collectives
 from support.strategy_models import Tiny, loader, trainer
 from support.warm_ranks import run_ranks
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
-)
+pytestmark = takes_collectives
 
 
 def _steps(overlaps: bool, fsdp: dict[str, Any], num_replicas: int) -> tuple[list[Tensor], int, int]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compressors import PowerSGD
@@ -28,12 +28,10 @@ from lightning_commopt.sync.ddp.attach import attach_bucket_hook
 from lightning_commopt.sync.fsdp2.gradients import ShardedSync
 from lightning_commopt.sync.fsdp2.parameters import GatheredParameters
 from support.c_kernels import must_run_in_c
+from support.collectives import takes_collectives
 from support.cross_section import sampled
 from support.ranks import run_ranks
 
-needs_comm_objects = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_custom_all_gather"), reason="FSDP2 takes other collectives from torch 2.9 on"
-)
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="there is no C compiler")
 
 
@@ -82,7 +80,7 @@ def _attach_then_backward(folder: Path, attached: str) -> tuple[list[str], str]:
 @needs_compiler
 @pytest.mark.parametrize(
     "attached",
-    ["ddp", *(pytest.param(x, marks=[needs_comm_objects, pytest.mark.exhaustive]) for x in list(_ATTACHED)[1:])],
+    ["ddp", *(pytest.param(x, marks=[takes_collectives, pytest.mark.exhaustive]) for x in list(_ATTACHED)[1:])],
 )
 def test_ranks_compile_once_and_before_a_step(attached: str, tmp_path: Path) -> None:
     """If it fails, the first forward or backward waits for a compiler, or all ranks of a machine compile."""

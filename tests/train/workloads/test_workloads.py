@@ -11,6 +11,7 @@ from lightning_commopt.train.workloads.digits import Digits, DigitsCNN
 from lightning_commopt.train.workloads.gpt import GPT, StdlibSources
 from lightning_commopt.train.workloads.mlp import MLP, SIZES, Blobs
 from lightning_commopt.train.workloads.vision import RandomImages, VisionModel
+from support.collectives import takes_collectives
 from support.known import known
 from support.refusals import one_by_one, refusals
 from support.warm_ranks import run_ranks
@@ -100,6 +101,7 @@ def fit_gpt_on_two_ranks(sharded, activation_checkpointing):
     return loss, sum(p.numel() for p in local) / sum(p.numel() for p in model.blocks.parameters())
 
 
+@takes_collectives
 def test_gpt_shards_itself_under_fsdp_and_trains_as_with_ddp():
     (loss_of_ddp, whole), _ = run_ranks(fit_gpt_on_two_ranks, False, False)
     sharded = run_ranks(fit_gpt_on_two_ranks, True, True)
