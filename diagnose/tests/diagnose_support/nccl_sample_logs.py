@@ -255,3 +255,16 @@ node [0] NCCL INFO NET/Plugin: Could not find: libnccl-net.so.
 node [0] NCCL INFO NET/IB : No device found.
 node [0] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.7<0> [1]tailscale0:100.64.0.7<0>
 """
+PLUGIN = """\
+h:7:7 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.7<0>
+h:7:7 [0] NCCL INFO NET/Plugin: Plugin load returned 0 : libc.so.6: version `GLIBC_2.34' not found (libnccl-net.so)
+h:7:9 [0] NCCL INFO Using network Socket
+Channel 00/0 : 1[0] -> 0[0] [receive] via NET/Socket/0
+Channel 01/0 : 1[0] -> 0[0] [receive] via NET/Socket/0
+"""
+TRACEBACK = """\
+[rank3]: torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:275, invalid usage, NCCL version 2.19.3
+[rank3]: ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
+[rank3]: Last error:
+[rank3]: Duplicate GPU detected : rank 3 and rank 0 both on CUDA device f000
+"""

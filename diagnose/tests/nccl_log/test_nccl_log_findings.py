@@ -14,7 +14,7 @@ import pytest
 
 from commopt_diagnose.nccl_log.findings import find_all
 from commopt_diagnose.nccl_log.warnings import explain
-from diagnose_support.nccl_sample_logs import HEALTHY, RCCL, SampleJob, read, told, watchdog
+from diagnose_support.nccl_sample_logs import HEALTHY, PLUGIN, RCCL, TRACEBACK, SampleJob, read, told, watchdog
 
 HEAD = "node-a:10:11 [0] NCCL INFO "
 BOOTSTRAP = told("Bootstrap : Using eth0:10.0.0.1<0>")
@@ -27,19 +27,6 @@ h1:7:9 [1] NCCL INFO NET/Socket : Using [0]eth0:10.0.0.3<0>
 h1:7:9 [1] NCCL INFO Using network Socket
 h1:7:9 [1] NCCL INFO ncclCommInitRank comm 0xb9 rank 1 nranks 16 cudaDev 1 nvmlDev 1 busId 7e0 commId 0x89 - Init START
 h1:7:9 [1] NCCL INFO Setting affinity for GPU 1 to ffff
-"""
-TRACEBACK = """\
-[rank3]: torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:275, invalid usage, NCCL version 2.19.3
-[rank3]: ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
-[rank3]: Last error:
-[rank3]: Duplicate GPU detected : rank 3 and rank 0 both on CUDA device f000
-"""
-PLUGIN = """\
-h:7:7 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.7<0>
-h:7:7 [0] NCCL INFO NET/Plugin: Plugin load returned 0 : libc.so.6: version `GLIBC_2.34' not found (libnccl-net.so)
-h:7:9 [0] NCCL INFO Using network Socket
-Channel 00/0 : 1[0] -> 0[0] [receive] via NET/Socket/0
-Channel 01/0 : 1[0] -> 0[0] [receive] via NET/Socket/0
 """
 NVLS = """\
 torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:93, unhandled cuda error

@@ -13,7 +13,7 @@ import pytest
 from commopt_diagnose.nccl_log.findings import find_all
 from commopt_diagnose.nccl_log.reader import read_log
 from commopt_diagnose.nccl_log.summary import versions_of
-from diagnose_support.nccl_sample_logs import HEALTHY, SampleJob, findings, read, told, watchdog
+from diagnose_support.nccl_sample_logs import HEALTHY, TRACEBACK, SampleJob, findings, read, told, watchdog
 from support.commopt import commopt, refusal
 
 
@@ -82,14 +82,6 @@ def test_nvlink_in_one_direction() -> None:
     found = findings(text)["one_way_nvlink"]
     assert found.what.endswith("in one direction only: 1B000 > 1C000, 1C000 > 1A000 (bus ids)")
     assert "one_way_nvlink" not in findings(text.partition(told("GPU/1C000 (0)"))[0])  # cut: its links are not known
-
-
-TRACEBACK = """\
-[rank3]: torch.distributed.DistBackendError: NCCL error in: NCCLUtils.hpp:275, invalid usage, NCCL version 2.19.3
-[rank3]: ncclInvalidUsage: This usually reflects invalid usage of NCCL library.
-[rank3]: Last error:
-[rank3]: Duplicate GPU detected : rank 3 and rank 0 both on CUDA device f000
-"""
 
 
 def test_the_last_error_of_a_traceback_is_a_warning_like_others() -> None:

@@ -10,7 +10,7 @@ import pytest
 from commopt_diagnose.nccl_log.findings import find_all
 from commopt_diagnose.nccl_log.reader import read_log
 from commopt_diagnose.nccl_log.summary import to_plain, versions_of
-from diagnose_support.nccl_sample_logs import RCCL, findings, read, told
+from diagnose_support.nccl_sample_logs import PLUGIN, RCCL, findings, read, told
 from support.commopt import commopt
 
 
@@ -96,15 +96,6 @@ def test_rccl_without_a_line_of_its_network() -> None:
     assert "no device and no network plugin" in found["socket_network"].why
     balancing = "h:1:1 [0] init.cc:142 NCCL WARN NUMA auto balancing enabled which can lead to variability\n"
     assert findings(balancing)["numa_balancing"].severity == "warning"
-
-
-PLUGIN = """\
-h:7:7 [0] NCCL INFO Bootstrap : Using eth0:10.0.0.7<0>
-h:7:7 [0] NCCL INFO NET/Plugin: Plugin load returned 0 : libc.so.6: version `GLIBC_2.34' not found (libnccl-net.so)
-h:7:9 [0] NCCL INFO Using network Socket
-Channel 00/0 : 1[0] -> 0[0] [receive] via NET/Socket/0
-Channel 01/0 : 1[0] -> 0[0] [receive] via NET/Socket/0
-"""
 
 
 def test_a_plugin_that_cannot_be_loaded_is_why_tcp_is_used() -> None:

@@ -55,7 +55,7 @@ class ShardedSync:
     def __init__(self, compressor: ShardedCompressor) -> None:
         self.compressor = compressor
         self.units: list[UnitReduceScatter] = []
-        # The comm object that each unit had before `attach`, and whether it was told to send sums.
+        # The comm object that each unit had before `attach`, and whether its reductions were forced to be sums.
         self._replaced: dict[FSDPModule, tuple[Any, bool]] = {}
         self._channels = Channels()
         self._model_ref: weakref.ref[Module] | None = None  # the model of the last `attach`
