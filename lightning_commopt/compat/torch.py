@@ -100,6 +100,11 @@ def call_after_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def is_in_backward() -> bool:
+    """Returns whether a backward is running on this thread, or its callbacks."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def sparse_values(tensor: Tensor) -> Tensor:
     """Returns the values of a tensor that are sent; the public ``values()`` of a sparse tensor needs a sort first."""
     return tensor._values() if tensor.is_sparse else tensor

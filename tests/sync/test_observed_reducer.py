@@ -44,7 +44,9 @@ Layout = Mapping[int, BucketInfo]
 Bucket = tuple[int, int, int, int]
 
 
-def train(options: dict[str, Any], *, by_hook: bool) -> tuple[list[tuple[Layout, list[Bucket]]], dict[str, Tensor]]:
+def train(
+    options: dict[str, Any], *, by_hook: bool, accumulates: bool = False
+) -> tuple[list[tuple[Layout, list[Bucket]]], dict[str, Tensor]]:
     """Returns the layout and the buckets of every step, and the gradients of the last one."""
     torch.manual_seed(dist.get_rank())
     recorder, observers = StepRecorder(HostClock()), Observers()
@@ -57,6 +59,11 @@ def train(options: dict[str, Any], *, by_hook: bool) -> tuple[list[tuple[Layout,
     ):
         observe_all_reduce(model, observers)
     for step in range(NUM_STEPS):
+        if accumulates:
+            with model.no_sync():
+                loss = model(torch.randn(4, 6)).square().mean()
+                before_backward(model)
+                loss.backward()
         recorder.enter("forward")
         loss = model(torch.randn(4, 6)).square().mean()
         recorder.enter("backward")
@@ -71,8 +78,8 @@ def train(options: dict[str, Any], *, by_hook: bool) -> tuple[list[tuple[Layout,
     return steps, {name: parameter.grad for name, parameter in model.module.named_parameters()}
 
 
-def train_both(options: dict[str, Any]) -> list[Any]:
-    return [train(options, by_hook=by_hook) for by_hook in (False, True)]
+def train_both(options: dict[str, Any], accumulates: bool = False) -> list[Any]:
+    return [train(options, by_hook=by_hook, accumulates=accumulates) for by_hook in (False, True)]
 
 
 @needs_hooks
@@ -84,6 +91,14 @@ def test_it_sees_what_a_hook_is_given(options: dict[str, Any]) -> None:
         assert seen == given
         assert len(seen[-1][1]) >= 2
         assert all(torch.equal(gradients[name], gradient) for name, gradient in expected.items())
+
+
+@needs_hooks
+def test_an_all_reduce_after_a_backward_without_sync_is_no_bucket() -> None:
+    """Such as of gradients that a training step averages itself, or of metrics while gradients are accumulated."""
+    for (seen, _), (given, _) in run_ranks(train_both, {}, True):
+        assert seen == given
+        assert [len(buckets) for _, buckets in seen[1:]] == [2] * (NUM_STEPS - 1)
 
 
 def fit_embedded() -> tuple[Params, Params, int]:

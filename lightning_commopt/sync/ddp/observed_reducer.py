@@ -14,6 +14,7 @@ from lightning_commopt.compat.torch import (
     call_after_backward,
     first_bucket_parameters,
     has_bucket_limits,
+    is_in_backward,
     refresh_bucket_parameters,
     uses_python_reducer,
 )
@@ -37,8 +38,9 @@ class ObservedReducer:
     """Notifies observers when DDP's all-reduces are issued and end, and changes nothing that DDP does.
 
     DDP all-reduces its buckets in order. An all-reduce within a backward that has the size of the next bucket is taken
-    to be that bucket's. Backward waits for all of them, so an all-reduce whose end was not seen has ended with it: the
-    thread that reports the end may get the GIL only after the thread that waited.
+    to be that bucket's; those of a static graph's first backward may come after it. Backward waits for all of them, so
+    an all-reduce whose end was not seen has ended with it: the thread that reports the end may get the GIL only after
+    the thread that waited.
 
     `before_backward` must be called before every backward.
 
@@ -54,6 +56,7 @@ class ObservedReducer:
         self._names, self._sizes = list(synced), [parameter.nbytes for parameter in synced.values()]
         self._buckets = self._infos(first_bucket_parameters(model, list(synced.values())))
         self._is_settled = False
+        self._may_be_late = model.static_graph
         self._next: int | None = None
         self._open: list[_IssuedBucket] = []
         remove = listen(model.process_group, self._issue, sees_end=True)
@@ -68,10 +71,11 @@ class ObservedReducer:
             if rebuilt:
                 self._buckets = self._infos(rebuilt)
             self._is_settled = bool(rebuilt) or (model.find_unused_parameters and not model.static_graph)
+            self._may_be_late = model.static_graph and not rebuilt
         self._next = 0 if self._observers else None
 
     def _issue(self, operation: str, num_bytes: int) -> _IssuedBucket | None:
-        if self._next is None or operation != "all_reduce":
+        if self._next is None or operation != "all_reduce" or not (is_in_backward() or self._may_be_late):
             return None
         bucket = self._buckets[self._next]
         if bucket.gradient_bytes != num_bytes:
