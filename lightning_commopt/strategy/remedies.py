@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_commopt.compat.lightning import MisconfigurationException, is_interactive, optimizer_is_toggled
 from lightning_commopt.compressors import Cast, Compressor
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.base import is_baseline
-from lightning_commopt.sync.strategies import RunningStrategy
+from lightning_commopt.sync.strategies import LightningStrategy, RunningStrategy
 from lightning_commopt.text.validation import info, warn, warn_once
 
 if TYPE_CHECKING:
     from lightning.fabric.strategies.launchers.launcher import _Launcher
     from lightning.pytorch import LightningModule
-    from torch.nn.parallel import DistributedDataParallel
 
     from lightning_commopt.sync.ddp.attach import Trainable
 
@@ -76,12 +76,20 @@ def explain_one_rank(unused_hook: str | None) -> None:
     )
 
 
-def warn_of_unregistered_hook(hook: str, strategy: object) -> None:
-    """Warns once about the option ``hook`` of a strategy of several ranks whose wrapper has no hook of ours."""
-    warn_once(
-        f"{hook} has no effect: {type(strategy).__name__} wraps the model by itself. Call self._register_ddp_hooks() at"
-        " the end of its configure_ddp, or override _setup_model, which only wraps."
-    )
+def warn_of_unregistered_hook(hook: str, strategy: LightningStrategy) -> None:
+    """Warns once about the option ``hook`` of a strategy of several ranks that has not registered our hook."""
+    name = type(strategy).__name__
+    if isinstance(strategy.model, DistributedDataParallel):
+        why = (
+            f"{name} wraps the model by itself. Call self._register_ddp_hooks() at the end of its configure_ddp, or"
+            " override _setup_model, which only wraps."
+        )
+    else:
+        why = (
+            f"the configure_ddp of {name} does not wrap the LightningModule, and its wrapper is what would have the"
+            " hook. Leave configure_ddp out, with find_unused_parameters=True if parts are trained in turn."
+        )
+    warn_once(f"{hook} has no effect: {why}")
 
 
 def warn_of_local_decisions(optimizers: Iterable[object]) -> None:

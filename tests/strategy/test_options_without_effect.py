@@ -146,13 +146,27 @@ class _WrapsItself(adapter_for(PACKAGE)):  # type: ignore[misc]  # it must be of
         self.model = nn.parallel.DistributedDataParallel(self.lightning_module)
 
 
-def _warnings_of_own_wrapper() -> list[str]:
-    return _warnings_of(partial(_WrapsItself, comm_hook="int8"), Tiny())
+class _WrapsParts(adapter_for(PACKAGE)):  # type: ignore[misc]
+    """Somebody's own strategy for a GAN, which wraps the networks one by one."""
+
+    def configure_ddp(self) -> None:
+        self.model.layers = nn.parallel.DistributedDataParallel(self.model.layers)
 
 
-def test_a_strategy_that_registers_no_hook() -> None:
+def _warnings_of_own_wrapper(strategy: Callable[..., Any]) -> list[str]:
+    return _warnings_of(partial(strategy, comm_hook="int8"), Tiny())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "why"),
+    [
+        (_WrapsItself, "_WrapsItself wraps the model by itself. Call self._register_ddp_hooks()"),
+        (_WrapsParts, "the configure_ddp of _WrapsParts does not wrap the LightningModule"),
+    ],
+)
+def test_a_strategy_that_registers_no_hook(strategy: Callable[..., Any], why: str) -> None:
     """If it fails, a subclass that wraps the model by itself trains uncompressed without a word."""
-    first, second = run_ranks(_warnings_of_own_wrapper)
+    first, second = run_ranks(_warnings_of_own_wrapper, strategy)
     assert len(first) == 1
-    assert "comm_hook has no effect: _WrapsItself wraps the model by itself" in first[0]
+    assert f"comm_hook has no effect: {why}" in first[0]
     assert not second
