@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_commopt.compat.fsdp import units_of
-from lightning_commopt.compat.lightning import Callback, skips_backward
+from lightning_commopt.compat.lightning import Callback, MisconfigurationException, skips_backward
+from lightning_commopt.compat.torch import add_step_hook
 from lightning_commopt.plan import DiLoCoPlan, OptionError
 from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.sync.diloco.outer import OuterSGD, warn_if_short
@@ -92,7 +93,12 @@ class OuterMomentum(Callback):
             if self._resumed is not None:
                 self._resume(self._resumed)
                 self._resumed = None
-            self._handle = trainer.optimizers[0].register_step_post_hook(self._count)
+            self._handle = add_step_hook(trainer.optimizers[0], self._count)
+            if self._handle is None:
+                name = type(trainer.optimizers[0]).__name__
+                raise MisconfigurationException(
+                    f"OuterMomentum cannot count the steps of {name}, which has no hooks of torch.optim.Optimizer."
+                )
 
     def _resume(self, saved: dict[str, Any]) -> None:
         self._num_steps = saved["num_steps"]

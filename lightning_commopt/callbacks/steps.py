@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn.parameter import is_lazy
 
+from lightning_commopt.compat.torch import add_step_hook
+
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
@@ -29,11 +31,8 @@ class StepWatch:
         self._is_in_batches = False
         groups = [group for one in trainer.optimizers for group in one.param_groups]
         self._has_optimizers = any(is_lazy(x) or x.numel() for group in groups for x in group["params"])
-        self._handles = tuple(
-            optimizer.register_step_post_hook(self._note_step)
-            for optimizer in trainer.optimizers
-            if hasattr(optimizer, "register_step_post_hook")
-        )
+        handles = [add_step_hook(optimizer, self._note_step) for optimizer in trainer.optimizers]
+        self._handles = tuple(handle for handle in handles if handle is not None)
 
     def begin_batch(self) -> None:
         """A batch begins."""

@@ -13,6 +13,7 @@ from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 # The store passes messages even if some ranks are missing, which a collective cannot do.
 default_store = distributed_c10d._get_default_store
@@ -98,6 +99,19 @@ def flush_static_graph(model: DistributedDataParallel) -> None:
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Calls a function when the backward that is running ends without an exception."""
     Variable._execution_engine.queue_callback(callback)
+
+
+def add_step_hook(optimizer: object, hook: Callable[..., None]) -> RemovableHandle | None:
+    """Calls a function after every step of an optimizer, until the handle is removed.
+
+    Returns None for an optimizer without hooks: a class that is not torch's, or that does not call torch's constructor,
+    as those that step several optimizers at once.
+    """
+    try:
+        handle: RemovableHandle = optimizer.register_step_post_hook(hook)  # type: ignore[attr-defined]
+    except AttributeError:
+        return None
+    return handle
 
 
 def is_in_backward() -> bool:

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lightning_commopt.compat.lightning import batches_that_stepped, num_steps_of
+from lightning_commopt.compat.torch import add_step_hook
 from lightning_commopt.compressors.configs import without_imports
 from lightning_commopt.compressors.kernels import c_library
 from lightning_commopt.plan import CommPlan, OptionError, Plan
@@ -166,8 +167,8 @@ class _StepCounter:
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self.num_steps = 0
-        hookable = [x for x in optimizers if hasattr(x, "register_step_post_hook")]
-        self._handles = [optimizer.register_step_post_hook(self._count) for optimizer in hookable]
+        handles = [add_step_hook(optimizer, self._count) for optimizer in optimizers]
+        self._handles = [handle for handle in handles if handle is not None]
 
     def _count(self, *_: Any) -> None:
         self.num_steps += 1

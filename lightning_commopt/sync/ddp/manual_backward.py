@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lightning_commopt.compat.torch import add_step_hook
 from lightning_commopt.sync.ddp.buckets import synced_parameters
 from lightning_commopt.text.validation import warn_once
 
@@ -37,8 +38,8 @@ class ManualBackwardCheck:
         self._synced = {*synced_parameters(model).values()}
         self._handles = [model.register_forward_hook(self._end_forward)]
         for optimizer in optimizers:
-            if hasattr(optimizer, "register_step_post_hook"):
-                self._handles.append(optimizer.register_step_post_hook(self._end_step))
+            if (handle := add_step_hook(optimizer, self._end_step)) is not None:
+                self._handles.append(handle)
 
     def close(self) -> None:
         """Ends the check. Must be called before every backward that Lightning runs, and at the end of the fit."""
