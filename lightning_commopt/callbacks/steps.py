@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.nn.parameter import is_lazy
-
-from lightning_commopt.compat.torch import add_step_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 class StepWatch:
     """Watches the optimizers of a fit, from the start of training until `close`.
 
-    The Trainer counts no step that a program takes with ``optimizers(use_pl_optimizer=False)``. Where it has no
-    optimizer with parameters, the program has its own, and each batch counts as a step.
+    The Trainer counts no step that a program takes with ``optimizers(use_pl_optimizer=False)``, nor of an optimizer
+    within another one, as sharpness-aware minimization takes them. Where it has no optimizer with parameters, the
+    program has its own, and each batch counts as a step.
 
     Args:
         trainer: at the start of training.
@@ -29,10 +30,11 @@ class StepWatch:
         self._global_step = trainer.global_step
         self._has_stepped = False
         self._is_in_batches = False
-        groups = [group for one in trainer.optimizers for group in one.param_groups]
-        self._has_optimizers = any(is_lazy(x) or x.numel() for group in groups for x in group["params"])
-        handles = [add_step_hook(optimizer, self._note_step) for optimizer in trainer.optimizers]
-        self._handles = tuple(handle for handle in handles if handle is not None)
+        self._optimizers = tuple(trainer.optimizers)
+        parameters = [x for one in self._optimizers for group in one.param_groups for x in group["params"]]
+        self._has_optimizers = any(is_lazy(x) or x.numel() for x in parameters)
+        self._trained = {id(x) for x in parameters}
+        self._handle = register_optimizer_step_post_hook(self._note_step)
 
     def begin_batch(self) -> None:
         """A batch begins."""
@@ -49,13 +51,15 @@ class StepWatch:
         self._is_in_batches = False
 
     def close(self) -> None:
-        """Removes the hooks from the optimizers."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = ()
+        """Ends the watch."""
+        self._handle.remove()
 
-    def _note_step(self, *args: Any) -> None:
-        if self._is_in_batches:
+    def _note_step(self, optimizer: Optimizer, *args: Any) -> None:
+        if not self._is_in_batches:
+            return
+        if any(optimizer is one for one in self._optimizers):
             self._has_stepped = True
             if self._on_step is not None:
                 self._on_step()
+        elif any(id(x) in self._trained for group in optimizer.param_groups for x in group["params"]):
+            self._has_stepped = True

@@ -1,4 +1,4 @@
-"""Steps of an optimizer without torch's hooks, which the Trainer alone counts."""
+"""Steps of optimizers that wrap others."""
 
 import warnings
 from typing import Any
@@ -61,11 +61,45 @@ class TrainedManually(TrainedBySeveral):
         optimizer.step()
 
 
-@pytest.mark.parametrize("net", [TrainedBySeveral, TrainedManually])
+class SharpnessAware(torch.optim.Optimizer):
+    """Moves uphill, and steps an optimizer within it from there, as implementations of SAM do."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, base.defaults)
+        self.base = base
+        self.param_groups = base.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for group in self.param_groups:
+            for x in group["params"]:
+                x += 0.01 * x.grad
+
+    def second_step(self) -> None:
+        self.base.step()
+        self.zero_grad()
+
+
+class TrainedSharply(Net):
+    automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.first_step()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.second_step()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return SharpnessAware(super().configure_optimizers())
+
+
+@pytest.mark.parametrize("net", [TrainedBySeveral, TrainedManually, TrainedSharply])
 def test_its_steps_are_measured(net: type[Net]) -> None:
-    """If it fails, a callback that only measures ends the fit of such a project."""
+    """If it fails, a callback that only measures ends the fit of such a project, or sees no step in it."""
     comm_time, speed = CommTimeMonitor(num_warmup_steps=0, save_records=False), SpeedMonitor(num_warmup_steps=1)
-    fit(comm_time, devices=1, net=net(), callbacks=[speed])
+    fit(comm_time, devices=1, net=net(), callbacks=[speed], max_epochs=1, limit_train_batches=NUM_STEPS)
     assert comm_time.summary["step_s"] > 0
     assert speed.num_steps == NUM_STEPS - 1
 
