@@ -191,8 +191,9 @@ def _for_sharded(comm_hook: str, operations: Sequence[Operation]) -> list[str]:
     """Recommends what to do where gradient sync as such cannot be observed, or does not happen."""
     if comm_hook == "none" and not any(operation.num_bytes >= _SMALL_BYTES for operation in operations):
         return [
-            "self.manual_backward(loss) instead of loss.backward(), if this is manual optimization: DDP does not"
-            " synchronize the gradients of loss.backward(), so each rank trains different weights."
+            "self.manual_backward(loss) instead of loss.backward(), and outside of no_sync(), if this is manual"
+            " optimization: DDP synchronizes no other gradients, so each rank trains different weights, unless your"
+            " code averages them."
         ]
     scattered = [
         operation for operation in operations if operation.operation == "reduce_scatter" and not operation.source
