@@ -53,15 +53,16 @@ class _Other(_Steady):
 
 
 class _Complex(_Steady):
-    """Has a complex and an empty parameter."""
+    """Has an empty parameter, and a complex one after an odd number of real elements."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
         self.phase = nn.Parameter(torch.ones(6, dtype=torch.complex64))
         self.empty = nn.Parameter(torch.zeros(0, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward((x * self.phase).abs())
+        return super().forward((x * self.phase).abs() * self.scale)
 
 
 class _Replacing(Callback):

@@ -51,8 +51,9 @@ def _pairs(of: GlobalWeights) -> list[tuple[Tensor, Tensor]]:
     """Returns all tensors of a fragment that have elements, each with its global value."""
     parameters = [*of.fragment.parameters.values()]
     values = [
-        # A copy, as ``torch.save`` refuses memory that has real and complex numbers in it.
-        torch.view_as_complex(value).clone() if x.is_complex() else value
+        # A copy, as ``torch.save`` refuses memory that has real and complex numbers in it, and as the pairs begin
+        # anywhere in the flat tensor, but complex numbers only at even places.
+        torch.view_as_complex(value.clone()) if x.is_complex() else value
         for x, value in zip(parameters, of.fragment.views(of.weights), strict=True)
     ]
     tensors = [*parameters, *of.fragment.floats.values(), *of.fragment.integers.values()]
