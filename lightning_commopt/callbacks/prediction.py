@@ -128,7 +128,8 @@ class PredictionRecorder:
             )
         except ValueError:  # too few steps, or no buckets
             return []
-        return publish(forecasts(basis), basis, files, began)
+        by_hand = not self._module.automatic_optimization
+        return publish(forecasts(basis, accumulates_by_hand=by_hand), basis, files, began)
 
     def _probe(self) -> list[ProbedSize]:
         """Returns the times of a few all-reduces over the group of gradient sync; empty if not all ranks take part."""

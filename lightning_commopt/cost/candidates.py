@@ -149,11 +149,20 @@ def caps_for(sizes: Sequence[int], gradients: Sequence[Gradient]) -> tuple[float
     return tuple(caps)
 
 
-def forecasts(basis: Basis) -> list[Forecast]:
-    """Returns the best plan with each recommended compressor and plain caps, exact ones first, and accumulation."""
+def forecasts(basis: Basis, *, accumulates_by_hand: bool = False) -> list[Forecast]:
+    """Returns the best plan with each recommended compressor and plain caps, exact ones first, and accumulation.
+
+    Args:
+        basis: of the run.
+        accumulates_by_hand: name no option of the Trainer for accumulation, as manual optimization excludes it.
+    """
     best = best_of_each(basis, recommended_compressors(), with_lists=False)
     predicted = [_forecast(candidate, basis) for candidate in best]
-    return [*sorted(predicted, key=lambda forecast: forecast.error_bound), *_exchanging(basis), _accumulating(basis)]
+    return [
+        *sorted(predicted, key=lambda forecast: forecast.error_bound),
+        *_exchanging(basis),
+        _accumulating(basis, accumulates_by_hand),
+    ]
 
 
 def _forecast(candidate: Candidate[CommPlan], basis: Basis) -> Forecast:
@@ -193,11 +202,15 @@ def _exchanging(basis: Basis) -> list[Forecast]:
     ]
 
 
-def _accumulating(basis: Basis) -> Forecast:
+def _accumulating(basis: Basis, by_hand: bool) -> Forecast:
     num_batches = _NUM_BATCHES * basis.workload.num_batches
     more = dataclasses.replace(basis, workload=basis.workload.accumulating(num_batches)).predict(basis.plan)
     return Forecast(
-        setting=f"Trainer(accumulate_grad_batches={num_batches})",
+        setting=(
+            f"{_NUM_BATCHES} times as many backwards per optimizer step, all but the last in no_sync()"
+            if by_hand
+            else f"Trainer(accumulate_grad_batches={num_batches})"
+        ),
         is_lossy=False,
         error_bound=1.0,
         step_s=more.step_s / _NUM_BATCHES,

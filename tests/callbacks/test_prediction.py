@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from small_fit import PARAMETERS, fit
+from small_fit import PARAMETERS, Net, fit
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, prediction
@@ -19,11 +19,23 @@ from lightning_commopt.plan import CommPlan
 from support.lightnings import Callback
 from support.warm_ranks import run_ranks
 
+
+class Manual(Net):
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
 FITS: dict[str, dict[str, Any]] = {
     "plain": {"strategy": {}},
     "int8": {"strategy": {"comm_hook": "int8", "bucket_cap_mb": 0.0001}},
     "stock": {"strategy": "ddp"},
     "accumulating": {"strategy": {}, "accumulate_grad_batches": 3},
+    "manual": {"strategy": {}, "net": Manual},
     "torch_hook": {"strategy": "torch"},
     "changing": {"strategy": {}, "max_steps": 15},
 }
@@ -41,7 +53,7 @@ class PlanChanger(Callback):
 def train(folder: str, name: str) -> tuple[int, str]:
     """Returns the number of hooks that are left on parameters, and the verdict."""
     options = dict(FITS[name])
-    strategy = options.pop("strategy")
+    strategy, net = options.pop("strategy"), options.pop("net", Net)()
     if strategy == "torch":
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -49,7 +61,7 @@ def train(folder: str, name: str) -> tuple[int, str]:
     elif strategy != "ddp":
         strategy = CommOptDDP(**strategy)
     monitor = CommTimeMonitor(every_n_steps=3, num_warmup_steps=2, dirpath=f"{folder}/{name}", print_summary=False)
-    net = fit(monitor, strategy, callbacks=[PlanChanger()] if name == "changing" else [], **options)
+    fit(monitor, strategy, net=net, callbacks=[PlanChanger()] if name == "changing" else [], **options)
     hooks = [parameter._post_accumulate_grad_hooks for parameter in net.parameters()]
     assert monitor.verdict is not None
     return sum(map(len, filter(None, hooks))), monitor.verdict.headline
@@ -89,6 +101,12 @@ def test_a_fit_leaves_what_predictions_need(fits: Path, name: str) -> None:
     forecasts = read_forecasts(fits / name)
     assert any("int8" in forecast.setting or name == "int8" for forecast in forecasts)
     assert forecasts[-1].setting == f"Trainer(accumulate_grad_batches={4 * basis.workload.num_batches})"
+
+
+def test_manual_optimization_is_not_told_of_an_option_that_it_excludes(fits: Path) -> None:
+    settings = [forecast.setting for forecast in read_forecasts(fits / "manual")]
+    assert not any("Trainer" in setting for setting in settings)
+    assert "4 times as many backwards per optimizer step" in settings[-1]
 
 
 def test_a_run_has_the_shapes_of_its_parameters(fits: Path) -> None:
