@@ -37,13 +37,18 @@ _EXPLANATIONS = {
         " shard(self.part, self.device_mesh, blocks=...). In a hook parameters in no block may still be gathered, after"
         " a forward without a backward, as in validation: call self.reshard() first."
     ),
+    "object has no attribute 'no_sync'": (
+        "trainer.model has no no_sync(): it is the LightningModule itself, since nothing is synchronized in a backward"
+        " with CommOptDiLoCo, nor on one rank with CommOptDDP. Use getattr(self.trainer.model, 'no_sync',"
+        " contextlib.nullcontext)(), which works with and without DDP."
+    ),
     "First bucket should be smaller/equal to other buckets": (
         "torch.compile cuts a module's graph at DDP's buckets, the first time after 1 MiB, and takes no smaller"
         " bucket_cap_mb: use at least 1, or torch._dynamo.config.optimize_ddp = 'no_optimization', which leaves the"
         " graph whole, so that all its gradients are ready at the same time."
     ),
 }
-"""For a part of an error message of torch, the message that replaces it."""
+"""For a part of an error message of torch or Python, the message that replaces it."""
 
 
 def refuse_ray(strategy: RunningStrategy) -> None:
@@ -145,7 +150,7 @@ def check_backward(
 
 
 def explain_error(exception: BaseException) -> None:
-    """Replaces messages of torch that show no remedy; see `_EXPLANATIONS`."""
+    """Replaces messages that show no remedy; see `_EXPLANATIONS`."""
     for message, explanation in _EXPLANATIONS.items():
         is_explained = [isinstance(arg, str) and message in arg for arg in exception.args]
         if any(is_explained):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
-from lightning_commopt import CommOptDDP
+from lightning_commopt import CommOptDDP, CommOptDiLoCo
 from lightning_commopt.callbacks import CommTimeMonitor
 from lightning_commopt.text import validation
 from support.lightnings import DDPStrategy
@@ -43,6 +45,15 @@ class WithoutSync(Manual):
             self.manual_backward(self.loss(batch))
         optimizer.step()
         optimizer.zero_grad()
+
+
+class AsksTheWrapper(Manual):
+    """Accumulates as programs for DDP do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        wrapper: Any = self.trainer.model
+        with wrapper.no_sync():
+            self.manual_backward(self.loss(batch))
 
 
 class ClosureBackward(Manual):
@@ -127,3 +138,17 @@ def test_healthy_manual_optimization_is_not_reported() -> None:
         assert not messages, name
         is_own = name in ("on purpose", "other parameters")
         assert is_own or all(np.array_equal(values, second[name][1][key]) for key, values in params.items()), name
+
+
+def _error_of(strategy: Callable[[], Any]) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a short fit
+        with pytest.raises(AttributeError) as caught:
+            trainer(strategy()).fit(AsksTheWrapper(), loader())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", [CommOptDDP, partial(CommOptDiLoCo, sync_every=2)])
+def test_a_module_that_is_not_wrapped_says_why_it_has_no_no_sync(strategy: Callable[[], Any]) -> None:
+    [error] = run_ranks(_error_of, strategy, world_size=1)
+    assert "contextlib.nullcontext" in error
