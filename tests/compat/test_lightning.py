@@ -1,5 +1,7 @@
-"""The samples in a batch, against what Lightning finds where it looks at the same things."""
+"""The samples in a batch, against what Lightning finds where it looks at the same things; the length of a fit."""
 
+import math
+import warnings
 from collections import OrderedDict, UserDict, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,10 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_commopt.compat.lightning import count_samples
-from support.lightnings import PACKAGE
+from lightning_commopt.compat.lightning import count_samples, num_steps_of
+from support.lightnings import PACKAGE, Callback
+from support.strategy_models import FEATURES, Tiny, trainer
 
 Pair = namedtuple("Pair", "name x")
 
@@ -77,3 +82,25 @@ def test_unusual_batches() -> None:
     partial = Batch("a", FOUR)
     del partial.name
     assert count_samples(partial) == 4
+
+
+class Unsized(IterableDataset[tuple[Tensor, Tensor]]):
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return repeat((torch.ones(FEATURES), torch.ones(1)), 12)
+
+
+class AsksForSteps(Callback):
+    num_steps = 0.0
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        self.num_steps = num_steps_of(trainer)
+
+
+@pytest.mark.parametrize(("max_steps", "num_steps"), [(-1, math.inf), (2, 2)])
+def test_data_without_a_length_are_a_fit_without_a_known_end(max_steps: int, num_steps: float) -> None:
+    """If it fails, plan="auto" takes such a fit for one that is over, and DiLoCo warns of -1 exchanges."""
+    asks = AsksForSteps()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of few workers
+        trainer("auto", max_epochs=1, max_steps=max_steps, callbacks=[asks]).fit(Tiny(), DataLoader(Unsized(), 4))
+    assert asks.num_steps == num_steps
