@@ -30,7 +30,6 @@ from lightning_commopt.compressors import (
     registry,
 )
 from lightning_commopt.fabric import CommOptDDP as FabricCommOptDDP
-from lightning_commopt.measure.runs.settings import flat
 from lightning_commopt.plan import OptionError, UnknownOptionError
 from lightning_commopt.plan import ddp as ddp_plan
 from lightning_commopt.plan.ddp import DDP_OPTION_SINCE, ddp_options
@@ -118,16 +117,6 @@ _PLAN: dict[str, Any] = {"comm_hook": {"name": "powersgd", "matrix_rank": 2}, "b
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            {
-                "status": "finished",
-                "sync_method": "powersgd",
-                "settings": flat(_PLAN, "plan."),
-                "chosen": [],
-                "plan": list(flat(_PLAN, "plan.")),
-            },
-            "the record of a run",
-        ),
         ({"status": "running", "sync_method": "powersgd", "plan": _PLAN}, "the record of a run"),
         ({"kind": "commopt prediction", "format": 1, "plan": _PLAN, "step_s": 1.0}, "the result of commopt prediction"),
     ],

@@ -60,8 +60,6 @@ class LossCurve:
     """
 
     def __init__(self, max_points: int = 512) -> None:
-        if max_points < 2 or max_points % 2:
-            raise ValueError(f"max_points must be an even number above 0, got {max_points!r}")
         self._max_points = max_points
         self._batches_per_point = 1
         self._num_batches = 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,8 +14,6 @@ Value: TypeAlias = object
 
 # A project may put these config groups into any package, so their names are recorded without it.
 _OWN_GROUPS = ("commopt", "commopt_record")
-_OF_PLAN = "plan."
-_PLAN_TYPES = {"CommOptModelParallel": "ShardedPlan"}  # read by strategy if a record lacks it; else "CommPlan"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,28 +66,15 @@ class Settings:
 
     @staticmethod
     def fields_in(record: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields of the settings in the keys of a ``run.json`` of any version.
-
-        Records with ``chosen`` have the plan among the values, below ``plan.``; their ``plan`` is the names of those
-        that are no defaults, or a mapping of them.
-        """
-        values, plan, defaults = record.get("settings", {}), record.get("plan"), record.get("plan_defaults", {})
-        if "chosen" in record:
-            values = values | {name: _list_in(values[name]) for name in record["chosen"] if name in values}
-            if plan is not None:
-                defaults = nested(values, _OF_PLAN)
-                values = {name: value for name, value in values.items() if not name.startswith(_OF_PLAN)}
-        options = flat(defaults)
-        if isinstance(plan, list):
-            plan = {name: options[name] for name in (name.removeprefix(_OF_PLAN) for name in plan)}
-        elif isinstance(plan, Mapping):
-            plan = flat(plan)
-        fields = {"values": values, "overrides": record.get("overrides", ()), "plan": plan}
-        if plan is None:
-            return fields
-        plan_type = record.get("plan_type") or _PLAN_TYPES.get(str(record.get("strategy")), "CommPlan")
-        defaults = {name: value for name, value in options.items() if name not in plan}
-        return {**fields, "plan_defaults": defaults, "plan_type": plan_type}
+        """Returns the fields of the settings in the keys of a ``run.json``."""
+        plan = record.get("plan")
+        return {
+            "values": record.get("settings", {}),
+            "overrides": record.get("overrides", ()),
+            "plan": flat(plan) if isinstance(plan, Mapping) else plan,
+            "plan_defaults": flat(record.get("plan_defaults", {})),
+            "plan_type": record.get("plan_type"),
+        }
 
 
 def typed(value: object, folder: Path | None = None) -> Value:
@@ -187,18 +171,6 @@ def text_of(value: Value) -> str:
     if isinstance(value, int | float):
         return f"{value:.10g}"
     return f"[{','.join(map(text_of, value))}]" if isinstance(value, tuple) else str(value)
-
-
-def _list_in(value: Any) -> Any:
-    """Returns the list that a value is in Hydra's notation, as lists of overrides were recorded; else the value."""
-    if not isinstance(value, str) or not value.startswith("["):
-        return value
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import OverrideParseException
-
-    with suppress(OverrideParseException):
-        return _unquoted(OverridesParser.create().parse_override(f"list={value}").value())
-    return value
 
 
 def _unquoted(value: Any) -> Value:

@@ -89,12 +89,6 @@ def test_ranks_with_different_numbers_of_losses_are_averaged_batch_by_batch(num_
         assert [point.seconds for point in points] == sorted(point.seconds for point in points)
 
 
-@pytest.mark.parametrize("max_points", [0, 3])
-def test_an_odd_number_of_points_is_refused(max_points):
-    with pytest.raises(ValueError, match=f"max_points must be an even number above 0, got {max_points}"):
-        LossCurve(max_points)
-
-
 def test_a_curve_comes_back_as_it_was(tmp_path):
     assert read_losses(tmp_path) == []
     write_losses(tmp_path, POINTS)

@@ -8,8 +8,6 @@ import pytest
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.measure.runs.settings import Settings, flat, settings_of, text_of
 
-KEPT = Path(__file__).parent / "kept_records"
-
 
 def test_settings_are_flat_and_chosen_ones_are_named():
     config = {"trainer": {"strategy": {"bucket_cap_mb": 25, "static_graph": None}}, "seed": 3}
@@ -67,39 +65,6 @@ def test_a_plan_that_differs_from_the_configuration_leaves_it_as_it_is():
     settings = Settings(values={"strategy.bucket_cap_mb": None, "strategy.static_graph": True})
     known = settings.with_plan({"bucket_cap_mb": 5, "static_graph": False}, {}, "CommPlan")
     assert known.values == settings.values
-
-
-# The plan's options beside those that have their defaults, of the record of that day.
-_LADDER = {"static_graph": True, "gradient_as_bucket_view": True, "bucket_cap_mb": 2000}
-PLANS: dict[str, tuple[str, dict[str, object]]] = {
-    "2026-11-23": ("CommPlan", {"bucket_cap_mb": (1, 25), "comm_hook.name": "powersgd"}),
-    "2026-11-24": ("CommPlan", {**_LADDER, "comm_hook.name": "powersgd"}),
-    "2026-11-27": ("ShardedPlan", {"comm_hook.name": "int8"}),
-}
-
-
-@pytest.mark.parametrize(("name", "plan"), PLANS.items())
-def test_records_of_earlier_versions_are_read(tmp_path, name, plan):
-    """If it fails, runs of an earlier version are missing from reports, or look as if they had no plan."""
-    plain = json.loads((KEPT / f"{name}.json").read_text())
-    (tmp_path / "run.json").write_text(json.dumps(plain))
-    record = RunRecord.load(tmp_path)
-    settings = record.settings
-    assert [*settings.chosen] == plain["chosen"]
-    assert {name: settings.get(name) for name in settings.chosen} == {
-        name: tuple(value) if isinstance(value, list) else value
-        for name in plain["chosen"]
-        for value in [plain["settings"][name]]
-    }
-    assert (settings.plan_type, settings.plan) == plan
-    hook = {name: value for name, value in plain["settings"].items() if name.startswith("plan.comm_hook.")}
-    assert {f"plan.{name}": value for name, value in settings.plan_defaults.items()} == {
-        name: value for name, value in hook.items() if name != "plan.comm_hook.name"
-    }
-    assert not any(name.startswith("plan.") for name in settings.values)
-    assert record.world_size == 2
-    record.save(tmp_path)
-    assert RunRecord.load(tmp_path).settings == settings
 
 
 @pytest.mark.parametrize(
