@@ -38,22 +38,16 @@ class Forecast(NamedTuple):
     step_s: float  # predicted time for as many samples as a step has now
     low_s: float  # lower end of the 95 % interval
     high_s: float  # upper end of the 95 % interval
+    present_s: float  # median of the last steps, with the present settings
     note: str = ""  # what the setting changes besides the speed; empty if nothing
-    present_s: float = math.nan  # median of the last steps, with the present settings; NaN in files that lack it
 
-    def speedups(self, present_s: float, bound: float) -> tuple[float, float, float]:
+    def speedups(self, bound: float = math.inf) -> tuple[float, float, float]:
         """Returns how many times as fast it is as now: expected, lower and upper end, none of them above ``bound``.
 
-        ``present_s`` is the present step if the forecast has none; a ``bound`` of NaN limits nothing.
-
-        >>> Forecast('comm_hook="int8"', True, 0.02, 0.5, 0.4, 0.625).speedups(1.0, 2.2)
+        >>> Forecast('comm_hook="int8"', True, 0.02, 0.5, 0.4, 0.625, 1.0).speedups(2.2)
         (2.0, 1.6, 2.2)
         """
-        if not math.isnan(self.present_s):
-            present_s = self.present_s
-        expected, low, high = (present_s / seconds for seconds in (self.step_s, self.high_s, self.low_s))
-        if math.isnan(bound):
-            return expected, low, high
+        expected, low, high = (self.present_s / seconds for seconds in (self.step_s, self.high_s, self.low_s))
         return min(expected, bound), min(low, bound), min(high, bound)
 
 
@@ -81,12 +75,12 @@ class Present(NamedTuple):
 
     step_s: float  # mean over steps
     exposed_s: float  # mean over steps
-    median_step_s: float  # median over steps
     comm_hook: str  # name of what averages the gradients
     is_lossy: bool  # whether the comm hook changes gradients
 
     def speedups(self, forecast: Forecast) -> tuple[float, float, float]:
-        return forecast.speedups(self.median_step_s, speedup(self.step_s, self.exposed_s))
+        bound = speedup(self.step_s, self.exposed_s)
+        return forecast.speedups(math.inf if math.isnan(bound) else bound)
 
     def is_faster(self, forecast: Forecast) -> bool:
         """Returns whether a setting is worth the effort, and faster beyond its interval."""
@@ -138,7 +132,7 @@ def _if_compression_costs_more(present: Present, forecasts: Sequence[Forecast]) 
 def exact_alternative(present: Present, forecasts: Sequence[Forecast]) -> list[str]:
     """Recommends an exact setting in place of a lossy one that saves nothing, as communication is hidden."""
     for forecast in filter(_is_uncompressed, forecasts):
-        expected, low, _ = forecast.speedups(present.median_step_s, math.nan)
+        expected, low, _ = forecast.speedups()
         if present.is_lossy and expected > 1 - _AS_FAST:
             than_now = "faster" if low > 1 else "about as fast"
             return [f'{forecast.setting}, lossless: expected to be {than_now}, and "{present.comm_hook}" is lossy.']
@@ -160,14 +154,10 @@ def _recommendation(present: Present, forecast: Forecast) -> str:
     return f"{forecast.setting}{kind}: {speedup}.{compare}"
 
 
-def statistic_text(present: Present, forecasts: Sequence[Forecast]) -> str:
+def statistic_text(forecasts: Sequence[Forecast]) -> str:
     """Returns a sentence on what is predicted; empty without forecasts."""
     if not forecasts:
         return ""
-    step_s = forecasts[0].present_s
-    if math.isnan(step_s):
-        return f"Speed-ups are for the median step, now {number(1e3 * present.median_step_s)} ms, with 95 % intervals."
     # Predictions start from fewer steps than the table has, whose median may be another.
-    return (
-        f"Speed-ups are for the median of the first rank's last steps, {number(1e3 * step_s)} ms, with 95 % intervals."
-    )
+    step = number(1e3 * forecasts[0].present_s)
+    return f"Speed-ups are for the median of the first rank's last steps, {step} ms, with 95 % intervals."

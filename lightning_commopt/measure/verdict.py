@@ -87,8 +87,7 @@ def verdict(
     # Before it waits for data, each batch waits for Lightning's check for SIGTERM, which no DataLoader shortens.
     checks_s = sum(operation.seconds or 0.0 for operation in operations if _is_check(operation))
     costs = costs._replace(data_s=max(0.0, costs.data_s - checks_s))
-    median_step_s = metrics.get("step_s_p50", costs.step_s)
-    present = Present(costs.step_s, costs.exposed_s, median_step_s, comm_hook, is_lossy)
+    present = Present(costs.step_s, costs.exposed_s, comm_hook, is_lossy)
     for_communication = [*_for_waiting(costs), *shorter_steps(present, forecasts)]
     data, exposed, bound = _for_data(costs), costs.share(costs.exposed_s), costs.bound_text(costs.exposed_s)
     if world_size == 1:
@@ -121,7 +120,7 @@ def verdict(
     return Verdict(
         headline=headline,
         recommendations=(*recommendations, *_for_operations(costs, operations)),
-        note=statistic_text(present, forecasts) if costs.comm_s > 0 or operations else "",
+        note=statistic_text(forecasts) if costs.comm_s > 0 or operations else "",
     )
 
 

@@ -86,7 +86,8 @@ def test_a_number_that_is_none_in_a_prediction_is_named(predicted: Path, wrong: 
 
 
 @pytest.mark.parametrize(
-    "forecasts", [[["bf16", True, 0.01, math.nan, 0.1, 0.3]], [["bf16", True, 0.01, -0.2, -0.3, 0.3]], [["bf16"]], 3]
+    "forecasts",
+    [[["bf16", True, 0.01, math.nan, 0.1, 0.3, 0.2]], [["bf16", True, 0.01, -0.2, -0.3, 0.3, 0.2]], [["bf16"]], 3],
 )
 def test_a_forecast_that_is_none_is_named(predicted: Path, forecasts: Any) -> None:
     """If it fails, a summary recommends what a damaged file says."""

@@ -23,18 +23,17 @@ BOUND = re.compile(r"at most (\d+\.\d+) times as fast")
 
 LOSSLESS = ("none", "all_reduce", "NaiveDP", "InterleavedDP", "MyStrategy", "ModelParallelStrategy")
 FORECASTS = [
-    Forecast("bucket_cap_mb=5", False, 0.0, 0.68, 0.65, 0.7),
-    Forecast('comm_hook="bf16"', True, 0.008, 0.56, 0.5, 0.6),
-    Forecast('comm_hook="int8"', True, 0.02, 0.5, 0.4, 0.56),
-    Forecast('comm_hook="int4", bucket_cap_mb=50', True, 0.2, 0.48, 0.4, 0.5),
-    Forecast('comm_hook="powersgd"', True, 1.0, 0.42, 0.4, 0.45),
-    Forecast("Trainer(accumulate_grad_batches=4)", False, 1.0, 0.5, 0.4, 0.6, "a step takes more"),
+    Forecast("bucket_cap_mb=5", False, 0.0, 0.68, 0.65, 0.7, present_s=0.7),
+    Forecast('comm_hook="bf16"', True, 0.008, 0.56, 0.5, 0.6, present_s=0.7),
+    Forecast('comm_hook="int8"', True, 0.02, 0.5, 0.4, 0.56, present_s=0.7),
+    Forecast('comm_hook="int4", bucket_cap_mb=50', True, 0.2, 0.48, 0.4, 0.5, present_s=0.7),
+    Forecast('comm_hook="powersgd"', True, 1.0, 0.42, 0.4, 0.45, present_s=0.7),
+    Forecast("Trainer(accumulate_grad_batches=4)", False, 1.0, 0.5, 0.4, 0.6, 0.7, "a step takes more"),
 ]
-FORECASTS = [forecast._replace(present_s=0.7) for forecast in FORECASTS]
 EXACT = Forecast('comm_hook="none"', False, 0.0, 0.5, 0.45, 0.55, present_s=0.7)
 OTHER_BUCKETS = EXACT._replace(setting="bucket_cap_mb=5")
 SHARDED = [
-    Forecast('accumulate_grads="unsharded"', False, 0.0, 0.6, 0.55, 0.65, "it takes memory", 0.7),
+    Forecast('accumulate_grads="unsharded"', False, 0.0, 0.6, 0.55, 0.65, 0.7, "it takes memory"),
     Forecast('comm_hook="int8"', True, 0.02, 0.5, 0.4, 0.56, present_s=0.7),
     Forecast('param_hook="int8"', True, 0.02, 0.51, 0.4, 0.6, present_s=0.7),
 ]
@@ -125,9 +124,6 @@ CASES: dict[str, Callable[[], Verdict]] = {
     "less than half of the exposed time is waiting": lambda: judged(forecasts=(), exposed_s=0.1, exposed_wait_s=0.04),
     "single gradients want buckets": lambda: judged("NaiveDP", exposed_s=0.4, exposed_wait_s=0.0),
     "single gradients in turn want them too": lambda: judged("InterleavedDP", exposed_s=0.4, exposed_wait_s=0.0),
-    "predictions that do not say which step they start from": lambda: judged(
-        forecasts=[forecast._replace(present_s=float("nan")) for forecast in FORECASTS[:2]]
-    ),
     "no predictions": lambda: judged(forecasts=()),
     "data dominates": lambda: judged(data_s=0.4, step_s=1.0, exposed_s=0.1, exposed_wait_s=0.0),
     "data comes last where communication takes more": lambda: judged(data_s=0.2),
@@ -217,21 +213,21 @@ def test_bounds_follow_from_the_numbers(name: str, limits: list[float]) -> None:
     assert stated == pytest.approx(limits, abs=0.01)
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_no_prediction_contradicts_the_headline(seed: int) -> None:
+def test_no_prediction_contradicts_the_headline() -> None:
     """If it fails, a plan is said to be faster than a step without any communication would be, or than it may be."""
-    drawn = random.Random(seed)
-    exposed_s = drawn.uniform(0.04, 0.4)
-    predicted = []
-    for forecast in FORECASTS:
-        step_s = drawn.uniform(0.1, 0.9)
-        low_s, high_s = step_s * drawn.uniform(0.3, 1), step_s * drawn.uniform(1, 2)
-        predicted.append(forecast._replace(step_s=step_s, low_s=low_s, high_s=high_s, present_s=0.7))
-    result = judged(forecasts=predicted, exposed_s=exposed_s, exposed_wait_s=0.0)
-    (limit,) = map(float, BOUND.findall(result.headline))
-    for text in result.recommendations:
-        for expected, low, high in re.findall(r"(\d+\.\d+) \((\d+\.\d+) to (\d+\.\d+)\) times", text):
-            assert 1 <= float(low) <= float(expected) <= float(high) <= limit
+    for seed in range(50):
+        drawn = random.Random(seed)
+        exposed_s = drawn.uniform(0.04, 0.4)
+        predicted = []
+        for forecast in FORECASTS:
+            step_s = drawn.uniform(0.1, 0.9)
+            low_s, high_s = step_s * drawn.uniform(0.3, 1), step_s * drawn.uniform(1, 2)
+            predicted.append(forecast._replace(step_s=step_s, low_s=low_s, high_s=high_s))
+        result = judged(forecasts=predicted, exposed_s=exposed_s, exposed_wait_s=0.0)
+        (limit,) = map(float, BOUND.findall(result.headline))
+        for text in result.recommendations:
+            for expected, low, high in re.findall(r"(\d+\.\d+) \((\d+\.\d+) to (\d+\.\d+)\) times", text):
+                assert 1 <= float(low) <= float(expected) <= float(high) <= limit, seed
 
 
 def test_before_the_first_step() -> None:
