@@ -91,7 +91,7 @@ class RankRecords:
     header: Mapping[str, Any]  # the content of the fit's line of type "run", with what changed since
     rank: int  # the rank that wrote the file
     world_size: int  # number of ranks that trained
-    origin_unix_s: float | None  # second 0 of the records' times, in seconds since 1970; None if unknown
+    origin_unix_s: float  # second 0 of the records' times, in seconds since 1970
     # Steps are in the order in which they were written. The file does not say which bucket is the last of a backward,
     # so the one with the highest index counts as such.
     steps: list[StepRecord] = field(default_factory=list)
@@ -102,20 +102,21 @@ class RankRecords:
 
     @property
     def fit(self) -> tuple[int, Any]:
-        """Number of ranks and "fit" of the header, which files of earlier versions do not have."""
+        """Number of ranks and "fit" of the header."""
         return self.world_size, self.header.get("fit")
 
     @classmethod
     def of_header(cls, path: Path, values: Mapping[str, Any]) -> RankRecords:
-        origin_unix_s = values.get("origin_unix_s")
-        known: dict[str, Any] = {
-            **{name: int(values[name]) for name in ("rank", "world_size")},
-            "origin_unix_s": None if origin_unix_s is None else float(origin_unix_s),
-        }
+        known: dict[str, Any] = {name: int(values[name]) for name in ("rank", "world_size")}
+        known["origin_unix_s"] = float(values["origin_unix_s"])
         others: dict[str, Any] = {
             name: int(values[name]) for name in ("format", "num_warmup_steps") if name in ("format", *values)
         }
         return cls(path=path, header={**values, **others, **known}, **known)
+
+    def origin_shift_s(self, first: RankRecords) -> float:
+        """Returns the offset to the first rank's clock, as exact as the hosts' clocks agree."""
+        return self.origin_unix_s - first.origin_unix_s
 
     def add_line(self, values: Mapping[str, Any], layout: Mapping[int, BucketInfo]) -> Mapping[int, BucketInfo]:
         """Adds the content of a line, and returns the layout from there on; types of later versions are ignored."""
@@ -137,12 +138,6 @@ class RankRecords:
                 raise ValueError("a phase ends before it begins")
             self.steps.append(record)
         return layout
-
-    def origin_shift_s(self, first: RankRecords) -> float | None:
-        """Returns the offset to the first rank's clock, as exact as the hosts' clocks agree; None if unknown."""
-        if self.origin_unix_s is None or first.origin_unix_s is None:
-            return None
-        return self.origin_unix_s - first.origin_unix_s
 
 
 def read_run(run_dir: str | Path) -> list[RankRecords]:
@@ -170,7 +165,7 @@ def read_run(run_dir: str | Path) -> list[RankRecords]:
             unreadable = unreadable or str(error)
     if not ranks:
         raise ValueError(f"{folder}: none of the {len(paths)} files of ranks can be read. {unreadable}")
-    newest = max(ranks, key=lambda records: records.origin_unix_s or 0.0)
+    newest = max(ranks, key=lambda records: records.origin_unix_s)
     ranks = [records for records in ranks if records.fit == newest.fit]
     return sorted(ranks, key=lambda records: records.rank)
 

@@ -81,7 +81,7 @@ def to_trace(ranks: Sequence[RankRecords], steps: range) -> dict[str, Any]:
     first event. "otherData" describes how the clocks of the ranks were aligned.
     """
     shown = [[record for record in records.steps if record.step in steps] for records in ranks]
-    origins_s = [records.origin_shift_s(ranks[0]) or 0.0 for records in ranks]
+    origins_s = [records.origin_shift_s(ranks[0]) for records in ranks]
     by_buckets_s = [clock_shift_s(own, shown[0]) for own in shown]
     shifts_s = [origin if shift is None else shift for shift, origin in zip(by_buckets_s, origins_s, strict=True)]
     rows = [_rows(own, shift_s) for own, shift_s in zip(shown, shifts_s, strict=True)]

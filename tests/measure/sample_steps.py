@@ -58,7 +58,7 @@ def step_record(step: int, since_s: float = 0.0, num_buckets: int = 3, num_round
     )
 
 
-def header(rank: int = 0, world_size: int = 2, origin_unix_s: float | None = 1.7e9, **more: Any) -> dict[str, Any]:
+def header(rank: int = 0, world_size: int = 2, origin_unix_s: float = 1.7e9, **more: Any) -> dict[str, Any]:
     plain = {"rank": rank, "world_size": world_size, "origin_unix_s": origin_unix_s, "device": "cpu", "backend": "gloo"}
     return {**plain, **more}
 

@@ -98,8 +98,8 @@ def _typical_step(setting: Setting) -> TypicalStep | None:
 
 def _shift_s(record: StepRecord, first: StepRecord, rank: RankRecords, first_rank: RankRecords) -> float:
     """Returns the offset to the clock of the first rank, by buckets if possible, then by hosts' clocks."""
-    shifts_s = clock_shift_s([record], [first]), rank.origin_shift_s(first_rank), first.start_s - record.start_s
-    return next(shift_s for shift_s in shifts_s if shift_s is not None)
+    shift_s = clock_shift_s([record], [first])
+    return rank.origin_shift_s(first_rank) if shift_s is None else shift_s
 
 
 _WORDS: dict[Swatch, str] = {"waiting": "in the queue", "compressing": "queue to average", "wire": "on the wire"}
