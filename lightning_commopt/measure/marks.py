@@ -18,7 +18,7 @@ class StepMarks(NamedTuple):
     phases: list[tuple[str | None, Any]]
     syncs: list[RecordedSync]
     collectives: list[IssuedCollective]
-    waits: list[DeviceWait]
+    waits: list[Interval]
     exchanges: list[RecordedExchange]
 
     @property
@@ -30,10 +30,8 @@ class StepMarks(NamedTuple):
         yield from (mark for _, mark in self.phases)
         for sync in self.syncs:
             yield from sync.marks
-        for collective in self.collectives:
-            yield from (mark for mark in (collective.started, collective.ended) if mark is not None)
-        for wait in self.waits:
-            yield from (mark for mark in (wait.began, wait.ended) if mark is not None)
+        for interval in (*self.collectives, *self.waits):
+            yield from (mark for mark in (interval.began, interval.ended) if mark is not None)
 
 
 class RecordedSync(BucketSync):
@@ -85,13 +83,13 @@ class RecordedExchange(BucketSync):
     __slots__ = ("_bytes", "_exchanges", "_times", "_wait", "_waiting", "fragment")
 
     def __init__(
-        self, fragment: BucketInfo, wait: Callable[[], DeviceWait | None], exchanges: Callable[[RecordedExchange], None]
+        self, fragment: BucketInfo, wait: Callable[[], Interval | None], exchanges: Callable[[RecordedExchange], None]
     ) -> None:
         self.fragment = fragment
         self._wait, self._exchanges = wait, exchanges
         self._times = [time.perf_counter()]
         self._bytes = 0
-        self._waiting: DeviceWait | None = None
+        self._waiting: Interval | None = None
 
     def note(self, event: int, wire_bytes: int = 0) -> None:
         if event == DUE:
@@ -123,22 +121,8 @@ def _span(bucket: BucketInfo, backward: int, wire_bytes: int, times_s: Iterable[
     )
 
 
-class IssuedCollective:
-    """A collective and its marks; without an end where torch does not report it."""
-
-    __slots__ = ("_mark", "about", "ended", "started")
-
-    def __init__(self, mark: Callable[[], Any], operation: str, phase: str, source: str, num_bytes: int) -> None:
-        self._mark = mark
-        self.about = operation, phase, source, num_bytes
-        self.started, self.ended = mark(), None
-
-    def end(self) -> None:
-        self.ended = self._mark()
-
-
-class DeviceWait:
-    """A wait of the device and its marks."""
+class Interval:
+    """A time and the marks of its ends, such as a wait of the device."""
 
     __slots__ = ("_mark", "began", "ended")
 
@@ -148,6 +132,16 @@ class DeviceWait:
 
     def end(self) -> None:
         self.ended = self._mark()
+
+
+class IssuedCollective(Interval):
+    """A collective; without an end where torch does not report it."""
+
+    __slots__ = ("about",)
+
+    def __init__(self, mark: Callable[[], Any], operation: str, phase: str, source: str, num_bytes: int) -> None:
+        super().__init__(mark)
+        self.about = operation, phase, source, num_bytes
 
 
 class BlockingCall:

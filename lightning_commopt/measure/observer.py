@@ -44,11 +44,6 @@ class BucketSync(ABC):
         """Notes an event; for END with the bytes that this rank handed to collectives, as in `BucketSpan`."""
 
 
-class _Unobserved(BucketSync):
-    def note(self, event: int, wire_bytes: int = 0) -> None:
-        pass
-
-
 class SyncObserver(ABC):
     """Observes every bucket that becomes ready, and exchanges if it wants to."""
 
@@ -62,7 +57,7 @@ class SyncObserver(ABC):
         Args:
             fragment: ``gradient_bytes`` is the size of the difference that is exchanged.
         """
-        return _Unobserved()
+        return BucketSyncs([])
 
 
 class Observers(list[SyncObserver]):

@@ -121,17 +121,13 @@ class PrivateFolder:
     def _open(self, name: str, flags: int) -> int:
         path = self.path / name
         try:
-            # O_NONBLOCK, as opening a named pipe would otherwise wait for a process at its other end.
-            fd = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=self._fd)
+            fd = os.open(name, flags | os.O_NOFOLLOW, 0o600, dir_fd=self._fd)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
             raise UntrustedError(f"{path} is a symbolic link: remove it") from None
         try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise UntrustedError(f"{path} is not a regular file: remove it")
-            _check(status, path)
+            _check(os.fstat(fd), path)
         except UntrustedError:
             os.close(fd)
             raise

@@ -14,7 +14,7 @@ from typing import Any
 from lightning_commopt.measure.clock import Clock, HostClock
 from lightning_commopt.measure.marks import (
     BlockingCall,
-    DeviceWait,
+    Interval,
     IssuedCollective,
     RecordedExchange,
     RecordedSync,
@@ -58,7 +58,7 @@ class StepRecorder(SyncObserver):
         self._phases: list[tuple[str | None, Any]] = []
         self._syncs: list[RecordedSync] = []
         self._collectives: list[IssuedCollective] = []
-        self._waits: list[DeviceWait] = []
+        self._waits: list[Interval] = []
         self._exchanges: list[RecordedExchange] = []
         # A device may run collectives in another stream than the caller's, where a mark would not show their time.
         self._collective_mark = clock.mark if isinstance(clock, HostClock) else lambda: None
@@ -103,14 +103,14 @@ class StepRecorder(SyncObserver):
         """
         return self._issue(self._mark if self._phase is not None else self._collective_mark, operation, num_bytes)
 
-    def wait(self) -> DeviceWait | None:
+    def wait(self) -> Interval | None:
         """Records that the step's computation waits, for another stream or for an exchange, until the result's ``end``.
 
         None between two steps.
         """
         if self._phase is None:
             return None
-        wait = DeviceWait(self._mark)
+        wait = Interval(self._mark)
         self._waits.append(wait)
         return wait
 
@@ -185,7 +185,7 @@ class StepRecorder(SyncObserver):
         for collective in [issued for issued in marks.collectives if issued.ended is not None]:
             # The device may have ended the step before a stream that nothing waited for reaches its mark.
             if not self.clock.has_passed(collective.ended):
-                collective.started = collective.ended = None
+                collective.began = collective.ended = None
         began = [(name, seconds(mark)) for name, mark in marks.phases]
         phases = [Phase(name, at_s, end_s) for (name, at_s), (_, end_s) in pairwise(began) if name is not None]
         ended = [sync for sync in marks.syncs if sync.has_ended]
@@ -218,7 +218,7 @@ def _spans(
     issued: list[IssuedCollective], boundaries_s: list[float], seconds: Callable[[Any], float]
 ) -> tuple[Collective, ...]:
     """Returns collectives in seconds. One without an end has blocked its thread until the next event."""
-    starts_s = [None if collective.started is None else seconds(collective.started) for collective in issued]
+    starts_s = [None if collective.began is None else seconds(collective.began) for collective in issued]
     events_s: list[float] = []
     if any(collective.ended is None for collective in issued):
         events_s = sorted([*boundaries_s, *(at_s for at_s in starts_s if at_s is not None)])

@@ -67,14 +67,6 @@ def test_what_is_written_replaces_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "victim").read_text() == "content"
 
 
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    """If it fails, a named pipe in the cache stops training for ever."""
-    with PrivateFolder(tmp_path / "own") as folder:
-        os.mkfifo(tmp_path / "own" / "a", 0o600)
-        with pytest.raises(UntrustedError, match="regular file"):
-            folder.open("a")
-
-
 def test_the_folder_that_was_checked_is_used(tmp_path: Path) -> None:
     """If it fails, another folder takes the place of the one that was checked."""
     with PrivateFolder(tmp_path / "own") as folder:

@@ -93,7 +93,6 @@ def test_the_slowdown_is_what_the_rank_computes_longer(num_buckets: int, transfe
         assert straggler is not None
         assert straggler.rank == 2
         assert straggler.slowdown == pytest.approx(0.4, abs=0.03)
-        assert straggler.share > 0.85
 
 
 def by_hand(waits: list[list[float]]) -> dict[str, NDArray[np.float64]]:
@@ -105,7 +104,7 @@ def by_hand(waits: list[list[float]]) -> dict[str, NDArray[np.float64]]:
 def test_the_one_with_the_least_wire_time_is_named() -> None:
     found = find_straggler(**by_hand([[0.3] * 10, [0.0] * 10, [0.3] * 10]))
     assert found is not None
-    assert (found.rank, found.share) == (1, 1.0)
+    assert found.rank == 1
     assert found.slowdown == pytest.approx(0.3)
 
 
@@ -116,7 +115,7 @@ def test_three_steps_of_four_are_needed() -> None:
         found = find_straggler(**by_hand([list(rank) for rank in zip(*columns, strict=True)]))
         assert (found is not None) == is_named
         if found is not None:
-            assert (found.rank, found.share) == (1, 0.75)
+            assert found.rank == 1
 
 
 def test_two_ranks_that_take_turns() -> None:
@@ -139,10 +138,3 @@ def test_no_communication() -> None:
     nothing = np.zeros((4, 20))
     assert find_straggler(wire_s=nothing, step_s=nothing + 1, exposed_s=nothing) is None
     assert find_straggler(wire_s=nothing, step_s=nothing, exposed_s=nothing) is None
-
-
-def test_other_shapes_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"\(world_size, num_steps\), all alike, got \[\(2, 9\), \(2, 8\), \(2, 9\)\]"):
-        find_straggler(wire_s=np.ones((2, 9)), step_s=np.ones((2, 8)), exposed_s=np.ones((2, 9)))
-    with pytest.raises(ValueError, match="all alike"):
-        find_straggler(wire_s=np.ones(9), step_s=np.ones(9), exposed_s=np.ones(9))

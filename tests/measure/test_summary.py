@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 from sample_steps import header, step_record, write_run
-from typer.testing import CliRunner
 
-from lightning_commopt.commands.app import app
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.statistics import Steps, row
 from lightning_commopt.measure.summary import summarize_run
@@ -52,13 +50,6 @@ def test_fewer_steps_than_the_warm_up(tmp_path: Path) -> None:
         summarize_run(tmp_path)
 
 
-def test_a_directory_without_records(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="has no records of steps"):
-        summarize_run(tmp_path)
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        summarize_run(tmp_path / "absent")
-
-
 def commopt(*arguments: str) -> "subprocess.CompletedProcess[str]":
     code = (
         "import sys, lightning_commopt.commands.app\n"
@@ -78,17 +69,3 @@ def test_the_command_imports_neither_torch_nor_lightning(tmp_path: Path) -> None
     imported = set(result.stderr.split())
     assert "lightning_commopt" in imported
     assert not imported & {"torch", "lightning", "pytorch_lightning", "torchmetrics", "scipy"}
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(None, "has no records of steps"), ("no json", "has no line of type 'run' that can be read")],
-)
-def test_a_directory_that_says_nothing_is_an_error_in_a_line(tmp_path: Path, content: str | None, message: str) -> None:
-    if content is not None:
-        rank_file(tmp_path, 0).parent.mkdir()
-        rank_file(tmp_path, 0).write_text(content)
-    result = CliRunner().invoke(app, ["summary", str(tmp_path)])
-    assert result.exit_code == 2
-    assert message in " ".join(result.output.split())
-    assert "Traceback" not in result.output
