@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from numbers import Integral
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import nvtx  # type: ignore[import-untyped]
@@ -76,7 +75,6 @@ class NVTXRanges(PhaseCallback):
         self._index = 0  # the place of this callback among the Trainer's, which `_close` restores
         self._batch_depth = 0
         self._is_in_batch = False
-        self._is_saving = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._close(trainer)
@@ -113,7 +111,7 @@ class NVTXRanges(PhaseCallback):
         super().on_validation_end(trainer, pl_module)
 
     def _enter(self, phase: str | None) -> None:
-        if self._domain is None or self._is_saving:
+        if self._domain is None:
             return
         if phase is None or phase == "data":
             self._pop_to(0)
@@ -142,11 +140,9 @@ class NVTXRanges(PhaseCallback):
     def _save_in_range(self, save: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         depth = self._depth
         self._push("checkpoint")
-        self._is_saving = True
         try:
             save(*args, **kwargs)
         finally:
-            self._is_saving = False
             self._pop_to(depth)
 
     def _push(self, name: str, number: int | None = None) -> None:
@@ -169,7 +165,6 @@ class NVTXRanges(PhaseCallback):
         if self._bucket_ranges is None or self._unwrap_save is None:
             return
         stop_observing(trainer.strategy, self._bucket_ranges)
-        self._bucket_ranges.close()
         self._enter(None)
         others = [callback for callback in _callbacks(trainer) if callback not in (self, self._opener)]
         trainer.callbacks = [*others[: self._index], self, *others[self._index :]]  # type: ignore[attr-defined]
@@ -204,9 +199,6 @@ class SyncRanges(SyncObserver):
         self._domain = domain
         self._color = color
         self._attributes: dict[tuple[str, int], Any] = {}
-        self._lock = Lock()
-        self._open: set[int] = set()
-        self._is_closed = False
 
     def ready(self, bucket: BucketInfo) -> BucketSync:
         """Prepares the range ``bucket <index>``, whose payload is the gradients' size in bytes."""
@@ -220,43 +212,19 @@ class SyncRanges(SyncObserver):
         key = name, num_bytes
         if key not in self._attributes:
             self._attributes[key] = self._domain.get_event_attributes(name, self._color, payload=num_bytes)
-        return _SyncRange(self, self._attributes[key])
-
-    def start(self, attributes: Any) -> int | None:
-        """Begins a range, and returns its number; None after `close`."""
-        with self._lock:
-            if self._is_closed:
-                return None
-            range_id: int = self._domain.start_range(attributes)
-            self._open.add(range_id)
-            return range_id
-
-    def end(self, range_id: int | None) -> None:
-        """Ends a range, unless `close` did."""
-        with self._lock:
-            if range_id in self._open:
-                self._open.remove(range_id)
-                self._domain.end_range(range_id)
-
-    def close(self) -> None:
-        """Ends the ranges of syncs that failed; no further ones begin."""
-        with self._lock:
-            self._is_closed = True
-            while self._open:
-                self._domain.end_range(self._open.pop())
+        return _SyncRange(self._domain, self._attributes[key])
 
 
 class _SyncRange(BucketSync):
-    def __init__(self, ranges: SyncRanges, attributes: Any) -> None:
-        self._ranges = ranges
-        self._attributes = attributes
+    def __init__(self, domain: Any, attributes: Any) -> None:
+        self._domain, self._attributes = domain, attributes
         self._range_id: int | None = None
 
     def note(self, event: int, wire_bytes: int = 0) -> None:
         if event == START:
-            self._range_id = self._ranges.start(self._attributes)
+            self._range_id = self._domain.start_range(self._attributes)
         elif event == END:
-            self._ranges.end(self._range_id)
+            self._domain.end_range(self._range_id)
 
 
 def _profiled_domain(name: str) -> Any:

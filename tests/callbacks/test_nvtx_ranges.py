@@ -11,8 +11,7 @@ from recorded_domain import RecordedDomain
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.callbacks.nvtx_ranges import COLORS, RANGES, NVTXRanges, SyncRanges
-from lightning_commopt.measure.observer import END, START, BucketInfo
+from lightning_commopt.callbacks.nvtx_ranges import COLORS, NVTXRanges
 from support.cross_section import sampled
 from support.lightnings import Callback, DDPStrategy, LightningOptimizer, ModelCheckpoint
 from support.ranks import run_ranks
@@ -72,15 +71,6 @@ class Failing(Line):
     def on_save_checkpoint(self, checkpoint):
         if self.where == "checkpoint":
             raise RuntimeError("on purpose")
-
-
-class Unfinished(Line):
-    """Begins a sync that fails."""
-
-    def training_step(self, batch, batch_idx):
-        bucket = BucketInfo(index=0, gradient_bytes=8, names=(), is_last=True)
-        self.trainer.strategy.sync_observers.ready(bucket).note(START)  # type: ignore[attr-defined]
-        raise RuntimeError("on purpose")
 
 
 class Busy(TwoSteps):
@@ -212,12 +202,6 @@ def test_an_exception_leaves_nothing_open(domain, tmp_path, where):
     assert last == [where]
 
 
-def test_a_sync_that_fails_leaves_nothing_open(domain):
-    with pytest.raises(RuntimeError, match="on purpose"):
-        fit(model=Unfinished())
-    assert domain.events[-4:] == [("start", "bucket 0"), ("pop", "forward"), ("pop", "Batch 0"), ("end", "bucket 0")]
-
-
 def test_a_trainer_that_fits_twice(domain):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -297,24 +281,3 @@ def test_every_bucket_is_a_range_in_backward_and_changes_nothing(kind):
             if event in ("push", "pop") and not name.startswith("Batch"):
                 inside = name if event == "push" else None
             assert event not in ("start", "end") or inside == "backward", events
-
-
-def test_syncs_end_on_any_thread_and_those_that_failed_at_the_end():
-    recorded = RecordedDomain()
-    ranges = SyncRanges(recorded, COLORS[RANGES["bucket"]])
-    first, second, late = (
-        ranges.ready(BucketInfo(index=index, gradient_bytes=8 * index, names=(), is_last=False)) for index in range(3)
-    )
-    first.note(START)
-    second.note(START)
-    thread = threading.Thread(target=first.note, args=(END, 4))
-    thread.start()
-    thread.join()
-    assert recorded.events == [("start", "bucket 0"), ("start", "bucket 1"), ("end", "bucket 0")]
-    ranges.close()
-    second.note(END, 4)
-    late.note(START)
-    late.note(END, 4)
-    assert recorded.events[3:] == [("end", "bucket 1")]
-    assert recorded.payloads == {"bucket 0": [0], "bucket 1": [8]}
-    assert recorded.is_balanced
