@@ -11,6 +11,7 @@ from small_fit import PARAMETERS, Net, fit
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, prediction
+from lightning_commopt.cost import compressor_cost
 from lightning_commopt.cost.basis import basis_of_run
 from lightning_commopt.measure.files import read_run, steps_of_plan
 from lightning_commopt.measure.forecasts import read_forecasts
@@ -76,6 +77,11 @@ def train_unread(folder: str) -> tuple[int, int]:
 
 def train_all(folder: str) -> list[tuple[int, str]]:
     return [train(folder, name) for name in FITS]
+
+
+@pytest.fixture(autouse=True)
+def _measure_small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressor_cost, "LARGE_BYTES", 2**20)
 
 
 @pytest.fixture(scope="module")
