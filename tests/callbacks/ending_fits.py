@@ -22,17 +22,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from lightning_commopt import CommOptDDP, CommOptModelParallel
 from lightning_commopt.callbacks import CommTimeMonitor, HangMonitor, NVTXRanges, RunRecorder, SpeedMonitor
-from support.lightnings import Callback, DDPStrategy, ModelParallelStrategy
+from support.lightnings import Callback, DDPStrategy
 from support.strategy_models import Tiny, loader, trainer
 
-_SIZES: dict[str, Any] = {"data_parallel_size": 2, "tensor_parallel_size": 1}
 _SMALL: dict[str, Any] = {"bucket_cap_mb": 0.001}  # several buckets, so that some are under way when backward raises
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "ddp": lambda: DDPStrategy(**_SMALL),
-    "commopt": lambda: CommOptDDP(**_SMALL),
     "bf16": lambda: CommOptDDP(comm_hook="bf16", **_SMALL),
-    "auto": lambda: CommOptDDP(plan="auto"),
-    "fsdp2": lambda: ModelParallelStrategy(**_SIZES),
     "fsdp2_bf16": lambda: CommOptModelParallel(comm_hook="bf16"),
 }
 

@@ -15,11 +15,9 @@ from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import cuda_profiler, speed
 from lightning_commopt.callbacks.cuda_profiler import CUDAProfilerWindow
 from lightning_commopt.callbacks.nvtx_ranges import NVTXRanges
-from lightning_commopt.compat.lightning import batches_that_stepped
 from lightning_commopt.text import validation
 from support.lightnings import (
     Callback,
-    DDPStrategy,
     LightningOptimizer,
     MisconfigurationException,
     ModelCheckpoint,
@@ -142,18 +140,10 @@ def test_what_a_window_reports(events, caplog, monkeypatch):
     assert messages == ["CUDA profiler: steps 1 to 2 took 2 s: 1 steps/s, 8 samples/s"]
 
 
-def test_batches_that_do_not_show_their_size(events):
-    class Opaque(Line):
-        def on_after_batch_transfer(self, batch, dataloader_idx):
-            return SimpleNamespace(x=batch[0])
-
-        def training_step(self, batch, batch_idx):
-            return self.layer(batch.x).sum()
-
-    callback = CUDAProfilerWindow(start_step=0, num_steps=1)
-    fit(callback, events, model=Opaque())
-    assert callback.results[0].samples_per_s is None
-    assert str(callback.results[0]).endswith(" steps/s")
+def test_a_window_of_batches_that_do_not_show_their_size():
+    window = cuda_profiler.ProfiledWindow(3)
+    window.num_steps, window.seconds, window.num_samples = 2, 4.0, None
+    assert str(window) == "steps 3 to 4 took 4 s: 0.5 steps/s"
 
 
 def test_training_that_ends_inside_a_window(events):
@@ -178,20 +168,6 @@ def test_an_exception_inside_a_window_stops_the_profiler_and_waits_for_nothing(e
     events.clear()
     fit(callback, events)
     assert events == [0, *START, 1, 2, 3, *STOP]
-
-
-def test_windows_that_training_does_not_reach(events):
-    window = CUDAProfilerWindow(start_step=[1, 4, 9])
-    messages = []
-    for num_steps in (4, 1):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trainer_for([window], max_steps=num_steps).fit(Line(), loader())
-        messages += [str(warning.message) for warning in caught if "start_step" in str(warning.message)]
-    assert messages == [
-        "start_step: training ended after 4 steps, so the CUDA profiler was never started at step 4, 9.",
-        "start_step: training ended after 1 steps, so the CUDA profiler was never started at step 1, 4, 9.",
-    ]
 
 
 def test_a_trainer_that_goes_on(events):
@@ -248,56 +224,18 @@ def test_a_window_that_is_left_out_is_warned_of_once(events, tmp_path):
     ]
 
 
-def test_resuming_where_lightning_corrects_its_count_late(events, tmp_path):
-    """After the start of an epoch loggers skip a step, which is not yet known in the first hooks."""
-
-    class Saves(Callback):
-        def on_train_epoch_start(self, trainer, module):
-            if trainer.current_epoch == 1:
-                trainer.save_checkpoint(tmp_path / "a.ckpt")
-
-    class Steps(Callback):
-        def on_train_batch_start(self, trainer, module, batch, batch_idx):
-            events.append(batches_that_stepped(trainer))
-
-    settings = {"limit_val_batches": 1, "val_check_interval": 2, "data": loader()}
-    fit(CUDAProfilerWindow(start_step=0), [], callbacks=[Saves()], max_epochs=2, **settings)
-    settings |= {"ckpt_path": tmp_path / "a.ckpt", "max_epochs": -1, "max_steps": 7}
-    for start in (4, 5):
-        events.clear()
-        window = CUDAProfilerWindow(start_step=start, num_steps=1)
-        fit(window, [], callbacks=[Steps()], **settings)
-        if "start" in events:
-            assert events[events.index("start") + 1] == start
-
-
-def on_two_ranks(strategy, ranks, with_window):
+def on_two_ranks():
     events: list[Any] = []
     fake_cuda(events)
-    model = Line()
-    window = CUDAProfilerWindow(start_step=1, num_steps=1, ranks=ranks)
-    fit(
-        window if with_window else Callback(),
-        events,
-        model=model,
-        data=loader(num_ranks=2),
-        devices=2,
-        strategy={"ddp": DDPStrategy, "commopt": CommOptDDP}[strategy](),
-    )
-    return events, model.layer.weight.detach().numpy(), window.results
+    window, models = CUDAProfilerWindow(start_step=1, num_steps=1, ranks=[1]), (Line(), Line())
+    for callback, model, log in zip((window, Callback()), models, (events, []), strict=True):
+        fit(callback, log, model=model, data=loader(num_ranks=2), devices=2, strategy=CommOptDDP())
+    return events, [model.layer.weight.detach().numpy() for model in models], window.results
 
 
-@pytest.mark.parametrize(
-    ("strategy", "ranks", "profiling"),
-    [("ddp", None, [True, True]), ("commopt", [1], [False, True]), ("ddp", (0,), [True, False])],
-)
-def test_ranks(strategy, ranks, profiling):
-    answers = run_ranks(on_two_ranks, strategy, ranks, True)
-    alone = run_ranks(on_two_ranks, strategy, ranks, False)
-    for (events, weight, (result,)), (_, expected, _), profiles in zip(answers, alone, profiling, strict=True):
-        kept = {"start", "stop"} if profiles else set()
-        all_events = [0, *START, 1, *STOP, 2, 3]
-        assert events == [event for event in all_events if event in kept or event not in ("start", "stop")]
+def test_the_ranks_that_are_named_profile_and_all_are_timed():
+    for rank, (events, (weight, expected), (result,)) in enumerate(run_ranks(on_two_ranks)):
+        assert events == ([0, *START, 1, *STOP, 2, 3] if rank == 1 else [0, "wait", 1, "wait", 2, 3])
         assert (result.num_steps, result.num_samples) == (1, 8)
         assert (weight == expected).all()
 

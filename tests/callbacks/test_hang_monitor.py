@@ -48,41 +48,29 @@ def test_the_rank_that_is_waited_for_is_named(faults: list[tuple[str, str]], tmp
         assert any("hanging_fits.py" in frame for frame in frames_of(snapshots[1])) == (fault != "stopped")
 
 
-@pytest.mark.exhaustive
-def test_an_exchange_of_diloco_is_named(tmp_path: Path) -> None:
-    """If it fails, nobody learns that a rank waits in DiLoCo, and for whom."""
-    ((report,), _) = run_ranks(fit_with_faults, tmp_path, [("forward", "diloco")])
-    assert report["ranks"] == [1]
-    assert report["sentence"].startswith("rank 1 is still in forward of step 4")
-    assert report["sentence"].endswith("; rank 0 waits in exchange 0 of DiLoCo's fragment 0 (layers.*) of step 4")
-
-
-@pytest.mark.skipif(not HAS_SIGTERM_BROADCAST, reason="Lightning broadcasts SIGTERM from 2.5.2 on")
-@pytest.mark.exhaustive
-def test_lightnings_own_broadcast_is_named(tmp_path: Path) -> None:
-    """If it fails, a rank that waits in Lightning's broadcast before a batch is reported in an unknown collective."""
-    ((report,), _) = run_ranks(fit_with_faults, tmp_path, [("first_hook", "ddp")])
-    assert report["ranks"] == [0]
-    assert report["sentence"].startswith("rank 0 is still in Blocking.on_train_batch_end of step 5")
-    assert report["sentence"].endswith("; rank 1 waits in Lightning's broadcast of SIGTERM before a batch of step 5")
+_BLOCKING = "Blocking.on_train_batch_end"
 
 
 @pytest.mark.exhaustive
-def test_a_rank_that_comm_time_monitor_waits_for_is_named(tmp_path: Path) -> None:
-    """If it fails, a rank that waits for the times of another is said to be slow itself, and is never aborted."""
-    ((report,), _) = run_ranks(fit_with_faults, tmp_path, [("window", "ddp")])
-    assert report["ranks"] == [1]
-    assert report["sentence"].startswith("rank 1 is still in Blocking.on_train_batch_end of step 6")
-    assert report["sentence"].endswith("; rank 0 waits in a meeting of all ranks of step 6")
-
-
-@pytest.mark.exhaustive
-def test_ddps_own_broadcast_is_named(tmp_path: Path) -> None:
-    """If it fails, a rank that waits for the buffers of rank 0 is said to be slow itself, and is never aborted."""
-    ((report,), _) = run_ranks(fit_with_faults, tmp_path, [("buffers", "ddp")])
-    assert report["ranks"] == [0]
-    assert report["sentence"].startswith("rank 0 is still in Holding.on_train_batch_start of step 4")
-    assert "; rank 1 waits in broadcast" in report["sentence"]
+@pytest.mark.parametrize(
+    ("fault", "strategy", "rank", "phase", "wait"),
+    [
+        ("forward", "diloco", 1, "forward of step 4", "exchange 0 of DiLoCo's fragment 0 (layers.*) of step 4"),
+        ("first_hook", "ddp", 0, f"{_BLOCKING} of step 5", "Lightning's broadcast of SIGTERM before a batch of step 5"),
+        ("window", "ddp", 1, f"{_BLOCKING} of step 6", "a meeting of all ranks of step 6"),
+        ("buffers", "ddp", 0, "Holding.on_train_batch_start of step 4", "broadcast"),
+    ],
+)
+def test_what_the_other_rank_waits_in_is_named(
+    fault: str, strategy: str, rank: int, phase: str, wait: str, tmp_path: Path
+) -> None:
+    """If it fails, a rank that waits in one of these collectives is said to be slow itself, and is never aborted."""
+    if fault == "first_hook" and not HAS_SIGTERM_BROADCAST:
+        pytest.skip("Lightning broadcasts SIGTERM from 2.5.2 on")
+    ((report,), _) = run_ranks(fit_with_faults, tmp_path, [(fault, strategy)])
+    assert report["ranks"] == [rank]
+    assert report["sentence"].startswith(f"rank {rank} is still in {phase}")
+    assert f"; rank {1 - rank} waits in {wait}" in report["sentence"]
 
 
 def _lose_broadcast(folder: Path) -> tuple[list[str], int]:

@@ -1,5 +1,4 @@
 import warnings
-from contextlib import suppress
 from importlib import import_module
 from itertools import count
 from types import SimpleNamespace
@@ -115,18 +114,14 @@ def test_every_step_after_the_warm_up_counts(settings, num_steps):
     assert speed.wire_bytes_per_step == 0
 
 
-@pytest.mark.parametrize("model", [Line, Failing])
-def test_numbers_in_the_middle_of_a_fit(model, monkeypatch):
-    """If it fails, a callback that reads the speed ends the fit, or an exception's wait counts as training."""
+def test_numbers_in_the_middle_of_a_fit(monkeypatch):
+    """If it fails, a callback that reads the speed ends the fit, or a validation counts as training."""
     ticks = count()
     monkeypatch.setattr(speed_module, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
     reading = Reading("num_steps", "seconds", "steps_per_s", "samples_per_s")
-    settings = {"model": model, "num_warmup_steps": 0, "val_check_interval": 3, "max_epochs": 1, "others": [reading]}
-    with suppress(ArithmeticError):
-        fit(**settings)
+    fit(num_warmup_steps=0, val_check_interval=3, max_epochs=1, others=[reading])
     seconds = [1, 2, 3, 5, 6, 7, 9, 10, 11, 13]  # three validations synchronize the device, which takes a tick
-    expected = [(n, s, n / s, 4 * n / s) for n, s in enumerate(seconds, 1)]
-    assert reading.values == expected[: 8 if model is Failing else 10]
+    assert reading.values == [(n, s, n / s, 4 * n / s) for n, s in enumerate(seconds, 1)]
 
 
 def test_an_exception_stops_the_clock():
@@ -210,6 +205,7 @@ def test_batches_that_lightning_skips():
     assert speed.samples_per_s == pytest.approx(4 * speed.steps_per_s)
 
 
+@pytest.mark.exhaustive
 def test_it_stands_beside_lightnings_throughput_monitor(tmp_path):
     """If it fails, the two overwrite each other's numbers or states."""
     logger = CSVLogger(str(tmp_path), name="", version="")
