@@ -88,8 +88,7 @@ def _assert_close(ours: Params, expected: Params) -> None:
         np.testing.assert_allclose(ours[name], value, rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("model", [Tiny, Frozen])
+@pytest.mark.parametrize(("model", "accumulate"), [(Tiny, 2), (Frozen, 1)])
 def test_it_is_sgd_on_what_the_steps_have_changed(model: Callable[[], Tiny], accumulate: int) -> None:
     """If it fails, the outer optimizer is another one than DiLoCo's, or counts batches for steps."""
     ours = _fit(model(), accumulate_grad_batches=accumulate)
@@ -180,9 +179,8 @@ def _fit_on_ranks(strategy: Callable[[], Any]) -> Params:
     return _fit(Tiny(), strategy())
 
 
-@pytest.mark.parametrize("strategy", [DDPStrategy, partial(CommOptDDP, comm_hook="int8")])
-def test_ranks_stay_equal(strategy: Callable[[], Any]) -> None:
-    first, second = run_ranks(_fit_on_ranks, strategy)
+def test_ranks_stay_equal() -> None:
+    first, second = run_ranks(_fit_on_ranks, partial(CommOptDDP, comm_hook="int8"))
     _assert_equal(first, second)
 
 
@@ -213,7 +211,7 @@ def test_a_state_that_no_batch_has_followed_is_left_to_its_fit(tmp_path: Path) -
     run = trainer("auto", max_epochs=1, callbacks=[callback])
     _run(run, Tiny(), 40)
     run.save_checkpoint(path)
-    for stage in ("validate", "test", "predict", "fit"):  # the fit is over where it was saved
+    for stage in ("test", "fit"):  # the fit is over where it was saved
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Lightning's own of few workers
             getattr(run, stage)(Tiny(), loader(8), ckpt_path=path)
@@ -227,9 +225,12 @@ def _fit_shards(folder: Path) -> tuple[Params, Params]:
         return CommOptModelParallel(2, 1, save_distributed_checkpoint=is_distributed)
 
     def fit(ckpt_path: Path | None = None) -> Params:
-        model = Sharded()
-        with torch.random.fork_rng():
-            _run(trainer(strategy(), max_epochs=2, callbacks=[OuterMomentum(**_OPTIONS)]), model, 40, ckpt_path)
+        model, callbacks = Sharded(), [OuterMomentum(**_OPTIONS)]
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Lightning's own of few workers
+            # A validation before the first batch leaves parameters gathered.
+            run = trainer(strategy(), max_epochs=2, callbacks=callbacks, num_sanity_val_steps=1)
+            run.fit(model, loader(40), loader(8), ckpt_path=ckpt_path)
         return {name: x.full_tensor().numpy() for name, x in model.state_dict().items()}
 
     run = trainer(strategy(is_distributed=True), max_epochs=1, callbacks=[OuterMomentum()])
@@ -242,28 +243,6 @@ def _fit_shards(folder: Path) -> tuple[Params, Params]:
         _run(run, model, 40)
         run.save_checkpoint(folder / "sharded.ckpt")
     return fit(), fit(ckpt_path=folder / "sharded.ckpt")
-
-
-def _fit_after_validation() -> tuple[Params, Params]:
-    found = []
-    for num_steps in (0, 1):
-        model = Sharded()
-        with torch.random.fork_rng(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Lightning's own of few workers
-            strategy = CommOptModelParallel(2, 1, save_distributed_checkpoint=False)
-            callbacks = [OuterMomentum(**_OPTIONS)]
-            run = trainer(strategy, max_epochs=2, callbacks=callbacks, num_sanity_val_steps=num_steps)
-            run.fit(model, loader(40), loader(8))
-        found.append({name: x.full_tensor().numpy() for name, x in model.state_dict().items()})
-    return found[0], found[1]
-
-
-@pytest.mark.exhaustive
-@takes_collectives
-def test_a_validation_before_the_first_batch_leaves_shards_as_they_are() -> None:
-    """If it fails, a fit with FSDP2 and Lightning's sanity check ends with an error in the first move."""
-    for without, with_check in run_ranks(_fit_after_validation):
-        _assert_equal(with_check, without)
 
 
 @takes_collectives
@@ -296,10 +275,7 @@ class _StopAfterEpoch(Callback):
     [
         (4, 0.5, None),
         (1, 0.7, "sync_every=1 and 10 exchanges: compare the loss with outer_momentum=0.5 and without OuterMom"),
-        (4, 0.9, "sync_every=1 and 40 exchanges: compare the loss with outer_momentum=0.5 and without OuterMom"),
-        (1, 0.0, None),
-        (-1, 0.5, None),  # without an end that is known
-        (-1, 0.9, "sync_every=1: compare the loss with outer_momentum=0.5 and without OuterMom"),
+        (-1, 0.9, "sync_every=1: compare the loss with outer_momentum=0.5 and without OuterMom"),  # without a known end
     ],
 )
 def test_fit_too_short_for_its_momentum_warns(num_epochs: int, momentum: float, words: str | None) -> None:

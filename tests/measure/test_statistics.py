@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lightning_commopt.measure.record import BucketSpan, Phase, StepRecord
-from lightning_commopt.measure.statistics import QUANTITIES, TIMES, row
+from lightning_commopt.measure.statistics import QUANTITIES, TIMES
 from lightning_commopt.metrics import StepStatistics
 
 SINGLE = [
@@ -199,39 +198,3 @@ def test_another_number_of_ranks_is_refused() -> None:
 def test_the_bound_must_not_be_negative() -> None:
     with pytest.raises(ValueError, match="max_sampled_values must be an integer of at least 0, got -1"):
         StepStatistics(max_sampled_values=-1)
-
-
-def test_a_row_of_a_record() -> None:
-    span = BucketSpan(
-        index=0,
-        backward=0,
-        gradient_bytes=80,
-        wire_bytes=40,
-        ready_s=2.5,
-        start_s=3.0,
-        end_s=5.0,
-        wire=((3.5, 4.5),),
-    )
-    seconds = {"data": 0.5, "forward": 1.0, "backward": 3.5, "optimizer": 0.25, "other": 0.125}
-    phases, now = [], 0.0
-    for name, duration in seconds.items():
-        phases.append(Phase(name, now, now + duration))
-        now += duration
-    record = StepRecord(step=3, num_samples=16, phases=tuple(phases), buckets=(span,))
-    assert dict(zip(QUANTITIES, row(record), strict=True)) == {
-        "step_s": 5.375,
-        "data_s": 0.5,
-        "forward_s": 1.0,
-        "backward_s": 3.5,
-        "optimizer_s": 0.25,
-        "other_s": 0.125,
-        "comm_s": 2.5,
-        "exposed_s": 2.5,
-        "queue_s": 0.5,
-        "wire_s": 1.0,
-        "compression_s": 1.0,
-        "gradient_bytes": 80,
-        "wire_bytes": 40,
-        "num_samples": 16,
-    }
-    assert all(isinstance(value, float) for value in row(record))
