@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -157,3 +158,15 @@ def train_with_a_bug(folder: str) -> tuple[bool, bool]:
 def test_a_bug_in_a_prediction_ends_no_fit(tmp_path: Path) -> None:
     """If it fails, a training of days raises at its end, because something about it could not be predicted."""
     assert run_ranks(train_with_a_bug, str(tmp_path)) == [(True, False)] * 2
+
+
+def test_steps_of_an_earlier_plan_are_dropped() -> None:
+    """If it fails, ``plan="auto"`` predicts from steps that had another compressor."""
+    run: Any = SimpleNamespace(strategy=SimpleNamespace(model=None), world_size=2, num_devices=2, is_global_zero=True)
+    plans = [CommPlan(), CommPlan(), CommPlan(bucket_cap_mb=1), CommPlan(bucket_cap_mb=1)]
+    with patch.object(prediction, "plan_of", side_effect=plans):
+        recorder = prediction.PredictionRecorder(run, Net(), num_warmup_backwards=0)
+        steps: list[Any] = ["before", "with the change", "after"]
+        for step in steps:
+            recorder.add([step])
+    assert [*recorder._steps] == ["after"]
