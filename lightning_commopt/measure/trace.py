@@ -28,13 +28,6 @@ _TICKS_PER_US = 8
 # The same thread number in two processes is one thread to Perfetto.
 _ROWS_PER_RANK = 10_000
 
-_ALIGNMENT = (
-    "Each rank's times are put on the clock of the first rank. Where both synchronized the same buckets, by the median"
-    " difference between the ends of each bucket's last collective, which nearly coincide on all ranks; elsewhere by"
-    " origin_unix_s of the files, as good as the hosts' clocks agree. clock_corrections_us is the difference between"
-    " the two."
-)
-
 
 def write_trace(
     run_dir: str | Path,
@@ -78,7 +71,8 @@ def to_trace(ranks: Sequence[RankRecords], steps: range) -> dict[str, Any]:
     """Returns the JSON object of a trace of some steps of at least one rank.
 
     It has complete events ("X") in rows that nest, counters ("C"), and metadata ("M"); times in microseconds from the
-    first event. "otherData" describes how the clocks of the ranks were aligned.
+    first event, on the clock of the first rank: by `clock_shift_s` where a rank synchronized the same buckets,
+    elsewhere by the hosts' clocks. "clock_corrections_us" is the difference between the two.
     """
     shown = [[record for record in records.steps if record.step in steps] for records in ranks]
     origins_s = [records.origin_shift_s(ranks[0]) for records in ranks]
@@ -96,7 +90,6 @@ def to_trace(ranks: Sequence[RankRecords], steps: range) -> dict[str, Any]:
         "displayTimeUnit": "ms",
         "otherData": {
             "source": "lightning_commopt",
-            "clock_alignment": _ALIGNMENT,
             "clock_corrections_us": corrections_us,
             "runs": {str(records.rank): dict(records.header) for records in ranks},
         },
