@@ -44,7 +44,7 @@ from lightning_commopt.sync.state import (
 )
 from lightning_commopt.sync.strategies import RunningStrategy
 from lightning_commopt.sync.unit_layout import UnitLayout
-from lightning_commopt.text.formatting import lasting_repr, numbers_text
+from lightning_commopt.text.formatting import lasting_repr
 from lightning_commopt.text.validation import warn
 
 KEY = "lightning_commopt"
@@ -54,7 +54,6 @@ OF_DILOCO = "diloco"
 """The kind of a state that `lightning_commopt.sync.diloco.checkpoint` reads, and no other strategy."""
 
 _VERSION = 3
-READABLE_VERSIONS = (1, 2, _VERSION)  # the first two had the same keys; only DDP's are read
 _CONTENT = ("version", "kind", "compressor", "num_syncs", "ranks")
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -187,25 +186,22 @@ def _in_file(rank: int, part: Any) -> Any:
 
 
 def open_checkpoint(saved: Any, load: Callable[[int, Any], Any] = _in_file) -> SavedState:
-    """Returns the state in a checkpoint, from `to_checkpoint` or from DDP's version 1 or 2.
+    """Returns the state in a checkpoint, from `to_checkpoint`.
 
     Args:
         saved: what the checkpoint has under `KEY`.
         load: returns the part of a rank, given the rank and its entry in ``saved``.
 
     Raises:
-        CheckpointError: ``saved`` is damaged or of a later version.
+        CheckpointError: ``saved`` is damaged or of another version.
     """
     version = saved.get("version") if isinstance(saved, Mapping) else None
-    if type(version) is not int or version not in READABLE_VERSIONS:
-        known = numbers_text(READABLE_VERSIONS)
-        raise CheckpointError(f"its version is {version!r}, and those that can be read are {known}")
+    if type(version) is not int or version != _VERSION:
+        raise CheckpointError(f"its version is {version!r}, and {_VERSION} is the one that can be read")
     if saved.get("kind") == OF_DILOCO:
         raise CheckpointError("it is CommOptDiLoCo's, whose ranks have files of their own")
     with as_checkpoint_error():
-        if version < _VERSION:
-            saved = _from_version_2(saved)
-        elif saved["checksum"] != _checksum(saved):
+        if saved["checksum"] != _checksum(saved):
             raise CheckpointError("it is damaged (its checksum differs)")
         num_syncs, ranks = saved["num_syncs"], saved["ranks"]
         if type(num_syncs) is not int or num_syncs < 0 or not isinstance(ranks, list):
@@ -213,13 +209,6 @@ def open_checkpoint(saved: Any, load: Callable[[int, Any], Any] = _in_file) -> S
         return SavedState(
             saved["kind"], saved["compressor"], num_syncs, len(ranks), lambda rank: load(rank, ranks[rank])
         )
-
-
-def _from_version_2(saved: Mapping[str, Any]) -> dict[str, Any]:
-    if "sharded" in saved:
-        raise CheckpointError(f"it is FSDP2's of version {saved['version']}, of which only {_VERSION} can be read")
-    ranks = [{"states": part["buckets"], "residuals": part["residuals"]} for part in saved["ranks"]]
-    return {**saved, "kind": "buckets", "ranks": ranks}
 
 
 def read_state(

@@ -16,8 +16,8 @@ from lightning_commopt import CommOptDDP, CommOptDiLoCo, CommOptModelParallel, O
 from lightning_commopt.callbacks import OuterMomentum
 from lightning_commopt.text import validation
 from support.collectives import takes_collectives
-from support.kept_states import Sharded
 from support.lightnings import Callback, DDPStrategy, ModelCheckpoint
+from support.sharded_model import Sharded
 from support.strategy_models import (
     AveragingWeights,
     BatchNormed,

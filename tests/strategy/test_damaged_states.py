@@ -18,14 +18,15 @@ from lightning_commopt import CommOptDDP, CommOptModelParallel
 from lightning_commopt.sync.checkpoint import KEY, open_checkpoint, to_checkpoint
 from lightning_commopt.sync.state import CheckpointError
 from support.cross_section import sampled
-from support.kept_states import DDP, HERE, SHARDED, Sharded
+from support.sharded_model import Sharded
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer
 from support.warm_ranks import run_ranks
 
 _NUM_DAMAGES = 6
 _PLAIN: list[Any] = [None, "spam", -1, 2.5, [], {}]
 _KINDS = ("ddp", "file", "directory")
-_HOOKS = {"ddp": DDP["powersgd"], "file": SHARDED["feedback"][0], "directory": SHARDED["feedback"][0]}
+_FEEDBACK = {"name": "int8", "error_feedback": True, "block_size": 16}
+_HOOKS = {"ddp": {"name": "powersgd", "start_step": 1}, "file": _FEEDBACK, "directory": _FEEDBACK}
 
 
 def _run(kind: str, hook: Any, path: Path | None, epochs: int) -> tuple[Any, Any]:
@@ -128,11 +129,16 @@ def test_a_file_made_of_a_directory_says_where_its_tensors_are() -> None:
         open_checkpoint(saved).of_rank(0, 1, None)
 
 
-@pytest.mark.exhaustive
-def test_a_damaged_state_of_the_version_before_ends_no_training(tmp_path: Path) -> None:
-    """If it fails, a damaged checkpoint, which has no checksum yet, ends a training or makes ranks disagree."""
-    copies = _damaged_copies(HERE / "ddp_2" / "powersgd.ckpt", tmp_path, "ddp_2/powersgd")
-    first, second = run_ranks(_resume_all, "ddp", DDP["powersgd"], [*copies.values()])
-    for what, (params, messages), (others, _) in zip(copies, first, second, strict=True):
-        assert len(messages) <= 1, (what, messages)
-        assert_same(params, others, of=what)
+@pytest.mark.parametrize("version", [2, 4, "3", None, True])
+def test_other_versions_are_refused_by_their_number(version: Any) -> None:
+    with pytest.raises(CheckpointError, match=f"version is {version!r}, and 3 is the one that can be read"):
+        open_checkpoint({**to_checkpoint(None, 1, []), "version": version})
+
+
+@pytest.mark.parametrize("name", ["ops", "float128", "load", 3, None])
+def test_a_dtype_is_none_but_a_dtype(name: Any) -> None:
+    """If it fails, the text of a file is looked up among the functions of torch."""
+    bucket = {"index": 0, "names": ["weight"], "shapes": [[2]], "strides": [[1]], "dtype": name, "state": {}}
+    saved = to_checkpoint(None, 1, [{"states": [bucket], "residuals": {}}])
+    with pytest.raises(CheckpointError, match="damaged"):
+        open_checkpoint(saved).of_rank(0, 1, None)

@@ -18,8 +18,8 @@ from lightning_commopt.plan.ddp import ddp_options
 from lightning_commopt.strategy.adapters import adapter_for
 from lightning_commopt.text import validation
 from support.collectives import takes_collectives
-from support.kept_states import Sharded
 from support.lightnings import PACKAGE
+from support.sharded_model import Sharded
 from support.strategy_models import FEATURES, Tiny, loader, trainer
 from support.warm_ranks import run_ranks
 

@@ -24,9 +24,9 @@ from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt8
 from lightning_commopt.measure.runs.record import RunRecord
 from lightning_commopt.measure.runs.settings import nested
 from support.collectives import takes_collectives
-from support.kept_states import Sharded
 from support.lightnings import Callback
 from support.ranks import run_ranks_or_raise
+from support.sharded_model import Sharded
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer
 from support.vanishing import Vanishing, check_that_both_end, prepare_rank
 from support.warm_ranks import run_ranks

@@ -12,8 +12,8 @@ from lightning_commopt import CommOptModelParallel
 from lightning_commopt.compressors.sharded import ShardedInt8
 from support.collectives import takes_collectives
 from support.cross_section import sampled
-from support.kept_states import Sharded
 from support.lightnings import Callback
+from support.sharded_model import Sharded
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer
 from support.warm_ranks import run_ranks
 
