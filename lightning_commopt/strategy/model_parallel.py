@@ -189,12 +189,12 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
     def _is_in_batch(self) -> bool:
         """Returns whether a training batch has begun and not ended."""
         module = self.lightning_module
-        return self._sync.is_attached and module is not None and batch_is_open(module.trainer)
+        return self._sync.model is not None and module is not None and batch_is_open(module.trainer)
 
     def _apply_next_plan(self) -> None:
         plan, self._next_plan = self._next_plan, None
         if plan is not None:
-            if self._sync.is_attached and self.world_size > 1:
+            if self._sync.model is not None and self.world_size > 1:
                 base.check_plans_agree(plan)
             self._sync.change_plan(plan)
 
@@ -252,7 +252,7 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
         path = Path(self.broadcast(checkpoint_path))
         checkpoint = super().load_checkpoint(path, *args, **kwargs)
         saved = checkpoint.pop(KEY, None)
-        if self._sync.is_attached:
+        if self._sync.model is not None:
             resume(self._sync, saved, self, path)
         return checkpoint
 

@@ -1,9 +1,9 @@
-"""Gathers every rank's state on rank 0, without waiting forever for ranks that do not take part."""
+"""Gathers what each rank has, without waiting forever for ranks that do not take part."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ _ALL_PIECES_BYTES = 2**26
 _MIN_PIECE_BYTES = 2**16
 """Bytes of a piece for any number of ranks, 64 KiB: with smaller ones the number of collectives would grow too large.
 From 1,024 ranks on it makes the pieces of all ranks exceed `_ALL_PIECES_BYTES`."""
+
+T = TypeVar("T")
 
 
 def map_tensors(fn: Callable[[Tensor], object], value: object) -> Any:
@@ -57,6 +59,15 @@ def all_ranks_ready(position: str | None, patience_s: float, timeout_s: float) -
     for key in keys if are_here else ():
         store.delete_key(key)
     return agreed
+
+
+def values_of_all_ranks(value: T) -> list[T]:
+    """Returns the values of all ranks of the default group, in their order; only this one without a group."""
+    if not dist.is_initialized():
+        return [value]
+    everyone = [value] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
 
 
 def gather_on_rank_0(value: object, device: torch.device) -> list[Any] | None:

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import TypeVar
 
 from lightning_commopt.compressors import Compressor, Layout, ShardedCompressor, State
-from lightning_commopt.sync.gather import map_tensors
+from lightning_commopt.sync.gather import map_tensors, values_of_all_ranks
 from lightning_commopt.sync.unit_layout import UnitLayout
 from lightning_commopt.text.formatting import list_some
 from lightning_commopt.text.validation import info, warn
@@ -132,7 +131,7 @@ def agree_on_state(
             residuals = state.all_residuals()
         except CheckpointError as error_of_residuals:
             damage = damage or str(error_of_residuals)
-    everyone = _gather((state.num_syncs, damage, bool(obstacle), sorted(buckets)))
+    everyone = values_of_all_ranks((state.num_syncs, damage, bool(obstacle), sorted(buckets)))
     damage = next((its_damage for _, its_damage, _, _ in everyone if its_damage), "")
     if damage:
         warn(f"The checkpoint's state of comm_hook cannot be used, as {damage}; it starts from zero.")
@@ -162,9 +161,8 @@ def _fit_all(
 
 def _fit(saved: Any, fresh: Any, device: torch.device) -> Any:
     """Returns ``saved``, of the structure of ``fresh``, on its devices; other entries of a dict go to ``device``."""
-    if isinstance(fresh, Tensor):
-        if not isinstance(saved, Tensor) or (saved.shape, saved.dtype) != (fresh.shape, fresh.dtype):
-            raise CheckpointError(f"a state has {_kind(saved)} where {_kind(fresh)} is expected")
+    is_tensor = isinstance(fresh, Tensor) and isinstance(saved, Tensor)
+    if is_tensor and (saved.shape, saved.dtype) == (fresh.shape, fresh.dtype):
         return saved.to(fresh.device)
     if isinstance(fresh, dict) and isinstance(saved, dict) and fresh.keys() <= saved.keys():
         return {
@@ -173,27 +171,15 @@ def _fit(saved: Any, fresh: Any, device: torch.device) -> Any:
         }
     if isinstance(fresh, list) and isinstance(saved, list) and len(fresh) == len(saved):
         return [_fit(*pair, device) for pair in zip(saved, fresh, strict=True)]
-    if isinstance(fresh, dict | list) or type(saved) is not type(fresh):
-        raise CheckpointError(f"a state has {_kind(saved)} where {_kind(fresh)} is expected")
-    return saved
+    if type(saved) is type(fresh) and not isinstance(fresh, Tensor | dict | list):
+        return saved
+    raise CheckpointError(f"a state has {_kind(saved)} where {_kind(fresh)} is expected")
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{value.dtype} of {tuple(value.shape)}"
     return f"{type(value).__name__} of {list(value)}" if isinstance(value, dict) else type(value).__name__
-
-
-_Summary = tuple[int, str, bool, list[int]]
-
-
-def _gather(mine: _Summary) -> list[_Summary]:
-    """Returns from all ranks the number of syncs, the damage, whether states do not fit, and the buckets that do."""
-    everyone = [mine]
-    if dist.is_initialized():
-        everyone = [mine] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-    return everyone
 
 
 def _select_known(residuals: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:

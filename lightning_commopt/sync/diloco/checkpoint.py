@@ -11,12 +11,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from lightning_commopt.compat.torch import foreach_copy_
 from lightning_commopt.compressors.base import as_real
@@ -27,6 +26,7 @@ from lightning_commopt.sync.diloco.report import Report
 from lightning_commopt.sync.diloco.resumable import checksum, names_in, reason_against
 from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.sync.diloco.under_way import UnderWay
+from lightning_commopt.sync.gather import values_of_all_ranks
 from lightning_commopt.sync.state import CheckpointError, as_checkpoint_error
 from lightning_commopt.text.formatting import lasting_repr
 from lightning_commopt.text.validation import info, warn
@@ -56,10 +56,7 @@ def followed(path: str | Path) -> str | Path:
 def common_part(rounds: Rounds, identity: str, world_size: int) -> dict[str, Any]:
     """Returns what a checkpoint has under `KEY`. The exchanges under way must have ended; see `Rounds.wait`.
 
-    Args:
-        rounds: the exchanges of the fit.
-        identity: a text that no other checkpoint has, equal on all ranks.
-        world_size: number of ranks that write a file.
+    The ``identity`` is a text that no other checkpoint has, equal on all ranks.
     """
     return {
         "version": _VERSION,
@@ -100,7 +97,7 @@ def _fragment_to_plain(of: GlobalWeights, *, keeps_weights: bool) -> dict[str, A
     }
 
 
-def _weights_to_plain(of: GlobalWeights) -> dict[str, Any]:
+def _weights_to_plain(of: GlobalWeights | Arrived) -> dict[str, Any]:
     return {"weights": of.weights, "floats": of.floats, "integers": of.integers}
 
 
@@ -110,9 +107,7 @@ def _under_way_to_plain(under_way: UnderWay) -> dict[str, Any]:
     return {
         "index": under_way.index,
         "due": under_way.due,
-        "weights": arrived.weights,
-        "floats": arrived.floats,
-        "integers": arrived.integers,
+        **_weights_to_plain(arrived),
         "reports": [report.to_plain() for report in arrived.reports],
     }
 
@@ -120,11 +115,7 @@ def _under_way_to_plain(under_way: UnderWay) -> dict[str, Any]:
 def rank_part(rounds: Rounds, identity: str, rank: int, entries: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what the file of one rank holds.
 
-    Args:
-        rounds: the exchanges of the fit.
-        identity: that of the checkpoint.
-        rank: the rank.
-        entries: those of Lightning's checkpoint, which rank 0 writes, whose values differ between workers.
+    The ``entries`` are those of Lightning's checkpoint, which rank 0 writes, whose values differ between workers.
     """
     return {
         "version": _VERSION,
@@ -175,17 +166,16 @@ class Saved:
         for of, saved in zip(rounds.fragments, self.common["fragments"], strict=True):
             if saved["weights"] is not None:
                 of.weights.copy_(saved["weights"])
-            of.momentum, of.floats, of.integers = (
-                saved[key] for key in ("momentum", "values_of_floats", "values_of_integers")
-            )
-        if (saved_at_end := self.common.get("set_at_end")) is not None:
-            pairs = zip(rounds.fragments, saved_at_end, strict=True)
+            of.momentum = saved["momentum"]
+            of.floats, of.integers = saved["values_of_floats"], saved["values_of_integers"]
+        if self.common["set_at_end"] is not None:
+            pairs = zip(rounds.fragments, self.common["set_at_end"], strict=True)
             rounds.set_at_end = [replace(of, **saved, momentum=None, state={}, carried=None) for of, saved in pairs]
         under_way = [_under_way_from_plain(saved) for saved in self.common["under_way"]]
         if self.own is not None:
             self._restore_own(rounds, self.own)
             rounds.under_way.extend(under_way)
-            rounds.changed.update(self.common.get("changed", ()))
+            rounds.changed.update(self.common["changed"])
             return
         for ended in under_way:
             assert ended.arrived is not None
@@ -195,8 +185,8 @@ class Saved:
 
     def _restore_own(self, rounds: Rounds, own: Mapping[str, Any]) -> None:
         rounds.counts.load_plain(own["counts"])
-        rounds.left_out.restore(own.get("left_out", {}))
-        rounds.trained.update(own.get("trained", self.trained))
+        rounds.left_out.restore(own["left_out"])
+        rounds.trained.update(own["trained"])
         parts = zip(rounds.fragments, own["weights"], own["states"], own["carried"], strict=True)
         for of, weights, state, carried in parts:
             of.state, of.carried = state, carried
@@ -216,25 +206,16 @@ class _Finding:
     identity: str = ""
     obstacle: str = ""
     damage: str = ""
-    own: Mapping[str, Any] | None = field(default=None, compare=False)
+    own: Mapping[str, Any] | None = None
 
 
 def read_saved(saved: Any, plan: DiLoCoPlan, rank: int, world_size: int, load: Callable[[], Any]) -> Saved:
     """Returns what all ranks resume from. All ranks must call it; rank 0 warns of what is lost.
 
-    Args:
-        saved: what the checkpoint has under `KEY`; None if it has nothing.
-        plan: the plan in use.
-        rank: this rank.
-        world_size: number of ranks.
-        load: reads the file of this rank.
+    The checkpoint has ``saved`` under `KEY`, None if it has nothing; ``load`` reads the file of this rank.
     """
     finding = _read(saved, plan, rank, world_size, load)
-    everyone = [finding]
-    if dist.is_initialized():
-        everyone = [finding] * world_size
-        summary = _Finding(finding.identity, finding.obstacle, finding.damage)
-        dist.all_gather_object(everyone, summary)
+    everyone = values_of_all_ranks(replace(finding, own=None))
     damage = next((other.damage for other in everyone if other.damage), "")
     if not damage and any(other.identity != finding.identity for other in everyone):
         damage = "not all ranks read the same one"

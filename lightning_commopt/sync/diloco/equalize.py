@@ -13,9 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from lightning_commopt.sync.diloco.fragments import ordinary_buffer
 from lightning_commopt.sync.diloco.living import LivingRanks
-
-_Sum = tuple[tuple[int, ...], int]
-"""Shape and checksum of a tensor."""
+from lightning_commopt.sync.gather import values_of_all_ranks
 
 
 @torch.no_grad()
@@ -42,7 +40,7 @@ def equalize(tensors: Sequence[Tensor], living: LivingRanks | None = None) -> No
             " indices and values as buffers, or keep it as a plain attribute"
         )
     mine = [(tuple(x.shape), _checksum(x.detach())) for x in tensors]
-    everyone = _gather(mine) if living is None else [*living.objects(mine, "comparing weights").values()]
+    everyone = values_of_all_ranks(mine) if living is None else [*living.objects(mine, "comparing weights").values()]
     differ = []
     for x, *of_ranks in zip(tensors, *everyone, strict=True):
         shapes = [shape for shape, _ in of_ranks]
@@ -69,12 +67,6 @@ def tensors_of(module: Module) -> list[Tensor]:
         for name, x in [*part.named_buffers(recurse=False)]:
             ordinary_buffer(part, name, x)
     return [*module.parameters(), *module.buffers()]
-
-
-def _gather(mine: list[_Sum]) -> list[list[_Sum]]:
-    everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
 
 
 def _checksum(x: Tensor) -> int:

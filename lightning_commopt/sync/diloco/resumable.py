@@ -12,11 +12,12 @@ from torch import Tensor
 from lightning_commopt.sync.diloco.exchange import GlobalWeights
 from lightning_commopt.sync.diloco.fragments import Fragment
 
+_KINDS = ("parameters", "floats", "integers")
+
 
 def names_in(fragment: Fragment) -> dict[str, list[str]]:
     """Returns the names of a fragment's tensors, under the keys that a checkpoint has."""
-    parts = {"parameters": fragment.parameters, "floats": fragment.floats, "integers": fragment.integers}
-    return {kind: list(tensors) for kind, tensors in parts.items()}
+    return {kind: list(getattr(fragment, kind)) for kind in _KINDS}
 
 
 def checksum(of: GlobalWeights) -> int:
@@ -29,16 +30,13 @@ def reason_against(
 ) -> str | None:
     """Returns why fragments are not those that were saved; None if they are.
 
-    Hooks may give a model other parameters, or a checkpoint another ``state_dict``. All ranks get the same answer, as
-    their models are equal, and the files of a checkpoint are from the same step.
-
-    Args:
-        fragments: of a model with the weights of the ``state_dict``.
-        common: what all workers share.
-        own: this rank's part, if it is used.
+    Hooks may give a model other parameters, or a checkpoint another ``state_dict``, whose weights the ``fragments``
+    have. All ranks get the same answer, as their models are equal, and the files of a checkpoint are from the same
+    step. This rank's ``own`` part is None if it is not used.
     """
     pairs = [*zip(fragments, common["fragments"], strict=False)]
-    if [names_in(of.fragment) for of in fragments] != [_names_of(saved) for saved in common["fragments"]]:
+    names = [{kind: saved[kind] for kind in _KINDS} for saved in common["fragments"]]
+    if names != [names_in(of.fragment) for of in fragments]:
         return "the model has other parameters"
     under_way = [(fragments[saved["index"]], saved) for saved in common["under_way"]]
     flats = [(of, saved[key]) for of, saved in [*pairs, *under_way] for key in ("weights", "momentum") if key in saved]
@@ -49,13 +47,9 @@ def reason_against(
         or (own and [_shapes(of.fragment.tensors()) for of in fragments] != [*map(_shapes, own["weights"])])
     ):
         return "the model has parameters or buffers of other shapes"
-    if any(saved.get("checksum") not in (None, checksum(of)) for of, saved in pairs):
+    if any(saved["checksum"] not in (None, checksum(of)) for of, saved in pairs):
         return "they are not those of its last exchanges, but others that a hook has put in their place"
     return None
-
-
-def _names_of(saved: Mapping[str, Any]) -> dict[str, Any]:
-    return {kind: saved[kind] for kind in ("parameters", "floats", "integers")}
 
 
 def _shapes(tensors: Sequence[Tensor]) -> list[torch.Size]:

@@ -16,6 +16,7 @@ from lightning_commopt.plan import OptionError
 from lightning_commopt.plan.sharded import ShardedPlan
 from lightning_commopt.sync.fsdp2.gradients import ShardedSync, place_on_nodes, sharded_units
 from lightning_commopt.sync.fsdp2.parameters import GatheredParameters
+from lightning_commopt.sync.gather import values_of_all_ranks
 from lightning_commopt.sync.state import CommState
 from lightning_commopt.sync.unit_layout import UnitLayout
 from lightning_commopt.text.formatting import list_some
@@ -36,13 +37,14 @@ class ShardedModelSync:
     Attributes:
         plan: the plan in use.
         gradients: compresses reduce-scatters; None if FSDP2's own are used.
+        model: the model that the plan is carried out in, while a fit is under way.
     """
 
     def __init__(self, plan: ShardedPlan) -> None:
         self.plan = plan
         self.gradients = _sync_for(plan.comm_hook)
         self._parameters: GatheredParameters | None = None
-        self._model: Module | None = None  # while attached
+        self.model: Module | None = None
         self._ranks_per_node: int | None = None
         self._timeout: timedelta | None = None
         self._earlier_bytes = 0
@@ -62,7 +64,7 @@ class ShardedModelSync:
         Raises:
             OptionError: the model has no unit, or the plan cannot be carried out with its units.
         """
-        self._model, self._ranks_per_node, self._timeout = model, ranks_per_node, timeout
+        self.model, self._ranks_per_node, self._timeout = model, ranks_per_node, timeout
         if not self.has_units and self.plan.is_lossy:
             raise OptionError(
                 "comm_hook: configure_model has not sharded the model, so there is no reduce-scatter to compress: call"
@@ -72,23 +74,13 @@ class ShardedModelSync:
         if self.gradients is not None:
             self._attach(self.gradients)
 
-    @property
-    def model(self) -> Module | None:
-        """The model that the plan is carried out in, while a fit is under way."""
-        return self._model
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether a fit is under way."""
-        return self._model is not None
-
     def check_plan(self, plan: ShardedPlan) -> None:
         """Raises an OptionError if this model cannot change to a plan."""
-        if self._model is not None and plan.unit_options() != self.plan.unit_options():
+        if self.model is not None and plan.unit_options() != self.plan.unit_options():
             setters = {**plan.unit_options(), **self.plan.unit_options()}
             names = ", ".join(setter.removeprefix("set_") for setter in setters)
             raise OptionError(f"{names} cannot change in the middle of a fit: its units have been set up")
-        if self._model is not None and plan.is_lossy and not self.has_units:
+        if self.model is not None and plan.is_lossy and not self.has_units:
             raise OptionError("comm_hook: the model is not sharded, so there is no reduce-scatter to compress")
 
     def change_plan(self, plan: ShardedPlan) -> None:
@@ -99,7 +91,7 @@ class ShardedModelSync:
         """
         old, self.plan = self.plan, plan
         self._has_compressed |= plan.comm_hook is not None
-        if self._model is None:
+        if self.model is None:
             if plan.comm_hook != old.comm_hook:
                 self._count_bytes()
                 if self.gradients is not None and self.gradients.residuals():
@@ -147,24 +139,24 @@ class ShardedModelSync:
         for comm_objects in (self.gradients, self._parameters):
             if comm_objects is not None:
                 comm_objects.detach()
-        self._parameters = self._model = None
+        self._parameters = self.model = None
 
     @property
     def has_units(self) -> bool:
         """Whether the model is sharded, while attached."""
-        assert self._model is not None
-        return any(isinstance(module, FSDPModule) for module in self._model.modules())
+        assert self.model is not None
+        return any(isinstance(module, FSDPModule) for module in self.model.modules())
 
     def _attach(self, sync: ShardedSync) -> None:
-        assert self._model is not None
-        sync.attach(self._model, ranks_per_node=self._ranks_per_node, timeout=self._timeout)
+        assert self.model is not None
+        sync.attach(self.model, ranks_per_node=self._ranks_per_node, timeout=self._timeout)
         sync.allow_overlap()
 
     def _replace(self, compressor: ShardedCompressor | None, state: CommState[UnitLayout] | None = None) -> None:
         """Replaces what compresses reduce-scatters; residuals are kept, or those of ``state`` take their place."""
-        assert self._model is not None
+        assert self.model is not None
         if compressor is not None:  # raises before anything changes
-            place_on_nodes(compressor, sharded_units(self._model), self._ranks_per_node)
+            place_on_nodes(compressor, sharded_units(self.model), self._ranks_per_node)
         old = self.gradients
         if state is None:
             state = CommState() if old is None else old.state()
@@ -194,11 +186,11 @@ class ShardedModelSync:
 
     def _gather_parameters(self) -> None:
         """Compresses all-gathers if the plan has a ``param_hook``, else restores FSDP2's own."""
-        assert self._model is not None
+        assert self.model is not None
         is_wanted = self.plan.param_hook is not None
         if is_wanted and self._parameters is None:
             self._parameters = GatheredParameters()
-            self._parameters.attach(self._model)
+            self._parameters.attach(self.model)
         elif not is_wanted and self._parameters is not None:
             self._parameters.detach()
             self._parameters = None
@@ -210,9 +202,7 @@ def _sync_for(compressor: ShardedCompressor | None) -> ShardedSync | None:
 
 def on_any_rank(is_true: bool) -> bool:
     """Returns whether something is true on any rank, as a sync that failed may leave residuals on some. All call it."""
-    answers = [is_true] * dist.get_world_size()
-    dist.all_gather_object(answers, is_true)
-    return any(answers)
+    return any(values_of_all_ranks(is_true))
 
 
 def set_unit_options(model: Module, plan: ShardedPlan) -> None:
