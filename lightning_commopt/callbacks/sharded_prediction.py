@@ -174,7 +174,7 @@ class ShardedPredictionRecorder:
 
 def _group_of(columns: Sequence[Column]) -> dist.ProcessGroup:
     """Returns the ranks that have shards of a unit, whose parameters are not gathered."""
-    mesh = getattr(columns[0].owner, columns[0].attribute).device_mesh
+    mesh = columns[0].parameter.device_mesh
     group: dist.ProcessGroup = mesh.get_group(mesh.ndim - 1)
     return group
 

@@ -1,8 +1,6 @@
-"""The state of FSDP2's units in checkpoints: of a directory in a folder beside the model's, or in the one file.
+"""The state of FSDP2's units in checkpoints; in a directory each rank writes its own tensors, see `sync.checkpoint`.
 
-In a directory each rank writes its own tensors, with torch's distributed checkpoints (DCP), under the keys
-``<rank>/<number>``. The folder of its own keeps them out of sight of whoever reads the model. The rest of the state has
-tensors without data in their place, in the same order.
+The folder of its own keeps them out of sight of whoever reads the model.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.nn import Module
 
 from lightning_commopt.compat.fsdp import (
@@ -277,8 +277,7 @@ def sharded_units(model: Module) -> list[tuple[FSDPModule, list[Column]]]:
 def _columns(module: FSDPModule, names: dict[Module, str]) -> Iterator[Column]:
     """Yields the parameters of a unit in the order in which FSDP2 gathers them."""
     for owner, attribute in parameters_of(module):
-        parameter: DTensor = getattr(owner, attribute)
-        name = ".".join(filter(None, (names[owner], attribute)))
+        parameter, name = getattr(owner, attribute), ".".join(filter(None, (names[owner], attribute)))
         *replicated, sharded = parameter.placements
         if type(sharded) is not Shard or not all(type(placement) is Replicate for placement in replicated):
             raise OptionError(
@@ -290,7 +289,7 @@ def _columns(module: FSDPModule, names: dict[Module, str]) -> Iterator[Column]:
 
 def replicas_and_shards(columns: Sequence[Column]) -> tuple[int, int]:
     """Returns the number of ranks that have the same shard, and the number of shards."""
-    meshes = {getattr(column.owner, column.attribute).device_mesh for column in columns}
+    meshes = {column.parameter.device_mesh for column in columns}
     if len(meshes) > 1:
         raise OptionError(
             f"comm_hook and param_hook need one mesh for all of a unit, but that of {columns[0].name} has several"

@@ -72,7 +72,7 @@ class UnitAllGather(CompressedUnit):
     def __init__(self, channels: Channels, columns: Sequence[Column]) -> None:
         self._channels = channels
         self._name = columns[0].name
-        self.device = torch.device(getattr(columns[0].owner, columns[0].attribute).device_mesh.device_type)
+        self.device = torch.device(columns[0].parameter.device_mesh.device_type)
         _, self._num_shards = replicas_and_shards(columns)
         self._runs = runs_of(columns, self._num_shards)
 

@@ -47,15 +47,17 @@ class Column(NamedTuple):
     dim: int  # the dimension in which it is cut into shards
 
     @property
-    def is_complex(self) -> bool:
-        return bool(getattr(self.owner, self.attribute).is_complex())
+    def parameter(self) -> DTensor:
+        """The parameter, sharded if its unit is not gathered."""
+        parameter: DTensor = getattr(self.owner, self.attribute)
+        return parameter
 
     @property
     def is_compressed(self) -> bool:
-        return len(self.shape) > 1 and not self.is_complex
+        return len(self.shape) > 1 and not self.parameter.is_complex()
 
     def is_trained(self) -> bool:
-        return bool(getattr(self.owner, self.attribute).requires_grad)
+        return self.parameter.requires_grad
 
     def width(self, num_shards: int) -> int:
         """Returns the elements of the largest shard."""
@@ -126,7 +128,7 @@ class UnitReduceScatter(CompressedUnit):
         self._source = f"{full_name(compressor)} reduce-scatter"
         self._channels = channels
         self.first_seed = first_seed(index, dist.get_rank())  # the rank in the group is not unique among replicas
-        self._sharded: list[DTensor] = [getattr(column.owner, column.attribute) for column in columns]
+        self._sharded = [column.parameter for column in columns]
         mesh = self._sharded[0].device_mesh
         self.group = mesh.get_group(mesh.ndim - 1)
         self.num_shards = self.group.size()
@@ -193,9 +195,7 @@ class UnitReduceScatter(CompressedUnit):
     def _is_untouched(self, output: Tensor) -> bool:
         """Returns whether FSDP2 only makes views of the output, so that it may be filled later."""
         return not has_all_reduce_hook(self._module) and all(
-            getattr(column.owner, column.attribute) is parameter
-            and parameter.grad is None
-            and keeps_reduced(parameter, output.dtype)
+            column.parameter is parameter and parameter.grad is None and keeps_reduced(parameter, output.dtype)
             for column, parameter in zip(self.columns, self._sharded, strict=True)
         )
 
@@ -226,7 +226,7 @@ class UnitReduceScatter(CompressedUnit):
         names, layout = tuple(column.name for column in columns), layout_of(columns, self.num_shards)
         self._used, self._runs = used, runs_of(used, self.num_shards)
         self._num_columns = sum(width for width, _ in self._runs)
-        if any(column.is_complex for column in used):
+        if any(column.parameter.is_complex() for column in used):
             warn_once("comm_hook sends complex gradients uncompressed: it compresses floating-point ones only.")
         if saved is not None and saved[:2] == (names, layout):
             self._state = saved[2]
@@ -243,14 +243,10 @@ class UnitReduceScatter(CompressedUnit):
         """Takes the residuals of some parameters, ``(W, s)`` float32; None if there are none."""
         if not any(column.name in self.residuals for column in columns):
             return None
-        wholes = [self.residuals.pop(column.name, None) for column in columns]
-        layout = layout_of(columns, self.num_shards)
-        return layout.join(
-            [
-                torch.zeros(shape, device=device) if whole is None else whole.to(device, torch.float32)
-                for whole, shape in zip(wholes, layout.shapes, strict=True)
-            ]
-        )
+        wholes = [
+            self.residuals.pop(x.name, torch.zeros(x.shape, device=device)).to(device, torch.float32) for x in columns
+        ]
+        return layout_of(columns, self.num_shards).join(wholes)
 
 
 def _message_bytes(rows: Tensor, runs: Sequence[tuple[int, bool]], compressor: ShardedCompressor) -> int:
