@@ -22,6 +22,9 @@ from lightning_commopt.sync.executors import BucketFuture
 _MAX_BACKWARDS = 3
 """DDP's buckets are final after so many backwards: it rebuilds them in the second, with a static graph in the third."""
 
+Layouts = dict[int, tuple[tuple[str, ...], Layout]]
+"""By the index of a bucket: the names of its parameters, and its layout."""
+
 
 class BucketOrder:
     """Counts buckets in the first backward of a static graph, of ``num_parameters`` gradients.
@@ -74,7 +77,7 @@ def known_parameters(model: DistributedDataParallel) -> dict[str, Parameter]:
 
 def gradient_bytes(model: DistributedDataParallel) -> int:
     """Returns the bytes of all gradients that one backward synchronizes."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in synced_parameters(model).values())
+    return sum(parameter.nbytes for parameter in synced_parameters(model).values())
 
 
 def bucket_names(model: object) -> dict[int, list[str]]:
@@ -110,29 +113,27 @@ class Bucket:
 class Relayout:
     """Holds back DDP's buckets until the last one is ready, to use the ``saved`` buckets, by index, instead."""
 
-    def __init__(self, saved: dict[int, tuple[tuple[str, ...], Layout]]) -> None:
+    def __init__(self, saved: Layouts) -> None:
         self._saved = dict(sorted(saved.items()))
-        self._held = HeldBuckets([], [], {})
+        self._held: list[tuple[Bucket, BucketFuture]] = []
         self._num_backwards = 0
 
     def hold(self, bucket: Bucket, future: BucketFuture) -> bool:
         """Holds back a bucket if it can be compressed, and returns whether it can."""
         if bucket.index == 0:  # an earlier backward may have been interrupted
-            self._held = HeldBuckets([], [], {})
+            self._held = []
         if bucket.is_compressible:
-            self._held.buckets.append(bucket)
-            self._held.futures.append(future)
+            self._held.append((bucket, future))
         return bucket.is_compressible
 
     def end_backward(self) -> HeldBuckets:
         """Returns the buckets that were held back in this backward."""
-        held, self._held = self._held, HeldBuckets([], [], {})
-        self._num_backwards += 1
-        if held.has_gradients_of(self._saved):
-            held.saved.update(self._saved)
-        if not held.saved or {b.index: (b.names, b.layout) for b in held.buckets} == self._saved:
-            self._num_backwards = _MAX_BACKWARDS
-        return held
+        held, self._held = self._held, []
+        layouts = {bucket.index: (bucket.names, bucket.layout) for bucket, _ in held}
+        has_saved = _gradients(layouts) == _gradients(self._saved)
+        is_over = not has_saved or layouts == self._saved
+        self._num_backwards = _MAX_BACKWARDS if is_over else self._num_backwards + 1
+        return HeldBuckets([x for x, _ in held], [x for _, x in held], self._saved if has_saved else {})
 
     @property
     def is_unused(self) -> bool:
@@ -150,13 +151,7 @@ class HeldBuckets:
 
     buckets: list[Bucket]
     futures: list[BucketFuture]
-    # These are names and layouts of the checkpoint's buckets for the same gradients; empty if the gradients differ.
-    saved: dict[int, tuple[tuple[str, ...], Layout]]
-
-    def has_gradients_of(self, saved: dict[int, tuple[tuple[str, ...], Layout]]) -> bool:
-        here = [gradient for bucket in self.buckets for gradient in _gradients(bucket.names, bucket.layout)]
-        there = [gradient for names, layout in saved.values() for gradient in _gradients(names, layout)]
-        return sorted(here) == sorted(there)
+    saved: Layouts  # the checkpoint's buckets for the same gradients; empty if the gradients differ
 
     def laid_out_as_saved(self) -> Iterator[Bucket]:
         """Yields the checkpoint's buckets; each is copied back into DDP's when the next one is requested."""
@@ -177,6 +172,10 @@ class HeldBuckets:
                 gradients[name].copy_(part)
 
 
-def _gradients(names: tuple[str, ...], layout: Layout) -> list[tuple[str, tuple[int, ...], str]]:
-    """Returns name, shape and dtype of each gradient."""
-    return [(name, tuple(shape), str(layout.dtype)) for name, shape in zip(names, layout.shapes, strict=True)]
+def _gradients(layouts: Layouts) -> list[tuple[str, tuple[int, ...], str]]:
+    """Returns name, shape and dtype of each gradient, in the order of the names."""
+    return sorted(
+        (name, tuple(shape), str(layout.dtype))
+        for names, layout in layouts.values()
+        for name, shape in zip(names, layout.shapes, strict=True)
+    )

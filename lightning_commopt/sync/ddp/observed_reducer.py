@@ -111,8 +111,6 @@ class ObservedReducer:
 class _IssuedBucket:
     """A bucket whose all-reduce was issued."""
 
-    __slots__ = ("_num_bytes", "_under_way")
-
     def __init__(self, sync: BucketSync, num_bytes: int) -> None:
         self._under_way, self._num_bytes = [sync], num_bytes
 
