@@ -257,10 +257,7 @@ def gather_state(
 def all_ranks_save(position: str | None, strategy: RunningStrategy, patience_s: float = _PATIENCE_S) -> bool:
     """Returns whether all ranks save a checkpoint at the same point; an exception or a signal may keep some from it.
 
-    Args:
-        position: see `all_ranks_ready`.
-        strategy: the strategy, whose timeout limits all waiting.
-        patience_s: how far apart ranks may be.
+    For ``position`` see `all_ranks_ready`; ``patience_s`` is how far apart ranks may be.
     """
     timeout_s = strategy.timeout.total_seconds()
     return dist.is_initialized() and all_ranks_ready(position, min(patience_s, timeout_s), timeout_s)

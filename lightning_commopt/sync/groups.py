@@ -83,9 +83,7 @@ def borrow_groups(
 
 
 def borrow_host_group(description: str | None = None) -> BorrowedGroups:
-    """Returns a gloo group of all ranks for small messages of the host. All ranks must call it.
-
-    For ``description`` see `borrow_groups`.
+    """Returns a gloo group of all ranks for small messages of the host; see `borrow_groups`. All ranks must call it.
 
     Raises:
         RuntimeError: the ranks cannot connect.

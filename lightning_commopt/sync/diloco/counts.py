@@ -35,12 +35,7 @@ class Counts:
         self.num_losses += 1
 
     def report(self, index: int, **others: float) -> Callable[[], Report]:
-        """Returns a function that reports on a fragment, and may wait for the device; the counts begin anew.
-
-        Args:
-            index: number of the fragment.
-            **others: further values of the `Report`.
-        """
+        """Returns a function that reports on a fragment, and may wait for the device; the counts begin anew."""
         samples, losses, number = self.samples - self.samples_before[index], self.losses, self.num_losses
         self.samples_before[index], self.losses, self.num_losses = self.samples, 0.0, 0
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -54,5 +49,4 @@ class Counts:
         return {**vars(self), "losses": float(self.losses)}
 
     def load_plain(self, saved: Mapping[str, Any]) -> None:
-        """Sets the counts to those that `to_plain` has returned."""
         vars(self).update({name: saved[name] for name in vars(self)})

@@ -19,8 +19,7 @@ varies from round to round, and that of one that diverges doubles in one."""
 class DriftWatch:
     """Turns the reports of exchanges into values for loggers, and warns once in a fit if a fragment's drift grows.
 
-    Args:
-        ranks_per_worker: number of consecutive ranks that form one worker.
+    A worker is formed by ``ranks_per_worker`` consecutive ranks.
     """
 
     def __init__(self, ranks_per_worker: int = 1) -> None:

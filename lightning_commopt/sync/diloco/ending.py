@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import replace
 
@@ -13,6 +12,7 @@ from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.sync.diloco.counts import Counts
 from lightning_commopt.sync.diloco.exchange import Arrived, GlobalWeights, LocalWeights
 from lightning_commopt.sync.diloco.into_model import mix
+from lightning_commopt.sync.diloco.left_out import LeftOut
 from lightning_commopt.sync.diloco.outer import OuterSGD
 from lightning_commopt.sync.diloco.report import Report
 from lightning_commopt.sync.diloco.shown import ShowsWeights
@@ -22,7 +22,7 @@ from lightning_commopt.sync.gather import map_tensors
 _MEAN = OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
 
 
-class EndsFits(ShowsWeights, ABC):
+class EndsFits(ShowsWeights):
     """The part of `Rounds` that ends a fit; its attributes are described there."""
 
     plan: DiLoCoPlan
@@ -30,14 +30,19 @@ class EndsFits(ShowsWeights, ABC):
     num_steps: int
     changed: set[int]
     trained: set[str]
+    left_out: LeftOut
     under_way: deque[UnderWay]
     is_behind: bool
     _num_joins = 0
     _introduced: list[GlobalWeights] | None = None  # what the exchange knows
 
-    @abstractmethod
     def expect_changes(self) -> None:
-        """Is told that the model has been changed since the last exchanges."""
+        """Is told that training goes on, also by other optimizers than the one whose steps count."""
+        self.changed.update(range(len(self.fragments)))
+        parameters = [pair for of in self.fragments for pair in of.fragment.parameters.items()]
+        self.trained.update(name for name, x in parameters if x.requires_grad)
+        self.set_at_end = None
+        self.left_out.note_training()
 
     def finish(self, *, mixes: bool = True) -> None:
         """Ends a fit: exchanges what was trained since the last exchanges, and shows the result.

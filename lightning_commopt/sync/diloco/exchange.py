@@ -55,7 +55,11 @@ class GlobalWeights:
         """Returns the global values of the fragment's ``tensors()``."""
         return [*self.fragment.views(self.weights), *self.floats, *self.integers]
 
-    def take(self, arrived: Arrived) -> None:
+    def arrived(self) -> Arrived:
+        """Returns these global weights as if an exchange had brought them."""
+        return Arrived(self.weights, self.floats, self.integers, [])
+
+    def take(self, arrived: Arrived | GlobalWeights) -> None:
         """Makes what an exchange has brought the global weights."""
         self.weights, self.floats, self.integers = arrived.weights, arrived.floats, arrived.integers
 
@@ -171,7 +175,7 @@ class Exchange:
         Args:
             of: the global state, whose momentum and compressor's state are updated.
             local: this worker's weights, whose memory the new global weights take.
-            report: what the workers tell each other.
+            report: what this worker tells the others.
             step: number of earlier exchanges of this fragment, for a new state of the compressor.
             outer: moves the global weights.
 
@@ -261,15 +265,11 @@ class Exchange:
 
 
 def _move(of: GlobalWeights, difference: Tensor, trained: bytes, outer: OuterSGD) -> None:
-    """Puts a fragment's new weights in the place of the mean difference.
+    """Puts a fragment's new weights in the place of the mean difference ``(n,)``, and updates its momentum.
 
-    Args:
-        of: the global state, whose momentum is updated.
-        difference: ``(n,)``, overwritten.
-        trained: 1 for each parameter that was trained on any rank, and 0 for others. Momentum moves no parameter that
-            was frozen on all ranks, as ``torch.optim.SGD`` skips one without a gradient. It gets the mean of the ranks'
-            weights: the global weights, unless ranks had mixed them with their own or hooks have changed them.
-        outer: moves the others.
+    ``trained`` has 1 for each parameter that was trained on any rank, and 0 for others. Momentum moves no parameter
+    that was frozen on all ranks, as ``torch.optim.SGD`` skips one without a gradient. It gets the mean of the ranks'
+    weights: the global weights, unless ranks had mixed them with their own or hooks have changed them.
     """
     if of.momentum is None or all(trained):
         outer.move(of.weights, of.momentum, difference)

@@ -13,13 +13,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class LeftOut:
-    """The parameters that are in no fragment. Hooks may move them, such as a teacher's.
-
-    Args:
-        parameters: all parameters of the model by their names.
-        known: those in fragments.
-        earlier: what was left out before.
-    """
+    """Those of all ``parameters`` that are not ``known``, being in no fragment. Hooks may move them, as a teacher's."""
 
     def __init__(
         self, parameters: Iterable[tuple[str, Tensor]], known: Iterable[Tensor], earlier: LeftOut | None = None

@@ -28,6 +28,15 @@ _PIECE_BYTES = 2**22
 _LEAVE_S = 10.0
 """Time for which the rank that may host the store stays at the end for others, which may still read a result."""
 
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x.sum(0) / len(x),
+    "sum": lambda x: x.sum(0),
+    "avg": lambda x: x.sum(0) / len(x),
+    "max": lambda x: x.amax(0),
+    "min": lambda x: x.amin(0),
+    "product": lambda x: x.prod(0),
+}
+
 _T = TypeVar("_T")
 
 _open: LivingRanks | None = None
@@ -137,11 +146,7 @@ class LivingRanks:
         return {rank: _unpack(*other).to(value.device) for rank, other in self.objects(packed, what).items()}
 
     def _gather(self, what: str, value: bytes) -> dict[int, bytes]:
-        """Returns the values of those whose values count, by their ranks.
-
-        Args:
-            what: name of the collective in messages, which must be the same on all ranks.
-            value: that of this rank.
+        """Returns the values of those whose values count, by their ranks; ``what`` must be the same on all.
 
         Raises:
             MembersError: the store is lost, a rank that lives did not come in time, or ranks are in different ones.
@@ -239,27 +244,13 @@ def _close_open() -> None:
 
 
 def reduced(values: Collection[Tensor], op: Any) -> Tensor:
-    """Returns the element-wise "sum", "mean" or "avg", "max", "min" or "product" of tensors of one shape.
+    """Returns the element-wise reduction of tensors of one shape, one of each rank.
 
-    Args:
-        values: one of each rank.
-        op: a name in any case, or a member of ``dist.ReduceOp``; None for the sum.
-
-    Raises:
-        ValueError: it is another operation.
+    ``op`` is one of `_REDUCTIONS` in any case, or a member of ``dist.ReduceOp``; None for the sum.
     """
-    names = ("SUM", "AVG", "MAX", "MIN", "PRODUCT")
-    name = "SUM" if op is None else op.upper() if isinstance(op, str) else None
-    name = next((x for x in names if op == getattr(dist.ReduceOp, x)), None) if name is None else name
-    stacked = torch.stack([*values])
-    if name in ("AVG", "MEAN"):
-        return stacked.sum(0) / len(stacked)
-    if name == "SUM":
-        return stacked.sum(0)
-    if name == "PRODUCT":
-        return stacked.prod(0)
-    if name == "MAX":
-        return stacked.amax(0)
-    if name == "MIN":
-        return stacked.amin(0)
-    raise ValueError(f"with patience_s reduce_op must be one of mean, {', '.join(names).lower()}, got {op!r}")
+    name = "sum" if op is None else op
+    if not isinstance(name, str):
+        name = next((x for x in _REDUCTIONS if op == getattr(dist.ReduceOp, x.upper(), None)), "")
+    if name.lower() not in _REDUCTIONS:
+        raise ValueError(f"with patience_s reduce_op must be one of {', '.join(_REDUCTIONS)}, got {op!r}")
+    return _REDUCTIONS[name.lower()](torch.stack([*values]))

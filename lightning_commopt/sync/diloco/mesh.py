@@ -22,20 +22,10 @@ _never_freed: list[dist.ProcessGroupGloo] = []
 
 
 class Mesh(Channel):
-    """The collectives of compressors over new gloo connections among some ranks.
+    """The collectives of compressors over new gloo connections among some ranks, the ``members``.
 
     ``dist.new_group`` would need the same number of earlier groups on all of them, and a rank that has missed an
-    exchange may have made fewer.
-
-    Args:
-        store: part of a store that nothing else uses.
-        rank: number of this rank.
-        members: numbers of all ranks of the mesh, in order.
-        timeout_s: time that a message may take.
-        sent: counts the bytes.
-
-    Raises:
-        RuntimeError: a member does not connect in time.
+    exchange may have made fewer. A member that does not connect within ``timeout_s`` raises a RuntimeError.
     """
 
     def __init__(

@@ -72,10 +72,7 @@ class OuterSGD:
 def warn_if_short(trainer: Trainer, plan: DiLoCoPlan, otherwise: str) -> None:
     """Warns once if the momentum of the outer optimizer is likely to cost quality in so short a fit.
 
-    Args:
-        trainer: of the fit, whose data are loaded.
-        plan: of which ``outer_momentum`` and ``sync_every`` count.
-        otherwise: what to compare with, besides a smaller momentum.
+    ``otherwise`` is what to compare with, besides a smaller momentum.
     """
     if not getattr(trainer, "fast_dev_run", False):
         # Only the training step knows how many steps it takes under manual optimization; Lightning counts batches.
@@ -86,11 +83,8 @@ def warn_if_short(trainer: Trainer, plan: DiLoCoPlan, otherwise: str) -> None:
 def warn_if_few_steps(num_steps: float, plan: DiLoCoPlan, otherwise: str, condition: str = "") -> None:
     """Warns once if the momentum of the outer optimizer is likely to cost quality in a training of so few steps.
 
-    Args:
-        num_steps: number of optimizer steps; infinite if unknown.
-        plan: see `warn_if_short`.
-        otherwise: see `warn_if_short`.
-        condition: what must hold for the number of exchanges in the message; it follows that number.
+    ``num_steps`` is infinite if it is unknown. For ``otherwise`` see `warn_if_short`; ``condition`` follows the number
+    of exchanges in the message, and says what must hold for it.
     """
     num_exchanges = num_steps / plan.sync_every
     largest = largest_momentum(num_exchanges, plan.sync_every, plan.own_share)

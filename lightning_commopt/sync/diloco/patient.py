@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,19 +34,10 @@ that ends or freezes, but a message that takes longer than ``patience_s``, or an
 _READY = "ready"
 
 
-@dataclass(eq=False)
-class _Tried:
-    """What a successful attempt has brought to this rank, which counts if all have succeeded.
-
-    Attributes:
-        after: the global state of the fragment after the exchange.
-        arrived: what the model gets.
-        received: the global state of all fragments before it; None unless this rank joins.
-    """
-
-    after: GlobalWeights
-    arrived: Arrived
-    received: list[GlobalWeights] | None
+_Tried = tuple[GlobalWeights, Arrived, list[GlobalWeights] | None]
+"""What an attempt has brought to this rank, which counts if all have succeeded: the global state of the fragment after
+the exchange, what the model gets, and the global state of all fragments before it, which is None unless this rank
+joins."""
 
 
 class PatientExchange(Exchange):
@@ -103,10 +94,6 @@ class PatientExchange(Exchange):
     def run(self, of: GlobalWeights, local: LocalWeights, report: Report, step: int, outer: OuterSGD) -> Arrived:
         """Exchanges one fragment with the ranks that are there.
 
-        Returns:
-            What has arrived: with `Arrived.has_missed` if the others have gone on without this rank, with
-            `Arrived.joined` if it has joined again.
-
         Raises:
             MembersError: see `Members.meet`; or the exchange failed again and again.
         """
@@ -120,8 +107,9 @@ class PatientExchange(Exchange):
                 cause = error
             if self._members.conclude(attempt, is_success=tried is not None):
                 assert tried is not None
-                tried.arrived.is_complete = self.is_complete and not attempt.joiners
-                return self._accept(of, tried)
+                arrived = self._accept(of, *tried)
+                arrived.is_complete = self.is_complete and not attempt.joiners
+                return arrived
             tries[attempt.members] += 1
             if tries[attempt.members] == _MAX_TRIES:
                 raise MembersError(
@@ -129,18 +117,10 @@ class PatientExchange(Exchange):
                     f" missed: a message may take longer than patience_s={self._patience_s:g}, or one of them has"
                     " raised"
                 ) from cause
-        return Arrived(of.weights, of.floats, of.integers, [], is_complete=False, has_missed=True)
+        return replace(of.arrived(), is_complete=False, has_missed=True)
 
     def finish(self, final: Sequence[GlobalWeights]) -> Finished | None:
         """Gives the weights at the end of a fit to ranks that have missed an exchange since `watch_end`.
-
-        All ranks must call it.
-
-        Args:
-            final: what this rank has.
-
-        Returns:
-            What it should have; None for ``final``.
 
         Raises:
             MembersError: the others have ended the fit without this rank, or see `Members.meet`.
@@ -163,7 +143,7 @@ class PatientExchange(Exchange):
                     return None
                 number, joins = len(self._fragments), self._members.rank in attempt.joiners
                 joined = self._join(received[:number]) if joins else None
-                return Finished([Arrived(x.weights, x.floats, x.integers, []) for x in received[number:]], joined)
+                return Finished([x.arrived() for x in received[number:]], joined)
         raise MembersError(
             f"rank {self._members.rank} was too late for the end of the fit: the others ended it with global weights"
             " that this rank does not have"
@@ -186,12 +166,11 @@ class PatientExchange(Exchange):
         if own:
             local = replace(local, flat=local.flat.clone())
         else:  # it was trained from weights that have been dropped
-            flat, floats, integers = before.weights.clone(), before.floats, before.integers
-            local = replace(local, flat=flat, floats=floats, integers=integers, trained=())
+            local = LocalWeights(before.weights.clone(), before.floats, before.integers, None, trained=())
             report = replace(report, samples=0.0)
         exchange = Exchange(self._mesh, self._compressor, attempt.members)
         arrived = exchange.run(before, local, report, step, outer)
-        return _Tried(before, arrived, received)
+        return before, arrived, received
 
     def _before(self, of: GlobalWeights, received: list[GlobalWeights] | None, *, keeps_state: bool) -> GlobalWeights:
         """Returns a copy of a fragment's global state, for an attempt to change."""
@@ -210,11 +189,12 @@ class PatientExchange(Exchange):
             before.state = {}
         return before
 
-    def _accept(self, of: GlobalWeights, tried: _Tried) -> Arrived:
-        arrived = tried.arrived
-        if tried.received is not None:
-            arrived.joined = self._join(tried.received)
-        of.momentum, of.state, of.carried = tried.after.momentum, tried.after.state, tried.after.carried
+    def _accept(
+        self, of: GlobalWeights, after: GlobalWeights, arrived: Arrived, received: list[GlobalWeights] | None
+    ) -> Arrived:
+        if received is not None:
+            arrived.joined = self._join(received)
+        of.momentum, of.state, of.carried = after.momentum, after.state, after.carried
         if any(of is other for other in self._fragments):  # not at the end of a fit
             self._latest[of.fragment] = arrived
             self._mesh_of_state[of.fragment] = self._mesh_name
@@ -224,14 +204,13 @@ class PatientExchange(Exchange):
         self._num_joins += 1
         for old, new in zip(self._fragments, received, strict=True):
             old.momentum, old.state, old.carried = new.momentum, {}, None
-            self._latest[old.fragment] = Arrived(new.weights, new.floats, new.integers, [])
+            self._latest[old.fragment] = new.arrived()
         return [self._latest[old.fragment] for old in self._fragments]
 
     def _up_to_date(self) -> list[GlobalWeights]:
-        current = []
-        for of in self._fragments:
-            latest: Arrived | GlobalWeights = self._latest.get(of.fragment, of)
-            current.append(replace(of, weights=latest.weights, floats=latest.floats, integers=latest.integers))
+        current = [replace(of) for of in self._fragments]
+        for of in current:
+            of.take(self._latest.get(of.fragment, of))
         return current
 
     def _connect(self, attempt: Attempt) -> None:

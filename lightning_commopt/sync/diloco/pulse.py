@@ -24,10 +24,7 @@ _BEATS_IN_PATIENCE = 4
 class Pulse:
     """Lets the other ranks see that this process runs, from a thread, until `close`.
 
-    Args:
-        store: part of a store that only pulses and listeners use.
-        rank: number of this rank.
-        silence_s: what `Listener` is given.
+    The ``store`` is only for pulses and for listeners, who are given the same ``silence_s``.
     """
 
     def __init__(self, store: dist.Store, rank: int, silence_s: float) -> None:
@@ -50,12 +47,7 @@ class Pulse:
 
 
 class Listener:
-    """Finds ranks whose `Pulse` has stopped; for any thread, which asks again and again while it waits.
-
-    Args:
-        store: that of the pulses.
-        silence_s: time without a beat after which a rank counts as silent.
-    """
+    """Finds ranks whose `Pulse` has stopped for ``silence_s``; for any thread, which asks again while it waits."""
 
     def __init__(self, store: dist.Store, silence_s: float) -> None:
         self._store, self._silence_s = store, silence_s

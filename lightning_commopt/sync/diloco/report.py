@@ -57,9 +57,7 @@ class Report:
 def check_same_step(reports: Sequence[Report], ranks: Sequence[int] | None = None) -> None:
     """Compares where the ranks are. Outside of exchanges they may have taken different numbers of steps.
 
-    Args:
-        reports: one of each rank, in their order.
-        ranks: the numbers of the ranks; None for 0, 1 and so on.
+    The ``ranks`` are the numbers of those that have sent the ``reports``; None for 0, 1 and so on.
 
     Raises:
         UnequalStepsError: ranks are in different exchanges, or in different batches.

@@ -84,9 +84,7 @@ class Rounds(EndsFits):
         """Divides the model anew, when parameters were unfrozen or added. All ranks must call it after the same step.
 
         The exchanges under way are applied early. Global weights, momentum and residuals are kept for each parameter.
-
-        Args:
-            module: the model, whose unfrozen and new parameters are equal on all ranks.
+        Unfrozen and new parameters must be equal on all ranks.
         """
         self.wait()
         while self.under_way:
@@ -95,14 +93,6 @@ class Rounds(EndsFits):
         trained = [name for of in old for name in of.fragment.parameters]
         self.fragments = self._divide(module, [*trained, *self.left_out.unfrozen()])
         carry_over(old, self.fragments, self.exchange)
-
-    def expect_changes(self) -> None:
-        """Is told that training goes on, also by other optimizers than the one whose steps count."""
-        self.changed.update(range(len(self.fragments)))
-        parameters = [pair for of in self.fragments for pair in of.fragment.parameters.items()]
-        self.trained.update(name for name, x in parameters if x.requires_grad)
-        self.set_at_end = None
-        self.left_out.note_training()
 
     def step(
         self,

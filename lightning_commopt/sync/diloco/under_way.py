@@ -41,10 +41,7 @@ class UnderWay:
     def run(self, local: LocalWeights, exchange: Callable[[], Arrived], bytes_sent: Callable[[], int]) -> None:
         """Carries the exchange out, and keeps its result, or the error that it raises.
 
-        Args:
-            local: what is exchanged, whose copy may be under way.
-            exchange: carries it out.
-            bytes_sent: returns the payload bytes that this rank has sent so far.
+        The copy to ``local`` may be under way. ``bytes_sent`` returns the payload bytes that this rank has sent so far.
         """
         assert self.sync is not None
         bytes_before = bytes_sent()
