@@ -1,4 +1,4 @@
-"""What each rank has for itself, brought to rank 0."""
+"""What each rank has for itself, brought to rank 0, and what ranks need for that: backends and key spaces."""
 
 import time
 from typing import Any
@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_commopt.compressors.channel import Channel, backends_of
 from lightning_commopt.sync import gather as gathering
 from lightning_commopt.sync.gather import all_ranks_ready, gather_on_rank_0, map_tensors
-from lightning_commopt.sync.store import prepare_key_spaces
+from lightning_commopt.sync.store import key_space, prepare_key_spaces
 from support.warm_ranks import run_ranks
 
 
@@ -49,7 +50,7 @@ def _gather(piece_bytes: int) -> int | None:
     return None if gathered is None else len(gathered)
 
 
-@pytest.mark.parametrize("piece_bytes", [7, 64, 2**23])
+@pytest.mark.parametrize("piece_bytes", [37, 2**23])  # the first cuts elements in two
 def test_gather(piece_bytes: int) -> None:
     """If it fails, a checkpoint holds other values than the ranks have, or none under another default device."""
     assert run_ranks(_gather, piece_bytes, world_size=3) == [3, None, None]
@@ -104,3 +105,35 @@ def test_a_rank_that_does_not_come_is_not_waited_for() -> None:
     (came, waited_s), _ = run_ranks(_miss)
     assert not came
     assert 0.5 <= waited_s < 4
+
+
+def _sum_shards() -> tuple[dict[str, str], list[float]]:
+    group = dist.new_group(backend="cpu:gloo")
+    assert isinstance(group, dist.ProcessGroup)
+    message = torch.arange(4.0).view(2, 2) * (dist.get_rank() + 1)
+    return backends_of(group), Channel(group).reduce_scatter(message).wait().tolist()
+
+
+def test_the_backend_is_known_however_it_is_spelled() -> None:
+    """If it fails, a group that was made for one device by name counts as another backend's."""
+    assert run_ranks(_sum_shards) == [({"cpu": "gloo"}, [0, 3]), ({"cpu": "gloo"}, [6, 9])]
+    for config, backends in {"cuda:nccl": ["cuda"], "cpu:gloo,cuda:nccl2": ["cpu", "cuda"]}.items():
+        with mock.patch.object(dist, "get_backend_config", return_value=config):
+            assert list(backends_of()) == backends
+
+
+def _write_and_count() -> list[bool]:
+    """Returns which of three spaces have a key, before it is written to the first and after."""
+    spaces = [key_space("test"), key_space("test"), key_space("other")]
+    dist.barrier()
+    found = [space.check(["key"]) for space in spaces]
+    dist.barrier()
+    spaces[0].set("key", "")
+    dist.barrier()
+    return [*found, *(space.check(["key"]) for space in spaces)]
+
+
+def test_key_spaces_are_apart_and_shared_by_the_ranks() -> None:
+    """If it fails, one fit reads the keys of another."""
+    found = run_ranks(_write_and_count)
+    assert found == [[False, False, False, True, False, False]] * 2

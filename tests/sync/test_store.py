@@ -2,14 +2,12 @@
 
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from lightning_commopt.sync import store as stores
-from lightning_commopt.sync.store import Agreement, fresh_default_store, key_space, poll
-from support.ranks import run_ranks
+from lightning_commopt.sync.store import Agreement, fresh_default_store, poll
 
 _LIMIT_S = 60
 
@@ -67,23 +65,6 @@ def test_waiting_for_ranks_ends_and_names_them() -> None:
         Agreement(store, 0, 3).wait(0.01)
     with pytest.raises(TimeoutError, match="for rank 0 to join"):
         Agreement(store, 1, 3).wait(0.01)
-
-
-def _write_and_count(base: Path) -> list[bool]:
-    """Returns which of three spaces have a key, before it is written to the first and after."""
-    spaces = [key_space("test"), key_space("test"), key_space("other")]
-    dist.barrier()
-    found = [space.check(["key"]) for space in spaces]
-    dist.barrier()
-    spaces[0].set("key", "")
-    dist.barrier()
-    return [*found, *(space.check(["key"]) for space in spaces)]
-
-
-def test_key_spaces_are_apart_and_shared_by_the_ranks(tmp_path: Path) -> None:
-    """If it fails, one fit reads the keys of another."""
-    found = run_ranks(_write_and_count, tmp_path, world_size=2, limit_s=_LIMIT_S)
-    assert found == [[False, False, False, True, False, False]] * 2
 
 
 def test_the_default_store_is_left_alone_without_an_agent(monkeypatch: pytest.MonkeyPatch) -> None:
