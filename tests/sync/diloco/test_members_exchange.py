@@ -59,6 +59,21 @@ def differences(number: int, seed: int) -> list[Tensor]:
     return [*torch.randn(number, 32 * 33, generator=torch.Generator().manual_seed(seed))]
 
 
+def test_who_all_come_move_as_one_optimizer_on_the_mean() -> None:
+    """If it fails, patience alone changes what a healthy run computes."""
+    ranks = make(2)
+    weights = nn.Parameter(ranks[0].of.weights.clone())
+    optimizer = torch.optim.SGD([weights], lr=OUTER.lr, momentum=OUTER.momentum)
+    for seed in range(3):
+        parts = differences(2, seed)
+        arrived = run(ranks, parts)
+        weights.grad = (parts[0] + parts[1]) / 2
+        optimizer.step()
+        for rank, one in zip(ranks, arrived, strict=True):
+            assert one.is_complete
+            torch.testing.assert_close(rank.of.weights, weights.detach(), rtol=1e-5, atol=1e-5)
+
+
 def test_what_is_unsent_is_sent_after_a_loss() -> None:
     ranks = make(2, {"name": "int4", "error_feedback": True}, MEAN)
     run(ranks, differences(2, 0))

@@ -11,6 +11,8 @@ import pytest
 
 from support.patient_ranks import Job, Ranks, Result, train
 
+# The default run has a fit of a Trainer with such ranks, in test_diloco_failures.py.
+pytestmark = pytest.mark.exhaustive
 PLAN = {"sync_every": 5, "fragments": 2, "overlap": 2, "comm_hook": "int8"}
 PATIENCE_S = 5.0
 """A rank that is healthy comes within it on a busy machine; the fault of each test costs a few times as long."""
@@ -35,13 +37,7 @@ def goes_on_without(ranks: Ranks, rank: int) -> bool:
 
 @pytest.mark.parametrize(
     "plan",
-    [
-        PLAN,
-        pytest.param({"sync_every": 5, "fragments": 1}, marks=pytest.mark.exhaustive),
-        pytest.param(
-            {"sync_every": 4, "fragments": 3, "overlap": 3, "comm_hook": "powersgd"}, marks=pytest.mark.exhaustive
-        ),
-    ],
+    [PLAN, {"sync_every": 5, "fragments": 1}, {"sync_every": 4, "fragments": 3, "overlap": 3, "comm_hook": "powersgd"}],
 )
 def test_patience_changes_no_bit_of_a_healthy_run(plan: dict[str, Any]) -> None:
     steps = 23  # the fit ends within a round
@@ -70,7 +66,6 @@ def train_with_frozen(rank: int, point: str, passes: int, plan: dict[str, Any], 
         *((1, point, {"sync_every": 5, "comm_hook": "powersgd"}) for point in POINTS),
     ],
 )
-@pytest.mark.exhaustive  # the default run has a fit of a Trainer with such a rank, in test_diloco_failures.py
 def test_a_frozen_rank_joins_again_from_the_global_weights(rank: int, point: str, plan: dict[str, Any]) -> None:
     # Connections are made only at first; all other points are passed before the freeze.
     results = train_with_frozen(rank, point, 0 if point == "connecting" else 2, plan)
@@ -83,7 +78,6 @@ def test_a_frozen_rank_joins_again_from_the_global_weights(rank: int, point: str
     assert f"rank {rank} did not come within patience_s=5; 2 of 3 ranks go on" in texts
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(("rank", "point"), [(0, "exchange"), *zip((2, 0, 2, 2, 0), POINTS, strict=True)])
 def test_a_rank_that_is_killed_is_missed_once(rank: int, point: str) -> None:
     job = Job(PLAN, 40, PATIENCE_S, stops={rank: (point, 0 if point == "connecting" else 2)})
@@ -96,7 +90,6 @@ def test_a_rank_that_is_killed_is_missed_once(rank: int, point: str) -> None:
     assert sum("did not come" in line for result in survivors for line in result.log) == 1
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(4))
 def test_survivors_of_a_random_moment_are_equal(seed: int) -> None:
     draw = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Rounds on real ranks against the algorithm, computed in float64 for all workers in one process."""
+"""Rounds on real ranks against the algorithm, computed in float64 for all workers in one process, and their start."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.plan import DiLoCoPlan
+from lightning_commopt.sync.diloco.equalize import equalize
 from lightning_commopt.sync.diloco.exchange import Exchange
 from lightning_commopt.sync.diloco.rounds import Rounds
 from support.warm_ranks import run_ranks
@@ -191,3 +192,21 @@ def test_fit_ends_with_the_mean_of_the_workers() -> None:
             np.testing.assert_allclose(final[name], (x + ranks[1][0][name]) / 2, rtol=1e-10, err_msg=name)
         assert final["mean"].tolist() == [_NUM_STEPS / 2] * 2  # the mean of what rank 0 and rank 1 have counted
         assert final["count"] == _NUM_STEPS  # that of rank 0
+
+
+def _equalize_layers() -> list[list[float]]:
+    rank = dist.get_rank()
+    with pytest.raises(ValueError, match=r"same model, got a parameter of shapes \[\(2,\), \(3,\)\]"):
+        equalize([nn.Parameter(torch.ones(2 + rank))])
+    with pytest.raises(ValueError, match="lazy modules without parameters: run a forward in setup"):
+        equalize([*nn.LazyLinear(2).parameters()])
+    with pytest.raises(ValueError, match=r"layout torch.sparse_csr and shape \(3, 3\).* as a plain attribute"):
+        equalize([torch.ones(2), torch.eye(3).to_sparse_csr()])
+    alike, other, cache = torch.ones(3), torch.full((2,), float(rank)), torch.full((rank, 2), 7.0)
+    equalize([alike, other, cache, torch.ones(1 - rank, 2)])
+    return [alike.tolist(), other.tolist(), cache.tolist()]
+
+
+def test_all_ranks_get_the_tensors_of_the_first() -> None:
+    """If it fails, ranks begin with different models, or those that cannot be equal end without a reason."""
+    assert run_ranks(_equalize_layers) == [[[1.0] * 3, [0.0] * 2, []]] * 2
