@@ -1,7 +1,6 @@
 """Compressed reduce-scatters of FSDP2: the laws, and what does not fit."""
 
 import warnings
-from collections import Counter
 from itertools import chain
 from typing import Any
 
@@ -14,10 +13,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from lightning_commopt.commands.selftest.sharded_laws import example_shards
-from lightning_commopt.compat.collectives import CollectiveHooks
 from lightning_commopt.compat.fsdp import comm_object, forces_sum
-from lightning_commopt.compressors.configs import sharded_from_config
+from lightning_commopt.compressors.configs import compressor_to_config, sharded_from_config
 from lightning_commopt.compressors.sharded import ShardedBf16, ShardedInt4, ShardedInt8
+from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
 from lightning_commopt.compressors.shards import first_seed
 from lightning_commopt.plan import OptionError
 from lightning_commopt.sync.fsdp2.gradients import ShardedSync
@@ -25,12 +24,11 @@ from lightning_commopt.sync.fsdp2.unit import UnitReduceScatter
 from lightning_commopt.testing.sharded_laws import (
     SHARDED_LAWS,
     ShardedSetup,
-    averages_of,
     new_model,
     run_step,
 )
 from lightning_commopt.testing.steps import flatten, of_all_ranks, run_steps
-from support.collectives import needs_hooks, takes_collectives
+from support.collectives import takes_collectives
 from support.cross_section import sampled
 from support.warm_ranks import run_ranks
 
@@ -62,78 +60,6 @@ def test_laws(setup: str) -> None:
     """If it fails, gradients are wrong by more than a compressor claims, or more bytes travel."""
     world_size, sharded, compressors = SETUPS[setup]
     assert run_ranks(_messages, sharded, compressors, world_size=world_size) == [{}] * world_size
-
-
-def _observed_bytes() -> tuple[Counter[str], int]:
-    model, sync = ShardedSetup().wrap(ShardedInt8())
-    observed: Counter[str] = Counter()
-
-    def issue(name: str, num_bytes: int) -> Any:
-        observed[name] += num_bytes
-
-    hooks = CollectiveHooks(issue, sees_end=False)
-    run_step(model, ShardedSetup().gradients(0))
-    hooks.close()
-    return observed, sync.wire_bytes
-
-
-@needs_hooks
-def test_bytes_as_process_groups_see_them() -> None:
-    """If it fails, more travels than is counted; gloo sends a rank's messages one by one, but for that to itself."""
-    for observed, wire_bytes in run_ranks(_observed_bytes, world_size=3):
-        assert observed["send"] == observed["recv"] == 2 * wire_bytes * 2 // 3
-        assert observed["reduce_scatter"] == 0
-
-
-def _accumulated(num_replicas: int, mode: str) -> tuple[Tensor, Tensor]:
-    model, _ = ShardedSetup(num_replicas=num_replicas).wrap(ShardedInt8())
-    batches = 3
-    given = []
-    for batch in range(batches):
-        is_last = batch == batches - 1
-        model.set_requires_all_reduce(is_last)
-        if mode == "unsharded":
-            model.set_requires_gradient_sync(is_last)
-        gradients = ShardedSetup().gradients(batch)
-        given.append(flatten(gradients))
-        model(gradients).backward()
-    exact = torch.stack(of_all_ranks(torch.stack(given).sum(0))).mean(0)
-    return exact, flatten(averages_of(model))
-
-
-@pytest.mark.parametrize(("num_replicas", "mode"), [(1, "unsharded"), (2, "sharded")])
-def test_accumulated_gradients(num_replicas: int, mode: str) -> None:
-    """If it fails, sums over batches are divided twice, or lost."""
-    for exact, got in run_ranks(_accumulated, num_replicas, mode, world_size=2 * num_replicas):
-        assert 0 < (got - exact).norm() < 0.02 * exact.norm()
-
-
-def _columns_of_marked_gradients() -> list[str]:
-    """Sends gradients that hold the number of their parameter; returns those where a layout says another one."""
-    module = new_model()
-    module.get_parameter("parts.0.p1").grad_dtype = torch.bfloat16  # such gradients travel behind those in float32
-    model, sync = ShardedSetup().wrap(ShardedBf16(), module)
-    numbers = {name: float(index + 1) for index, (name, _) in enumerate(new_model().named_parameters())}
-    wrong = []
-
-    class Checked(UnitReduceScatter):
-        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any) -> None:
-            rows = input_tensor.view(dist.get_world_size(), -1)
-            widths = [column.width(len(rows)) for column in self.columns]
-            for column, part in zip(self.columns, rows.split(widths, 1), strict=True):
-                if not set(part.unique().tolist()) <= {0.0, numbers[column.name]}:
-                    wrong.append(column.name)
-            super().__call__(output_tensor, input_tensor, *args, **options)
-
-    for unit in sync.units:
-        unit.__class__ = Checked
-    run_step(model, {name: torch.full(p.shape, numbers[name]) for name, p in new_model().named_parameters()})
-    return wrong
-
-
-def test_columns_are_those_of_fsdp() -> None:
-    """If it fails, FSDP2 lays out gradients in another order, and vectors are compressed instead of matrices."""
-    assert run_ranks(_columns_of_marked_gradients, world_size=3) == [[]] * 3
 
 
 class _InRows(nn.Module):
@@ -276,41 +202,32 @@ def test_mixed_precision() -> None:
         assert dtype == torch.float32
 
 
-def _refused() -> tuple[str, str]:
-    return _refused_with("factor"), _refused_with("nothing")
-
-
-def _refused_with(kind: str) -> str:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def _refuse_own_factor() -> None:
     model = nn.Sequential(nn.Linear(4, 4))
-    fully_shard(model, mesh=mesh)
-    if kind == "factor":
-        model.set_gradient_divide_factor(3.0)  # type: ignore[operator]
-    try:
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model.set_gradient_divide_factor(3.0)  # type: ignore[operator]
+    with pytest.raises(OptionError, match=r"factor exclude each other; it was called on the unit of 0\.weight"):
         ShardedSync(ShardedInt8()).attach(model)
-    except OptionError as error:
-        return str(error)
-    return ""
 
 
 def test_an_own_divide_factor_is_refused() -> None:
     """If it fails, a factor that the user has set is replaced in silence."""
-    for message, of_others in run_ranks(_refused):
-        assert "set_gradient_divide_factor exclude each other; it was called on the unit of 0.weight" in message
-        assert of_others == ""
+    run_ranks(_refuse_own_factor)
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("powersgd", "'powersgd' averages whole gradients on every rank"),
-        ("in8", "'in8' is unknown; known names: none, bf16, int8, int4, hierarchical; did you mean 'int8'"),
-        ({"name": "int8", "residual_dtype": "float32"}, "'int8' has no option 'residual_dtype'"),
         ({"name": "int8", "block_size": 100}, "block_size must be a power of two from 16 to 256, got 100"),
         ({"name": "int8", "error_feedback": True, "stochastic_rounding": True}, "exclude each other"),
         ({"name": "int4", "stochastic_rounding": True}, "'int4' has no option 'stochastic_rounding'"),
         ({"name": "int4", "error_feedback": 2}, "error_feedback must be"),
         ({"block_size": 128}, "has no 'name' in {'block_size': 128}"),
+        ("hierarchical", "'hierarchical' needs the option 'inner'"),
+        ({"name": "hierarchical", "inner": None}, "inner must be 'bf16', 'int8' or 'int4'.*, got None"),
+        ({"name": "hierarchical", "inner": {"name": "hierarchical", "inner": "bf16"}}, "inner must be 'bf16'"),
+        ({"name": "hierarchical", "inner": "powersgd"}, "'powersgd' averages whole gradients on every rank"),
+        ({"name": "hierarchical", "inner": "int8", "ranks_per_node": 0}, "ranks_per_node must be"),
     ],
 )
 def test_values(config: Any, message: str) -> None:
@@ -324,8 +241,9 @@ def test_names() -> None:
     assert sharded_from_config("INT-8") == ShardedInt8()
     assert sharded_from_config({"name": "int4", "error_feedback": True}) == ShardedInt4(error_feedback=True)
     assert sharded_from_config("none") is sharded_from_config(None) is None
-    with pytest.raises(TypeError, match="must be a name"):
-        sharded_from_config(3)
+    on_nodes = ShardedHierarchical(inner=ShardedInt8(error_feedback=True, block_size=64), ranks_per_node=2)
+    assert sharded_from_config(compressor_to_config(on_nodes)) == on_nodes
+    assert sharded_from_config({"name": "hierarchical", "inner": "bf16"}) == ShardedHierarchical(inner=ShardedBf16())
 
 
 @pytest.mark.exhaustive
