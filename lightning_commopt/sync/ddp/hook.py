@@ -29,14 +29,8 @@ class GradientSyncError(RuntimeError):
 class BucketHook:
     """Gives DDP's buckets to one compressor; `reduce` is the hook that DDP calls.
 
-    Args:
-        compressor: averages the buckets.
-        channel: collectives over the ranks.
-        names: names of the parameters that DDP synchronizes, by ``id``.
-        executor: runs the compressor during backward.
-        step: number of earlier gradient syncs.
-        observers: notified of every bucket.
-        groups: process groups of ``channel`` that were borrowed for this hook, if any.
+    The ``names`` are those of the parameters that DDP synchronizes, by ``id``; ``step`` is the number of earlier
+    gradient syncs. The ``groups`` are those of ``channel`` that were borrowed for this hook, if any.
 
     Attributes:
         lost: names of the parameters whose residuals `close` had to drop.
@@ -101,11 +95,8 @@ class BucketHook:
     def resume(self, buckets: BucketStates, residuals: dict[str, Tensor], step: int) -> None:
         """Continues from the state of another hook. All ranks must call it, between two backwards.
 
-        Args:
-            buckets: this rank's states of the same compressor, which are used with the buckets that they were made for
-                even while DDP still has other buckets.
-            residuals: residuals that are not in these states.
-            step: number of earlier gradient syncs.
+        This rank's states of the same compressor are used with the ``buckets`` that they were made for, even while DDP
+        still has other buckets; ``residuals`` are those that are not in these states.
         """
         self._states, self._residuals, self._step = dict(buckets), dict(residuals), step
         self._protect_states()

@@ -24,10 +24,7 @@ class ManualBackwardCheck:
     prepares it, and ``loss.backward()`` does not. The check ends as soon as one backward is known to be prepared, even
     within ``no_sync``, or when the program calls the wrapper itself. It sends nothing and waits for nothing.
 
-    Args:
-        model: the wrapper; another model, or None, is not checked.
-        module: the LightningModule; None to check nothing.
-        optimizers: the optimizers of the fit.
+    Nothing is checked if ``model`` is no wrapper, or without a ``module``.
     """
 
     def __init__(self, model: object, module: LightningModule | None, optimizers: Iterable[Optimizer]) -> None:

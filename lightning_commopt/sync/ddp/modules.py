@@ -97,8 +97,7 @@ class SyncedModule:
 class ModuleSyncs:
     """The `GradientSync` of each module that was set up and is still alive, with common observers.
 
-    Args:
-        strategy: strategy of Fabric, which has the ranks and the plan of modules that are not set up yet.
+    The ``strategy`` of Fabric has the ranks, and the plan of modules that are not set up yet.
 
     Attributes:
         observers: notified of every bucket of every module.
@@ -164,9 +163,7 @@ class ModuleSyncs:
     def restore(self, saved: Any, modules: Mapping[str, Any]) -> None:
         """Resumes from what `gather` saved, at once or when a module is set up. All ranks must call it.
 
-        Args:
-            saved: the state in the checkpoint; None if it has none.
-            modules: the objects that are loaded, by their names in the checkpoint.
+        The ``modules`` are the objects that are loaded, by their names in the checkpoint.
         """
         loaded = {name: module for name, module in modules.items() if isinstance(module, Module)}
         states = states_of_modules(saved, loaded)

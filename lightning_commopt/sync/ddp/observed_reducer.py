@@ -42,11 +42,8 @@ class ObservedReducer:
     an all-reduce whose end was not seen has ended with it: the thread that reports the end may get the GIL only after
     the thread that waited.
 
-    `before_backward` must be called before every backward.
-
-    Args:
-        model: a model that was just wrapped, without a hook. It is not kept alive.
-        observers: notified of every bucket.
+    `before_backward` must be called before every backward. The ``model`` was just wrapped, without a hook, and is not
+    kept alive.
     """
 
     def __init__(self, model: DistributedDataParallel, observers: Observers) -> None:

@@ -41,13 +41,9 @@ joins."""
 
 
 class PatientExchange(Exchange):
-    """Averages fragments over the ranks that come in time.
+    """Averages fragments over the ranks that come in time, on which the ``members`` agree.
 
-    Args:
-        members: agree on who that is.
-        store: part of a store for the addresses of connections.
-        compressor: how differences travel; None for uncompressed.
-        patience_s: time that a message may take.
+    The ``store`` is for the addresses of connections; a message may take ``patience_s``.
     """
 
     def __init__(

@@ -22,14 +22,9 @@ from lightning_commopt.sync.executors import WorkerThread
 
 
 class Rounds(EndsFits):
-    """The exchanges of one model in the course of a fit.
+    """The exchanges of one model in the course of a fit, whose weights are equal on all ranks at its beginning.
 
-    Args:
-        plan: how often parameters are exchanged, and how.
-        module: the model, whose weights are equal on all ranks.
-        exchange: carries an exchange out.
-        trained: names of parameters that were trained before; see `split_model`.
-        observers: notified of exchanges.
+    For ``trained``, the names of parameters that were trained before, see `split_model`.
 
     Attributes:
         fragments: the global weights.

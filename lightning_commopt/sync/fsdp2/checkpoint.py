@@ -39,14 +39,9 @@ def save_in_directory(state: CommState[UnitLayout], directory: Path, name: str =
 
 
 def resume(sync: ShardedModelSync, saved: Any, strategy: RunningStrategy, path: Path, name: str = "") -> None:
-    """Continues from the state in a checkpoint, between two backwards. All ranks must call it.
+    """Continues from the state in a checkpoint, between two backwards, with a model attached. All ranks must call it.
 
-    Args:
-        sync: of an attached model.
-        saved: what the checkpoint in ``path`` holds for the module ``name``; None if nothing.
-        strategy: that ``sync`` belongs to.
-        path: a directory or a file.
-        name: as `save_in_directory` had it.
+    The checkpoint in ``path``, a directory or a file, holds ``saved`` for the module ``name``; None if nothing.
     """
     gradients = sync.gradients
     if saved is None and gradients is None:

@@ -68,12 +68,9 @@ class ShardedSync:
     def attach(self, model: Module, *, ranks_per_node: int | None = None, timeout: timedelta | None = None) -> None:
         """Gives each unit of ``model`` a comm object, once all are sharded. All ranks must call it.
 
-        The residuals of an earlier fit of the same model are added to its next gradients.
-
-        Args:
-            model: the model, whose units are sharded.
-            ranks_per_node: number of ranks that the launcher has started on each node; None for all ranks.
-            timeout: limit of collectives in groups that this makes; None for the backend's default.
+        The residuals of an earlier fit of the same model are added to its next gradients. The launcher has started
+        ``ranks_per_node`` on each node, None for all ranks; ``timeout`` is the limit of collectives in groups that this
+        makes, None for the backend's default.
 
         Raises:
             OptionError: torch is too old, a unit is sharded in a way that is not supported here, or ``ranks_per_node``

@@ -59,11 +59,8 @@ class UnitAllGather(CompressedUnit):
     """The comm object of one unit, for ``set_custom_all_gather``.
 
     Forward and backward use parameters that were rounded to int8 in blocks of 128 with one scale each, the same on all
-    ranks, while the optimizer keeps exact ones. Parameters of one dimension travel uncompressed.
-
-    Args:
-        channels: the collectives of the units.
-        columns: the parameters of the unit in the order in which FSDP2 lays them out.
+    ranks, while the optimizer keeps exact ones. Parameters of one dimension travel uncompressed. The ``columns`` are in
+    the order in which FSDP2 lays them out.
 
     This differs from the quantized weights of Wang et al., ZeRO++ (arXiv:2306.10209), in that there is no second copy
     of the parameters within each node.

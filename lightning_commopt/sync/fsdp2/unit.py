@@ -102,12 +102,8 @@ class CompressedUnit(NotifyingComm):
 class UnitReduceScatter(CompressedUnit):
     """The comm object of one unit, for ``set_custom_reduce_scatter``.
 
-    Args:
-        compressor: compresses parameters of at least two dimensions.
-        channels: the collectives of the units.
-        index: number of the unit in the model.
-        columns: all parameters of the unit, which are sharded, in the order in which FSDP2 lays out their gradients.
-        module: the unit itself.
+    The ``compressor`` is for parameters of at least two dimensions. The ``columns`` are all parameters of the unit,
+    which are sharded, in the order in which FSDP2 lays out their gradients.
 
     Attributes:
         name: the name of the unit, which is that of its first parameter.
