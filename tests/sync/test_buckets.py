@@ -1,5 +1,6 @@
 """Which bucket is which, whatever DDP says of them."""
 
+import pytest
 import torch
 
 from lightning_commopt.compressors import Layout
@@ -44,4 +45,17 @@ def test_buckets_of_a_backward_that_broke_off_are_not_sent_with_the_next_ones() 
     held = relayout.end_backward()
     assert [id(bucket) for bucket in held.buckets] == [id(buckets[1])]
     assert len(held.futures) == len(held.saved) == 1
+    executor.close()
+
+
+@pytest.mark.parametrize("other", [(("b",), (3,)), (("a",), (1, 3))])
+def test_saved_buckets_of_other_gradients_are_not_used(other: tuple[tuple[str, ...], tuple[int, ...]]) -> None:
+    """If it fails, a resumed fit fails in its first backward if a parameter was frozen or has got another shape."""
+    names, shape = other
+    layout, executor = Layout.of([torch.empty(shape)], torch.float32), WorkerThread()
+    relayout = Relayout({0: (("a",), Layout.of([torch.empty(3)], torch.float32))})
+    bucket = Bucket(0, torch.zeros(3), layout, names, 0, BucketSyncs([]))
+    assert relayout.hold(bucket, executor.future(bucket.flat))
+    assert relayout.end_backward().saved == {}
+    assert relayout.is_over
     executor.close()

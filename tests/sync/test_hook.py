@@ -20,6 +20,7 @@ from lightning_commopt.measure.observer import Observers
 from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.sync.ddp.attach import attach_bucket_hook, warn_of_launch_order
+from lightning_commopt.sync.ddp.buckets import synced_parameters
 from lightning_commopt.sync.ddp.hook import BucketHook
 from lightning_commopt.sync.executors import WorkerThread
 from lightning_commopt.text import validation
@@ -153,6 +154,8 @@ def test_a_failure_surfaces_with_its_bucket() -> None:
 class _Ignoring(nn.Module):
     """Has a parameter that DDP ignores, and two that it is asked to ignore under names that it does not use."""
 
+    num_synced = 5
+
     def __init__(self) -> None:
         super().__init__()
         self.of_root = nn.Parameter(torch.ones(8))
@@ -167,6 +170,8 @@ class _Ignoring(nn.Module):
 class _WithEmpty(nn.Module):
     """Has a parameter without elements, which is alone in its bucket because of its dtype."""
 
+    num_synced = 3
+
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.empty = nn.Linear(8, 32), nn.Parameter(torch.zeros(0, dtype=torch.float64))
@@ -177,6 +182,8 @@ class _WithEmpty(nn.Module):
 
 class _Sparse(nn.Module):
     """Has an embedding whose gradients are sparse."""
+
+    num_synced = 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,6 +199,7 @@ def _gradients(model_class: type[nn.Module], compressor: Compressor) -> list[lis
     for hooked in (False, True):
         torch.manual_seed(0)
         model = DistributedDataParallel(model_class(), bucket_cap_mb=0.0001)
+        assert len(synced_parameters(model)) == model.module.num_synced
         hook = attach_bucket_hook(model, compressor, None) if hooked else None
         torch.manual_seed(dist.get_rank())
         for _ in range(3):

@@ -163,6 +163,17 @@ def test_a_resumed_rank_has_what_it_had_not_sent() -> None:
     assert resumed.close()
 
 
+def test_a_model_with_other_names_does_not_resume() -> None:
+    """If it fails, a model whose layers were renamed or reordered gets the momentum of other parameters."""
+    rounds, resumed = _rounds(nn.Linear(3, 2)), _rounds(nn.Sequential(nn.Linear(3, 2)))
+    own = rank_part(rounds, "identity", 0, {})
+    saved = read_saved(common_part(rounds, "identity", 1), rounds.plan, 0, 1, lambda: own)
+    with pytest.warns(UserWarning, match="as the model has other parameters"):
+        saved.restore(resumed)
+    assert rounds.close()
+    assert resumed.close()
+
+
 def test_what_a_rank_has_not_sent_is_sent_once() -> None:
     """If it fails, what is left of an earlier division of the model is lost, or moves the weights in each exchange."""
     model, outer = nn.Linear(64, 2, bias=False), OuterSGD(lr=1.0, momentum=0.0)
@@ -210,6 +221,8 @@ def test_unfrozen_parameters_keep_what_others_had() -> None:
         rounds.step()
     assert not rounds.left_out.unfrozen()
     model.frozen.requires_grad_(True)
+    rounds.expect_changes()
+    model.frozen.requires_grad_(False)  # between two batches, such as modules that take turns
     assert len(rounds.left_out.unfrozen()) == 2
     rounds.divide_again(model)
     assert not rounds.left_out.unfrozen()
