@@ -55,7 +55,7 @@ def _fit(compressor: Compressor | None, num_modules: int, num_steps: int) -> Par
 def _fit_with_several() -> dict[str, Params]:
     compressors = {"int8": Int8(), "hierarchical": Hierarchical(inner=AllReduce()), "ddp": None}
     fits = {name: _fit(compressor, 3, 8) for name, compressor in compressors.items()}
-    return fits | {"long": _fit(AllReduce(), 2, 60), "long_ddp": _fit(None, 2, 60)}
+    return fits | {"long": _fit(AllReduce(), 2, 20), "long_ddp": _fit(None, 2, 20)}
 
 
 def test_one_backward_through_several_modules() -> None:
