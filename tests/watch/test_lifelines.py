@@ -6,7 +6,6 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import pytest
 import torch.distributed as dist
@@ -14,8 +13,6 @@ import torch.distributed as dist
 from lightning_commopt.watch.lifelines import Lifelines
 
 _LIMIT_S = 30
-
-
 Make = Callable[[int, tuple[int, ...]], Lifelines]
 
 
@@ -46,15 +43,6 @@ def _until(condition: Callable[[], object], *lifelines: Lifelines) -> bool:
             return True
         time.sleep(0.005)
     return False
-
-
-def _is_closed(stranger: socket.socket) -> bool:
-    try:
-        return stranger.recv(1) == b""
-    except BlockingIOError:
-        return False
-    except ConnectionResetError:
-        return True
 
 
 def _connected(make: Make) -> tuple[Lifelines, Lifelines]:
@@ -110,21 +98,6 @@ def test_a_connection_that_is_refused_is_no_death(make: Make, store: dist.Store)
         other.update()
         with server.accept()[0] as connection:
             assert connection.recv(64) == b"2 token"  # it tries again
-
-
-def test_strangers_are_no_ranks(make: Make, store: dist.Store) -> None:
-    """If it fails, whoever reaches the port can make ranks believe that another has died."""
-    first = make(0, (0, 2))
-    ip, port, _ = json.loads(store.get("lifeline"))
-    for sent in (b"", b"2 guess", b"7 guess", b"\xff\xfe", b"2"):
-        with socket.create_connection((ip, port)) as stranger:
-            stranger.sendall(sent)
-            stranger.setblocking(False)
-            assert _until(partial(_is_closed, stranger), first)
-    assert not first.ended
-    assert not first.connections
-    other = make(2, (0, 2))
-    assert _until(lambda: first.connections, first, other)
 
 
 def test_one_node_opens_no_port(make: Make, store: dist.Store) -> None:

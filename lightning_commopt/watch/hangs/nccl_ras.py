@@ -12,12 +12,10 @@ from __future__ import annotations
 import json
 import math
 import socket
-import time
 from collections.abc import Mapping
 from typing import Any
 
 from lightning_commopt.watch import times
-from lightning_commopt.watch.hangs.transport import receive_line
 
 _HOST, _PORT = "localhost", 28028
 """NCCL listens here unless ``NCCL_RAS_ADDR`` is set."""
@@ -25,15 +23,9 @@ _HOST, _PORT = "localhost", 28028
 _PROTOCOL = 2
 """The version of NCCL's protocol that this module speaks."""
 
-_MAX_BYTES = 16 * 2**20
-"""The longest answer. A judgement: far more than a table of some thousand ranks, and little memory if another program
-listens at the port."""
-
-_MIN_S = 0.001
-"""The least timeout of a socket; with a timeout of 0 it would not wait at all."""
-
-_PART_BYTES = 2**16
-"""A socket is read in parts of this size, which is what it usually holds at most."""
+_MAX_BYTES, _MAX_LINE_BYTES = 16 * 2**20, 256
+"""The longest status, and the longest of the short answers before it. A judgement: far more than a table of some
+thousand ranks, and little if another program listens at the port."""
 
 
 class RasError(RuntimeError):
@@ -60,8 +52,8 @@ def ask_ras(address: tuple[str, int], limit_s: float) -> dict[str, Any] | str:
 
     Args:
         address: where NCCL listens, see `ras_address`.
-        limit_s: seconds in all. NCCL may take five more than the timeout for its other processes, so with fewer than
-            eight there may be no answer if one of them is stuck.
+        limit_s: seconds for each answer. NCCL may take five more than the timeout for its other processes, so with
+            fewer than eight there may be no answer if one of them is stuck.
 
     Returns:
         NCCL's JSON, loaded, or the text of a version without JSON.
@@ -69,24 +61,20 @@ def ask_ras(address: tuple[str, int], limit_s: float) -> dict[str, Any] | str:
     Raises:
         RasError: nothing listens there, it is not NCCL, or it did not answer in time.
     """
-    deadline = time.monotonic() + limit_s
     where = f"{address[0]}:{address[1]}"
     try:
-        with socket.create_connection(address, timeout=limit_s) as connection:
+        with socket.create_connection(address, timeout=limit_s) as connection, connection.makefile("rb") as reader:
 
             def ask(command: str) -> str:
                 connection.sendall(f"{command}\n".encode())
-                line = receive_line(connection, _MAX_BYTES, deadline - time.monotonic())
-                return line.decode("utf-8", "replace").strip()
+                return reader.readline(_MAX_LINE_BYTES).decode("utf-8", "replace").strip()
 
             if not ask(f"CLIENT PROTOCOL {_PROTOCOL}").upper().startswith("SERVER PROTOCOL "):
                 raise RasError(f"what listens at {where} is not NCCL")
             ask(f"TIMEOUT {max(1, math.floor(limit_s - times.RAS_EXTRA_S))}")
             is_json = ask("SET FORMAT json") == "OK"
             connection.sendall(b"VERBOSE STATUS\n")
-            text = _receive_rest(connection, deadline).decode("utf-8", "replace")
-    except EOFError as error:
-        raise RasError("the connection was closed") from error
+            text = reader.read(_MAX_BYTES).decode("utf-8", "replace")
     except ConnectionRefusedError as error:
         raise RasError(f"nothing listens at {where}") from error
     except OSError as error:
@@ -97,17 +85,3 @@ def ask_ras(address: tuple[str, int], limit_s: float) -> dict[str, Any] | str:
     except (ValueError, RecursionError):
         status = text
     return status if isinstance(status, dict) and status else text
-
-
-def _receive_rest(connection: socket.socket, deadline: float) -> bytes:
-    """Returns what comes until NCCL closes the connection, up to `_MAX_BYTES`."""
-    received = bytearray()
-    while len(received) < _MAX_BYTES:
-        connection.settimeout(max(_MIN_S, deadline - time.monotonic()))
-        part = connection.recv(_PART_BYTES)
-        if not part:
-            break
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        received += part
-    return bytes(received)

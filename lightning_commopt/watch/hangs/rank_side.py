@@ -15,6 +15,7 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -33,7 +34,7 @@ from lightning_commopt.watch.hangs.marks import MarkWriter
 from lightning_commopt.watch.hangs.observation import WatcherSettings
 from lightning_commopt.watch.hangs.snapshot import fragment_key
 from lightning_commopt.watch.hangs.stacks import MAX_FRAMES, make_dumpable, own_stacks
-from lightning_commopt.watch.hangs.transport import RankLink, find_own_ip, is_loopback
+from lightning_commopt.watch.hangs.transport import RankLink, find_own_ip
 from lightning_commopt.watch.hangs.watcher import SETTINGS_VARIABLE
 from lightning_commopt.watch.waiting import end_process
 
@@ -203,8 +204,8 @@ def exchange_addresses(
     """
     own = find_own_ip(*main_address)
     # MASTER_ADDR may be a name that means loopback on rank 0's own host.
-    others = [ip for ip in exchange("ip", own) if not is_loopback(ip)]
-    ip = find_own_ip(others[0]) if is_loopback(own) and others else own
+    others = [ip for ip in exchange("ip", own) if not ip_address(ip).is_loopback]
+    ip = find_own_ip(others[0]) if ip_address(own).is_loopback and others else own
     answer = link.request(None, listen=ip)
     if answer is None:
         raise EOFError

@@ -221,11 +221,6 @@ def find_own_ip(towards: str, port: int = 0) -> str:
     return "127.0.0.1"
 
 
-def is_loopback(ip: str) -> bool:
-    """Returns whether an address is reachable from its own host only."""
-    return ip == "::1" or ip.startswith("127.")
-
-
 def receive_line(connection: socket.socket, max_bytes: int, limit_s: float) -> bytes:
     """Returns what comes up to the end of a line, without that end.
 

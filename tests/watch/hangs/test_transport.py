@@ -1,26 +1,13 @@
 """What watchers take from each other over TCP, and what from anybody else."""
 
-import contextlib
-import json
 import socket
 import threading
-import time
 from contextlib import suppress
 from typing import Any
 
 import pytest
 
-from lightning_commopt.watch import times
-from lightning_commopt.watch.hangs import transport
-from lightning_commopt.watch.hangs.transport import (
-    Address,
-    GoneError,
-    Server,
-    UnreachableError,
-    ask,
-    find_own_ip,
-    is_loopback,
-)
+from lightning_commopt.watch.hangs.transport import Address, GoneError, Server, UnreachableError, ask, find_own_ip
 
 KEY = "a key that nobody else has"
 
@@ -121,33 +108,18 @@ def test_a_recorded_answer_is_not_believed(server: Server) -> None:
             ask(address(listening.getsockname()[1]), KEY, {"state": True}, 60)
 
 
-@pytest.mark.parametrize("sent", [b"\n", b"0" * 64 + b"\n", b"x" * 10**6, json.dumps({"abort": True}).encode() + b"\n"])
+@pytest.mark.parametrize("sent", [b"0" * 64 + b"\n", b"x" * 10**6, b'{"abort": true}\n'])
 def test_a_stranger_is_not_answered(sent: bytes, server: Server, asked: list[dict[str, Any]]) -> None:
     """If it fails, anybody on the network can ask where a run is, or end it."""
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        try:
+        with suppress(OSError):  # it has hung up in the middle
             connection.sendall(sent)
             connection.shutdown(socket.SHUT_WR)
-        except OSError:  # it has hung up in the middle
-            pass
         received = receive_all(connection)
     assert len(received) <= 65  # its random number
     with pytest.raises(GoneError):
         ask(address(server.port), "another key", {"abort": True}, 60)
     assert asked == []
-
-
-def test_strangers_cannot_keep_watchers_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it fails, connections that send nothing take a thread each, for ever, or shut watchers out."""
-    monkeypatch.setattr(times, "HELLO_S", 0.2)
-    before = threading.active_count()
-    with contextlib.ExitStack() as idle:
-        for _ in range(3 * transport._MAX_STRANGERS):
-            idle.enter_context(socket.create_connection(("127.0.0.1", server.port)))
-        time.sleep(0.1)
-        # On a busy machine threads of earlier strangers may be about to end.
-        assert threading.active_count() - before < 2 * transport._MAX_STRANGERS
-        assert ask(address(server.port), KEY, {"hello": True}, 60) == {"seen": 1}
 
 
 def test_it_listens_at_one_interface_only(server: Server) -> None:
@@ -161,7 +133,6 @@ def test_the_interface_towards_another_host() -> None:
     assert find_own_ip("127.0.0.1", 29500) == "127.0.0.1"
     assert find_own_ip("localhost") in ("127.0.0.1", "::1")
     assert find_own_ip("no-such-host.invalid") == "127.0.0.1"
-    assert [is_loopback(ip) for ip in ("127.0.1.1", "::1", "10.0.0.1", "fe80::1")] == [True, True, False, False]
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this host has no IPv6")
