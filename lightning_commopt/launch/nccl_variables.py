@@ -123,8 +123,9 @@ def find_mistakes(environment: Mapping[str, str], *, version: tuple[int, ...] | 
 
 def _message(name: str, value: str, version: tuple[int, ...] | None) -> str | None:
     variables = nccl_variables()
-    if name in variables:
-        return _misuse(variables[name], value, version)
+    if variable := variables.get(name):
+        wrong = None if variable.accepts(value, version) else f"{name} must be {variable.allowed}, got {value!r}"
+        return _no_effect(variable, version) or wrong
     names = read_texts(_NAMES)
     if name in names["meant"]:
         return f"{name} is not a variable of NCCL: {names['meant'][name]}"
@@ -143,14 +144,6 @@ def _no_effect(variable: Variable, version: tuple[int, ...] | None) -> str | Non
         return f"{name} has no effect since NCCL {variable.removed_in}, which removed it"
     if variable.since is not None and version is not None and version < parse_version(variable.since):
         return f"{name} has no effect before NCCL {variable.since}; this is {'.'.join(map(str, version))}"
-    return None
-
-
-def _misuse(variable: Variable, value: str, version: tuple[int, ...] | None) -> str | None:
-    if without := _no_effect(variable, version):
-        return without
-    if not variable.accepts(value, version):
-        return f"{variable.name} must be {variable.allowed}, got {value!r}"
     return None
 
 

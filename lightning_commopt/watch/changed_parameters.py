@@ -34,11 +34,7 @@ class ChangedParameters:
         self._last: Place = (0, 0)
 
     def agree(self, place: Place, names: Sequence[str]) -> None:
-        """Returns once the same parameters have changed before the same batch on all ranks.
-
-        Args:
-            place: the batch that is about to begin.
-            names: the names of the parameters that were added, frozen or unfrozen on this rank.
+        """Returns once the parameters of these names have changed on all ranks, before the same batch, at ``place``.
 
         Raises:
             MisconfigurationException: other parameters, or none, have changed on another rank.
@@ -60,9 +56,7 @@ class ChangedParameters:
     def find_waiting_rank(self, place: Place, is_in_batch: bool) -> None:
         """Notifies ranks that wait for this one, if it has begun their batch without a change.
 
-        Args:
-            place: the batch that this rank has begun last.
-            is_in_batch: whether it is past the place at which parameters may change before that batch.
+        This rank has begun the batch at ``place``; ``is_in_batch`` if parameters can no longer change before it.
         """
         if not self._store.check(["waits"]):
             return

@@ -31,12 +31,7 @@ _LAUNCHERS = {"TorchElasticEnvironment": ("torchrun", "LOCAL_RANK"), "SLURMEnvir
 
 
 class EndedRanks:
-    """What this rank can see of the others on its host.
-
-    Args:
-        strategy: a strategy of a Trainer or Fabric that is about to make its process group.
-        ranks_here: the ranks of this host.
-    """
+    """What this rank, whose strategy is about to make its process group, can see of the others on its host."""
 
     def __init__(self, strategy: RunningStrategy, ranks_here: range) -> None:
         self._ranks_here = ranks_here
@@ -63,6 +58,13 @@ class EndedRanks:
             return self._text(first, "has ended", f"its process {pid} had started this rank")
         return self._find_absent() if self._launcher and time.monotonic() >= self._look_at else None
 
+    def processes(self) -> dict[int, int]:
+        """Returns the living processes of ranks on this host, by rank, as far as they can be seen."""
+        first, launcher = self._ranks_here.start, _launcher_pid(self._variable) if self._launcher else None
+        below = {} if launcher is None else _processes_below(launcher, self._variable) or {}
+        started = {rank: child.pid for rank, child in enumerate(self._children, 1) if child.poll() is None}
+        return {first + local_rank: pid for local_rank, pid in (started | below).items()}
+
     def _text(self, rank: int, how: str, process: str, *, is_early: bool = False) -> str:
         early = "Probably its program ended by sys.exit or return on this rank only; " if is_early else ""
         shown = "its output shows where" if is_early else "Its output shows why"
@@ -72,8 +74,8 @@ class EndedRanks:
         now = time.monotonic()
         self._look_at = now + times.PROCESSES_LOOK_S
         launcher = _launcher_pid(self._variable)
-        present = None if launcher is None else _values_below(launcher, self._variable)
-        absent = set() if present is None else {*range(len(self._ranks_here))} - present
+        present = None if launcher is None else _processes_below(launcher, self._variable)
+        absent = set() if present is None else {*range(len(self._ranks_here))} - present.keys()
         self._absent_since = {rank: self._absent_since.get(rank, now) for rank in absent}
         if launcher is None or not absent or now - min(self._absent_since.values()) < times.ABSENT_S:
             return None
@@ -109,14 +111,14 @@ def _launcher_pid(variable: str) -> int | None:
     return None
 
 
-def _values_below(pid: int, variable: str) -> set[int] | None:
-    """Returns the numbers that a variable has in the living descendants of a process.
+def _processes_below(pid: int, variable: str) -> dict[int, int] | None:
+    """Returns the living descendants of a process in which a variable is a number, by that number.
 
     None if one of its children does not show the variable: it may be any rank, as a program can overwrite what the
     kernel shows of its environment.
     """
     children = children_by_process()
-    values: set[int] = set()
+    found: dict[int, int] = {}
     below = [*children[pid]]
     for descendant in below:  # the list grows meanwhile
         below += children[descendant]
@@ -127,7 +129,7 @@ def _values_below(pid: int, variable: str) -> set[int] | None:
         except OSError:  # the process has ended meanwhile
             continue
         if value.isdecimal():
-            values.add(int(value))
+            found.setdefault(int(value), descendant)
         elif descendant in children[pid] and is_alive(descendant):
             return None
-    return values
+    return found

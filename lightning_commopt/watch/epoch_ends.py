@@ -66,12 +66,10 @@ class EpochEnds:
         self._epoch.num_ended = num_batches
 
     def leave(self, num_batches: int, agreed: int | None, *, was_stopped: bool) -> None:
-        """Ends the epoch on this rank; returns once it is known to have ended on all.
+        """Ends the epoch on this rank, after it has begun ``num_batches``; returns once it has ended on all.
 
-        Args:
-            num_batches: number of batches that this rank has begun in it.
-            agreed: number of batches of every rank; None if unknown.
-            was_stopped: whether ``trainer.should_stop`` is set.
+        ``agreed`` is the number of batches of every rank, None if unknown; ``was_stopped`` if ``trainer.should_stop``
+        is set.
 
         Raises:
             UnevenBatchesError: another rank continues, or has ended it after another number of batches.
@@ -87,11 +85,7 @@ class EpochEnds:
             self.is_meeting = False
 
     def find_early_rank(self, num_begun: int, is_in_collective: bool) -> str | None:
-        """Finds a rank that has left an epoch which this rank is still in, and notifies it.
-
-        Args:
-            num_begun: number of batches of this epoch that this rank has begun.
-            is_in_collective: whether this rank is in a collective now.
+        """Notifies a rank that has left an epoch which this rank, after ``num_begun`` batches, is still in.
 
         Returns:
             The message for it; None if there is no such rank.
@@ -113,15 +107,15 @@ class EpochEnds:
         return None
 
     def _meet(self, epoch: _Epoch) -> None:
-        store, run = self._store, epoch.run
+        store, run, ranks = self._store, epoch.run, range(self._world_size)
         store.set(f"{run}/rank/{self._rank}", str(epoch.num_ended))
         num_come = store.add(f"{run}/come", 1)
         if num_come == 1:
             store.set(f"{run}/left", json.dumps([self._rank, epoch.num_ended, epoch.was_stopped]))
         if num_come == self._world_size:
-            store.set(f"{run}/all", json.dumps([int(store.get(f"{run}/rank/{rank}")) for rank in self._ranks]))
+            store.set(f"{run}/all", json.dumps([int(store.get(f"{run}/rank/{rank}")) for rank in ranks]))
         if not poll(lambda: self._have_all_left(epoch), self._timeout_s):
-            missing = [rank for rank in self._ranks if not store.check([f"{run}/rank/{rank}"])]
+            missing = [rank for rank in ranks if not store.check([f"{run}/rank/{rank}"])]
             raise TimeoutError(
                 f"Rank {self._rank} has ended epoch {epoch.number} after {epoch.num_ended} batches, and"
                 f" {ranks_text(missing)} {'has' if len(missing) == 1 else 'have'} not ended it within"
@@ -135,7 +129,7 @@ class EpochEnds:
         if len(set(numbers)) > 1:
             raise UnevenBatchesError(different_ends_message(dict(enumerate(numbers)), epoch.number))
         if self._rank == 0 and run > 1:  # nobody waits for the keys of the previous epoch
-            for key in ("left", "come", "all", "seen", *(f"rank/{rank}" for rank in self._ranks)):
+            for key in ("left", "come", "all", "seen", *(f"rank/{rank}" for rank in ranks)):
                 store.delete_key(f"{run - 1}/{key}")
 
     def _have_all_left(self, epoch: _Epoch) -> bool:
@@ -147,7 +141,3 @@ class EpochEnds:
             own = self._rank, epoch.num_ended
             raise UnevenBatchesError(goes_on_message(own, (rank, number), epoch.number, was_stopped=epoch.was_stopped))
         return False
-
-    @property
-    def _ranks(self) -> range:
-        return range(self._world_size)

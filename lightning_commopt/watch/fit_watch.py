@@ -21,7 +21,7 @@ from lightning_commopt.watch.epoch_ends import EpochEnds
 from lightning_commopt.watch.lifelines import Lifelines
 from lightning_commopt.watch.own_errors import log_own_errors
 from lightning_commopt.watch.peers import Failure, Peers
-from lightning_commopt.watch.uneven_batches import RESIZING, UnevenBatchesError, gather_on, make_even
+from lightning_commopt.watch.uneven_batches import RESIZING, UnevenBatchesError, gather_numbers, make_even
 from lightning_commopt.watch.waiting import (
     end_waiting_rank,
     is_in_callback,
@@ -41,10 +41,7 @@ class FitWatch:
     whether training has progressed; only if not does it read the store. A rank that waits for one that has failed gets
     some seconds to notice and to end by itself, then its process is ended. A rank that waits for nobody is never ended.
 
-    All ranks must make it, once for each fit.
-
-    Args:
-        strategy: the strategy of a Trainer that is about to fit, with its process group.
+    All ranks must make it, once for each fit, when there is a process group.
     """
 
     def __init__(self, strategy: WatchedStrategy) -> None:
@@ -121,7 +118,7 @@ class FitWatch:
             self._thread.join(timeout=times.STALLED_S)
 
     def _make_even(self) -> None:
-        self._agreed = make_even(self._trainer, self._policy, self._rank, gather_on(self._device))
+        self._agreed = make_even(self._trainer, self._policy, self._rank, gather_numbers)
         self._peers.learn()  # all have written: Lightning's collectives for dataloaders follow
 
     def _leave_epoch(self) -> None:

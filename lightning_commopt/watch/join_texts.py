@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_commopt.launch.interfaces import Listening
 from lightning_commopt.text.formatting import list_some, ranks_text
-from lightning_commopt.watch.hangs.process import descendants, process_state, variables_of
+from lightning_commopt.watch.hangs.process import process_state
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
@@ -142,28 +141,3 @@ def activity_text(starting: Mapping[int, int]) -> str:
     states = [(pid, process_state(pid)) for pid in [*starting.values()][:_MAX_SHOWN]]
     shown = ", ".join(f"{pid} is {state.state}, {state.cpu_s:.0f} s of CPU time" for pid, state in states)
     return f". Now: process {shown}" if shown else ""
-
-
-def find_starting(missing: Collection[int], ranks_here: range, port: int) -> dict[int, int]:
-    """Returns the processes of missing ranks on this host, if their environment shows rank and port of the store."""
-    processes: dict[int, int] = {}
-    # torchrun and srun have started this process and the others; Lightning's launcher starts them from this one.
-    for pid in descendants(os.getppid()) if missing else ():
-        rank = _rank_of(pid, ranks_here, port)
-        if rank in missing and pid != os.getpid():
-            processes.setdefault(rank, pid)
-    return processes
-
-
-def _rank_of(pid: int, ranks_here: range, port: int) -> int:
-    """Returns the rank of a process according to its environment; -1 if that does not show it."""
-    try:
-        environment = variables_of(pid)
-    except OSError:
-        return -1
-    if environment.get("MASTER_PORT", str(port)) != str(port):
-        return -1
-    for name, first in (("RANK", 0), ("SLURM_PROCID", 0), ("LOCAL_RANK", ranks_here.start)):
-        if environment.get(name, "").isdecimal():
-            return first + int(environment[name])
-    return -1

@@ -26,7 +26,6 @@ from lightning_commopt.watch.join_texts import (
     Arrival,
     activity_text,
     find_misplaced,
-    find_starting,
     missing_text,
     unconnected_text,
 )
@@ -53,7 +52,6 @@ class JoinWatch:
         *,
         rank: int,
         world_size: int,
-        ranks_here: range,
         backend: str,
         ended_ranks: EndedRanks | None = None,
     ) -> None:
@@ -62,7 +60,6 @@ class JoinWatch:
         self._address = f"{host}:{port}"
         self._rank = rank
         self._world_size = world_size
-        self._ranks_here = ranks_here
         self._ended_ranks = ended_ranks
         self._backend = backend
         self._agreement: Agreement | None = None
@@ -224,7 +221,8 @@ class JoinWatch:
             if self._rank != 0:
                 return None
             missing = sorted(set(range(self._world_size)) - self._arrivals.keys())
-            self._starting = find_starting(missing, self._ranks_here, self._port)
+            seen = {} if self._ended_ranks is None else self._ended_ranks.processes()
+            self._starting = {rank: pid for rank, pid in seen.items() if rank in missing}
             return missing_text(self._address, arrivals, missing, self._starting)
         self._starting = {}
         self._complete_at = self._complete_at or time.monotonic()
@@ -274,13 +272,11 @@ def watch_joining(strategy: RunningStrategy, backend: str | None) -> AbstractCon
     if world_size == 1 or environment is None or dist.is_initialized() or not is_known:
         return nullcontext()
     first = strategy.node_rank * strategy.num_processes
-    ranks_here = range(first, first + strategy.num_processes)
     return JoinWatch(
         environment.main_address,
         environment.main_port,
         rank=first + strategy.local_rank,
         world_size=world_size,
-        ranks_here=ranks_here,
         backend=backend,
-        ended_ranks=EndedRanks(strategy, ranks_here),
+        ended_ranks=EndedRanks(strategy, range(first, first + strategy.num_processes)),
     )

@@ -12,11 +12,7 @@ _logged: set[str] = set()
 
 @contextmanager
 def log_own_errors(watch: str) -> Iterator[None]:
-    """Logs an exception with its traceback instead of raising it, once for each watch; training continues.
-
-    Args:
-        watch: what fails, as the begin of a sentence.
-    """
+    """Logs an exception of a ``watch``, the begin of a sentence, with its traceback instead of raising it, once."""
     try:
         yield
     except Exception:

@@ -43,13 +43,8 @@ class Peers:
     same host notice that its process has ended before the fit, and write the failure. `Lifelines` show other hosts the
     end of a host's first rank.
 
-    Args:
-        store: the part of the store for this fit.
-        rank: number of this rank.
-        world_size: number of ranks.
-        ranks_here: the ranks of this host.
-        lifelines: connections between hosts.
-        may_be_over: returns whether other ranks may have ended the fit while this one has not.
+    ``store`` is the part of the store for this fit, ``ranks_here`` are the ranks of this host, and ``may_be_over``
+    returns whether other ranks may have ended the fit while this one has not.
     """
 
     def __init__(

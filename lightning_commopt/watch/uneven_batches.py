@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 
 from lightning_commopt.compat.loops import limit_batches, most_batches_of_epoch, num_batches, repeat_batches
@@ -42,7 +41,7 @@ def make_even(trainer: Trainer, policy: str, rank: int, gather: Callable[[int], 
         trainer: its training dataloaders have just been set up.
         policy: one of `POLICIES`.
         rank: number of this rank.
-        gather: returns the numbers of all ranks, by rank; see `gather_on`.
+        gather: returns the numbers of all ranks, by rank; see `gather_numbers`.
 
     Returns:
         The number of batches in an epoch, the same on all ranks; None if it is unknown on a rank, if ``max_steps`` ends
@@ -116,16 +115,11 @@ def goes_on_message(left: tuple[int, int], going: tuple[int, int], epoch: int, *
     )
 
 
-def gather_on(device: torch.device) -> Callable[[int], dict[int, int]]:
-    """Returns a function that gathers a number of each rank, by tensors on a device that the default group supports."""
-
-    def gather(number: int) -> dict[int, int]:
-        mine = torch.tensor([number], device=device)
-        gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, mine)
-        return {rank: int(other) for rank, other in enumerate(torch.cat(gathered))}
-
-    return gather
+def gather_numbers(number: int) -> dict[int, int]:
+    """Returns a number of each rank of the default group, by rank."""
+    numbers = [number] * dist.get_world_size()
+    dist.all_gather_object(numbers, number)
+    return dict(enumerate(numbers))
 
 
 def _unknown_message(policy: str, ranks: Sequence[int]) -> str:

@@ -47,12 +47,8 @@ def follow_device(snapshot: RankSnapshot, marks: Sequence[Mark]) -> Span:
     is outstanding: then the device computes, and the rank waits for nobody. Before Lightning's broadcast the thread
     copies a flag to the device, and so waits until it has computed all that was called before.
 
-    Args:
-        snapshot: has its collectives; ``phase``, ``step`` and what belongs to them, or ``device_step``, are changed.
-        marks: of this rank, the oldest first.
-
-    Returns:
-        The time of the snapshot's phase.
+    The snapshot has its collectives; its phase, step and what belongs to them, or its ``device_step``, are changed.
+    Returns the time of its phase.
     """
     now = current_span(marks)
     if snapshot.called is not None:
@@ -88,12 +84,9 @@ def add_device_bucket(snapshot: RankSnapshot, work: dict[str, Any]) -> None:
 
 
 def find_unmarked_bucket(snapshot: RankSnapshot, span: Span, num_buckets: int) -> None:
-    """Finds the bucket of a DDP without a hook among the all-reduces that were called in a backward.
+    """Finds the bucket that a rank waits for, of a DDP without a hook, among the all-reduces of a backward.
 
-    Args:
-        snapshot: of a rank that waits in a backward.
-        span: the time of that backward.
-        num_buckets: buckets of the model.
+    ``span`` is the time of that backward, and ``num_buckets`` the number of all buckets of the model.
     """
     called = [
         collective

@@ -94,13 +94,10 @@ def find_difference(by_rank: Mapping[int, Sequence[Collective]]) -> Difference |
 
     First one whose signature is not the same on all ranks that have called that number. Then one that a rank waits in
     while another rank of the group is in a collective of another group: the earlier calls of the two show which of them
-    has left the order.
+    has left the order. None if there is no such collective.
 
     Args:
         by_rank: the collectives of each rank that has a record, the oldest first.
-
-    Returns:
-        The first difference; None if there is none, or if no rank is in a collective that others could be missing from.
     """
     return _find_unequal(by_rank) or _find_absent(by_rank)
 
@@ -118,7 +115,7 @@ def _find_unequal(by_rank: Mapping[int, Sequence[Collective]]) -> Difference | N
             for collective in next(iter(by_rank[rank] for rank in called))
             if collective.signature.group == group and collective.number < number
         ]
-        ranks, is_certain = _at_fault(called, _expected_after(history))
+        ranks, is_certain = _at_fault(called, next(iter(_followers(history)), None))
         return Difference(ranks, number, called, is_certain)
     return None
 
@@ -169,11 +166,6 @@ def find_departure(
     if not known or _comparable(collectives[place].signature) in map(_comparable, known):
         return None
     return Departure(collectives[place].signature, followers[0])
-
-
-def _expected_after(history: Sequence[Signature]) -> Signature | None:
-    """Returns what followed the last earlier occurrence of the end of a history, as long as possible."""
-    return next(iter(_followers(history)), None)
 
 
 def _followers(history: Sequence[Signature], min_context: int = 1) -> list[Signature]:

@@ -55,11 +55,7 @@ class WatcherSettings:
 class Observation:
     """Follows one rank through its marks, and takes snapshots of it.
 
-    Args:
-        settings: what the rank has passed to its watcher.
-        marks_fd: descriptor of the shared memory with the rank's marks.
-        stacks_fd: descriptor of the file that the rank writes stacks to.
-        link: the connection to the rank.
+    The descriptors are those of the shared memory with the marks, and of the file that the rank writes stacks to.
 
     Attributes:
         ended: "finished", "failed", "interrupted" or "terminated" once the rank has reported that; "died" if its

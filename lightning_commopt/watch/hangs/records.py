@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -96,16 +96,9 @@ class HangReport:
     was_reported: bool  # whether watchers have reported a hang
     at_unix_s: float  # when it was reported, or when the last rank was seen
     snapshots: list[RankSnapshot]  # the states of the ranks that have written one
-    marks: dict[int, list[TimedMark]]  # the marks of these ranks, by rank, the oldest first
+    # the marks of these ranks, by rank, the oldest first
+    marks: dict[int, list[TimedMark]] = field(default_factory=dict)
     problems: tuple[str, ...] = ()  # a line for each file that cannot be read, and so is left out
-
-
-class _Report(NamedTuple):
-    """The content of ``report.json`` that is read."""
-
-    diagnosis: Diagnosis
-    at_unix_s: float
-    snapshots: list[RankSnapshot]
 
 
 class _RankFile(NamedTuple):
@@ -136,22 +129,15 @@ def read_hang_report(folder: Path) -> HangReport:
         raise FileNotFoundError(
             f"{folder} has no {_REPORT} and no rank_*.json: HangMonitor writes them when a run hangs"
         )
-    snapshots = sorted((rank.snapshot for rank in ranks), key=attrgetter("rank"))
-    shown = report or _Report(diagnose(snapshots), max(rank.at_unix_s for rank in ranks), snapshots)
-    return HangReport(
-        **shown._asdict(),
-        was_reported=was_reported,
-        marks={rank.snapshot.rank: rank.marks for rank in ranks},
-        problems=tuple(problems),
-    )
+    if report is None:
+        snapshots = sorted((rank.snapshot for rank in ranks), key=attrgetter("rank"))
+        report = HangReport(diagnose(snapshots), was_reported, max(rank.at_unix_s for rank in ranks), snapshots)
+    return replace(report, marks={rank.snapshot.rank: rank.marks for rank in ranks}, problems=tuple(problems))
 
 
-_Content = TypeVar("_Content", _Report, _RankFile)
-
-
-def _report(plain: dict[str, Any]) -> _Report:
+def _report(plain: dict[str, Any]) -> HangReport:
     snapshots = [RankSnapshot.from_plain(snapshot) for snapshot in plain["snapshots"]]
-    return _Report(from_plain(Diagnosis, plain), plain["time_unix_s"], snapshots)
+    return HangReport(from_plain(Diagnosis, plain), True, plain["time_unix_s"], snapshots)
 
 
 def _rank_file(plain: dict[str, Any]) -> _RankFile:
@@ -159,6 +145,9 @@ def _rank_file(plain: dict[str, Any]) -> _RankFile:
     if any(mark.kind == PHASE and mark.code not in range(len(PHASES)) for mark in marks):
         raise ValueError("a mark is of no phase")
     return _RankFile(RankSnapshot.from_plain(plain), plain["written_unix_s"], marks)
+
+
+_Content = TypeVar("_Content", HangReport, _RankFile)
 
 
 def _read(path: Path, read: Callable[[dict[str, Any]], _Content], problems: list[str]) -> _Content | None:

@@ -18,9 +18,6 @@ class Turn:
 
     Source: Ricart and Agrawala, "An optimal algorithm for mutual exclusion in computer networks" (1981), with ranks in
     place of their clock; who is refused does not wait, as it has nothing more to report.
-
-    Args:
-        rank: of this watcher.
     """
 
     def __init__(self, rank: int) -> None:
@@ -31,8 +28,7 @@ class Turn:
     def take(self, ask_others: Callable[[], Iterable[bool]]) -> bool:
         """Takes the turn until `give_back`, unless another watcher has it; returns whether it is taken.
 
-        Args:
-            ask_others: calls `refuse` of all other watchers, and returns the answers of those that can be reached.
+        ``ask_others`` calls `refuse` of all other watchers, and returns the answers of those that can be reached.
         """
         with self._lock:
             self._state = _ASKS
