@@ -65,22 +65,12 @@ class Rank(RankLink):
             "input_dtypes": [dtype],
             "input_sizes": [size],
             "is_p2p": False,
-            "op_id": number,
-            "output_dtypes": [dtype],
-            "output_sizes": [size],
-            "p2p_seq_id": 0,
-            "pg_id": 0,
             "process_group": ["0", "default_pg"],
             "profiling_name": f"nccl:{name}",
-            "record_id": number - 1,
             "retired": is_done,
             "state": "completed" if is_done else "scheduled",
-            "thread_id": "140498734282432",
-            "thread_name": "pt_autograd_0",
             "time_created_ns": time.time_ns(),
             "time_discovered_completed_ns": time.time_ns() if is_done else 0,
-            "time_discovered_started_ns": 0,
-            "timeout_ms": 300000,
         }
         self._entries.append(entry)
 

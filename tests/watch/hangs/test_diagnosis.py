@@ -1,12 +1,15 @@
 """The sentence about a hang, from snapshots of all ranks."""
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_commopt.text.formatting import ranks_text
+from lightning_commopt.watch.hangs import operations
 from lightning_commopt.watch.hangs.diagnosis import diagnose
 from lightning_commopt.watch.hangs.marks import (
     BACKWARD,
@@ -19,6 +22,8 @@ from lightning_commopt.watch.hangs.marks import (
     first_of_stage,
 )
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
+from support.known import known
+from support.lightnings import PACKAGE
 
 NAMES = ["layer3.0.weight", "layer3.0.bias", "layer3.1.weight"]
 
@@ -292,6 +297,23 @@ def test_advice_belongs_to_the_operation(has_records: bool, golden: Callable[[st
     golden("advice", "\n\n".join(blocks))
 
 
+_OF_LIBRARIES = {
+    PACKAGE: (_BATCH, _SAVE, _LOG, ("trainer/trainer.py", "log_dir")),
+    "lightning_utilities": (_ZERO,),
+    "torchmetrics": (_METRIC,),
+    "torch.distributed": (*operations._FUNCTIONS["state"], *operations._FUNCTIONS["sharded"]),
+}
+
+
+@pytest.mark.parametrize("package", _OF_LIBRARIES)
+def test_the_functions_of_operations_exist(package: str) -> None:
+    """If it fails, a new version of a library has moved what an operation is known by, and no advice is given."""
+    folder = Path(known(known(importlib.util.find_spec(package)).origin)).parent
+    for file, function in _OF_LIBRARIES[package]:
+        texts = [path.read_text() for path in folder.rglob(file.rpartition("/")[2]) if path.match(f"*/{file}")]
+        assert any(f"def {function}" in text for text in texts), file
+
+
 def test_what_follows_an_end_of_the_same_batches_is_not_uneven() -> None:
     """If it fails, a metric that one rank computes at the end of an epoch is taken for fewer batches."""
     alone = calling(0, _METRIC, _OWN, phase=EPOCH_END, passed=[EPOCH_END], collectives=recorded("gxG"))
@@ -307,19 +329,6 @@ def test_what_all_ranks_are_in_is_not_called_alone() -> None:
     found = diagnose(saving)
     assert found.kind == "waiting"
     assert "the network does not deliver" in found.hints[0]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([2], "rank 2"),
-        ([3, 0, 1], "ranks 0, 1, 3"),
-        ([*range(63), 64], "ranks 0-62, 64"),
-    ],
-)
-def test_ranks_text(ranks: list[int], text: str) -> None:
-    """If it fails, a sentence about a thousand ranks is a page."""
-    assert ranks_text(ranks) == text
 
 
 def test_snapshots_survive_their_files() -> None:
