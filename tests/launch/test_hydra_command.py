@@ -1,14 +1,14 @@
 """The command lines with which jobs, and further ranks of them, start."""
 
-import subprocess
 import sys
-from pathlib import Path
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from lightning_commopt.launch.hydra_command import quote
+from lightning_commopt.launch.hydra_command import _worker_of, quote
 
 PLAIN = ["plain", "with space", "a=b,c", 'a "b"', "it's", "ends in \\", 'x\\"y', "a\\b", "12_0", "0", "", "é", "$x", 3]
 
@@ -30,40 +30,21 @@ def _read(override: str) -> object:
     return OmegaConf.create({"key": parsed.value(), "other": 7}).key
 
 
-_JOB = """
-import hydra
-
-from lightning_commopt.launch.hydra_command import single_run_command
-
-
-@hydra.main(version_base=None)
-def main(config):
-    print(single_run_command(1)[0][1:3])
-
-
-main()
-"""
-
-
 @pytest.mark.parametrize(
-    ("folder", "file", "error"),
+    ("module", "script", "package"),
     [
-        ("", "train.py", None),
-        ("joblib", "__main__.py", "a worker of joblib"),
-        ("ray", "default_worker.py", "a worker of ray"),
+        (None, "train.py", None),
+        ("train", "train.py", None),
+        ("joblib.externals.loky.backend.popen_loky_posix", "loky.py", "joblib"),
+        ("submitit.core._submit", "_submit.py", "submitit"),
+        (None, "/x/ray/default_worker.py", "ray"),
     ],
 )
 def test_a_worker_of_a_launcher_is_not_taken_for_the_program(
-    folder: str, file: str, error: str | None, tmp_path: Path
+    module: str | None, script: str, package: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If it fails, further ranks run the worker, and end with an error about its arguments."""
-    path = tmp_path / folder / file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(_JOB)
-    (path.parent / "__init__.py").touch()
-    program = ["-m", folder] if file == "__main__.py" else [str(path)]
-    ran = subprocess.run([sys.executable, *program], cwd=tmp_path, capture_output=True, text=True, check=False)
-    if error is None:
-        assert ran.stdout.startswith(f"['{path}', "), ran.stderr
-    else:
-        assert f"no further ranks can be started in {error}" in ran.stderr
+    main = ModuleType("__main__")
+    main.__spec__ = None if module is None else ModuleSpec(module, None)
+    monkeypatch.setattr(sys, "argv", [script])
+    assert _worker_of(main) == package

@@ -1,7 +1,10 @@
 """The interfaces of hosts that have only IPv6, and why a port cannot be reached."""
 
+import errno
+import socket
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -18,6 +21,24 @@ def test_a_name_that_no_host_can_have(name: str) -> None:
     assert not failure.is_refused
     assert f"the name {name} cannot be resolved" in failure.message
     assert resolve(name) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "is_refused"),
+    [
+        (ConnectionRefusedError(), "a refuses connections to port 1: nothing listens there", True),
+        (TimeoutError(), "a:1 does not answer within 2 s, not even with a refusal: probably a firewall", False),
+        (OSError(errno.EHOSTUNREACH, ""), "a:1 cannot be reached: no route to that host", False),
+    ],
+)
+def test_why_a_port_cannot_be_reached(
+    error: OSError, words: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it fails, one looks for a firewall where rank 0 does not run, or the other way around."""
+    monkeypatch.setattr(socket, "create_connection", mock.Mock(side_effect=error))
+    failure = known(try_port("a", 1, limit_s=2))
+    assert failure.is_refused == is_refused
+    assert failure.message.startswith(words)
 
 
 _TABLE = """fe8000000000000000fc00fffe000001 06 40 20 80     eth0

@@ -3,9 +3,9 @@
 import os
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from lightning_commopt import CommOptDDP, OptionError
 from lightning_commopt.callbacks import run_description
@@ -13,9 +13,9 @@ from lightning_commopt.launch import nccl_options
 from lightning_commopt.launch.nccl_options import NcclOptions, profiles
 from support.composed import composed
 from support.known import known
-from support.lightnings import BoringModel, Trainer
 from support.ranks import run_ranks
 from support.refusals import one_by_one, refusals
+from support.strategy_models import SelfFed, trainer
 
 
 def test_names_and_values() -> None:
@@ -40,9 +40,9 @@ def test_profiles() -> None:
     """If it fails, a profile cannot be used by name, or not as a Hydra config."""
     assert list(profiles()) == ["debug", "ethernet", "infiniband", "pcie"]
     for name in profiles():
-        by_name = known(NcclOptions.from_config(name))
-        assert by_name == NcclOptions.from_config(dict(composed(f"+nccl={name}").strategy.nccl))
-        assert by_name.settings
+        assert known(NcclOptions.from_config(name)).settings
+    composed_one = composed("+nccl=ethernet").strategy.nccl
+    assert NcclOptions.from_config("ethernet") == NcclOptions.from_config(dict(composed_one))
     changed = known(NcclOptions.from_config({"profile": "ethernet", "nsocks_perthread": 2, "override": True}))
     assert changed.override
     assert changed.settings == {"NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "2"}
@@ -76,27 +76,19 @@ def test_a_trainer_has_its_own_settings_only(monkeypatch: pytest.MonkeyPatch) ->
     assert seen() == ["Ring", None, "LL"]
 
 
-def _recorded() -> list[dict[str, str]]:
-    os.environ |= {"NCCL_ALGO": "Ring", "NCCL_NOT_THERE": "1"}
-    with_gloo = run_description.nccl_settings()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_description, "backends_of", lambda: {"cpu": "gloo", "cuda": "nccl"})
-        return [with_gloo, run_description.nccl_settings()]
-
-
-def test_a_record_has_the_settings() -> None:
+@pytest.mark.parametrize(("backend", "recorded"), [("gloo", {}), ("nccl", {"nccl.algo": "Ring"})])
+def test_a_record_has_the_settings(backend: str, recorded: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a report compares runs as if NCCL had had the same settings."""
-    assert run_ranks(_recorded, world_size=1) == [[{}, {"nccl.algo": "Ring"}]]
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(run_description, "backends_of", lambda: {"cpu": "gloo", "cuda": backend})
+    monkeypatch.setattr(os, "environ", {"NCCL_ALGO": "Ring", "NCCL_NOT_THERE": "1"})
+    assert run_description.nccl_settings() == recorded
 
 
 def _fit_on_gloo() -> tuple[list[str], bool]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        strategy = CommOptDDP(nccl={"algo": "Ring"})
-        quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=1, enable_checkpointing=False, **quiet).fit(
-            BoringModel()
-        )
+        trainer(CommOptDDP(nccl={"algo": "Ring"}), max_steps=1).fit(SelfFed())
     return [str(each.message) for each in caught], "NCCL_ALGO" in os.environ
 
 

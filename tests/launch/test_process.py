@@ -43,10 +43,12 @@ def run(code, grace_s=5, on_output=None):
 
 
 @pytest.mark.parametrize(
-    ("code", "status"), [("", 0), ("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)]
+    ("code", "status", "of_shell"),
+    [("", 0, 0), ("raise SystemExit(3)", 3, 3), ("import os; os.kill(os.getpid(), 9)", -9, 137)],
 )
-def test_the_status_is_that_of_the_program(code, status):
+def test_the_status_is_that_of_the_program(code, status, of_shell):
     assert run(code) == (status, b"")
+    assert run_beneath((*PYTHON, code), os.environ) == of_shell
 
 
 def test_all_output_arrives_in_order():
@@ -178,13 +180,6 @@ def test_ranks_that_take_too_long_are_ended():
         run_ranks(programs, on_output=lambda *_: None, timeout_s=0.5)
     assert caught.value.status is None
     assert run_ranks([((*PYTHON, ""), os.environ)] * 2, on_output=lambda *_: None) == ["", ""]
-
-
-@pytest.mark.parametrize(
-    ("code", "status"), [("", 0), ("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)]
-)
-def test_the_status_is_what_a_shell_has(code, status):
-    assert run_beneath((*PYTHON, code), os.environ) == status
 
 
 def test_a_signal_while_the_command_is_started_reaches_it(monkeypatch):

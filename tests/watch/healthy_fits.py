@@ -1,16 +1,8 @@
-"""Trains as a schedule says, as one rank, and leaves what a test asks about it.
-
-Usage, for ranks that a Trainer or torchrun starts: healthy_fits.py FOLDER SEED AFTER_S START_METHOD
-"""
+"""Trains as a schedule says, as one rank, and returns what a test asks about it."""
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -20,14 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from healthy_schedules import HOOKS, Call, Schedule, draw_single_fit
+from healthy_schedules import HOOKS, Call, Schedule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import HangMonitor
 from lightning_commopt.watch import times
-from lightning_commopt.watch.hangs import watcher
+from lightning_commopt.watch.hangs import rank_side
 from support.lightnings import Callback, Logger, ModelCheckpoint, TorchCheckpointIO, Trainer
 from support.strategy_models import FEATURES, Params, Tiny, numbers, trainer
 
@@ -36,7 +28,12 @@ LIMIT_S = 240.0
 
 _TICK_S = 0.02
 _GONE_S = 20.0
-_WATCHER = watcher.__name__
+_QUICK = """
+from lightning_commopt.watch import times
+times.HANG_LOOK_S, times.CONFIRM_S, times.ASK_AGAIN_S = 0.05, 0.1, 0.2
+main()
+"""
+"""Lets a watcher look more often than it would."""
 
 
 class Broken(Exception):  # noqa: N818
@@ -208,12 +205,10 @@ class Program:
         schedule: of the calls.
         after_s: of the monitors, and unit of the delays; 0 to train without delays and without any watching.
         folder: for checkpoints and reports.
-        start_method: of strategies.
     """
 
-    def __init__(self, schedule: Schedule, after_s: float, folder: Path, start_method: str) -> None:
+    def __init__(self, schedule: Schedule, after_s: float, folder: Path) -> None:
         self._schedule, self._after_s, self._folder = schedule, after_s, folder
-        self._start_method: Any = start_method
         self._pauses = Pauses(after_s)
         self._monitor: Any = None
         self._trainer: Any = None
@@ -242,7 +237,7 @@ class Program:
         if call.saves:
             callbacks.append(SlowCheckpoint(folder, self._pauses))
         return trainer(
-            CommOptDDP(start_method=self._start_method, comm_hook=call.comm_hook, watch=self._after_s > 0),
+            CommOptDDP(comm_hook=call.comm_hook, watch=self._after_s > 0),
             devices=self._schedule.world_size,
             max_epochs=call.max_epochs,
             max_steps=call.max_steps,
@@ -258,42 +253,21 @@ class Program:
         )
 
 
-class _QuickPopen(subprocess.Popen[Any]):
-    def __init__(self, command: Any, *args: Any, **options: Any) -> None:
-        if isinstance(command, list):
-            command = ["quick_watcher" if part == _WATCHER else part for part in command]
-        super().__init__(command, *args, **options)
-
-
-def run_on_rank(schedule: Schedule, after_s: float, folder: Path, start_method: str = "popen") -> None:
-    """Trains without and with watching, and writes ``FOLDER/resultN.json``."""
-    faulthandler.dump_traceback_later(LIMIT_S - 5, exit=False)
+def run_on_rank(schedule: Schedule, after_s: float, folder: Path) -> tuple[list[int], list[int], list[str], list[str]]:
+    """Trains without and with watching; returns the steps of both, weights that differ, and threads that are left."""
     times.FIT_LOOK_S, times.STALLED_S, times.FIT_GRACE_S = 0.05, after_s / 4, 2 * after_s
-    subprocess.Popen = _QuickPopen  # type: ignore[assignment,misc]
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
-    expected = Program(schedule, 0.0, folder / "unwatched", start_method).run()
-    threading.Thread(target=_note_lateness, args=(folder / f"late{rank}.txt",), name="lateness", daemon=True).start()
+    assert rank_side._START.endswith("\nmain()\n")
+    rank_side._START = rank_side._START.replace("\nmain()\n", _QUICK)
+    expected = Program(schedule, 0.0, folder / "unwatched").run()
+    late = folder / f"late{dist.get_rank()}.txt"
+    threading.Thread(target=_note_lateness, args=(late,), name="lateness", daemon=True).start()
     before = set(threading.enumerate())
-    got = Program(schedule, after_s, folder, start_method).run()
+    got = Program(schedule, after_s, folder).run()
     deadline = time.monotonic() + _GONE_S
-    while (left := _left_since(before)) and time.monotonic() < deadline:
-        time.sleep(_TICK_S)
+    while (left := [*map(str, set(threading.enumerate()) - before)]) and time.monotonic() < deadline:
+        time.sleep(_TICK_S)  # the thread that waits for the watcher is the last one
     differing = [name for name, values in expected[1].items() if (values != got[1][name]).any()]
-    result = {"steps": got[0], "expected_steps": expected[0], "differing_weights": differing, "left": left}
-    (folder / f"result{rank}.json").write_text(json.dumps(result))
-
-
-def _left_since(before: set[threading.Thread]) -> list[str]:
-    return [*(str(thread) for thread in threading.enumerate() if thread not in before), *_own_watchers()]
-
-
-def _own_watchers() -> Iterator[str]:
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended
-            parent = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[1]
-            if int(parent) == os.getpid() and "quick_watcher" in (entry / "cmdline").read_text(errors="replace"):
-                yield f"watcher {entry.name}"
+    return got[0], expected[0], differing, left
 
 
 def _note_lateness(path: Path) -> None:
@@ -306,14 +280,3 @@ def _note_lateness(path: Path) -> None:
         if late > most + _TICK_S:
             most = late
             path.write_text(str(most))
-
-
-def main() -> None:
-    """Is one of the processes of a job."""
-    torch.set_num_threads(1)
-    folder, seed, after_s, start_method = sys.argv[1:]
-    run_on_rank(draw_single_fit(int(seed)), float(after_s), Path(folder), start_method)
-
-
-if __name__ == "__main__":
-    main()

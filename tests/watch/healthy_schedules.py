@@ -7,7 +7,7 @@ delay is drawn where the other ranks would wait in a collective for longer than 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 _SEEN_FACTOR = 0.5
@@ -104,18 +104,6 @@ class Schedule:
     world_size: int
     calls: tuple[Call, ...]
 
-    def __str__(self) -> str:
-        lines = [f"schedule {self.seed} on {self.world_size} ranks:"]
-        for call in self.calls:
-            default = Call()
-            chosen = {name: value for name, value in vars(call).items() if value != getattr(default, name)}
-            del_text = "".join(
-                f"\n      rank {delay.rank} sleeps {delay.factor:.2f} after_s in {delay.place} number {delay.call}"
-                for delay in chosen.pop("delays", ())
-            )
-            lines.append(f"  {call.method} {chosen}{del_text}")
-        return "\n".join(lines)
-
 
 def draw(seed: int) -> Schedule:
     """Returns the schedule of a seed; the same on every machine."""
@@ -129,18 +117,8 @@ def draw(seed: int) -> Schedule:
         previous = calls[-1] if calls else None
         call = _draw_call(chance, method, previous)
         delays = _draw_delays(chance, call, world_size, is_last=position == len(methods) - 1)
-        calls.append(Call(**{**vars(call), "delays": delays}))
+        calls.append(replace(call, delays=delays))
     return Schedule(seed=seed, world_size=world_size, calls=tuple(calls))
-
-
-def draw_single_fit(seed: int) -> Schedule:
-    """Returns one fit on two ranks of which one takes long to end; for ranks of launchers, which go on after others."""
-    chance = random.Random(seed)
-    call = _draw_call(chance, "fit", None)
-    while call.ends == "raise":
-        call = _draw_call(chance, "fit", None)
-    end = _draw_end(chance, call, rank=seed % 2)
-    return Schedule(seed=seed, world_size=2, calls=(Call(**{**vars(call), "delays": (end,)}),))
 
 
 def _draw_call(chance: random.Random, method: str, previous: Call | None) -> Call:
@@ -152,32 +130,26 @@ def _draw_call(chance: random.Random, method: str, previous: Call | None) -> Cal
     has_length = chance.random() < 0.7
     num_batches = chance.randint(3, 6)
     num_workers = int(chance.random() < 0.1)
-    if method != "fit":
-        return Call(
-            method=method,
-            keeps_trainer=keeps_trainer,
-            monitor=monitor,
-            num_batches=num_batches,
-            has_length=has_length,
-            num_workers=num_workers,
-        )
-    saves = chance.random() < 0.5
-    if keeps_trainer:
-        assert previous is not None
-        saves = previous.saves
-    return Call(
+    any_call = Call(
+        method=method,
         keeps_trainer=keeps_trainer,
         monitor=monitor,
-        comm_hook=comm_hook,
         num_batches=num_batches,
         has_length=has_length,
         num_workers=num_workers,
+    )
+    if method != "fit":
+        return any_call
+    saves = chance.random() < 0.5
+    return replace(
+        any_call,
+        comm_hook=comm_hook,
         max_epochs=chance.choice((1, 1, 2)),
         max_steps=chance.choice((-1, -1, -1, num_batches - 1)) if not keeps_trainer else -1,
         accumulate=chance.choice((1, 1, 2)),
         num_sanity=chance.choice((0, 1)),
         validates=chance.random() < 0.5,
-        saves=saves,
+        saves=previous.saves if keeps_trainer and previous is not None else saves,
         ends=chance.choice(("", "", "", "should_stop", "raise")),
     )
 

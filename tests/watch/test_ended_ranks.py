@@ -10,10 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning.pytorch.plugins import environments
 
 from lightning_commopt.launch import environment
 from lightning_commopt.watch import times
-from lightning_commopt.watch.ended_ranks import EndedRanks
+from lightning_commopt.watch.ended_ranks import _LAUNCHERS, EndedRanks
 from support.cross_section import sampled
 from support.marked_processes import Program
 
@@ -34,9 +35,9 @@ ended = ended_ranks.EndedRanks(strategy, range(4, 6))
 end = time.monotonic() + float(sys.argv[2])
 text = None
 while text is None and time.monotonic() < end:
-    text = ended.find()
+    text, seen = ended.find(), ended.processes()
     time.sleep(0.02)
-print(text)
+print(text, *seen)
 """
 _SLEEPING = [sys.executable, "-S", "-c", "import time; time.sleep(60)"]
 
@@ -60,7 +61,10 @@ def test_children_of_lightnings_launcher(code: str, how: str) -> None:
     """If it fails, rank 0 waits half an hour for a rank that it has seen ending."""
     with subprocess.Popen([sys.executable, "-S", "-c", code]) as child:
         child.wait()
-        text = EndedRanks(_strategy([SimpleNamespace(poll=lambda: None), child]), range(2, 5)).find()
+        runs = SimpleNamespace(poll=lambda: None, pid=77)
+        ended = EndedRanks(_strategy([runs, child]), range(2, 5))
+        text = ended.find()
+    assert ended.processes() == {3: 77}
     assert text is not None
     assert text.startswith("rank 4 on ")
     assert f"{how}: its process was {child.pid}. " in text
@@ -110,9 +114,11 @@ def _probe_beside(variable: str, other: str, *, limit_s: float) -> str:
 )
 def test_tasks_beside_this_one(variable: str, how: str) -> None:
     """If it fails, a rank under torchrun or srun waits for one that has left by ``sys.exit(0)``."""
+    assert all(hasattr(environments, name) for name in _LAUNCHERS), "the probe has classes of its own"
     text = _probe_beside(variable, "exec true", limit_s=_LIMIT_S)
     assert text.startswith("rank 5 on ")
     assert how in text
+    assert text.endswith(" 4")
 
 
 @pytest.mark.parametrize(
@@ -121,54 +127,39 @@ def test_tasks_beside_this_one(variable: str, how: str) -> None:
 )
 def test_tasks_that_only_take_their_time(other: str) -> None:
     """If it fails, a rank that is slow, or of which the kernel shows no variables, is taken for one that has ended."""
-    assert _probe_beside("LOCAL_RANK", other, limit_s=1) == "None"
+    assert _probe_beside("LOCAL_RANK", other, limit_s=1) == ("None 4 5" if other == "exec sleep 60" else "None")
 
 
-def _command(launcher: str, num_ranks: int, port: int) -> list[str]:
-    if launcher == "popen":
-        return []
-    if launcher == "srun":
-        return [str(_HERE / "tasks_script.py"), str(num_ranks), str(port)]
+def _command(launcher: str, num_ranks: int) -> list[str]:
     torchrun = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-    return [*torchrun, f"--nproc-per-node={num_ranks}"]
+    return [*torchrun, f"--nproc-per-node={num_ranks}"] if launcher == "torchrun" else []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("launcher", "num_ranks", "rank", "fault"),
-    [
-        *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in [
-                ("popen", 2, 1, "exit 0"),
-                ("popen", 3, 0, "kill"),
-                ("torchrun", 3, 0, "exit 0"),
-                ("srun", 2, 1, "exit 0"),
-            ]
-        ),
-    ],
+    [("popen", 2, 1, "exit 0"), ("popen", 3, 0, "kill"), ("torchrun", 3, 0, "exit 0")],
 )
-def test_the_others_end(launcher: str, num_ranks: int, rank: int, fault: str, tmp_path: Path, port: int) -> None:
+def test_the_others_end(launcher: str, num_ranks: int, rank: int, fault: str, tmp_path: Path) -> None:
     """If it fails, the others wait in ``init_process_group``, and nobody is told for whom."""
     arguments = [_SCRIPT, str(num_ranks), str(rank), fault]
-    program = Program([*_command(launcher, num_ranks, port), *arguments], tmp_path)
+    program = Program([*_command(launcher, num_ranks), *arguments], tmp_path)
     program.finish(_LIMIT_S)
     output = program.output
     assert f" s in init_process_group: rank {rank} on " in output, output
     if launcher != "popen" or rank != 0:
         assert program.process.returncode != 0
-        # Of the tasks the one that has ended may be waited for by then, or not: then the kernel has its status.
-        how = rf"has ended|exited with status {fault.split()[1]}" if launcher == "srun" else "has ended with status 0"
-        assert re.search(rf"rank {rank} on \S+ ({how}) before it joined", output), output
+        assert re.search(rf"rank {rank} on \S+ has ended with status 0 before it joined", output), output
     assert "This rank has waited for 5 s, and ends." in output
     assert "TRAINED" not in output
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("launcher", "rank"), [("popen", 0), ("torchrun", 1)])
-def test_a_slow_rank_is_waited_for(launcher: str, rank: int, tmp_path: Path, port: int) -> None:
+def test_a_slow_rank_is_waited_for(launcher: str, rank: int, tmp_path: Path) -> None:
     """If it fails, a rank that prepares data for long before it joins makes the others end."""
     num_s = 2 * (times.ABSENT_S + 10)
-    program = Program([*_command(launcher, 2, port), _SCRIPT, "2", str(rank), f"sleep {num_s}"], tmp_path)
+    program = Program([*_command(launcher, 2), _SCRIPT, "2", str(rank), f"sleep {num_s}"], tmp_path)
     began = time.monotonic()
     program.finish(_LIMIT_S)
     assert time.monotonic() - began > num_s

@@ -1,37 +1,25 @@
 """Ranks that wait for others while the process group is made say for whom, and why."""
 
+import json
 import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch.distributed as dist
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.launch.interfaces import Interface, Listening, find_listening, list_interfaces
-from lightning_commopt.launch.lab import NetLab, RankError
 from lightning_commopt.watch import times
-from lightning_commopt.watch.join_texts import (
-    Arrival,
-    activity_text,
-    find_misplaced,
-    find_starting,
-    missing_text,
-    unconnected_text,
-)
+from lightning_commopt.watch.join_texts import Arrival, activity_text, find_misplaced, missing_text, unconnected_text
 from lightning_commopt.watch.join_watch import JoinWatch
 from support.ranks import run_ranks, run_ranks_or_raise
 from support.strategy_models import Tiny, loader, trainer
 
-_SCRIPT = Path(__file__).parent / "joining_script.py"
 _LIMIT_S = 120
 _STORE = "10.0.0.1:29500"
 
@@ -140,7 +128,7 @@ def _fail_on_rank_0(folder: Path, port: int) -> None:
     times.JOIN_LOOK_S, times.JOIN_GRACE_S = 0.05, 0.2
     if rank == 0:
         server = dist.TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False)
-    with JoinWatch("127.0.0.1", port, rank=rank, world_size=2, ranks_here=range(2), backend="gloo"):
+    with JoinWatch("127.0.0.1", port, rank=rank, world_size=2, backend="gloo"):
         if rank == 0:
             server.wait(["commopt/join/ask/1"])
             raise ArithmeticError("broken on purpose")
@@ -165,7 +153,7 @@ def test_a_port_of_another_program(capfd: pytest.CaptureFixture[str], monkeypatc
     said = ""
     with (
         socket.create_server(("127.0.0.1", 0)) as other,
-        JoinWatch("127.0.0.1", other.getsockname()[1], rank=1, world_size=2, ranks_here=range(1, 2), backend="gloo"),
+        JoinWatch("127.0.0.1", other.getsockname()[1], rank=1, world_size=2, backend="gloo"),
     ):
         deadline = time.monotonic() + _LIMIT_S
         while "[rank 1]" not in said and time.monotonic() < deadline:
@@ -174,66 +162,36 @@ def test_a_port_of_another_program(capfd: pytest.CaptureFixture[str], monkeypatc
     assert "accepts connections, but does not answer like torch's store" in said
 
 
-_ADD_WRONG = (
-    "ip link add wrong0 type veth peer name wrong1 && ip address add 9.9.9.9/24 dev wrong0"
-    " && for each in wrong0 wrong1; do ip link set $each up; done"
-)
-# How many hosts; what each host's shell does first; after how many seconds the watch speaks, and gloo gives up.
-_CASES: dict[str, tuple[object, ...]] = {
-    "a rank never comes": (3, "[ $RANK = 2 ] && sleep 600", 3, 15),
-    "a blocked port": (2, "[ $RANK = 0 ] && ip route add blackhole 10.0.0.2/32", 2, 10),
-    "no connection": (3, "[ $RANK = 1 ] && ip route add blackhole 10.0.0.3/32", 2, 10),
-    "a wrong interface": (2, _ADD_WRONG, 2, 10, "wrong0"),
-}
+def test_who_says_for_whom_ranks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, several ranks say the same of a start, or none does, or a start that is about to succeed is told."""
+    store = dist.HashStore()
+    first, second = (JoinWatch("10.0.0.1", 29500, rank=rank, world_size=3, backend="gloo") for rank in (0, 1))
+
+    def told() -> list[str | None]:
+        return [watch._find_others(store) for watch in (first, second)]
+
+    for rank, address in ((0, None), (1, "9.9.9.9/24"), (2, None)):
+        if rank == 2:
+            text, silent = told()
+            assert text is not None
+            assert "waits at 10.0.0.1:29500 for rank 2; ranks 0, 1 are here" in text
+            assert silent is None
+        store.set(f"here/{rank}", json.dumps(asdict(_arrival(rank, address))))
+    assert told() == [None, None]  # they may be about to connect
+    monkeypatch.setattr(times, "JOIN_REPORT_AFTER_S", 0.0)
+    text, silent = told()
+    assert text is not None
+    assert "but ranks 0-2 have not connected to the others: rank 1 on h1 listens on 9.9.9.9" in text
+    assert silent is None
+    store.set("joined/0", "")
+    assert "but ranks 1, 2 have not connected" in str(told()[1])
 
 
-def _told_on_hosts(case: tuple[object, ...]) -> list[str]:
-    """Returns what the watch of each rank reports, in one case in which some rank fails."""
-    num_hosts, *arguments = case
-    assert isinstance(num_hosts, int)
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(_SCRIPT.parents[1])}
-    with TemporaryDirectory() as folder, NetLab(num_hosts) as lab:
-        command = (sys.executable, "-W", "ignore", str(_SCRIPT), folder, *map(str, arguments))
-        with pytest.raises(RankError) as failed:
-            lab.run(command, environment=environment, timeout_s=2 * _LIMIT_S)
-    outputs = failed.value.outputs
-    return ["\n".join(line for line in x.splitlines() if " s in init_process_group: " in line) for x in outputs]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("lab_machine")
-def test_on_hosts_of_their_own() -> None:
-    """If it fails, a host that was not started, or a firewall, looks like a slow start; gloo's words name no rank."""
-    with ThreadPoolExecutor(len(_CASES)) as pool:
-        told = dict(zip(_CASES, pool.map(_told_on_hosts, _CASES.values()), strict=True))
-    assert f"waits at {_STORE} for rank 2; ranks 0, 1 are here" in told["a rank never comes"][0]
-    first, second = told["a blocked port"]
-    assert f"rank 1 on {socket.gethostname()} cannot reach rank 0: {_STORE} does not answer" in second
-    assert f"waits at {_STORE} for rank 1; only rank 0 is here" in first
-    _, second, _ = told["no connection"]
-    assert f"all 3 ranks have reached {_STORE}, but ranks 1, 2 have not connected" in second
-    assert "probably a firewall blocks ports between them" in second
-    first, _ = told["a wrong interface"]
-    assert "rank 1 on" in first
-    assert "listens on 9.9.9.9 (wrong0, GLOO_SOCKET_IFNAME=wrong0), which is not in 10.0.0.0/24" in first
-    assert "Set GLOO_SOCKET_IFNAME=eth0 on rank 1." in first
-
-
-def test_a_process_that_still_starts_is_found_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_still_starts_is_told() -> None:
     """If it fails, one is asked whether a rank was started at all while it imports."""
-    monkeypatch.setattr(os, "getppid", os.getpid)  # other tests that run now have ranks of their own
-    environment = {**os.environ, "LOCAL_RANK": "1", "MASTER_PORT": "1234"}
-    environment.pop("RANK", None)
-    environment.pop("SLURM_PROCID", None)
-    with subprocess.Popen(["sleep", "60"], env=environment) as process:
-        try:
-            found = find_starting([1, 2], range(2), 1234)
-            assert found == {1: process.pid}
-            assert activity_text(found).startswith(f". Now: process {process.pid} is ")
-            assert find_starting([1, 2], range(2), 4321) == {}
-            assert {*find_starting([5], range(4, 8), 1234)} == {5}
-        finally:
-            process.kill()
-    text = missing_text(_STORE, [_arrival(0)], [1, 2], found)
+    starting = {1: os.getpid()}
+    assert activity_text(starting).startswith(f". Now: process {os.getpid()} is ")
+    assert activity_text({}) == ""
+    text = missing_text(_STORE, [_arrival(0)], [1, 2], starting)
     assert "waits at 10.0.0.1:29500 for ranks 1, 2; only rank 0 is here. Rank 1 still starts: its process" in text
     assert text.endswith("cannot reach 10.0.0.1:29500: its own output of rank 2 shows it")

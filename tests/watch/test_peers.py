@@ -7,21 +7,20 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from lightning_commopt import CommOptDDP
 from lightning_commopt.watch import peers
 from lightning_commopt.watch.lifelines import Lifelines
 from lightning_commopt.watch.peers import Peers, namespace_name
 from lightning_commopt.watch.waiting import end_process, print_now
-from support.ranks import run_ranks
-from support.strategy_models import SelfFed, trainer
+
+
+def _peers(num: int) -> list[Peers]:
+    store = dist.HashStore()
+    return [Peers(store, rank, num, range(num), Lifelines(store, rank, [0], "localhost")) for rank in range(num)]
 
 
 def test_ranks_that_wait_for_a_slow_one_are_told_apart() -> None:
     """If it fails, a rank is ended that waits for a slow one, while all are about to raise and catch the same."""
-    store = dist.HashStore()
-    raised, waits, slow = (
-        Peers(store, rank, 3, range(3), Lifelines(store, rank, [0], "localhost")) for rank in range(3)
-    )
+    raised, waits, slow = _peers(3)
     raised.leave()
     raised.fail(ValueError("caught on all ranks"))
     waits.set_waiting(True)
@@ -41,8 +40,7 @@ def test_ranks_that_wait_for_a_slow_one_are_told_apart() -> None:
 
 def test_text_of_another_rank_is_printed_without_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
     """If it fails, an exception of one rank writes to the terminals of the others what it wants."""
-    store = dist.HashStore()
-    raised, other = (Peers(store, rank, 2, range(2), Lifelines(store, rank, [0], "localhost")) for rank in range(2))
+    raised, other = _peers(2)
     raised.fail(ValueError("\x1b]0;PWNED\x07\x9b2Jé\u202e\r中"))
     failure = other.failure()
     assert failure is not None
@@ -65,14 +63,13 @@ def test_a_rank_ends_although_nobody_reads_what_it_prints(monkeypatch: pytest.Mo
     assert ended == [1, 1]
 
 
-def _fit_in_a_sandbox() -> int:
-    peers._BOOT_ID = Path("/proc/sys/kernel/random/nothing")
+def test_a_kernel_that_does_not_name_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, no fit of ours begins in a sandbox that has no ``boot_id``, or all its ranks seem to have ended."""
+    monkeypatch.setattr(peers, "_BOOT_ID", Path("/proc/sys/kernel/random/nothing"))
     namespace_name.cache_clear()
-    job = trainer(CommOptDDP())
-    job.fit(SelfFed())
-    return job.global_step
-
-
-def test_a_fit_where_the_kernel_does_not_name_the_host() -> None:
-    """If it fails, no fit of ours begins in a sandbox that has no ``boot_id``."""
-    assert all(num_steps > 0 for num_steps in run_ranks(_fit_in_a_sandbox))
+    first, other = _peers(2)
+    first.learn()
+    assert first.failure() is None
+    other.fail(ValueError())
+    assert first.failure() is not None
+    namespace_name.cache_clear()

@@ -3,7 +3,7 @@
 import inspect
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor
+from lightning_commopt.watch.uneven_batches import UnevenBatchesError
 from support.lightnings import Callback, CombinedLoader, ModelCheckpoint, Trainer
-from support.ranks import run_ranks, run_ranks_or_raise
+from support.ranks import run_ranks as run_fresh_ranks
+from support.ranks import run_ranks_or_raise
 from support.strategy_models import FEATURES, Params, Tiny, assert_same, numbers, trainer
+from support.warm_ranks import run_ranks
 
 LIMIT_S = 60
 """Against waiting for ever; the ranks need some seconds."""
@@ -98,23 +101,26 @@ def _fit(
     return counting.batches, numbers(module), counting.val_steps, [module.estimated, *counting.expected]
 
 
-def _errors(*arguments: Any, world_size: int = 2, **options: Any) -> list[str]:
-    """Returns the tracebacks of ranks that all fail in time."""
-    ends = run_ranks_or_raise(_fit_with, arguments, options, world_size=world_size, limit_s=LIMIT_S)
+def _error(*arguments: Any) -> str:
+    """Returns the error of a fit that fails on every rank by itself."""
+    with pytest.raises(UnevenBatchesError) as raised:
+        _fit(*arguments)
+    return str(raised.value)
+
+
+def _traces_of_both(fit: Callable[..., Any], *arguments: Any) -> list[str]:
+    """Returns the tracebacks of two ranks, of which one fails, and the other does as the first one's process ends."""
+    ends = run_ranks_or_raise(fit, *arguments, world_size=2, limit_s=LIMIT_S)
     assert all(trace is not None for _, trace in ends), ends
     return [str(trace) for _, trace in ends]
 
 
-def _fit_with(arguments: Any, options: Any) -> Any:
-    return _fit(*arguments, **options)
-
-
 def test_lengths_that_differ_are_an_error_before_training() -> None:
     """If it fails, a broken sampler makes ranks wait for each other, or pairs gradients of different epochs."""
-    for trace in _errors(Rows, (3, 2, 3), {}, world_size=3):
-        found = "3 batches on ranks 0, 2; 2 batches on rank 1."
-        assert f"UnevenBatchesError: Ranks have different numbers of training batches: {found}" in trace
-        assert "uneven_batches='drop'" in trace
+    for error in run_ranks(_error, Rows, (3, 2), {}, limit_s=LIMIT_S):
+        found = "Ranks have different numbers of training batches: 3 batches on rank 0; 2 batches on rank 1."
+        assert error.startswith(found)
+        assert "uneven_batches='drop'" in error
 
 
 class Cycled(Rows):
@@ -160,52 +166,49 @@ def _drop_and_pad() -> None:
         assert ended[2] == val_steps
 
 
-def test_drop_ends_epochs_early_and_pad_repeats_batches() -> None:
-    """If it fails, training is not what the warning says."""
-    run_ranks(_check_warnings, _drop_and_pad, limit_s=LIMIT_S)
-
-
-def _check_warnings(check: Any) -> None:
+def _check_warnings() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        check()
+        _drop_and_pad()
     said = [str(each.message) for each in caught if "uneven" in str(each.message)]
     assert len(said) == (2 if dist.get_rank() == 0 else 0)
     for message, what in zip(said, _WHAT_IS_DONE, strict=False):
         assert message.startswith(f"{_FOUND} {what}")
 
 
+def test_drop_ends_epochs_early_and_pad_repeats_batches() -> None:
+    """If it fails, training is not what the warning says."""
+    run_fresh_ranks(_check_warnings, limit_s=LIMIT_S)  # a process warns once
+
+
+def _run_out(short: int) -> None:
+    # The monitor gathers the steps of an epoch that is shorter than a window.
+    monitor = CommTimeMonitor(save_records=False, print_summary=False)
+    _fit(Stream, (2, 4) if short == 0 else (4, 2), {}, callbacks=[monitor])
+
+
 @pytest.mark.parametrize("short", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_stream_that_ends_on_one_rank_is_an_error(short: int) -> None:
     """If it fails, the other rank waits for half an hour, and nobody says why."""
-    num_batches = (2, 4) if short == 0 else (4, 2)
-    # It gathers the steps of an epoch that is shorter than a window.
-    traces = _errors(Stream, num_batches, {}, callbacks=[CommTimeMonitor(save_records=False, print_summary=False)])
+    traces = _traces_of_both(_run_out, short)
     found = f"Rank {short} has ended epoch 0 after 2 batches, and rank {1 - short} continues"
     assert f"UnevenBatchesError: {found}" in traces[short]
     assert found in traces[1 - short]
 
 
-def _fits_that_go_well() -> None:
-    alone = {name: len(_fit(*arguments, **options)[0]) for name, (*arguments, options) in _GO_WELL.items()}
-    assert alone == {
-        "streams": 6,
-        "too short promises": 6,
-        "limited": 4,
-        "max_steps": 2,
-        "allowed": 6,
-        "accumulated": 6,
-    }
-
-
-_GO_WELL: dict[str, tuple[Any, ...]] = {
-    "streams": (Stream, (3, 3), {}, {}),
-    "too short promises": (Promising, (3, 3), {}, {}),
-    "limited": (Rows, (3, 4), {}, {"limit_train_batches": 2}),
-    "max_steps": (Rows, (3, 4), {}, {"max_steps": 2}),
-    "allowed": (Stream, (3, 3), {"uneven_batches": "allow"}, {}),
-    "accumulated": (Stream, (3, 3), {}, {"accumulate_grad_batches": 2}),
+_GO_WELL: dict[str, tuple[int, tuple[Any, ...], dict[str, Any]]] = {
+    "streams": (6, (Stream, (3, 3), {}), {}),
+    "too short promises": (6, (Promising, (3, 3), {}), {}),
+    "limited": (4, (Rows, (3, 4), {}), {"limit_train_batches": 2}),
+    "max_steps": (2, (Rows, (3, 4), {}), {"max_steps": 2}),
+    "allowed": (6, (Stream, (3, 3), {"uneven_batches": "allow"}), {}),
+    "accumulated": (6, (Stream, (3, 3), {}), {"accumulate_grad_batches": 2}),
 }
+
+
+def _fits_that_go_well() -> None:
+    for name, (num_batches, arguments, options) in _GO_WELL.items():
+        assert len(_fit(*arguments, **options)[0]) == num_batches, name
 
 
 def test_even_ranks_train_undisturbed() -> None:
@@ -220,9 +223,7 @@ def _resume_padded(folder: Path) -> list[int]:
     for ckpt_path in (None, folder / "step=4.ckpt"):
         saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=4)
         run = trainer(CommOptDDP(uneven_batches="pad"), callbacks=[counting := Counting(), saving], **options)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is padded, and Lightning's of loaders that begin anew
-            run.fit(Tiny(), _loader(Rows, 3, 5), ckpt_path=ckpt_path)
+        run.fit(Tiny(), _loader(Rows, 3, 5), ckpt_path=ckpt_path)
         trained.append(len(counting.batches))
     return trained
 
@@ -272,56 +273,37 @@ class Endless(IterableDataset[Any]):
         return itertools.repeat(Rows(1)[0])
 
 
-def _combine() -> dict[str, int]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what is dropped and padded
-        found = {
-            f"{policy} {mode}": _fit_combined(policy, _combined(mode, (3, 5), (2, 4)), OfTwo())
-            for policy in ("drop", "pad")
-            for mode in ("min_size", "max_size", "max_size_cycle")
-        }
-        endless = CombinedLoader([_loader(Rows, 3, 5), DataLoader(Endless(), batch_size=4)], "min_size")
-        found["pad endless"] = _fit_combined("pad", endless, OfTwo())
-        kept = _combined("max_size_cycle", (3, 5), (2, 4))
-        found["padded"] = _fit_combined("pad", kept, OfTwo())
-        found["kept"] = _fit_combined("drop", kept, OfTwo())
-        found["the shorter loader"] = _fit_combined("error", _combined("max_size_cycle", (5, 5), (2, 3)), OfTwo())
-        found["reloaded"] = _fit_combined("pad", None, Reloading(), max_epochs=2, reload_dataloaders_every_n_epochs=1)
-        return found
+def _combine() -> None:
+    endless = CombinedLoader([_loader(Rows, 3, 5), DataLoader(Endless(), batch_size=4)], "min_size")
+    kept = _combined("max_size_cycle", (3, 5), (2, 4))
+    shorter = _combined("max_size_cycle", (5, 5), (2, 3))
+    for policy, loader, num_batches in (
+        *(("drop", _combined("min_size", (3, 5), (2, 4)), 2), ("pad", _combined("min_size", (3, 5), (2, 4)), 4)),
+        *(("drop", _combined("max_size", (3, 5), (2, 4)), 3), ("pad", _combined("max_size", (3, 5), (2, 4)), 5)),
+        *(("pad", kept, 5), ("drop", kept, 3), ("pad", endless, 5), ("error", shorter, 5)),
+    ):
+        assert _fit_combined(policy, loader, OfTwo()) == num_batches, (policy, loader)
+    assert _fit_combined("pad", None, Reloading(), max_epochs=2, reload_dataloaders_every_n_epochs=1) == 7
 
 
 @pytest.mark.exhaustive
 def test_combined_loaders_end_together() -> None:
     """If it fails, loaders that are combined, or made anew, hang in spite of the option."""
-    for found in run_ranks(_combine, limit_s=2 * LIMIT_S):
-        assert found == {
-            "drop min_size": 2,
-            "drop max_size": 3,
-            "drop max_size_cycle": 3,
-            "pad min_size": 4,
-            "pad max_size": 5,
-            "pad max_size_cycle": 5,
-            "pad endless": 5,
-            "padded": 5,
-            "kept": 3,
-            "the shorter loader": 5,
-            "reloaded": 7,
-        }
+    run_ranks(_combine, limit_s=2 * LIMIT_S)
 
 
 @pytest.mark.exhaustive
 def test_promise_that_is_not_kept_is_an_error() -> None:
     """If it fails, a dataset with a wrong length hangs."""
-    traces = _errors(Promising, (2, 3), {"uneven_batches": "drop"})
+    traces = _traces_of_both(_fit, Promising, (2, 3), {"uneven_batches": "drop"})
     assert "UnevenBatchesError: Rank 0 has ended epoch 0 after 2 batches, and rank 1 continues" in traces[0]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("policy", ["drop", "pad"])
+@pytest.mark.parametrize("policy", ["drop", pytest.param("pad", marks=pytest.mark.exhaustive)])
 def test_policy_that_needs_lengths_refuses_streams(policy: str) -> None:
     """If it fails, a choice of the user is ignored."""
-    for trace in _errors(Stream, (2, 2), {"uneven_batches": policy}):
-        assert f"UnevenBatchesError: uneven_batches='{policy}' needs to know before an epoch how many batches" in trace
+    for error in run_ranks(_error, Stream, (2, 2), {"uneven_batches": policy}, limit_s=LIMIT_S):
+        assert f"uneven_batches='{policy}' needs to know before an epoch how many batches" in error
 
 
 class StopsAlone(Callback):
@@ -332,14 +314,13 @@ class StopsAlone(Callback):
 
 
 def _stop_alone() -> None:
-    options: dict[str, Any] = {"use_distributed_sampler": False, "limit_val_batches": 0}
-    trainer(CommOptDDP(), callbacks=[StopsAlone()], **options).fit(Tiny(), _loader(Rows, 4, 4))
+    _fit(Rows, (4, 4), {}, callbacks=[StopsAlone()])
 
 
 @pytest.mark.exhaustive
 def test_rank_that_stops_by_itself_is_an_error() -> None:
     """If it fails, a stop on one rank hangs although all ranks have as many batches."""
-    traces = [trace or "" for _, trace in run_ranks_or_raise(_stop_alone, world_size=2, limit_s=LIMIT_S)]
+    traces = _traces_of_both(_stop_alone)
     found = "Rank 0 has ended epoch 0 after 2 batches, as trainer.should_stop was set there, and rank 1 continues"
     assert f"UnevenBatchesError: {found}" in traces[0]
     assert "Set it on all ranks in the same step: trainer.should_stop = trainer.strategy." in traces[0]
