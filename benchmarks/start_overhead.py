@@ -40,11 +40,7 @@ def start_seconds(ports: list[int], late_s: float) -> list[float]:
         if rank == 1:
             time.sleep(late_s)
         begin = time.perf_counter()
-        with (
-            JoinWatch("127.0.0.1", port, rank=rank, world_size=2, ranks_here=range(2), backend="gloo")
-            if turn % 2
-            else nullcontext()
-        ):
+        with JoinWatch("127.0.0.1", port, rank=rank, world_size=2, backend="gloo") if turn % 2 else nullcontext():
             dist.init_process_group("gloo", rank=rank, world_size=2)
         seconds.append(time.perf_counter() - begin)
         dist.barrier()
