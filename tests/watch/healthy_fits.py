@@ -195,7 +195,9 @@ class Model(Tiny):
     def _loader(self, place: str) -> DataLoader[Any]:
         rows = Rows(self.global_rank, place, self.pauses.call.num_batches, self.pauses)
         data = rows if self.pauses.call.has_length else Stream(rows)
-        return DataLoader(data, batch_size=None, num_workers=self.pauses.call.num_workers)
+        num_workers = self.pauses.call.num_workers
+        context = "fork" if num_workers else None  # another start imports torch, for longer than some limits
+        return DataLoader(data, batch_size=None, num_workers=num_workers, multiprocessing_context=context)
 
 
 class Program:

@@ -49,50 +49,36 @@ HOOKS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Delay:
-    """A rank sleeps.
+    """A rank sleeps."""
 
-    Attributes:
-        place: one of `HOOKS`, or "forward", "batch" (reading one), "validation_step", "validation_batch", "checkpoint"
-            (a `ModelCheckpoint`), "write" (of its file), "logger".
-        rank: that sleeps.
-        call: how often the place has been reached in this call before; of a batch its index, in every epoch.
-        factor: for how many ``after_s``.
-    """
-
+    # One of `HOOKS`, or "forward", "batch" (reading one), "validation_step", "validation_batch", "checkpoint" (a
+    # `ModelCheckpoint`), "write" (of its file), "logger".
     place: str
     rank: int
-    call: int
-    factor: float
+    call: int  # how often the place has been reached in this call before; of a batch its index, in every epoch
+    factor: float  # for how many ``after_s``
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """A call of a Trainer.
+    """A call of a Trainer."""
 
-    Attributes:
-        method: "fit", "validate", "test" or "predict".
-        keeps_trainer: whether it is that of the last call, with its strategy and callbacks; else all is new.
-        monitor: whether the HangMonitor comes before the callback that sleeps, or behind it, or is that of the last
-            call and comes behind it.
-        max_steps: the fit ends after, if not before; -1 for no such limit.
-        ends: how a fit ends on all ranks: by itself, by ``trainer.should_stop`` in a step, or by an exception that the
-            program catches.
-    """
-
-    method: str = "fit"
-    keeps_trainer: bool = False
+    method: str = "fit"  # or "validate", "test", "predict"
+    keeps_trainer: bool = False  # with its strategy and callbacks; else all is new
+    # Whether the HangMonitor comes before the callback that sleeps, or behind it, or is that of the last call and comes
+    # behind it.
     monitor: Literal["first", "last", "kept"] = "first"
     comm_hook: str | None = None
     num_batches: int = 4
     has_length: bool = True
     num_workers: int = 0
     max_epochs: int = 1
-    max_steps: int = -1
+    max_steps: int = -1  # the fit ends after these, if not before
     accumulate: int = 1
     num_sanity: int = 0
     validates: bool = False
     saves: bool = False
-    ends: Literal["", "should_stop", "raise"] = ""
+    ends: Literal["", "should_stop", "raise"] = ""  # on all ranks; "raise" is an exception that the program catches
     delays: tuple[Delay, ...] = ()
 
 

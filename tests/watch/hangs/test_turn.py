@@ -13,12 +13,11 @@ from lightning_commopt.watch import times
 from lightning_commopt.watch.hangs import watcher as watching
 from lightning_commopt.watch.hangs.marks import FORWARD
 from lightning_commopt.watch.hangs.nccl_ras import RasError
-from lightning_commopt.watch.hangs.observation import WatcherSettings
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 from lightning_commopt.watch.hangs.transport import Server
 from lightning_commopt.watch.hangs.turn import Turn
 from support.cross_section import sampled
-from support.silent_link import SilentLink
+from support.silent_link import FakeRank, watcher_of
 
 
 def test_two_that_ask_at_the_same_time() -> None:
@@ -52,18 +51,12 @@ def test_one_that_asks_while_a_higher_rank_does() -> None:
     assert taken == [True]
 
 
-class Hanging:
+class Hanging(FakeRank):
     """A rank that has failed, or that waits for the one that has; a look at it takes some milliseconds."""
 
     def __init__(self, number: int, ended: str | None, draw: random.Random) -> None:
-        self.ended, self.detail, self.idle_s, self.marks = ended, "KeyError: 'x'" if ended else "", 100.0, ()
+        self.ended, self.detail, self.idle_s = ended, "KeyError: 'x'" if ended else "", 100.0
         self._number, self._draw = number, draw
-
-    def update(self) -> None:
-        pass
-
-    def resume(self) -> None:
-        pass
 
     def snapshot(self, *, is_whole: bool = True) -> RankSnapshot:
         time.sleep(self._draw.uniform(0, 0.01))
@@ -97,22 +90,9 @@ def let_watch(
 ) -> None:
     """Lets the watchers of two ranks find the same hang at about the same time, until neither has more to report."""
     ranks = [Hanging(number, ended, random.Random(draw.random())) for number, ended in enumerate(ends)]
-    watchers = []
-    for number, rank in enumerate(ranks):
-        settings = WatcherSettings(
-            rank=number,
-            host="a",
-            pid=os.getpid(),
-            fit_thread=(1, 1),
-            after_s=60.0,
-            action=action,
-            folder=str(folder / f"{number}"),
-            key="key",
-            world_size=3,
-            has_gpu=True,
-        )
-        watchers.append(watching.Watcher(settings, rank, SilentLink()))  # type: ignore[arg-type]
-    ports = [watcher.receive({"listen": "127.0.0.1"})["port"] for watcher in watchers]
+    settings: dict[str, Any] = {"pid": os.getpid(), "action": action, "has_gpu": True, "world_size": 3}
+    found = [watcher_of(rank, folder / f"{number}", number=number, **settings) for number, rank in enumerate(ranks)]
+    watchers, ports = ([*each] for each in zip(*found, strict=True))
     has_met = threading.Event()
     ports.append(third_watcher(is_silent, has_met).port)
     delays_s = [draw.uniform(0, 0.02) for _ in watchers]

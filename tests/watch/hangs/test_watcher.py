@@ -19,7 +19,7 @@ from lightning_commopt.watch.hangs.marks import BACKWARD, DATA, FORWARD, MarkWri
 from lightning_commopt.watch.hangs.observation import Observation, WatcherSettings
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 from lightning_commopt.watch.hangs.transport import Address, Server, ask
-from support.silent_link import SilentLink
+from support.silent_link import FakeRank, SilentLink, watcher_of
 
 LOST = "RuntimeError: [pair.cc:545] Read error [127.0.0.1]:1: Connection reset by peer"
 TRAINER = ("/x/site-packages/lightning/pytorch/trainer/trainer.py", 9, "fit")
@@ -27,17 +27,8 @@ NO_PROCESS = 2**22 + 1
 """Above the highest number that Linux gives to a process."""
 
 
-class EndingRank:
+class EndingRank(FakeRank):
     """Goes on, and fails as soon as anybody looks at it."""
-
-    ended: str | None = None
-    detail, idle_s, marks = "", 0.0, ()
-
-    def update(self) -> None:
-        pass
-
-    def resume(self) -> None:
-        pass
 
     def snapshot(self, *, is_whole: bool = True) -> RankSnapshot:
         self.ended = "failed"
@@ -45,23 +36,10 @@ class EndingRank:
 
 
 def make_watcher(
-    folder: Path, rank: Any, other_port: int, *, action: str, has_nccl: bool = False, pid: int = NO_PROCESS
+    folder: Path, rank: Any, other_port: int, *, action: str, pid: int = NO_PROCESS, **settings: Any
 ) -> tuple[watching.Watcher, int]:
     """Returns the watcher of rank 0 of two, and its port."""
-    settings = WatcherSettings(
-        rank=0,
-        host="a",
-        pid=pid,
-        fit_thread=(1, 1),
-        after_s=60.0,
-        action=action,
-        folder=str(folder / "hangs"),
-        key="key",
-        world_size=2,
-        has_gpu=has_nccl,
-    )
-    watcher = watching.Watcher(settings, rank, SilentLink())
-    port = watcher.receive({"listen": "127.0.0.1"})["port"]
+    watcher, port = watcher_of(rank, folder / "hangs", pid=pid, action=action, **settings)
     watcher.receive({"peers": [["127.0.0.1", 1, "a"], ["127.0.0.1", other_port, "a"]]})
     return watcher, port
 
@@ -77,7 +55,7 @@ def test_what_follows_from_an_abort_is_no_report(is_aborted: bool, tmp_path: Pat
     monkeypatch.setattr(times, "HANG_LOOK_S", 0.01)
     other = Server("127.0.0.1", "key", lambda question: RankSnapshot(rank=1, host="a").to_plain())
     rank = EndingRank()
-    watcher, port = make_watcher(tmp_path, rank, other.port, action="report", has_nccl=True)
+    watcher, port = make_watcher(tmp_path, rank, other.port, action="report", has_gpu=True)
     thread = threading.Thread(target=watcher.run)
     thread.start()
     ask(Address("127.0.0.1", port, "a"), "key", {"reported": is_aborted, "abort": is_aborted}, 60)
