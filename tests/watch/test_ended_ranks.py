@@ -13,7 +13,7 @@ import pytest
 from lightning.pytorch.plugins import environments
 
 from lightning_commopt.launch import environment
-from lightning_commopt.watch import times
+from lightning_commopt.watch import ended_ranks, times
 from lightning_commopt.watch.ended_ranks import _LAUNCHERS, EndedRanks
 from support.cross_section import sampled
 from support.marked_processes import Program
@@ -128,6 +128,19 @@ def test_tasks_beside_this_one(variable: str, how: str) -> None:
 def test_tasks_that_only_take_their_time(other: str) -> None:
     """If it fails, a rank that is slow, or of which the kernel shows no variables, is taken for one that has ended."""
     assert _probe_beside("LOCAL_RANK", other, limit_s=1) == ("None 4 5" if other == "exec sleep 60" else "None")
+
+
+def test_one_look_alone_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a rank is said to have ended that its launcher is about to start."""
+    ended = EndedRanks(_strategy(), range(2))
+    monkeypatch.setattr(ended, "_launcher", "torchrun")
+    monkeypatch.setattr(ended_ranks, "_launcher_pid", lambda variable: 0)
+    monkeypatch.setattr(ended_ranks, "_processes_below", lambda pid, variable: {0: 7})
+    monkeypatch.setattr(times, "PROCESSES_LOOK_S", 0.0)
+    monkeypatch.setattr(ended, "_look_at", 0.0)
+    assert ended.find() is None
+    monkeypatch.setattr(times, "ABSENT_S", 0.0)
+    assert str(ended.find()).startswith("rank 1 on ")
 
 
 def _command(launcher: str, num_ranks: int) -> list[str]:

@@ -15,7 +15,7 @@ from support.ranks import run_ranks
 from support.strategy_models import Params, assert_same
 
 _SCRIPT = str(Path(__file__).parent / "restarting_script.py")
-_LIMIT_S = 120
+_LIMIT_S = 300
 """Only against waiting for ever: a job imports all twice, which is what it takes its time for."""
 
 

@@ -56,6 +56,7 @@ class Silent(socketserver.StreamRequestHandler):
 
 class Other(socketserver.StreamRequestHandler):
     def handle(self) -> None:
+        self.rfile.readline()
         self.wfile.write(b"220 mail\n")
 
 

@@ -271,6 +271,7 @@ def test_files_of_a_job_that_was_killed(tmp_path: Path) -> None:
     assert [(mark.kind, mark.code, mark.value) for mark in found.marks[1]] == [(kinds.PHASE, FORWARD, 3)]
     path = folder / "rank_1.json"
     whole = path.read_text()
+    assert found.at_unix_s == json.loads(whole)["written_unix_s"]
     for text in (whole[:40], "", "[]", "{}", whole.replace('"marks"', '"other"'), whole.replace('": 0.0', '": NaN')):
         path.write_text(text)
         found = read_hang_report(tmp_path)
