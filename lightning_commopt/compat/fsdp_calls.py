@@ -21,6 +21,9 @@ from torch.nn import Module
 from lightning_commopt.compat.collectives import Issued, Listener
 from lightning_commopt.compat.fsdp import comm_objects_of, units_of
 
+_Call = Callable[[], "dist.Work | None"]
+_FUNCTIONS = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
+
 Around = Callable[[], AbstractContextManager[None]]
 """Makes the context in which a collective that was notified of is issued, and in which a thread waits for one."""
 
@@ -64,7 +67,7 @@ class ObservedUnits:
         # The keys are ids of comm objects. Each function keeps its object alive, so that no other one gets its id.
         self._undo: dict[int, Callable[[], object]] = {}
         if not _has_comm_objects() and self._units:
-            self._undo[0] = _observe_functions(listener, operations, sees_end=sees_end, around=around)
+            self._undo[0] = self._observe_functions()
         self.update()
 
     def update(self) -> None:
@@ -93,10 +96,45 @@ class ObservedUnits:
             return undo
         own = type(comm)
         try:
-            comm.__class__ = _observed(own, operation, self._listener, sees_end=self._sees_end, around=self._around)
+            comm.__class__ = _with_calls(own, lambda _, num_bytes, call: self._issue(operation, num_bytes, call))
         except TypeError:  # the class of a user's object may be fixed
             return partial(id, comm)
         return partial(setattr, comm, "__class__", own)
+
+    def _observe_functions(self) -> Callable[[], None]:
+        """Observes the collectives of all sharded models in this process, until the result is called."""
+        operations, issue = self._operations, self._issue
+
+        class Observed:
+            """Stands in for ``torch.distributed``, and notifies before two of its functions."""
+
+            def __getattr__(self, name: str) -> Any:
+                function, operation = getattr(dist, name), _FUNCTIONS.get(name)
+                if operation is None or operation not in operations:
+                    return function
+
+                def call(*args: Any, **kwargs: Any) -> dist.Work | None:
+                    num_bytes = max(x.nbytes for x in (*args, *kwargs.values()) if isinstance(x, Tensor))
+                    return issue(operation, num_bytes, partial(function, *args, **kwargs))
+
+                return call
+
+        module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
+        module.dist = Observed()
+        return partial(setattr, module, "dist", dist)
+
+    def _issue(self, operation: str, num_bytes: int, call: _Call) -> dist.Work | None:
+        """Issues a collective, and notifies of it, and of its end, at once if it has no handle to wait for."""
+        issued = self._listener(operation, num_bytes)
+        with self._around():
+            work = call()
+        if issued is not None and self._sees_end:
+            if work is None:
+                issued.end()
+            else:
+                # On CUDA torch calls this in a stream that waits for the collective.
+                work.get_future().add_done_callback(lambda _: issued.end())
+        return work
 
 
 AroundCall = Callable[[str, FSDPModule, int, bool], AbstractContextManager[None]]
@@ -112,7 +150,7 @@ def around_calls(model: Module, around: AroundCall) -> Callable[[], None]:
     replaced: list[tuple[Any, type, type]] = []
     for unit in units_of(model):
         for operation, comm in comm_objects_of(unit):
-            own, within = type(comm), _within(type(comm), partial(around, operation, unit))
+            own, within = type(comm), _with_calls(type(comm), partial(_call_within, partial(around, operation, unit)))
             with suppress(TypeError):  # the class of a user's object may be fixed
                 comm.__class__ = within
                 replaced.append((comm, own, within))
@@ -126,71 +164,25 @@ def around_calls(model: Module, around: AroundCall) -> Callable[[], None]:
     return close
 
 
-def _within(base: type, around: Callable[[int, bool], AbstractContextManager[None]]) -> type:
+def _call_within(
+    around: Callable[[int, bool], AbstractContextManager[None]], comm: object, num_bytes: int, call: _Call
+) -> dist.Work | None:
+    with around(num_bytes, not isinstance(comm, NotifyingComm)):
+        return call()
+
+
+def _with_calls(base: type, around: Callable[[Any, int, _Call], dist.Work | None]) -> type:
+    """Returns a class for comm objects of a class: calls become ``around(comm object, bytes, call)``."""
+
     def call(self: Any, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> dist.Work | None:
         num_bytes = max(output_tensor.nbytes, input_tensor.nbytes)
-        with around(num_bytes, not isinstance(self, NotifyingComm)):
-            work: dist.Work | None = base.__call__(self, output_tensor, input_tensor, *args, **kwargs)
-        return work
-
-    return type(base.__name__, (base,), {"__call__": call})
-
-
-def _has_comm_objects() -> bool:
-    return hasattr(FSDPModule, "set_custom_all_gather")
-
-
-def _observed(base: type, operation: str, listener: Listener, *, sees_end: bool, around: Around) -> type:
-    def call(self: Any, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> dist.Work | None:
-        issued = listener(operation, max(output_tensor.nbytes, input_tensor.nbytes))
-        with around():
-            work: dist.Work | None = base.__call__(self, output_tensor, input_tensor, *args, **kwargs)
-        _observe_end(issued if sees_end else None, work)
-        return work
+        return around(self, num_bytes, partial(base.__call__, self, output_tensor, input_tensor, *args, **kwargs))
 
     return type(base.__name__, (base,), {"__slots__": (), "__call__": call})
 
 
-def _observe_functions(
-    listener: Listener, operations: Collection[str], *, sees_end: bool, around: Around
-) -> Callable[[], None]:
-    """Notifies of the collectives of all sharded models in this process, until the result is called."""
-
-    class Observed:
-        """Stands in for ``torch.distributed``, and notifies before two of its functions."""
-
-        def __getattr__(self, name: str) -> Any:
-            function = getattr(dist, name)
-            if (operation := _FUNCTIONS.get(name)) not in operations:
-                return function
-
-            def call(*args: Any, **kwargs: Any) -> dist.Work | None:
-                tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-                issued = listener(str(operation), max(tensor.nbytes for tensor in tensors))
-                with around():
-                    work: dist.Work | None = function(*args, **kwargs)
-                _observe_end(issued if sees_end else None, work)
-                return work
-
-            return call
-
-    module: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
-    module.dist = Observed()
-    return partial(setattr, module, "dist", dist)
-
-
-_FUNCTIONS = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
-
-
-def _observe_end(issued: Issued | None, work: dist.Work | None) -> None:
-    """Notifies of the end of a collective, at once if it has no handle to wait for."""
-    if issued is None:
-        return
-    if work is None:
-        issued.end()
-    else:
-        # On CUDA torch calls this in a stream that waits for the collective.
-        work.get_future().add_done_callback(lambda _: issued.end())
+def _has_comm_objects() -> bool:
+    return hasattr(FSDPModule, "set_custom_all_gather")
 
 
 class ComputationWaits:

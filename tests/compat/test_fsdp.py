@@ -30,9 +30,10 @@ from lightning_commopt.sync.fsdp2.gradients import ShardedSync
 from lightning_commopt.sync.fsdp2.model_sync import ShardedModelSync
 from lightning_commopt.sync.fsdp2.parameters import GatheredParameters
 from support.collectives import needs_hooks, takes_collectives
+from support.cross_section import sampled
 from support.lightnings import Callback
-from support.ranks import run_ranks
 from support.strategy_models import Tiny, loader, trainer
+from support.warm_ranks import run_ranks
 
 _NUM_BACKWARDS = 3
 
@@ -114,8 +115,10 @@ def _train_observed(asynchronous: bool) -> dict[str, Any]:
 
 
 @takes_collectives  # with older torch FSDP2 does not run on CPU
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("by_functions", [False, True])
+@pytest.mark.parametrize(
+    ("asynchronous", "by_functions"),
+    sampled([(False, False), (False, True), (True, False), (True, True)], by_default=[(False, False), (True, True)]),
+)
 def test_what_fsdp2_issues(asynchronous: bool, by_functions: bool) -> None:
     """If it fails, FSDP2 computes something else when it is observed, or a collective is missing or has other bytes."""
     for one in run_ranks(_plain, asynchronous, by_functions, world_size=3):
@@ -152,7 +155,7 @@ class _Fixed(_Own):
 
 
 def _somebodys(comm: Any) -> tuple[int, int]:
-    model, seen = _model(), _Log()
+    model, seen, _Own.num_calls = _model(), _Log(), 0
     for module in (model[0], model):
         module.set_custom_all_gather(comm)
     observed = ObservedUnits(model, seen, ["all_gather"], sees_end=True)
@@ -302,7 +305,10 @@ def _compressed(hook: str, compresses_parameters: bool) -> tuple[list[tuple[str,
 
 
 @takes_collectives
-@pytest.mark.parametrize(("hook", "compresses_parameters"), [("bf16", False), ("int8", True), ("int4", False)])
+@pytest.mark.parametrize(
+    ("hook", "compresses_parameters"),
+    sampled([("bf16", False), ("int8", True), ("int4", False)], by_default=[("int8", True)]),
+)
 def test_what_compressed_units_send(hook: str, compresses_parameters: bool) -> None:
     """If it fails, a compressed collective is missing, counted as more than one, or has bytes that were not sent."""
     for seen, num_ended, scattered, gathered in run_ranks(_compressed, hook, compresses_parameters, world_size=3):
