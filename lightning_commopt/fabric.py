@@ -27,17 +27,18 @@ from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
-from lightning_commopt.strategy.base import NamedStrategy, check_plans_agree, exchange_plan, join_group
+from lightning_commopt.strategy.base import WrapsInDDP, check_plans_agree, exchange_plan
 from lightning_commopt.strategy.fabric_diloco import CommOptDiLoCo as CommOptDiLoCo
 from lightning_commopt.strategy.fabric_model_parallel import CommOptModelParallel as CommOptModelParallel
-from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
+from lightning_commopt.strategy.lightning_launcher import forget_previous_job
 from lightning_commopt.strategy.remedies import (
-    check_start_method,
     explain_one_rank,
+    show_in_trainer,
     warn_of_fp16_under_scaler,
     warn_of_local_decisions,
     warn_of_missing_buffers,
 )
+from lightning_commopt.strategy.started import StartsRanks
 from lightning_commopt.sync.checkpoint import KEY
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.ddp.modules import ModuleSyncs
@@ -46,7 +47,7 @@ from lightning_commopt.tune.loop import LoopPlan
 
 
 @document_plan_options
-class CommOptDDP(NamedStrategy, DDPStrategy):
+class CommOptDDP(StartsRanks, WrapsInDDP, DDPStrategy):
     """Fabric's ``DDPStrategy`` with all options of gradient sync, and with compressors.
 
     The options are those of `lightning_commopt.CommOptDDP`. Each module that Fabric sets up has its own gradient sync.
@@ -120,23 +121,12 @@ class CommOptDDP(NamedStrategy, DDPStrategy):
         """Observers that are notified of every bucket of every module. Add them before a module is set up."""
         return self._syncs.observers
 
-    def __repr__(self) -> str:
-        """Returns the text that a Trainer shows in its error for a strategy of Fabric."""
-        return (
-            f"<lightning_commopt.fabric.CommOptDDP for Fabric, {self.plan.name};"
-            " for a Trainer there are lightning_commopt.lightning.CommOptDDP and"
-            " lightning_commopt.pytorch_lightning.CommOptDDP>"
-        )
+    __repr__ = show_in_trainer
 
     @property
     def wire_bytes(self) -> int:
         """Payload bytes of gradients that this rank has sent since the strategy was made; see `GradientSync`."""
         return self._syncs.wire_bytes
-
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        self._launcher = launcher_for(self)
-        check_start_method(self._launcher)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         if self.world_size > 1:
@@ -221,10 +211,6 @@ class CommOptDDP(NamedStrategy, DDPStrategy):
             self.auto_plan.resume_choice(saved)
         self._syncs.restore(without_choice(saved), modules)
         return remainder
-
-    def _setup_distributed(self) -> None:
-        with join_group(self, watch=self._watch, nccl=self._nccl):
-            super()._setup_distributed()
 
 
 class _SyncControl(DDPBackwardSyncControl):

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,8 +15,6 @@ from typing_extensions import Self
 from lightning_commopt.compat.lightning import MisconfigurationException
 from lightning_commopt.compressors import Compressor, ShardedCompressor, compressor_to_config
 from lightning_commopt.compressors.registry import compressor_name
-from lightning_commopt.measure.runs.files import RUN_FILE
-from lightning_commopt.measure.runs.settings import Settings, nested
 from lightning_commopt.text.validation import did_you_mean, plain_number
 
 
@@ -112,7 +110,6 @@ class Plan(ABC):
         Raises:
             OptionError: a name is unknown, or a value is out of range.
         """
-        _refuse_records(options)
         cls.check_names([*options])
         return cls(**options)
 
@@ -163,20 +160,3 @@ class Plan(ABC):
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
-
-
-def _refuse_records(options: Mapping[str, Any]) -> None:
-    """Raises an OptionError if the options are the content of another file of ours, and shows where its plan is."""
-    if {"status", "sync_method"} <= options.keys():
-        what, where = f"the record of a run ({RUN_FILE})", "under 'plan'"
-        plan = None
-        with suppress(ValueError, TypeError, AttributeError, LookupError):  # whatever a user has made of the file
-            plan = nested(Settings.fields_in(options)["plan"] or {}) or None
-    elif "kind" in options and "format" in options:
-        what, where, plan = f"the result of {options['kind']}", "under 'plan'", options.get("plan")
-    else:
-        return
-    if not isinstance(plan, Mapping):
-        raise OptionError(f"this is {what}, which has no plan")
-    shown = json.dumps({name: value for name, value in plan.items() if value is not None}, default=str)
-    raise OptionError(f"this is {what}; its plan is {where}. Save only that as the plan: {shown}")

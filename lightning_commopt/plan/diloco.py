@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -12,7 +11,7 @@ from lightning_commopt.compressors import Compressor, compressor_from_config
 from lightning_commopt.compressors.words import short_name
 from lightning_commopt.plan.base import OptionError, Plan, option_errors
 from lightning_commopt.plan.ddp import CommPlan
-from lightning_commopt.text.validation import check_choice, check_integer, check_switch
+from lightning_commopt.text.validation import check_choice, check_integer, check_positive, check_switch
 
 OVERLAPPED_MIXING = 0.5
 """Share of a worker's own parameters while exchanges overlap with steps: alpha of Streaming DiLoCo, section 3.2."""
@@ -75,9 +74,9 @@ class DiLoCoPlan(Plan):
             check_choice("fragment_by", self.fragment_by, ("blocks", "bytes"))
             check_choice("eval_weights", self.eval_weights, ("global", "local"))
             check_switch("nesterov", self.nesterov)
-            _check_number("outer_lr", self.outer_lr, above=0.0)
+            check_positive("outer_lr", self.outer_lr)
             for name in ("outer_momentum", *(("mixing",) if self.mixing is not None else ())):
-                _check_number(name, getattr(self, name), at_least=0.0, below=1.0)
+                _check_share(name, getattr(self, name))
         if self.fragments > self.sync_every:
             raise OptionError(
                 f"fragments={self.fragments} do not fit in sync_every={self.sync_every}: one is exchanged in a step, so"
@@ -159,11 +158,6 @@ def _inner_plan(inner: object) -> CommPlan | None:
     raise OptionError(f"inner must be 'ddp', a CommPlan, a mapping of its options or None, got {inner!r}")
 
 
-def _check_number(
-    name: str, value: object, *, at_least: float = -math.inf, above: float = -math.inf, below: float = math.inf
-) -> None:
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not (at_least <= float(value) < below and float(value) > above):  # type: ignore[arg-type]
-        lower = f"above {above:g}" if above > -math.inf else f"of at least {at_least:g}"
-        upper = f" and below {below:g}" if below < math.inf else ""
-        raise ValueError(f"{name} must be a number {lower}{upper}, got {value!r}")
+def _check_share(name: str, value: object) -> None:
+    if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= float(value) < 1:
+        raise ValueError(f"{name} must be a number of at least 0 and below 1, got {value!r}")

@@ -5,7 +5,7 @@ Importing this module imports neither torch nor Lightning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from importlib import import_module
 from itertools import product
@@ -95,9 +95,6 @@ REGISTRIES: Mapping[str, tuple[str, str]] = {
 }
 """For each module with a registry of strategies: the registry's name in it, and the module with our strategies."""
 
-MODEL_PARALLEL = "commopt_model_parallel"
-DILOCO = "commopt_diloco"
-
 # Lightning uses these suffixes for the names of its DDP strategies.
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 _UNUSED_PARAMETERS = {"": None, "_find_unused_parameters_false": False, "_find_unused_parameters_true": True}
@@ -124,32 +121,24 @@ def aliases() -> dict[str, dict[str, Any]]:
     }
 
 
-def register_aliases(registry: Any, strategy: Callable[..., Any]) -> None:
-    """Registers all names with a registry of a Trainer or of Fabric, except those that it has already."""
-    for name, arguments in aliases().items():
-        if name not in registry:
-            shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items() if value is not None)
-            registry.register(name, strategy, description=f"CommOptDDP({shown})", **arguments)
-
-
 def register_with(module: ModuleType) -> None:
-    """Registers all names with the registry of one of the modules of `REGISTRIES`."""
-    registry, ours = REGISTRIES[module.__name__]
+    """Registers all names with the registry of one of the modules of `REGISTRIES`, except those that it has already."""
+    registry_name, ours = REGISTRIES[module.__name__]
 
     # This is not at the top for the reason in `aliases`.
     from lightning_commopt.compressors.catalog import ready_compressors, ready_shards
 
-    register_aliases(getattr(module, registry), partial(_make, ours, "CommOptDDP"))
-    others: list[tuple[str, str, Iterable[str]]] = [(DILOCO, "CommOptDiLoCo", ready_compressors())]
+    named: list[tuple[str, str, dict[str, Any]]] = [(name, "CommOptDDP", given) for name, given in aliases().items()]
+    others: list[tuple[str, str, Iterable[str]]] = [("commopt_diloco", "CommOptDiLoCo", ready_compressors())]
     if ours != "lightning_commopt.fabric":  # whose CommOptModelParallel cannot do without a function of the user's
-        others.append((MODEL_PARALLEL, "CommOptModelParallel", ready_shards()))
+        others.append(("commopt_model_parallel", "CommOptModelParallel", ready_shards()))
     for alias, cls, hooks in others:
-        make = partial(_make, ours, cls)
-        for comm_hook in (None, *hooks):
-            name = f"{alias}{f'_{comm_hook}' if comm_hook else ''}"
-            if name not in getattr(module, registry):
-                shown = f"{cls}({f'comm_hook={comm_hook!r}' if comm_hook else ''})"
-                getattr(module, registry).register(name, make, description=shown, comm_hook=comm_hook)
+        named += [(f"{alias}{f'_{hook}' if hook else ''}", cls, {"comm_hook": hook}) for hook in (None, *hooks)]
+    registry = getattr(module, registry_name)
+    for name, cls, arguments in named:
+        if name not in registry:
+            shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items() if value is not None)
+            registry.register(name, partial(_make, ours, cls), description=f"{cls}({shown})", **arguments)
 
 
 def _make(module: str, name: str, **arguments: Any) -> Any:

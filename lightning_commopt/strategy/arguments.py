@@ -13,10 +13,9 @@ from typing import Any, Literal, TypeVar, get_args
 
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 
-from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.catalog import recommended
 from lightning_commopt.compressors.hierarchical import is_hierarchical
-from lightning_commopt.compressors.registry import canonical_name, compressor_name, names_with_option
+from lightning_commopt.compressors.registry import names_with_option
 from lightning_commopt.plan import CommPlan, DiLoCoPlan, OptionError, Plan, UnknownOptionError
 from lightning_commopt.plan.ddp import check_option_names, ddp_options
 from lightning_commopt.plan.sharded import ShardedPlan
@@ -227,18 +226,10 @@ _ALLOWED: dict[str, tuple[Callable[[object], bool], str]] = {
 
 def _refuse_options_of_compressors(others: Mapping[str, Any], comm_hook: object) -> None:
     """Raises an OptionError for options of a compressor beside ``comm_hook``, which shows where they belong."""
-    misplaced = {name: value for name, value in others.items() if name not in ddp_options() and names_with_option(name)}
-    if not misplaced:
-        return
-    first = next(iter(misplaced))
-    owners = names_with_option(first)
-    if isinstance(comm_hook, Compressor):
-        comm_hook = compressor_name(comm_hook)
-    written = dict(comm_hook) if isinstance(comm_hook, Mapping) else {"name": comm_hook}
-    name = canonical_name(written.get("name"))
-    if name in owners:
-        owners = [name]
-    else:
-        written, name = {}, next((owner for owner in recommended() if owner in owners), owners[0])
-    example = json.dumps({**written, "name": name, **misplaced}, default=repr)
-    raise UnknownOptionError(f"{first} is an option of comm_hook {' or '.join(owners)}: write comm_hook={example}")
+    for name, value in others.items():
+        if name not in ddp_options() and (owners := names_with_option(name)):
+            owner = next((owner for owner in (comm_hook, *recommended()) if owner in owners), owners[0])
+            example = json.dumps({"name": owner, name: value}, default=repr)
+            raise UnknownOptionError(
+                f"{name} is an option of comm_hook {' or '.join(owners)}: write comm_hook={example}"
+            )

@@ -2,60 +2,57 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import re
-from collections.abc import Generator, Mapping
+from abc import abstractmethod
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import Self
 
-from lightning_commopt.compat.lightning import (
-    MisconfigurationException,
-    has_trainer,
-)
+from lightning_commopt.compat.lightning import MisconfigurationException, has_trainer
 from lightning_commopt.launch.nccl_options import NcclOptions, restore_process, set_in_process
 from lightning_commopt.launch.nccl_variables import find_mistakes
 from lightning_commopt.plan import CommPlan, OptionError, Plan
 from lightning_commopt.plan.ddp import ddp_options
-from lightning_commopt.strategy.adapters import register_aliases
 from lightning_commopt.strategy.lightning_launcher import Launcher
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit
 from lightning_commopt.sync.store import fresh_default_store, prepare_key_spaces
 from lightning_commopt.sync.strategies import RunningStrategy, TrainersStrategy
+from lightning_commopt.text.formatting import lasting_repr
 from lightning_commopt.text.validation import warn_once
 from lightning_commopt.watch.join_watch import watch_joining
 
-if TYPE_CHECKING:
-    from lightning.fabric.strategies.registry import _StrategyRegistry
 
-
-class WithTimeout:
-    """A strategy with a timeout for collectives, which is torch's default if the argument was None."""
+class FromPlan:
+    """A strategy that can be made from a plan, with a timeout for collectives that is torch's default if None."""
 
     _timeout: timedelta | None
+
+    @classmethod
+    def from_plan(cls, plan: Plan | str | Path, **kwargs: Any) -> Self:
+        """Makes a strategy from a plan, or from a file with one, and other arguments."""
+        return cls(plan=plan, **kwargs)  # type: ignore[call-arg]
+
+    @property
+    @abstractmethod
+    def plan(self) -> Plan:
+        """The plan in use."""
 
     @property
     def timeout(self) -> timedelta:
         return self._timeout or default_pg_timeout
 
 
-class NamedStrategy(WithTimeout):
-    """A strategy that wraps modules in DDP, and that can be made from a plan or by a registered name."""
+class WrapsInDDP:
+    """A strategy that gives the options of a plan to ``DistributedDataParallel``."""
 
     _ddp_kwargs: dict[str, Any]
-
-    @classmethod
-    def from_plan(cls, plan: CommPlan | str | Path, **kwargs: Any) -> Self:
-        """Makes a strategy from a plan, or from a file that `CommPlan.save` wrote, and other arguments."""
-        plan = CommPlan.of(plan)
-        return cls(**{name: getattr(plan, name) for name in plan.options()}, **kwargs)
 
     @contextmanager
     def without_init_sync(self) -> Generator[None, None, None]:
@@ -71,10 +68,6 @@ class NamedStrategy(WithTimeout):
         finally:
             if is_added:
                 self._ddp_kwargs.pop("init_sync", None)
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
-        register_aliases(strategy_registry, cls)
 
 
 def exchange_plan(ddp_kwargs: dict[str, Any], old: CommPlan, new: CommPlan) -> None:
@@ -156,7 +149,7 @@ def _prepare_nccl(options: NcclOptions | None, backend: str | None, device: torc
 def check_plans_agree(plan: Plan) -> None:
     """Raises an OptionError if the ranks' plans differ; all ranks must call it."""
     plans: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(plans, {name: _describe(getattr(plan, name)) for name in plan.options()})
+    dist.all_gather_object(plans, {name: lasting_repr(getattr(plan, name)) for name in plan.options()})
     for name in plan.options():
         first_ranks: dict[str, int] = {}
         for rank, options in enumerate(plans):
@@ -164,18 +157,3 @@ def check_plans_agree(plan: Plan) -> None:
         if len(first_ranks) > 1:
             shown = ", ".join(f"{name}={value} on rank {rank}" for value, rank in first_ranks.items())
             raise OptionError(f"apply_plan must get the same plan on all ranks, got {shown}")
-
-
-def _describe(value: object) -> str:
-    """Returns the type and the settings as text that is equal on all ranks, without addresses in memory."""
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key!r}: {_describe(item)}' for key, item in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_describe, value))}]"
-    fields = getattr(value, "__dict__", {})
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.compare}
-    elif repr(value) != object.__repr__(value):
-        return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
-    settings = ", ".join(f"{name}={_describe(item)}" for name, item in fields.items())
-    return f"{type(value).__qualname__}({settings})"

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @document_plan_options
-class CommOptStrategy(base.NamedStrategy, StartedAsDDP):
+class CommOptStrategy(base.WrapsInDDP, StartedAsDDP):
     """Lightning's ``DDPStrategy`` with all options of gradient sync, and with compressors.
 
     It takes the arguments of ``DDPStrategy`` in the same order, so that it can replace it in any project, and the

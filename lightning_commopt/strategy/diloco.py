@@ -11,7 +11,6 @@ import torch
 from torch.distributed.constants import default_pg_timeout
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
-from typing_extensions import Self
 
 from lightning_commopt.compat.lightning import count_samples, is_log_of_step, optimizer_is_toggled, skips_backward
 from lightning_commopt.compat.loops import LoopEvents, is_last_epoch
@@ -117,11 +116,6 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks, CountsSteps, DecidesTog
         super().__init__(**self._lightnings_arguments, **self._inner.plan.ddp_kwargs())
 
     accelerator = moving_accelerator
-
-    @classmethod
-    def from_plan(cls, plan: DiLoCoPlan | str | Path, **kwargs: Any) -> Self:
-        """Makes a strategy from a plan, or from a file with one, and other arguments."""
-        return cls(plan=plan, **kwargs)
 
     @property
     def plan(self) -> DiLoCoPlan:

@@ -17,10 +17,8 @@ from lightning_commopt.compat.lightning import (
     stopping_callbacks,
 )
 from lightning_commopt.compat.loops import wrap_method
-from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.strategy.living_collectives import LivingCollectives
 from lightning_commopt.sync.diloco.living import reduced
-from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.sync.strategies import trainer_of
 
 if TYPE_CHECKING:
@@ -28,14 +26,8 @@ if TYPE_CHECKING:
 
 
 class DecidesTogether(LivingCollectives):
-    """The part of a strategy with `Rounds` that makes callbacks and loops decide the same on all ranks, and seldom.
+    """The part of a strategy with `Rounds` that makes callbacks and loops decide the same on all ranks, and seldom."""
 
-    Attributes:
-        rounds: the exchanges of the fit; None outside of one.
-    """
-
-    rounds: Rounds | None
-    _plan: DiLoCoPlan
     _has_stepped: bool
     _wrapped_callbacks: tuple[Callable[[], None], ...] = ()
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lightning_commopt.compat.loops import batch_is_open
 from lightning_commopt.measure.observer import Observers
-from lightning_commopt.plan import DiLoCoPlan
 from lightning_commopt.strategy.base import is_fit
 from lightning_commopt.strategy.living_collectives import LivingCollectives
 from lightning_commopt.sync.checkpoint import KEY, all_ranks_save, open_checkpoint, to_checkpoint, to_plain
@@ -32,14 +31,8 @@ from lightning_commopt.watch.times import STALLED_S
 
 
 class SavesRanks(LivingCollectives):
-    """The part of a strategy with `Rounds` that saves and resumes them; see `lightning_commopt.sync.diloco.checkpoint`.
+    """The part of a strategy with `Rounds` that saves and resumes them; see `sync.diloco.checkpoint`."""
 
-    Attributes:
-        rounds: the exchanges of the fit; None outside of one.
-    """
-
-    rounds: Rounds | None
-    _plan: DiLoCoPlan
     _inner: GradientSync
     _saves_comm_state: bool
     _saved = files.Saved()

@@ -15,7 +15,6 @@ from lightning_commopt.strategy.living_collectives import LivingCollectives
 from lightning_commopt.strategy.loss_scale import agree_on_loss_scale, loss_scale
 from lightning_commopt.sync.diloco.drift import DriftWatch
 from lightning_commopt.sync.diloco.exchange import Arrived
-from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.sync.strategies import trainer_of
 
 
@@ -24,12 +23,8 @@ class CountsSteps(LivingCollectives):
 
     With manual optimization steps are taken in the training step, where further losses may wait for their backward.
     Autograd refuses one through weights that an exchange has changed in between, so exchanges follow the training step.
-
-    Attributes:
-        rounds: the exchanges of the fit; None outside of one.
     """
 
-    rounds: Rounds | None
     _drift_watch: DriftWatch
     _is_first_batch = True
     _is_in_training_step = False

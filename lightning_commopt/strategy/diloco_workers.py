@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 class WorkerExchanges(LivingCollectives):
     """The part of a strategy that makes the exchange of a fit and the group of ranks that form one worker."""
 
-    _plan: DiLoCoPlan
     _groups: BorrowedGroups | None = None
 
     def _make_exchange(self) -> Exchange:

@@ -17,7 +17,6 @@ from lightning.fabric.plugins.precision import Precision
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
-from typing_extensions import Self
 
 from lightning_commopt.compat.lightning import MisconfigurationException
 from lightning_commopt.compressors import Compressor
@@ -25,7 +24,6 @@ from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import DiLoCoPlan, OptionError
 from lightning_commopt.strategy.arguments import StartMethod, diloco_plan_from_arguments, document_plan_options
-from lightning_commopt.strategy.base import join_group
 from lightning_commopt.strategy.diloco_workers import (
     exchange_alone,
     exchange_of_all_ranks,
@@ -34,9 +32,9 @@ from lightning_commopt.strategy.diloco_workers import (
 )
 from lightning_commopt.strategy.fabric_diloco_checkpoint import SavesRanksOfFabric
 from lightning_commopt.strategy.fabric_diloco_unfinished import Unfinished
-from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
+from lightning_commopt.strategy.lightning_launcher import forget_previous_job
 from lightning_commopt.strategy.loss_scale import agree_on_loss_scale, loss_scale
-from lightning_commopt.strategy.remedies import check_start_method, explain_changed_weights
+from lightning_commopt.strategy.remedies import explain_changed_weights, show_in_trainer
 from lightning_commopt.sync.diloco.checkpoint import Saved
 from lightning_commopt.sync.diloco.drift import DriftWatch
 from lightning_commopt.sync.diloco.equalize import equalize
@@ -118,11 +116,6 @@ class CommOptDiLoCo(SavesRanksOfFabric):
         super().__init__(**lightnings_arguments)
         self._backward_sync_control: Any = _NothingToSkip()
 
-    @classmethod
-    def from_plan(cls, plan: DiLoCoPlan | str | Path, **kwargs: Any) -> Self:
-        """Makes a strategy from a plan, or from a file with one, and other arguments."""
-        return cls(plan=plan, **kwargs)
-
     @property
     def plan(self) -> DiLoCoPlan:
         """The plan in use."""
@@ -133,21 +126,7 @@ class CommOptDiLoCo(SavesRanksOfFabric):
         """Payload bytes that this rank has sent in exchanges since the strategy was made."""
         return 0 if self._exchange is None else self._exchange.bytes_sent
 
-    def __repr__(self) -> str:
-        """Returns the text that a Trainer shows in its error for a strategy of Fabric."""
-        return (
-            f"<lightning_commopt.fabric.CommOptDiLoCo for Fabric, {self.plan.name};"
-            " for a Trainer there is lightning_commopt.CommOptDiLoCo>"
-        )
-
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        self._launcher = launcher_for(self)
-        check_start_method(self._launcher)
-
-    def _setup_distributed(self) -> None:
-        with join_group(self, watch=self._watch, nccl=self._nccl):
-            super()._setup_distributed()
+    __repr__ = show_in_trainer
 
     def setup_module(self, module: Module) -> Module:  # type: ignore[override]
         """Makes the weights of a module equal on all ranks; with parameters to train, its rounds begin."""

@@ -14,8 +14,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lightning_commopt.plan import DiLoCoPlan
-from lightning_commopt.strategy.base import WithTimeout
 from lightning_commopt.strategy.fabric_diloco_unfinished import Unfinished
+from lightning_commopt.strategy.started import StartsRanks
 from lightning_commopt.sync.checkpoint import KEY
 from lightning_commopt.sync.diloco import checkpoint as files
 from lightning_commopt.sync.diloco.rounds import Rounds
@@ -26,7 +26,7 @@ from lightning_commopt.text.validation import warn
 _T = TypeVar("_T")
 
 
-class SavesRanksOfFabric(WithTimeout, DDPStrategy):
+class SavesRanksOfFabric(StartsRanks, DDPStrategy):
     """The part of a strategy with `Rounds` in Fabric that saves and resumes them.
 
     What a rank saves for itself is everything in ``state`` but the module: optimizers, schedulers, data loaders.

@@ -21,9 +21,10 @@ from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.plan import CommPlan, OptionError
 from lightning_commopt.plan.sharded import ShardedPlan
 from lightning_commopt.strategy.arguments import document_plan_options, sharded_plan_from_arguments
-from lightning_commopt.strategy.base import WithTimeout, check_plans_agree, join_group
-from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
-from lightning_commopt.strategy.remedies import warn_of_local_decisions
+from lightning_commopt.strategy.base import check_plans_agree
+from lightning_commopt.strategy.lightning_launcher import forget_previous_job
+from lightning_commopt.strategy.remedies import show_in_trainer, warn_of_local_decisions
+from lightning_commopt.strategy.started import StartsRanks
 from lightning_commopt.sync.checkpoint import KEY, gather_state, states_of_modules
 from lightning_commopt.sync.fsdp2.checkpoint import resume, save_in_directory
 from lightning_commopt.sync.fsdp2.model_sync import ShardedModelSync, set_unit_options
@@ -33,7 +34,7 @@ _SYNC = "_commopt_sync"
 
 
 @document_plan_options
-class CommOptModelParallel(WithTimeout, ModelParallelStrategy):
+class CommOptModelParallel(StartsRanks, ModelParallelStrategy):
     """Fabric's ``ModelParallelStrategy`` with compressed gradients and parameters.
 
     It takes the arguments of ``ModelParallelStrategy`` in the same order, and the keywords below. Each module that
@@ -83,7 +84,9 @@ class CommOptModelParallel(WithTimeout, ModelParallelStrategy):
         super().__init__(**lightnings_arguments)
 
     @classmethod
-    def from_plan(cls, parallelize_fn: Any, plan: ShardedPlan | CommPlan | str | Path, **kwargs: Any) -> Self:
+    def from_plan(  # type: ignore[override]
+        cls, parallelize_fn: Any, plan: ShardedPlan | CommPlan | str | Path, **kwargs: Any
+    ) -> Self:
         """Makes a strategy from a plan, or from a file with one, and other arguments."""
         return cls(parallelize_fn, plan=plan, **kwargs)
 
@@ -98,13 +101,7 @@ class CommOptModelParallel(WithTimeout, ModelParallelStrategy):
         known = [sync.wire_bytes for sync in self._syncs() if sync.wire_bytes is not None]
         return sum(known) if known else None
 
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        self._launcher = launcher_for(self)
-
-    def _setup_distributed(self) -> None:
-        with join_group(self, watch=self._watch, nccl=self._nccl):
-            super()._setup_distributed()
+    __repr__ = show_in_trainer
 
     def setup_environment(self) -> None:
         if self._plan.is_lossy and self._data_parallel_size == self._tensor_parallel_size == "auto":

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from lightning_commopt.plan import OptionError
+from lightning_commopt.plan import DiLoCoPlan, OptionError
 from lightning_commopt.strategy.started import StartedAsDDP
 from lightning_commopt.sync.diloco.equalize import equalize
 from lightning_commopt.sync.diloco.living import LivingRanks, reduced
+from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.watch.waiting import print_now
 
 _T = TypeVar("_T")
@@ -26,8 +27,13 @@ class LivingCollectives(StartedAsDDP):
 
     They stay after the fit, for what follows it in the Trainer and in the program, as for ``trainer.save_checkpoint``.
     Those over a group that the caller names stay the group's.
+
+    Attributes:
+        rounds: the exchanges of the fit; None outside of one.
     """
 
+    rounds: Rounds | None
+    _plan: DiLoCoPlan
     _living: LivingRanks | None = None
     _patience_s: float | None
     _has_agreed_on_sigterm = False

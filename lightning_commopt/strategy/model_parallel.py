@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
-from typing_extensions import Self
 
 from lightning_commopt.compat.loops import batch_is_open
 from lightning_commopt.compressors import ShardedCompressor
@@ -21,7 +20,8 @@ from lightning_commopt.strategy import base, remedies
 from lightning_commopt.strategy.adapters import moving_accelerator
 from lightning_commopt.strategy.arguments import document_plan_options, sharded_plan_from_arguments
 from lightning_commopt.strategy.fit_guards import FitGuards
-from lightning_commopt.strategy.lightning_launcher import forget_previous_job, launcher_for
+from lightning_commopt.strategy.lightning_launcher import forget_previous_job
+from lightning_commopt.strategy.started import StartsRanks
 from lightning_commopt.sync.checkpoint import KEY, gather_state
 from lightning_commopt.sync.fsdp2.checkpoint import resume, save_in_directory
 from lightning_commopt.sync.fsdp2.gradients import ShardedSync
@@ -44,7 +44,7 @@ else:
 
 
 @document_plan_options
-class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
+class CommOptModelParallelStrategy(StartsRanks, _ModelParallelStrategy):
     """Lightning's ``ModelParallelStrategy`` with compressed gradients, and less communication in accumulated batches.
 
     It takes the arguments of ``ModelParallelStrategy`` in the same order, and the keywords below. Lightning's own
@@ -108,11 +108,6 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
 
     accelerator = moving_accelerator
 
-    @classmethod
-    def from_plan(cls, plan: ShardedPlan | CommPlan | str | Path, **kwargs: Any) -> Self:
-        """Makes a strategy from a plan, or from a file with one, and other arguments."""
-        return cls(plan=plan, **kwargs)
-
     @property
     def plan(self) -> ShardedPlan:
         """The plan in use."""
@@ -122,15 +117,6 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
     def sharded_sync(self) -> ShardedSync | None:
         """The gradient sync that compresses reduce-scatters; None if FSDP2's own are used."""
         return self._sync.gradients
-
-    def _configure_launcher(self) -> None:
-        self._check_environment()
-        super()._configure_launcher()
-        self._launcher = launcher_for(self)
-
-    def _setup_distributed(self) -> None:
-        with base.join_group(self, watch=self._watch, nccl=self._nccl):
-            super()._setup_distributed()
 
     def setup_environment(self) -> None:
         is_data_parallel = self.plan.is_lossy or self.auto_plan.is_wanted
@@ -197,16 +183,6 @@ class CommOptModelParallelStrategy(base.WithTimeout, _ModelParallelStrategy):
             if self._sync.model is not None and self.world_size > 1:
                 base.check_plans_agree(plan)
             self._sync.change_plan(plan)
-
-    @property
-    def comm_hook(self) -> ShardedCompressor | None:
-        """The compressor of the reduce-scatters in use; None if FSDP2's own are used."""
-        return self.plan.comm_hook if self.sharded_sync is None else self.sharded_sync.compressor
-
-    @property
-    def is_lossy(self) -> bool:
-        """Whether ``comm_hook`` or ``param_hook`` changes numbers."""
-        return self.plan.is_lossy
 
     @property
     def wire_bytes(self) -> int | None:

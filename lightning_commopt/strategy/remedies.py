@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.compat.lightning import MisconfigurationException, is_interactive, optimizer_is_toggled
 from lightning_commopt.compressors import Cast, Compressor
 from lightning_commopt.plan import CommPlan
-from lightning_commopt.strategy.base import is_baseline
+from lightning_commopt.strategy.base import FromPlan, is_baseline
 from lightning_commopt.sync.strategies import LightningStrategy, RunningStrategy
 from lightning_commopt.text.validation import info, warn, warn_once
 
@@ -61,6 +61,15 @@ def refuse_ray(strategy: RunningStrategy) -> None:
             f"In a worker of Ray Train use lightning_commopt.ray.{name}, with"
             " Trainer(plugins=[ray.train.lightning.RayLightningEnvironment()])."
         )
+
+
+def show_in_trainer(strategy: FromPlan) -> str:
+    """Returns the text that a Trainer shows in its error for a strategy of Fabric."""
+    name = type(strategy).__name__
+    return (
+        f"<lightning_commopt.fabric.{name} for Fabric, {strategy.plan.name};"
+        f" for a Trainer there is lightning_commopt.{name}>"
+    )
 
 
 def check_start_method(launcher: _Launcher | None) -> None:

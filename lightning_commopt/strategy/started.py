@@ -1,16 +1,14 @@
-"""How our strategies that start their ranks as Lightning's ``DDPStrategy`` does find and join each other."""
+"""How the ranks of our strategies are started, and find and join each other."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_commopt.compat.lightning import package_of
 from lightning_commopt.launch.nccl_options import NcclOptions
-from lightning_commopt.plan import Plan
 from lightning_commopt.strategy import remedies
 from lightning_commopt.strategy.adapters import BASES
-from lightning_commopt.strategy.base import WithTimeout, join_group
+from lightning_commopt.strategy.base import FromPlan, join_group
 from lightning_commopt.strategy.fit_guards import FitGuards
 from lightning_commopt.strategy.lightning_launcher import launcher_for
 
@@ -20,19 +18,35 @@ else:
     _DDPStrategy = object
 
 
-class StartedAsDDP(WithTimeout, _DDPStrategy):
-    """A strategy whose ranks are started, joined and watched by us; it sets the attributes in its constructor."""
+class StartsRanks(FromPlan):
+    """A strategy whose ranks are started and joined by us; it sets the first two attributes in its constructor."""
 
     _nccl: NcclOptions | None
     _watch: bool
+    _launcher: Any
+
+    def _check_environment(self) -> None:
+        """Raises if the strategy cannot start ranks where it is."""
+
+    def _configure_launcher(self) -> None:
+        self._check_environment()
+        super()._configure_launcher()  # type: ignore[misc]  # of the class of Lightning's beside this one
+        self._launcher = launcher_for(self)  # type: ignore[arg-type]
+        if hasattr(self, "_start_method"):
+            remedies.check_start_method(self._launcher)
+
+    def _setup_distributed(self) -> None:
+        """Joins the process group in Fabric, and with sharded models."""
+        with join_group(self, watch=self._watch, nccl=self._nccl):  # type: ignore[arg-type]
+            super()._setup_distributed()  # type: ignore[misc]
+
+
+class StartedAsDDP(StartsRanks, _DDPStrategy):
+    """A strategy for Trainers whose ranks are started as ``DDPStrategy`` starts them, and watched by us."""
+
     _guards: FitGuards
     uneven_batches: str
     _check_environment = remedies.refuse_ray
-
-    @property
-    @abstractmethod
-    def plan(self) -> Plan:
-        """The plan in use."""
 
     def __repr__(self) -> str:
         """Returns the text that Fabric shows in its error for a strategy of a Trainer."""
@@ -44,12 +58,6 @@ class StartedAsDDP(WithTimeout, _DDPStrategy):
     def start_method(self) -> str:
         """How Lightning starts the processes of a node: "popen", "spawn", "fork" or "forkserver"."""
         return self._start_method
-
-    def _configure_launcher(self) -> None:
-        self._check_environment()
-        super()._configure_launcher()
-        self._launcher = launcher_for(self)
-        remedies.check_start_method(self._launcher)
 
     def setup_distributed(self) -> None:
         with join_group(self, watch=self._watch, nccl=self._nccl):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -109,34 +108,6 @@ def all_options(monkeypatch: pytest.MonkeyPatch) -> None:
     known = frozenset({*ddp_options(), *DDP_OPTION_SINCE})
     for module in (ddp_plan, arguments):
         monkeypatch.setattr(module, "ddp_options", lambda: known)
-
-
-_PLAN: dict[str, Any] = {"comm_hook": {"name": "powersgd", "matrix_rank": 2}, "bucket_cap_mb": [1, 25]}
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ({"status": "running", "sync_method": "powersgd", "plan": _PLAN}, "the record of a run"),
-        ({"kind": "commopt prediction", "format": 1, "plan": _PLAN, "step_s": 1.0}, "the result of commopt prediction"),
-    ],
-)
-def test_another_file_of_a_run_shows_its_plan(
-    content: dict[str, Any], message: str, tmp_path: Path, all_options: None
-) -> None:
-    """If it fails, who gives a run's file as the plan reads that 'status' is an unknown option."""
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps(content))
-    for make in (CommPlan.load, CommOptDDP.from_plan, lambda path: CommOptDDP(plan=path)):
-        with pytest.raises(OptionError, match=f"{path} holds no plan: this is {message}.*; its plan is under") as e:
-            make(path)
-        shown = CommPlan.from_json(str(e.value).partition("as the plan: ")[2])
-        assert shown == CommPlan.from_dict(_PLAN)
-
-
-def test_a_run_without_a_plan_has_none_to_show() -> None:
-    with pytest.raises(OptionError, match=r"this is the record of a run .*, which has no plan"):
-        CommPlan.from_dict({"status": "finished", "sync_method": "FSDPStrategy", "settings": {"seed": 1}, "plan": None})
 
 
 def test_buckets_are_in_mebibytes(all_options: None) -> None:

@@ -26,7 +26,6 @@ from support.lightnings import (
     Trainer,
     callbacks,
 )
-from support.ranks import run_ranks_or_raise
 from support.strategy_models import BatchNormed, Gan, Manual, Params, Tiny, assert_same, loader, numbers, trainer
 from support.training_modes import MODES
 from support.warm_ranks import run_ranks
@@ -317,26 +316,27 @@ class _Synchronized(BatchNormed):
         self.norm = nn.SyncBatchNorm(6)  # type: ignore[assignment]
 
 
-def _fit_synchronized() -> None:
-    trainer(CommOptDiLoCo(), limit_val_batches=0).fit(_Synchronized(), loader())
+def _refused() -> None:
+    with pytest.raises(OptionError, match="use BatchNorm, whose statistics the exchanges average"):
+        trainer(CommOptDiLoCo(), limit_val_batches=0).fit(_Synchronized(), loader())
+    pruning = callbacks.ModelPruning("l1_unstructured", amount=0.3)
+    with pytest.raises(OptionError, match="ModelPruning is not possible with DiLoCo"):
+        trainer(CommOptDiLoCo(), callbacks=[pruning], limit_val_batches=0).fit(Tiny(), loader())
+
+
+def test_sync_batch_norm_and_pruning_are_refused() -> None:
+    """If it fails, ranks wait for each other in every forward, or exchanges average masks to fractions."""
+    run_ranks(_refused)
+
+
+def _train_calmly(patience_s: float | None) -> Params:
+    model = BatchNormed()
+    strategy = CommOptDiLoCo(sync_every=4, fragments=2, patience_s=patience_s)
+    trainer(strategy, max_epochs=3).fit(model, loader(288), loader(288))
+    return numbers(model)
 
 
 @pytest.mark.exhaustive
-def test_sync_batch_norm_is_refused() -> None:
-    """If it fails, ranks wait for each other in every forward."""
-    for _, trace in run_ranks_or_raise(_fit_synchronized, world_size=2):
-        assert trace is not None
-        assert OptionError.__name__ in trace
-        assert "use BatchNorm, whose statistics the exchanges average, or in a Trainer inner='ddp'" in trace
-
-
-def _fit_pruned() -> None:
-    pruning = callbacks.ModelPruning("l1_unstructured", amount=0.3)
-    trainer(CommOptDiLoCo(), callbacks=[pruning], limit_val_batches=0).fit(Tiny(), loader())
-
-
-def test_pruning_is_refused() -> None:
-    """If it fails, ranks prune different weights, and exchanges average their masks to fractions."""
-    for _, trace in run_ranks_or_raise(_fit_pruned, world_size=2):
-        assert trace is not None
-        assert "OptionError: ModelPruning is not possible with DiLoCo" in trace
+def test_patience_changes_no_bit_of_a_healthy_fit() -> None:
+    for plain, patient in zip(run_ranks(_train_calmly, None), run_ranks(_train_calmly, 120.0), strict=True):
+        assert_same(patient, plain)

@@ -49,7 +49,7 @@ _FEEDBACK = {"name": "int4", "error_feedback": True}
 def test_plans_of_both_kinds_are_taken(plan: Any, hook: ShardedCompressor | None, tmp_path: Path) -> None:
     """If it fails, a plan that a sweep over DDP has found cannot be tried with FSDP2."""
     strategy = CommOptModelParallel(plan=plan)
-    assert strategy.plan.comm_hook == strategy.comm_hook == hook
+    assert strategy.plan.comm_hook == hook
     strategy.plan.save(tmp_path / "plan.json")
     assert CommOptModelParallel.from_plan(tmp_path / "plan.json").plan == strategy.plan
     plan.save(tmp_path / "given.json")
@@ -74,7 +74,7 @@ class _Changing(Callback):
 def _fit(plans: dict[int, Any], **options: Any) -> tuple[Params, list[Any], list[str]]:
     model, changing = Sharded(), _Changing(plans)
     strategy = CommOptModelParallel(data_parallel_size=2, tensor_parallel_size=1, **options)
-    run = trainer(strategy, max_epochs=2, callbacks=[changing])
+    run = trainer(strategy, max_epochs=1, callbacks=[changing])
     with torch.random.fork_rng():
         run.fit(model, loader(32 * dist.get_world_size()))
     assert run.global_step > max(plans, default=0) + 1

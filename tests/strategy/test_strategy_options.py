@@ -1,12 +1,23 @@
 """What strategies say of options that they refuse."""
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
 from torch import nn
 
-from lightning_commopt import CommOptDDP, CommOptModelParallel, CommPlan, OptionError, ShardedPlan, shard
+from lightning_commopt import (
+    CommOptDDP,
+    CommOptDiLoCo,
+    CommOptModelParallel,
+    CommPlan,
+    DiLoCoPlan,
+    OptionError,
+    ShardedPlan,
+    fabric,
+    shard,
+)
 from lightning_commopt.baselines import InterleavedDP, NaiveDP
 from lightning_commopt.plan import UnknownOptionError
 from support.collectives import takes_collectives
@@ -24,6 +35,21 @@ DDP = [
     *((CommOptDDP, {"uneven_batches": policy, "watch": False}) for policy in ("drop", "pad")),
     (CommOptDDP, {"uneven_batches": "allow", "sigterm_every_n_steps": 5}),
     (CommPlan.from_dict, {"options": {"param_hook": "int8"}}),
+    *one_by_one(CommOptDDP, timeout=[30, timedelta()], start_method=["forks"], process_group_backend=[1]),
+    *one_by_one(CommOptDDP, accelerator=[2], parallel_devices=[2], device_ids=[[0]]),
+    *one_by_one(CommOptDDP, ddp_comm_hook=["bf16"], ddp_comm_wrapper=[1], model_averaging_period=[0]),
+    *one_by_one(fabric.CommOptDDP, timeout=[30], start_method=["forks"], device_ids=[[0]]),
+]
+_ON_NODES = {"name": "hierarchical", "inner": "int8"}
+DILOCO = [
+    *one_by_one(CommOptDiLoCo, patience_s=[0, "long"]),
+    *(
+        (CommOptDiLoCo, {"patience_s": 3, **option})
+        for option in ({"inner": "ddp"}, {"sigterm_every_n_steps": 5}, {"comm_hook": _ON_NODES})
+    ),
+    # Known before the ranks of a fit have joined, whatever the compressor is in.
+    (CommOptDiLoCo, {"patience_s": 3, "comm_hook": {"name": "by_size", "min_numel": 2, "inner": _ON_NODES}}),
+    *one_by_one(DiLoCoPlan, mixing=[1.0]),
 ]
 BASELINES = [
     call
@@ -56,6 +82,11 @@ FSDP2 = [
 def test_of_ddp(golden: Callable[[str, str], None]) -> None:
     """If it fails, an option is silently without effect, or changes what is in a checkpoint by a typing error."""
     golden("refused_options", refusals([*DDP, *BASELINES], OptionError))
+
+
+def test_of_diloco(golden: Callable[[str, str], None]) -> None:
+    """If it fails, a fit that needs all ranks begins with a promise to go on without some."""
+    golden("refused_options_of_diloco", refusals(DILOCO, OptionError))
 
 
 @takes_collectives
