@@ -20,10 +20,10 @@ from lightning_commopt import CommOptDiLoCo as TrainerCommOptDiLoCo
 from lightning_commopt import CommPlan, DiLoCoPlan, OptionError
 from lightning_commopt.compat.lightning import MisconfigurationException
 from lightning_commopt.fabric import CommOptDiLoCo
+from lightning_commopt.sync.diloco.errors import UnequalStepsError
 from support.collectives import counted_collectives, needs_hooks
 from support.cross_section import sampled
 from support.fabric_training import Net, adam, loss_of, numbers
-from support.ranks import run_ranks_or_raise
 from support.strategy_models import Params, assert_same
 from support.warm_ranks import run_ranks
 
@@ -306,13 +306,18 @@ def _unequal(num_more: int) -> Params:
     return numbers(net)
 
 
+def _too_unequal() -> str:
+    with pytest.raises(UnequalStepsError) as caught:
+        _unequal(2)
+    return str(caught.value)
+
+
 def test_unequal_numbers_of_steps() -> None:
     """If it fails, a rank with one more batch waits for the others, or ranks end with different weights."""
     first, second = run_ranks(_unequal, 1)
     assert_same(first, second)
-    for _, trace in run_ranks_or_raise(_unequal, 2, world_size=2):
-        assert trace is not None
-        assert "of optimizer steps: rank 0 has ended after step 4, rank 1 is at step 6. All ranks must" in trace
+    for told in run_ranks(_too_unequal):
+        assert "of optimizer steps: rank 0 has ended after step 4, rank 1 is at step 6. All ranks must" in told
 
 
 def _two_losses(is_early: bool) -> Params:
@@ -330,14 +335,18 @@ def _two_losses(is_early: bool) -> Params:
     return numbers(net)
 
 
+def _early_loss() -> str:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+        _two_losses(True)
+    return str(caught.value)
+
+
 def test_a_loss_from_before_an_exchange_gets_a_remedy() -> None:
     """If it fails, a training of two losses that DDP takes ends in an error that names neither cause nor remedy."""
     first, second = run_ranks(_two_losses, False)
     assert_same(first, second)
-    for _, trace in run_ranks_or_raise(_two_losses, True, world_size=2):
-        assert trace is not None
-        assert "modified by an inplace operation" in trace
-        assert "With CommOptDiLoCo an exchange, too, changes all weights, after the step of the optimizer" in trace
+    for told in run_ranks(_early_loss):
+        assert "With CommOptDiLoCo an exchange, too, changes all weights, after the step of the optimizer" in told
 
 
 def _warnings_at_its_end(folder: str, ending: str) -> list[str]:

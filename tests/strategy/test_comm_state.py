@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_commopt import CommOptDDP, CommPlan, PowerSGD
-from lightning_commopt.compressors import Compressor, ErrorFeedback, Hierarchical, LowRank
+from lightning_commopt.compressors import Hierarchical
 from lightning_commopt.compressors.base import as_real
 from lightning_commopt.sync.checkpoint import KEY, _checksum
 from support.cross_section import sampled
@@ -335,23 +335,17 @@ def _feed(
 
 
 SMALL: dict[str, Any] = {"bucket_cap_mb": 0.001}
-CHANGES: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {
-    "more_ranks": (2, {"comm_hook": POWERSGD}, 3, {"comm_hook": POWERSGD}),
-    "fewer_ranks": (3, {"comm_hook": POWERSGD}, 2, {"comm_hook": POWERSGD}),
+CHANGES: dict[str, tuple[int, dict[str, Any], int, dict[str, Any]]] = {  # more are in test_resumed_schedules
+    "fewer_ranks_and_compressor": (3, {"comm_hook": POWERSGD}, 2, {"comm_hook": "int8"}),
     "one_rank": (2, {"comm_hook": POWERSGD}, 1, {"comm_hook": POWERSGD}),
     "nodes": (4, {"comm_hook": Hierarchical(inner=POWERSGD, ranks_per_node=2)}, 2, {"comm_hook": POWERSGD}),
-    "compressor": (2, {"comm_hook": POWERSGD}, 2, {"comm_hook": "int8"}),
-    "settings": (2, {"comm_hook": POWERSGD}, 2, {"comm_hook": PowerSGD(matrix_rank=2, min_compression_rate=0.5)}),
-    "to_one_without_residual": (2, {"comm_hook": POWERSGD}, 2, {"comm_hook": "all_reduce"}),
-    "to_none": (2, {"comm_hook": POWERSGD}, 2, {}),
     "to_none_and_thawed": (2, {"comm_hook": POWERSGD}, 2, {}),
     "from_none": (2, {}, 2, {"comm_hook": POWERSGD}),
-    "buckets": (2, {"comm_hook": POWERSGD}, 2, {"comm_hook": POWERSGD, "bucket_cap_mb": 0.002}),
     "static_graph": (2, {"comm_hook": POWERSGD}, 2, {"comm_hook": POWERSGD, "static_graph": True}),
 }
 
 
-@pytest.mark.parametrize("change", sampled(CHANGES, by_default=["fewer_ranks", "compressor"]))
+@pytest.mark.parametrize("change", sampled(CHANGES, by_default=["fewer_ranks_and_compressor"]))
 def test_what_is_owed_outlives_a_change(change: str, tmp_path: Path) -> None:
     """If it fails, gradients that error feedback held back are lost, or doubled, at resume."""
     ranks_before, before, ranks_after, after = CHANGES[change]
@@ -411,10 +405,6 @@ def test_what_is_owed_when_the_compressor_was_just_taken_off(after: dict[str, An
             np.testing.assert_allclose(-value + residual, fed[name], rtol=0, atol=1e-4, err_msg=name)
 
 
-def _unknown_version(saved: dict[str, Any]) -> None:
-    saved["version"] = 99
-
-
 def _unknown_compressor(saved: dict[str, Any]) -> None:
     saved["compressor"] = '{"name": "from_the_future"}'
 
@@ -441,7 +431,6 @@ def _of_an_older_class(saved: dict[str, Any]) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], None], str | None]] = {
-    "version": (_unknown_version, "its version is 99"),
     "compressor": (_unknown_compressor, "its compressor is not known"),
     "one_rank": (_without_names, "it is damaged (KeyError: 'names')"),
     "states": (_without_states, "it starts from zero"),
@@ -558,18 +547,17 @@ def test_a_rank_that_breaks_does_not_hang_the_checkpoint(rank: int, tmp_path: Pa
     assert KEY not in checkpoint
 
 
-@pytest.mark.parametrize("compressor", sampled([POWERSGD, ErrorFeedback(inner=LowRank())], by_default=[POWERSGD]))
-def test_saving_disturbs_nothing(compressor: Compressor, tmp_path: Path) -> None:
+def test_saving_disturbs_nothing(tmp_path: Path) -> None:
     """If it fails, saving a checkpoint changes the training or counts as traffic of gradients."""
-    saved, unsaved = (
-        run_ranks(_bytes_and_params, path, CommOptDDP(comm_hook=compressor)) for path in (str(tmp_path / "x"), None)
-    )
-    for (bytes_saved, params_saved), (num_bytes, params) in zip(saved, unsaved, strict=True):
+    for (bytes_saved, params_saved), (num_bytes, params) in run_ranks(_saved_and_unsaved, tmp_path / "saved.ckpt"):
         assert bytes_saved == num_bytes
         assert_same(params_saved, params)
 
 
-def _bytes_and_params(path: str | None, strategy: CommOptDDP) -> tuple[int, Params]:
-    module = Fed()
-    _fit(module, strategy, Path(path) if path else None, HALF + 2)
-    return strategy.wire_bytes, numbers(module)
+def _saved_and_unsaved(path: Path) -> list[tuple[int, Params]]:
+    fits = []
+    for saved in (path, None):
+        module, strategy = Fed(), CommOptDDP(comm_hook=POWERSGD)
+        _fit(module, strategy, saved, HALF + 2)
+        fits.append((strategy.wire_bytes, numbers(module)))
+    return fits

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_commopt import CommOptDiLoCo
+from lightning_commopt.text import validation
 from support.diloco_fits import MEANS, fit
 from support.lightnings import Callback, LightningModule, ModelCheckpoint, Trainer
-from support.ranks import run_ranks
 from support.strategy_models import (
     AveragingWeights,
     BatchNormed,
@@ -27,6 +27,7 @@ from support.strategy_models import (
     numbers,
     trainer,
 )
+from support.warm_ranks import run_ranks
 
 
 class _Doubling(Callback):
@@ -95,6 +96,7 @@ class _OnlyCritic(Gan):
 
 
 def _without_counted_steps(is_hidden: bool) -> tuple[Params, Params]:
+    validation.warn_once.cache_clear()
     model = _OnlyCritic(is_hidden)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lightning_commopt import CommOptDiLoCo
 from support.lightnings import ModelCheckpoint
-from support.ranks import run_ranks
 from support.strategy_models import FEATURES, BatchNormed, Params, assert_same, loader, numbers, trainer
+from support.warm_ranks import run_ranks
 
 
 class _Watched(BatchNormed):
@@ -41,24 +41,12 @@ def _nodes() -> dict[str, int]:
     return {"devices": 2, "num_nodes": dist.get_world_size() // 2}
 
 
-def _one_node() -> list[Params]:
-    return _on_nodes(3, sync_every=2, inner="ddp")
-
-
 _INNER = {"comm_hook": {"name": "int8", "error_feedback": True}, "bucket_cap_mb": 0.001}
 
 
 def _two_nodes() -> tuple[list[Params], list[Params]]:
     plain = _on_nodes(5, sync_every=2, inner="ddp")
     return plain, _on_nodes(5, sync_every=2, fragments=2, overlap=1, comm_hook="int4", inner=_INNER)
-
-
-@pytest.mark.exhaustive
-def test_ranks_of_one_node_are_one_worker() -> None:
-    """If it fails, a fit on one node hangs, or its ranks do not average their gradients."""
-    first, second = run_ranks(_one_node)
-    for a, b in zip(first, second, strict=True):
-        assert_same(a, b)
 
 
 def _differ(a: Params, b: Params) -> bool:

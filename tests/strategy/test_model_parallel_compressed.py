@@ -21,8 +21,6 @@ from support.lightnings import LightningModule, ModelParallelStrategy
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer
 from support.warm_ranks import run_ranks
 
-# Older torch cannot run FSDP2 on CPU either.
-
 
 class _Sharded(Tiny):
     """Two linear layers are units, the third is the rest; or all in replicas of two ranks."""
@@ -131,25 +129,6 @@ def _distance(got: Params, expected: Params) -> float:
     return float(np.linalg.norm(difference) / np.linalg.norm(np.concatenate([x.ravel() for x in expected.values()])))
 
 
-@takes_collectives
-@pytest.mark.parametrize(
-    "options",
-    sampled([{}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}], by_default=[{}]),
-    ids=str,
-)
-def test_lossless_is_bit_for_bit(options: dict[str, Any]) -> None:
-    """If it fails, a strategy that compresses nothing trains something else."""
-    explicit = {"data_parallel_size": 2, "tensor_parallel_size": 1}
-    for expected, got in run_ranks(_stock_and_lossless, explicit, options):
-        assert_same(got, expected)
-
-
-def _stock_and_lossless(sizes: dict[str, Any], options: dict[str, Any]) -> tuple[Params, Params]:
-    return _fit(ModelParallelStrategy(**sizes), **options), _fit(
-        CommOptModelParallel(**sizes, comm_hook=None), **options
-    )
-
-
 CASES: list[tuple[Any, int, int, bool, dict[str, Any], float]] = [
     ("int8", 2, 1, False, {}, 0.01),
     ({"name": "int8", "error_feedback": True}, 2, 1, True, {"gradient_clip_val": 0.1}, 0.01),
@@ -208,13 +187,6 @@ def test_wire_bytes() -> None:
         assert wire_bytes == reductions * (message_bytes + sizes["bytes"]) // 2
 
 
-def test_torch_without_comm_objects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it fails, gradients travel uncompressed in silence, or a fit ends with an AttributeError."""
-    monkeypatch.delattr(FSDPModule, "set_custom_reduce_scatter", raising=False)
-    with pytest.raises(OptionError, match=r"comm_hook of CommOptModelParallel needs torch >= 2\.9"):
-        CommOptModelParallel(comm_hook="int8")
-
-
 class _Whole(Tiny):
     def configure_model(self) -> None:
         """Shards nothing."""
@@ -250,23 +222,3 @@ def test_fsdps_own_options() -> None:
     """If it fails, an option of FSDP2 changes what is trained, or breaks a compressed fit."""
     for expected, got in run_ranks(_with_fsdps_own_options):
         assert_same(got, expected)
-
-
-@pytest.mark.parametrize("name", _OPTIONS)
-def test_torch_without_an_option(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """If it fails, an option that this torch has not is ignored."""
-    monkeypatch.delattr(FSDPModule, f"set_{name}", raising=False)
-    options: dict[str, Any] = {name: _OPTIONS[name]}
-    with pytest.raises(OptionError, match=rf"{name} needs a newer torch: .* has no FSDPModule.set_{name}"):
-        CommOptModelParallel(**options)
-
-
-def _with_int8_parameters() -> tuple[Params, Params]:
-    return _fit(CommOptModelParallel(comm_hook="int8")), _fit(CommOptModelParallel(param_hook="int8"))
-
-
-@takes_collectives
-def test_int8_parameters() -> None:
-    """If it fails, parameters are not rounded where they are used, or the optimizer's own are."""
-    for expected, got in run_ranks(_with_int8_parameters):
-        assert 0 < _distance(got, expected) < 0.05

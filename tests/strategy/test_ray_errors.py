@@ -1,10 +1,11 @@
 """What a wrong use of Ray is told, where Ray itself is not needed; ``tests/programs`` trains with Ray."""
 
-import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -28,18 +29,18 @@ def test_without_a_ray_that_fits(package: str | None, of_train: str | None, reas
         if text is not None:
             path.mkdir()
             (path / "__init__.py").write_text(text)
-    hidden = "" if package else "import sys; sys.modules['ray'] = None; "
-    code = f"{hidden}import lightning_commopt.ray"
-    ran = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {code}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    last = ran.stderr.splitlines()[-1]
-    assert last.startswith("ImportError: lightning_commopt.ray needs Ray Train 2.51 or newer: pip install")
-    assert "'lightning-commopt[ray]'" in last
-    assert reason in last
+    others = {name: module for name, module in sys.modules.items() if name.partition(".")[0] != "ray"}
+    others.pop("lightning_commopt.ray", None)
+    hidden = {} if package else {"ray": None}
+    with (
+        mock.patch.dict(sys.modules, others | hidden, clear=True),
+        mock.patch.object(sys, "path", [str(tmp_path), *sys.path]),
+        pytest.raises(ImportError) as raised,
+    ):
+        import_module("lightning_commopt.ray")
+    told = str(raised.value)
+    assert told.startswith("lightning_commopt.ray needs Ray Train 2.51 or newer: pip install 'lightning-commopt[ray]'")
+    assert reason in told
 
 
 def _environment() -> Any:

@@ -1,7 +1,6 @@
 """The strategy as Lightning's registry and its CLI make it."""
 
-import subprocess
-import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,7 @@ def test_aliases_are_those_of_ddp() -> None:
 
 
 @pytest.mark.parametrize("name", _OF_LIGHTNING)
-@pytest.mark.parametrize("suffix", sampled(_HOOKS, by_default=["", "_int8", "_powersgd"]))
+@pytest.mark.parametrize("suffix", sampled(_HOOKS, by_default=["_int8"]))
 def test_alias(suffix: str, name: str) -> None:
     """If it fails, strategy="commopt_ddp..." means something else than "ddp..." with this comm hook."""
     alias = name.replace("ddp", f"commopt_ddp{suffix}", 1)
@@ -79,38 +78,16 @@ def test_alias_of_diloco(package: str) -> None:
     assert run.strategy.plan == of_fabric.plan == DiLoCoPlan(comm_hook=Int8())
 
 
-_IN_A_NOTEBOOK = """
-import sys, warnings
-sys.ps1 = ">>> "  # what IPython and the interactive interpreter set, and Lightning looks at when imported
-warnings.simplefilter("ignore")
-from importlib import import_module
-import lightning_commopt
-from lightning_commopt.strategy.adapters import ADAPTERS
-fabric = import_module("lightning.fabric").Fabric
-makers = [import_module(package).Trainer for package in ADAPTERS] + [fabric]
-ours = [import_module(adapter).CommOptDDP for adapter in (*ADAPTERS.values(), "lightning_commopt.fabric")]
-for make, cls in zip(makers, ours):
-    for strategy in ("commopt_ddp", "commopt_ddp_spawn", "commopt_ddp_notebook", cls(), cls(start_method="fork")):
-        try:
-            made = make(strategy=strategy, accelerator="cpu", devices=2)
-        except Exception as error:
-            print("refused", str(error).split(": use")[1])
-        else:
-            print("accepted")
-"""
-
-
-@pytest.mark.exhaustive
-def test_start_methods_in_a_notebook() -> None:
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_launcher_of_scripts_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, who uses us in a notebook is sent to Lightning's ddp_notebook, without our options."""
-    refused = (
-        "refused  strategy='commopt_ddp_notebook' ('commopt_ddp_bf16_notebook', ...), CommOptDDP(start_method='fork',"
-        " ...), or a script."
-    )
-    ran = subprocess.run([sys.executable, "-c", _IN_A_NOTEBOOK], capture_output=True, text=True, timeout=240)
-    assert ran.returncode == 0, ran.stderr
-    answers = [line for line in ran.stdout.splitlines() if line.startswith(("refused", "accepted"))]
-    assert answers == [refused, refused, "accepted", refused, "accepted"] * (len(ADAPTERS) + 1)
+    monkeypatch.setattr(import_module("lightning.fabric.utilities.imports"), "_IS_INTERACTIVE", True)
+    makers: list[Any] = [partial(import_module(package).Trainer, logger=False) for package in ADAPTERS]
+    for make in (*makers, Fabric):
+        for alias in ("commopt_ddp", "commopt_ddp_spawn"):
+            with pytest.raises(Exception, match="use strategy='commopt_ddp_notebook'"):
+                make(strategy=alias, accelerator="cpu", devices=2)
+        make(strategy="commopt_ddp_notebook", accelerator="cpu", devices=2)
 
 
 def _fit_by_alias() -> Any:
@@ -218,6 +195,7 @@ def _fit_by_cli() -> int:
     return _cli(["fit", *_ARGUMENTS], run=True).trainer.strategy.wire_bytes
 
 
+@pytest.mark.exhaustive
 def test_cli_trains() -> None:
     """If it fails, a strategy that LightningCLI made does not train."""
     expected = 3 * sum(parameter.numel() * 2 for parameter in SelfFed().parameters())

@@ -9,13 +9,7 @@ from lightning_commopt import CommOptDDP
 from support.cross_section import sampled
 from support.lightnings import DDPStrategy
 from support.ranks import run_ranks
-from support.strategy_models import (
-    Params,
-    assert_same,
-    loader,
-    numbers,
-    trainer,
-)
+from support.strategy_models import Params, assert_same, loader, numbers, trainer
 from support.training_modes import MODES, PLANS, Mode
 
 # One of each kind: what a step is, what happens between its backward and its update, and what its gradients are.
@@ -34,8 +28,11 @@ JOINED = [name for name, mode in MODES.items() if mode.joined_rtol is not None]
 
 def _fit(mode: Mode, strategy: Any, batch_size: int = 4) -> Params:
     module = mode.module()
+    initial = numbers(module)
     trainer(strategy, **mode.trainer()).fit(module, loader(mode.samples, batch_size))
-    return numbers(module)
+    trained = numbers(module)
+    assert any((trained[key] != values).any() for key, values in initial.items())
+    return trained
 
 
 def _plans(name: str) -> list[str]:
@@ -94,7 +91,5 @@ def test_plans_train_as_lightnings_ddp(name: str) -> None:
 def test_ranks_train_as_one_process(name: str) -> None:
     """If it fails, two ranks do not compute the gradient of their joined batch."""
     joined = _joined(name in BY_DEFAULT)[name]
-    initial = numbers(MODES[name].module())
-    assert any((joined[key] != values).any() for key, values in initial.items())
     for params in _trained(name)[0].values():
         assert_same(params, joined, rtol=MODES[name].joined_rtol or 0.0)
