@@ -62,6 +62,7 @@ def _fit(
     plan = CommPlan(**after)
     trainer(strategy, callbacks=[ChangePlan(plan, within_batch)], **options).fit(module, loader())
     assert strategy.plan == plan
+    assert strategy._ddp_kwargs == plan.ddp_kwargs()
     return numbers(module)
 
 

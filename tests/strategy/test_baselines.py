@@ -76,18 +76,6 @@ def test_trains_as_ddp_bit_by_bit(name: str) -> None:
             assert_same(params, of_ddp, of=strategy)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["gan", "batch_norm"])
-def test_three_ranks(name: str) -> None:
-    """If it fails, the average is wrong where it is not that of two ranks."""
-    answers = run_ranks(fit_each, name, world_size=3)
-    for of_ddp, of_baselines in answers:
-        for strategy, params in of_baselines.items():
-            assert_same(params, of_ddp, rtol=1e-5)
-            shared = {key: values for key, values in params.items() if "running" not in key}
-            assert_same({key: answers[0][1][strategy][key] for key in shared}, shared)
-
-
 class Branched(Tiny):
     """Computes its branches in another order on every rank, and in every epoch."""
 
@@ -153,32 +141,6 @@ def assert_overlap(strategy: str, record: StepRecord) -> None:
         assert max(ready) <= min(bucket.start_s for bucket in record.buckets)
     else:
         assert all(bucket.start_s < later for bucket, later in zip(record.buckets, ready[1:], strict=False))
-
-
-def names_in_order() -> list[list[str]]:
-    watch = Watch()
-    fit(InterleavedDP(), Mode(module=Swapped), callbacks=[watch])
-    steps = watch.recorder.take(100)
-    return [[info.names[0] for info in step.layout.values()] for step in steps]
-
-
-class Swapped(Tiny):
-    """Uses its layers in another order than it names them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.early = nn.Linear(FEATURES, FEATURES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(self.early(x))
-
-
-def test_order_follows_the_first_backward() -> None:
-    """If it fails, gradients wait for others that come later in every step."""
-    for _, *others in run_ranks(names_in_order):
-        assert len(others) == 2 * BATCHES - 1
-        assert all(all(name.startswith("early.") for name in names[-2:]) for names in others)
-        assert all(sorted(names) == sorted(dict(Swapped().named_parameters())) for names in others)
 
 
 class UnusedOnOneRank(Tiny):

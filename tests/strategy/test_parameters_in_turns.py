@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_commopt import CommOptDDP, CommOptDiLoCo
@@ -48,33 +47,6 @@ def _fit(strategy: Any, model: _InTurns, **options: Any) -> np.ndarray:
 def _fit_frozen() -> None:
     with pytest.raises(MisconfigurationException, match="A parameter was unfrozen within the training step"):
         _fit(CommOptDDP(find_unused_parameters=True), _InTurns(starts_frozen=True))
-
-
-class _Ignored(_InTurns):
-    """Has a part that DDP is told to ignore, frozen between steps, and trained by each rank by itself."""
-
-    def __init__(self) -> None:
-        super().__init__(starts_frozen=True)
-        ignored = [f"halves.1.{name}" for name, _ in self.halves[1].named_parameters()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ignored)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.halves[1].requires_grad_(True)
-        return self.halves[1](self.halves[0](batch[0]).tanh()).pow(2).mean()
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.halves[1].requires_grad_(False)
-
-
-def _fit_ignored(strategy: Callable[[], Any]) -> np.ndarray:
-    return _fit(strategy(), _Ignored())
-
-
-@pytest.mark.exhaustive
-def test_ignored_parameters_are_left_alone() -> None:
-    """If it fails, a parameter that DDP is told to ignore cannot be unfrozen within a step, as with DDPStrategy."""
-    for expected, actual in zip(run_ranks(_fit_ignored, DDPStrategy), run_ranks(_fit_ignored, CommOptDDP), strict=True):
-        np.testing.assert_array_equal(actual, expected)
 
 
 class _ChangesPlan(Callback):
