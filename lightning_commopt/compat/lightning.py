@@ -211,27 +211,13 @@ def reductions_left_out(trainer: Trainer) -> dict[str, str]:
 
 def clock_callbacks(trainer: Trainer) -> list[Callback]:
     """Returns the callbacks that broadcast in every batch whether some time is over, as for ``max_time``."""
-    saving = [callback for callback in checkpoint_callbacks(trainer) if callback._train_time_interval is not None]
-    return [*_callbacks_of_class(trainer, "Timer"), *saving]
+    saving = [x for x in callbacks_of(trainer, "ModelCheckpoint") if x._train_time_interval is not None]
+    return [*callbacks_of(trainer, "Timer"), *saving]
 
 
-def checkpoint_callbacks(trainer: Trainer) -> list[Any]:
-    """Returns the callbacks ``ModelCheckpoint``."""
-    return _callbacks_of_class(trainer, "ModelCheckpoint")
-
-
-def stopping_callbacks(trainer: Trainer) -> list[Any]:
-    """Returns the callbacks ``EarlyStopping``."""
-    return _callbacks_of_class(trainer, "EarlyStopping")
-
-
-def prunes(trainer: Trainer) -> bool:
-    """Returns whether a callback prunes the model in the course of a fit."""
-    return bool(_callbacks_of_class(trainer, "ModelPruning"))
-
-
-def _callbacks_of_class(trainer: Trainer, name: str) -> list[Callback]:
-    kind: type[Callback] = getattr(import_module(f"{package_of(trainer)}.callbacks"), name)
+def callbacks_of(trainer: Trainer, name: str) -> list[Any]:
+    """Returns the Trainer's callbacks of a class of Lightning's, such as "EarlyStopping"."""
+    kind = getattr(import_module(f"{package_of(trainer)}.callbacks"), name)
     return [callback for callback in trainer.callbacks if isinstance(callback, kind)]  # type: ignore[attr-defined]
 
 

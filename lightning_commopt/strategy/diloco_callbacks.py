@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from lightning_commopt.compat.clock import decide_on_time
-from lightning_commopt.compat.lightning import (
-    checkpoint_callbacks,
-    clock_callbacks,
-    is_in_hook,
-    reductions_left_out,
-    stopping_callbacks,
-)
+from lightning_commopt.compat.lightning import callbacks_of, clock_callbacks, is_in_hook, reductions_left_out
 from lightning_commopt.compat.loops import wrap_method
 from lightning_commopt.strategy.living_collectives import LivingCollectives
 from lightning_commopt.sync.diloco.living import reduced
@@ -50,10 +44,10 @@ class DecidesTogether(LivingCollectives):
         wrapped.append(decide_on_time(trainer, self._is_time))
         wrapped.append(wrap_method(trainer.fit_loop.epoch_loop.val_loop, "run", self._after_meeting))
         wrapped.append(wrap_method(trainer, "save_checkpoint", self._save_together))
-        for callback in stopping_callbacks(trainer) if self.world_size > 1 else ():
+        for callback in callbacks_of(trainer, "EarlyStopping") if self.world_size > 1 else ():
             around = partial(self._with_common_value, callback.monitor)
             wrapped.append(wrap_method(callback, "_evaluate_stopping_criteria", around))
-        for callback in checkpoint_callbacks(trainer) if self.world_size > 1 else ():
+        for callback in callbacks_of(trainer, "ModelCheckpoint") if self.world_size > 1 else ():
             # Lightning calls the second after the first, with the same values.
             saves = "_save_topk_checkpoint" if callback.save_top_k else "_save_last_checkpoint"
             if callback.save_top_k or callback.save_last:

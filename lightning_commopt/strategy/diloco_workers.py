@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.nn import Module, SyncBatchNorm
 
-from lightning_commopt.compat.lightning import prunes
+from lightning_commopt.compat.lightning import callbacks_of
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.all_reduce import UNCOMPRESSED
 from lightning_commopt.compressors.channel import Channel
@@ -114,7 +114,7 @@ def keep_batch_norm_within(module: Module, within: dist.ProcessGroup | None) -> 
 
 def refuse_pruning(trainer: Trainer) -> None:
     """Raises an OptionError if a callback prunes the model: the mean over workers has the zeros of no mask."""
-    if prunes(trainer):
+    if callbacks_of(trainer, "ModelPruning"):
         raise OptionError(
             "ModelPruning is not possible with DiLoCo: each worker would prune other weights. Prune before the fit,"
             " with torch.nn.utils.prune, or after it"

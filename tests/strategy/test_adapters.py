@@ -72,6 +72,7 @@ def _handed_to_the_other(package: str) -> None:
     assert trainer.strategy is strategy
     assert type(strategy) is import_module(ADAPTERS[package]).CommOptDDP
     assert isinstance(strategy, import_module(f"{package}.strategies").DDPStrategy)
+    assert strategy._ddp_kwargs == strategy.plan.ddp_kwargs()
     assert strategy.wire_bytes > 0
     assert speed.num_steps == 4
     assert comm_time.summary["gradient_bytes"] == 4 * sum(each.numel() for each in trained)

@@ -377,7 +377,6 @@ def _save_in_all_ways(folder: str) -> list[bool]:
     return [KEY in torch.load(path, weights_only=True) for path in paths]
 
 
-@pytest.mark.exhaustive
 def test_checkpoints_without_the_state(tmp_path: Path) -> None:
     """If it fails, the option has no effect, files of weights grow, or a checkpoint after a fit lacks the state."""
     assert run_ranks(_save_in_all_ways, str(tmp_path)) == [[False, False, True]] * 2
