@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,9 @@ from tempfile import NamedTemporaryFile
 from commopt_diagnose.nccl_log.communicators import NcclLog
 from commopt_diagnose.nccl_log.findings import find_all
 from commopt_diagnose.nccl_log.reader import LogReader
+from commopt_diagnose.nccl_log.terminal import print_log
 from lightning_commopt.text.findings import Finding
+from support.narrow import printed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +184,7 @@ class SampleJob:
 
 HEALTHY = SampleJob(hosts=("node-a", "node-b"))
 """Two hosts with NVLink in each and InfiniBand with GPUDirect RDMA between them."""
+SOCKETS = dataclasses.replace(HEALTHY, nics=(), network="Socket", between="NET/Socket/0", in_host="P2P/CUMEM")
 
 SLOW = SampleJob(
     hosts=("node-a", "node-b"),
@@ -233,6 +237,12 @@ def told(text: str, *, host: str = "a", pid: int = 7, tid: int = 8, device: int 
 def findings(*texts: str) -> dict[str, Finding]:
     """Returns what is found in lines, by code."""
     return {finding.code: finding for finding in find_all(read(*texts))}
+
+
+def shown(*texts: str) -> str:
+    """Returns what is printed about lines, without findings."""
+    log = read(*texts)
+    return printed(lambda console: print_log(log, [], console), 200, is_terminal=False)
 
 
 def watchdog(

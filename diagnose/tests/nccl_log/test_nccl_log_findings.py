@@ -6,15 +6,18 @@ It is in ``golden/findings.txt``, a block for each of `LOGS`, whose name says wh
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from commopt_diagnose import nccl_log
 from commopt_diagnose.nccl_log.findings import find_all
 from commopt_diagnose.nccl_log.warnings import explain
-from diagnose_support.nccl_sample_logs import HEALTHY, PLUGIN, RCCL, TRACEBACK, SampleJob, read, told, watchdog
+from diagnose_support.nccl_sample_logs import HEALTHY, PLUGIN, RCCL, SOCKETS, TRACEBACK, SampleJob, read, told, watchdog
+from lightning_commopt.text.findings import read_texts
 
 HEAD = "node-a:10:11 [0] NCCL INFO "
 BOOTSTRAP = told("Bootstrap : Using eth0:10.0.0.1<0>")
@@ -162,8 +165,6 @@ def pairs(ends: Iterable[tuple[str, int]]) -> list[str]:
 
 LISTED = "".join(f"#  Rank  {i} Group  0 Pid   146 on    h200 device  {i} [0x5{i}] NVIDIA H200\n" for i in range(2))
 LISTED += told("Channel 07/0 : 1[1] -> 0[0] [send] via NET/AWS Libfabric/1/GDRDMA", host="h200", pid=146, device=1)
-NO_NICS: dict[str, Any] = {"nics": (), "network": "Socket", "between": "NET/Socket/0", "in_host": "P2P/CUMEM"}
-SOCKETS = dataclasses.replace(HEALTHY, **NO_NICS)
 JOBS: dict[str, SampleJob] = {
     "the network in a host: settings": SampleJob(
         gpus=2, in_host="NET/Socket/0", settings={"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
@@ -442,9 +443,31 @@ def _causes() -> list[list[str]]:
     return [line.split("\t") for line in lines[1:]]
 
 
-@pytest.mark.parametrize(("code", "place", "text"), _causes())
-def test_a_text_has_its_cause(code: str, place: str, text: str) -> None:
+@pytest.mark.parametrize(("code", "severity", "place", "text"), _causes())
+def test_a_text_has_its_cause(code: str, severity: str, place: str, text: str) -> None:
     """If it fails, a user looks for a cable where the NIC itself failed, or refused an access."""
     entry = explain(text, place)
     assert entry is not None
-    assert entry.code == code
+    assert (entry.code, entry.severity) == (code, severity)
+
+
+def test_each_reason_has_a_text() -> None:
+    """If it fails, a finding has no text, or a text no finding."""
+    texts = read_texts(Path(nccl_log.__file__).with_name("findings.txt"))
+    sources = "".join(path.read_text() for path in Path(nccl_log.__file__).parent.glob("*.py"))
+    assert all(text.keys() - {"what", "is"} == {"why", "try"} for text in texts.values())
+    assert set(re.findall(r'\breason\("(\w+)"', sources)) <= texts.keys()
+    without_what = re.findall(r'\bfinding\("\w+", "(\w+)"(?![^\n]*what=)', sources)
+    assert [code for code in without_what if "what" not in texts[code]] == []
+    assert [code for code in texts if not code.startswith("ras_") and f'"{code}"' not in sources] == []
+
+
+def test_each_pattern_is_used() -> None:
+    """If it fails, a pattern was renamed in one of the two places, or is left over."""
+    table = read_texts(Path(nccl_log.__file__).with_name("patterns.txt"))
+    sources = "".join(
+        Path(nccl_log.__file__).with_name(name).read_text() for name in ("messages.py", "reader.py", "torch_lines.py")
+    )
+    used = re.findall(r'_(PROCESS|RANK|PATTERNS)\["(\w+)"\]', sources)
+    sections = {"PROCESS": "process", "RANK": "rank", "PATTERNS": "other"}
+    assert {(sections[of], name) for of, name in used} == {(of, name) for of in sections.values() for name in table[of]}

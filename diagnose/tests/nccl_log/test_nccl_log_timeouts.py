@@ -1,11 +1,11 @@
-"""Timeouts of ranks of a part of the job, and of ranks that others made wait; logs from which Ray left out lines."""
+"""Collectives that timed out: whom ranks wait for, in a part of the job too, and where Ray left out lines."""
 
 from __future__ import annotations
 
 import pytest
 
 from commopt_diagnose.nccl_log.findings import find_all
-from diagnose_support.nccl_sample_logs import findings, read, told, watchdog
+from diagnose_support.nccl_sample_logs import SampleJob, findings, read, told, watchdog
 
 
 def _of_worker(rank: int, text: str, repeats: str = "") -> str:
@@ -103,3 +103,49 @@ def test_an_error_of_an_unknown_rank_is_likelier_than_the_network() -> None:
         *(watchdog(rank, 7) for rank in range(3)), "3: RuntimeError: CUDA out of memory. Tried to allocate\n"
     )
     assert found["collective_timeout"].advice == "begin with the warnings"
+
+
+def progress(rank: int, enqueued: int, group: int = 0) -> str:
+    return f"[PG ID {group} PG GUID 0 Rank {rank}]  PG status: last enqueued work: {enqueued}, last completed work: 4\n"
+
+
+def test_timeouts() -> None:
+    start = SampleJob().mixed()
+    alone = findings(start + "".join(watchdog(rank, 5) for rank in (0, 1, 3)))["collective_timeout"]
+    assert alone.what == "a collective timed out after 600 s: ranks 0, 1, 3 in ALLREDUCE 5 (NumelIn=8, NumelOut=8)"
+    assert alone.why.startswith("rank 2 did not time out")
+    all_of_them = start + "".join(watchdog(rank, 5) * 3 for rank in range(4))
+    assert findings(all_of_them)["collective_timeout"].why.startswith("all ranks wait in the same collective")
+    other = findings(start + watchdog(0, 5) + watchdog(1, 5) + watchdog(2, 5, numel=9) + watchdog(3, 5))
+    assert "different operations or sizes" in other["collective_timeout"].why
+    other_group = progress(0, 90, group=1)
+    behind = findings(all_of_them + other_group + "".join(progress(rank, 5 - (rank == 2)) for rank in range(4)))[
+        "collective_timeout"
+    ]
+    assert behind.why == "rank 2 had not started it: the last collective there is number 4, 5 elsewhere"
+
+
+def test_ranks_of_which_one_names_its_group_are_compared() -> None:
+    """As in rmaphoh/RETFound#39, where one rank reduced a metric and the other its gradients."""
+    at = "Timeout at NCCL work: 5769, last enqueued NCCL work: 5769, last completed NCCL work: 5768."
+    named = f"[rank0]:[E ProcessGroupNCCL.cpp:1537] [PG 0 Rank 0] {at}"
+    found = findings(watchdog(0, 5769, numel=1), watchdog(1, 5769, numel=2958336), named)["collective_timeout"]
+    assert "the same number with different operations or sizes" in found.why
+
+
+def timed_out(rank: int, group: str) -> str:
+    at = "Timeout at NCCL work: 5, last enqueued NCCL work: 7, last completed NCCL work: 4."
+    return f"{watchdog(rank, 5)}[rank{rank}]:[E] [{group} Rank {rank}] {at}\n"
+
+
+def test_ranks_without_a_line_are_not_blamed_for_a_timeout() -> None:
+    start = told("comm 0x7f rank 2 nranks 16 cudaDev 2 busId 41000 commId 0x44 - Init COMPLETE")
+    found = findings(start, watchdog(4, 5))["collective_timeout"]
+    assert "did not time out" not in found.why
+    assert "what the others of " in found.why
+
+
+@pytest.mark.parametrize(("group", "is_sure"), [("PG ID 0 PG GUID 0(default_pg)", True), ("PG 3", False)])
+def test_a_rank_may_be_outside_of_a_group(group: str, is_sure: bool) -> None:
+    lines = [timed_out(rank, group) for rank in (0, 1, 3)]
+    assert ("are not in this group" not in findings(*lines)["collective_timeout"].why) is is_sure

@@ -1,17 +1,17 @@
-"""Kinds of logs on which a second round of public logs showed mistakes; each test keeps the lines that matter."""
+"""Who wrote a line, also where processes have torn each other's lines."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import pytest
 
 from commopt_diagnose.nccl_log.findings import find_all
-from commopt_diagnose.nccl_log.reader import read_log
-from commopt_diagnose.nccl_log.summary import to_plain, versions_of
-from diagnose_support.nccl_sample_logs import PLUGIN, RCCL, findings, read, told
-from support.commopt import commopt
+from commopt_diagnose.nccl_log.lines import split_line
+from diagnose_support.nccl_sample_logs import (
+    SampleJob,
+    findings,
+    read,
+    told,
+)
 
 
 def rank_lines(host: str, pid: int, rank: int, *, settings: str = "") -> list[str]:
@@ -79,55 +79,6 @@ def test_a_missing_setting_proves_nothing_among_torn_lines() -> None:
     assert findings(differs)["different_settings"].confidence == "possible"
 
 
-def test_what_is_only_possible_is_printed_as_such(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    text = "ncclSocketInit: connecting to address with family 1 is neither AF_INET(2) nor AF_INET6(10)"
-    path.write_text(f"h:1:2 [0] misc/socket.cc:8 NCCL WARN {text}\n")
-    assert "error (possible): " in commopt("nccl-log", path).stdout
-    assert json.loads(commopt("nccl-log", "--json", path).stdout)["findings"][0]["confidence"] == "possible"
-
-
-def test_rccl_without_a_line_of_its_network() -> None:
-    log = read(RCCL)
-    assert versions_of(log) == ["2.27.7 (RCCL)"]
-    found = {finding.code: finding for finding in find_all(log)}
-    assert found["kernel_parameters"].severity == "warning"
-    assert found["socket_network"].what.startswith("if there are several hosts, they talk over TCP")
-    assert "no device and no network plugin" in found["socket_network"].why
-    balancing = "h:1:1 [0] init.cc:142 NCCL WARN NUMA auto balancing enabled which can lead to variability\n"
-    assert findings(balancing)["numa_balancing"].severity == "warning"
-
-
-def test_a_plugin_that_cannot_be_loaded_is_why_tcp_is_used() -> None:
-    """The lines of its channels have no head."""
-    log = read(PLUGIN)
-    assert sum(len(member.connections) for member in log.communicators[0].all_members) == 2
-    (finding,) = [finding for finding in find_all(log) if finding.code == "socket_network"]
-    assert "cannot be loaded" in finding.why
-    harmless = PLUGIN.replace("version `GLIBC_2.34' not found", "cannot open shared object file")
-    assert "cannot be loaded" not in findings(harmless)["socket_network"].why
-
-
-def test_calls_have_the_number_of_ranks(tmp_path: Path) -> None:
-    calls = [
-        told(f"AllReduce: opCount {number:x} sendbuff 0x7f recvbuff 0x7f count 8 comm 0x7fa0 [nranks=8] stream 0x9")
-        for number in range(3)
-    ]
-    path = tmp_path / "log"
-    path.write_text("".join(calls))
-    log = read_log([path])
-    assert [(each.num_ranks, each.count) for each in log.communicators] == [(8, 1)]
-    assert to_plain(log, [])["num_nccl_lines"] == 3
-
-
-def test_the_version_of_a_process_that_only_warns() -> None:
-    text = (
-        told("NCCL version 2.26.2+cuda12.2")
-        + "a:7:9 [0] include/alloc.h:228 NCCL WARN Cuda failure 2 'out of memory'\n"
-    )
-    assert versions_of(read(text)) == ["2.26.2+cuda12.2"]
-
-
 def test_lines_that_come_again_are_one_communicator_and_one_warning() -> None:
     """A file may be named twice, or hold its lines several times: an id belongs to one communicator."""
     warning = f"{FIRST[0].partition('NCCL INFO')[0]}init.cc:9 NCCL WARN Duplicate GPU detected : rank 1 and rank 0"
@@ -139,8 +90,59 @@ def test_lines_that_come_again_are_one_communicator_and_one_warning() -> None:
     assert "(3 times)" in {finding.code: finding for finding in find_all(log)}["same_gpu"].what
 
 
-def test_a_call_into_which_another_line_was_written_is_read(tmp_path: Path) -> None:
-    call = told("AllReduce: opCount 1 sendbuff 0x7f recvbuff 0x7f count 8 comm 0x7fa0 [nranks=8] stream 0x9")
-    path = tmp_path / "log"
-    path.write_text(call + call.rstrip() + told("NET/IB : No device found.", host=" node-b", pid=9000))
-    assert {process.host for process in read_log([path]).processes} == {"a", "node-b"}
+def test_two_lines_in_one() -> None:
+    first, second = (
+        "n1:7:8 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P",
+        "n1:9:9 [1] NCCL INFO Connected all rings",
+    )
+    found = list(split_line(first + second, "log", 1))
+    assert [each.is_whole for each in found] == [False, True]
+    assert found[1].text == "Connected all rings"
+
+
+def test_a_broken_line_in_front_of_a_head() -> None:
+    """Ranks that write at the same time break each other's lines; no host comes of that."""
+    broken = "node-a:400node-a:4010:4015 [1] NCCL INFO Channel 00/0 : 1[1] -> 2[2] via P2P/CUMEM/read\n"
+    log = read(SampleJob().mixed() + broken)
+    assert {process.host for process in log.processes} == {"node-a"}
+    assert len(log.processes) == 4
+
+
+def test_a_connection_that_another_process_wrote_into_is_none() -> None:
+    """Else a single broken line is a slow connection."""
+    head = "a:1:2 [0] NCCL INFO Channel 0{}/0 : 0[0] -> 1[0] [send] via NET/IB/6"
+    ends = ("/GDRDMA", "/GDSetting up the model", "/GDRDMA/Shared", "/GDRDMA(PCI)")
+    connections = read("".join(f"{head.format(i)}{end}\n" for i, end in enumerate(ends))).communicators[0].connections
+    assert [(each.channel, each.has_gdr) for each in connections] == [(0, True), (2, True), (3, True)]
+
+
+def test_a_line_without_a_head_is_of_the_process_that_has_its_communicator() -> None:
+    """Not of the one that wrote last, on another host."""
+    begun = "{}:{}:9 [0] NCCL INFO comm 0x{} rank {} nranks 2 cudaDev 0 busId 1a000 commId 0x77 - Init START\n"
+    text = begun.format("a", 7, "aa", 0) + begun.format("b", 8, "bb", 1)
+    text += "0] NCCL INFO comm 0xaa rank 0 nranks 2 cudaDev 0 busId 1a000 commId 0x77 - Init COMPLETE\n".replace(
+        "0]", "[0]", 1
+    )
+    (communicator,) = read(text).communicators
+    assert {rank: member.process.host for rank, member in communicator.members.items()} == {0: "a", 1: "b"}
+    assert communicator.members[0].finished
+    assert not communicator.unknown
+
+
+def test_logs_without_heads_of_two_ranks_in_one_file() -> None:
+    ranks = [
+        f"NCCL INFO Bootstrap : Using lo:127.0.0.1<0>\nNCCL INFO Trees [0] -1/-1/-1->{rank}->{1 - rank}\n"
+        f"NCCL INFO Channel 00 : {rank}[{rank}9000] -> {1 - rank}[{1 - rank}9000] via direct shared memory\n"
+        f"NCCL INFO comm 0x7f{rank} rank {rank} nranks 2 cudaDev 0 busId {rank}9000 - Init COMPLETE\n"
+        for rank in (1, 0)
+    ]
+    (communicator,) = read("".join(ranks)).communicators
+    assert sorted(communicator.members) == [0, 1]
+    assert "virtual_interface" not in findings("".join(ranks))
+
+
+def test_an_error_that_nccl_goes_on_after_is_none() -> None:
+    failed = told("net.cc:79 -> 3")
+    assert findings(failed)["silent_error"].severity == "error"
+    assert "silent_error" not in findings(failed, told("Using network Socket"))
+    assert "silent_error" in findings(failed, told("Using network Socket", tid=9)), "another thread did"
