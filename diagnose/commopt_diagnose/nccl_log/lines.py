@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -38,7 +38,6 @@ _HEAD = re.compile(
     r"(?P<place>(?:[^\s:]+\.\w+|\w+|\w[\w:<>*&~ ]*\([^()]*\)(?: const)?):\d+ +(?:\([^()]*\) +)?)?$"
 )
 _PLAIN_HEAD = re.compile(rb"([A-Za-z][\w.-]*):(\d{1,10}):(\d{1,10}) \[(\d{1,3})\]")
-_MAX_HEADS = 1 << 16  # heads that are remembered: each thread of a job has its own
 # Lines of NCCL whose head was left out, by a filter or an editor.
 _BARE = re.compile(
     r"\s*((?:Channel|Ring) \d+(?:/\d+)? : \d+(?:\[\w+\])? -> \d+.* via (?:P2P|SHM|NET|direct).*"
@@ -96,7 +95,7 @@ def read_messages(path: Path, repeats: Repeats | None = None) -> Iterator[Messag
         OSError: the file cannot be read.
         EOFError, zlib.error, gzip.BadGzipFile: it is compressed, and cut or damaged here.
     """
-    repeats, heads = repeats or Repeats(), _Heads()
+    repeats = repeats or Repeats()
     with ExitStack() as stack:
         name = "standard input" if str(path) == "-" else str(path)
         wanted = 0  # number of further lines that belong to the last one
@@ -114,7 +113,7 @@ def read_messages(path: Path, repeats: Repeats | None = None) -> Iterator[Messag
                 continue
             text = raw.decode("utf-8", errors="replace").rstrip("\r\n")
             is_plain = place > 0 and raw.find(b"NCCL ", place + len(INFO)) < 0 and b"](http" not in raw
-            head = heads.get(raw, place) if is_plain else None
+            head = _plain_head(raw[:place]) if is_plain else None
             is_whole = raw.endswith(b"\n")
             if head is None:
                 yield from split_line(text, name, number, is_whole=is_whole)
@@ -125,23 +124,11 @@ def read_messages(path: Path, repeats: Repeats | None = None) -> Iterator[Messag
             yield message
 
 
-class _Heads:
-    """The heads of NCCL's lines, whose form is mostly the plain one; to remember them takes less time than to parse."""
-
-    def __init__(self) -> None:
-        self._known: dict[bytes, tuple[str, int, int, int] | None] = {}
-
-    def get(self, raw: bytes, end: int) -> tuple[str, int, int, int] | None:
-        """Returns host, process, thread and device; None if a line has a head of another form."""
-        head = raw[:end]
-        try:
-            return self._known[head]
-        except KeyError:
-            match = _PLAIN_HEAD.fullmatch(head)
-            numbers = None if match is None else (match[1].decode(), int(match[2]), int(match[3]), int(match[4]))
-            if len(self._known) < _MAX_HEADS:
-                self._known[head] = numbers
-            return numbers
+@lru_cache(maxsize=1 << 16)  # each thread of a job has its own head
+def _plain_head(head: bytes) -> tuple[str, int, int, int] | None:
+    """Returns host, process, thread and device; None for a head of another form than that of most lines."""
+    match = _PLAIN_HEAD.fullmatch(head)
+    return None if match is None else (match[1].decode(), int(match[2]), int(match[3]), int(match[4]))
 
 
 def _num_wanted(raw: bytes) -> int:

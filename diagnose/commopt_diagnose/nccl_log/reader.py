@@ -5,7 +5,6 @@ Also reads what PyTorch's watchdog, NCCL's RAS and nccl-tests write into such lo
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections.abc import Sequence
 from gzip import BadGzipFile
@@ -19,13 +18,10 @@ from commopt_diagnose.nccl_log.inspector import Inspected
 from commopt_diagnose.nccl_log.lines import Message, read_messages
 from commopt_diagnose.nccl_log.messages import find_version, is_passed_on, read_process_line, read_rank_line
 from commopt_diagnose.nccl_log.skipping import Repeats
-from commopt_diagnose.nccl_log.torch_lines import TorchLines
+from commopt_diagnose.nccl_log.torch_lines import PATTERNS, TorchLines
 from commopt_diagnose.nccl_log.warnings import explain
 from commopt_diagnose.nccl_log.writers import Writers
-from lightning_commopt.text.findings import read_texts
 
-_TEXTS = read_texts(Path(__file__).with_name("patterns.txt"))["other"]
-_PATTERNS = {name: re.compile(text) for name, text in _TEXTS.items()}
 _ALGORITHMS = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
 _PROTOCOLS = ("LL", "LL128", "SIMPLE")
 
@@ -159,12 +155,12 @@ class LogReader:
 
     def _read_ras(self, message: Message) -> bool:
         text, reports = message.text, self.log.ras
-        if match := _PATTERNS["ras_head"].match(text):
+        if match := PATTERNS["ras_head"].match(text):
             reports.append(RasReport(match[1] or "", match[2], message.line, []))
             return True
         last = reports[-1] if reports else None
-        if last and _PATTERNS["ras_detail"].match(text) and message.number == last.line.number + len(last.details) + 1:
-            last.details.append(_PATTERNS["ras_place"].sub(r" (process \1 on \2)", text))
+        if last and PATTERNS["ras_detail"].match(text) and message.number == last.line.number + len(last.details) + 1:
+            last.details.append(PATTERNS["ras_place"].sub(r" (process \1 on \2)", text))
             return True
         return False
 
@@ -174,12 +170,12 @@ class LogReader:
         version = find_version(message.text) if message.is_whole else None
         if version is not None:
             self.log.versions.setdefault(version, Fact(version, message.line))
-        elif package := _PATTERNS["package"].search(message.text):
+        elif package := PATTERNS["package"].search(message.text):
             self.log.packages.setdefault(package[1], Fact(package[1], message.line))
         return version is not None
 
     def _read_listed(self, message: Message) -> bool:
-        match = _PATTERNS["listed"].search(message.text) if "#" in message.text else None
+        match = PATTERNS["listed"].search(message.text) if "#" in message.text else None
         if match is not None:
             host, pid, device, bus = match[3], int(match[2]), int(match[4]), match[5].lower()
             self.log.listed[int(match[1])] = (host, pid, device, f"{bus}000")
@@ -188,10 +184,10 @@ class LogReader:
 
 def _parse_choice(text: str) -> Choice | None:
     """Parses a line of the tuner; algorithms and protocols of old versions are numbers."""
-    if match := _PATTERNS["kernel_choice"].match(text):
+    if match := PATTERNS["kernel_choice"].match(text):
         channels = f"{match[5]} channels" if match[5] else ""
         return Choice(match[1], int(match[3]), f"{match[2]} {match[4]}", "", channels)
-    if (match := _PATTERNS["choice"].match(text)) is None:
+    if (match := PATTERNS["choice"].match(text)) is None:
         return None
     algorithm, protocol = (
         names[int(word)] if word.isdecimal() and len(word) < 3 and int(word) < len(names) else word.upper()

@@ -13,13 +13,7 @@ from commopt_diagnose.nccl_log.warnings import explain
 from lightning_commopt.text.findings import Line, read_texts
 
 _TEXTS = read_texts(Path(__file__).with_name("patterns.txt"))["other"]
-_PATTERNS = {name: re.compile(text) for name, text in _TEXTS.items()}
-# One of these is in each line of `outside`.
-_OUTSIDE_WORDS = (
-    *("oom", "OOMK", "ignal", "*** SIG", "Xid", "exitcode", "xit code", "xit Code", "return code", "out of memory"),
-    *("Of Memory", "low on resource", "Killed process", "r died ", "us error", "fault", "CANCELLED", "HSA_STATUS"),
-    *("stuck", "Out of memory", "GetKeyValue", "cqe with error", "double free", "(): ", "corrupted "),
-)
+PATTERNS = {name: re.compile(text) for name, text in _TEXTS.items()}
 
 
 class TorchLines:
@@ -34,29 +28,29 @@ class TorchLines:
     def read_error(self, message: Message) -> bool:
         """Reads an error that PyTorch raised. What follows "Last error:", perhaps in the next line, explains most."""
         text, rank = message.text, self._last_error
-        if rank is None and message.number != self._result_number + 1 and not _PATTERNS["error_words"].search(text):
+        if rank is None and message.number != self._result_number + 1 and not PATTERNS["error_words"].search(text):
             return False  # most lines, and the other patterns take longer
         if rank is not None and text:
             self._last_error = None
-            text = _PATTERNS["rank"].sub("", _PATTERNS["label"].sub("", text, count=1))
-        elif marked := _PATTERNS["last_error"].search(text):
+            text = PATTERNS["rank"].sub("", PATTERNS["label"].sub("", text, count=1))
+        elif marked := PATTERNS["last_error"].search(text):
             start, text = text[: marked.start()], text[marked.end() :]
-            match = _PATTERNS["rank"].search(start)
+            match = PATTERNS["rank"].search(start)
             rank = -1 if match is None else int(match[1] or match[2])
             if not text.strip():
                 self._last_error = rank
                 return True
-        elif error := _PATTERNS["torch_error"].search(text):
+        elif error := PATTERNS["torch_error"].search(text):
             who = _group_and_rank(text[: error.start()])
             self.log.warn(error[1], message.line, rank=None if who is None else who.rank)
             return True
-        elif match := _PATTERNS["torch_text"].search(text):
+        elif match := PATTERNS["torch_text"].search(text):
             who = _group_and_rank(text[: match.start()])
             self.log.warn(match[1], message.line, rank=None if who is None else who.rank, place="torch")
             return True
         elif self._follows_result(message):
             rank = -1
-        elif match := _PATTERNS["test_failure"].search(text):
+        elif match := PATTERNS["test_failure"].search(text):
             self.log.warn(
                 match[3] or (f"Cuda failure '{match[2]}'" if match[1] and match[1] != "NCCL" else match[2]),
                 message.line,
@@ -64,8 +58,8 @@ class TorchLines:
             return True
         else:
             return False
-        text = _PATTERNS["tail"].sub("", text).strip()
-        if not _PATTERNS["no_error"].match(text):
+        text = PATTERNS["tail"].sub("", text).strip()
+        if not PATTERNS["no_error"].match(text):
             self.log.warn(text, message.line, rank=None if rank == -1 else rank, place="Last error")
         return True
 
@@ -74,7 +68,7 @@ class TorchLines:
 
         "Last error:" may be missing between them. As any line may stand there, only known errors count.
         """
-        if _PATTERNS["result_line"].search(message.text):
+        if PATTERNS["result_line"].search(message.text):
             self._result_number = message.number
             return False
         return message.number == self._result_number + 1 and explain(message.text, "Last error") is not None
@@ -85,10 +79,10 @@ class TorchLines:
         That explains what NCCL reports, but a log is not NCCL's because of it.
         """
         text = message.text
-        if any(word in text for word in _OUTSIDE_WORDS) and (match := _PATTERNS["outside"].search(text)):
+        if match := PATTERNS["outside"].search(text):
             who = _group_and_rank(text[: match.start()])
             self.log.warn(text, message.line, rank=None if who is None else who.rank, place="outside")
-        elif "[rank" in text and (match := _PATTERNS["raised"].search(text)):
+        elif "[rank" in text and (match := PATTERNS["raised"].search(text)):
             self.log.warn(match[2], message.line, rank=int(match[1]), place="raised")
 
     def read_watchdog(self, message: Message) -> bool:
@@ -107,7 +101,7 @@ class TorchLines:
             self.log.timeouts.setdefault(key, timeout)
         elif "atchdog caught" in text:
             self._wrapped = message
-        if timeout is None and "[E" in text and (match := _PATTERNS["watchdog_error"].search(text)):
+        if timeout is None and "[E" in text and (match := PATTERNS["watchdog_error"].search(text)):
             self.log.failed_ranks.add(int(match[1]))
         if progress is not None:
             self.log.progress[progress.rank, progress.group] = progress
@@ -116,7 +110,7 @@ class TorchLines:
 
 def _parse_timeout(text: str, line: Line) -> Timeout | None:
     """Parses a line of PyTorch's watchdog that gives a collective up."""
-    match = _PATTERNS["timeout"].search(text) if "atchdog caught" in text else None
+    match = PATTERNS["timeout"].search(text) if "atchdog caught" in text else None
     who = _group_and_rank(text[: match.start()]) if match else None
     if match is None or who is None:
         return None
@@ -137,7 +131,7 @@ def _parse_timeout(text: str, line: Line) -> Timeout | None:
 
 def _parse_progress(text: str, line: Line) -> Progress | None:
     """Parses a line of PyTorch's watchdog about how far a rank is; what cannot be true is left out."""
-    match = _PATTERNS["progress"].search(text) if "nqueued" in text else None
+    match = PATTERNS["progress"].search(text) if "nqueued" in text else None
     who = _group_and_rank(text[: match.start()]) if match else None
     if match is None or who is None or int(match[3]) > int(match[2]):
         return None
@@ -165,7 +159,7 @@ def _group_and_rank(text: str) -> _Writer | None:
     >>> _group_and_rank("[rank9]:[E129 16:38:47 ProcessGroupNCCL.cpp:683] [PG ID 5 PG GUID 37(TP) Rank 1] ")
     _Writer(rank_in_job=9, rank_in_group=1, group='PG ID 5 PG GUID 37(TP)')
     """
-    matches = list(_PATTERNS["group_and_rank"].finditer(text))
+    matches = list(PATTERNS["group_and_rank"].finditer(text))
     in_job = [int(match[3]) for match in matches if match[3]]
     in_group = [(match[1] or "", int(match[2])) for match in matches if match[2]]
     if not matches:
