@@ -33,8 +33,7 @@ from lightning_commopt.plan import OptionError
 from lightning_commopt.testing import LAWS, SHARDED_LAWS, check_compressor, conformance
 from lightning_commopt.testing.places import CPU
 from lightning_commopt.testing.steps import Net
-from support.cross_section import sampled
-from support.faulty_compressors import FAULTS, LOSSY, Faulty
+from support.faulty_compressors import LOSSY, Faulty
 from support.marked_processes import Program
 from support.own_compressors import Averages
 from support.ranks import run_ranks  # noqa: F401 - tells the fork server what to import
@@ -47,11 +46,9 @@ def _broken(compressor: Any, **options: Any) -> dict[str, str]:
     return dict(re.findall(r"^(\w+(?: \(FSDP2\))?): (.+)\n    Law: ", str(raised.value), re.MULTILINE))
 
 
-@pytest.mark.parametrize("fault", sampled(FAULTS, by_default=["talkative"]))
-def test_a_fault_is_found_by_its_law(fault: str) -> None:
+def test_a_broken_law_is_named() -> None:
     """If it fails, a user's test passes with a compressor that training goes wrong with."""
-    law = FAULTS[fault][0].name
-    assert list(_broken(Faulty(fault=fault), laws=[law])) == [law]
+    assert list(_broken(Faulty(fault="talkative"), laws=["bytes_as_declared"])) == ["bytes_as_declared"]
 
 
 @pytest.mark.exhaustive

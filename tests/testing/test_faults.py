@@ -6,7 +6,7 @@ from lightning_commopt.testing.law import Law
 from lightning_commopt.testing.places import CPU
 from lightning_commopt.testing.steps import Setup
 from support.faulty_compressors import FAULTS, LOSSY, Faulty
-from support.ranks import run_ranks
+from support.warm_ranks import run_ranks
 
 
 def _messages_about_averages() -> dict[str, str]:
