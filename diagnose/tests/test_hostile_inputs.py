@@ -16,6 +16,7 @@ from lightning_commopt.watch.hangs.diagnosis import diagnose
 from lightning_commopt.watch.hangs.marks import Mark
 from lightning_commopt.watch.hangs.records import Records
 from lightning_commopt.watch.hangs.snapshot import RankSnapshot
+from support.cross_section import sampled
 from support.hostile import HOSTILE, check, plant_everywhere
 
 
@@ -34,7 +35,7 @@ def hung_run(folder: Path) -> None:
     Records(folder / "hangs", 0).report(diagnose(snapshots), snapshots, 30.0)
 
 
-@pytest.mark.parametrize("name", ["report.json", "rank_1.json"])
+@pytest.mark.parametrize("name", sampled(["report.json", "rank_1.json"], by_default=["report.json"]))
 def test_reports_of_hangs(name: str, tmp_path: Path) -> None:
     """If it fails, a run that somebody sent writes to the reader's terminal what it wants."""
     hung_run(tmp_path)

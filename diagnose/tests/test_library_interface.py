@@ -3,7 +3,7 @@
 import ast
 import importlib
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import commopt_diagnose
@@ -25,14 +25,17 @@ def promised() -> set[tuple[str, str]]:
     return pairs
 
 
-def imported() -> Iterator[tuple[str, str, str]]:
-    """Yields each file, and the modules and names of the library that it imports."""
+@cache
+def imported() -> list[tuple[str, str, str]]:
+    """Returns each file, and the modules and names of the library that it imports."""
+    found = []
     for path in Path(commopt_diagnose.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "lightning_commopt":
-                yield from ((path.name, node.module or "", alias.name) for alias in node.names)
+                found += [(path.name, node.module or "", alias.name) for alias in node.names]
             if isinstance(node, ast.Import):
                 assert not [alias.name for alias in node.names if alias.name.startswith("lightning_commopt")], path
+    return found
 
 
 def test_everything_imported_is_promised() -> None:

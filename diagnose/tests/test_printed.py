@@ -17,7 +17,7 @@ from commopt_diagnose.topology.sources import read_content
 from commopt_diagnose.topology.terminal import print_topology
 from diagnose_support.nccl_sample_logs import BROKEN, SLOW, SampleJob
 from diagnose_support.sample_bench import result_of, sample
-from diagnose_support.topology_samples import PRINTED
+from diagnose_support.topology_samples import PRINTED, SAMPLES, Sample
 from lightning_commopt.text.findings import Finding
 from lightning_commopt.watch.hangs.diagnosis import diagnose
 from lightning_commopt.watch.hangs.records import HangReport, Records
@@ -47,9 +47,9 @@ def test_a_bench_in_a_pipe_keeps_nccl_tests_columns() -> None:
     assert any(len(line.split()) == 9 for line in console.export_text().splitlines() if line.startswith(" "))
 
 
-@pytest.mark.parametrize("name", PRINTED)
-def test_topologies(name: str) -> None:
-    machine = read_content(PRINTED[name].tabbed().encode(), "input")
+@pytest.mark.parametrize("sample", [*PRINTED.values(), SAMPLES["nvswitch_16"]], ids=[*PRINTED, "nvswitch_16"])
+def test_topologies(sample: Sample) -> None:
+    machine = read_content(sample.tabbed().encode(), "input")
     found = find_in_topology(machine)
     check_numbers_are_whole(lambda console: print_topology(machine, found, console))
 

@@ -17,7 +17,7 @@ import lightning_commopt
 from lightning_commopt.compat.hydra import allow_targets
 from lightning_commopt.compressors import Layout, register_compressor, registry
 from lightning_commopt.compressors.catalog import example_compressors, recommended
-from lightning_commopt.cost.basis import Basis, recommended_compressors
+from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.candidates import forecasts
 from lightning_commopt.cost.compressor_cost import measure_costs
 from lightning_commopt.cost.workload import Gradient, Workload
@@ -29,6 +29,7 @@ from lightning_commopt.strategy.adapters import aliases
 from lightning_commopt.testing import check_compressor
 from lightning_commopt.train.sweep.config import check_config, sync_method
 from support.composed import composed
+from support.cross_section import sampled
 from support.ranks import run_ranks
 from support.sample_metrics import sample_metrics
 
@@ -85,14 +86,13 @@ def test_its_name_is_known_everywhere() -> None:
     assert "fp8" in example_compressors()
 
 
-@pytest.mark.usefixtures("new_compressor")
-def test_it_is_recommended_by_what_it_claims() -> None:
+def test_it_is_recommended_by_what_it_claims(new_compressor: ModuleType) -> None:
     """If it fails, recommendations know only the compressors that they were written with."""
     assert recommended() == ["bf16", "int8", "fp8", "int4", "powersgd"]
     gradients = [Gradient("w", (512, 512), 4, 0.01)]
     work = Workload(gradients=tuple(gradients), forward_s=0.01, backward_s=0.01, rest_s=0.0, num_ranks=2)
     link = Link(hop_s=1e-4, s_per_byte=1e-6)
-    costs = measure_costs(recommended_compressors(), gradients, torch.device("cpu"), 2)
+    costs = measure_costs([None, new_compressor.Float8()], gradients, torch.device("cpu"), 2)
     basis = Basis(plan=CommPlan(), workload=work, link=link, costs=costs, step_s=1.0)
     (own,) = (forecast for forecast in forecasts(basis) if '"fp8"' in forecast.setting)
     found = verdict(sample_metrics(), world_size=2, comm_hook="none", is_lossy=False, forecasts=[own])
@@ -143,9 +143,10 @@ def test_the_laws_are_checked_for_it(new_compressor: ModuleType) -> None:
     assert run_ranks(new_compressor.is_tried, world_size=1) == [True]
 
 
-def test_it_obeys_the_laws(new_compressor: ModuleType) -> None:
+@pytest.mark.parametrize("laws", sampled([["averages"], None], by_default=[["averages"]]))
+def test_it_obeys_the_laws(laws: list[str] | None, new_compressor: ModuleType) -> None:
     """If it fails, nobody's compressor passes `check_compressor`."""
-    check_compressor(new_compressor.Float8())
+    check_compressor(new_compressor.Float8(), laws=laws)
 
 
 _MAY_NAME_THEM = {
@@ -161,7 +162,9 @@ def test_no_other_file_names_compressors() -> None:
     names = {"bf16", "fp16", "int4", "powersgd", "alternating_powersgd", "Int4", "PowerSGD", "AlternatingPowerSGD"}
     found = set()
     for path in package.rglob("*.py"):
-        constants = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
-        if path.parent.name not in ("compressors", "kernels") and constants & names:
+        text = path.read_text()
+        if path.parent.name in ("compressors", "kernels") or not any(f'"{name}"' in text for name in names):
+            continue
+        if names & {node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)}:
             found.add(str(path.relative_to(package.parent)))
     assert found == _MAY_NAME_THEM

@@ -1,5 +1,6 @@
 """Kernels are compiled when a hook is attached, and all ranks do without Triton where one of them has to."""
 
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -114,9 +115,16 @@ _SHARD_SIZES = (1, 1000, 3 * 16 * 256, 5120 * 13)
 
 
 @needs_fake_copies
-@pytest.mark.parametrize("dtype", sampled([torch.bfloat16, torch.float32], by_default=[torch.bfloat16]))
-@pytest.mark.parametrize("world_size", [2, 8])
-@pytest.mark.parametrize("name", SHARDED_CASES)
+@pytest.mark.parametrize(
+    ("name", "world_size", "dtype"),
+    sampled(
+        itertools.product(SHARDED_CASES, (2, 8), (torch.bfloat16, torch.float32)),
+        by_default=[
+            *((name, 2, torch.bfloat16) for name in ("bf16", "int8_feedback")),
+            *((name, 8, torch.bfloat16) for name in ("int8", "int4_feedback")),
+        ],
+    ),
+)
 def test_units_of_fsdp2_need_no_other_kernel(name: str, world_size: int, dtype: torch.dtype) -> None:
     """If it fails, the first reduce-scatters of every rank compile for seconds."""
     in_training, compiled = Machine(), Machine()

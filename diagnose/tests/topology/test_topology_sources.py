@@ -385,16 +385,6 @@ def test_json_page_and_input(tmp_path: Path) -> None:
     assert "<script" not in written
 
 
-@pytest.mark.parametrize("name", SAMPLES)
-def test_the_terminal_cuts_nothing(name: str) -> None:
-    """If it fails, a wide matrix loses columns."""
-    for columns in (40, 200):
-        output = commopt("topo", "--from", "-", input=SAMPLES[name].tabbed(), columns=columns).output
-        assert "…" not in output
-        assert output.startswith("input: ")
-        assert f"GPU{SAMPLES[name].num_gpus - 1}" in output
-
-
 def damaged(chance: random.Random) -> Iterator[bytes]:
     """Gives files that were cut, mixed and written over."""
     names = chance.sample(sorted(SAMPLES), 2)
@@ -454,11 +444,3 @@ def test_links_without_a_count_are_not_nccls() -> None:
     text = '<system version="1"><cpu numaid="0"><pci busid="0000:01:00.0"><gpu dev="0"><nvlink target="1"/></gpu></pci>'
     with pytest.raises(TopologyError, match="a link of a GPU has no count"):
         read_content(f"{text}</cpu></system>".encode(), "invented")
-
-
-def test_manifest_of_public_tables_and_files() -> None:
-    rows = [row.split("\t") for row in (Path(__file__).parent / "read_sources.tsv").read_text().splitlines()]
-    assert len({source for source, _ in rows}) == len(rows) > 100
-    for source, shown in rows:
-        assert re.match(r"[\w.-]+/[\w.-]+(#\d+$| \S+$)|public (file|page) \S+$", source), source
-        assert shown
