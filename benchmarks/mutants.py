@@ -88,7 +88,7 @@ TESTS = {
     f"{_FOLDER}/channel.py": ("tests/cost/test_compressor_cost.py", *_COMPRESSORS),
     f"{_FOLDER}/*.py": _COMPRESSORS,
     f"{_FOLDER}/kernels/blockwise*_triton.py": _interpreted("blockwise"),
-    f"{_FOLDER}/kernels/elementwise_triton.py": _interpreted("finite", "elementwise"),
+    f"{_FOLDER}/kernels/elementwise_triton.py": _interpreted("elementwise"),
     f"{_FOLDER}/kernels/low_rank*_triton.py": _interpreted("low_rank_rounds"),
     f"{_FOLDER}/kernels/factors_triton.py": _interpreted("orthonormal"),
     f"{_FOLDER}/kernels/launch_triton.py": (f"{_KERNELS}launch.py",),

@@ -1,4 +1,4 @@
-"""What rounding drops, against float64, and that its two forms agree."""
+"""What rounding drops, against float64; whether bad values are found, wherever they are; and that both forms agree."""
 
 import itertools
 
@@ -25,6 +25,7 @@ CASES = [
     (CHUNK_NUMEL + 5, torch.float32, torch.bfloat16, torch.bfloat16),
     (CHUNK_NUMEL + 5, torch.float64, torch.float16, torch.float32),
 ]
+BAD = [float("nan"), float("inf"), float("-inf")]
 
 
 def bucket(numel: int, dtype: torch.dtype, residual_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
@@ -101,6 +102,27 @@ def test_the_end_of_a_message_is_zero() -> None:
     assert out.equal(torch.tensor([0.5] * 17 + [0.0] * 3).bfloat16())
 
 
+def values_with_a_bad_one(numel: int) -> list[Tensor]:
+    """Values with a bad one at the beginning, in the middle, at the end, and with none."""
+    good = [torch.full((numel,), torch.finfo(dtype).max, dtype=dtype) for dtype in (*DTYPES, *NARROW)]
+    bad = []
+    for values, value, index in itertools.product(good, BAD, {0, numel // 2, numel - 1}):
+        bad.append(values.clone())
+        bad[-1][index] = value
+    return [*good, *bad]
+
+
+@pytest.mark.parametrize("numel", [1, 7, 1000, 20_001])
+def test_a_bad_value_is_found(numel: int) -> None:
+    """If it fails, what one overflow left behind stays in all later steps; or the largest number counts as one."""
+    for values in values_with_a_bad_one(numel):
+        assert elementwise.all_finite(values).all().equal(values.isfinite().all())
+
+
+def test_nothing_is_finite() -> None:
+    assert elementwise.all_finite(torch.empty(0))
+
+
 def results(
     device: str, numel: int, dtype: torch.dtype, narrow: torch.dtype, residual_dtype: torch.dtype | None, finite: bool
 ) -> list[Tensor]:
@@ -136,6 +158,12 @@ def both_forms_agree(device: str) -> None:
         cut_off = device == "cpu" and torch.bfloat16 in case
         tolerance = {"rtol": 2.0**-6, "atol": 0.1} if cut_off else {"rtol": 0, "atol": 0}
         torch.testing.assert_close(by_triton, plain, **tolerance)
+    for values in [*values_with_a_bad_one(1), *values_with_a_bad_one(20_001), torch.empty(0)]:  # one tile, and three
+        with in_form("triton"):
+            found = elementwise.all_finite(values.to(device))
+        assert found.device.type == device
+        assert found.numel() <= 1  # as every program of a kernel reads all flags
+        assert found.all().cpu().equal(elementwise.all_finite(values).all())
 
 
 @pytest.mark.exhaustive
