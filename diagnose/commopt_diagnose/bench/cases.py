@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 from commopt_diagnose.bench.result import Case
 from commopt_diagnose.bench.settings import BenchSettings
-from lightning_commopt.compressors import compressor_from_config, compressor_to_config
+from lightning_commopt.compressors import compressor_to_config
 from lightning_commopt.measure.files import read_run
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.text.validation import check_integer
@@ -107,9 +106,5 @@ def messages_of(plan: CommPlan, run_dir: Path | None = None) -> tuple[list[int],
             )
     if plan.comm_hook is None:
         return sizes_bytes, []
-    config = compressor_to_config(plan.comm_hook)
-    # If the compressor has the default options, its name suffices. Some cannot be made without options.
-    with suppress(ValueError, TypeError):
-        if compressor_from_config(config["name"]) == plan.comm_hook:
-            return sizes_bytes, [config["name"]]
-    return sizes_bytes, [config]
+    config = compressor_to_config(plan.comm_hook, with_defaults=False)
+    return sizes_bytes, [config if len(config) > 1 else config["name"]]

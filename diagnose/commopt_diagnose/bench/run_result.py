@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from commopt_diagnose.bench.result import BenchResult, Case, Row
 from lightning_commopt.measure.files import read_run, steps_of_plan
@@ -16,39 +14,28 @@ from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.text.formatting import grouped
 
 
-class BucketTime(NamedTuple):
-    """A bucket as a message.
+def result_of_run(run_dir: Path) -> BenchResult:
+    """Returns the times of a run's buckets by size, in the last steps that all ranks have saved.
 
-    Its time is from its start, or from the end of the bucket before it if that is later, to its end: DDP starts buckets
-    while others are on the wire.
+    A size has a row, under the load "compute" of backward, if it was measured `MIN_TIMES` times. Each bucket has the
+    shortest of all ranks' times, as the last rank to join a collective waits for no other. Times that are not above 0,
+    or NaN, do not count. Without a comm hook ("none") they are times of the all-reduce; with one, compression is part
+    of them. Ranks append to their files while they train: read them again for newer steps.
+
+    Raises:
+        FileNotFoundError: there are no files.
+        ValueError: the steps have no buckets, or too few.
     """
-
-    size_bytes: int
-    time_s: float
-
-
-def bucket_times(record: StepRecord) -> list[BucketTime]:
-    """Returns the messages of a step on one rank, in the same order on all ranks.
-
-    Empty if two buckets share a number, as in a static graph's first backward: their order may differ between ranks.
-    """
-    times: dict[tuple[int, int], BucketTime] = {}
-    last_end_s = -math.inf
-    for bucket in sorted(record.buckets, key=attrgetter("end_s")):
-        time_s = bucket.end_s - max(bucket.start_s, last_end_s)
-        times[bucket.backward, bucket.index] = BucketTime(bucket.gradient_bytes, time_s)
-        last_end_s = bucket.end_s
-    return [times[key] for key in sorted(times)] if len(times) == len(record.buckets) else []
-
-
-def result_of_steps(steps: Iterable[Iterable[BucketTime]], where: Mapping[str, Any]) -> BenchResult:
-    """Returns a row for each size that was measured `MIN_TIMES` times, under the load "compute" of backward.
-
-    Each message has the shortest of all ranks' times, as the last rank to join a collective waits for no other. Times
-    that are not above 0, or NaN, do not count. Without a comm hook ("none") they are times of the all-reduce; with one,
-    compression is part of them. For ``where`` see `where_of_run`.
-    """
-    comm_hook = where["comm_hook"] or "none"
+    ranks = read_run(run_dir)
+    common = steps_of_plan(ranks) if len(ranks) == ranks[0].world_size else {}
+    times = []
+    for records in list(common.values())[-NUM_LAST_STEPS:]:
+        of_ranks = list(map(_bucket_times, records))
+        sizes_bytes = [size_bytes for size_bytes, _ in of_ranks[0]]
+        if all([size_bytes for size_bytes, _ in own] == sizes_bytes for own in of_ranks):
+            times += [min(same, key=itemgetter(1)) for same in zip(*of_ranks, strict=True)]
+    header = ranks[0].header
+    comm_hook = header.get("comm_hook") or "none"
     has_hook = comm_hook not in ("none", "all_reduce")
     case = Case(
         operation="comm_hook" if has_hook else "all_reduce",
@@ -59,41 +46,31 @@ def result_of_steps(steps: Iterable[Iterable[BucketTime]], where: Mapping[str, A
         redop="mean" if has_hook else "sum",
         place="in",
         load="compute",
-        num_ranks=where["world_size"],
+        num_ranks=header["world_size"],
     )
-    times = grouped(message for step in steps for message in step if message.time_s > 0)
     rows = [
         Row(case=replace(case, size_bytes=size_bytes, count=max(1, size_bytes // 4)), times_s=times_s, num_iters=1)
-        for size_bytes, times_s in sorted(times.items())
+        for size_bytes, times_s in sorted(grouped(pair for pair in times if pair[1] > 0).items())
         if len(times_s) >= MIN_TIMES
     ]
+    if not rows:
+        raise ValueError(f"{run_dir}: no bucket of its steps was recorded {MIN_TIMES} times on all ranks")
+    where = {name: header.get(name) for name in ("world_size", "backend", "comm_hook")}
+    where |= {"run": run_dir.name, "last_step": max(common, default=-1)}
     return BenchResult(rows=tuple(rows), where=where, settings={})
 
 
-def result_of_run(run_dir: Path) -> BenchResult:
-    """Returns the times of a run's buckets by size, in the last steps that all ranks have saved.
+def _bucket_times(record: StepRecord) -> list[tuple[int, float]]:
+    """Returns size and time of each bucket of a step on one rank, in the same order on all ranks.
 
-    Ranks append to their files while they train: read them again for newer steps.
-
-    Raises:
-        FileNotFoundError: there are no files.
-        ValueError: the steps have no buckets, or too few.
+    The time is from its start, or from the end of the bucket before it if that is later, to its end: DDP starts buckets
+    while others are on the wire. Empty if two buckets share a number, as in a static graph's first backward: their
+    order may differ between ranks.
     """
-    ranks = read_run(run_dir)
-    common = steps_of_plan(ranks) if len(ranks) == ranks[0].world_size else {}
-    steps = []
-    for records in list(common.values())[-NUM_LAST_STEPS:]:
-        messages = list(map(bucket_times, records))
-        sizes_bytes = [message.size_bytes for message in messages[0]]
-        if all([message.size_bytes for message in own] == sizes_bytes for own in messages):
-            steps.append([min(same, key=attrgetter("time_s")) for same in zip(*messages, strict=True)])
-    result = result_of_steps(steps, where_of_run(run_dir, ranks[0].header, last_step=max(common, default=-1)))
-    if not result.rows:
-        raise ValueError(f"{run_dir}: no bucket of its steps was recorded {MIN_TIMES} times on all ranks")
-    return result
-
-
-def where_of_run(run_dir: Path, header: Mapping[str, Any], *, last_step: int) -> dict[str, Any]:
-    """Returns ``where`` of a result: name and header of its run, and the last step that counts."""
-    known = {name: header.get(name) for name in ("backend", "comm_hook")}
-    return {"run": run_dir.name, "world_size": header["world_size"], **known, "last_step": last_step}
+    times: dict[tuple[int, int], tuple[int, float]] = {}
+    last_end_s = -math.inf
+    for bucket in sorted(record.buckets, key=attrgetter("end_s")):
+        time_s = bucket.end_s - max(bucket.start_s, last_end_s)
+        times[bucket.backward, bucket.index] = bucket.gradient_bytes, time_s
+        last_end_s = bucket.end_s
+    return [times[key] for key in sorted(times)] if len(times) == len(record.buckets) else []
