@@ -54,6 +54,12 @@ def test_topologies(sample: Sample) -> None:
     check_numbers_are_whole(lambda console: print_topology(machine, found, console))
 
 
+def test_links_of_a_matrix_wider_than_the_terminal_stand_beside_their_device() -> None:
+    machine = read_content(SAMPLES["nvswitch_8"].tabbed().encode(), "input")
+    shown = printed(lambda console: print_topology(machine, [], console), 40)
+    assert "NIC7 SYS" in " ".join(shown.split())
+
+
 @pytest.mark.parametrize("job", [SLOW, BROKEN])
 def test_nccl_logs(job: SampleJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -165,6 +165,10 @@ def test_one_cut_line_of_a_ring_is_no_communicator_of_one_rank() -> None:
     assert (read(ring).communicators[0].num_ranks, "ring on" in shown(ring)) == (None, False)
 
 
+def test_channels_are_counted_where_their_number_is_not_printed() -> None:
+    assert ", 2 channels" in shown(told("Channel 01 : 0[1a] -> 1[1b] via P2P/IPC"))
+
+
 def test_nvls_is_unused_only_where_the_number_of_its_channels_is_known() -> None:
     begin = told("comm 0x5f rank 0 nRanks 2 nNodes 1 localRanks 2 localRank 0 MNNVL 0")
     begin += told("NVLS multicast support is available on dev 0")
