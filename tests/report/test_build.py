@@ -11,7 +11,7 @@ from lightning_commopt.report.build import build_report
 from lightning_commopt.report.intervals import Interval
 from lightning_commopt.report.model import Group, Setting
 from support.known import known
-from support.sample_runs import PLANS, ladder_report, plan_run, save_rates, save_run, write_run
+from support.sample_runs import PLANS, plan_run, save_rates, save_run, write_run
 
 
 def _group(folder: Path, *jobs: tuple[str, dict[str, Any]]) -> Group:
@@ -166,28 +166,11 @@ def test_the_user_may_choose_the_baseline(tmp_path):
     assert [setting.difference for setting in group.settings] == [None, "slower"]
 
 
-def test_an_unknown_baseline_is_an_error_that_names_the_others(tmp_path):
-    save_rates(tmp_path, {"none": [100], "bf16": [110]})
-    with pytest.raises(ValueError, match="no setting is called 'fp16'; there are: bf16; uncompressed"):
-        build_report([tmp_path], baseline="fp16")
-
-
-@pytest.mark.parametrize("serial_share", [0.0, 0.1, 0.37, -0.02, 1.2])
-def test_amdahls_law_is_found_in_its_own_speedups(serial_share):
-    """Below 0 and above 1 as well: nothing is clamped."""
+@pytest.mark.parametrize("serial_share", [0.37, -0.02, 1.2])
+def test_amdahls_law_is_not_clamped(serial_share):
     num_ranks = [1, 2, 4, 8]
     speedups = [1 / (serial_share + (1 - serial_share) / ranks) for ranks in num_ranks]
     assert amdahl_serial_share(num_ranks, speedups) == pytest.approx(serial_share)
-
-
-def test_amdahls_law_is_a_least_squares_fit():
-    """x = 1/2, 3/4; y = 0.1, 0.05; f = (x y) / (x x)."""
-    found = amdahl_serial_share([1, 2, 4], [1, 1 / 0.6, 1 / 0.3])
-    assert found == pytest.approx((0.5 * 0.1 + 0.75 * 0.05) / (0.5**2 + 0.75**2))
-
-
-def test_one_point_beyond_one_rank_is_no_law():
-    assert amdahl_serial_share([1, 2], [1, 1.8]) is None
 
 
 def test_efficiency_and_scaling_are_over_one_process(tmp_path):
@@ -291,16 +274,12 @@ def test_published_figures_of_the_four_methods(four_methods):
     assert small.settings[-1].published[0].label == "0.75 times one GPU on 4x A100 (PCIe)"
 
 
-def test_published_speedups_are_left_out_beside_another_baseline(tmp_path):
-    ladder_report(tmp_path)
-    (group,) = build_report([tmp_path / "ladder"], baseline="static graph").groups
+def test_published_speedups_are_left_out_beside_another_baseline(ladder):
+    sweep = ladder.groups[0].settings[0].runs[0].folder.parent
+    (group,) = build_report([sweep], baseline="static graph").groups
     of_bf16 = _by_name(group)["bf16"].published
     assert [figure.speedup for figure in of_bf16] == [None, None]
     assert of_bf16[0].label.startswith("+65 %")
-
-
-def test_a_sweep_of_ones_own_has_no_published_figures(sweep):
-    assert not any(setting.published for group in sweep.groups for setting in group.settings)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ import yaml
 
 from lightning_commopt import (
     CommOptDDP,
-    CommOptDiLoCo,
-    CommOptModelParallel,
     DiLoCoPlan,
     Int4,
     Int8,
@@ -25,6 +23,15 @@ PLANS = [
     CommPlan(static_graph=True, comm_hook={"name": "powersgd", "matrix_rank": 4}),  # type: ignore[arg-type]
     CommPlan(comm_hook={"name": "hierarchical", "inner": {"name": "int8", "block_size": 64}}),  # type: ignore[arg-type]
 ]
+SHARDED = ShardedPlan(comm_hook={"name": "int8", "block_size": 64}, accumulate_grads="unsharded")  # type: ignore[arg-type]
+OTHERS = [
+    DiLoCoPlan(),
+    DiLoCoPlan(sync_every=100, fragments=4, overlap=2, comm_hook=Int4(block_size=64), outer_lr=0.5),
+    DiLoCoPlan(inner=CommPlan()),
+    DiLoCoPlan(inner=CommPlan(comm_hook=Int8(), bucket_cap_mb=100)),
+    pytest.param(SHARDED, marks=takes_collectives),
+]
+STRATEGIES = {CommPlan: "CommOptDDP", DiLoCoPlan: "CommOptDiLoCo", ShardedPlan: "CommOptModelParallel"}
 
 
 def _lines(folder, *overrides, **fields) -> list[str]:  # type: ignore[no-untyped-def]
@@ -34,24 +41,33 @@ def _lines(folder, *overrides, **fields) -> list[str]:  # type: ignore[no-untype
     return list(group.settings[0].config_lines)
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [*PLANS, *OTHERS])
 def test_yaml_and_python_make_the_same_plan(tmp_path, plan):
-    lines = _lines(tmp_path, plan=plan.to_dict())
+    """If it fails, who pastes the lines trains with another strategy, or with other options."""
+    lines = _lines(tmp_path, plan=plan.to_dict(), plan_type=type(plan).__name__, sync_method=plan.sync_method)
     strategy = yaml.safe_load("\n".join(lines))["strategy"]
-    assert strategy.pop("_target_") == "lightning_commopt.CommOptDDP"
-    assert CommPlan.from_dict(strategy) == plan
-    (python,) = [line for line in lines if line.startswith("# in Python: ")]
-    assert eval(python.removeprefix("# in Python: "), {"CommOptDDP": CommOptDDP}).plan == plan
+    assert yaml.safe_load(config_forms(lines)["YAML"])["strategy"] == strategy
+    assert strategy.pop("_target_") == f"lightning_commopt.{STRATEGIES[type(plan)]}"
+    assert type(plan).from_dict(strategy) == plan
+    assert lines[-1].startswith(f"# in Python: {STRATEGIES[type(plan)]}(")
     names: dict[str, CommOptDDP] = {}
     exec(config_forms(lines)["Python"], names)
     assert names["strategy"].plan == plan
-    assert yaml.safe_load(config_forms(lines)["YAML"])["strategy"] == {
-        "_target_": "lightning_commopt.CommOptDDP",
-        **strategy,
+
+
+def test_ranks_that_share_a_model_are_pasted(tmp_path):
+    """If it fails, who pastes the lines of FSDP2 trains with two ranks that share one model."""
+    config = {"strategy": {"data_parallel_size": 2, "save_comm_state": True}}
+    lines = _lines(tmp_path, plan=SHARDED.to_dict(), plan_type="ShardedPlan", config=config)
+    strategy = yaml.safe_load("\n".join(lines))["strategy"]
+    assert strategy == {
+        "_target_": "lightning_commopt.CommOptModelParallel",
+        **SHARDED.to_dict(),
+        "data_parallel_size": 2,
     }
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", PLANS[2:])
 def test_yaml_is_an_experiment_of_commopt_train(tmp_path, plan):
     lines = _lines(tmp_path, plan=plan.to_dict())
     (tmp_path / "experiment").mkdir()
@@ -59,39 +75,6 @@ def test_yaml_is_an_experiment_of_commopt_train(tmp_path, plan):
     config = composed(f"hydra.searchpath=[file://{tmp_path}]", "experiment=pasted")
     options = {name: value for name, value in config.strategy.items() if value is not None and name in plan.to_dict()}
     assert CommPlan.from_dict(options) == plan
-
-
-@takes_collectives
-@pytest.mark.parametrize("config", [{}, {"strategy": {"data_parallel_size": 2, "save_comm_state": True}}])
-def test_a_plan_of_fsdp2_is_pasted_as_one(tmp_path, config):
-    """If it fails, who pastes the lines trains with DDP, or with two ranks that share one model."""
-    plan = ShardedPlan(comm_hook={"name": "int8", "block_size": 64}, accumulate_grads="unsharded")  # type: ignore[arg-type]
-    lines = _lines(tmp_path, plan=plan.to_dict(), plan_type="ShardedPlan", config=config)
-    strategy = yaml.safe_load("\n".join(lines))["strategy"]
-    assert strategy.pop("_target_") == "lightning_commopt.CommOptModelParallel"
-    assert strategy.pop("data_parallel_size", None) == (2 if config else None)
-    assert ShardedPlan.from_dict(strategy) == plan
-    made = eval(lines[-1].removeprefix("# in Python: "), {"CommOptModelParallel": CommOptModelParallel})
-    assert made.plan == plan
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        DiLoCoPlan(),
-        DiLoCoPlan(sync_every=100, fragments=4, overlap=2, comm_hook=Int4(block_size=64), outer_lr=0.5),
-        DiLoCoPlan(inner=CommPlan()),
-        DiLoCoPlan(inner=CommPlan(comm_hook=Int8(), bucket_cap_mb=100)),
-    ],
-)
-def test_a_plan_of_diloco_is_pasted_as_one(tmp_path, plan):
-    """If it fails, who pastes the lines trains with DDP, or with other options."""
-    changed = {"sync_method": plan.sync_method, "strategy": "CommOptDiLoCo"}
-    lines = _lines(tmp_path, plan=plan.to_dict(), plan_type="DiLoCoPlan", **changed)
-    strategy = yaml.safe_load("\n".join(lines))["strategy"]
-    assert strategy.pop("_target_") == "lightning_commopt.CommOptDiLoCo"
-    assert DiLoCoPlan.from_dict(strategy) == plan
-    assert eval(lines[-1].removeprefix("# in Python: "), {"CommOptDiLoCo": CommOptDiLoCo}).plan == plan
 
 
 @pytest.mark.parametrize("options", [{}, {"lossy": ["int8"]}])

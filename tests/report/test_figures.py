@@ -125,25 +125,20 @@ def test_speedups_have_the_ideal_and_amdahls_curve(four_methods: Report) -> None
         assert _y(points) == pytest.approx([interval.median for interval in scaling.speedups])
     assert any(label.startswith("interleaved") and "f" in label for label in _names(chart))
     assert "naive" in chart.note
+    _, *efficiencies = _plot(scaling_charts(group, _styles(four_methods))[1]).traces
+    for scaling, line in zip(group.scalings, efficiencies, strict=True):
+        shares = [100 * interval.median / n for n, interval in zip(scaling.num_ranks, scaling.speedups, strict=True)]
+        assert _y(line) == pytest.approx(shares)
 
 
 def test_a_scaling_without_one_rank_is_drawn_over_the_fewest(tmp_path: Path) -> None:
     for ranks in (2, 4, 8):
         save_run(tmp_path / str(ranks), f"ranks={ranks}", world_size=ranks, samples_per_s=10.0 * ranks)
     report = build_report([tmp_path])
-    chart = scaling_charts(report.groups[0], _styles(report))[0]
-    ideal, points = _plot(chart).traces
-    assert _y(ideal) == _y(points)[::2] == [1, 4]
-    assert chart.y_title == "speed-up over 2 ranks (times)"
-    assert _y(_plot(scaling_charts(report.groups[0], _styles(report))[1]).traces[1]) == [100, 100, 100]
-
-
-def test_efficiency_is_speedup_over_ranks(four_methods: Report) -> None:
-    group = four_methods.groups[0]
-    _, *lines = _plot(scaling_charts(group, _styles(four_methods))[1]).traces
-    for scaling, line in zip(group.scalings, lines, strict=True):
-        shares = [100 * interval.median / n for n, interval in zip(scaling.num_ranks, scaling.speedups, strict=True)]
-        assert _y(line) == pytest.approx(shares)
+    speedups, efficiencies = scaling_charts(report.groups[0], _styles(report))
+    assert [_y(trace) for trace in _plot(speedups).traces] == [[1, 4], [1, 2, 4]]
+    assert speedups.y_title == "speed-up over 2 ranks (times)"
+    assert _y(_plot(efficiencies).traces[1]) == [100, 100, 100]
 
 
 def test_a_scaling_that_makes_it_slower_is_named(four_methods: Report) -> None:
@@ -153,6 +148,7 @@ def test_a_scaling_that_makes_it_slower_is_named(four_methods: Report) -> None:
 
 
 def test_the_parts_of_a_step_add_up(sweep: Report) -> None:
+    """If it fails, a page says 16.1 % in one place and 17.2 % in another."""
     group = sweep.groups[0]
     chart = known(step_parts(group))
     steps_s = [setting.step_s.median for setting in group.settings if setting.step_s is not None]
@@ -160,20 +156,9 @@ def test_the_parts_of_a_step_add_up(sweep: Report) -> None:
     assert sorted(lengths) == pytest.approx(sorted(step_s / max(steps_s) for step_s in steps_s))
     assert all(a.end == pytest.approx(b.start) for bar in chart.bars for a, b in pairwise(bar.parts))
     shares = [(bar.parts[-1].end - bar.parts[-1].start) / bar.parts[-1].end for bar in chart.bars]
-    assert shares == sorted(shares, reverse=True)
-
-
-def test_bars_and_table_have_the_same_exposed_share(sweep: Report) -> None:
-    """If it fails, a page says 16.1 % in one place and 17.2 % in another."""
-    group = sweep.groups[0]
-    chart = known(step_parts(group))
-    shares = {
-        setting.name: setting.exposed_share.median for setting in group.settings if setting.exposed_share is not None
-    }
-    for bar in chart.bars:
-        exposed = bar.parts[-1]
-        assert (exposed.end - exposed.start) / exposed.end == pytest.approx(shares[bar.name])
-        assert bar.value.startswith(f"{100 * shares[bar.name]:.1f}")
+    in_table = {setting.name: known(setting.exposed_share).median for setting in group.settings}
+    assert shares == sorted(shares, reverse=True) == pytest.approx([in_table[bar.name] for bar in chart.bars])
+    assert all(bar.value.startswith(f"{100 * in_table[bar.name]:.1f}") for bar in chart.bars)
 
 
 def test_overlap_never_saves_more_than_its_bound(sweep: Report) -> None:
@@ -195,6 +180,7 @@ def test_losses_end_where_the_runs_did(sweep: Report) -> None:
     ends_s = [_x(trace)[-1] for trace in _plot(by_time).traces if trace.dash]
     assert len(set(ends_s)) == len(ends_s)
     assert len(_names(by_step)) == len(lines) <= MAX_CURVES
+    assert {len(trace.points) for trace in _plot(by_step).traces if trace.symbol} == {2}, "the validations"
 
 
 def test_lossless_settings_of_a_plan_share_a_curve(sweep: Report) -> None:
@@ -258,6 +244,7 @@ def test_timelines_show_each_plan_on_one_time_axis(sweep: Report) -> None:
         kinds = {part.swatch for lane in chart.lanes for part in lane.parts}
         assert {"forward", "backward", "optimizer", "wire", "stalled"} <= kinds
         assert "Step " in chart.note
+        assert chart.rows is None  # no collectives but DDP's own
         assert [lane.name for lane in chart.lanes if lane.name] == ["rank 0", "rank 1"]
 
 

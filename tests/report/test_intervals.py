@@ -44,16 +44,10 @@ def test_pairs_are_divided_one_by_one():
     assert difference == "faster"
 
 
-def test_without_pairs_the_same_numbers_differ_by_nothing():
+def test_without_pairs_medians_are_divided_and_the_ends_are_the_farthest_ratios():
     ratio, difference = compare([110, 56, 112], [100, 50, 100], is_paired=False)
-    assert ratio.median == pytest.approx(1.1)
+    assert (ratio.low, ratio.median, ratio.high) == pytest.approx((56 / 100, 1.1, 112 / 50))
     assert difference == "no difference"
-
-
-def test_without_pairs_the_ends_are_the_farthest_ratios():
-    ratio, _ = compare([90, 100, 110], [50, 55, 60], is_paired=False)
-    assert ratio.low == pytest.approx(90 / 60)
-    assert ratio.high == pytest.approx(110 / 50)
 
 
 def test_of_a_single_run_nothing_is_known():
@@ -81,17 +75,6 @@ def test_equal_values_have_no_noise():
     assert compare([1.1, 1.1, 1.1], [1.0, 1.0, 1.0], is_paired=False).difference == "faster"
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [([], [1.0]), ([0.0], [1.0]), ([1.0], [float("nan")])])
-def test_only_positive_numbers_can_be_compared(ours, theirs):
-    with pytest.raises(ValueError, match="positive"):
-        compare(ours, theirs, is_paired=False)
-
-
-def test_pairs_need_partners():
-    with pytest.raises(ValueError, match="one length"):
-        compare([1.0, 2.0], [1.0], is_paired=True)
-
-
 def _share(num_repetitions: int, speedup: float, *, is_paired: bool) -> dict[str, float]:
     """Returns how often sweeps of two plans come to each verdict, with a machine that drifts by 3 %."""
     source = random.Random(num_repetitions)
@@ -105,7 +88,7 @@ def _share(num_repetitions: int, speedup: float, *, is_paired: bool) -> dict[str
 
 
 @pytest.mark.parametrize("is_paired", [True, False])
-@pytest.mark.parametrize("num_repetitions", [3, 5, 8])
+@pytest.mark.parametrize("num_repetitions", [3, pytest.param(5, marks=pytest.mark.exhaustive), 8])
 def test_no_difference_is_seldom_called_one(num_repetitions, is_paired):
     """If it fails, a sweep praises plans that bring nothing."""
     share = _share(num_repetitions, 1.0, is_paired=is_paired)

@@ -84,17 +84,17 @@ def test_json_and_csv_have_the_search_of_each_repetition(tmp_path):
     ]
 
 
-def test_a_full_disk_leaves_the_earlier_report(report, tmp_path):
+def test_a_full_disk_leaves_the_earlier_report(sweep, tmp_path):
     """If it fails, half a page replaces the earlier one, and nothing says which file could not be written."""
-    page, table = write_files(report, tmp_path)
+    page, table = write_files(sweep, tmp_path)
     before = page.read_bytes(), table.read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
         with pytest.raises(OSError, match=f"{re.escape(repr(str(page)))}$"):
-            write_files(report, tmp_path)
+            write_files(sweep, tmp_path)
         with pytest.raises(OSError, match=f"{re.escape(repr(str(table)))}$"):
-            write_csv(report, table)
+            write_csv(sweep, table)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (page.read_bytes(), table.read_bytes()) == before

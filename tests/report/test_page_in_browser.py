@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -62,24 +61,14 @@ def browser() -> Iterator[Browser]:
         yield browser
 
 
-LOOKS = {
-    ("sweep", 400, "wide"): True,
-    ("ladder", 400, "wide"): False,
-    ("four_methods", 400, "wide"): False,
-    ("tuned", 400, "wide"): True,
-    ("sweep", 400, "narrow"): False,
-    ("ladder", 1280, "own"): False,
-    ("four_methods", 1280, "own"): False,
-    ("tuned", 1280, "own"): False,
-}
-"""Each report, width and font, and whether it is looked at by default."""
+LOOKS = [
+    *((name, 400, "wide") for name in REPORTS),
+    ("sweep", 400, "narrow"),
+    *((name, 1280, "own") for name in ("ladder", "four_methods", "tuned")),
+]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(look, marks=[] if LOOKS[look] else [pytest.mark.exhaustive]) for look in LOOKS],
-    ids=str,
-)
+@pytest.fixture(scope="module", params=LOOKS, ids=str)
 def page(request: pytest.FixtureRequest, browser: Browser, paths: dict[str, Path]) -> Iterator[OpenPage]:
     name, width, font = request.param
     with opened(browser, paths[name], width=width, font=FONTS[font]) as page:
@@ -129,35 +118,6 @@ def test_no_label_covers_another_or_leaves_its_chart(page: OpenPage) -> None:
     assert page.evaluate(HANGING_OUT) == []
 
 
-def test_every_axis_has_a_name_and_a_unit(page: OpenPage) -> None:
-    figures = page.evaluate(
-        """[...document.querySelectorAll("figure")].map(figure => [
-            figure.querySelector(".plot") ? 2 : 1,
-            ...[...figure.querySelectorAll(".axis")].map(text => text.textContent)])"""
-    )
-    for num_axes, *titles in figures:
-        assert len(titles) == num_axes
-        assert all("(" in title for title in titles)
-
-
-def test_bars_are_as_long_as_their_numbers(sweep: OpenPage, reports: dict[str, Report]) -> None:
-    found = sweep.evaluate(
-        """(() => {
-            const bars = [...document.querySelector(".bars").querySelectorAll(".bar")];
-            return bars.map(bar => bar.querySelector(".part").getBoundingClientRect().width);
-        })()"""
-    )
-    rates = [setting.samples_per_s.median for setting in reports["sweep"].groups[0].settings if setting.samples_per_s]
-    for width, rate in zip(found, rates, strict=True):
-        assert width / max(found) == pytest.approx(rate / max(rates), abs=0.01)
-
-
-def test_headings_are_in_order(page: OpenPage) -> None:
-    levels = page.evaluate("[...document.querySelectorAll('h1, h2, h3, h4')].map(heading => +heading.tagName[1])")
-    assert levels[0] == 1
-    assert all(after <= before + 1 for before, after in pairwise(levels))
-
-
 def test_a_click_sorts_the_table_as_the_numbers_say(sweep: OpenPage, reports: dict[str, Report]) -> None:
     settings = reports["sweep"].groups[0].settings
     by_throughput = sorted(
@@ -175,16 +135,6 @@ def test_a_click_sorts_the_table_as_the_numbers_say(sweep: OpenPage, reports: di
     assert _names(sweep) == [setting.name for setting in settings]
 
 
-def test_the_keyboard_sorts_the_table(sweep: OpenPage, reports: dict[str, Report]) -> None:
-    settings = reports["sweep"].groups[0].settings
-    button = sweep.page.locator(".group > .scroll thead th", has_text="exposed").locator("button")
-    button.focus()
-    sweep.page.keyboard.press("Enter")
-    shares = {setting.name: setting.exposed_share.median if setting.exposed_share else math.nan for setting in settings}
-    assert _names(sweep) == sorted(shares, key=lambda name: shares[name])
-    assert sweep.page.locator("[aria-sort=ascending], [aria-sort=descending]").count() == 1
-
-
 def test_copies_each_form_of_the_configuration_whole(sweep: OpenPage, reports: dict[str, Report]) -> None:
     """If it fails, what is pasted lacks a line, or is for another place than its tab says."""
     group = reports["sweep"].groups[0]
@@ -197,13 +147,6 @@ def test_copies_each_form_of_the_configuration_whole(sweep: OpenPage, reports: d
         button.click()
         expect(button).to_have_text("Copied")
         assert sweep.evaluate("navigator.clipboard.readText()") == text
-
-
-def test_hovering_tells_the_values(sweep: OpenPage) -> None:
-    assert "samples/s" in (sweep.page.locator(".charts .bars .part").first.get_attribute("title") or "")
-    tooltip = sweep.page.locator(".charts .plot use > title").first
-    assert "samples/s" in (tooltip.text_content() or "")
-    assert sweep.page.locator(".answers .plot use > title").count() == 8
 
 
 def test_markers_are_where_the_numbers_are(sweep: OpenPage, reports: dict[str, Report]) -> None:

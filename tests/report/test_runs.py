@@ -1,4 +1,4 @@
-import json
+import math
 import re
 from pathlib import Path
 
@@ -78,14 +78,8 @@ def test_a_failed_run_keeps_its_error(sweep):
     "text",
     [
         "{",
-        "[]",
-        "{}",
-        '{"status": "done", "sync_method": "none"}',
         '{"status": "finished", "sync_method": "none", "samples_per_s": "fast"}',
-        '{"status": "finished", "sync_method": "none", "overrides": 3}',
         '{"status": "finished", "sync_method": "none", "comm_time": {"step_s": null}}',
-        '{"status": "finished", "sync_method": "none", "plan": "bf16"}',
-        '{"status": "finished", "sync_method": "none", "hardware": ["cpu"]}',
         "\xff\xfe",  # no UTF-8
     ],
 )
@@ -158,7 +152,7 @@ def test_a_number_that_no_run_has_is_named(sweep, name, value, what):
 def test_a_metric_may_be_anything(tmp_path):
     """A run that has diverged is a run."""
     save_run(tmp_path / "0", metrics={"val_loss": float("nan")}, comm_time={"compression_ratio": float("inf")})
-    assert [run.name for run in read_runs([tmp_path]).finished] == ["0"]
+    assert [math.isnan(run.record.val_loss or 0) for run in read_runs([tmp_path]).finished] == [True]
 
 
 def test_a_point_of_a_loss_curve_is_named_by_its_line(sweep):
@@ -191,38 +185,25 @@ def test_other_directories_are_lines_beside_a_sweep(sweep, tmp_path):
     )
 
 
-@pytest.mark.parametrize("root", ["", "{tmp_path}/"])
-@pytest.mark.parametrize(
-    "message",
-    [
-        "{root}a/empty is not a sweep: there is no run.json in it",
-        "{root}a/gone does not exist",
-        "{root}a/broken/0/run.json cannot be read, so the run is left out: ",
-        "still running or killed, left out: {root}a/running/0",
-    ],
-)
-def test_nothing_to_report_is_an_error_with_the_path_as_it_was_given(tmp_path, monkeypatch, root, message):
+NOTHING = {
+    "empty": "{folder} is not a sweep: there is no run.json in it",
+    "gone": "{folder} does not exist",
+    "broken": "{folder}/0/run.json cannot be read, so the run is left out: ",
+    "running": "still running or killed, left out: {folder}/0",
+}
+
+
+@pytest.mark.parametrize("is_absolute", [True, False])
+def test_nothing_to_report_is_an_error_with_the_path_as_it_was_given(tmp_path, monkeypatch, is_absolute):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a" / "empty").mkdir(parents=True)
-    (save_run(tmp_path / "a" / "broken" / "0") / "run.json").write_text("{")
-    save_run(tmp_path / "a" / "running" / "0", status="running")
-    root = root.format(tmp_path=tmp_path)
-    folders = [Path(root) / "a" / name for name in ("empty", "gone", "broken", "running")]
-    with pytest.raises(ValueError, match=re.escape(message.format(root=root))):
-        read_runs(folders)
-    with pytest.raises(ValueError, match=re.escape(message.format(root=root))):
-        read_runs([folder for folder in folders if f"/{folder.name}" in message])
-
-
-def test_only_failed_runs_can_be_reported(tmp_path):
-    save_run(tmp_path / "0", status="failed", error="x")
-    assert len(read_runs([tmp_path]).failed) == 1
-
-
-def test_a_loss_that_is_not_a_number_is_kept(tmp_path):
-    save_run(tmp_path / "0", val_loss=float("nan"))
-    assert json.loads((tmp_path / "0" / "run.json").read_text())["metrics"]["val_loss"] != 0
-    assert read_runs([tmp_path]).finished[0].record.val_loss != read_runs([tmp_path]).finished[0].record.val_loss
+    (tmp_path / "empty").mkdir()
+    (save_run(tmp_path / "broken" / "0") / "run.json").write_text("{")
+    save_run(tmp_path / "running" / "0", status="running")
+    folders = {tmp_path / name if is_absolute else Path(name): text for name, text in NOTHING.items()}
+    for folder, text in folders.items():
+        for given in ([folder], [*folders]):
+            with pytest.raises(ValueError, match=re.escape(text.format(folder=folder))):
+                read_runs(given)
 
 
 def test_more_steps_than_can_be_read_are_left_out(sweep, monkeypatch):

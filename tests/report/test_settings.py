@@ -9,12 +9,22 @@ from lightning_commopt.report.names import setting_name
 from lightning_commopt.report.runs import read_runs
 from support.sample_runs import save_run
 
+Job = str | tuple[str, dict[str, Any]]
 
-def _groups(folder: Path, *jobs: str, **fields: Any) -> list[GroupRuns]:
-    """Sorts runs with these overrides, each written with spaces between."""
-    for number, overrides in enumerate(jobs):
+
+def _groups(folder: Path, *jobs: Job) -> list[GroupRuns]:
+    """Sorts runs with these overrides, each written with spaces between, and fields of their records."""
+    for number, job in enumerate(jobs):
+        overrides, fields = (job, {}) if isinstance(job, str) else job
         save_run(folder / str(number), *overrides.split(), **fields)
     return group_runs(read_runs([folder]))
+
+
+def _plan(sync_method: str = "none", plan_type: str = "CommPlan", ranks: int = 2, **plan: Any) -> Job:
+    """Returns a job without overrides."""
+    hook = {} if sync_method in ("none", "diloco") else {"comm_hook": {"name": sync_method.removeprefix("diloco_")}}
+    fields = {"sync_method": sync_method, "plan_type": plan_type, "world_size": ranks}
+    return "", {**fields, "plan": {**plan, **hook}}
 
 
 @pytest.mark.parametrize(
@@ -55,7 +65,8 @@ def test_names(overrides, name):
 
 
 SIZES = ("small", "large")
-SORTED = {
+_EVERY_100 = {"sync_every": 100, "fragments": 4}
+SORTED: dict[str, tuple[list[Job], dict[str, dict[str, int]]]] = {
     "by model or link": (
         [f"model.size={size} method={method}" for size in SIZES for method in ("naive", "ddp")],
         {size: {"naive": 1, "DDP": 1} for size in SIZES},
@@ -74,6 +85,43 @@ SORTED = {
     ),
     "a choice of nothing": (["variant=null ranks=2", "ranks=2", "ranks=4"], {"": {"2 ranks": 2, "4 ranks": 1}}),
     "a default": (["strategy.bucket_cap_mb=100", ""], {"": {"100 MiB buckets": 1, "default bucket cap mb": 1}}),
+    "equal numbers and defaults": (
+        [f"strategy.bucket_cap_mb={cap} model.size=small" for cap in ("25", "25.0", "null")] + ["model.size=small"],
+        {"": {"25 MiB buckets": 2, "default buckets": 2}},
+    ),
+    "records without overrides": (
+        [_plan(bucket_cap_mb=25), _plan("bf16", bucket_cap_mb=25), _plan(ranks=4, bucket_cap_mb=25)] * 2,
+        {"": {"uncompressed, 2 ranks": 2, "bf16, 2 ranks": 2, "uncompressed, 4 ranks": 2}},
+    ),
+    "other plans with equal overrides, by another launcher": (
+        [("data=x", {"plan": {"static_graph": True, **cap}}) for cap in ({}, {"bucket_cap_mb": 100})],
+        {"": {"default bucket cap mb": 1, "100 MiB buckets": 1}},
+    ),
+    "plans of both strategies": (
+        [
+            ("", {"sync_method": "ModelParallelStrategy", "plan": None}),
+            _plan("int8"),
+            _plan(plan_type="ShardedPlan", param_hook="int8"),
+            _plan("int8", "ShardedPlan"),
+        ],
+        {
+            "": {
+                "Lightning's FSDP2": 1,
+                "int8": 1,
+                "CommOptModelParallel, uncompressed, int8 parameters": 1,
+                "CommOptModelParallel, int8": 1,
+            }
+        },
+    ),
+    "plans of diloco": (
+        [_plan(), _plan("diloco", "DiLoCoPlan"), _plan("diloco_int4", "DiLoCoPlan", **_EVERY_100)],
+        {"": {"uncompressed": 1, "DiLoCo": 1, "DiLoCo int4, exchange every 100 steps, 4 fragments": 1}},
+    ),
+    "diloco by overrides": (
+        ["strategy=diloco strategy/comm_hook=int8 strategy.overlap=2 strategy.mixing=0.25", "strategy=commopt"],
+        {"": {"DiLoCo, int8, overlap 2, mixing 0.25": 1, "CommOptDDP": 1}},
+    ),
+    "the only setting": ([_plan("bf16", ranks=4, bucket_cap_mb=100)], {"": {"bf16, 100 MiB buckets, 4 ranks": 1}}),
 }
 
 
@@ -149,80 +197,6 @@ def test_names_are_unique(tmp_path):
     )
     names = [setting.name for setting in group.settings]
     assert len(set(names)) == 3, names
-
-
-def test_without_overrides_the_records_tell_runs_apart(tmp_path):
-    for place in range(2):
-        save_run(tmp_path / f"none{place}", sync_method="none", plan={"bucket_cap_mb": 25})
-        save_run(
-            tmp_path / f"bf16{place}", sync_method="bf16", plan={"bucket_cap_mb": 25, "comm_hook": {"name": "bf16"}}
-        )
-        save_run(tmp_path / f"four{place}", sync_method="none", plan={"bucket_cap_mb": 25}, world_size=4)
-    (group,) = group_runs(read_runs([tmp_path]))
-    assert [(setting.name, len(setting.runs)) for setting in group.settings] == [
-        ("bf16, 2 ranks", 2),
-        ("uncompressed, 4 ranks", 2),
-        ("uncompressed, 2 ranks", 2),
-    ]
-
-
-def test_equal_overrides_of_a_foreign_launcher_with_other_plans(tmp_path):
-    save_run(tmp_path / "0", "data=x", plan={"static_graph": True})
-    save_run(tmp_path / "1", "data=x", plan={"static_graph": True, "bucket_cap_mb": 100})
-    (group,) = group_runs(read_runs([tmp_path]))
-    assert [setting.name for setting in group.settings] == ["default bucket cap mb", "100 MiB buckets"]
-
-
-def test_plans_of_both_strategies_are_told_apart(tmp_path):
-    """If it fails, runs of CommOptDDP and of CommOptModelParallel are repetitions of one setting."""
-    save_run(tmp_path / "0", sync_method="ModelParallelStrategy", plan=None)
-    save_run(tmp_path / "1", sync_method="int8", plan={"comm_hook": {"name": "int8"}})
-    save_run(tmp_path / "2", sync_method="none", plan={"param_hook": "int8"}, plan_type="ShardedPlan")
-    save_run(tmp_path / "3", sync_method="int8", plan={"comm_hook": {"name": "int8"}}, plan_type="ShardedPlan")
-    (group,) = group_runs(read_runs([tmp_path]))
-    assert {setting.name: dict(setting.values) for setting in group.settings} == {
-        "Lightning's FSDP2": {"plan": "ModelParallelStrategy"},
-        "int8": {"plan": "int8"},
-        "CommOptModelParallel, uncompressed, int8 parameters": {
-            "strategy": "commopt_fsdp",
-            "plan": "none",
-            "strategy.param_hook": "int8",
-        },
-        "CommOptModelParallel, int8": {"strategy": "commopt_fsdp", "plan": "int8"},
-    }
-
-
-def test_plans_of_diloco_have_names(tmp_path):
-    """If it fails, a report calls DiLoCo "uncompressed", and takes it for the DDP that it is compared with."""
-    save_run(tmp_path / "0", sync_method="none", plan={})
-    save_run(tmp_path / "1", sync_method="diloco", plan={}, plan_type="DiLoCoPlan")
-    plan = {"sync_every": 100, "fragments": 4, "comm_hook": {"name": "int4"}}
-    save_run(tmp_path / "2", sync_method="diloco_int4", plan=plan, plan_type="DiLoCoPlan")
-    (group,) = group_runs(read_runs([tmp_path]))
-    names = ["uncompressed", "DiLoCo", "DiLoCo int4, exchange every 100 steps, 4 fragments"]
-    assert [setting.name for setting in group.settings] == names
-    overrides = ["strategy=diloco", "strategy/comm_hook=int8", "strategy.overlap=2", "strategy.mixing=0.25"]
-    save_run(tmp_path / "by_overrides" / "0", *overrides)
-    save_run(tmp_path / "by_overrides" / "1", "strategy=commopt")
-    (group,) = group_runs(read_runs([tmp_path / "by_overrides"]))
-    assert [setting.name for setting in group.settings] == ["DiLoCo, int8, overlap 2, mixing 0.25", "CommOptDDP"]
-
-
-def test_equal_numbers_and_defaults_are_equal_values(tmp_path):
-    """If it fails, the same plan is compared with itself, as it was written in two ways."""
-    for number, cap in enumerate(["25", "25.0", "null"]):
-        save_run(tmp_path / str(number), f"strategy.bucket_cap_mb={cap}", "model.size=small")
-    save_run(tmp_path / "3", "model.size=small")
-    (group,) = group_runs(read_runs([tmp_path]))
-    assert [(setting.name, len(setting.runs)) for setting in group.settings] == [
-        ("25 MiB buckets", 2),
-        ("default buckets", 2),
-    ]
-
-
-def test_the_only_setting_is_called_by_its_plan(tmp_path):
-    (group,) = _groups(tmp_path, "", sync_method="bf16", plan={"bucket_cap_mb": 100}, world_size=4)
-    assert group.settings[0].name == "bf16, 100 MiB buckets, 4 ranks"
 
 
 def test_failed_runs_know_what_they_belong_to(tmp_path):

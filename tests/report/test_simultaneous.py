@@ -62,7 +62,7 @@ def test_of_many_equal_settings_one_is_seldom_called_faster(num_repetitions, is_
     assert wrong <= 0.08
 
 
-@pytest.mark.parametrize("is_paired", [True, False])
+@pytest.mark.parametrize("is_paired", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_tenth_is_seen_among_many_in_three_repetitions(is_paired):
     """Noise of three repetitions alone would show it in half of all sweeps."""
     assert _shares(20, 3, {"none": 1.0, "better": 1.1, **SAME}, is_paired=is_paired)[1] >= 0.95

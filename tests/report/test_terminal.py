@@ -59,4 +59,6 @@ def test_a_link_is_said_with_the_table_and_in_the_answer(tmp_path):
         save_run(tmp_path / str(number), *overrides, sync_method=comm_hook, samples_per_s=rate)
     report = build_report([tmp_path])
     assert "over a link of 200 Mbit/s" in report.groups[0].answer[1]
-    assert "hosts with 200 Mbit/s between them" in _printed(report, 100)
+    shown = _printed(report, 100)
+    assert "hosts with 200 Mbit/s between them" in shown
+    assert "measured once" in shown

@@ -1,7 +1,6 @@
 """What commands print fits the terminal: no number is cut in a narrow one, and no encoding ends a command."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,10 @@ from rich.text import Text
 
 from lightning_commopt.commands.info.info import collect, print_info
 from lightning_commopt.commands.selftest.run import Outcome, print_outcome, progress_lines
-from lightning_commopt.measure.runs.record import RunRecord
-from lightning_commopt.report.model import Report
 from lightning_commopt.report.terminal import print_report
 from lightning_commopt.text.terminal import TextConsole, TextTable
-from lightning_commopt.train.train import run_table
 from support.narrow import ASCII, check_numbers_are_whole, printed, printed_in_ascii
-from support.sample_runs import SampleRun, four_methods_report, sample_report, write_run
+from support.sample_runs import SampleRun, sample_report, write_run
 
 
 def table() -> TextTable:
@@ -71,23 +67,8 @@ def test_no_line_ends_in_spaces(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(re.search(r"first name +12345678.25 ", line) for line in lines)
 
 
-def test_what_a_run_was() -> None:
-    record = RunRecord(
-        status="finished",
-        sync_method="alternating_powersgd",
-        world_size=128,
-        steps_per_s=1234.5,
-        samples_per_s=98765.4,
-        wire_bytes_per_step=123.4e6,
-        comm_time={"exposed_share": 0.1234},
-        metrics={"val_loss": 2.3456},
-    )
-    check_numbers_are_whole(lambda console: console.print(run_table(record)))
-
-
-@pytest.mark.parametrize("make", [sample_report, four_methods_report])
-def test_reports(make: Callable[[Path], Report], tmp_path: Path) -> None:
-    report = make(tmp_path)
+def test_reports(tmp_path: Path) -> None:
+    report = sample_report(tmp_path)
     for group in report.groups:
         object.__setattr__(group.recommended or group.fastest, "config_lines", [])  # to paste: never wrapped
     check_numbers_are_whole(lambda console: print_report(report, console))
