@@ -42,7 +42,8 @@ class _Numbers(NamedTuple):
     """What a file has besides the parts of a `Basis`."""
 
     step_s: float
-    scale: float = 1.0  # the first files with predictions had no factor
+    arithmetic_factor: float
+    scale: float
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_commopt.cost import compressor_cost
 from lightning_commopt.cost.basis import Basis, basis_of_run
 from lightning_commopt.cost.from_steps import even_gradients, link_of_steps, without_interrupts, workload_of_steps
 from lightning_commopt.cost.shared_core import GLOO_CPU_S, Interrupts
@@ -74,7 +75,8 @@ def test_a_run_whose_first_rank_is_slow_can_be_predicted() -> None:
 
 def test_a_basis_survives_its_file(tmp_path: Path) -> None:
     steps = [[step(number) for number in range(5)]] * 2
-    basis = Basis.of_steps(CommPlan(bucket_cap_mb=5), steps, {}, num_ranks=2)
+    basis = Basis.of_steps(CommPlan(bucket_cap_mb=5), steps, {}, num_ranks=2, slowdown=2.0)
+    assert basis.arithmetic_factor >= 2
     basis.save(tmp_path)
     assert basis_of_run(tmp_path) == basis
     (tmp_path / "prediction.json").write_text("{}")
@@ -96,8 +98,9 @@ def test_gradients_have_the_shapes_that_are_known() -> None:
     assert sum(one.num_bytes for one in gradients) == 2 * SIZE
 
 
-def test_a_run_that_was_cut_off(tmp_path: Path) -> None:
+def test_a_run_that_was_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, only fits that have ended can be asked."""
+    monkeypatch.setattr(compressor_cost, "LARGE_BYTES", 2**20)
     write_run(tmp_path, SampleRun())
     basis = basis_of_run(tmp_path)
     assert not basis.workload.is_per_gradient
