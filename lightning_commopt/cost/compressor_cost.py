@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from lightning_commopt.compressors import Compressor, Layout, Rounds, compressor_from_config, compressor_to_config
 from lightning_commopt.compressors.channel import AloneChannel
 from lightning_commopt.compressors.hierarchical import Hierarchical
+from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
 from lightning_commopt.cost.gradient_times import work_clock
 from lightning_commopt.cost.workload import Gradient
 from lightning_commopt.measure.clock import Clock
@@ -30,6 +31,9 @@ network lab, see ``docs/evidence/predict.md``."""
 NUM_BUCKETS = 3
 """Scratch buckets of each size. Three large ones are 48 MiB, more than the caches of most processors, so none of them
 is still in a cache when its turn comes."""
+
+_Hook = TypeVar("_Hook")
+_Cost = TypeVar("_Cost")
 
 _LATE_STEP = 2**30
 """Compressors are measured as in this step, in which one that starts late has long started."""
@@ -86,22 +90,28 @@ def measure_costs(
     shapes of the model's gradients as far as they fit. None stands for DDP's own average.
 
     Returns:
-        The costs of those that one rank can run alone: not of `Hierarchical`, and not of a user's own compressor that
-        fails, for which there is a warning.
+        The costs that `each_alone` finds.
     """
     clock = work_clock(device)
-    small = _layout([(256, 256)])
-    large = _layout(_shapes(gradients))
+    layouts = (_layout([(256, 256)]), _layout(_shapes(gradients)))
+    return each_alone(compressors, lambda compressor: _measure(compressor, layouts, clock, device, num_ranks))
+
+
+def each_alone(compressors: Iterable[_Hook], measure: Callable[[_Hook], _Cost]) -> dict[_Hook, _Cost]:
+    """Returns what ``measure`` finds for each compressor that one rank can run alone.
+
+    These are not the hierarchical ones, and not a user's own compressor that fails, for which there is a warning.
+    """
     costs = {}
     for compressor in compressors:
-        if isinstance(compressor, Hierarchical):
+        if isinstance(compressor, Hierarchical | ShardedHierarchical):
             continue
         try:
-            costs[compressor] = _measure(compressor, (small, large), clock, device, num_ranks)
+            costs[compressor] = measure(compressor)
         except Exception as error:  # a user's own compressor must not end a fit that does not even use it
             warn_once(
-                f"{compressor!r} failed on scratch buckets ({type(error).__name__}: {error}), so its arithmetic was not"
-                " measured, and no plan with it is predicted."
+                f"{compressor!r} failed on scratch gradients ({type(error).__name__}: {error}), so its arithmetic was"
+                " not measured, and no plan with it is predicted."
             )
     return costs
 

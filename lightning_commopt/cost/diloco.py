@@ -7,7 +7,6 @@ import math
 from lightning_commopt.compressors.catalog import ready_compressors
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.predict import Candidate, Prediction, jobs_of
-from lightning_commopt.cost.workload import Gradient
 from lightning_commopt.plan import CommPlan, DiLoCoPlan
 
 SYNC_EVERY = (10, 30, 100)
@@ -24,15 +23,10 @@ _ALIKE = (
 
 
 def predict_diloco(plan: DiLoCoPlan, basis: Basis, *, num_ranks: int | None = None) -> Prediction:
-    """Predicts the mean step, as exchanges take place after some steps only.
+    """Predicts the mean step on ``num_ranks``, or those of the run, as exchanges take place after some steps only.
 
     It is a step without communication, and its share of the exchanges as far as they last longer than ``overlap``
     steps. Only ``sync_every``, ``fragments``, ``overlap`` and ``comm_hook`` of the plan count.
-
-    Args:
-        plan: the plan to predict.
-        basis: what a run of DDP has shown.
-        num_ranks: number of ranks; None for those of the run.
     """
     num_ranks = basis.workload.num_ranks if num_ranks is None else num_ranks
     local = basis.predict(CommPlan(), num_ranks=1)
@@ -51,16 +45,13 @@ def _exchange_s(plan: DiLoCoPlan, basis: Basis, num_ranks: int, link_ratio: floa
     """Returns the time in which all fragments travel once, with the arithmetic of the compressor."""
     if num_ranks == 1:
         return 0.0
-    differences = [_difference(gradient) for gradient in basis.workload.gradients]
+    gradients = basis.workload.gradients
+    differences = [own._replace(itemsize=max(own.itemsize, _DIFFERENCE_ITEMSIZE)) for own in gradients]
     num_bytes = sum(difference.num_bytes for difference in differences)
     link = basis.link.for_bytes(num_bytes).times(link_ratio)
     hook = CommPlan(comm_hook=plan.comm_hook)
     jobs = jobs_of(hook, [differences], link, basis.costs, num_ranks, basis.workload.device)
     return sum(phase.duration_s for job in jobs for phase in job.phases)
-
-
-def _difference(gradient: Gradient) -> Gradient:
-    return gradient._replace(itemsize=max(gradient.itemsize, _DIFFERENCE_ITEMSIZE))
 
 
 def diloco_candidates(basis: Basis, *, num_ranks: int | None = None) -> list[Candidate[DiLoCoPlan]]:

@@ -80,28 +80,24 @@ def predict(
 ) -> Prediction:
     """Predicts the median step. Only the buckets and the compressor of the plan count.
 
-    Args:
-        plan: the plan to predict.
-        workload: what a step computes.
-        link: between the ranks.
-        costs: arithmetic of compressors; a compressor that is missing is taken to compute nothing.
-        num_ranks: number of ranks; None for the workload's own run.
-        fitted: the plan that all this was fitted to, whose step is known, and its errors. An error of the link counts
-            only as far as it changes the difference to that plan; so does one of arithmetic with the same compressor.
+    A compressor without ``costs`` is taken to compute nothing. ``num_ranks=None`` stands for the workload's own.
+    ``fitted`` is the plan that all this was fitted to, whose step is known, and its errors. An error of the link counts
+    only as far as it changes the difference to that plan; so does one of arithmetic with the same compressor.
 
     Raises:
         ValueError: ``num_ranks`` is below 1.
     """
     num_ranks = workload.num_ranks if num_ranks is None else num_ranks
     check_integer("num_ranks", num_ranks, at_least=1)
-    num_bytes = sent_bytes(plan, workload, num_ranks)
+    num_bytes = _sent_bytes(plan, workload, num_ranks)
     planned_link = link.for_bytes(num_bytes)
     expected = outcome_of(plan, workload, planned_link, costs, num_ranks)
     step_s = fixed_s(workload, num_ranks) + expected.end_s
     reasons = _reasons(plan, workload, link, costs, num_ranks)
     is_extrapolated = planned_link is not link
     if is_extrapolated:
-        reasons = (*reasons, _extrapolation(num_bytes, link.seen_bytes or 0.0))
+        seen = f"the run sent {(link.seen_bytes or 0.0) / 1e6:.3g} MB in a step"
+        reasons = (*reasons, f"{seen}, and plans that send up to {num_bytes / 1e6:.3g} MB are extrapolated from that")
     errors = errors_of(plan, workload, planned_link, costs, num_ranks)
     if fitted is not None:
         errors = _beside(
@@ -142,11 +138,10 @@ def _beside(fitted: tuple[CommPlan, Errors], errors: Errors, *, has_same_hook: b
     arithmetic if both have the same compressor; the arithmetic of two compressors has independent errors.
     """
     own = fitted[1]
-    of_link = (
-        [error - own_error for error, own_error in zip(errors[:2], own[:2], strict=True)] if is_seen else errors[:2]
-    )
+    differences = [error - own_error for error, own_error in zip(errors, own, strict=True)]
+    of_link = differences[:2] if is_seen else errors[:2]
     if has_same_hook:
-        of_arithmetic = [error - own_error for error, own_error in zip(errors[2:], own[2:], strict=True)]
+        of_arithmetic = differences[2:]
     else:
         of_arithmetic = [
             -math.hypot(errors.fast_arithmetic_s, own.slow_arithmetic_s),
@@ -155,19 +150,12 @@ def _beside(fitted: tuple[CommPlan, Errors], errors: Errors, *, has_same_hook: b
     return Errors(*of_link, *of_arithmetic)
 
 
-def sent_bytes(plan: CommPlan, workload: Workload, num_ranks: int) -> float:
+def _sent_bytes(plan: CommPlan, workload: Workload, num_ranks: int) -> float:
     """Returns the payload that a rank sends in a step, in terms of an all-reduce."""
-    buckets, hook = buckets_of(plan, workload.gradients), plan.comm_hook
+    hook = plan.comm_hook
     if hook is None or num_ranks == 1:
         return workload.gradient_bytes
-    return sum(hook.wire_bytes(layout_of(bucket), num_ranks) for bucket in buckets)
-
-
-def _extrapolation(num_bytes: float, seen_bytes: float) -> str:
-    return (
-        f"the run sent {seen_bytes / 1e6:.3g} MB in a step, and plans that send up to {num_bytes / 1e6:.3g} MB are"
-        " extrapolated from that"
-    )
+    return sum(hook.wire_bytes(layout_of(bucket), num_ranks) for bucket in buckets_of(plan, workload.gradients))
 
 
 def fixed_s(workload: Workload, num_ranks: int) -> float:
@@ -185,17 +173,14 @@ def jobs_of(
     plan: CommPlan, buckets: Sequence[Sequence[Gradient]], link: Link, costs: Costs, num_ranks: int, device: str
 ) -> list[Job]:
     """Returns what gradient sync has to do for some buckets of a backward."""
-    cost = costs.get(plan.comm_hook)
-    if cost is None or plan.comm_hook is None:
-        cost = own_average()
+    hook = plan.comm_hook
+    cost = (costs.get(hook) if hook is not None else None) or own_average()
     jobs = []
     for index, bucket in enumerate(buckets):
         gradient_bytes = sum(gradient.num_bytes for gradient in bucket)
         ready_s = max(gradient.ready_s for gradient in bucket)
         numel = gradient_bytes // bucket[0].itemsize
-        is_cut = device == "cpu" and plan.comm_hook is not None
-        num_pieces = max(1, math.ceil(numel / PIECE_NUMEL)) if is_cut else 1
-        hook = plan.comm_hook
+        num_pieces = max(1, math.ceil(numel / PIECE_NUMEL)) if device == "cpu" and hook is not None else 1
         # Payload is counted in terms of an all-reduce, as in `BucketSpan.wire_bytes`.
         sent = gradient_bytes if hook is None else hook.wire_bytes(layout_of(bucket), num_ranks)
         phases = _phases(cost, gradient_bytes / num_pieces, sent / num_pieces, link, num_ranks)

@@ -88,7 +88,7 @@ def learned(plan: CommPlan, link: Link, factor: float, *, probes: bool, noise: r
 @pytest.mark.parametrize("probes", [True, False])
 def test_a_run_predicts_its_own_step(hook: object, probes: bool) -> None:
     """If it fails, a run is told that its own plan takes another time than it took. Noise has outliers of 20 times."""
-    for seed in range(6):
+    for seed in range(3):
         noise = random.Random(seed)
         link = Link(hop_s=10 ** noise.uniform(-5, -3), s_per_byte=10 ** noise.uniform(-10, -7))
         plan = CommPlan(comm_hook=hook, bucket_cap_mb=noise.choice([None, 1, 100]))  # type: ignore[arg-type]
@@ -119,7 +119,9 @@ def test_without_a_probe_the_interval_is_honest(is_latency: bool) -> None:
     measured_s = median(record.totals.step_s for record in steps_of(plain, link, 1.0))
     assert found.low_s < measured_s < found.high_s
     assert found.high_s > 2 * found.low_s
-    assert any("extrapolated" in reason for reason in found.reasons)
+    sent_mb = sum(POWERSGD.wire_bytes(layout_of(bucket), 2) for bucket in buckets_of(CommPlan(), GRADIENTS)) / 1e6
+    reason = f"the run sent {sent_mb:.3g} MB in a step, and plans that send up to 5.24 MB are extrapolated from that"
+    assert reason in found.reasons
 
 
 @pytest.mark.parametrize("step_s", [1e-3, 18e-3, 25e-3, 0.1, 3.0])

@@ -19,7 +19,6 @@ from lightning_commopt.cost.compressor_cost import CompressorCost, Stage
 from lightning_commopt.cost.predict import LEAST_SHARE, Errors, errors_of, jobs_of, predict
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.link.link import Link
-from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.plan import CommPlan
 
 MIB = 2**20
@@ -74,6 +73,8 @@ def test_the_interval_has_the_errors_of_the_model_the_link_and_the_arithmetic() 
     found = predict(plan, WORK, rough, {})  # 0.4 s of 1.1 s are exposed
     assert found.low_s == pytest.approx(1.1 - math.hypot(0.11, 0.2))
     assert found.high_s == pytest.approx(1.1 + math.hypot(0.11, 0.4))
+    found = predict(plan, WORK, rough, {}, fitted=(plan, errors_of(plan, WORK, rough, {}, 2)))
+    assert (found.low_s, found.high_s) == pytest.approx((1.1 - 0.11, 1.1 + 0.11))  # the link was as it is
     plan, exact = dataclasses.replace(plan, comm_hook=INT8), dataclasses.replace(LINK, low_ratio=1.0, high_ratio=1.0)
     costs = {INT8: CompressorCost(compressor=INT8, stages=(Stage(0.3, 0.0, "all_gather", 0.5),))}
     assert errors_of(plan, WORK, exact, costs, 2) == pytest.approx(Errors(0.0, 0.0, -0.1, 0.15))
@@ -176,8 +177,3 @@ def test_candidates_begin_with_the_fastest() -> None:
     assert found[0].plan.comm_hook == INT8
     assert CommPlan(bucket_cap_mb=100) in [candidate.plan for candidate in found]
     assert {candidate.plan.comm_hook for candidate in found} == {None, INT8}  # bf16 was not measured
-
-
-def test_json_keeps_everything() -> None:
-    for known in (WORK, LINK):
-        assert from_plain(type(known), json.loads(json.dumps(dataclasses.asdict(known)))) == known

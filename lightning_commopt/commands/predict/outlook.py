@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.padding import Padding
 from rich.text import Text
 
-from lightning_commopt.compressors import Compressor, ShardedCompressor, compressor_from_config
+from lightning_commopt.compressors import compressor_from_config
 from lightning_commopt.compressors.configs import sharded_from_config
 from lightning_commopt.compressors.hierarchical import Hierarchical
 from lightning_commopt.compressors.registry import (
@@ -27,9 +27,9 @@ from lightning_commopt.compressors.registry import (
 from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
 from lightning_commopt.cost.basis import Basis, basis_of_run, recommended_compressors
 from lightning_commopt.cost.candidates import best_of_each
-from lightning_commopt.cost.compressor_cost import CompressorCost, measure_costs
+from lightning_commopt.cost.compressor_cost import measure_costs
 from lightning_commopt.cost.diloco import CHECK_LOSS, diloco_candidates
-from lightning_commopt.cost.fsdp2.arithmetic import ShardCosts, measure_shard_costs, predicted_shards
+from lightning_commopt.cost.fsdp2.arithmetic import measure_shard_costs, predicted_shards
 from lightning_commopt.cost.fsdp2.basis import Elsewhere, ShardedBasis, has_sharded_basis, sharded_candidates
 from lightning_commopt.cost.predict import Candidate
 from lightning_commopt.launch.lab import parse_rate
@@ -100,12 +100,8 @@ def outlook(
 ) -> Outlook:
     """Predicts the plan of a run of either strategy, the best plan with each compressor, and for DDP also DiLoCo.
 
-    Args:
-        run_dir: directory of the run.
-        num_ranks: number of ranks; None for the run's own, as for the next two.
-        link: rate in the notation of ``tc``.
-        num_batches: batches to accumulate for a step.
-        comm_hooks: names of compressors; None for the recommended ones, and DiLoCo.
+    None stands for the run's own ranks, link and batches, and for the recommended compressors and DiLoCo. A ``link`` is
+    a rate in the notation of ``tc``.
 
     Raises:
         OSError: the run has no records.
@@ -155,7 +151,7 @@ def _sharded(run_dir: Path, where: Elsewhere, comm_hooks: Sequence[str] | None) 
         for name in comm_hooks or ():
             _check_can_be_named(name, shards_entry_named(name), registered_shards())
         wanted = predicted_shards() if comm_hooks is None else [sharded_from_config(name) for name in comm_hooks]
-    basis = dataclasses.replace(basis, costs={**basis.costs, **_missing_shard_costs(basis, wanted)})
+    basis = dataclasses.replace(basis, costs=basis.costs | missing_costs(basis, wanted))
     for hook in wanted if comm_hooks is not None else ():
         if hook is not None and hook not in basis.costs:
             raise ValueError(f"--comm-hook: the arithmetic of {compressor_name(hook)!r} is not known for this run")
@@ -166,10 +162,7 @@ def _sharded(run_dir: Path, where: Elsewhere, comm_hooks: Sequence[str] | None) 
 def _check_can_be_named(name: str, entry: Entry | None, known: Mapping[str, Entry]) -> None:
     """Raises a ValueError if a name is unknown, or if its compressor is not predicted, or not made from a name alone.
 
-    Args:
-        name: as the user wrote it.
-        entry: the compressor of that name for the run's strategy, if there is one.
-        known: all compressors for it.
+    ``entry`` is the compressor of that name among those for the run's strategy, which are ``known``.
     """
     if entry_named(name) is None and "." not in name and normalize_name(name) != "none":
         names = ["none", *sorted(one for one, other in known.items() if _refusal(other) is None)]
@@ -199,28 +192,21 @@ def plan_text(plan: Plan) -> str:
     return f"{dataclasses.replace(plan, bucket_cap_mb=None).name}, list of {count(len(cap), 'bucket')}"
 
 
-def _missing_shard_costs(basis: ShardedBasis, wanted: Sequence[ShardedCompressor | None]) -> ShardCosts:
-    """Measures compressors of shards as `missing_costs` does; other programs slow them down as they did in the run."""
-    work = basis.workload
-    missing = [hook for hook in wanted if hook is not None and hook not in basis.costs]
+def missing_costs(basis: Basis | ShardedBasis, wanted: Sequence[Any]) -> dict[Any, Any]:
+    """Measures compressors that the run has not measured, on this machine, if the run was on CPU.
+
+    They are assumed to slow down in training by the same factor as the compressors that the run has measured, those of
+    shards as other programs slowed down the run.
+    """
+    work, cpu = basis.workload, torch.device("cpu")
+    missing = [hook for hook in wanted if hook not in basis.costs]
     if not missing or work.device != "cpu":
         return {}
     if work.shares_core:
         torch.set_num_threads(1)
-    largest_bytes = max(unit.gradients.num_bytes for unit in work.units)
-    alone = measure_shard_costs(missing, largest_bytes, torch.device("cpu"), work.num_ranks)
-    return {hook: cost.slower(1 + work.num_others) for hook, cost in alone.items()}
-
-
-def missing_costs(basis: Basis, wanted: Sequence[Compressor | None]) -> dict[Compressor | None, CompressorCost]:
-    """Measures compressors that the run has not measured, on this machine, if the run was on CPU.
-
-    They are assumed to slow down in training by the same factor as the compressors that the run has measured.
-    """
-    missing = [compressor for compressor in wanted if compressor not in basis.costs]
-    if not missing or basis.workload.device != "cpu":
-        return {}
-    if basis.workload.shares_core:
-        torch.set_num_threads(1)
-    alone = measure_costs(missing, basis.workload.gradients, torch.device("cpu"), basis.workload.num_ranks)
-    return {compressor: cost.slower(basis.arithmetic_factor) for compressor, cost in alone.items()}
+    if isinstance(basis, Basis):
+        alone = measure_costs(missing, basis.workload.gradients, cpu, work.num_ranks)
+        return {hook: cost.slower(basis.arithmetic_factor) for hook, cost in alone.items()}
+    largest_bytes = max(unit.gradients.num_bytes for unit in basis.workload.units)
+    of_shards = measure_shard_costs(filter(None, missing), largest_bytes, cpu, work.num_ranks)
+    return {hook: cost.slower(1 + basis.workload.num_others) for hook, cost in of_shards.items()}

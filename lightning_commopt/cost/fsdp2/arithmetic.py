@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import NamedTuple
 
@@ -13,12 +13,16 @@ from lightning_commopt.compressors import Rounds, ShardedCompressor
 from lightning_commopt.compressors.catalog import ready_shards, recommended
 from lightning_commopt.compressors.channel import AloneChannel
 from lightning_commopt.compressors.kernels import blockwise
-from lightning_commopt.compressors.sharded_hierarchical import ShardedHierarchical
-from lightning_commopt.cost.compressor_cost import ISSUE_S, LARGE_BYTES, NUM_BUCKETS, line_through, time_rounds
+from lightning_commopt.cost.compressor_cost import (
+    ISSUE_S,
+    LARGE_BYTES,
+    NUM_BUCKETS,
+    each_alone,
+    line_through,
+    time_rounds,
+)
 from lightning_commopt.cost.fsdp2.workload import AS_INT8
 from lightning_commopt.cost.gradient_times import work_clock
-from lightning_commopt.measure.clock import Clock
-from lightning_commopt.text.validation import warn_once
 
 _SMALL_NUMEL = 2**16
 """Elements of the smaller kind of scratch units: 256 KiB of float32, as for the buckets of DDP."""
@@ -61,33 +65,12 @@ def predicted_shards() -> list[ShardedCompressor | None]:
 def measure_shard_costs(
     compressors: Iterable[ShardedCompressor], largest_bytes: int, device: torch.device, num_ranks: int
 ) -> ShardCosts:
-    """Measures compressors one after another, in some ten milliseconds each. Needs no communication.
+    """Measures compressors one after another, as `measure_costs` does, for units of ``largest_bytes`` at most."""
 
-    Args:
-        compressors: the compressors.
-        largest_bytes: size of the largest unit.
-        device: the device of the gradients.
-        num_ranks: number of shards.
+    def measure(compressor: ShardedCompressor) -> ShardCost:
+        return _measure(lambda numel: _reduce(compressor, numel, num_ranks, device), largest_bytes, device)
 
-    Returns:
-        The costs of those that one rank can run alone, as `measure_costs` does.
-    """
-    costs = {}
-    for compressor in compressors:
-        if isinstance(compressor, ShardedHierarchical):
-            continue
-        try:
-            costs[compressor] = _measure(
-                lambda numel, hook=compressor: _reduce(hook, numel, num_ranks, device),  # type: ignore[misc]
-                largest_bytes,
-                device,
-            )
-        except Exception as error:  # a user's own compressor must not end a fit that does not even use it
-            warn_once(
-                f"{compressor!r} failed on scratch shards ({type(error).__name__}: {error}), so its arithmetic was not"
-                " measured, and no plan with it is predicted."
-            )
-    return costs
+    return each_alone(compressors, measure)
 
 
 def measure_gather_cost(largest_bytes: int, device: torch.device, num_ranks: int) -> ShardCost:
@@ -100,23 +83,17 @@ Scratch = Callable[[], Rounds]
 
 
 def _measure(make: Callable[[int], Scratch], largest_bytes: int, device: torch.device) -> ShardCost:
-    clock: Clock = work_clock(device)
-    large_numel = max(4 * _SMALL_NUMEL, min(LARGE_BYTES, largest_bytes) // 4)
-    numels = (_SMALL_NUMEL, large_numel)
+    clock = work_clock(device)
+    numels = (_SMALL_NUMEL, max(4 * _SMALL_NUMEL, min(LARGE_BYTES, largest_bytes) // 4))
     units = [make(numel) for _ in range(NUM_BUCKETS) for numel in numels]
     with torch.no_grad():
         for _ in range(2):  # the first time does not count, as memory is allocated, and kernels are compiled
             times = time_rounds([rounds() for rounds in units], clock)
-    small, large = (_medians(same) for same in (times[::2], times[1::2]))
+    # The medians over units of the arithmetic before the only collective, and after it.
+    small, large = ([median(stage) for stage in zip(*same, strict=True)] for same in (times[::2], times[1::2]))
     before, after = (line_through((4.0 * numels[0], 4.0 * numels[1]), pair) for pair in zip(small, large, strict=True))
     issue_s = ISSUE_S if device.type == "cpu" else 0.0
     return ShardCost(before[0] + issue_s, before[1], *after)
-
-
-def _medians(times: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Returns the arithmetic before the only collective and after it, the medians over some units."""
-    before, after = (median(stage) for stage in zip(*times, strict=True))
-    return before, after
 
 
 def _reduce(compressor: ShardedCompressor, numel: int, num_ranks: int, device: torch.device) -> Scratch:

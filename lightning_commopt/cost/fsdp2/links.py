@@ -156,10 +156,7 @@ class ShardLinks:
 def probe_shard_links(group: dist.ProcessGroup, device: torch.device, max_bytes: int) -> ShardLinks:
     """Probes all kinds of collectives, while nothing else is under way. All ranks of ``group`` must call it.
 
-    Args:
-        group: the ranks that have shards.
-        device: the device of the gradients.
-        max_bytes: the largest message, usually that of the largest unit; the same on all ranks.
+    ``max_bytes`` is the largest message, usually that of the largest unit; it is the same on all ranks.
     """
     num_ranks, channel = dist.get_world_size(group), Channel(group)
 
