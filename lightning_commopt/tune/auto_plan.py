@@ -52,11 +52,7 @@ class AutoPlan(ABC, Generic[_Strategy]):
         self._found: dict[str, Any] = {}
 
     def start_fit(self, *, is_fit: bool = True) -> None:
-        """Begins a fit, before the model is wrapped.
-
-        Args:
-            is_fit: there is something to tune; else nothing is done.
-        """
+        """Begins a fit, before the model is wrapped; nothing without ``is_fit``, as in a validation alone."""
         if self._options is None or not is_fit:
             return
         strategy, self._resumed = self._strategy, None
@@ -113,11 +109,7 @@ class AutoPlan(ABC, Generic[_Strategy]):
         return summary(tuner.director, tuner.plans, tuner.history.stretches)
 
     def end_fit(self, keep: Callable[[Any], None] | None = None) -> None:
-        """Ends a fit; reports what was found on rank 0.
-
-        Args:
-            keep: called with the chosen plan; by default the strategy applies it, if it has another one.
-        """
+        """Ends a fit; reports what was found on rank 0. By default the strategy keeps the chosen plan."""
         tuner, self._is_due = self._tuner, False
         if tuner is None:
             return

@@ -14,8 +14,7 @@ from typing import Literal, NamedTuple
 from lightning_commopt.tune import limits
 from lightning_commopt.tune.budget import Budget
 from lightning_commopt.tune.calibration import NUM_STEPS, Shortlist
-from lightning_commopt.tune.gains import TimedVisit
-from lightning_commopt.tune.look import Look
+from lightning_commopt.tune.gains import Look, TimedVisit
 from lightning_commopt.tune.search import Report, Search, SearchResult, Visit
 
 CALIBRATE = -1
@@ -40,12 +39,10 @@ class Director:
     """Decides which steps run next, on rank 0.
 
     Args:
-        num_steps: see `Budget`.
         arm: the plan to begin with. 1 is a plan from a checkpoint, which is only watched.
         has_known: plan 1 was chosen by an earlier fit, and is tried before any prediction.
-        max_regret: see `Budget`.
+        num_steps, max_regret, measuring_s: see `Budget`.
         num_settling_steps: see `Search`.
-        measuring_s: see `Budget`.
 
     Attributes:
         budget: what calibrations and searches may cost.
@@ -97,14 +94,7 @@ class Director:
         lost_steps: float = 0.0,
         handicaps: Mapping[int, float] | None = None,
     ) -> None:
-        """Forgets earlier candidates.
-
-        Args:
-            expected: see `Search`.
-            arm: the plan that counts as chosen.
-            lost_steps: what was lost before, in steps.
-            handicaps: see `Search`.
-        """
+        """Forgets earlier candidates; ``arm`` counts as chosen. See `Search` for ``expected`` and ``handicaps``."""
         self._expected: Sequence[float | None] = expected
         self._handicaps = handicaps
         # What searching has cost, less half of what was saved since, in steps with the user's plan.

@@ -1,4 +1,4 @@
-"""How much faster one plan is than another, from visits that alternate, and how sure that is."""
+"""How much faster one plan is than another, from visits that alternate, and how sure that is; looks at a single one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ _SIGMA_OF_MEDIAN = 1.2533
 """Standard error of the median of many normally distributed values over the standard error of their mean: the square
 root of pi / 2."""
 
-_SIGMA_OF_SPREAD = {2: 1.7725, 3: 1.3820, 4: 1.4826}
-"""Standard deviation of normally distributed values over the median of their absolute distances from their median, by
-the number of values; 1.4826 holds for many."""
+_SIGMA_OF_MANY = 1.4826
+_SIGMA_OF_SPREAD = {2: 1.7725, 3: 1.3820}
+"""Standard deviation of normally distributed values over the median of their absolute distances from their median: of
+many values, and by the number of a few."""
 
 _PRIOR_VISITS = 4.0
 """Weight of the noise within visits, in visits, when the noise between them is estimated. A judgement: the few visits
@@ -33,6 +34,10 @@ _MIN_SIGMA = 0.002
 _UNSEEN_SIGMA, _UNSEEN_WEIGHT = 0.03, 0.5
 """Before noise from visit to visit was seen it is taken for 3 %, with the weight of half a visit: enough that two
 visits of a quiet moment do not decide, and little beside four."""
+
+_NUM_BLOCKS = 5
+"""Blocks of a look. During a watch they have 20 steps each, so that it matters little if the host's clock is ahead by a
+few steps, and the median over five of them ignores a disturbed one."""
 
 _MAX_LOG_RATIO = 100.0
 """The logarithm of a time over another is cut to this, so that its exponential is finite where an interval is very
@@ -133,7 +138,7 @@ def _visit_variance(visits: Sequence[TimedVisit], differences: dict[int, list[fl
     """
     distances = [abs(math.log(s) - visit.log_s) for visit in visits if len(visit.seconds) > 1 for s in visit.seconds]
     num_typical = statistics.median([len(visit.seconds) for visit in visits])
-    spread = statistics.median(distances) * _SIGMA_OF_SPREAD.get(int(num_typical), 1.4826) if distances else 0.0
+    spread = statistics.median(distances) * _SIGMA_OF_SPREAD.get(int(num_typical), _SIGMA_OF_MANY) if distances else 0.0
     within = (_SIGMA_OF_MEDIAN * max(spread, _MIN_SIGMA)) ** 2 / num_typical
     # The difference of the user's plan from one visit to the next counts in full: noise that lasts for some visits, but
     # not for all, would otherwise look like a difference between plans.
@@ -146,3 +151,24 @@ def _visit_variance(visits: Sequence[TimedVisit], differences: dict[int, list[fl
         freedom += len(values) - 1
     unseen = (_UNSEEN_WEIGHT * _UNSEEN_SIGMA**2 + squares) / (_UNSEEN_WEIGHT + freedom)
     return max(within, (_PRIOR_VISITS * within + squares) / (_PRIOR_VISITS + freedom), unseen)
+
+
+class Look(NamedTuple):
+    """The typical time of a step over many, and its noise.
+
+    Blocks of steps are compared, as a host's clock may be ahead of a device by some steps.
+    """
+
+    step_s: float
+    noise: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Look | None:
+        known = [s for s in seconds if not math.isnan(s)]
+        size = len(known) // _NUM_BLOCKS
+        if not size:
+            return None
+        means = [math.log(statistics.fmean(known[i * size : (i + 1) * size])) for i in range(_NUM_BLOCKS)]
+        center = statistics.median(means)
+        noise = _SIGMA_OF_MANY * statistics.median([abs(mean - center) for mean in means]) / math.sqrt(_NUM_BLOCKS)
+        return cls(math.exp(center), noise)

@@ -17,9 +17,6 @@ class StepTimer:
 
     A step does not count if `exclude` was called in it, or if its batches have other shapes than most steps had, like
     the last one of an epoch. If no shape accounts for most steps (texts of varying length), every step counts.
-
-    Args:
-        device: the one that this rank trains on.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,11 +29,7 @@ class StepTimer:
         self._is_excluded = False
 
     def restart(self, *, is_exact: bool) -> None:
-        """Begins with a step that starts now.
-
-        Args:
-            is_exact: use the clock of the device; else the host's, which costs nothing and may be ahead of it.
-        """
+        """Begins with a step that starts now, on the device's clock, or the host's, which is free and may be ahead."""
         self._clock = clock_for(self._device) if is_exact else HostClock()
         self._spans.clear()
         self._start, self._is_excluded = self._clock.mark(), False

@@ -169,12 +169,9 @@ class History:
         self._num_steps = self._num_numbers = 0
 
     def add(self, plan: str, seconds: Sequence[float], *, is_timed: bool) -> None:
-        """Adds a visit.
+        """Adds a visit, with NaN where a step does not count.
 
-        Args:
-            plan: its name.
-            seconds: times of its steps; NaN where a step does not count.
-            is_timed: keep them all; else their mean, as the host's clock is ahead of a device by any number of steps.
+        Without ``is_timed`` the mean is kept, as the host's clock is ahead of a device by any number of steps.
         """
         first_step, num_steps = self._num_steps, len(seconds)
         self._num_steps += num_steps

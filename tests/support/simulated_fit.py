@@ -15,6 +15,7 @@ NOISES = ("none", "small", "medium", "large", "tails", "wandering", "bursts")
 HEAVY_NOISES = ("outliers", "loaded", "drift")
 """More than step times can be compared under."""
 _NUM_START_STEPS = 3
+_CHANGE_S = _SETTLING_S = 0.5  # what changing the plan takes, and how much longer the first step after it does
 
 
 class Change(NamedTuple):
@@ -97,8 +98,6 @@ def simulate(
     seed: int,
     *,
     change: Change | None = None,
-    change_s: float = 0.5,
-    settling_s: float = 0.5,
     expected: Sequence[float | None] | None = None,
     known_steps: float | None = None,
 ) -> Outcome:
@@ -110,8 +109,6 @@ def simulate(
         kind: of `NOISES`.
         seed: of the noise.
         change: of the times, within the fit.
-        change_s: that changing the plan takes.
-        settling_s: that the first step after a change takes longer.
         expected: see `Search`.
         known_steps: number of steps that the director is told.
     """
@@ -123,10 +120,10 @@ def simulate(
     while step < num_steps:
         visit, seconds, changing_s = director.visit, list[float](), 0.0
         if visit.arm != present:
-            present, changing_s = visit.arm, change_s * rng.uniform(0.7, 1.3)
+            present, changing_s = visit.arm, _CHANGE_S * rng.uniform(0.7, 1.3)
             change_times.append(changing_s)
         for index in range(min(visit.num_steps, num_steps - step)):
-            start_s = 1.0 if step < _NUM_START_STEPS else settling_s if changing_s and not index else 0.0
+            start_s = 1.0 if step < _NUM_START_STEPS else _SETTLING_S if changing_s and not index else 0.0
             seconds.append(times[step][present] * factors[step] + start_s)
             step += 1
         total_s += sum(seconds) + changing_s
