@@ -66,8 +66,8 @@ def median_interval(values: Iterable[float | None]) -> Interval | None:
     return Interval(median=median, low=low, high=high, num_values=len(finite))
 
 
-def compare(values: Sequence[float], baseline: Sequence[float], *, is_paired: bool) -> Comparison:
-    """Compares two samples of positive numbers, such as throughputs.
+def compare(ours: Sequence[float], theirs: Sequence[float], *, is_paired: bool) -> Comparison:
+    """Compares two samples of positive numbers, such as throughputs, neither of them empty.
 
     With fewer than six values the interval is no wider than their range, and two equal settings of three pairs would
     differ in a quarter of all cases. There, a t-test of the logarithms at 5 % must agree that there is a difference,
@@ -77,17 +77,10 @@ def compare(values: Sequence[float], baseline: Sequence[float], *, is_paired: bo
     the machine.
 
     Returns:
-        The ratio of ``values`` over ``baseline``, and whether it differs from 1; "no difference" if 1 is in the
-        interval, "unknown" with a single value or if the two tests disagree.
-
-    Raises:
-        ValueError: a sample is empty, a value is not positive, or pairs are not of one length.
+        The ratio of ``ours`` over ``theirs``, and whether it differs from 1; "no difference" if 1 is in the interval,
+        "unknown" with a single value or if the two tests disagree.
     """
-    ours, theirs = list(map(float, values)), list(map(float, baseline))
-    if not ours or not theirs or not all(value > 0 for value in (*ours, *theirs)):
-        raise ValueError(f"samples must be of positive numbers, got {list(values)} and {list(baseline)}")
-    if is_paired and len(ours) != len(theirs):
-        raise ValueError(f"pairs must be of one length, got {len(ours)} and {len(theirs)}")
+    assert min(*ours, *theirs) > 0
     ratio = median_interval(a / b for a, b in zip(ours, theirs, strict=True)) if is_paired else None
     if ratio is None:
         num_values = min(len(ours), len(theirs))
@@ -161,11 +154,7 @@ def speedup_in_words(ratio: Interval, than: str) -> str:
 
 
 def kind_of_interval(interval: Interval) -> str:
-    """Returns what the ends of an interval are.
-
-    >>> kind_of_interval(Interval(median=2, low=1, high=3, num_values=5))
-    'range of 5 repetitions'
-    """
+    """Returns what the ends of an interval are."""
     is_range = interval.num_values < MIN_VALUES_OF_AN_INTERVAL
     return f"range of {interval.num_values} repetitions" if is_range else "95 % interval"
 
@@ -182,11 +171,7 @@ def kinds_of_intervals(intervals: Iterable[Interval | None]) -> str:
 
 
 def spread_text(interval: Interval, digits: int = 3) -> str:
-    """Returns the ends of an interval; empty if it has none.
-
-    >>> spread_text(Interval(median=2, low=1.5, high=2.25, num_values=5))
-    '1.50 to 2.25'
-    """
+    """Returns the ends of an interval; empty if it has none."""
     if interval.low is None or interval.high is None:
         return ""
     return f"{number(interval.low, digits)} to {number(interval.high, digits)}"

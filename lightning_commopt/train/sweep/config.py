@@ -194,9 +194,9 @@ def spread_over_hosts(config: DictConfig) -> DictConfig:
 
 def sync_method(config: DictConfig) -> str:
     """Returns the name of the comm hook, or the class of another strategy."""
-    if _is_diloco(config) and config.strategy.get("plan") is None:
+    if _is_a(config, CommOptDiLoCoStrategy) and config.strategy.get("plan") is None:
         return plan_from_option(DiLoCoPlan, None, _options(config)).sync_method
-    if not _is_commopt(config):
+    if not _is_a(config, CommOptStrategy):
         return str(config.strategy.get("_target_", "auto")).rpartition(".")[2]
     comm_hook = config.strategy.get("comm_hook")
     if config.strategy.get("plan") is not None:
@@ -216,12 +216,12 @@ def _check_plan(config: DictConfig) -> None:
     options = _options(config)
     plan, lossy = options.get("plan"), options.get("lossy")
     with _as_config_error("strategy: "):
-        if _is_diloco(config):
+        if _is_a(config, CommOptDiLoCoStrategy):
             plan_from_option(DiLoCoPlan, plan, options)
-        elif _is_sharded(config):
+        elif _is_a(config, CommOptModelParallelStrategy):
             TuneOptions.of_shards(plan, lossy, options)
             plan_from_option(ShardedPlan, plan, options).check_torch()
-        elif _is_commopt(config):
+        elif _is_a(config, CommOptStrategy):
             TuneOptions.of(plan, lossy, options)
             plan_from_option(CommPlan, plan, options)
 
@@ -264,22 +264,8 @@ def _as_config_error(prefix: str = "") -> Iterator[None]:
         raise ConfigError(f"{prefix}{error}") from error
 
 
-def _strategy_class(config: DictConfig) -> type | None:
-    """Returns the class of the strategy; None for one by name."""
+def _is_a(config: DictConfig, base: type) -> bool:
+    """Returns whether the strategy is of a class of ours, and not by name or a baseline."""
     target = config.strategy.get("_target_")
-    return None if target is None else get_class(target)
-
-
-def _is_diloco(config: DictConfig) -> bool:
-    strategy = _strategy_class(config)
-    return strategy is not None and issubclass(strategy, CommOptDiLoCoStrategy)
-
-
-def _is_sharded(config: DictConfig) -> bool:
-    strategy = _strategy_class(config)
-    return strategy is not None and issubclass(strategy, CommOptModelParallelStrategy)
-
-
-def _is_commopt(config: DictConfig) -> bool:
-    strategy = _strategy_class(config)
-    return strategy is not None and issubclass(strategy, CommOptStrategy) and not is_baseline(strategy)
+    strategy = None if target is None else get_class(target)
+    return strategy is not None and issubclass(strategy, base) and not is_baseline(strategy)
