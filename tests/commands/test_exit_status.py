@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from lightning_commopt.cost import compressor_cost
-from lightning_commopt.cost.basis import basis_of_run
 from support.commopt import commopt, refusal
 from support.cross_section import sampled
 from support.sample_runs import SampleRun, write_run
@@ -20,7 +18,6 @@ _COMMANDS: dict[str, Callable[[Path], tuple[object, ...]]] = {
     "trace": lambda path: ("trace", path),
     "summary": lambda path: ("summary", path),
     "report": lambda path: ("report", path),
-    "report --json": lambda path: ("report", path, "--json"),
     "predict": lambda path: ("predict", path),
 }
 
@@ -29,28 +26,6 @@ _COMMANDS: dict[str, Callable[[Path], tuple[object, ...]]] = {
 def test_what_cannot_be_read_is_status_2_and_a_line(command: str, tmp_path: Path) -> None:
     """If it fails, a script that looks at the status takes a mistake for a finding, or a user sees a traceback."""
     check_refusals(_COMMANDS[command], tmp_path)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("tune", "--lossy=bf17", "python", "a.py"),
-        ("selftest", "--output", "/nowhere/x.json"),
-    ],
-)
-def test_wrong_options_are_status_2_and_a_line(arguments: tuple[str, ...]) -> None:
-    assert refusal(*arguments).startswith("commopt: ")
-
-
-@pytest.fixture(scope="module")
-def predicted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the directory of a run that has ``prediction.json``."""
-    folder = tmp_path_factory.mktemp("run")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compressor_cost, "LARGE_BYTES", 2**20)
-        write_run(folder, SampleRun(num_buckets=4))
-        basis_of_run(folder).save(folder)
-    return folder
 
 
 def _places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:

@@ -11,7 +11,6 @@ import pytest
 
 import lightning_commopt
 from lightning_commopt import CommOptDDP
-from lightning_commopt.cost import compressor_cost
 from lightning_commopt.cost.basis import basis_of_run
 from lightning_commopt.cost.candidates import forecasts
 from lightning_commopt.cost.fsdp2.basis import sharded_forecasts
@@ -20,10 +19,7 @@ from support import sharded_samples
 from support.hostile import CONTROLS, HOSTILE, check, plant_everywhere
 from support.sample_runs import SampleRun, write_run
 
-
-@pytest.fixture(autouse=True)
-def quick_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressor_cost, "LARGE_BYTES", 2**20)
+pytestmark = pytest.mark.usefixtures("quick_costs")
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from lightning_commopt.cost import compressor_cost
 from lightning_commopt.cost.basis import basis_of_run
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.measure.record import Collective, Phase, StepRecord
@@ -16,28 +15,17 @@ from support import sharded_samples
 from support.commopt import commopt, refusal
 from support.sample_runs import SampleRun, write_run
 
+pytestmark = pytest.mark.usefixtures("quick_costs")
 _INT8_DEFAULTS = {"block_size": 128, "error_feedback": False, "stochastic_rounding": False}
 
 
-@pytest.fixture(autouse=True)
-def quick_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressor_cost, "LARGE_BYTES", 2**20)
+def plans(folder: Path, *options: str) -> list[dict[str, Any]]:
+    return json.loads(commopt("predict", folder, "--json", *options).stdout)["plans"]
 
 
-@pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    write_run(folder, SampleRun(num_buckets=4))
-    return folder
-
-
-def plans(run_dir: Path, *options: str) -> list[dict[str, Any]]:
-    return json.loads(commopt("predict", run_dir, "--json", *options).stdout)["plans"]
-
-
-def test_a_table_of_plans(run_dir: Path) -> None:
+def test_a_table_of_plans(predicted: Path) -> None:
     """If it fails, the first thing that a user sees is an error."""
-    output = commopt("predict", run_dir, columns=160).output
+    output = commopt("predict", predicted, columns=160).output
     assert "with 2 ranks" in output
     assert "uncompressed (as it ran)" in output
     assert "int8" in output
@@ -130,32 +118,32 @@ def test_mistakes_in_compressors_of_shards(sharded_dir: Path, hook: str, message
     assert message in commopt("predict", sharded_dir, f"--comm-hook={hook}", status=2).output
 
 
-def test_the_runs_own_plan_is_what_was_measured(run_dir: Path) -> None:
+def test_the_runs_own_plan_is_what_was_measured(predicted: Path) -> None:
     """It computes for 0.06 s, is on the wire for 0.32 s, and backward hides a bucket's part of that."""
-    (present, *others) = plans(run_dir)
+    (present, *others) = plans(predicted)
     assert present["step_s"] == pytest.approx(0.36, rel=0.05)
     assert {one["plan"].get("comm_hook", {}).get("name") for one in others} >= {None, "bf16", "int8"}
     assert all(other["low_s"] < other["step_s"] < other["high_s"] for other in others)
 
 
 @pytest.mark.exhaustive
-def test_other_worlds(run_dir: Path) -> None:
+def test_other_worlds(predicted: Path) -> None:
     """If it fails, an option has no effect, or the wrong one."""
-    (usual, *_) = plans(run_dir, "--comm-hook=bf16")
-    (ranks, *_) = plans(run_dir, "--comm-hook=bf16", "--ranks=64")
-    (link, *_) = plans(run_dir, "--comm-hook=bf16", "--link=100gbit")
-    (batches, *_) = plans(run_dir, "--comm-hook=bf16", "--accumulate=4")
+    (usual, *_) = plans(predicted, "--comm-hook=bf16")
+    (ranks, *_) = plans(predicted, "--comm-hook=bf16", "--ranks=64")
+    (link, *_) = plans(predicted, "--comm-hook=bf16", "--link=100gbit")
+    (batches, *_) = plans(predicted, "--comm-hook=bf16", "--accumulate=4")
     assert ranks["exposed_s"] / usual["exposed_s"] > 1.8
     assert link["exposed_s"] < usual["exposed_s"] / 10
     assert batches["step_s"] == pytest.approx(usual["step_s"] + 3 * 0.06, rel=0.05)
-    output = commopt("predict", run_dir, "--comm-hook=bf16", "--ranks=64", "--link=25gbit", "--accumulate=4").output
+    output = commopt("predict", predicted, "--comm-hook=bf16", "--ranks=64", "--link=25gbit", "--accumulate=4").output
     assert "with 64 ranks, a link of 25gbit, 4 batches per step" in " ".join(output.split())
 
 
-def test_named_compressors_only(run_dir: Path) -> None:
-    hooks = [one["plan"].get("comm_hook", {}).get("name") for one in plans(run_dir, "--comm-hook=fp16")]
+def test_named_compressors_only(predicted: Path) -> None:
+    hooks = [one["plan"].get("comm_hook", {}).get("name") for one in plans(predicted, "--comm-hook=fp16")]
     assert hooks == [None, "fp16"]
-    assert plans(run_dir, "--comm-hook=fp16", "--link=400gbit")[0]["reasons"][0] == "link: a rate of 400 Gbit/s"
+    assert plans(predicted, "--comm-hook=fp16", "--link=400gbit")[0]["reasons"][0] == "link: a rate of 400 Gbit/s"
 
 
 @pytest.mark.parametrize(
@@ -170,13 +158,13 @@ def test_named_compressors_only(run_dir: Path) -> None:
         (["--accumulate=0"], "--accumulate"),
     ],
 )
-def test_mistakes_in_arguments(run_dir: Path, options: list[str], message: str) -> None:
-    assert message in commopt("predict", run_dir, *options, status=2).output
+def test_mistakes_in_arguments(predicted: Path, options: list[str], message: str) -> None:
+    assert message in commopt("predict", predicted, *options, status=2).output
 
 
-def test_names_in_the_message_can_be_given(run_dir: Path, sharded_dir: Path) -> None:
+def test_names_in_the_message_can_be_given(predicted: Path, sharded_dir: Path) -> None:
     """If it fails, who mistypes a compressor's name is told names that are refused next."""
-    for folder in (run_dir, sharded_dir):
+    for folder in (predicted, sharded_dir):
         message = " ".join(commopt("predict", folder, "--comm-hook=nonsense", status=2).output.split())
         names = re.search(r"names that can be given here: ([a-z0-9_, ]+)", message)
         assert names is not None, message

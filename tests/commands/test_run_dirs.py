@@ -38,6 +38,7 @@ def test_a_traced_run_is_no_newer_than_before(tmp_path: Path) -> None:
     assert f"commopt: {tmp_path / 'later'}, " in summary.output
 
 
+@pytest.mark.usefixtures("quick_costs")
 @pytest.mark.parametrize("command", ["summary", "trace", "predict"])
 def test_commands_take_a_directory_above_the_run(command: str, tmp_path: Path) -> None:
     """If it fails, whoever names the directory of a sweep or of all logs reads that there are no steps."""
