@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_commopt.cost.link_probe import ProbedSize, link_of_probe, probe_link
-from support.ranks import run_ranks
+from support.warm_ranks import run_ranks
 
 MAX_BYTES = 3 * 2**20
 

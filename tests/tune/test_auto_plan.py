@@ -159,19 +159,6 @@ def test_the_record_has_the_step_at_which_a_plan_was_left(lossy: list[dict[str, 
     assert "the averages of a faster plan were too far off" in lossy[0]["tuning"]["verdict"]
 
 
-def _fit_with_worse() -> tuple[str, str | None]:
-    with scripted({_SMALL: 1.3}):
-        strategy = CommOptDDP(plan="auto")
-        _fit(strategy, Tiny())
-    return strategy.plan.name, strategy.auto_plan.describe().get("status")
-
-
-@pytest.mark.exhaustive
-def test_worse_candidates_are_not_kept() -> None:
-    """If it fails, a fit goes on with a plan that is slower than the user's."""
-    assert run_ranks(_fit_with_worse) == [("uncompressed", "none faster"), ("uncompressed", None)]
-
-
 def _fit_fixed(arguments: dict[str, Any]) -> set[CommPlan]:
     fixed = {key.removesuffix("_list"): value for key, value in arguments.items()}
     others = [{**fixed, "bucket_cap_mb": 100}, {**fixed, "static_graph": True}]

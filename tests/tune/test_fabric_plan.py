@@ -16,8 +16,7 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor, nn
 
 from lightning_commopt.fabric import CommOptDDP
-from lightning_commopt.plan import CommPlan, OptionError
-from lightning_commopt.plan.ddp import ddp_options
+from lightning_commopt.plan import CommPlan
 from lightning_commopt.tune import tuner as tuner_module
 from support.ranks import run_ranks
 from support.scripted_tuning import scripted
@@ -169,25 +168,6 @@ def test_lossy_where_allowed(tmp_path: Path) -> None:
     assert len(first["warnings"]) == 1
 
 
-def _train_fixed() -> set[CommPlan]:
-    arguments: dict[str, Any] = {"bucket_cap_mb_list": [0.002, 0.001], "gradient_as_bucket_view": True}
-    fixed = CommPlan.from_dict({"bucket_cap_mb": [0.002, 0.001], "gradient_as_bucket_view": True, "comm_hook": "int8"})
-    with scripted({CommPlan.from_dict({**fixed.to_dict(), "bucket_cap_mb": 100}): 0.3, fixed: 0.6}) as steps:
-        loop = Loop(CommOptDDP(plan="auto", lossy=["int8"], **arguments))
-        loop.train()
-    assert loop.strategy.plan == fixed
-    return {*steps}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif("bucket_cap_mb_list" not in ddp_options(), reason="this torch takes one bucket_cap_mb")
-def test_what_the_user_has_fixed_stays() -> None:
-    """If it fails, plan="auto" replaces buckets that the user has chosen."""
-    for plans in run_ranks(_train_fixed):
-        assert {(plan.bucket_cap_mb, plan.gradient_as_bucket_view) for plan in plans} == {((0.002, 0.001), True)}
-        assert len(plans) == 2
-
-
 def _train_one_after_another() -> dict[str, Any]:
     kept = []
     with scripted({_SMALL: 0.7, _LARGE: 1.1}):
@@ -281,26 +261,3 @@ def test_steps_with_more_than_training(tmp_path: Path) -> None:
     for counts, num_steps_ahead in run_ranks(_train_oddly, str(tmp_path)):
         assert counts == [True, False, True, False, True]
         assert num_steps_ahead == 0
-
-
-def _train_alone() -> dict[str, Any]:
-    strategy = CommOptDDP(plan="auto", lossy=["bf16"])
-    Loop(strategy).train(3)
-    return strategy.auto_plan.describe()
-
-
-@pytest.mark.exhaustive
-def test_one_rank_chooses_nothing() -> None:
-    """If it fails, plan="auto" breaks a loop of one process, or times its steps."""
-    assert run_ranks(_train_alone, world_size=1) == [{}]
-
-
-def test_bad_options() -> None:
-    """If it fails, a misspelled value on Fabric is found late, or ignored."""
-    with pytest.raises(OptionError, match="did you mean 'auto'"):
-        CommOptDDP(plan="autos")
-    with pytest.raises(OptionError, match="needs plan='auto'"):
-        CommOptDDP(lossy=["bf16"])
-    with pytest.raises(OptionError, match="bucket_cap_mb cannot be given too"):
-        CommOptDDP(plan=_SMALL, bucket_cap_mb=1)
-    assert CommOptDDP(plan=_SMALL).plan == _SMALL

@@ -19,7 +19,7 @@ from lightning_commopt.testing.places import CPU
 from lightning_commopt.testing.steps import LargeNet, Setup, send
 from lightning_commopt.tune.guard import Guard, error_limit
 from support.cross_section import sampled
-from support.ranks import run_ranks
+from support.warm_ranks import run_ranks
 
 _NUM_STEPS = 40  # a look takes 28
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,22 +11,21 @@ import torch.distributed as dist
 from lightning_commopt.cost.fsdp2.links import MAX_STRETCH, Line, Lines, Load, ShardLinks, probe_shard_links
 from lightning_commopt.cost.link_probe import ProbedSize
 from lightning_commopt.measure.link.link import PAYLOAD_SHARE
-from support.ranks import run_ranks
 from support.sharded_samples import S_PER_BYTE, line, links
+from support.warm_ranks import run_ranks
 
 
-def probe(max_bytes: int) -> ShardLinks:
+def probe() -> list[ShardLinks]:
     group = dist.group.WORLD
     assert group is not None
-    return probe_shard_links(group, torch.device("cpu"), max_bytes)
+    return [probe_shard_links(group, torch.device("cpu"), max_bytes) for max_bytes in (2**20, 4)]
 
 
 def test_ranks_probe_all_kinds_of_collectives() -> None:
     """If it fails, ranks enter different collectives at the end of a fit, or a tiny model ends it."""
-    for max_bytes in (2**20, 4):
-        for found in run_ranks(probe, max_bytes, world_size=3):
-            assert [one.is_ring for one in found.expected] == [True, True, False]
-            assert all(one.hop_s > 0 and one.s_per_byte >= 0 for one in found.expected)
+    for found in itertools.chain(*run_ranks(probe, world_size=3)):
+        assert [one.is_ring for one in found.expected] == [True, True, False]
+        assert all(one.hop_s > 0 and one.s_per_byte >= 0 for one in found.expected)
 
 
 @pytest.mark.parametrize(("num_ranks", "is_ring", "num_hops"), [(2, True, 1), (5, True, 4), (5, False, 1)])
