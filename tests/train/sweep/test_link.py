@@ -1,8 +1,11 @@
 """What `link` and `hosts` say of a run, and which values are refused."""
 
+import copy
 from collections.abc import Callable
+from functools import cache
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
@@ -21,8 +24,16 @@ def composed(*overrides: str) -> DictConfig:
     return composed_anywhere("trainer.accelerator=cpu", *overrides)
 
 
+@cache
+def defaults() -> DictConfig:
+    return composed()
+
+
 def checked(overrides: str) -> None:
-    check_config(composed(*overrides.split()))
+    config = copy.deepcopy(defaults())  # composing it anew with each override takes a hundred times as long
+    for override in OverridesParser.create().parse_overrides(overrides.split()):
+        OmegaConf.update(config, override.key_or_group, override.value())
+    check_config(config)
 
 
 REFUSED = [
@@ -40,7 +51,7 @@ def test_a_value_that_cannot_be_run_is_refused(golden: Callable[[str, str], None
     golden("refused_values", refusals(one_by_one(checked, overrides=REFUSED), ConfigError))
 
 
-@pytest.mark.parametrize("devices", ["auto", "'2'", "'-1'", "'0,1'", "'0,'", "[0,1]"])
+@pytest.mark.parametrize("devices", ["auto", "'-1'", "'0,'", "[0,1]"])
 def test_the_devices_that_a_trainer_takes_are_not(devices):
     check_config(composed(f"trainer.devices={devices}", "trainer.accelerator=gpu"))
 
@@ -104,18 +115,19 @@ class TestTheQuickstart:
         assert config.link is None
         assert str(link_note(config)).endswith("the network lab needs Linux, this is plan9")
 
-    @pytest.mark.parametrize("overrides", [["link=null"], ["trainer.accelerator=gpu"]])
-    def test_has_no_link_that_is_not_wanted(self, overrides):
-        config = composed(self.QUICKSTART, *overrides)
-        check_config(config)
-        assert config.link is None
-        assert link_note(config) is None
-
-    @pytest.mark.parametrize("variables", [{"RANK": "0", "LOCAL_RANK": "0"}, {"SLURM_PROCID": "1"}])
-    def test_has_none_under_another_launcher(self, monkeypatch, variables):
+    @pytest.mark.parametrize(
+        ("overrides", "variables"),
+        [
+            (["link=null"], {}),
+            (["trainer.accelerator=gpu"], {}),
+            ([], {"RANK": "0", "LOCAL_RANK": "0"}),
+            ([], {"SLURM_PROCID": "1"}),
+        ],
+    )
+    def test_has_no_link_that_is_not_wanted_or_under_another_launcher(self, monkeypatch, overrides, variables):
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
-        config = composed(self.QUICKSTART)
+        config = composed(self.QUICKSTART, *overrides)
         check_config(config)
         assert config.link is None
         assert link_note(config) is None

@@ -33,7 +33,6 @@ def test_one_process_is_not_trained_by_several(monkeypatch, variables):
 @pytest.mark.parametrize(
     "variables",
     [
-        {},
         {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"},  # the script of sbatch
         {"LOCAL_RANK": "0", "WORLD_SIZE": "2"},  # left by Lightning
@@ -60,7 +59,6 @@ def test_repeat_under_another_launcher_says_what_to_write_there():
     "overrides",
     [
         ["trainer.max_steps=11"],
-        ["trainer.max_steps=1", "num_warmup_steps=0"],
         ["trainer.max_steps=2", "callbacks.speed.num_warmup_steps=1"],
         ["trainer.max_steps=-1", "trainer.max_epochs=1"],
         ["trainer.max_steps=5", "callbacks.speed=null"],
