@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,6 +20,7 @@ from lightning_commopt.commands.app import app
 from lightning_commopt.launch.environment import RANK_VARIABLES
 from lightning_commopt.measure.runs.record import RunRecord
 from support.cross_section import sampled
+from support.process_groups import is_group_gone
 from support.side_by_side import two_at_a_time
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -44,7 +44,7 @@ def _start(folder: Path, *command: str) -> subprocess.Popen[str]:
 def _finish(process: subprocess.Popen[str]) -> str:
     try:
         output, _ = process.communicate(timeout=LIMIT_S)
-        left = _wait_for_the_end(process.pid)
+        is_gone = is_group_gone(process.pid)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGABRT)  # every process says where it stands
         output, _ = process.communicate()
@@ -54,28 +54,8 @@ def _finish(process: subprocess.Popen[str]) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, output[-3000:]
-    assert not left, f"the example left processes behind: {left}"
+    assert is_gone, "the example left processes behind"
     return output
-
-
-def _wait_for_the_end(group: int) -> list[str]:
-    """Returns the processes of the group that still run, once a child has had time to follow its parent."""
-    deadline = time.monotonic() + 30
-    while left := _running(group):
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.1)
-    return left
-
-
-def _running(group: int) -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            state, _, process_group, *_ = path.read_text().rpartition(") ")[2].split()
-            if int(process_group) == group and state != "Z":
-                found.append(path.parent.name)
-    return found
 
 
 RUNS = {
