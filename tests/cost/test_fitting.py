@@ -119,6 +119,7 @@ def test_without_a_probe_the_interval_is_honest(is_latency: bool) -> None:
     measured_s = median(record.totals.step_s for record in steps_of(plain, link, 1.0))
     assert found.low_s < measured_s < found.high_s
     assert found.high_s > 2 * found.low_s
+    assert POWERSGD is not None
     sent_mb = sum(POWERSGD.wire_bytes(layout_of(bucket), 2) for bucket in buckets_of(CommPlan(), GRADIENTS)) / 1e6
     reason = f"the run sent {sent_mb:.3g} MB in a step, and plans that send up to 5.24 MB are extrapolated from that"
     assert reason in found.reasons

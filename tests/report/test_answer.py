@@ -80,7 +80,10 @@ def several_ways_and_one_process(folder: Path) -> None:
     for at in range(3):
         for variant, rate in (("one_process", 200), ("one_bucket", 100), ("bf16", 150)):
             overrides = (f"variant={variant}", f"repetition={at}")
-            ranks = {"world_size": 1 if variant == "one_process" else 2, "plan": None if rate == 200 else {}}
+            ranks: dict[str, Any] = {
+                "world_size": 1 if variant == "one_process" else 2,
+                "plan": None if rate == 200 else {},
+            }
             save_run(folder / f"{variant}_{at}", *overrides, samples_per_s=rate * (1 + at / 50), **ranks)
 
 

@@ -31,7 +31,7 @@ OTHERS = [
     DiLoCoPlan(inner=CommPlan(comm_hook=Int8(), bucket_cap_mb=100)),
     pytest.param(SHARDED, marks=takes_collectives),
 ]
-STRATEGIES = {CommPlan: "CommOptDDP", DiLoCoPlan: "CommOptDiLoCo", ShardedPlan: "CommOptModelParallel"}
+STRATEGIES: dict[type, str] = {CommPlan: "CommOptDDP", DiLoCoPlan: "CommOptDiLoCo", ShardedPlan: "CommOptModelParallel"}
 
 
 def _lines(folder, *overrides, **fields) -> list[str]:  # type: ignore[no-untyped-def]

@@ -91,15 +91,6 @@ def test_a_setting_of_which_all_runs_fail_is_found(tmp_path, overrides, others):
     assert len(held.changes) == 1 + len(others)
 
 
-def test_a_file_says_the_same_as_the_directory(tmp_path):
-    now = {"none": [99, 101, 100], "bf16": [130, 131, 129]}
-    held = _held(tmp_path, now)
-    path = tmp_path / "before.json"
-    path.write_text(json.dumps(to_plain(build_report([tmp_path / "before"]))))
-    from_file = find_regressions(to_plain(build_report([tmp_path / "now"])), path)
-    assert from_file.changes == held.changes
-
-
 @pytest.mark.parametrize(("tolerance", "outcome"), [(0.0, "slower"), (0.02, "slower"), (0.05, "no difference")])
 def test_what_a_machine_is_slower_at_another_time_is_tolerated(tmp_path, tolerance, outcome):
     """The whole interval must lie below: 96 to 98 % here."""

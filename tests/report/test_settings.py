@@ -86,7 +86,7 @@ SORTED: dict[str, tuple[list[Job], dict[str, dict[str, int]]]] = {
     "a choice of nothing": (["variant=null ranks=2", "ranks=2", "ranks=4"], {"": {"2 ranks": 2, "4 ranks": 1}}),
     "a default": (["strategy.bucket_cap_mb=100", ""], {"": {"100 MiB buckets": 1, "default bucket cap mb": 1}}),
     "equal numbers and defaults": (
-        [f"strategy.bucket_cap_mb={cap} model.size=small" for cap in ("25", "25.0", "null")] + ["model.size=small"],
+        [*(f"strategy.bucket_cap_mb={cap} model.size=small" for cap in ("25", "25.0", "null")), "model.size=small"],
         {"": {"25 MiB buckets": 2, "default buckets": 2}},
     ),
     "records without overrides": (
