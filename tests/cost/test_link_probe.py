@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import math
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_commopt.cost import link_probe
 from lightning_commopt.cost.link_probe import ProbedSize, link_of_probe, probe_link
 from support.warm_ranks import run_ranks
 
 MAX_BYTES = 3 * 2**20
 
 
-def probe() -> list[ProbedSize]:
+def probe(limit_s: float) -> list[ProbedSize]:
     group = dist.group.WORLD
     assert group is not None
-    return probe_link(group, torch.device("cpu"), MAX_BYTES)
+    with patch.object(link_probe, "_MAX_SIZE_S", limit_s):
+        return probe_link(group, torch.device("cpu"), MAX_BYTES)
 
 
 def test_all_ranks_probe_the_same_sizes() -> None:
     """If it fails, ranks enter different collectives, and the fit hangs at its end."""
-    probed = run_ranks(probe, world_size=3)
+    probed = run_ranks(probe, math.inf, world_size=3)
     sizes = [[one.num_bytes for one in of_rank] for of_rank in probed]
     assert sizes == [[2**12, 2**16, 2**20, MAX_BYTES]] * 3
     assert all(one.time_s > 0 and one.cpu_s >= 0 for of_rank in probed for one in of_rank)
+    assert [len(of_rank) for of_rank in run_ranks(probe, 0.0, world_size=3)] == [1] * 3, "the next one takes too long"
 
 
 @pytest.mark.parametrize("num_ranks", [2, 5])
