@@ -24,6 +24,12 @@ _WHAT_TO_DO = (
     " same on all ranks. Or let the strategy do it: uneven_batches='drop' ends epochs at the smallest number, 'pad'"
     " repeats batches up to the largest. Trainer(limit_train_batches=N) sets a number."
 )
+_WITHOUT_LENGTH = (
+    "Let the dataset give every rank as many samples as the others, or end epochs by Trainer(limit_train_batches=N)"
+    " with an N that all ranks reach. With a __len__ that is right, uneven_batches='drop' ends epochs at the smallest"
+    " number, and 'pad' repeats batches up to the largest."
+)
+"""For numbers that were unknown, or not as expected, when the epoch began."""
 _STOP_TOGETHER = (
     "Set it on all ranks in the same step: trainer.should_stop = trainer.strategy.reduce_boolean_decision(stop,"
     " all=False)."
@@ -98,7 +104,8 @@ def _consequence(numbers: Collection[int], number: int) -> str:
 def different_ends_message(numbers: Mapping[int, int], epoch: int) -> str:
     """Returns the message for an epoch that has ended after these numbers of batches, by rank."""
     return (
-        f"Ranks ended epoch {epoch} after different numbers of batches: {_numbers_text(numbers)}. {_WHY} {_WHAT_TO_DO}"
+        f"Ranks ended epoch {epoch} after different numbers of batches: {_numbers_text(numbers)}. {_WHY}"
+        f" {_WITHOUT_LENGTH}"
     )
 
 
@@ -111,7 +118,7 @@ def goes_on_message(left: tuple[int, int], going: tuple[int, int], epoch: int, *
     why = ", as trainer.should_stop was set there" if was_stopped else ""
     return (
         f"Rank {left[0]} has ended epoch {epoch} after {_count(left[1])}{why}, and rank {going[0]} continues after"
-        f" {_count(going[1])}. {_WHY} {_STOP_TOGETHER if was_stopped else _WHAT_TO_DO}"
+        f" {_count(going[1])}. {_WHY} {_STOP_TOGETHER if was_stopped else _WITHOUT_LENGTH}"
     )
 
 

@@ -189,11 +189,13 @@ def _run_out(short: int) -> None:
 
 @pytest.mark.parametrize("short", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_stream_that_ends_on_one_rank_is_an_error(short: int) -> None:
-    """If it fails, the other rank waits for half an hour, and nobody says why."""
+    """If it fails, the other rank waits for half an hour, and nobody says why or what helps data without a length."""
     traces = _traces_of_both(_run_out, short)
     found = f"Rank {short} has ended epoch 0 after 2 batches, and rank {1 - short} continues"
     assert f"UnevenBatchesError: {found}" in traces[short]
     assert found in traces[1 - short]
+    assert "limit_train_batches=N" in traces[short]
+    assert "DistributedSampler" not in traces[short]
 
 
 _GO_WELL: dict[str, tuple[int, tuple[Any, ...], dict[str, Any]]] = {
