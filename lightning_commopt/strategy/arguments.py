@@ -48,11 +48,13 @@ def document_plan_options(strategy: _Class) -> _Class:
     keywords = inspect.signature(strategy).parameters
     for plan in (CommPlan, ShardedPlan, DiLoCoPlan):
         if strategy.__doc__ and plan.__doc__:  # with python -OO there are no docstrings
-            described = plan.__doc__.partition("Attributes:\n")[2].partition("\n\n")[0]
-            entries = re.split(r"\n(?= {8}\w+: )", described)
+            # Python 3.13 takes the common indentation off a docstring, earlier ones leave it.
+            documented, described = inspect.cleandoc(strategy.__doc__), inspect.cleandoc(plan.__doc__)
+            described = described.partition("Attributes:\n")[2].partition("\n\n")[0]
+            entries = re.split(r"\n(?= {4}\w+: )", described)
             options = "\n".join(entry for entry in entries if entry.split(":")[0].strip() in keywords)
             reference = rf"(?m)^ *{plan.options()[0]}: see `{plan.__name__}`.*$"
-            strategy.__doc__ = re.sub(reference, options.replace("\\", r"\\"), strategy.__doc__)
+            strategy.__doc__ = re.sub(reference, options.replace("\\", r"\\"), documented)
     return strategy
 
 
