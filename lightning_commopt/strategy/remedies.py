@@ -28,7 +28,8 @@ _EXPLANATIONS = {
     "Expected to have finished reduction in the prior iteration": (
         "It looks like your LightningModule has parameters that were not used in producing the loss returned by"
         " training_step. If that is intended (two optimizers that are toggled, for instance), use"
-        " strategy=CommOptDDP(find_unused_parameters=True)."
+        " strategy=CommOptDDP(find_unused_parameters=True), or with DiLoCo"
+        " CommOptDiLoCo(inner={'find_unused_parameters': True})."
     ),
     "got mixed torch.Tensor and DTensor": (
         "A sharded parameter was combined with a tensor that is not sharded. In a training_step it was not gathered,"

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lightning_commopt import CommOptDiLoCo
 from support.lightnings import ModelCheckpoint
-from support.strategy_models import FEATURES, BatchNormed, Params, assert_same, loader, numbers, trainer
+from support.ranks import run_ranks_or_raise
+from support.strategy_models import FEATURES, BatchNormed, Gan, Params, assert_same, loader, numbers, trainer
 from support.warm_ranks import run_ranks
 
 
@@ -47,6 +48,23 @@ _INNER = {"comm_hook": {"name": "int8", "error_feedback": True}, "bucket_cap_mb"
 def _two_nodes() -> tuple[list[Params], list[Params]]:
     plain = _on_nodes(5, sync_every=2, inner="ddp")
     return plain, _on_nodes(5, sync_every=2, fragments=2, overlap=1, comm_hook="int4", inner=_INNER)
+
+
+def _take_turns(inner: Any) -> Params:
+    module = Gan()
+    trainer(CommOptDiLoCo(sync_every=2, inner=inner, watch=False), **_nodes(), max_epochs=1).fit(module, loader())
+    return numbers(module)
+
+
+@pytest.mark.exhaustive
+def test_optimizers_that_take_turns_need_an_option_of_ddp() -> None:
+    """If it fails, two optimizers cannot train on a node that is one worker, or the error says to give up DiLoCo."""
+    remedy = {"find_unused_parameters": True}
+    first, second = run_ranks(_take_turns, remedy)
+    assert_same(first, second)
+    for _, error in run_ranks_or_raise(_take_turns, "ddp", world_size=2):
+        assert error is not None
+        assert f"CommOptDiLoCo(inner={remedy})" in error
 
 
 def _differ(a: Params, b: Params) -> bool:
