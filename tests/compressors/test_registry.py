@@ -85,6 +85,12 @@ def test_own_compressor_by_name() -> None:
     assert compressor_name(Mine()) == "my_own"
     register_compressor("my_own", aliases=("mine",))(Mine)  # a module that is loaded again
 
+    class Other(Mine):
+        pass
+
+    with pytest.raises(ValueError, match=r"is taken: it is the name of .*\.Mine"):
+        register_compressor("my_own")(Other)
+
 
 @pytest.mark.usefixtures("own_registry")
 @pytest.mark.parametrize("name", ["PowerSGD", "half", "None", "my.own", ""])
