@@ -36,7 +36,8 @@ _EXPLANATIONS = {
         " which its unit does in forward only. Parameters in no block are gathered by the forward of the module that"
         " was sharded: call self(...) in training_step rather than a part of the module, or shard that part, with"
         " shard(self.part, self.device_mesh, blocks=...). In a hook parameters in no block may still be gathered, after"
-        " a forward without a backward, as in validation: call self.reshard() first."
+        " a forward without a backward, as in validation: call self.reshard() first. Lightning's"
+        " StochasticWeightAveraging cannot average sharded parameters."
     ),
     "object has no attribute 'no_sync'": (
         "trainer.model has no no_sync(): it is the LightningModule itself, since nothing is synchronized in a backward"

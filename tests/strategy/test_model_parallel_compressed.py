@@ -17,7 +17,7 @@ from lightning_commopt import CommOptModelParallel, OptionError, shard
 from lightning_commopt.compressors.sharded import ShardedInt8
 from support.collectives import takes_collectives
 from support.cross_section import sampled
-from support.lightnings import LightningModule, ModelParallelStrategy
+from support.lightnings import LightningModule, ModelParallelStrategy, callbacks
 from support.strategy_models import Params, Tiny, assert_same, loader, trainer
 from support.warm_ranks import run_ranks
 
@@ -95,6 +95,21 @@ def test_parameters_are_gathered_without_a_forward() -> None:
     for got, expected, explanation in run_ranks(_fit_without_forward):
         assert_same(got, expected)
         assert "call self(...) in training_step" in explanation
+
+
+def _average_weights() -> str:
+    averaging = callbacks.StochasticWeightAveraging(swa_lrs=0.05, swa_epoch_start=1)
+    with pytest.raises(RuntimeError) as caught:
+        trainer(CommOptModelParallel(2, 1), max_epochs=3, callbacks=[averaging]).fit(_Sharded(), loader(32))
+    return str(caught.value)
+
+
+@pytest.mark.exhaustive
+@takes_collectives
+def test_averages_of_sharded_weights_are_refused() -> None:
+    """If it fails, a user of StochasticWeightAveraging looks for a mistake in the training step."""
+    for explanation in run_ranks(_average_weights):
+        assert "StochasticWeightAveraging cannot average sharded parameters" in explanation
 
 
 def _warnings_of_sizes() -> list[list[str]]:
