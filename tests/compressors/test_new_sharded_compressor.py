@@ -80,7 +80,7 @@ def test_both_strategies_know_its_name(module: ModuleType) -> None:
     assert compressor_to_config(compressor) == compressor_to_config(FromShards(shards=compressor)) == config
     assert CommOptDDP(comm_hook=config).plan.name == "fp8 scale 2"
     assert CommOptDDP(comm_hook=config).plan.to_dict() == {"comm_hook": config}
-    assert CommOptModelParallel(comm_hook=config).comm_hook == compressor
+    assert CommOptModelParallel(comm_hook=config).plan.comm_hook == compressor
     assert aliases()["commopt_ddp_fp8_spawn"]["comm_hook"] == "fp8"
     assert example_compressors()["fp8"] == FromShards(shards=module.Float8())
     assert ready_shards()["fp8"] == module.Float8()
