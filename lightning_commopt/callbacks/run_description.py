@@ -81,7 +81,8 @@ def describe_hook(strategy: Strategy) -> dict[str, Any]:
     elif getattr(strategy, "world_size", 1) > 1 and (
         is_baseline(strategy) or not isinstance(strategy.model, DistributedDataParallel)
     ):
-        name, is_lossy = type(strategy).__name__, getattr(strategy, "is_lossy", False)
+        name = type(strategy).__name__
+        is_lossy = getattr(strategy, "is_lossy", False) if plan is None else plan.is_lossy
     elif (hook := comm_hook_of(strategy)) is None:
         name, is_lossy = "none", False
     else:

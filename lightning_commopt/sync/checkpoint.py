@@ -195,11 +195,11 @@ def open_checkpoint(saved: Any, load: Callable[[int, Any], Any] = _in_file) -> S
     Raises:
         CheckpointError: ``saved`` is damaged or of another version.
     """
-    version = saved.get("version") if isinstance(saved, Mapping) else None
+    version, kind = (saved.get("version"), saved.get("kind")) if isinstance(saved, Mapping) else (None, None)
+    if kind == OF_DILOCO:
+        raise CheckpointError("it is CommOptDiLoCo's, whose ranks have files of their own")
     if type(version) is not int or version != _VERSION:
         raise CheckpointError(f"its version is {version!r}, and {_VERSION} is the one that can be read")
-    if saved.get("kind") == OF_DILOCO:
-        raise CheckpointError("it is CommOptDiLoCo's, whose ranks have files of their own")
     with as_checkpoint_error():
         if saved["checksum"] != _checksum(saved):
             raise CheckpointError("it is damaged (its checksum differs)")
