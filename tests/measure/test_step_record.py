@@ -108,7 +108,25 @@ COLLECTIVES = (
     "record", [TWO_BACKWARDS, step(), step(bucket(1, 2, 3)), replace(TWO_BACKWARDS, collectives=COLLECTIVES)]
 )
 def test_json_brings_it_back(record: StepRecord) -> None:
-    assert StepRecord.from_dict(json.loads(record.to_json())) == record
+    back = StepRecord.from_dict(json.loads(record.to_json()))
+    assert back == record
+    assert back.to_json() == record.to_json()
+
+
+def test_json_keeps_a_tenth_of_a_microsecond() -> None:
+    late = 86_400.123_456_789
+    record = step(bucket(late, late, late + 1e-6), phases=(Phase("backward", late, late + 1),))
+    back = StepRecord.from_dict(json.loads(record.to_json()))
+    assert back.buckets[0].ready_s == pytest.approx(late, abs=1e-7)
+    assert back.buckets[0].end_s - back.buckets[0].ready_s == pytest.approx(1e-6, abs=2e-7)
+
+
+@pytest.mark.parametrize(("missing", "error"), [("phases", KeyError), ("step", KeyError)])
+def test_what_is_missing_is_an_error(missing: str, error: type[Exception]) -> None:
+    values = json.loads(TWO_BACKWARDS.to_json())
+    del values[missing]
+    with pytest.raises(error, match=missing):
+        StepRecord.from_dict(values)
 
 
 def test_covered_time_against_brute_force() -> None:
@@ -131,4 +149,6 @@ def test_compression_is_never_negative() -> None:
         marks = sorted(10 ** rng.uniform(-3, 0) for _ in range(4))
         wire = itertools.pairwise(marks)
         record = step(bucket(marks[0], marks[0], marks[-1], *wire))
-        assert 0 <= record.totals.compression_s < 1e-12
+        assert record.totals.compression_s >= 0
+        assert json.loads(record.to_json())["compression_s"] == 0
+        assert '"compression_s":-' not in record.to_json()
