@@ -35,7 +35,7 @@ class Leaving(Tiny):
 def main() -> None:
     run = trainer(CommOptDDP(), devices=int(sys.argv[1]), max_epochs=1)
     run.fit(Leaving())
-    print("TRAINED", run.global_step, flush=True)
+    print(f"TRAINED {run.global_step}\n", end="", flush=True)  # in one piece, as both ranks write to one pipe
 
 
 if __name__ == "__main__":
