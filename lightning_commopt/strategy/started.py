@@ -30,7 +30,7 @@ class StartsRanks(FromPlan):
 
     def _configure_launcher(self) -> None:
         self._check_environment()
-        super()._configure_launcher()  # type: ignore[misc]  # of the class of Lightning's beside this one
+        super()._configure_launcher()  # type: ignore[misc]  # a subclass also inherits it from one of Lightning's classes
         self._launcher = launcher_for(self)  # type: ignore[arg-type]
         if hasattr(self, "_start_method"):
             remedies.check_start_method(self._launcher)
