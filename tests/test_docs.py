@@ -9,12 +9,17 @@ import re
 import shlex
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+from lightning_commopt.measure.forecasts import read_forecasts
+from lightning_commopt.measure.runs.files import PREDICTION_FILE
+from lightning_commopt.report.runs import read_runs
 
 REPOSITORY = Path(__file__).parents[1]
 LIMIT_S = 300
@@ -114,6 +119,18 @@ class Part(NamedTuple):
                     run(shlex.split(block["run"]), folder)
                     commands.append(block["run"])
         return commands
+
+
+def test_records_that_pages_link_to_can_be_read(tmp_path: Path) -> None:
+    """If it fails, nobody can check a figure of the evidence against the runs that it is from."""
+    for path in sorted((REPOSITORY / "docs/results").glob("*.tar.xz")):
+        with tarfile.open(path) as archive:
+            archive.extractall(tmp_path, filter="data")
+        runs = read_runs([tmp_path / path.name.removesuffix(".tar.xz")])
+        assert runs.finished
+        assert not runs.problems
+        for prediction in tmp_path.rglob(PREDICTION_FILE):
+            assert read_forecasts(prediction.parent)
 
 
 def run(command: list[str], folder: Path) -> None:
