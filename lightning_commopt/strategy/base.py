@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 from abc import abstractmethod
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +26,6 @@ from lightning_commopt.strategy.lightning_launcher import Launcher
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit
 from lightning_commopt.sync.store import fresh_default_store, prepare_key_spaces
 from lightning_commopt.sync.strategies import RunningStrategy, TrainersStrategy
-from lightning_commopt.text.formatting import lasting_repr
 from lightning_commopt.text.validation import warn_once
 from lightning_commopt.watch.join_watch import watch_joining
 
@@ -149,7 +150,7 @@ def _prepare_nccl(options: NcclOptions | None, backend: str | None, device: torc
 def check_plans_agree(plan: Plan) -> None:
     """Raises an OptionError if the ranks' plans differ; all ranks must call it."""
     plans: list[dict[str, str]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(plans, {name: lasting_repr(getattr(plan, name)) for name in plan.options()})
+    dist.all_gather_object(plans, {name: _describe(getattr(plan, name)) for name in plan.options()})
     for name in plan.options():
         first_ranks: dict[str, int] = {}
         for rank, options in enumerate(plans):
@@ -157,3 +158,18 @@ def check_plans_agree(plan: Plan) -> None:
         if len(first_ranks) > 1:
             shown = ", ".join(f"{name}={value} on rank {rank}" for value, rank in first_ranks.items())
             raise OptionError(f"apply_plan must get the same plan on all ranks, got {shown}")
+
+
+def _describe(value: object) -> str:
+    """Returns the type and the settings as text that is equal on all ranks, without addresses in memory."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_describe(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_describe, value))}]"
+    fields = getattr(value, "__dict__", {})
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.compare}
+    elif repr(value) != object.__repr__(value):
+        return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+    settings = ", ".join(f"{name}={_describe(item)}" for name, item in fields.items())
+    return f"{type(value).__qualname__}({settings})"

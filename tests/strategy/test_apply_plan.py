@@ -1,5 +1,6 @@
 """Plans that change in the middle of a fit."""
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -205,28 +206,59 @@ def test_ranks_with_different_plans_are_refused() -> None:
         )
 
 
+class Threshold:
+    """A setting without a repr of its own: the default one has an address in memory."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
 class Own(Averages):
-    """A user's compressor, not a dataclass, whose default ``repr`` has an address in memory."""
+    """A user's compressor, not a dataclass, whose repr has an address too."""
 
     def __init__(self, threshold: Any) -> None:
         self.threshold = threshold
 
 
-def _compare() -> list[str]:
-    plans = [[CommPlan(comm_hook=Own(threshold)) for threshold in thresholds] for thresholds in ([1, 1], [1, 2])]
-    said = []
-    for of_ranks in plans:
-        try:
-            check_plans_agree(of_ranks[dist.get_rank()])
-        except OptionError as error:
-            said.append(str(error))
-    return said
+def _compare(settings: list[list[Any]]) -> list[str]:
+    return [_compare_one([Own(setting) for setting in of_ranks]) for of_ranks in settings]
+
+
+def _compare_one(compressors: list[Any]) -> str:
+    own = [copy.deepcopy(compressors[dist.get_rank()]) for _ in range(2)]
+    addresses = [0] * dist.get_world_size()
+    dist.all_gather_object(addresses, id(own[0]))
+    if dist.get_rank() == 1 and id(own[0]) == addresses[0]:
+        own.pop(0)  # a repr with an address in it must differ
+    try:
+        check_plans_agree(CommPlan(comm_hook=own[0]))
+    except OptionError as error:
+        return str(error)
+    return ""
 
 
 def test_plans_are_compared_by_type_and_settings() -> None:
     """If it fails, a user's compressor without a repr never gets past apply_plan, or one that differs does."""
-    difference = "comm_hook=Own({'threshold': 1}) on rank 0, comm_hook=Own({'threshold': 2}) on rank 1"
-    assert run_ranks(_compare) == [[f"apply_plan must get the same plan on all ranks, got {difference}"]] * 2
+    same = [[Threshold(Threshold((torch.float16, {"a": 1})))] * 2, [np.max] * 2]
+    others = [[Threshold(1), Threshold(2)], [[1, Threshold(3)], [1, Threshold(4)]]]
+    differences = ["Own(threshold=Threshold(value=1)) on rank 0, comm_hook=Own(threshold=Threshold(v"]
+    differences += ["Own(threshold=[1, Threshold(value=3)]) on rank 0"]
+    for messages in run_ranks(_compare, same + others):
+        assert messages[:2] == ["", ""]
+        for message, difference in zip(messages[2:], differences, strict=True):
+            assert f"got comm_hook={difference}" in message
+
+
+def _fit_with_another_hook(change: Any) -> CommPlan:
+    strategy = CommOptDDP(bucket_cap_mb=1, comm_hook="powersgd")
+    trainer(strategy, callbacks=[ChangePlan(change)]).fit(Tiny(), loader())
+    return strategy.plan
+
+
+def test_a_name_applies_the_present_plan_with_that_comm_hook() -> None:
+    """If it fails, apply_plan("bf16") raises an error about attributes, or forgets the other options."""
+    expected = CommPlan.from_dict({"bucket_cap_mb": 1, "comm_hook": "bf16"})
+    assert run_ranks(_fit_with_another_hook, "bf16") == [expected] * 2
 
 
 class TryPlan(ChangePlan):
