@@ -40,9 +40,9 @@ _EXPLANATIONS = {
         " StochasticWeightAveraging cannot average sharded parameters."
     ),
     "object has no attribute 'no_sync'": (
-        "trainer.model has no no_sync(): it is the LightningModule itself, since nothing is synchronized in a backward"
-        " with CommOptDiLoCo, nor on one rank with CommOptDDP. Use getattr(self.trainer.model, 'no_sync',"
-        " contextlib.nullcontext)(), which works with and without DDP."
+        "The object has no no_sync(). If it is trainer.model, that is the LightningModule itself, since nothing is"
+        " synchronized in a backward with CommOptDiLoCo, nor on one rank with CommOptDDP. Use"
+        " getattr(self.trainer.model, 'no_sync', contextlib.nullcontext)(), which works with and without DDP."
     ),
     "First bucket should be smaller/equal to other buckets": (
         "torch.compile cuts a module's graph at DDP's buckets, the first time after 1 MiB, and takes no smaller"
