@@ -84,6 +84,14 @@ TESTS = {
     "diagnose/commopt_diagnose/*/*.py": ("diagnose/tests",),
     "lightning_commopt/train/*.py": ("tests/train",),
     "lightning_commopt/train/*/*.py": ("tests/train",),
+    "lightning_commopt/testing/*.py": ("tests/testing", "tests/compressors", "tests/sync", "-k", "not interpreter"),
+    "lightning_commopt/text/*.py": ("tests/text", "tests/commands", "tests/report", "tests/callbacks"),
+    "lightning_commopt/metrics.py": ("tests/measure", "tests/callbacks"),
+    "lightning_commopt/baselines.py": ("tests/strategy/test_baselines.py", "tests/train"),
+    "lightning_commopt/ray.py": ("tests/strategy", "-k", "ray"),
+    "lightning_commopt/fabric.py": tuple(
+        f"tests/test_fabric{name}.py" for name in ("", "_diloco", "_sharded", "_sync")
+    ),
     f"{_FOLDER}/sharded*.py": ("tests/sync", "-k", "sharded"),
     f"{_FOLDER}/channel.py": ("tests/cost/test_compressor_cost.py", *_COMPRESSORS),
     f"{_FOLDER}/*.py": _COMPRESSORS,
@@ -97,11 +105,6 @@ TESTS = {
     f"{_FOLDER}/kernels/*": _compiled("low_rank", "low_rank_rounds", "orthonormal", "c_library"),
 }
 """What is about a file; its first pattern counts. Arguments of pytest, or programs."""
-_BRANCHES = (
-    *("callbacks", "commands", "commopt_diagnose", "compat", "cost", "launch", "measure", "plan", "report", "strategy"),
-    *("sync", "train", "tune", "watch"),
-)
-"""Rooms whose conditions are reversed, too."""
 WAITS = {"wait", "wait_stream", "wait_event", "record_stream", "protect", "synchronize"}
 _RESULTS = {"pending.wait", "exact.wait"}
 LIMIT_S = 1200
@@ -151,7 +154,7 @@ class _Finder(ast.NodeVisitor):
         self.generic_visit(call)
 
     def visit_If(self, node: ast.If) -> None:
-        if self._file.split("/")[1] in _BRANCHES and ast.unparse(node.test) != "TYPE_CHECKING":
+        if not self._is_kernel and ast.unparse(node.test) != "TYPE_CHECKING":
             self._add("branch", node.test, f"(not ({ast.unparse(node.test)}))")
         self.generic_visit(node)
 
@@ -311,11 +314,12 @@ def select(arguments: argparse.Namespace) -> dict[Mutant, tuple[str, ...]]:
     }
     if arguments.sample is not None:
         num_kept: Counter[Path] = Counter()
-        for each in random.Random(arguments.seed).sample(list(mutants), len(mutants)):
+        shuffled, mutants = random.Random(arguments.seed).sample(list(mutants.items()), len(mutants)), {}
+        for each, tests in shuffled:  # in an order by chance, so that a run that is cut has some of each folder, too
             folder = Path(each.file).parent
             num_kept[folder] += 1
-            if num_kept[folder] > arguments.sample:
-                del mutants[each]
+            if num_kept[folder] <= arguments.sample:
+                mutants[each] = tests
     part, num_parts = map(int, arguments.part.split("/"))
     chosen = list(mutants)[part - 1 :: num_parts]
     return {mutant: mutants[mutant] for mutant in chosen}
