@@ -94,7 +94,8 @@ def test_every_trainer_takes_every_callback_and_logger(trainer, callbacks, logge
     assert trainer.loggers == made_loggers
 
 
-@pytest.mark.parametrize("experiment", sampled(options("experiment"), ["quickstart"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("experiment", options("experiment"))
 def test_every_experiment_composes_with_every_strategy_and_comm_hook(experiment):
     check_config(composed(f"experiment={experiment}", "strategy=ddp"))
     for comm_hook in options("strategy/comm_hook"):

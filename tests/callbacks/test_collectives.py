@@ -193,6 +193,7 @@ def check_table(folder: Path, name: str) -> None:
 
 
 @needs_hooks
+@pytest.mark.exhaustive
 def test_without_the_broadcast(tmp_path: Path) -> None:
     """If it fails, sigterm_every_n_steps does not change what is shown, or is recommended although it is set."""
     run_ranks(_fit, tmp_path, "every_2_steps")

@@ -13,6 +13,7 @@ from torch.torch_version import TorchVersion
 
 from lightning_commopt.callbacks import HangMonitor, hang_monitor
 from lightning_commopt.watch.hangs import rank_side
+from lightning_commopt.watch.hangs.marks import PHASES, first_of_stage
 from lightning_commopt.watch.hangs.records import read_hang_report
 from support.lightnings import DDPStrategy
 from support.marked_processes import Program
@@ -261,3 +262,22 @@ def test_nothing_is_marked_after_a_connection_was_lost() -> None:
     monitor._enter("backward")
     watched.close.assert_called_once_with(error)
     watched.enter.assert_not_called()
+
+
+@pytest.mark.parametrize(
+    ("function", "is_sanity_check", "expected"),
+    [
+        ("fit", True, "in the start or end of validation"),
+        ("fit", False, "in the dataloader"),
+        ("validate", False, "in the end of the run"),
+    ],
+)
+def test_what_follows_a_validation(function: str, is_sanity_check: bool, expected: str) -> None:
+    """If it fails, a rank that hangs after a validation is reported in another phase, with the time of that one."""
+    monitor = HangMonitor()
+    watched, monitor._stage = mock.Mock(), first_of_stage("validation")
+    monitor._watched = watched
+    trainer: Any = SimpleNamespace(sanity_checking=is_sanity_check, state=SimpleNamespace(fn=function))
+    monitor.on_validation_end(trainer, mock.Mock())
+    ((phase, _),) = [call.args for call in watched.enter.call_args_list]
+    assert PHASES[phase].where == expected

@@ -116,6 +116,14 @@ def test_buckets_are_averaged_as_shards_in_every_step(shards: ShardedCompressor,
         assert error <= 1.5 * known(compressor.claims.error_bound)
 
 
+@pytest.mark.parametrize("keeps_residual", [False, True])
+def test_what_buckets_lose_without_a_residual_is_claimed(keeps_residual: bool) -> None:
+    """If it fails, error feedback around it is allowed less than is lost, or more."""
+    shards = ShardedInt8(error_feedback=keeps_residual)
+    lost = shards.claims.untracked_error if keeps_residual else shards.claims.error_bound
+    assert FromShards(shards=shards).claims.untracked_error == lost
+
+
 def test_shards_of_nodes_are_not_for_ddp() -> None:
     """If it fails, the first backward ends with an assertion."""
     with pytest.raises(OptionError, match=r"comm_hook.*ShardedHierarchical is for FSDP2 only"):

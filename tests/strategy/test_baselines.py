@@ -53,7 +53,7 @@ _LEFT_OUT = (
     *("clip_norm", "early_stopping", "compiled_aot"),
 )
 EVERY_MODE = {name: mode for name, mode in MODES.items() if name not in _LEFT_OUT}
-DEFAULT_MODES = ("automatic", "batch_norm", "unfrozen_in_training")
+DEFAULT_MODES = ("batch_norm", "unfrozen_in_training")
 
 
 def fit(strategy: Any, mode: Mode, **options: Any) -> Params:

@@ -146,7 +146,9 @@ def _resume_everywhere(folder: Path, options: dict[str, Any], steps: list[int]) 
     [
         pytest.param(_OVERLAPPED, [4, 9], id="overlapped"),
         pytest.param({**_ONE_BY_ONE, "make": _Complex}, [5], id="complex"),
-        pytest.param({"sync_every": 3, "make": _Complex}, [4], id="complex_in_one_fragment"),
+        pytest.param(
+            {"sync_every": 3, "make": _Complex}, [4], id="complex_in_one_fragment", marks=pytest.mark.exhaustive
+        ),
         pytest.param(_OVERLAPPED, [1, 2, 3, 5, 6, 7, 8], id="all_steps", marks=pytest.mark.exhaustive),
         pytest.param({"sync_every": 3}, [1, 2, 3], id="plain", marks=pytest.mark.exhaustive),
         pytest.param(

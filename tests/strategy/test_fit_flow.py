@@ -63,7 +63,7 @@ def _fit_twice(module_class: type[Tiny], options: dict[str, Any]) -> tuple[Param
     ("module_class", "options"),
     [
         (Tiny, {"comm_hook": "all_reduce", "bucket_cap_mb": 0.001}),
-        (Manual, {"static_graph": True}),
+        pytest.param(Manual, {"static_graph": True}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

@@ -1,5 +1,7 @@
 """The configuration of ``commopt-train``, composed in this process."""
 
+import copy
+from functools import cache
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
@@ -16,11 +18,16 @@ from lightning_commopt.train.sweep.launcher import register_with_hydra
 def composed(*overrides: str, output_dir: Path | None = None) -> DictConfig:
     """Returns a run's configuration, and makes this process the job that has it, with ``output_dir``."""
     register_with_hydra((), SweepDisplay(Console(quiet=True)))
-    with initialize_config_dir(str(conf_dir()), **VERSION_BASE):
-        config = compose("train", [*overrides], return_hydra_config=True)
+    config = copy.deepcopy(_composed(str(conf_dir()), overrides))
     with open_dict(config):
         config.hydra.runtime.output_dir = str(output_dir or "somewhere")
     HydraConfig.instance().set_config(config)
     with open_dict(config):
         del config["hydra"]
     return config
+
+
+@cache  # a composition takes as long as three fits, and tests ask for the same ones
+def _composed(folder: str, overrides: tuple[str, ...]) -> DictConfig:
+    with initialize_config_dir(folder, **VERSION_BASE):
+        return compose("train", [*overrides], return_hydra_config=True)

@@ -68,7 +68,7 @@ def test_healthy_averages_pass(seed: int, every: int) -> None:
         assert all(0 < share < 1 for share in found.values()), found
 
 
-@pytest.mark.parametrize(("factor", "every"), sampled([(0.0, 1), (2.0, 1), (2.0, 10)], by_default=[(2.0, 10)]))
+@pytest.mark.parametrize(("factor", "every"), sampled([(0.0, 1), (2.0, 1), (2.0, 20)], by_default=[(2.0, 20)]))
 def test_averages_that_are_far_off_are_found(factor: float, every: int) -> None:
     """If it fails, training goes on with averages that have nothing to do with the gradients."""
     for found in run_ranks(_look, 0, factor, every):

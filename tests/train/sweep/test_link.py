@@ -12,6 +12,7 @@ from lightning_commopt.launch.environment import LAB_RANK_VARIABLE
 from lightning_commopt.train.sweep import resolvers
 from lightning_commopt.train.sweep.config import ConfigError, check_config, link_note, spread_over_hosts
 from support.composed import composed as composed_anywhere
+from support.cross_section import sampled
 from support.refusals import one_by_one, refusals
 
 
@@ -56,7 +57,7 @@ def test_the_devices_that_a_trainer_takes_are_not(devices):
     check_config(composed(f"trainer.devices={devices}", "trainer.accelerator=gpu"))
 
 
-@pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK"])
+@pytest.mark.parametrize("variable", sampled(["RANK", "LOCAL_RANK"], by_default=["LOCAL_RANK"]))
 def test_a_rank_of_torchrun_opens_no_lab(monkeypatch, variable):
     monkeypatch.setenv(variable, "0")
     with pytest.raises(ConfigError, match=f"without torchrun, in one process .{variable} is set"):
