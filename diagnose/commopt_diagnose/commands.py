@@ -62,7 +62,7 @@ def doctor(
     from commopt_diagnose.doctor.findings import find
     from commopt_diagnose.doctor.meeting import Meeting, MeetingError, meet
     from commopt_diagnose.doctor.terminal import print_findings
-    from lightning_commopt.launch.environment import find_rank_identity
+    from commopt_diagnose.rank_identity import find_rank_identity
 
     with errors_in_a_line():
         identity = find_rank_identity(hosts, port)

@@ -24,7 +24,7 @@ from commopt_diagnose.bench.measure import measure, reduce_value
 from commopt_diagnose.bench.result import BenchResult
 from commopt_diagnose.bench.settings import BenchSettings
 from commopt_diagnose.bench.start import PROGRESS, OnProgress
-from lightning_commopt.launch.environment import RankIdentity, find_rank_identity
+from commopt_diagnose.rank_identity import RankIdentity, find_rank_identity
 from lightning_commopt.measure.runs.machine import devices, nccl_version, versions
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit
 from lightning_commopt.text.validation import check_choice

@@ -11,8 +11,8 @@ from commopt_diagnose.bench.operations import compressor_of
 from commopt_diagnose.bench.result import BenchResult
 from commopt_diagnose.bench.settings import BenchSettings
 from commopt_diagnose.bench.start import OnProgress, start_bench
+from commopt_diagnose.rank_identity import find_rank_identity
 from lightning_commopt.commands.errors import echo
-from lightning_commopt.launch.environment import find_rank_identity
 from lightning_commopt.launch.lab import RankError, parse_rate
 from lightning_commopt.launch.process import InterruptedRun, raise_signals
 from lightning_commopt.text.terminal import TextConsole

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from commopt_diagnose.rank_identity import RankIdentity
 from commopt_diagnose.topology.findings import find_all
 from commopt_diagnose.topology.machine import TopologyError, cpus_text
 from commopt_diagnose.topology.nvml import read_text
 from commopt_diagnose.topology.sources import read_machine
-from lightning_commopt.launch.environment import RankIdentity
 from lightning_commopt.launch.interfaces import (
     Interface,
     choose_for_gloo,

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from commopt_diagnose.doctor.facts import Facts
-from lightning_commopt.launch.environment import RankIdentity
+from commopt_diagnose.rank_identity import RankIdentity
 from lightning_commopt.launch.interfaces import Interface, explain_os_error, try_port
 from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.sync.store import poll

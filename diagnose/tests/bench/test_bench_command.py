@@ -22,9 +22,9 @@ from commopt_diagnose.bench.run_result import result_of_run
 from commopt_diagnose.bench.settings import BenchSettings
 from commopt_diagnose.bench.start import available_bytes, start_bench
 from commopt_diagnose.bench.terminal import against_link
+from commopt_diagnose.rank_identity import RankIdentity
 from diagnose_support.sample_bench import case, result_of, sample
 from lightning_commopt.launch import process as processes
-from lightning_commopt.launch.environment import RankIdentity
 from lightning_commopt.launch.process import InterruptedRun, raise_signals
 from lightning_commopt.measure.files import StepWriter, rank_file
 from lightning_commopt.plan import CommPlan

@@ -16,8 +16,8 @@ import pytest
 from commopt_diagnose.doctor.facts import Facts, Port, collect_facts, max_locked_bytes, quota_cores, read_ports
 from commopt_diagnose.doctor.findings import find
 from commopt_diagnose.doctor.meeting import MeetingError, check_port
+from commopt_diagnose.rank_identity import find_rank_identity
 from commopt_diagnose.topology.machine import parse_cpus
-from lightning_commopt.launch.environment import find_rank_identity
 from lightning_commopt.launch.interfaces import Interface
 from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.text.findings import Finding, Line

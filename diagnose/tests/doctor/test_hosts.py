@@ -26,7 +26,7 @@ from commopt_diagnose.doctor.meeting import (
     meet,
 )
 from commopt_diagnose.doctor.terminal import list_unchecked
-from lightning_commopt.launch.environment import RankIdentity
+from commopt_diagnose.rank_identity import RankIdentity
 from lightning_commopt.launch.interfaces import Interface, choose_for_gloo, choose_for_nccl
 from lightning_commopt.launch.lab import NetLab, RankError
 from lightning_commopt.testing.ranks import PROCESSES

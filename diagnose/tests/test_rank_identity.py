@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import socket
 
 import pytest
 
-from lightning_commopt.launch.environment import expand_node_list, find_rank_identity, launcher_pid
+from commopt_diagnose.rank_identity import expand_node_list, find_rank_identity
 from support.known import known
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
@@ -24,25 +22,6 @@ SLURM = {
     "SLURM_LOCALID": "1",
     "SLURMD_NODENAME": "gpu08",
 }
-
-
-@pytest.mark.parametrize(
-    ("start_method", "is_forked", "variables", "is_known"),
-    [
-        ("popen", False, {}, False),
-        ("popen", True, {}, False),
-        ("popen", False, {"TORCHELASTIC_RUN_ID": "job"}, True),
-        ("fork", True, {}, True),
-        ("fork", False, {}, False),
-    ],
-)
-def test_the_process_that_outlives_all_ranks(
-    start_method: str, is_forked: bool, variables: dict[str, str], is_known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If it fails, a rank that still uploads is ended as rank 0 has gone, or ranks outlive their launcher."""
-    monkeypatch.setattr(multiprocessing, "parent_process", lambda: is_forked or None)
-    monkeypatch.setattr(os, "environ", variables)
-    assert launcher_pid(start_method) == (os.getppid() if is_known else None)
 
 
 def test_alone() -> None:
