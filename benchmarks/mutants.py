@@ -1,10 +1,10 @@
 """Whether the tests notice a fault in what orders streams, keeps memory, and computes: one small fault after the other.
 
-Each mutant is a copy of the checkout with one fault in a file of the gradient path: a wait, or what keeps memory for a
-stream, left out; a mask that ends one element early, or writes the first tile only; a loop that ends one pass early; a
-factor left out; a sign turned; a condition reversed; in what is no kernel, a branch that is taken where it should not
-be. The tests about that file run on it until one fails: those of the default run, then the others. A mutant that none
-notices is printed with its line: a test is missing, or the fault changes nothing.
+Each mutant is a copy of the checkout with one fault: a wait, or what keeps memory for a stream, left out; a mask that
+ends one element early, or writes the first tile only; a loop that ends one pass early; a factor left out; a sign
+turned; a condition reversed; in what is no kernel, a branch that is taken where it should not be. The tests about that
+file run on it until one fails: those of the default run, then the others. A mutant that none notices is printed with
+its line: a test is missing, or the fault changes nothing.
 
     python benchmarks/mutants.py --output mutants.jsonl                 # all; goes on where an earlier run has stopped
     python benchmarks/mutants.py --output mutants.jsonl --part 2/8      # every eighth one, from the second on
@@ -54,9 +54,13 @@ def _compiled(*names: str) -> tuple[str, ...]:
     return (*(f"{_KERNELS}{name}.py" for name in names), _LAWS, "--all", "-k", "not interpreter and not compile")
 
 
+def _of_fabric(*names: str) -> tuple[str, ...]:
+    return tuple(f"tests/test_fabric{name}.py" for name in names)
+
+
 _FOLDER = "lightning_commopt/compressors"
 _PLANS = ("tests/plan", "tests/sync/diloco/test_parts.py", "tests/strategy/test_sharded_plan.py")
-_DILOCO = ("tests/sync/diloco", "tests/strategy", "-k", "diloco")
+_DILOCO = ("tests/sync/diloco", "tests/strategy", *_of_fabric("_diloco", "_diloco_resume"), "-k", "diloco")
 _COMPRESSORS = ("tests/compressors", "tests/streams", "-k", "not interpreter and not compile")
 TESTS = {
     "lightning_commopt/sync/*.py": ("tests/streams", "tests/sync", "tests/strategy"),
@@ -73,8 +77,8 @@ TESTS = {
     "lightning_commopt/watch/*.py": ("tests/watch",),
     "lightning_commopt/callbacks/*.py": ("tests/callbacks",),
     "lightning_commopt/launch/*.py": ("tests/launch",),
-    "lightning_commopt/measure/*.py": ("tests/measure",),
-    "lightning_commopt/measure/*/*.py": ("tests/measure",),
+    "lightning_commopt/measure/*.py": ("tests/measure", "tests/commands", "tests/report"),
+    "lightning_commopt/measure/*/*.py": ("tests/measure", "tests/commands", "tests/report"),
     "lightning_commopt/strategy/*.py": ("tests/strategy",),
     "lightning_commopt/commands/*.py": ("tests/commands",),
     "lightning_commopt/commands/*/*.py": ("tests/commands",),
@@ -89,9 +93,7 @@ TESTS = {
     "lightning_commopt/metrics.py": ("tests/measure", "tests/callbacks"),
     "lightning_commopt/baselines.py": ("tests/strategy/test_baselines.py", "tests/train"),
     "lightning_commopt/ray.py": ("tests/strategy", "-k", "ray"),
-    "lightning_commopt/fabric.py": tuple(
-        f"tests/test_fabric{name}.py" for name in ("", "_diloco", "_sharded", "_sync")
-    ),
+    "lightning_commopt/fabric.py": _of_fabric("", "_diloco", "_sharded", "_sync"),
     f"{_FOLDER}/sharded*.py": ("tests/sync", "-k", "sharded"),
     f"{_FOLDER}/channel.py": ("tests/cost/test_compressor_cost.py", *_COMPRESSORS),
     f"{_FOLDER}/*.py": _COMPRESSORS,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,13 @@ from lightning_commopt.cost.gradient_times import GradientTimes, interrupts
 from lightning_commopt.cost.shared_core import NO_INTERRUPTS, Interrupts
 
 
+def _work(seconds: float) -> None:
+    """Computes for so much of its thread's processor time."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
 class Slow(torch.autograd.Function):
     """Takes its time in backward."""
 
@@ -24,9 +33,7 @@ class Slow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, gradient: Tensor) -> Tensor:
-        until = time.thread_time() + 0.02
-        while time.thread_time() < until:
-            pass
+        _work(0.02)
         return gradient
 
 
@@ -69,32 +76,45 @@ def test_hooks_are_removed() -> None:
     assert not any(parameter._post_accumulate_grad_hooks for parameter in net.parameters())
 
 
-def test_waiting_is_no_computation() -> None:
-    """With one thread a gradient is ready after the work, however long another process or thread had the core."""
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Lets torch compute in one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    try:
-        net = Net()
-        times = GradientTimes(net.named_parameters(), torch.device("cpu"))
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_waiting_is_no_computation() -> None:
+    """With one thread a gradient is ready after the work, however long another process or thread had the core."""
+    net = Net()
+    times = GradientTimes(net.named_parameters(), torch.device("cpu"))
+    times.begin_backward()
+    net.second.weight.register_hook(lambda gradient: time.sleep(0.3))
+    net(torch.randn(2, 4)).sum().backward()
+    assert times.gradients()[-1].ready_s < 0.2
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_work_of_other_threads_is_counted() -> None:
+    """If it fails, predictions have a gradient sync on the same core as backward that takes nothing from it."""
+    times = GradientTimes((), torch.device("cpu"))
+    assert times.comm_cpu_s == 0
+    for _ in range(3):
         times.begin_backward()
-        net.second.weight.register_hook(lambda gradient: time.sleep(0.3))
-        net(torch.randn(2, 4)).sum().backward()
-        assert times.gradients()[-1].ready_s < 0.2
-    finally:
-        torch.set_num_threads(threads)
+        thread = threading.Thread(target=_work, args=(0.02,))
+        thread.start()
+        thread.join()
+    assert times.comm_cpu_s > 0.019
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_the_core_of_gradient_sync_where_no_affinity_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a fit on macOS ends with an error, as only Linux has ``os.sched_getaffinity``."""
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        shares = [GradientTimes((), torch.device("cpu"), ranks).shares_core for ranks in (3, 4)]
-    finally:
-        torch.set_num_threads(threads)
-    assert shares == [False, True]
+    assert [GradientTimes((), torch.device("cpu"), ranks).shares_core for ranks in (3, 4)] == [False, True]
 
 
 def test_interrupts_of_the_own_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
