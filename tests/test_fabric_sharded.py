@@ -14,7 +14,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_commopt import CommPlan, OptionError, ShardedPlan, shard
 from lightning_commopt.fabric import CommOptModelParallel
-from support.ranks import run_ranks
+from support.cross_section import sampled
+from support.warm_ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(
     not hasattr(FSDPModule, "set_custom_reduce_scatter"), reason="FSDP2 takes other collectives from torch 2.9 on"
@@ -85,7 +86,6 @@ def _all_plans() -> dict[str, tuple[Trained, list[int | None]]]:
     }
 
 
-@pytest.mark.exhaustive
 def test_plans_train_and_change() -> None:
     """If it fails, Fabric's users get other gradients than they asked for."""
     for found in run_ranks(_all_plans, limit_s=120):
@@ -120,8 +120,7 @@ def _resume(folder: Path, distributed: bool, plan: Any) -> Trained:
     return training.trained()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("distributed", sampled([True, False], by_default=[True]))
 def test_resumed_training_goes_on_bit_for_bit(distributed: bool, tmp_path: Path) -> None:
     """If it fails, residuals are lost where a run is resumed, or their place in the checkpoint is not read."""
     through = run_ranks(_save, tmp_path, distributed)
