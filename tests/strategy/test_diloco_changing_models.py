@@ -120,16 +120,18 @@ def test_layers_that_a_hook_adds_are_exchanged() -> None:
 
 
 class _Caching(Tiny):
-    """Has caches that grow with what a rank has seen."""
+    """Has caches that grow with what a rank has seen, one in place, as observers of quantization do."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("range", torch.ones(0), persistent=False)
         self.register_buffer("mask", torch.ones(1, dtype=torch.bool), persistent=False)
         self.register_buffer("angles", torch.ones(1), persistent=False)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.mask = torch.ones(2 + batch_idx + self.global_rank, dtype=torch.bool)
         self.angles = torch.ones(len(self.mask))
+        self.get_buffer("range").resize_(len(self.mask)).fill_(1.0)
         return super().training_step(batch, batch_idx)
 
 

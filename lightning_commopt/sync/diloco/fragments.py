@@ -23,22 +23,24 @@ class Buffer:
         owner: the module.
         name: its name there.
         first: what it was when the fit began.
+        shape: its shape then, as a forward may resize it in place.
     """
 
     owner: Module
     name: str
     first: Tensor
+    shape: torch.Size
 
     @property
     def tensor(self) -> Tensor:
         """What the module has by now, as it may replace a buffer by another tensor.
 
-        One of another shape, such as a cache that grows, is left to each rank, and ``first`` stands in for it: ranks
-        must send the same shapes. It is also what DDP broadcasts then.
+        One of another shape, such as a cache that grows, is left to each rank, and ``first`` stands in for it, or zeros
+        if it was resized in place: ranks must send the same shapes.
         """
         now = dict(self.owner.named_buffers(recurse=False)).get(self.name, self.first)
-        if (now.shape, now.dtype) != (self.first.shape, self.first.dtype):
-            return self.first
+        if (now.shape, now.dtype) != (self.shape, self.first.dtype):
+            return self.first if self.first.shape == self.shape else self.first.new_zeros(self.shape)
         return now if torch.is_inference_mode_enabled() else ordinary_buffer(self.owner, self.name, now)
 
 
@@ -202,7 +204,7 @@ def _with_buffers(
         owner, _, own_name = name.rpartition(".")
         part, buffer = module.get_submodule(owner), known.get(name)
         if buffer is None or buffer.owner is not part:
-            buffer = Buffer(part, own_name, tensor)
+            buffer = Buffer(part, own_name, tensor, tensor.shape)
         fragment = owners.get(owner, fragments[0])
         (fragment.float_buffers if buffer.first.is_floating_point() else fragment.other_buffers)[name] = buffer
     return fragments
