@@ -44,6 +44,10 @@ _EXPLANATIONS = {
         " synchronized in a backward with CommOptDiLoCo, nor on one rank with CommOptDDP. Use"
         " getattr(self.trainer.model, 'no_sync', contextlib.nullcontext)(), which works with and without DDP."
     ),
+    "register_comm_hook or register_builtin_comm_hook can only be called once": (
+        "DDP takes one comm hook, and has one already: the strategy's comm_hook or ddp_comm_hook, or one that the"
+        " program has registered before. Leave out one of the two."
+    ),
     "First bucket should be smaller/equal to other buckets": (
         "torch.compile cuts a module's graph at DDP's buckets, the first time after 1 MiB, and takes no smaller"
         " bucket_cap_mb: use at least 1, or torch._dynamo.config.optimize_ddp = 'no_optimization', which leaves the"

@@ -176,6 +176,8 @@ def _fit_with_comm_hook() -> tuple[Params, Params]:
         module, strategy = Tiny(), CommOptDDP(ddp_comm_hook=None if registers else _halve)
         trainer(strategy, callbacks=[CommHook(registers=registers)]).fit(module, loader())
         found.append(numbers(module))
+    with pytest.raises(RuntimeError, match="DDP takes one comm hook"):
+        trainer(CommOptDDP(comm_hook="bf16"), callbacks=[CommHook(registers=True)]).fit(Tiny(), loader())
     return found[0], found[1]
 
 
