@@ -51,6 +51,8 @@ _ESCAPES = re.compile(r"(?:\x1b|#033|\\(?:x1b|033|u001b)|\^\[)\[[0-9;?]*[A-Za-z]
 # A line as a string of JSON or CSV, as Docker and clouds keep logs, and what shows that a string is such a line.
 _STRING = re.compile(r'(?:^|[{\[,:])\s*("(?:[^"\\]|\\.)*")(?=\s*(?:[,}\]]|$))')
 _LOGGED = re.compile(r"NCCL (?:INFO|WARN|TRACE|version) |atchdog caught|\[rank\d+\]:")
+# Where Docker, journald and clouds keep a line that has no such mark, as the last error of PyTorch below its head.
+_KEPT = re.compile(r'\s*(?:\{(?:.*[,\s])?)?"(?:log|message|msg|MESSAGE|textPayload)"\s*:\s*("(?:[^"\\]|\\.)*")')
 _LINK = re.compile(r"\[([^\[\]\s]+)\]\(https?://[^()\s]*\)")  # what chats and mails make of the name of a file
 # What Ray writes behind a line, in place of lines of other processes that differ from it in numbers only.
 _REPEATED = re.compile(r"\s*(?:ESC)?\s*\[repeated (\d{1,6})x across cluster\].*$")
@@ -215,11 +217,17 @@ def _unquoted(text: str) -> str:
     """
     for string in _STRING.findall(text) if '"' in text and _LOGGED.search(text) else ():
         if _LOGGED.search(string):
-            try:
-                return str(json.loads(string)).rstrip()
-            except ValueError:  # CSV has no escapes
-                return str(string[1:-1])
-    return text
+            return _text_of(string)
+    kept = _KEPT.match(text) if text.lstrip().startswith(("{", '"')) else None
+    return text if kept is None else _text_of(kept[1])
+
+
+def _text_of(string: str) -> str:
+    """Returns what a string in quotes holds."""
+    try:
+        return str(json.loads(string)).rstrip()
+    except ValueError:  # CSV has no escapes
+        return string[1:-1]
 
 
 def _split(text: str, file: str, number: int, *, is_whole: bool) -> Iterator[Message]:

@@ -106,7 +106,7 @@ class LogReader:
         """
         known: dict[str, set[str]] = {}
         for p in self._writers.processes:
-            if self.log.torn and self._writers.is_fragment(p):
+            if self._writers.is_fragment(p):
                 continue
             told = (p.settings, p.bootstrap, p.version, p.network, p.notes, p.gdr, p.failed_at, p.interfaces)
             if p.members or any(told):

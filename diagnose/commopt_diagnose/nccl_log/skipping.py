@@ -57,9 +57,10 @@ class Block:
 
     def is_of_interest(self, raw: bytes) -> bool:
         """Returns whether one of its lines, without NCCL's usual head, may have something to read."""
-        if not any(map(raw.__contains__, self._words)) or b"frame #" in raw:
+        if not any(map(raw.__contains__, self._words)):
             return False
-        return b"NCCL" in raw or _OF_INTEREST.search(raw) is not None
+        text = raw.partition(b"frame #")[0]  # a collector of logs may have put a whole error and its stack into a line
+        return b"NCCL" in text or _OF_INTEREST.search(text) is not None
 
 
 @dataclass

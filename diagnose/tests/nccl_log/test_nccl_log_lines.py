@@ -90,6 +90,18 @@ def test_logs_kept_as_json_or_csv_are_read_as_they_were_written(kind: str) -> No
     assert [warning.rank for warning in kept.warnings] == [3]
 
 
+@pytest.mark.parametrize("kind", ["docker", "cloud", "pretty"])
+def test_errors_of_several_lines_are_read_from_json_and_from_wide_terminals(kind: str) -> None:
+    """If it fails, JSON is shown in place of NCCL's error, or the stack behind an error hides it."""
+    text = TRACEBACK.replace("[rank3]: ", "")
+    stack = "Exception raised from f at a.cpp:1 (most recent call first):\nframe #0: f() + 0x1 (0x7f in libc10.so)"
+    joined = f"{text}{stack}".replace("\n", " " * 40)
+    kept = [_collected(kind, line) for line in text.splitlines()]
+    for lines in (kept, [_collected(kind, text + stack)], [joined], [_collected(kind, joined)]):
+        warned = {warning.text for warning in read(*lines).warnings} - {"invalid usage"}
+        assert warned == {"Duplicate GPU detected : rank 3 and rank 0 both on CUDA device f000"}
+
+
 @pytest.mark.parametrize(
     "prefix",
     ["#033[34m", r"\x1b[34m", r"\u001b[34m", "^[[34m", "level=info msg=", "rank-0|", "2026-03-18T11:13:09Z,w-0,"],

@@ -146,3 +146,12 @@ def test_an_error_that_nccl_goes_on_after_is_none() -> None:
     assert findings(failed)["silent_error"].severity == "error"
     assert "silent_error" not in findings(failed, told("Using network Socket"))
     assert "silent_error" in findings(failed, told("Using network Socket", tid=9)), "another thread did"
+
+
+def test_the_rest_of_a_head_is_no_process() -> None:
+    """If it fails, a cut first line makes a second communicator."""
+    lines = [told(f"Channel {n:02d}/0 : 3[3] -> 4[4] via P2P/IPC", pid=118633, tid=121364) for n in (0, 1, 2)]
+    begun = "(Worker pid=9, ip=10.0.0.4) 4 " + lines[0].partition(" ")[2]
+    [communicator] = read(begun, *lines[1:]).communicators
+    assert communicator.count == 1
+    assert len(communicator.connections) == 2
