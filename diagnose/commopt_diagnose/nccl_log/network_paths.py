@@ -70,7 +70,11 @@ def _socket_reason(ends: list[Process]) -> Reason:
     """Returns why ranks do not use RDMA."""
     forced, chosen = setting(ends, "NCCL_NET"), setting(ends, "NCCL_IB_HCA")
     nics = {name: line for process in ends for name, line in process.nics.items()}
-    if no_ib := switched_on(ends, "NCCL_IB_DISABLE"):
+    no_ib, no_ofi = switched_on(ends, "NCCL_IB_DISABLE"), first_of(ends, "no_ofi")
+    if no_ofi and not nics:
+        also = f", and the environment sets NCCL_IB_DISABLE={no_ib.value}" if no_ib else ""
+        return reason("no_ofi", no_ofi, no_ib, also=also)
+    if no_ib:
         return reason("ib_disabled", no_ib, value=no_ib.value)
     if forced and forced.value.lower() == "socket":
         return reason("socket_chosen", forced)

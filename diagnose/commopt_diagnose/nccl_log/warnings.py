@@ -101,8 +101,8 @@ def _first_of_consequences(kinds: Iterable[WarnText | str]) -> WarnText | None:
 
 def _who(warnings: list[LoggedWarning]) -> str:
     ranks = {warning.rank for warning in warnings if warning.rank is not None}
-    hosts = sorted({warning.host for warning in warnings if warning.host})
-    where = f" on {', '.join(hosts[:4])}" if hosts else ""
+    hosts = dict.fromkeys(warning.host for warning in warnings if warning.host)  # the first to warn is shown first
+    where = f" on {list_some(hosts)}" if hosts else ""
     return f"{ranks_text(ranks)} warn{'s' if len(ranks) == 1 else ''}{where}" if ranks else f"a warning{where}"
 
 
@@ -253,6 +253,8 @@ def _silent_reason(group: str, timeouts: list[Timeout], log: NcclLog) -> Reason:
     if world_size and not silent and not failed - ranks:
         return reason("all_wait")
     unknown = unknown or f"; what the others of {world_size} ranks do, the log does not say"
+    if failed - ranks:
+        return reason("known_failures", ranks=shown, failed=ranks_text(failed - ranks), unknown=unknown)
     return reason("known_wait", ranks=shown, unknown=unknown)
 
 

@@ -216,3 +216,18 @@ def test_the_last_error_is_explained_by_the_place_of_its_warning() -> None:
     last = "[rank0]: Last error:", "[rank0]: Cuda failure 1 'invalid argument'"
     assert set(findings(*last)) == {"cuda_failure"}
     assert set(findings(warning, *last)) == {"nvls"}
+
+
+def test_a_plugin_for_libfabric_that_did_not_start_is_why_hosts_use_tcp() -> None:
+    """If it fails, a user on EFA unsets NCCL_IB_DISABLE, which changes nothing there."""
+    lines = [told("NCCL_IB_DISABLE set by environment to 1."), told("Using network Socket")]
+    failed = "a:7:8 [0] nccl_net_ofi_create_plugin:259 NCCL WARN NET/OFI aws-ofi-nccl initialization failed"
+    tcp = told("Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/0")
+    assert findings(*lines, tcp)["socket_network"].why == "the environment sets NCCL_IB_DISABLE=1"
+    why = findings(*lines, failed, tcp)["socket_network"].why
+    assert why.endswith("is there, but could not start, and the environment sets NCCL_IB_DISABLE=1")
+
+
+def test_many_hosts_are_counted_and_the_first_to_warn_is_named_first() -> None:
+    warns = [f"{host}:7:8 [0] misc/socket.cc:1 NCCL WARN The moon is in the wrong place" for host in "fedcba"]
+    assert findings(*warns)["warning"].what.startswith("a warning on f, e, d, c and 2 more: The moon")

@@ -149,3 +149,25 @@ def test_ranks_without_a_line_are_not_blamed_for_a_timeout() -> None:
 def test_a_rank_may_be_outside_of_a_group(group: str, is_sure: bool) -> None:
     lines = [timed_out(rank, group) for rank in (0, 1, 3)]
     assert ("are not in this group" not in findings(*lines)["collective_timeout"].why) is is_sure
+
+
+def test_all_ranks_whose_watchdog_hangs_are_named() -> None:
+    """If it fails, a job in which all ranks hang is put down to the one whose second line is in the log."""
+    lines = [
+        f"[rank{rank}]:[E1019 01:04:03.3 ProcessGroupNCCL.cpp:1413] [PG 3 Rank 0] Heartbeat monitor timed out! Process"
+        f" will be terminated after dumping debug info. workMetaList_.size()={rank}"
+        for rank in (4, 6)
+    ]
+    lines.append(
+        "[rank6]:[F1019 01:04:03.3 a.cpp:1] [PG 3 Rank 0] ProcessGroupNCCL's watchdog got stuck for 600 seconds"
+    )
+    assert findings(*lines)["watchdog_stuck"].what.startswith("ranks 4, 6 warn: Heartbeat monitor timed out!")
+
+
+def test_ranks_whose_collective_is_not_in_the_log_are_not_said_to_wait_with_the_others() -> None:
+    other = (
+        "[rank1]:[E1218 20:27:21.4 ProcessGroupNCCL.cpp:681] [Rank 1] Some NCCL operations have failed or timed out."
+    )
+    why = findings(watchdog(2, 7), other)["collective_timeout"].why
+    assert "all ranks of this log" not in why
+    assert why.startswith("rank 1 wrote errors of PyTorch too, but no line says in which collective")
