@@ -93,6 +93,7 @@ class NcclLog:
     versions: dict[str, Fact] = field(default_factory=dict)  # versions in lines that no process wrote
     packages: dict[str, Fact] = field(default_factory=dict)  # NCCL's Python packages; the job may load another NCCL
     listed: dict[int, tuple[str, int, int, str]] = field(default_factory=dict)  # nccl-tests' host, pid, device, bus id
+    lone_tests: dict[tuple[str, int], Line] = field(default_factory=dict)  # host and pid of each rank 0 of nccl-tests
     processes: list[Process] = field(default_factory=list)
     communicators: list[Communicator] = field(default_factory=list)
     warnings: list[LoggedWarning] = field(default_factory=list)  # each text of a rank once

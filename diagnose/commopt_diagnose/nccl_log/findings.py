@@ -44,7 +44,7 @@ STAGES = (
 def find_all(log: NcclLog) -> list[Finding]:
     """Finds what is wrong, slow or unequal, and what could not be judged; once if communicators share it."""
     findings = [*find_warnings(log), *find_timeouts(log), *find_ras(log.ras), *_find_differences(log)]
-    findings += _find_closed_first(log)
+    findings += [*_find_closed_first(log), *_find_lone_tests(log)]
     for communicator in log.communicators:
         are_whole = not any(member.file in log.left_out for member in communicator.all_members)
         for find in (_find_missing, *((_find_unfinished,) if are_whole else ()), *_PATH_FINDERS):
@@ -82,6 +82,15 @@ def _find_closed_first(log: NcclLog) -> Iterator[Finding]:
         if len(ranks) == 1 and len(of_host) > 1:
             host, rank = machine.host or "a host", ranks.pop()
             yield finding("note", "closed_first", *of_host[:2], host=host, rank=rank, count=len(of_host))
+
+
+def _find_lone_tests(log: NcclLog) -> Iterator[Finding]:
+    """Finds processes of nccl-tests that each test alone, as each calls itself rank 0."""
+    if len(log.lone_tests) > 1:
+        hosts = list_some(dict.fromkeys(host for host, _ in log.lone_tests))
+        yield finding(
+            "warning", "lone_tests", *list(log.lone_tests.values())[:2], count=len(log.lone_tests), hosts=hosts
+        )
 
 
 def _find_torn(log: NcclLog) -> Iterator[Finding]:

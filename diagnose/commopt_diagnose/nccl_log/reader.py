@@ -21,6 +21,7 @@ from commopt_diagnose.nccl_log.skipping import Repeats
 from commopt_diagnose.nccl_log.torch_lines import PATTERNS, TorchLines
 from commopt_diagnose.nccl_log.warnings import explain
 from commopt_diagnose.nccl_log.writers import Writers
+from lightning_commopt.text.findings import Line
 
 _ALGORITHMS = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
 _PROTOCOLS = ("LL", "LL128", "SIMPLE")
@@ -69,6 +70,8 @@ class LogReader:
         self.log = NcclLog(inspected=Inspected(keeps_order=keeps_order))
         self._writers = Writers(self.log.torn)
         self._torch = TorchLines(self.log)
+        # Those that nccl-tests calls rank 0, in this file since the end of a run.
+        self._test_processes: dict[tuple[str, int], Line] = {}
 
     @property
     def num_lines(self) -> int:
@@ -76,7 +79,7 @@ class LogReader:
 
     def read(self, path: Path) -> None:
         """Reads a file; the part of a damaged one in front of the damage, then raises as `read_messages` does."""
-        repeats = Repeats()
+        repeats, self._test_processes = Repeats(), {}
         try:
             for message in read_messages(path, repeats):
                 if message.num_left_out:
@@ -177,8 +180,14 @@ class LogReader:
     def _read_listed(self, message: Message) -> bool:
         match = PATTERNS["listed"].search(message.text) if "#" in message.text else None
         if match is not None:
-            host, pid, device, bus = match[3], int(match[2]), int(match[4]), match[5].lower()
-            self.log.listed[int(match[1])] = (host, pid, device, f"{bus}000")
+            rank, host, pid, device, bus = int(match[1]), match[4], int(match[3]), int(match[5]), match[6].lower()
+            if rank == 0 and match[2] in (None, "0"):  # each group of a run that is split has a rank 0
+                self._test_processes.setdefault((host, pid), message.line)
+            self.log.listed[rank] = (host, pid, device, f"{bus}000")
+        elif PATTERNS["test_end"].search(message.text):
+            self._test_processes = {}  # what follows is another run
+        if len(self._test_processes) > len(self.log.lone_tests):
+            self.log.lone_tests = dict(self._test_processes)
         return match is not None
 
 

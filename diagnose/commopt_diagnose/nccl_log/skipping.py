@@ -22,7 +22,7 @@ _OF_INTEREST = re.compile(
     rb"|[Bb]us error|[Ss]egmentation fault|segfault at|<Signals\.|\*\*\* SIG|exitcode *: -\d|return code = -\d"
     rb"|[Ee]xit [Cc]ode:? +1\d\d|CANCELLED AT|actor died|Xid \(|access fault by|HSA_STATUS_ERROR|may be stuck"
     rb"|socket has (?:timed out|failed to listen)|waiting for (?:clients|workers)\."
-    rb"|RendezvousTimeout|values : \d+ FAILED|Out of memory while|GetKeyValue\(\) timed|cqe with error"
+    rb"|RendezvousTimeout|values : \d|Out of memory while|GetKeyValue\(\) timed|cqe with error"
     rb"|double free or|(?:free|alloc|_consolidate)\(\): \w|corrupted (?:size vs|double-linked)|munmap_chunk\(\)"
 )
 # One of these is in each line of interest, and most parts of a training program's output have none.

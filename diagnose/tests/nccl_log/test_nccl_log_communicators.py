@@ -248,3 +248,14 @@ def test_nvlink_joins_the_hosts_of_a_rack() -> None:
     of_one_host = shown(*ranks[:2])
     assert "1 host," in of_one_host
     assert "joins" not in of_one_host
+
+
+def test_processes_of_nccl_tests_that_each_test_alone() -> None:
+    """If it fails, the speed of a GPU with itself is taken for that of a network; several runs are no such case."""
+    listed = [
+        f"#   Rank  0 Pid {pid} on {host} device  0 [0x00] Tesla V100\n" for host, pid in (("a", 1320), ("b", 20))
+    ]
+    found = findings(*listed)["lone_tests"]
+    assert found.what == "2 processes of nccl-tests on a, b each call themselves rank 0 of one run"
+    for end in ("# Out of bounds values : 0 OK\n", "a: Test NCCL failure common.cu:1 'internal error'\n"):
+        assert "lone_tests" not in findings(listed[0], end, listed[1])
