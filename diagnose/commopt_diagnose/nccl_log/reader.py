@@ -130,7 +130,9 @@ class LogReader:
             self._writers.note_torn(message)
         if message.level == "WARN" and not is_passed_on(message.text):  # NCCLX warns of each error that it passes on
             member = process.find_member(message)
-            ranks = {m.rank for m in ([member] if member else process.members) if m.device == message.device}
+            members = [member] if member else process.members
+            # Threads that have not chosen a GPU write the number 0.
+            ranks = {m.rank for m in members if m.device == message.device} or {m.rank for m in members}
             rank = ranks.pop() if len(ranks) == 1 else None
             if message.is_whole or explain(message.text, message.place) is not None:
                 self.log.warn(message.text, message.line, rank=rank, host=process.host, place=message.place)

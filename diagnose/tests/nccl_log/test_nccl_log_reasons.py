@@ -231,3 +231,12 @@ def test_a_plugin_for_libfabric_that_did_not_start_is_why_hosts_use_tcp() -> Non
 def test_many_hosts_are_counted_and_the_first_to_warn_is_named_first() -> None:
     warns = [f"{host}:7:8 [0] misc/socket.cc:1 NCCL WARN The moon is in the wrong place" for host in "fedcba"]
     assert findings(*warns)["warning"].what.startswith("a warning on f, e, d, c and 2 more: The moon")
+
+
+def test_a_thread_without_a_gpu_warns_for_the_only_rank_of_its_process() -> None:
+    """If it fails, a port that went down is put down to rank 0, or to none."""
+    starts = [
+        told(f"comm 0x{n} rank {n} nranks 2 cudaDev {n} busId {n}000 - Init COMPLETE", pid=n, device=n) for n in (0, 1)
+    ]
+    port = "a:1:99 [0] transport/net_ib.cc:93 NCCL WARN NET/IB : Got async event : port error"
+    assert findings(*starts, port)["ib_link"].what.startswith("rank 1 warns on a: ")
