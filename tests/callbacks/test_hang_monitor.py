@@ -13,7 +13,7 @@ from torch.torch_version import TorchVersion
 
 from lightning_commopt.callbacks import HangMonitor, hang_monitor
 from lightning_commopt.watch.hangs import rank_side
-from lightning_commopt.watch.hangs.marks import PHASES, first_of_stage
+from lightning_commopt.watch.hangs.marks import BATCH, PHASES, first_of_stage
 from lightning_commopt.watch.hangs.records import read_hang_report
 from support.lightnings import DDPStrategy
 from support.marked_processes import Program
@@ -264,6 +264,26 @@ def test_nothing_is_marked_after_a_connection_was_lost() -> None:
     watched.enter.assert_not_called()
 
 
+def _in_validation(function: str, *, is_sanity_check: bool = False) -> tuple[HangMonitor, mock.Mock, Any]:
+    """Returns a monitor in a validation, its rank, which is watched, and a Trainer."""
+    monitor, watched = HangMonitor(), mock.Mock()
+    monitor._watched, monitor._stage = watched, first_of_stage("validation")
+    return monitor, watched, SimpleNamespace(sanity_checking=is_sanity_check, state=SimpleNamespace(fn=function))
+
+
+def _phases(watched: mock.Mock) -> list[str]:
+    return [PHASES[call.args[0]].where for call in watched.enter.call_args_list]
+
+
+def test_batches_of_a_validation() -> None:
+    """If it fails, a rank that hangs in a validation is reported in another phase or batch."""
+    monitor, watched, trainer = _in_validation("fit")
+    monitor.on_validation_batch_start(trainer, mock.Mock(), None, 7)
+    monitor.on_validation_batch_end(trainer, mock.Mock(), None, None, 8)
+    assert _phases(watched) == ["in validation", "in the dataloader of validation"]
+    assert [call.args for call in watched.mark.call_args_list] == [(BATCH, 0, 7), (BATCH, 0, 8)]
+
+
 @pytest.mark.parametrize(
     ("function", "is_sanity_check", "expected"),
     [
@@ -274,10 +294,6 @@ def test_nothing_is_marked_after_a_connection_was_lost() -> None:
 )
 def test_what_follows_a_validation(function: str, is_sanity_check: bool, expected: str) -> None:
     """If it fails, a rank that hangs after a validation is reported in another phase, with the time of that one."""
-    monitor = HangMonitor()
-    watched, monitor._stage = mock.Mock(), first_of_stage("validation")
-    monitor._watched = watched
-    trainer: Any = SimpleNamespace(sanity_checking=is_sanity_check, state=SimpleNamespace(fn=function))
+    monitor, watched, trainer = _in_validation(function, is_sanity_check=is_sanity_check)
     monitor.on_validation_end(trainer, mock.Mock())
-    ((phase, _),) = [call.args for call in watched.enter.call_args_list]
-    assert PHASES[phase].where == expected
+    assert _phases(watched) == [expected]

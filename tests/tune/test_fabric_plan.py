@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_commopt.fabric import CommOptDDP
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.tune import tuner as tuner_module
+from support.cross_section import sampled
 from support.ranks import run_ranks
 from support.scripted_tuning import scripted
 
@@ -110,8 +111,7 @@ def _train_modes(modes: list[str]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("mode", _MODES)
+@pytest.mark.parametrize("mode", sampled(_MODES, by_default=["two optimizers"]))
 def test_it_chooses_and_trains_the_same_bits(mode: str) -> None:
     """If it fails, tuning loses or repeats gradients, takes a part of a step for one, or logs too much or nothing."""
     for rank, results in enumerate(run_ranks(_train_modes, [mode])):

@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from hydra.core.hydra_config import HydraConfig
 
 from lightning_commopt.measure.runs.record import RunRecord
-from lightning_commopt.measure.runs.settings import Settings, flat, settings_of, text_of
+from lightning_commopt.measure.runs.settings import Settings, flat, hydra_settings, settings_of, text_of
+from support.composed import composed
 
 
 def test_settings_are_flat_and_chosen_ones_are_named():
@@ -72,3 +74,18 @@ def test_a_plan_that_differs_from_the_configuration_leaves_it_as_it_is():
 )
 def test_values_read_as_on_a_command_line(value, text):
     assert text_of(value) == text
+
+
+@pytest.mark.parametrize("last", ["seed: 3", "seed: 3\nname: ${only.in.the.application:}"], ids=["all", "some"])
+def test_a_job_of_hydra_has_what_hydra_saved_of_it(last, tmp_path):
+    """If it fails, a run of somebody's Hydra project is recorded without its settings, or ends with an error."""
+    composed("seed=3", output_dir=tmp_path)
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "config.yaml").write_text(f"again: ${{seed}}\n{last}\n")
+    settings = hydra_settings(tmp_path)
+    assert settings.overrides == ("seed=3",)
+    assert settings.values["seed"] == 3
+    assert settings.values["again"] == (3 if last == "seed: 3" else "${seed}")
+    assert settings.values["data"] == HydraConfig.get().runtime.choices["data"]
+    (tmp_path / ".hydra" / "config.yaml").unlink()
+    assert hydra_settings(tmp_path).values["seed"] == 3  # from the override
