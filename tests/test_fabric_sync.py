@@ -175,7 +175,9 @@ def _change_plans(plans: list[Any]) -> tuple[Trained, bool, int, int, set[str], 
     for plan in plans:
         training.train(2)
         if plan is not None:
+            training.state["head"].requires_grad_(False)  # as a discriminator while its generator steps
             training.strategy.apply_plan(plan)
+            training.state["head"].requires_grad_(True)
     native = training.strategy.wire_bytes
     handle.remove()
     training.train(2)

@@ -182,9 +182,14 @@ class Trainable:
         return [name for name, x in changed.items() if (id(x) in trained if x.requires_grad else counts_frozen)]
 
     @contextmanager
-    def unfrozen(self) -> Generator[None, None, None]:
-        """Returns a context in which those that were frozen since then require a gradient again."""
-        frozen = [parameter for parameter in self._trainable if not parameter.requires_grad]
+    def unfrozen(self, module: Module, *, takes_turns: bool) -> Generator[None, None, None]:
+        """Returns a context in which those that were frozen since then require a gradient again, to wrap ``module``.
+
+        Those of a module of which some are still trained only if ``takes_turns``. If none is, as in a step of another
+        module, DDP would refuse the module.
+        """
+        unfreezes = takes_turns or not any(parameter.requires_grad for parameter in module.parameters())
+        frozen = [parameter for parameter in self._trainable if unfreezes and not parameter.requires_grad]
         try:
             for parameter in frozen:
                 parameter.requires_grad_(True)

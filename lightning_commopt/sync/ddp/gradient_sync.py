@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
@@ -206,7 +205,7 @@ class GradientSync:
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
         self.num_syncs, most_residuals = agreed.tolist()
         # With find_unused_parameters some may be frozen in this batch only, as two parts that take turns are.
-        in_turns = trainable.unfrozen() if self.plan.find_unused_parameters else nullcontext()
+        in_turns = trainable.unfrozen(module, takes_turns=bool(self.plan.find_unused_parameters))
         with kept_buffers(module), in_turns:  # wrapping overwrites buffers by rank 0's
             _synchronize(device)  # Lightning wraps on a stream that does not wait for the last step
             wrap(module)
