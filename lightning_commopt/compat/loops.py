@@ -3,7 +3,7 @@
 The names are the same in ``lightning`` and ``pytorch_lightning``; this module imports neither. It reads or sets
 ``max_batches``, ``_combined_loader`` and ``_data_fetcher`` of the fit loop, ``_mode`` of a combined loader, ``length``
 of a data fetcher, and ``val_check_batch`` of the Trainer. `LoopEvents` wraps ``setup_data``, ``run`` and ``on_run_end``
-of the fit loop, and ``advance``, ``on_advance_end`` and ``run`` of its epoch loop.
+of the fit loop, ``advance``, ``on_advance_end`` and ``run`` of its epoch loop, and ``on_run_start`` of ``val_loop``.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class LoopEvents:
         on_next_batch: called before the next batch is fetched.
         on_epoch_end: called after the last batch of an epoch, before a validation, and again when the loop over the
             batches has ended without an exception.
+        on_validation: called when a validation begins, before the hooks ``on_validation_start``.
         on_end: called when training has ended without an exception, before the hooks ``on_train_end``, and again when
             the fit loop has.
         on_error: called with an exception that leaves the fit loop, before Lightning and its callbacks see it.
@@ -47,6 +48,7 @@ class LoopEvents:
         on_epoch_start: Callable[[], None] = _ignore,
         on_next_batch: Callable[[], None] = _ignore,
         on_epoch_end: Callable[[], None] = _ignore,
+        on_validation: Callable[[], None] = _ignore,
         on_end: Callable[[], None] = _ignore,
         on_error: Callable[[BaseException], None] = _ignore,
         resizes: bool = False,
@@ -88,6 +90,10 @@ class LoopEvents:
                 on_epoch_end()
             inner(*args)
 
+        def on_run_start(inner: Callable[..., None], *args: Any) -> None:
+            on_validation()
+            inner(*args)
+
         self._undo = [
             wrap_method(loop, "setup_data", setup_data),
             wrap_method(loop, "run", run_fit),
@@ -95,6 +101,7 @@ class LoopEvents:
             wrap_method(epoch_loop, "run", run_epoch),
             wrap_method(epoch_loop, "advance", advance),
             wrap_method(epoch_loop, "on_advance_end", on_advance_end),
+            wrap_method(epoch_loop.val_loop, "on_run_start", on_run_start),
         ]
 
     def close(self) -> None:

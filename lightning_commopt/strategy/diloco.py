@@ -143,7 +143,12 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks, CountsSteps, DecidesTog
             equalize(tensors)
         self._drift_watch = DriftWatch(self.num_processes if self._is_inner else 1)
         self._shows_for_validation = False  # an exception may have ended a validation
-        self._events = LoopEvents(trainer_of(self), on_epoch_end=self._finish_if_last, on_end=self._finish)
+        self._events = LoopEvents(
+            trainer_of(self),
+            on_epoch_end=self._finish_if_last,
+            on_validation=self._show_for_validation,
+            on_end=self._finish,
+        )
         self._wrap_callbacks()
         if self.world_size > 1 and self._patience_s is not None:
             self._let_ranks_fail()  # after the events, so that all wait for each other before the exchange of the end
@@ -199,8 +204,8 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks, CountsSteps, DecidesTog
             return tensor
         return super().reduce(tensor, group, reduce_op)
 
-    def on_validation_start(self) -> None:
-        super().on_validation_start()
+    def _show_for_validation(self) -> None:
+        """Shows the global weights, before callbacks put others in their place until ``on_validation_end``."""
         if self.rounds is not None and self.rounds.shows_own and self._plan.eval_weights == "global":
             self.rounds.show_global()
             self._shows_for_validation = True

@@ -78,6 +78,37 @@ def test_stochastic_weight_averaging_ends_with_the_mean_of_the_averages() -> Non
         )
 
 
+class _Swapping(Callback):
+    """Puts other weights into the model for a validation, as a callback with a moving average of them does."""
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.before = deepcopy(pl_module.state_dict())
+        with torch.no_grad():
+            for parameter in pl_module.parameters():
+                parameter.zero_()
+
+    def on_validation_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        assert not any(parameter.any() for parameter in pl_module.parameters())
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.load_state_dict(self.before)
+
+
+def _swapped() -> tuple[Params, Params]:
+    finals = []
+    for callbacks in [], [_Swapping()]:
+        model = BatchNormed()
+        trainer(CommOptDiLoCo(sync_every=4), max_epochs=2, callbacks=callbacks).fit(model, loader(56), loader(8))
+        finals.append(numbers(model))
+    return finals[0], finals[1]
+
+
+def test_weights_that_a_callback_shows_in_a_validation_are_not_trained() -> None:
+    """If it fails, training goes on from a moving average that was there for a validation, which saw other weights."""
+    for plain, swapped in run_ranks(_swapped):
+        assert_same(swapped, plain)
+
+
 class _OnlyCritic(Gan):
     """Trains nothing but what its second optimizer has, or all by optimizers that Lightning does not see."""
 
