@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_commopt.compat.lightning import count_samples, num_steps_of
+from lightning_commopt.compat import lightning as compat_lightning
+from lightning_commopt.compat.lightning import PACKAGES, count_samples, num_steps_of, package_in_use
 from support.lightnings import PACKAGE, Callback
 from support.strategy_models import FEATURES, Tiny, trainer
 
@@ -104,3 +105,34 @@ def test_data_without_a_length_are_a_fit_without_a_known_end(max_steps: int, num
         warnings.simplefilter("ignore")  # of few workers
         trainer("auto", max_epochs=1, max_steps=max_steps, callbacks=[asks]).fit(Tiny(), DataLoader(Unsized(), 4))
     assert asks.num_steps == num_steps
+
+
+@pytest.mark.parametrize(
+    ("missing", "found"),
+    [
+        ([], "lightning.pytorch"),
+        (["lightning"], "pytorch_lightning"),
+        (["pytorch_lightning"], "lightning.pytorch"),
+        (["lightning", "pytorch_lightning"], "neither is installed"),
+        (["torchmetrics"], "No module named 'torchmetrics'"),
+    ],
+    ids=str,
+)
+def test_the_package_of_a_program_that_has_imported_both(
+    missing: list[str], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it fails, a strategy is made for a package that is not there, or what a package lacks is not named."""
+
+    def import_installed(name: str) -> None:
+        for lacking in missing:
+            if lacking in (name.partition(".")[0], "torchmetrics"):
+                raise ModuleNotFoundError(f"No module named {lacking!r}", name=lacking)
+
+    for package in PACKAGES:
+        import_module(package)
+    monkeypatch.setattr(compat_lightning, "import_module", import_installed)
+    if found in PACKAGES:
+        assert package_in_use() == found
+    else:
+        with pytest.raises(ModuleNotFoundError, match=found):
+            package_in_use()

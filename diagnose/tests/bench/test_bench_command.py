@@ -205,7 +205,10 @@ def test_a_bench_that_failed_everywhere_is_kept(tmp_path: Path) -> None:
 def test_hooks_alone_are_not_compared_with_the_link() -> None:
     """If it fails, the conclusions end in a comparison of nothing."""
     hook = sample(lambda size: 1e-3, [64], operation="comm_hook", comm_hook="int8", redop="mean")
-    assert against_link(result_of(hook)) == []
+    reduced = sample(lambda size: 2.0, [10**8], noise=0)
+    assert against_link(result_of(hook)) == against_link(result_of(reduced, link_bits_per_s=None)) == []
+    (line,) = against_link(result_of([*hook, *reduced]))
+    assert line.endswith("over the link's rate, 0.125 GB/s each way: all_reduce 40.0 %")
 
 
 def test_a_plan_is_measured_at_its_own_messages(tmp_path: Path) -> None:
