@@ -124,6 +124,19 @@ def test_what_buckets_lose_without_a_residual_is_claimed(keeps_residual: bool) -
     assert FromShards(shards=shards).claims.untracked_error == lost
 
 
+@pytest.mark.parametrize("is_finite", [True, False])
+def test_a_residual_is_sent_with_the_next_average_that_is_finite(is_finite: bool) -> None:
+    """If it fails, what error feedback has held back is lost, or sent twice."""
+    compressor, flat, residual = FromShards(shards=ShardedInt8()), torch.zeros(64), torch.ones(64)
+    if not is_finite:
+        flat[40] = torch.inf
+    layout = Layout.of([flat], torch.float32)
+    finish(compressor.rounds(flat, layout, compressor.init(layout, flat.device), AloneChannel(2, 1), residual))
+    assert (residual == (0 if is_finite else 1)).all()
+    if is_finite:
+        torch.testing.assert_close(flat[32:], torch.ones(32))  # the other half is rank 0's
+
+
 def test_shards_of_nodes_are_not_for_ddp() -> None:
     """If it fails, the first backward ends with an assertion."""
     with pytest.raises(OptionError, match=r"comm_hook.*ShardedHierarchical is for FSDP2 only"):

@@ -14,6 +14,7 @@ from lightning_commopt import CommOptDDP, CommPlan
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.gradient_times import GradientTimes
 from lightning_commopt.plan.ddp import ddp_options
+from lightning_commopt.tune import auto_plan
 from lightning_commopt.tune import tuner as tuner_module
 from support.cross_section import sampled
 from support.lightnings import Callback, DDPStrategy, LightningModule, ModelCheckpoint, Trainer
@@ -79,6 +80,26 @@ def test_it_chooses_and_trains_the_same_bits(mode: str) -> None:
     assert found["status"] == "faster"
     assert found["num_search_steps"] <= 60
     assert "lossy=['int8'], or commopt tune --lossy int8, allows it" in found["verdict"]
+
+
+@pytest.mark.parametrize(("lossy", "resumed"), [(["int8"], "int8"), ("never", "uncompressed")], ids=str)
+def test_the_choice_of_a_checkpoint_is_taken_if_it_is_allowed(lossy: Any, resumed: str) -> None:
+    """If it fails, a resumed fit searches anew, or compresses although that is no longer allowed."""
+    saved = {"num_syncs": 3, auto_plan._KEY: CommPlan.from_dict({"comm_hook": "int8"}).to_json()}
+    strategy = CommOptDDP(plan="auto", lossy=lossy)
+    strategy.auto_plan._base = strategy.plan
+    strategy.auto_plan.resume_choice(saved)
+    assert strategy.plan.name == resumed
+    assert strategy.auto_plan.add_choice({"num_syncs": 3}) == (saved if resumed == "int8" else {"num_syncs": 3})
+
+
+def test_a_choice_that_cannot_be_read_is_left_out() -> None:
+    """If it fails, a damaged checkpoint ends a fit, or its plan is lost without a word."""
+    strategy = CommOptDDP(plan="auto")
+    strategy.auto_plan._base = strategy.plan
+    with pytest.warns(UserWarning, match="the plan in the checkpoint cannot be used: unknown option 'x'"):
+        strategy.auto_plan.resume_choice({auto_plan._KEY: '{"x": 1}'})
+    assert strategy.plan == CommPlan()
 
 
 @pytest.mark.exhaustive
