@@ -97,7 +97,7 @@ def _resume(folder: str, options: dict[str, Any], loads_first: bool) -> dict[str
 
 @pytest.mark.parametrize(
     ("options", "loads_first"),
-    [({}, False), pytest.param({"static_graph": True}, True, marks=pytest.mark.exhaustive)],
+    [({}, False), ({"static_graph": True}, True)],
     ids=["loaded_after_setup", "loaded_before_setup"],
 )
 def test_resumed_training_goes_on_bit_for_bit(tmp_path: Path, options: dict[str, Any], loads_first: bool) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_commopt import CommOptDiLoCo
+from lightning_commopt import CommOptDiLoCo, CommPlan
 from support.lightnings import ModelCheckpoint
 from support.ranks import run_ranks_or_raise
 from support.strategy_models import FEATURES, BatchNormed, Gan, Params, assert_same, loader, numbers, trainer
@@ -112,7 +112,7 @@ def _fit_and_resume(folder: Path) -> list[Params]:
     for checkpoint in (None, "step=4.ckpt", "end.ckpt"):
         model = _Placed()
         fit = trainer(
-            CommOptDiLoCo(sync_every=2, inner="ddp"),
+            CommOptDiLoCo(sync_every=2, inner=CommPlan(comm_hook={"name": "int8", "error_feedback": True})),
             **_nodes(),
             max_epochs=1,
             val_check_interval=4,
@@ -126,8 +126,8 @@ def _fit_and_resume(folder: Path) -> list[Params]:
     return fits
 
 
-def test_every_rank_of_a_node_resumes_with_its_own_buffers(tmp_path: Path) -> None:
-    """If it fails, a resumed fit ends with other running statistics, and is validated with them."""
+def test_every_rank_of_a_node_resumes_with_its_own_buffers_and_residuals(tmp_path: Path) -> None:
+    """If it fails, a resumed fit ends with other running statistics, or loses what error feedback has held back."""
     for fit, *resumed in run_ranks(_fit_and_resume, tmp_path, world_size=4):
         for params in resumed:
             assert_same(params, fit)
