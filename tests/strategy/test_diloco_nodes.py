@@ -15,6 +15,8 @@ from support.ranks import run_ranks_or_raise
 from support.strategy_models import FEATURES, BatchNormed, Gan, Params, assert_same, loader, numbers, trainer
 from support.warm_ranks import run_ranks
 
+_FEEDBACK = CommPlan.from_dict({"comm_hook": {"name": "int8", "error_feedback": True}})
+
 
 class _Watched(BatchNormed):
     """Keeps its weights after each step."""
@@ -112,7 +114,7 @@ def _fit_and_resume(folder: Path) -> list[Params]:
     for checkpoint in (None, "step=4.ckpt", "end.ckpt"):
         model = _Placed()
         fit = trainer(
-            CommOptDiLoCo(sync_every=2, inner=CommPlan(comm_hook={"name": "int8", "error_feedback": True})),
+            CommOptDiLoCo(sync_every=2, inner=_FEEDBACK),
             **_nodes(),
             max_epochs=1,
             val_check_interval=4,
