@@ -18,8 +18,9 @@ from lightning_commopt.callbacks.run_description import describe_hook, describe_
 from lightning_commopt.callbacks.sharded_prediction import recorder_for
 from lightning_commopt.callbacks.windows import PublishesWindows
 from lightning_commopt.compat.lightning import batches_that_stepped, count_samples
-from lightning_commopt.compat.loops import num_batches, wrap_method
+from lightning_commopt.compat.loops import num_batches
 from lightning_commopt.compat.spawned import notify_in_spawned_rank
+from lightning_commopt.compat.wrapping import wrap_method
 from lightning_commopt.measure.clock import clock_for
 from lightning_commopt.measure.link.from_steps import NUM_TIMES
 from lightning_commopt.measure.link.tracker import LinkTracker

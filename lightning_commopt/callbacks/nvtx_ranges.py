@@ -11,7 +11,7 @@ from nvtx.colors import color_to_hex  # type: ignore[import-untyped]
 
 from lightning_commopt.callbacks.phases import PhaseCallback, batch_follows
 from lightning_commopt.compat.lightning import Callback
-from lightning_commopt.compat.loops import wrap_method
+from lightning_commopt.compat.wrapping import wrap_method
 from lightning_commopt.measure.observer import END, START, BucketInfo, BucketSync, SyncObserver
 from lightning_commopt.sync.ddp.observed import observe, stop_observing
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from lightning_commopt.compat.hooks import SIGTERM_BROADCAST
 from lightning_commopt.compat.lightning import batches_that_stepped, package_of
-from lightning_commopt.compat.loops import wrap_method
+from lightning_commopt.compat.wrapping import wrap_method
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer

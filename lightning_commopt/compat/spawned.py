@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from lightning_commopt.compat.loops import wrap_method
+from lightning_commopt.compat.wrapping import wrap_method
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer

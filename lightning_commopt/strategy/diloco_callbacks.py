@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_commopt.compat.clock import decide_on_time
 from lightning_commopt.compat.lightning import callbacks_of, clock_callbacks, is_in_hook, reductions_left_out
-from lightning_commopt.compat.loops import wrap_method
+from lightning_commopt.compat.wrapping import wrap_method
 from lightning_commopt.strategy.living_collectives import LivingCollectives
 from lightning_commopt.sync.diloco.living import reduced
 from lightning_commopt.sync.strategies import trainer_of

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from lightning_commopt.compat.loops import wrap_method
+from lightning_commopt.compat.wrapping import wrap_method
 from lightning_commopt.compressors import Compressor
 from lightning_commopt.compressors.catalog import ready_compressors
 from lightning_commopt.cost.basis import Basis

@@ -9,7 +9,7 @@ from weakref import ref
 
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_commopt.compat.loops import wrap_method
+from lightning_commopt.compat.wrapping import wrap_method
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.ddp.modules import ModuleSyncs, SyncedModule

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_commopt.compat.loops import wrap_method
+from lightning_commopt.compat.wrapping import wrap_method
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.measure.recorder import issued_by
 from lightning_commopt.plan import Plan

@@ -1,4 +1,4 @@
-"""Methods of Lightning's loops that several of ours wrap."""
+"""Methods of one object, such as a loop of Lightning, that several of ours wrap."""
 
 import itertools
 from functools import partial
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_commopt.compat.loops import wrap_method
+from lightning_commopt.compat.wrapping import wrap_method
 
 
 class Loop:
