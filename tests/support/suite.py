@@ -52,6 +52,13 @@ def pytest_collection() -> Iterator[None]:
     return result
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Iterator[list[pytest.Collector]]:
+    """Looks for examples in docstrings only in files that have some; pytest would look through all others, too."""
+    collectors = yield
+    return [one for one in collectors if type(one) is pytest.Module or ">>>" in file_path.read_text(encoding="utf-8")]
+
+
 @pytest.hookimpl(trylast=True)  # behind -k and -m, so that only what they select is counted
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves out what is marked exhaustive, unless it is asked for: by --all and --part, or by its name after ``::``.
