@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collect_file(file_path: Path) -> Iterator[list[pytest.Collector]]:
+def pytest_collect_file(file_path: Path) -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
     """Looks for examples in docstrings only in files that have some; pytest would look through all others, too."""
     collectors = yield
     return [one for one in collectors if type(one) is pytest.Module or ">>>" in file_path.read_text(encoding="utf-8")]
