@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -58,11 +60,12 @@ def _fit_modes(modes: list[str]) -> dict[str, Any]:
         model, arguments, options = _MODES[name]
         base = CommPlan(**arguments)
         faster, slower = (CommPlan.from_dict({**base.to_dict(), **plan.to_dict()}) for plan in (_SMALL, _VIEW))
-        with scripted({faster: 0.7, slower: 1.1}) as steps:
+        with TemporaryDirectory() as folder, scripted({faster: 0.7, slower: 1.1}, folder=folder) as steps:
             strategy = CommOptDDP(plan="auto", **arguments)
             trained = _fit(strategy, model(), **options)
+            kept = [json.loads(path.read_text())["chosen"] == faster.to_dict() for path in Path(folder).iterdir()]
         plain = _fit(DDPStrategy(**arguments), model(), **options)
-        found[name] = trained, plain, strategy.plan == faster, strategy.auto_plan.describe(), len({*steps})
+        found[name] = trained, plain, strategy.plan == faster, strategy.auto_plan.describe(), len({*steps}), kept
     return found
 
 
@@ -71,11 +74,12 @@ def test_it_chooses_and_trains_the_same_bits(mode: str) -> None:
     """If it fails, tuning loses or repeats gradients, or ranks disagree about the plan."""
     ranks = run_ranks(_fit_modes, [mode])
     for rank, results in enumerate(ranks):
-        trained, plain, has_chosen, found, num_plans = results[mode]
+        trained, plain, has_chosen, found, num_plans, kept = results[mode]
         assert_same(trained, plain)
         assert has_chosen, found
         assert num_plans == 3
         assert bool(found) == (rank == 0)
+        assert kept == [True] * (rank == 0)
     found = ranks[0][mode][3]
     assert found["status"] == "faster"
     assert found["num_search_steps"] <= 60
