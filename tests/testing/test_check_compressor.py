@@ -32,6 +32,7 @@ from lightning_commopt.compressors.channel import AloneChannel, Channel
 from lightning_commopt.plan import OptionError
 from lightning_commopt.testing import LAWS, SHARDED_LAWS, check_compressor, conformance
 from lightning_commopt.testing.places import CPU
+from lightning_commopt.testing.ranks import DIED, RankError
 from lightning_commopt.testing.steps import Net
 from support.faulty_compressors import LOSSY, Faulty
 from support.marked_processes import Program
@@ -129,6 +130,18 @@ def test_a_rank_that_dies() -> None:
         "rank 1: it died before it answered; gloo ends a process that receives a larger message than it has asked for"
     )
     assert _broken(Stray(how="dies", late=True), laws=["averages", "tiny"]) == {"averages": words, "tiny": words}
+
+
+@pytest.mark.parametrize(
+    ("trace", "words"),
+    [
+        ("Traceback:\n  of the rank\nValueError: no gradient", "raised ValueError: no gradient\nTraceback:"),
+        (DIED, f": {DIED}; gloo ends a process that receives a larger message than it has asked for"),
+    ],
+)
+def test_how_a_rank_has_failed(trace: str, words: str) -> None:
+    """If it fails, an exception seems to be a process that has died, or the other way round."""
+    assert words in conformance._in_words(RankError(f"rank 1 raised\n{trace}"))
 
 
 def test_the_message_has_all_that_somebody_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,10 @@
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +24,7 @@ from lightning_commopt.callbacks import all_ranks
 from lightning_commopt.compat.hooks import activity_of, handles_sigterm
 from lightning_commopt.compat.torch import flight_records
 from lightning_commopt.measure.observer import APPLIED, DUE, END, START, BucketInfo
-from lightning_commopt.watch import epoch_ends, times
+from lightning_commopt.watch import epoch_ends
 from lightning_commopt.watch.hangs import marks as kinds
 from lightning_commopt.watch.hangs import rank_side
 from lightning_commopt.watch.hangs.diagnosis import diagnose
@@ -366,40 +364,6 @@ def killing(process: subprocess.Popen[bytes]) -> Iterator[None]:
         process.kill()
 
 
-def test_a_rank_that_was_stopped_is_not_late_when_it_goes_on() -> None:
-    """If it fails, a job that a scheduler has suspended is reported, or ended, as soon as it is resumed."""
-    writer = MarkWriter()
-    writer.write(kinds.PHASE, FORWARD, 3)
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process, killing(process):
-        settings = WatcherSettings(rank=0, host="a", pid=process.pid, fit_thread=(1, process.pid), after_s=60.0)
-        own = Observation(settings, marks_fd=writer.fd, stacks_fd=-1, link=None)  # type: ignore[arg-type]
-        os.kill(process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-        time.sleep(0.3)
-        own.update()
-        assert own.snapshot().state == "stopped"
-        assert own.idle_s >= 0.3
-        stopped_s = own.idle_s
-        os.kill(process.pid, signal.SIGCONT)
-        os.waitid(os.P_PID, process.pid, os.WCONTINUED | os.WNOWAIT)
-        own.update()
-        assert own.idle_s < stopped_s
-
-
-def test_the_end_of_a_rank_is_seen_while_the_clock_is_set_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it fails, the others wait for a dead rank for as long as the clock was set back."""
-    monkeypatch.setattr(times, "LAST_MESSAGE_S", 0.01)
-    process = subprocess.Popen(["true"])
-    process.wait()
-    settings = WatcherSettings(rank=0, host="a", pid=process.pid, fit_thread=(1, process.pid), after_s=60.0)
-    own = Observation(settings, marks_fd=MarkWriter().fd, stacks_fd=-1, link=None)  # type: ignore[arg-type]
-    own.update()
-    monkeypatch.setattr(time, "time", lambda: 0.0)
-    time.sleep(0.02)
-    own.update()
-    assert own.ended == "died"
-
-
 @pytest.mark.parametrize(("share", "computes"), [(1.0, True), (0.3, True), (0.0, False)])
 def test_whether_a_thread_computes(share: float, computes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a rank that computes for long on the CPU is ended as one that hangs, or one that sleeps is not."""
@@ -548,29 +512,6 @@ def test_other_ranks_are_no_workers() -> None:
         assert len(own) == 1
         assert {worker.pid, *own} <= {*found}
         assert rank.pid not in found
-
-
-def test_a_rank_that_ends_while_it_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it fails, ranks that raise together are reported as waiting for each other: each look takes seconds."""
-    writer = MarkWriter()
-    writer.write(kinds.PHASE, FORWARD, 3)
-    settings = WatcherSettings(rank=0, host="a", pid=os.getpid(), fit_thread=(1, os.getpid()), after_s=60.0)
-    own = Observation(settings, marks_fd=writer.fd, stacks_fd=-1, link=None)  # type: ignore[arg-type]
-    looks = []
-
-    def look(found: RankSnapshot) -> None:
-        looks.append(found.state)
-        if len(looks) == 1:
-            own.learn({"ended": "failed", "detail": "Broken"})
-
-    monkeypatch.setattr(own, "_add_stacks", look)
-    monkeypatch.setattr(own, "_add_dump", lambda found: None)
-    assert own.snapshot().state == "failed"
-    assert looks == ["running"]
-    own.ended = None
-    monkeypatch.setattr(own, "_add_stacks", lambda found: writer.write(kinds.PHASE, BACKWARD, len(looks)))
-    looks.append("again")
-    assert own.snapshot().phase == BACKWARD
 
 
 def _meet_beside_files() -> bool:
