@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -71,11 +72,11 @@ def test_ranks_that_a_job_has_left_alone(has_joined: bool, status: int, monkeypa
     """If it fails, a rank that waits to join stays behind for ever, or one that may still save its work is ended."""
     monkeypatch.setattr(lightning_launcher, "_END_S", 0.1)
     program = _DEAF.replace("600", "0.5") if has_joined else _DEAF
-    with subprocess.Popen([sys.executable, "-S", "-c", program], stdout=subprocess.PIPE) as rank:
+    with subprocess.Popen([sys.executable, "-S", "-c", program], stdout=subprocess.PIPE) as rank, ExitStack() as end:
+        end.callback(rank.kill)
         assert rank.stdout is not None
         rank.stdout.readline()
         launcher = Mock(children=[rank], has_joined=has_joined, num_processes=2)
         launcher.cluster_environment.node_rank.return_value = 0
         lightning_launcher._JobObserver(launcher, object()).run()  # no job runs in this process
-        rank.kill()
     assert rank.returncode == status
