@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -152,6 +153,13 @@ def test_a_late_rank_gets_the_answer_of_the_others() -> None:
     with ThreadPoolExecutor() as pool:
         assert [*pool.map(lambda one: one.any_member(False), members[:2])] == [False, False]
     assert not members[2].any_member(True)
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_rank_that_is_left_alone_answers_itself(value: bool) -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    assert Members(store, 0, 1, patience_s=LONG_S, timeout_s=LONG_S, log=print).any_member(value) == value
 
 
 def test_a_lost_store_is_named() -> None:
