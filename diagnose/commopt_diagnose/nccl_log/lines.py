@@ -17,15 +17,17 @@ from typing import Any, BinaryIO, cast
 from commopt_diagnose.nccl_log.skipping import INFO, Block, Repeats
 from lightning_commopt.text.findings import Line
 
+MAX_CONTINUED = 3
+"""How many lines an error may be spread over behind its first."""
+
 _MAX_BYTES = 1 << 16  # longer lines are not NCCL's, whose own buffer has 1024 bytes
 _BLOCK_BYTES = 1 << 18  # so many bytes and their lines fit into a processor's cache
 _MAX_CHARACTERS = 4000  # Python's int() refuses numbers of more than 4300 digits
 _SHOWN_CHARACTERS = 400
 _LARGE_BYTES = 16 << 20  # a file of this size shows its progress
-_MAX_CONTINUED = 3  # lines that an error may be spread over
 _MAX_RAS_LINES = 600  # lines that are read after the head of a RAS report
 # Lines whose next lines belong to them: an error of NCCL, or a line of the watchdog that a terminal has wrapped.
-_CONTINUED = re.compile(rb"Last error:|atchdog caught|nccl\w+(?:Error|Usage|Argument): ")
+_CONTINUED = re.compile(rb"Last error:|atchdog(?: caught|\s*$)|nccl\w+(?:Error|Usage|Argument): ")
 _RAS = re.compile(rb"(?:#\d+-\d+ \(\w+\) )?(?:INCOMPLETE|DEAD|ERROR|MISMATCH|TIMEOUT)\r?\n")
 # Before 2.3 NCCL does not write its name before the level. Then the head must have a host, or a device and a place.
 _MARK = re.compile(r"NCCL (INFO|WARN|TRACE)\b ?|(?<=[\d\]] )(INFO|WARN) (?=\S)")
@@ -52,7 +54,9 @@ _ESCAPES = re.compile(r"(?:\x1b|#033|\\(?:x1b|033|u001b)|\^\[)\[[0-9;?]*[A-Za-z]
 _STRING = re.compile(r'(?:^|[{\[,:])\s*("(?:[^"\\]|\\.)*")(?=\s*(?:[,}\]]|$))')
 _LOGGED = re.compile(r"NCCL (?:INFO|WARN|TRACE|version) |atchdog caught|\[rank\d+\]:")
 # Where Docker, journald and clouds keep a line that has no such mark, as the last error of PyTorch below its head.
-_KEPT = re.compile(r'\s*(?:\{(?:.*[,\s])?)?"(?:log|message|msg|MESSAGE|textPayload)"\s*:\s*("(?:[^"\\]|\\.)*")')
+_KEPT = re.compile(
+    r'\s*(?:\{(?:.*[,{\s])?)?"(?:log|@?message|msg|MESSAGE|textPayload|line|body|_raw)"\s*:\s*("(?:[^"\\]|\\.)*")'
+)
 _LINK = re.compile(r"\[([^\[\]\s]+)\]\(https?://[^()\s]*\)")  # what chats and mails make of the name of a file
 # What Ray writes behind a line, in place of lines of other processes that differ from it in numbers only.
 _REPEATED = re.compile(r"\s*(?:ESC)?\s*\[repeated (\d{1,6})x across cluster\].*$")
@@ -137,7 +141,7 @@ def _num_wanted(raw: bytes) -> int:
     """Returns how many lines behind this one belong to it."""
     if _RAS.match(raw):
         return _MAX_RAS_LINES
-    return _MAX_CONTINUED if _CONTINUED.search(raw) else 0
+    return MAX_CONTINUED if _CONTINUED.search(raw) else 0
 
 
 def _open(path: Path, stack: ExitStack) -> io.BufferedReader[Any] | gzip.GzipFile:

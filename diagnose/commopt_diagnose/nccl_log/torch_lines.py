@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from commopt_diagnose.nccl_log.communicators import NcclLog
 from commopt_diagnose.nccl_log.complaints import Progress, Timeout
-from commopt_diagnose.nccl_log.lines import Message
+from commopt_diagnose.nccl_log.lines import MAX_CONTINUED, Message
 from commopt_diagnose.nccl_log.warnings import explain
 from lightning_commopt.text.findings import Line, read_texts
 
@@ -23,7 +23,7 @@ class TorchLines:
         self.log = log
         self._last_error: int | None = None  # the rank whose "Last error:" continues in the next line; -1 if unknown
         self._result_number = -1  # number of the last line with the name of NCCL's result, which the error follows
-        self._wrapped: Message | None = None  # a line of the watchdog that a terminal broke
+        self._wrapped: list[Message] = []  # the parts so far of a line of the watchdog that a terminal or a mail broke
 
     def read_error(self, message: Message) -> bool:
         """Reads an error that PyTorch raised. What follows "Last error:", perhaps in the next line, explains most."""
@@ -86,21 +86,25 @@ class TorchLines:
             self.log.warn(match[2], message.line, rank=int(match[1]), place="raised")
 
     def read_watchdog(self, message: Message) -> bool:
-        """Reads a line of PyTorch's watchdog; terminals and mails break it in two."""
-        text, first = message.text, self._wrapped
-        self._wrapped = None
-        if first is None and not ("atchdog" in text or "nqueued" in text or "[E" in text):
+        """Reads a line of PyTorch's watchdog; terminals and mails break it, mails at a space that they leave out."""
+        text, parts = message.text, self._wrapped
+        self._wrapped = []
+        if not parts and not ("atchdog" in text or "nqueued" in text or "[E" in text):
             return False
-        line = message.line
-        if first is not None and "atchdog caught" not in text and _parse_timeout(first.text + text, first.line):
-            text, line = first.text + text, first.line
-        timeout, progress = _parse_timeout(text, line), _parse_progress(text, line)
+        timeout, progress = _parse_timeout(text, message.line), _parse_progress(text, message.line)
+        begins = "atchdog caught" in text or text.endswith("atchdog")
+        if parts and timeout is None and not begins:
+            parts = [*parts, message]
+            joined = (_parse_timeout(joint.join(part.text for part in parts), parts[0].line) for joint in ("", " "))
+            timeout = next(filter(None, joined), None)
+        elif begins:
+            parts = [message]
         if timeout is not None:
             who = timeout.rank_in_job, timeout.rank_in_group, timeout.group
             key = (*who, timeout.sequence, timeout.operation, timeout.sizes)
             self.log.timeouts.setdefault(key, timeout)
-        elif "atchdog caught" in text:
-            self._wrapped = message
+        elif len(parts) <= MAX_CONTINUED:
+            self._wrapped = parts
         if timeout is None and "[E" in text and (match := PATTERNS["watchdog_error"].search(text)):
             self.log.failed_ranks.add(int(match[1]))
         if progress is not None:

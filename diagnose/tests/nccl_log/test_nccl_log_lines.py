@@ -70,6 +70,10 @@ def _collected(kind: str, line: str) -> str:
         return kept.replace("<", r"\u003c").replace(">", r"\u003e")
     if kind == "cloud":
         return json.dumps({"insertId": "a1", "resource": {"labels": {"pod": "w-0"}}, "textPayload": line})
+    if kind == "nested":
+        return json.dumps({"jsonPayload": {"body": line, "pod": "w-0"}})
+    if kind in ("line", "@message"):  # Loki and CloudWatch
+        return json.dumps({"timestamp": "1763", kind: line})
     if kind == "pretty":
         return f'    "message": {json.dumps(line)},'
     return f'2026-03-18T11:13:09Z,w-0,"{line}"'
@@ -90,7 +94,7 @@ def test_logs_kept_as_json_or_csv_are_read_as_they_were_written(kind: str) -> No
     assert [warning.rank for warning in kept.warnings] == [3]
 
 
-@pytest.mark.parametrize("kind", ["docker", "cloud", "pretty"])
+@pytest.mark.parametrize("kind", ["docker", "cloud", "pretty", "nested", "line", "@message"])
 def test_errors_of_several_lines_are_read_from_json_and_from_wide_terminals(kind: str) -> None:
     """If it fails, JSON is shown in place of NCCL's error, or the stack behind an error hides it."""
     text = TRACEBACK.replace("[rank3]: ", "")
@@ -165,10 +169,18 @@ def test_packages_name_the_version_where_nccl_does_not() -> None:
     assert versions_of(read(TRACEBACK)) == ["2.19.3"]
 
 
-def test_a_line_of_the_watchdog_that_a_terminal_broke() -> None:
-    broken = watchdog(2, 4).replace("OpType", "OpTy\npe")
-    (timeout,) = read(broken).timeouts.values()
+@pytest.mark.parametrize(
+    "broken",
+    [
+        watchdog(2, 4).replace("OpType", "OpTy\npe"),
+        watchdog(2, 4).replace("Watchdog caught", "Watchdog\ncaught").replace(" OpType", "\nOpType"),
+        watchdog(2, 4).replace("Wor", "Wo\nr").replace("Numel", "Num\nel", 1).replace("Out", "Ou\nt"),
+    ],
+)
+def test_a_line_of_the_watchdog_that_a_terminal_or_a_mail_broke(broken: str) -> None:
+    (timeout,) = read(broken, "step 7: loss 0.1").timeouts.values()
     assert (timeout.rank, timeout.sequence, timeout.operation, timeout.limit_s) == (2, 4, "ALLREDUCE", 600.0)
+    assert timeout.sizes == "NumelIn=8, NumelOut=8"
 
 
 def test_a_terminal_s_window_around_lines() -> None:
