@@ -25,9 +25,10 @@ _METHODS = ("CUMEM", "direct pointer", "IPC", "MNNVL")  # methods of P2P
 _INTERFACES = ("NET/Socket : Using", "NET/FastSocket : Using")
 _MAX_RING = 20  # NCCL prints at most this many ranks of a ring
 
-# Larger numbers than these are damage to the line.
-_MAX_RANKS = 1 << 20
-_MAX_CHANNELS = 1 << 10
+MAX_RANKS = 1 << 20
+"""The number of a rank is smaller; a larger one is damage to the line."""
+
+_MAX_CHANNELS = 1 << 10  # likewise
 
 
 def find_version(text: str) -> str | None:
@@ -281,4 +282,4 @@ def _read_topology(process: Process, message: Message) -> Member | None:
 
 
 def _are_ranks(numbers: Iterable[int]) -> bool:
-    return all(0 <= number < _MAX_RANKS for number in numbers)
+    return all(0 <= number < MAX_RANKS for number in numbers)

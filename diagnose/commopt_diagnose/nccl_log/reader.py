@@ -107,6 +107,7 @@ class LogReader:
 
         A process without an address, as in a cut log, gets the address of its host if that has only one.
         """
+        self._torch.add_result()
         known: dict[str, set[str]] = {}
         for p in self._writers.processes:
             if self._writers.is_fragment(p):

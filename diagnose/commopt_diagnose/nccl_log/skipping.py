@@ -11,7 +11,7 @@ INFO = b" NCCL INFO "
 """What stands behind the head of most of NCCL's lines."""
 
 _OF_INTEREST = re.compile(
-    rb"atchdog|nqueued|[Ll]ast error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|(?:CUDA|[Cc]uda|NCCL|HIP) failure "
+    rb"atchdog|nqueued|[Ll]ast error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|(?:CUDA|[Cc]uda|NCCL|HIP) failure[ :]"
     rb"|[NnRr](?:CCL|ccl).?[Vv]ersion|nvidia-nccl-cu|using nccl|nccl\w+ failed:|nccl\w+(?:Error|Usage|Argument): "
     rb"|dump signal|currently unknown|mismatch between coll|destroy_process_group\(\) was|with exception: CUDA"
     rb"|acquire GIL|\[rank\d+\]: ?\[E|\[rank\d+\]: [\w.]+(?:Error|Exception)\b"
@@ -22,19 +22,19 @@ _OF_INTEREST = re.compile(
     rb"|[Bb]us error|[Ss]egmentation fault|segfault at|<Signals\.|\*\*\* SIG|exitcode *: -\d|return code = -\d"
     rb"|[Ee]xit [Cc]ode:? +1\d\d|CANCELLED AT|actor died|Xid \(|access fault by|HSA_STATUS_ERROR|may be stuck"
     rb"|socket has (?:timed out|failed to listen)|waiting for (?:clients|workers)\."
-    rb"|RendezvousTimeout|values : \d|Out of memory while|GetKeyValue\(\) timed|cqe with error"
+    rb"|RendezvousTimeout|values : \d|Out of memory while|GetKeyValue\(\) timed|cqe with error|libfabric:\d"
     rb"|double free or|(?:free|alloc|_consolidate)\(\): \w|corrupted (?:size vs|double-linked)|munmap_chunk\(\)"
 )
 # One of these is in each line of interest, and most parts of a training program's output have none.
 _WORDS = (
-    *(b"atchdog", b"nqueued", b"ast error:", b" Rank ", b"] INFO ", b" WARN ", b'{"', b" failure ", b"ccl", b"CCL"),
+    *(b"atchdog", b"nqueued", b"ast error:", b" Rank ", b"] INFO ", b" WARN ", b'{"', b" failure", b"ccl", b"CCL"),
     *(b"ignal ", b"currently unknown", b"mismatch", b"destroy_process", b"with exception", b"acquire GIL", b"[E"),
     *(b" via ", b"NET/", b"Using network", b"monitoredBarrier", b"may be stuck", b"oom", b"out of memory", b"Xid"),
     *(b"exitcode", b"[rank", b"TCPStore", b"OOMK", b"Killed process", b"r died ", b"*** SIG", b"<Signals.", b"ignal: "),
     *(b"Of Memory", b"low on resource", b"us error", b"egmentation fault", b"segfault", b"return code", b"xit code"),
     *(b"xit Code", b"CANCELLED", b"access fault", b"HSA_STATUS", b"socket has", b"RendezvousT", b"values : "),
     *(b"waiting for clients", b"waiting for workers", b"Out of memory", b"GetKeyValue", b"cqe with error"),
-    *(b"double free", b"free(): ", b"alloc(): ", b"consolidate(): ", b"munmap_chunk", b"corrupted "),
+    *(b"libfabric:", b"double free", b"free(): ", b"alloc(): ", b"consolidate(): ", b"munmap_chunk", b"corrupted "),
 )
 # Beginnings of lines about buffers and the threads of proxies, from which nothing is concluded. With
 # NCCL_DEBUG_SUBSYS=ALL they are most of a log.

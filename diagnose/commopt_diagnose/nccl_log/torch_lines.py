@@ -22,13 +22,15 @@ class TorchLines:
     def __init__(self, log: NcclLog) -> None:
         self.log = log
         self._last_error: int | None = None  # the rank whose "Last error:" continues in the next line; -1 if unknown
-        self._result_number = -1  # number of the last line with the name of NCCL's result, which the error follows
+        # The name of NCCL's result, which says little, the line with it, and the rank. The error follows it.
+        self._result: tuple[str, Line, int | None] | None = None
         self._wrapped: list[Message] = []  # the parts so far of a line of the watchdog that a terminal or a mail broke
 
     def read_error(self, message: Message) -> bool:
         """Reads an error that PyTorch raised. What follows "Last error:", perhaps in the next line, explains most."""
         text, rank = message.text, self._last_error
-        if rank is None and message.number != self._result_number + 1 and not PATTERNS["error_words"].search(text):
+        is_after_result = self._result is not None and message.number == self._result[1].number + 1
+        if rank is None and not is_after_result and not PATTERNS["error_words"].search(text):
             return False  # most lines, and the other patterns take longer
         if rank is not None and text:
             self._last_error = None
@@ -48,11 +50,15 @@ class TorchLines:
             who = _group_and_rank(text[: match.start()])
             self.log.warn(match[1], message.line, rank=None if who is None else who.rank, place="torch")
             return True
-        elif self._follows_result(message):
-            rank = -1
+        elif match := PATTERNS["result_line"].search(text):
+            who = _group_and_rank(text[: match.start()])
+            self._result = text[match.start(1) :], message.line, None if who is None else who.rank
+            return True
+        elif is_after_result and explain(text, "Last error") is not None:
+            rank = -1  # "Last error:" may be missing between them. As any line may stand here, only known errors count
         elif match := PATTERNS["test_failure"].search(text):
             self.log.warn(
-                match[3] or (f"Cuda failure '{match[2]}'" if match[1] and match[1] != "NCCL" else match[2]),
+                match[3] or (f"{match[1]} failure '{match[2]}'" if match[1] and match[1] != "NCCL" else match[2]),
                 message.line,
             )
             return True
@@ -63,15 +69,11 @@ class TorchLines:
             self.log.warn(text, message.line, rank=None if rank == -1 else rank, place="Last error")
         return True
 
-    def _follows_result(self, message: Message) -> bool:
-        """Returns whether a line is an error of NCCL below its result, such as ``ncclSystemError: ...``.
-
-        "Last error:" may be missing between them. As any line may stand there, only known errors count.
-        """
-        if PATTERNS["result_line"].search(message.text):
-            self._result_number = message.number
-            return False
-        return message.number == self._result_number + 1 and explain(message.text, "Last error") is not None
+    def add_result(self) -> None:
+        """Adds the name of NCCL's result as a warning, if it is all that a log says of an error."""
+        if self._result is not None and not (self.log.warnings or self.log.timeouts):
+            text, line, rank = self._result
+            self.log.warn(text, line, rank=rank)
 
     def read_outside(self, message: Message) -> None:
         """Reads what the kernel, a launcher, the program or XLA say of a process that failed, ended or waits.

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 from commopt_diagnose.findings import Reason
 from commopt_diagnose.nccl_log.communicators import NcclLog, ranks_of
 from commopt_diagnose.nccl_log.complaints import LoggedWarning, Progress, RasReport, Timeout
+from commopt_diagnose.nccl_log.messages import MAX_RANKS
 from commopt_diagnose.nccl_log.paths import finding, reason
 from lightning_commopt.text.findings import Finding, Severity, read_texts
 from lightning_commopt.text.formatting import grouped, list_some, ranks_text
@@ -250,11 +251,14 @@ def _silent_reason(group: str, timeouts: list[Timeout], log: NcclLog) -> Reason:
         is_all = not group or is_part or re.match(r"PG (?:ID )?0\b|.*default", group)
         outside, of_group = "" if is_all else "are not in this group, ", " of the group" if is_part else ""
         return reason("silent_ranks", ranks=f"{ranks_text(silent)}{of_group}", outside=outside, unknown=unknown)
+    is_first = len(ranks) > 1 and all(timeout.sequence == 1 for timeout in timeouts)
     if world_size and not silent and not failed - ranks:
-        return reason("all_wait")
+        return reason("first_wait", who="all ranks", unknown="") if is_first else reason("all_wait")
     unknown = unknown or f"; what the others of {world_size} ranks do, the log does not say"
     if failed - ranks:
         return reason("known_failures", ranks=shown, failed=ranks_text(failed - ranks), unknown=unknown)
+    if is_first:
+        return reason("first_wait", who=f"all ranks of this log ({shown})", unknown=unknown)
     return reason("known_wait", ranks=shown, unknown=unknown)
 
 
@@ -262,7 +266,10 @@ def find_ras(reports: list[RasReport]) -> Iterator[Finding]:
     """Finds what RAS reports. Ranks that differ may do so only for the moment, so that is a warning."""
     for report in reports:
         whose = f"communicator 0x{report.comm_id}" if report.comm_id else "the job"
-        if report.details:
+        ranks = [int(number) for detail in report.details for number in re.findall(r"\bRank (\d+)", detail)]
+        if max(ranks, default=0) >= MAX_RANKS:
+            yield finding("note", "ras_damaged", report, status=report.status, whose=whose, rank=max(ranks))
+        elif report.details:
             what = f"RAS reports {report.status} for {whose}: {list_some(report.details, 8)}"
             severity: Severity = "warning" if report.status in ("MISMATCH", "TIMEOUT") else "error"
             yield finding(severity, "ras", report, what=what, why=reason(f"ras_{report.status.lower()}"))

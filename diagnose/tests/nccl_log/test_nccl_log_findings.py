@@ -265,6 +265,7 @@ LOGS: dict[str, list[str]] = {
     "all ranks of the log wait, of an unknown number": [watchdog(0, 5), watchdog(1, 5)],
     "a rank is missing below others": [watchdog(rank, 5) for rank in (1, 2, 3)],
     "one rank of an unknown number": [watchdog(5, 5)],
+    "the first collective of all ranks": [watchdog(0, 1), watchdog(1, 1)],
     "the network in a host that shares memory is by design": [
         "h:1:11 [0] NCCL INFO Channel 00/0 : 0[8000] -> 1[d000] [send] via NET/IBext/1",
         "h:2:12 [1] NCCL INFO Channel 00 : 1[d000] -> 0[8000] via SHM/direct/direct",
@@ -324,6 +325,11 @@ LOGS: dict[str, list[str]] = {
     "a socket never has GPUDirect": [f"{HEAD}NET/Socket : GPU Direct RDMA Disabled for HCA 0 'enp1s0f0'"],
     "pairs of several hosts are not put on one": pairs([("node-a", 0), ("node-b", 2)]),
     "a report of RAS": [RAS],
+    "a report of RAS with memory that was never filled in": [
+        RAS,
+        "#2-0 (93d7000200000001) INCOMPLETE\n  Missing communicator data from 255 ranks\n"
+        "  Rank 1057455228 -- GPU 0 managed by process 60004 on node 10.4.109.13",
+    ],
     "a port of RAS is no fault of the run": [RAS_PORT],
     "another port is": [RAS_PORT.replace("ras/client_support", "misc/socket")],
     **{
@@ -344,6 +350,15 @@ LOGS: dict[str, list[str]] = {
     "the kernel's OOM killer": [
         BOOTSTRAP,
         "[881.1] Memory cgroup out of memory: Killed process 42 (python3) total-vm:1kB",
+    ],
+    "the name of NCCL's result alone": ["[rank3]: RuntimeError: ncclSystemError: System call (e.g. socket) failed"],
+    "what libfabric says of a request that failed": [
+        "n:35:89 [5] ofi_process_cq:1039 NCCL WARN NET/OFI Request 0x7f completed with error. RC: 21. Error: unknown",
+        "libfabric:35:1668017255::efa:cq:efa_cq_handle_error():103<warn> err: 113, message: Unreachable remote (13)",
+    ],
+    "what RCCL says without NCCL_DEBUG": [
+        "RuntimeError: NCCL error: unhandled cuda error",
+        "h:7:8 [0] [FATAL ERROR]: HIP failure: 'the operation cannot be performed in the present state'",
     ],
     "an error of old versions": ["NCCL: unhandled system error. Set NCCL_DEBUG=WARN for detail."],
     "an error of a plugin for inference": [
