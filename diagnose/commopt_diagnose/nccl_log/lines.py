@@ -26,9 +26,12 @@ _MAX_CHARACTERS = 4000  # Python's int() refuses numbers of more than 4300 digit
 _SHOWN_CHARACTERS = 400
 _LARGE_BYTES = 16 << 20  # a file of this size shows its progress
 _MAX_RAS_LINES = 600  # lines that are read after the head of a RAS report
+_MAX_RAS_JSON = 1 << 20  # the same in JSON, which has 25 lines for each rank
 # Lines whose next lines belong to them: an error of NCCL, or a line of the watchdog that a terminal has wrapped.
 _CONTINUED = re.compile(rb"Last error:|atchdog(?: caught|\s*$)|nccl\w+(?:Error|Usage|Argument): ")
-_RAS = re.compile(rb"(?:#\d+-\d+ \(\w+\) )?(?:INCOMPLETE|DEAD|ERROR|MISMATCH|TIMEOUT)\r?\n")
+_RAS = re.compile(
+    rb"(?:#\d+-\d+ \(\w+\) )?(?:INCOMPLETE|DEAD|ERROR|MISMATCH|TIMEOUT)\r?\n|\s*(?:\{.{0,999})?\"communicators_count\""
+)
 # Before 2.3 NCCL does not write its name before the level. Then the head must have a host, or a device and a place.
 _MARK = re.compile(r"NCCL (INFO|WARN|TRACE)\b ?|(?<=[\d\]] )(INFO|WARN) (?=\S)")
 _HEAD = re.compile(
@@ -139,8 +142,8 @@ def _plain_head(head: bytes) -> tuple[str, int, int, int] | None:
 
 def _num_wanted(raw: bytes) -> int:
     """Returns how many lines behind this one belong to it."""
-    if _RAS.match(raw):
-        return _MAX_RAS_LINES
+    if report := _RAS.match(raw):
+        return _MAX_RAS_JSON if report[0].endswith(b'"') else _MAX_RAS_LINES
     return MAX_CONTINUED if _CONTINUED.search(raw) else 0
 
 

@@ -17,6 +17,7 @@ from commopt_diagnose.nccl_log.grouping import add_listed, add_unnamed, group_me
 from commopt_diagnose.nccl_log.inspector import Inspected
 from commopt_diagnose.nccl_log.lines import Message, read_messages
 from commopt_diagnose.nccl_log.messages import find_version, is_passed_on, read_process_line, read_rank_line
+from commopt_diagnose.nccl_log.ras_json import RasJson
 from commopt_diagnose.nccl_log.skipping import Repeats
 from commopt_diagnose.nccl_log.torch_lines import PATTERNS, TorchLines
 from commopt_diagnose.nccl_log.warnings import explain
@@ -70,6 +71,7 @@ class LogReader:
         self.log = NcclLog(inspected=Inspected(keeps_order=keeps_order))
         self._writers = Writers(self.log.torn)
         self._torch = TorchLines(self.log)
+        self._ras_json = RasJson(self.log.ras)
         # Those that nccl-tests calls rank 0, in this file since the end of a run.
         self._test_processes: dict[tuple[str, int], Line] = {}
 
@@ -108,6 +110,7 @@ class LogReader:
         A process without an address, as in a cut log, gets the address of its host if that has only one.
         """
         self._torch.add_result()
+        self._ras_json.add_reports()
         known: dict[str, set[str]] = {}
         for p in self._writers.processes:
             if self._writers.is_fragment(p):
@@ -150,6 +153,7 @@ class LogReader:
         """Reads a line without NCCL's head: a version, PyTorch's errors and watchdog, or nccl-tests' list."""
         readers = (
             self._read_ras,
+            self._ras_json.read,
             self._torch.read_error,
             self._torch.read_watchdog,
             self._read_version,
