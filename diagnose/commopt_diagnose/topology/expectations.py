@@ -69,7 +69,12 @@ def expect_between_gpus(link: Link, gpu: Gpu | None = None, p2p: str | None = No
         return _expect_of_nvlink(link.num_nvlinks, name, gpu.compute_capability if gpu else None)
     if p2p not in (None, "OK", "U") or (p2p is None and _WITHOUT_P2P.search(name)):
         return _expect("no_p2p")
-    if p2p == "U" or link.kind == "XGMI" or re.search(r"AMD|GeForce|GTX|TITAN", name) or _WITHOUT_P2P.search(name):
+    if (
+        p2p == "U"
+        or link.kind == "XGMI"
+        or re.search(r"AMD|Hygon|GeForce|GTX|TITAN", name)
+        or _WITHOUT_P2P.search(name)
+    ):
         return None
     return _expect(link.kind)
 

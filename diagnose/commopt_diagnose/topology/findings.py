@@ -124,7 +124,7 @@ def _find_nics(machine: Machine) -> Iterator[Finding]:
     for gpu in machine.gpus:
         link, nearest = machine.nearest_nics(gpu.label)
         # With Grace, RDMA goes through the CPU's memory at full rate. RCCL has other limits than NCCL.
-        is_judged = not gpu.is_coherent and not (gpu.name or "").startswith("AMD")
+        is_judged = not gpu.is_coherent and not (gpu.name or "").startswith(("AMD", "Hygon"))
         has_gdr = gpu.can_gdr is not False and any(nic.can_gdr is not False for nic in nearest)
         if link is not None and link.distance > KINDS.index("PXB") and is_judged and has_gdr:
             far.setdefault(link.kind, []).append(gpu.label)

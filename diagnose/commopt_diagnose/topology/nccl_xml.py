@@ -15,6 +15,7 @@ from lightning_commopt.text.formatting import list_some
 
 _DOCUMENT = re.compile(r"<system\b(?:[^<>]*/>|.*?</system>)", re.DOTALL)
 _SWITCH_CLASS = "0x0680"
+_HYGON = "0x1d94"  # PCI's number of this vendor, whose DCUs RCCL describes as it does AMD's GPUs
 _CLASSES = {"GPU": ("0x0300", "0x0302", "0x0380", "0x1200"), "NIC": ("0x02",)}
 _VIRTUAL = re.compile(r"veth|br-|docker|virbr|cni|cali|flannel|lxc|cilium|tap|tun|vnet|kube|podman|weave|vxlan|ovs|lo$")
 _MAX_LINKS = 999
@@ -72,7 +73,8 @@ def read_nccl_xml(text: str, source: str) -> Machine:
 def _read_devices(text: str, source: str) -> tuple[list[_Device], list[str]]:
     documents = _DOCUMENT.findall(text) if "</system>" in text else []
     if not documents:
-        raise TopologyError(f"{source}: the XML of NCCL's topology is cut off: it has no </system>")
+        lacking = "</system>" if "<system" in text else "<system>"
+        raise TopologyError(f"{source}: the XML of NCCL's topology is cut off: it has no {lacking}")
     try:
         cpus = fromstring(documents[0]).findall("cpu")
     except (ParseError, ValueError) as error:
@@ -121,9 +123,10 @@ def _find_nets(devices: list[_Device], notices: list[str]) -> dict[str, _Device]
 
 def _gpu(label: str, device: _Device) -> Gpu:
     cpu, architecture = device.above[0], device.element.get("gcn")
+    of_amd = "Hygon DCU" if device.pci.get("vendor") == _HYGON else f"AMD gfx{(architecture or '').removeprefix('gfx')}"
     return Gpu(
         label=label,
-        name=f"AMD gfx{architecture.removeprefix('gfx')}" if architecture else None,
+        name=of_amd if architecture else None,
         bus_id=device.pci.get("busid"),
         numa_node=_integer(cpu.get("numaid")),
         cpus=_cpus_of_mask(cpu.get("affinity", "")),

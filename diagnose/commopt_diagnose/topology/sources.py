@@ -56,7 +56,14 @@ def read_content(content: bytes, source: str) -> Machine:
         text = content.decode("utf-8-sig", errors="replace")
     if not text.strip():
         raise TopologyError(f"{source}: the file is empty")
-    return read_nccl_xml(text, source) if "<system" in text and "<cpu" in text else read_smi_text(text, source)
+    if "<system" in text and "<cpu" in text:
+        return read_nccl_xml(text, source)
+    try:
+        return read_smi_text(text, source)
+    except TopologyError:
+        if "<pci busid=" in text:
+            return read_nccl_xml(text, source)  # which says what is cut off
+        raise
 
 
 def read_machine(source: str = "auto", environment: Mapping[str, str] = os.environ) -> Machine:

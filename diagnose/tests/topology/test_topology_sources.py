@@ -291,11 +291,15 @@ def test_xml_with_links_that_join_nothing() -> None:
     assert (len(twice.gpus), twice.notices) == (3, ("there are 2 systems in it: this is the first",))
 
 
-def test_xml_of_amd() -> None:
-    """If it fails, AMD's GPUs look as if only PCIe joined them, or get figures of NVIDIA's."""
-    text = XML.replace("nvlink", "xgmi").replace('sm="80"', 'sm="94" gcn="gfx942"')
+@pytest.mark.parametrize(
+    ("vendor", "number", "name"), [("0x1002", "gfx942", "AMD gfx942"), ("0x1d94", "21943", "Hygon DCU")]
+)
+def test_xml_of_amd_and_hygon(vendor: str, number: str, name: str) -> None:
+    """If it fails, their GPUs look as if only PCIe joined them, or get figures of NVIDIA's."""
+    text = XML.replace("nvlink", "xgmi").replace('sm="80"', f'sm="94" gcn="{number}"')
+    text = text.replace('vendor="0x10de"', f'vendor="{vendor}"')
     machine = read_content(text.encode(), "dump")
-    assert (str(machine.link("GPU0", "GPU2")), machine.gpus[0].name) == ("XGMI", "AMD gfx942")
+    assert (str(machine.link("GPU0", "GPU2")), machine.gpus[0].name) == ("XGMI", name)
     assert all(
         pair["expectation"] is None for pair in to_plain(machine, [])["pairs"] if pair["other"].startswith("GPU")
     )
@@ -355,6 +359,7 @@ BAD_FILES = {
     "binary": (bytes(range(256)), "not a text file"),
     "text": (b"Epoch 0\n", "no matrix of nvidia-smi topo -m, and no XML"),
     "cut_xml": (XML[:900].encode(), "is cut off: it has no </system>"),
+    "xml_from_its_middle": (XML[XML.index("<pci busid") :].encode(), "is cut off: it has no <system>"),
     "damaged_xml": (XML.replace("<nic>", "<nick>").encode(), "is damaged: mismatched tag"),
     "other_xml": (b"<system><cpu/></system>", "has no GPU"),
 }
