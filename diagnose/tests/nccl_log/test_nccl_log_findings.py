@@ -356,6 +356,13 @@ LOGS: dict[str, list[str]] = {
         "n:35:89 [5] ofi_process_cq:1039 NCCL WARN NET/OFI Request 0x7f completed with error. RC: 21. Error: unknown",
         "libfabric:35:1668017255::efa:cq:efa_cq_handle_error():103<warn> err: 113, message: Unreachable remote (13)",
     ],
+    "a driver of libibverbs that does not fit": [
+        "libibverbs: Warning: Driver bnxt_re does not support the kernel ABI of 8 (supports 1 to 1) for device /sys/b",
+        BOOTSTRAP,
+    ],
+    "torch for Windows": [
+        "torch.distributed.DistStoreError: use_libuv was requested but PyTorch was built without libuv support"
+    ],
     "what RCCL says without NCCL_DEBUG": [
         "RuntimeError: NCCL error: unhandled cuda error",
         "h:7:8 [0] [FATAL ERROR]: HIP failure: 'the operation cannot be performed in the present state'",
