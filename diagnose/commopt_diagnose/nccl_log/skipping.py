@@ -23,7 +23,7 @@ _OF_INTEREST = re.compile(
     rb"|[Ee]xit [Cc]ode:? +1\d\d|CANCELLED AT|actor died|Xid \(|access fault by|HSA_STATUS_ERROR|may be stuck"
     rb"|socket has (?:timed out|failed to listen)|waiting for (?:clients|workers)\."
     rb"|RendezvousTimeout|values : \d|Out of memory while|GetKeyValue\(\) timed|cqe with error"
-    rb"|libfabric:\d|libibverbs: W|without libuv"
+    rb"|libfabric:\d|libibverbs: W|without libuv|inconsistent 0 params|CUDA capability sm_"
     rb"|double free or|(?:free|alloc|_consolidate)\(\): \w|corrupted (?:size vs|double-linked)|munmap_chunk\(\)"
 )
 # One of these is in each line of interest, and most parts of a training program's output have none.
@@ -35,17 +35,8 @@ _WORDS = (
     *(b"Of Memory", b"low on resource", b"us error", b"egmentation fault", b"segfault", b"return code", b"xit code"),
     *(b"xit Code", b"CANCELLED", b"access fault", b"HSA_STATUS", b"socket has", b"RendezvousT", b"values : "),
     *(b"waiting for clients", b"waiting for workers", b"Out of memory", b"GetKeyValue", b"cqe with error"),
-    *(
-        b"libfabric:",
-        b"libibverbs: W",
-        b"libuv",
-        b"double free",
-        b"free(): ",
-        b"alloc(): ",
-        b"consolidate(): ",
-        b"munmap_chunk",
-        b"corrupted ",
-    ),
+    *(b"double free", b"free(): ", b"alloc(): ", b"consolidate(): ", b"munmap_chunk", b"corrupted "),
+    *(b"libfabric:", b"libibverbs: W", b"libuv", b"inconsistent 0 ", b"CUDA capability"),
 )
 # Beginnings of lines about buffers and the threads of proxies, from which nothing is concluded. With
 # NCCL_DEBUG_SUBSYS=ALL they are most of a log.

@@ -26,7 +26,7 @@ _RESULTS = (
 # did not run itself.
 _LATE = 1.5
 # What PyTorch writes after a timeout, which is another finding.
-_OF_TIMEOUTS = ("local_timeout", "dump_signal")
+_OF_TIMEOUTS = ("local_timeout", "dump_signal", "empty_gather")
 # The names of NCCL's results, which say less than any warning.
 _OF_RESULTS = ("torch_error", "torch_remote_error", "refused_call", "after_error")
 

@@ -80,6 +80,10 @@ VLLM = "(VllmWorkerProcess pid=7) ERROR 01-15 02:47:32 worker.py:226] "
 DUMP = (
     "[rank1]:[E307 05:29:18.1 ProcessGroupNCCL.cpp:1858] [PG ID 0 PG GUID 0(default_pg) Rank 1] Received a dump signal"
 )
+EMPTY_GATHER = (
+    "[rank0]: RuntimeError: DDP expects same model across all ranks, but Rank 0 has 51 params, while rank 1 has"
+    " inconsistent 0 params."
+)
 RAS_PORT = "node-a:10:11 [0] ras/client_support.cc:1 NCCL WARN Call to bind failed: Address already in use"
 DIED = (
     "(raylet) A worker died or was killed while executing a task. There are some potential root causes. (1) The process"
@@ -266,6 +270,8 @@ LOGS: dict[str, list[str]] = {
     "a rank is missing below others": [watchdog(rank, 5) for rank in (1, 2, 3)],
     "one rank of an unknown number": [watchdog(5, 5)],
     "the first collective of all ranks": [watchdog(0, 1), watchdog(1, 1)],
+    "a gather that brought nothing is no other model": [EMPTY_GATHER],
+    "the same, beside its timeout": [watchdog(0, 1), watchdog(1, 1), EMPTY_GATHER],
     "the network in a host that shares memory is by design": [
         "h:1:11 [0] NCCL INFO Channel 00/0 : 0[8000] -> 1[d000] [send] via NET/IBext/1",
         "h:2:12 [1] NCCL INFO Channel 00 : 1[d000] -> 0[8000] via SHM/direct/direct",
@@ -359,6 +365,10 @@ LOGS: dict[str, list[str]] = {
     "a driver of libibverbs that does not fit": [
         "libibverbs: Warning: Driver bnxt_re does not support the kernel ABI of 8 (supports 1 to 1) for device /sys/b",
         BOOTSTRAP,
+    ],
+    "torch without kernels for a GPU": [
+        "NVIDIA RTX PRO 6000 with CUDA capability sm_120 is not compatible with the current PyTorch installation.",
+        "Last error: Cuda failure 'invalid argument'",
     ],
     "torch for Windows": [
         "torch.distributed.DistStoreError: use_libuv was requested but PyTorch was built without libuv support"
