@@ -257,7 +257,7 @@ def _silent_reason(group: str, timeouts: list[Timeout], log: NcclLog) -> Reason:
     unknown = unknown or f"; what the others of {world_size} ranks do, the log does not say"
     if failed - ranks:
         return reason("known_failures", ranks=shown, failed=ranks_text(failed - ranks), unknown=unknown)
-    if is_first:
+    if is_first and not world_size:
         return reason("first_wait", who=f"all ranks of this log ({shown})", unknown=unknown)
     return reason("known_wait", ranks=shown, unknown=unknown)
 

@@ -270,6 +270,9 @@ LOGS: dict[str, list[str]] = {
     "a rank is missing below others": [watchdog(rank, 5) for rank in (1, 2, 3)],
     "one rank of an unknown number": [watchdog(5, 5)],
     "the first collective of all ranks": [watchdog(0, 1), watchdog(1, 1)],
+    "the first collective of some of 16 ranks": [
+        watchdog(rank, 1, "_ALLGATHER_BASE").replace("NumelOut=8", "NumelOut=128") for rank in (0, 1)
+    ],
     "a gather that brought nothing is no other model": [EMPTY_GATHER],
     "the same, beside its timeout": [watchdog(0, 1), watchdog(1, 1), EMPTY_GATHER],
     "the network in a host that shares memory is by design": [
