@@ -25,6 +25,8 @@ _RESULTS = (
 # The watchdog looks every few seconds. If it noticed a timeout later than this multiple of the limit, and a minute, it
 # did not run itself.
 _LATE = 1.5
+# Ranks of a healthy job wait longer for each other now and then: for a slow batch, a compilation, a checkpoint.
+_HASTY_S = 5.0
 # What PyTorch writes after a timeout, which is another finding.
 _OF_TIMEOUTS = ("local_timeout", "dump_signal", "empty_gather")
 # The names of NCCL's results, which say less than any warning.
@@ -158,13 +160,20 @@ def _with_groups(log: NcclLog) -> list[Timeout]:
 
 def _timeout(group: str, timeouts: list[Timeout], log: NcclLog) -> Finding:
     calls = grouped((timeout.call, timeout.rank) for timeout in timeouts)
-    why = _asleep(timeouts) or _behind(group, timeouts, log) or _reason(group, timeouts, len(calls), log)
+    why = _hasty(timeouts) or _asleep(timeouts) or _behind(group, timeouts, log)
+    why = why or _reason(group, timeouts, len(calls), log)
     texts = [f"{ranks_text(ranks)} in {call}" for call, ranks in calls.items()]
     shown = list_some(texts, 8).replace(", rank", "; rank")
     waited = max((timeout.waited_s for timeout in timeouts if timeout.waited_s is not None), default=None)
-    after, where = f" after {waited:.0f} s" if waited else "", f" in {group}" if group else ""
+    after, where = f" after {waited:.{0 if waited >= 1 else 3}f} s" if waited else "", f" in {group}" if group else ""
     what = f"a collective timed out{after}{where}: {shown}"
     return finding("error", "collective_timeout", *timeouts[:2], what=what, why=why)
+
+
+def _hasty(timeouts: list[Timeout]) -> Reason | None:
+    """Returns the reason if the limit is shorter than what healthy ranks wait for each other."""
+    hasty = next((each for each in timeouts if each.limit_s is not None and each.limit_s < _HASTY_S), None)
+    return None if hasty is None else reason("hasty", hasty, limit_s=hasty.limit_s)
 
 
 def _asleep(timeouts: list[Timeout]) -> Reason | None:

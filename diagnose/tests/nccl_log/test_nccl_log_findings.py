@@ -236,6 +236,7 @@ LOGS: dict[str, list[str]] = {
         "*some host* [0] include/socket.h:185 WARN Call to connect failed : Connection refused"
     ],
     "a machine that was suspended": [watchdog(0, 5, waited_ms=25_624_887)],
+    "a limit that is too short": [watchdog(3, 1, waited_ms=90).replace("=600000", "=1")],
     "ranks of one host that only nccl-tests lists": [LISTED],
     "a cut log of one rank says nothing about the others": [CUT],
     "GPUDirect RDMA disabled, without connections": [told("NET/IB : GPU Direct RDMA Disabled for HCA 0 'mlx5_0'")],
