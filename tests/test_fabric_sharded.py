@@ -104,7 +104,7 @@ def test_plans_train_and_change() -> None:
 
 
 def _save(folder: Path, distributed: bool) -> Trained:
-    strategy = CommOptModelParallel(_parallelize, 2, 1, distributed, comm_hook=_FEEDBACK)
+    strategy = CommOptModelParallel(_parallelize, save_distributed_checkpoint=distributed, comm_hook=_FEEDBACK)
     training = _Training(strategy)
     training.train(3)
     training.fabric.save(folder / "saved", training.state)

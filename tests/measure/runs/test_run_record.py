@@ -7,7 +7,7 @@ import pytest
 
 from lightning_commopt.measure.plain import write_json
 from lightning_commopt.measure.runs.files import RUN_FILE
-from lightning_commopt.measure.runs.record import RunRecord, git_state
+from lightning_commopt.measure.runs.record import RunRecord, fail_rank, fail_record, git_state
 from lightning_commopt.measure.runs.settings import Settings
 
 FULL = RunRecord(
@@ -103,6 +103,23 @@ def test_what_is_no_record_says_why(tmp_path, content, reason):
 def test_a_whole_number_is_a_number(tmp_path):
     write_json(tmp_path / RUN_FILE, {**PLAIN, "metrics": {"val_loss": 1}})
     assert RunRecord.load(tmp_path).val_loss == 1
+
+
+def test_the_first_reason_of_a_failure_is_kept_unless_a_later_one_is_final(tmp_path):
+    """If it fails, a run has failed by a lost connection, or a rank's own error is hidden by one of its record."""
+    fail_rank(tmp_path, ValueError("broken"), rank=1, seconds=2.0)  # there is no record
+    assert not [*tmp_path.iterdir()]
+    running = dataclasses.replace(FULL, status="running")
+    assert fail_record(tmp_path, "lost", unfinished=running) == RunRecord.load(tmp_path)
+    running.save(tmp_path)
+    fail_rank(tmp_path, KeyboardInterrupt(), rank=0, seconds=2.0)
+    fail_rank(tmp_path, ValueError("broken"), rank=1, seconds=3.0)
+    failed = RunRecord.load(tmp_path)
+    assert (failed.status, failed.error, failed.seconds) == ("failed", "KeyboardInterrupt", 2.0)
+    assert fail_record(tmp_path, "killed", is_final=True) == dataclasses.replace(failed, error="killed")
+    running.save(tmp_path)
+    fail_rank(tmp_path, ValueError("broken"), rank=1, seconds=3.0)
+    assert RunRecord.load(tmp_path).error == "rank 1: ValueError: broken"
 
 
 def test_the_code_of_a_run_is_a_commit_and_whether_files_differ(tmp_path):
