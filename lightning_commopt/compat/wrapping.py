@@ -43,3 +43,7 @@ class _Wrapped:
         for around in self.arounds:
             call = partial(around, call)
         return call(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Returns what a copy of the object has in this place: its own method, as those around it are of one object."""
+        return partial, (self.inner,)

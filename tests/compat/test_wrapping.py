@@ -1,6 +1,9 @@
 """Methods of one object, such as a loop of Lightning, that several of ours wrap."""
 
+import copy
 import itertools
+import pickle
+import threading
 from functools import partial
 from typing import Any
 
@@ -55,3 +58,12 @@ def test_what_others_have_put_in_its_place_stays() -> None:
     loop.run = before  # type: ignore[method-assign]
     wrap_method(loop, "run", lambda inner, value: inner(value + 1))()
     assert loop.run is before
+
+
+def test_copies_have_their_own_method() -> None:
+    """If it fails, programs that copy or pickle a callback within a fit with DiLoCo raise."""
+    loop = Loop()
+    wrap_method(loop, "run", partial(lambda lock, inner, value: inner(-value), threading.Lock()))
+    for copied in (copy.deepcopy(loop), pickle.loads(pickle.dumps(loop))):
+        copied.run(7)
+        assert (copied.called, loop.called) == ([7], [])
