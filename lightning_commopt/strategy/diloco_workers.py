@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -55,6 +56,12 @@ class WorkerExchanges(LivingCollectives):
     @property
     def _is_inner(self) -> bool:
         return self._plan.inner is not None and self.num_processes > 1
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        super().setup_optimizers(trainer)
+        size = self.num_processes if self._is_inner else 1
+        first = self.global_rank - self.global_rank % size
+        refuse_shared_optimizers(self.optimizers, {*range(first, first + size)})
 
     def _node_group(self) -> dist.ProcessGroup | None:
         """Returns a group of the ranks of this node if they form one worker. All ranks must call it."""
@@ -110,6 +117,20 @@ def keep_batch_norm_within(module: Module, within: dist.ProcessGroup | None) -> 
                     " a node"
                 )
             part.process_group = within
+
+
+def refuse_shared_optimizers(optimizers: Iterable[object], worker: set[int]) -> None:
+    """Raises an OptionError if a step of an optimizer sets weights on ranks that are not of this rank's worker.
+
+    As one of ``torch.distributed.optim.ZeroRedundancyOptimizer`` does, by this rank's gradients alone.
+    """
+    for optimizer in optimizers:
+        group = getattr(optimizer, "process_group", None)
+        if isinstance(group, dist.ProcessGroup) and not worker.issuperset(dist.get_process_group_ranks(group)):
+            raise OptionError(
+                f"{type(optimizer).__name__} divides each step among ranks that DiLoCo trains apart: use the optimizer"
+                " that it is made with, or a process_group of the ranks of one worker"
+            )
 
 
 def refuse_pruning(trainer: Trainer) -> None:

@@ -29,6 +29,7 @@ from lightning_commopt.strategy.diloco_workers import (
     exchange_of_all_ranks,
     keep_batch_norm_within,
     placed_compressor,
+    refuse_shared_optimizers,
 )
 from lightning_commopt.strategy.fabric_diloco_checkpoint import SavesRanksOfFabric
 from lightning_commopt.strategy.fabric_diloco_unfinished import Unfinished
@@ -144,6 +145,7 @@ class CommOptDiLoCo(SavesRanksOfFabric):
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        refuse_shared_optimizers([optimizer], {self.global_rank})
         if self._counted is None:
             self._counted = optimizer
         return super().setup_optimizer(optimizer)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_commopt import CommOptDiLoCo, OptionError
 from lightning_commopt.sync.diloco.errors import UnequalStepsError
@@ -316,16 +317,24 @@ class _Synchronized(BatchNormed):
         self.norm = nn.SyncBatchNorm(6)  # type: ignore[assignment]
 
 
+class _Divided(Tiny):
+    def configure_optimizers(self) -> Any:
+        return ZeroRedundancyOptimizer(self.parameters(), torch.optim.SGD, lr=0.1)
+
+
 def _refused() -> None:
     with pytest.raises(OptionError, match="use BatchNorm, whose statistics the exchanges average"):
         trainer(CommOptDiLoCo(), limit_val_batches=0).fit(_Synchronized(), loader())
     pruning = callbacks.ModelPruning("l1_unstructured", amount=0.3)
     with pytest.raises(OptionError, match="ModelPruning is not possible with DiLoCo"):
         trainer(CommOptDiLoCo(), callbacks=[pruning], limit_val_batches=0).fit(Tiny(), loader())
+    with pytest.raises(OptionError, match="ZeroRedundancyOptimizer divides each step among ranks that DiLoCo trains"):
+        trainer(CommOptDiLoCo(), limit_val_batches=0).fit(_Divided(), loader())
+    trainer(CommOptDiLoCo(inner="ddp"), limit_val_batches=0, max_epochs=1).fit(_Divided(), loader())
 
 
-def test_sync_batch_norm_and_pruning_are_refused() -> None:
-    """If it fails, ranks wait for each other in every forward, or exchanges average masks to fractions."""
+def test_what_couples_workers_is_refused() -> None:
+    """If it fails, ranks wait for each other in every forward or step, or exchanges average masks to fractions."""
     run_ranks(_refused)
 
 
