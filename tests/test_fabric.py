@@ -1,5 +1,7 @@
 """CommOptDDP for Fabric, on real ranks."""
 
+import copy
+import pickle
 from functools import cache
 from typing import Any
 
@@ -83,6 +85,35 @@ def test_accumulating_steps_send_nothing() -> None:
     (_, every), _ = run_ranks(_train, {"comm_hook": "all_reduce"}, 1, 2)
     (_, accumulated), _ = run_ranks(_train, {"comm_hook": "all_reduce"}, 3, 2)
     assert accumulated == every
+
+
+def _copy_in_training(comm_hook: str | None, plan: str | None) -> None:
+    strategy = CommOptDDP(comm_hook=comm_hook, plan=plan)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 3)
+    model, optimizer = fabric.setup(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+
+    def gradients(of: nn.Module) -> list[list[float]]:
+        fabric.backward(of(torch.full((2, 4), 1.0 + fabric.global_rank)).square().sum())
+        return [x.grad.tolist() for x in of.parameters() if x.grad is not None]
+
+    gradients(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model._forward_module))
+    sent = strategy.wire_bytes
+    from_copies = [gradients(one) for one in copies]
+    assert strategy.wire_bytes == sent
+    assert copies[0]._strategy.wire_bytes == 0
+    assert from_copies == [gradients(model)] * 2
+
+
+@pytest.mark.parametrize("options", [(None, None), ("all_reduce", None), (None, "auto")], ids=str)
+def test_copies_are_modules_of_their_own(options: tuple[str | None, str | None]) -> None:
+    """If it fails, a loop that keeps a copy of its best model raises, or the copy counts as the model in training."""
+    run_ranks(_copy_in_training, *options)
 
 
 def _one_rank() -> bool:

@@ -61,6 +61,10 @@ class BucketHook:
         self._under_way: set[int] = set()
         self.lost: tuple[str, ...] = ()
 
+    def __getstate__(self) -> dict[str, object]:
+        """Returns what a copy has, nothing: DDP gives a copied wrapper no hook, but copies its list of hooks."""
+        return {}
+
     @property
     def bytes_sent(self) -> int:
         """Payload bytes that this rank has passed to collectives so far."""

@@ -43,7 +43,7 @@ class SyncedModule:
         """Follows a wrapper that was just made, instead of the previous one."""
         self._wrapping += 1
         self.is_running = self.is_awaited = False
-        model.register_forward_hook(torch.compiler.disable(self._after_forward), with_kwargs=True)
+        model.register_forward_hook(_ForwardHook(self._after_forward), with_kwargs=True)
 
     def forward(self, inputs: object) -> None:
         """Called after every forward, with its inputs."""
@@ -110,6 +110,10 @@ class ModuleSyncs:
         self._entries: dict[int, SyncedModule] = {}
         self._early_states: dict[int, AnyState] = {}
         self._earlier_bytes = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Returns what a copy of the strategy has: Fabric's modules refer to it, and copies of them are not set up."""
+        return ModuleSyncs, (self._strategy,)
 
     @property
     def wire_bytes(self) -> int:
@@ -194,6 +198,20 @@ class ModuleSyncs:
             del self._entries[key]
         entry.sync.detach()
         self._earlier_bytes += entry.sync.wire_bytes
+
+
+class _ForwardHook:
+    """Calls a function after a forward, which ``torch.compile`` leaves out; that of a copied module calls none."""
+
+    def __init__(self, function: Callable[..., None] | None = None) -> None:
+        self._function = None if function is None else torch.compiler.disable(function)
+
+    def __call__(self, *args: Any) -> None:
+        if self._function is not None:
+            self._function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _ForwardHook, ()
 
 
 def _unwrapped(module: Module) -> Module:

@@ -147,6 +147,10 @@ class ObservedBuckets:
         self._settled: dict[int, BucketInfo] = {}
         self._num_backwards = 0
 
+    def __getstate__(self) -> dict[str, object]:
+        """Returns what a copy has; see `BucketHook`."""
+        return {}
+
     def _info(self, bucket: dist.GradBucket, flat: torch.Tensor) -> BucketInfo:
         index = bucket.index()
         if index in self._settled:
