@@ -172,6 +172,7 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks, CountsSteps, DecidesTog
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
+        self._take_over_weights()  # again: hooks of the first epoch and batch may have set some, too
         assert self.rounds is not None
         self.rounds.show_own()
         self.rounds.expect_changes()

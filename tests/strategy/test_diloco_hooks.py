@@ -178,6 +178,17 @@ class _Setting(Tiny):
                 parameter.fill_(0.1 + self.global_rank)
 
 
+class _SettingLater(_Setting):
+    """Sets them right before the first batch, as others do in ``on_train_epoch_start``."""
+
+    def on_train_start(self) -> None:
+        pass
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 0:
+            super().on_train_start()
+
+
 class _Teaching(Tiny):
     """Learns from a frozen layer that follows its own."""
 
@@ -199,7 +210,7 @@ def _fit_all() -> list[Params]:
     with torch.no_grad():
         for parameter in starting.parameters():
             parameter.fill_(0.1)
-    return [fit(model) for model in (starting, _Setting(), _Teaching())]
+    return [fit(model) for model in (starting, _Setting(), _SettingLater(), _Teaching())]
 
 
 def test_ranks_end_with_equal_weights_whatever_their_modules_do() -> None:
@@ -207,8 +218,9 @@ def test_ranks_end_with_equal_weights_whatever_their_modules_do() -> None:
     first, second = run_ranks(_fit_all)
     for a, b in zip(first, second, strict=True):
         assert_same(a, b)
-    starting, setting, _ = first
+    starting, setting, setting_later, _ = first
     assert_same(setting, starting)
+    assert_same(setting_later, starting)
 
 
 class _Averaging(Callback):
