@@ -15,6 +15,7 @@ from lightning_commopt.compat.loops import batch_is_open
 from lightning_commopt.compressors import ShardedCompressor
 from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.plan import CommPlan, OptionError
+from lightning_commopt.plan.base import option_errors
 from lightning_commopt.plan.sharded import ShardedPlan
 from lightning_commopt.strategy import base, remedies
 from lightning_commopt.strategy.adapters import moving_accelerator
@@ -24,7 +25,7 @@ from lightning_commopt.strategy.lightning_launcher import forget_previous_job
 from lightning_commopt.strategy.started import StartsRanks
 from lightning_commopt.sync.checkpoint import KEY, gather_state
 from lightning_commopt.sync.fsdp2.checkpoint import resume, save_in_directory
-from lightning_commopt.sync.fsdp2.gradients import ShardedSync
+from lightning_commopt.sync.fsdp2.gradients import ShardedSync, sharded_units
 from lightning_commopt.sync.fsdp2.model_sync import (
     ShardedModelSync,
     gradient_bytes,
@@ -132,10 +133,18 @@ class CommOptModelParallelStrategy(StartsRanks, _ModelParallelStrategy):
         set_unit_options(self.model, self.plan)
         if base.is_fit(self):
             self._sync.attach(self.model, ranks_per_node=self.num_processes, timeout=self._timeout)
-            if self.auto_plan.is_wanted and not self._sync.has_units:
-                raise OptionError(
-                    "plan='auto': configure_model has not sharded the model, so there is no reduce-scatter to compress"
-                )
+            if self.auto_plan.is_wanted:
+                self._check_units()
+
+    def _check_units(self) -> None:
+        """Raises an OptionError where the search could not try a compressor, which would end the fit in the middle."""
+        assert self.model is not None
+        if not self._sync.has_units:
+            raise OptionError(
+                "plan='auto': configure_model has not sharded the model, so there is no reduce-scatter to compress"
+            )
+        with option_errors("plan='auto': "):
+            sharded_units(self.model)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from lightning_commopt import CommOptModelParallel, OptionError, shard
 from lightning_commopt.callbacks import RunRecorder
@@ -107,14 +108,27 @@ class _Whole(Tiny):
         """Shards nothing."""
 
 
-def _fit_whole() -> str:
-    strategy = CommOptModelParallel(plan="auto", lossy=["int8"])
+class _TensorParallel(Tiny):
+    def configure_model(self) -> None:
+        """Divides the rows of a weight among the ranks, as data parallelism would."""
+        parallelize_module(self.layers[0], self.device_mesh["tensor_parallel"], ColwiseParallel(use_local_output=False))
+        fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+
+def _fit_in_vain(model: Tiny, **sizes: int) -> str:
+    strategy = CommOptModelParallel(plan="auto", lossy=["int8"], **sizes)
     with pytest.raises(OptionError) as caught:
-        trainer(strategy, max_epochs=1).fit(_Whole(), loader(16))
+        trainer(strategy, max_epochs=1).fit(model, loader(16))
     return str(caught.value)
 
 
-def test_a_model_that_is_not_sharded_is_an_error_at_the_start() -> None:
+def _fit_both_in_vain() -> tuple[str, str]:
+    sizes = {"data_parallel_size": 1, "tensor_parallel_size": 2}
+    return _fit_in_vain(_Whole()), _fit_in_vain(_TensorParallel(), **sizes)
+
+
+def test_a_model_whose_gradients_cannot_be_compressed_is_an_error_at_the_start() -> None:
     """If it fails, a fit ends in the middle, when the search tries its first compressor."""
-    for message in run_ranks(_fit_whole):
-        assert message.startswith("plan='auto': configure_model has not sharded the model")
+    for whole, tensor_parallel in run_ranks(_fit_both_in_vain):
+        assert whole.startswith("plan='auto': configure_model has not sharded the model")
+        assert tensor_parallel.startswith("plan='auto': comm_hook and param_hook work with data parallelism only")
