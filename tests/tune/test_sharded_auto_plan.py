@@ -111,11 +111,13 @@ class _Whole(Tiny):
 class _TensorParallel(Tiny):
     def configure_model(self) -> None:
         """Divides the rows of a weight among the ranks, as data parallelism would."""
-        parallelize_module(self.layers[0], self.device_mesh["tensor_parallel"], ColwiseParallel(use_local_output=False))
-        fully_shard(self, mesh=self.device_mesh["data_parallel"])
+        mesh = self.device_mesh
+        assert mesh is not None
+        parallelize_module(self.layers[0], mesh["tensor_parallel"], ColwiseParallel(use_local_output=False))
+        fully_shard(self, mesh=mesh["data_parallel"])
 
 
-def _fit_in_vain(model: Tiny, **sizes: int) -> str:
+def _fit_in_vain(model: Tiny, **sizes: Any) -> str:
     strategy = CommOptModelParallel(plan="auto", lossy=["int8"], **sizes)
     with pytest.raises(OptionError) as caught:
         trainer(strategy, max_epochs=1).fit(model, loader(16))
