@@ -45,9 +45,10 @@ SETUPS: dict[str, tuple[int, ShardedSetup, slice]] = {
 
 
 def _messages(setup: ShardedSetup, compressors: slice) -> dict[str, str]:
-    messages = {}
+    messages, examples = {}, [*example_shards(setup.num_replicas).items()]
     for name, law in SHARDED_LAWS.items():
-        for example, compressor in list(example_shards(setup.num_replicas).items())[compressors]:
+        # All of them declare their bytes by a formula of their own.
+        for example, compressor in examples if name == "bytes_as_declared" else examples[compressors]:
             try:
                 law(setup, example, compressor)
             except AssertionError as error:
