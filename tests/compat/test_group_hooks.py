@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def test_listeners_go_while_another_thread_issues_collectives() -> None:
     assert run_ranks(_close_beside_another_thread, world_size=1) == [0]
 
 
-def _listen_in_turns() -> list[tuple[int, int]]:
+def _listen_in_turns() -> list[tuple[int, int, int]]:
     seen = []
     for _ in range(3):
         with_end, without = _Count(), _Count()
@@ -66,15 +67,17 @@ def _listen_in_turns() -> list[tuple[int, int]]:
         work = dist.all_reduce(torch.ones(4), async_op=True)
         assert work is not None
         work.wait()
+        while not with_end.ended:  # else the test ends at its time limit
+            time.sleep(0.001)
         for hooks in both:
             hooks.close()
-        seen.append((with_end.issued, without.issued))
+        seen.append((with_end.issued, without.issued, with_end.ended))
         dist.all_reduce(torch.ones(4))
     return seen
 
 
 def test_each_listener_hears_from_its_start_to_its_end() -> None:
-    assert run_ranks(_listen_in_turns, world_size=1) == [[(1, 1)] * 3]
+    assert run_ranks(_listen_in_turns, world_size=1, limit_s=60) == [[(1, 1, 1)] * 3]
 
 
 _ENDS = """
