@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_commopt.compat.loops import batch_is_open
 from lightning_commopt.measure.observer import Observers
+from lightning_commopt.measure.recorder import issued_by
 from lightning_commopt.strategy.base import is_fit
 from lightning_commopt.strategy.living_collectives import LivingCollectives
 from lightning_commopt.sync.checkpoint import KEY, all_ranks_save, open_checkpoint, to_checkpoint, to_plain
@@ -65,10 +66,12 @@ class SavesRanks(LivingCollectives):
         rounds, module = self.rounds, self.lightning_module
         assert rounds is not None
         assert module is not None
-        is_new = not rounds.num_steps and not rounds.counts.samples
-        if is_new and rounds.differs_from(rounds.fragments):
-            self._equalize(tensors_of(module))
-            self._begin_again(rounds)
+        if rounds.num_steps or rounds.counts.samples:
+            return
+        with issued_by("exchange"):
+            if rounds.differs_from(rounds.fragments):
+                self._equalize(tensors_of(module))
+                self._begin_again(rounds)
 
     def _keep_ended(self, rounds: Rounds) -> None:
         """Keeps the rounds of a fit that has ended for checkpoints that are saved after it."""

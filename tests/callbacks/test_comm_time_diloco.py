@@ -72,7 +72,7 @@ def test_exchanges_are_in_the_records_and_in_the_summary(tmp_path: Path) -> None
 
 
 class Ahead(Callback):
-    """Lets rank 1 begin once rank 0 has taken ten steps."""
+    """Lets rank 1 take its second step once rank 0 has taken ten."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.was_ahead = path, False
@@ -80,7 +80,7 @@ class Ahead(Callback):
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == 0 and batch_idx == 10:
             self.path.touch()
-        elif trainer.global_rank == 1 and batch_idx == 0:
+        elif trainer.global_rank == 1 and batch_idx == 1:
             self.was_ahead = poll(self.path.exists, 20)
 
 
