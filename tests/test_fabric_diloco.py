@@ -15,6 +15,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lightning_commopt import CommOptDiLoCo as TrainerCommOptDiLoCo
 from lightning_commopt import CommPlan, DiLoCoPlan, OptionError
@@ -386,11 +387,14 @@ def test_ranks_can_be_spawned() -> None:
     assert pickle.loads(pickle.dumps(strategy)).plan == strategy.plan
 
 
-def _setup_synchronized() -> str:
+def _setup_synchronized() -> tuple[str, str]:
     fabric, _ = started()
-    with pytest.raises(OptionError) as caught:
+    with pytest.raises(OptionError) as of_module:
         fabric.setup_module(nn.SyncBatchNorm(4))
-    return str(caught.value)
+    model = fabric.setup_module(Net())
+    with pytest.raises(OptionError) as of_optimizer:
+        fabric.setup_optimizers(ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1))
+    return str(of_module.value), str(of_optimizer.value)
 
 
 def test_refused(tmp_path: Any) -> None:
@@ -417,5 +421,6 @@ def test_refused(tmp_path: Any) -> None:
         Trainer(accelerator="cpu", strategy=CommOptDiLoCo())  # type: ignore[arg-type]
     DiLoCoPlan(sync_every=7).save(tmp_path / "plan.json")
     assert CommOptDiLoCo.from_plan(tmp_path / "plan.json").plan == DiLoCoPlan(sync_every=7)
-    for message in run_ranks(_setup_synchronized):
-        assert "use BatchNorm, whose statistics the exchanges average" in message
+    for of_module, of_optimizer in run_ranks(_setup_synchronized):
+        assert "use BatchNorm, whose statistics the exchanges average" in of_module
+        assert of_optimizer.startswith("ZeroRedundancyOptimizer divides each step among ranks that DiLoCo trains apart")

@@ -122,27 +122,32 @@ def test_late_ranks_are_named_and_then_train(tmp_path: Path, port: int) -> None:
     assert told[2] == []
 
 
-def _fail_on_rank_0(folder: Path, port: int) -> None:
+def _fail_on(failing: int, folder: Path, port: int) -> None:
     rank = int(os.environ["LOCAL_RANK"])
     os.dup2(os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT), 2)
     times.JOIN_LOOK_S, times.JOIN_GRACE_S = 0.05, 0.2
-    if rank == 0:
-        server = dist.TCPStore("127.0.0.1", port, 2, True, wait_for_workers=False)
+    server = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=False)  # rank 1 waits for that of rank 0
     with JoinWatch("127.0.0.1", port, rank=rank, world_size=2, backend="gloo"):
         if rank == 0:
             server.wait(["commopt/join/ask/1"])
+        if rank == failing:
             raise ArithmeticError("broken on purpose")
         threading.Event().wait(600)
 
 
-def test_ranks_end_when_another_has_failed(tmp_path: Path, port: int) -> None:
+@pytest.mark.parametrize(
+    ("failing", "reason"),
+    [(0, "rank 0 "), (1, f"rank 1 on {socket.gethostname()} has failed: ArithmeticError: broken")],
+)
+def test_ranks_end_when_another_has_failed(failing: int, reason: str, tmp_path: Path, port: int) -> None:
     """If it fails, one rank's error at the start leaves the others waiting, over gloo for five times the timeout."""
-    ends = run_ranks_or_raise(_fail_on_rank_0, tmp_path, port, world_size=2, limit_s=_LIMIT_S)
-    assert "ArithmeticError: broken on purpose" in str(ends[0][1])
-    assert ends[1][1] == "it died before it answered"
-    said = (tmp_path / "1").read_text()
-    assert "in init_process_group: rank 0 " in said
-    assert said.endswith("[rank 1] This rank has waited for 0.2 s, and ends.\n")
+    ends = run_ranks_or_raise(_fail_on, failing, tmp_path, port, world_size=2, limit_s=_LIMIT_S)
+    waiting = 1 - failing
+    assert "ArithmeticError: broken on purpose" in str(ends[failing][1])
+    assert ends[waiting][1] == "it died before it answered"
+    said = (tmp_path / str(waiting)).read_text()
+    assert f"in init_process_group: {reason}" in said
+    assert said.endswith(f"[rank {waiting}] This rank has waited for 0.2 s, and ends.\n")
 
 
 def test_a_port_of_another_program(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
