@@ -127,6 +127,7 @@ def test_numbers_in_the_middle_of_a_fit(monkeypatch):
 def test_an_exception_stops_the_clock():
     """If it fails, a validation after a fit that an exception has ended counts the time between the two."""
     speed = SpeedMonitor(num_warmup_steps=0)
+    assert (speed.num_steps, speed.wire_bytes_per_step) == (0, None), "before a fit"
     run, loader = trainer("auto", callbacks=[speed]), DataLoader(TensorDataset(torch.ones(40, 3)), batch_size=4)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -306,6 +306,16 @@ def test_xml_of_amd_and_hygon(vendor: str, number: str, name: str) -> None:
     assert "far_nic" not in {finding.code for finding in find_all(machine)}
 
 
+@pytest.mark.parametrize(("first", "last", "near"), [("0", "2", "GPU0"), ("2", "0", "GPU2"), ("2", "2", "GPU0")])
+def test_xml_numbers_gpus_as_cuda_does(first: str, last: str, near: str) -> None:
+    """If it fails, a GPU has the number of another one; where two claim one number, the order of the file counts."""
+    text = XML.replace('<gpu dev="0"', f'<gpu dev="{first}"').replace(
+        '<gpu dev="2" sm="80" rank="2"', f'<gpu dev="{last}"'
+    )
+    machine = read_content(text.encode(), "dump")
+    assert [gpu.label for gpu in machine.gpus if str(machine.link(gpu.label, "mlx5_0")) == "PIX"] == [near]
+
+
 def test_xml_leaves_out_what_is_no_adapter() -> None:
     """If it fails, a container's interfaces, or an adapter and what NCCL has merged it into, count as adapters."""
     net = '<net name="mlx5_0" dev="0" speed="200000" port="1" guid="0x1" maxconn="131072" gdr="1"/>'
