@@ -16,7 +16,7 @@ from lightning_commopt.compressors.base import PIECE_NUMEL
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.candidates import candidates
 from lightning_commopt.cost.compressor_cost import CompressorCost, Stage
-from lightning_commopt.cost.predict import LEAST_SHARE, Errors, errors_of, jobs_of, predict
+from lightning_commopt.cost.predict import LEAST_SHARE, Errors, errors_of, jobs_of, outcome_of, predict
 from lightning_commopt.cost.workload import Gradient, Workload
 from lightning_commopt.measure.link.link import Link
 from lightning_commopt.plan import CommPlan
@@ -60,6 +60,14 @@ def test_noise_makes_no_step_take_no_time() -> None:
 def test_one_bucket_waits_for_backward() -> None:
     found = predict(CommPlan(bucket_cap_mb=100), WORK, LINK, {})
     assert (found.step_s, found.exposed_s) == pytest.approx((1.1, 0.4))
+
+
+def test_two_threads_of_gloo_share_the_link_and_hooks_take_turns() -> None:
+    """If it fails, stock DDP on CPUs is predicted as it is on GPUs, or as with a hook."""
+    ready = dataclasses.replace(WORK, gradients=tuple(each._replace(ready_s=0.1) for each in GRADIENTS[:2]))
+    assert outcome_of(CommPlan(bucket_cap_mb=0.5), ready, LINK, {}, 2).ends_s == pytest.approx((0.3, 0.3))
+    turns = outcome_of(CommPlan(bucket_cap_mb=0.5, comm_hook=INT8), ready, LINK, COSTS, 2).ends_s
+    assert turns[1] - turns[0] == pytest.approx(turns[0] - 0.1)
 
 
 def test_a_quarter_of_the_bytes() -> None:
