@@ -1,5 +1,6 @@
 """DDP's own all-reduces as hooks of its process group show them, compared with what a comm hook is given."""
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_commopt.callbacks import CommTimeMonitor
 from lightning_commopt.compat.torch import registered_hooks
 from lightning_commopt.measure.clock import HostClock
-from lightning_commopt.measure.observer import BucketInfo, Observers
+from lightning_commopt.measure.observer import END, BucketInfo, BucketSync, BucketSyncs, Observers, SyncObserver
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.sync.ddp.observed import before_backward, observe_all_reduce
 from support.collectives import needs_hooks
@@ -105,6 +106,41 @@ def test_an_all_reduce_after_a_backward_without_sync_is_no_bucket() -> None:
     for (seen, _), (given, _) in run_ranks(train_both, {}, True):
         assert seen == given
         assert [len(buckets) for _, buckets in seen[1:]] == [2] * (NUM_STEPS - 1)
+
+
+class FirstEnd(SyncObserver, BucketSync):
+    """Knows whether the first bucket of a backward has ended."""
+
+    def __init__(self) -> None:
+        self.has_come = threading.Event()
+
+    def ready(self, bucket: BucketInfo) -> BucketSync:
+        return self if bucket.index == 0 else BucketSyncs([])
+
+    def note(self, event: int, wire_bytes: int = 0) -> None:
+        if event == END:
+            self.has_come.set()
+
+
+def wait_in_backward() -> list[bool]:
+    end, waited, observers = FirstEnd(), list[bool](), Observers()
+    observers.add(end)
+    layers = nn.Sequential(nn.Linear(6, 500), nn.Linear(500, 500), nn.Linear(500, 1))
+    model = DistributedDataParallel(layers, bucket_cap_mb=0.9)
+    observe_all_reduce(model, observers)
+    layers[1].register_full_backward_pre_hook(lambda *_: end.has_come.clear())
+    layers[0].register_full_backward_hook(lambda *_: waited.append(end.has_come.wait(10)))
+    for _ in range(NUM_STEPS):
+        loss = model(torch.randn(4, 6, requires_grad=True)).square().mean()
+        before_backward(model)
+        loss.backward()
+    return waited
+
+
+@needs_hooks
+def test_a_bucket_ends_before_backward_does() -> None:
+    """If it fails, each bucket seems to be on the wire until backward has ended."""
+    assert [waited[1:] for waited in run_ranks(wait_in_backward)] == [[True] * (NUM_STEPS - 1)] * 2
 
 
 def fit_embedded() -> tuple[Params, Params, int]:
