@@ -10,7 +10,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from lightning_commopt.cost.predict import Candidate, Prediction
 from lightning_commopt.plan import CommPlan
+from lightning_commopt.tune.calibration import Shortlist
 from lightning_commopt.tune.director import CALIBRATE, Director
 from lightning_commopt.tune.gains import TimedVisit, gains
 from lightning_commopt.tune.search import Report, Search, SearchResult
@@ -116,6 +118,27 @@ def test_a_fit_of_unknown_length_says_when_a_search_would_begin() -> None:
     while director.budget.num_done < 300:
         director.advance(Report((1.0,) * director.visit.num_steps, 0.0))
     assert "was to begin after 800, and the fit ended before" in verdict(director, [CommPlan()])
+
+
+@pytest.mark.parametrize(
+    ("not_allowed", "told"),
+    [
+        ({}, "No plan is predicted to be faster: backward hides gradient sync as far as any could."),
+        (
+            {"bf16": 0.25, "int8": 0.5},
+            "No allowed plan is predicted to be faster. int8, lossy, would save up to 50 % of a step: lossy=['int8'],"
+            " or commopt tune --lossy int8, allows it.",
+        ),
+    ],
+)
+def test_where_nothing_is_tried_it_is_told_what_would_help(not_allowed: dict[str, float], told: str) -> None:
+    """If it fails, who could save half of each step is told that there is nothing to save, or the other way round."""
+    director = Director(2000)
+    while director.status != "nothing promising":
+        own = Candidate(CommPlan(), Prediction(step_s=1.0, low_s=0.9, high_s=1.1, exposed_s=0.0))
+        director.shortlist = Shortlist(own, (), not_allowed)
+        director.advance(Report((1.0,) * director.visit.num_steps, 0.0))
+    assert verdict(director, [CommPlan()]) == f"The plan stays: {CommPlan().name}. {told}"
 
 
 def test_a_prediction_keeps_a_slow_candidate_from_being_tried() -> None:
