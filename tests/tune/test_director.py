@@ -141,6 +141,20 @@ def test_where_nothing_is_tried_it_is_told_what_would_help(not_allowed: dict[str
     assert verdict(director, [CommPlan()]) == f"The plan stays: {CommPlan().name}. {told}"
 
 
+@pytest.mark.parametrize(("known_s", "is_chosen"), [(0.5, True), (1.3, False)])
+def test_what_an_earlier_fit_has_chosen_is_tried_before_anything_is_predicted(known_s: float, is_chosen: bool) -> None:
+    """If it fails, a second fit searches anew, or keeps a plan that has become slower than the user's."""
+    director, rng, arms = Director(5000, has_known=True), random.Random(0), list[int]()
+    while director.visit.arm != CALIBRATE and director.budget.num_done < 2000:
+        visit = director.visit
+        arms.append(visit.arm)
+        step_s = known_s if visit.arm else 1.0
+        director.advance(Report(tuple(step_s * rng.gauss(1, 0.01) for _ in range(visit.num_steps)), 0.01))
+    assert 1 in arms
+    assert (director.chosen, director.visit.arm) == ((1, 1) if is_chosen else (0, CALIBRATE))
+    assert is_chosen or director.budget.num_done < 50
+
+
 def test_a_prediction_keeps_a_slow_candidate_from_being_tried() -> None:
     """If it fails, a candidate that the budget cannot pay for is tried, and the whole run takes longer."""
     assert simulate([1.0, 30.0], 1500, "small", 0, expected=[1.0, 30.0]).ratio == pytest.approx(1)
