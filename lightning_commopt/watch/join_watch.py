@@ -247,7 +247,10 @@ class JoinWatch:
         """Reports this rank's error to the others, and its reason as far as known."""
         if self._failure is not None:
             return
-        why = self._connect(times.JOIN_CLOSE_S / 4) if self._agreement is None else None
+        limit_s = times.JOIN_CLOSE_S / 4
+        # The store of rank 0 may not listen yet.
+        poll(lambda: self._agreement is not None or self._connect(limit_s) is None, times.JOIN_CLOSE_S / 3)
+        why = self._connect(limit_s) if self._agreement is None else None
         if self._agreement is None:
             self._report(why if self._rank > 0 and self._reported is None else None)
             return

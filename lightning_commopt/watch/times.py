@@ -29,8 +29,9 @@ time, so most ranks end by themselves. It is above `JOIN_LOOK_S` and `JOIN_TRY_S
 store."""
 
 JOIN_CLOSE_S = 3.0
-"""Unit of the time for the thread's last messages: they take one and a half of it at most, and the rank waits for two.
-Half of it, for which a rank that fails early waits for rank 0's answer, is above `JOIN_ANSWER_S`."""
+"""Unit of the time for the thread's last messages: they take less than two of it, for which the rank waits. Half of it,
+for which a rank that fails early waits for rank 0's answer, is above `JOIN_ANSWER_S`. For a third of it such a rank
+tries to reach rank 0, which may start a little later."""
 
 # EndedRanks looks at the processes of this host, before there is a process group.
 

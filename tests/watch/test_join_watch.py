@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 
 from lightning_commopt import CommOptDDP
-from lightning_commopt.launch.interfaces import Interface, Listening, find_listening, list_interfaces
-from lightning_commopt.watch import times
+from lightning_commopt.launch.interfaces import Interface, Listening, PortFailure, find_listening, list_interfaces
+from lightning_commopt.watch import join_watch, times
 from lightning_commopt.watch.join_texts import Arrival, activity_text, find_misplaced, missing_text, unconnected_text
 from lightning_commopt.watch.join_watch import JoinWatch
 from support.ranks import run_ranks, run_ranks_or_raise
@@ -127,6 +127,8 @@ def _fail_on(failing: int, folder: Path, port: int) -> None:
     os.dup2(os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT), 2)
     times.JOIN_LOOK_S, times.JOIN_GRACE_S = 0.05, 0.2
     server = dist.TCPStore("127.0.0.1", port, 2, rank == 0, wait_for_workers=False)  # rank 1 waits for that of rank 0
+    tries = iter([PortFailure("the store does not listen yet", is_refused=True)])
+    join_watch.try_port = lambda *_, **__: next(tries, None)
     with JoinWatch("127.0.0.1", port, rank=rank, world_size=2, backend="gloo"):
         if rank == 0:
             server.wait(["commopt/join/ask/1"])
