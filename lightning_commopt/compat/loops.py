@@ -160,6 +160,11 @@ def num_begun(trainer: Trainer) -> int:
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
 
+def num_completed(trainer: Trainer) -> int:
+    """Returns the number of batches of this epoch that this rank has completed."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.completed)
+
+
 def is_last_epoch(trainer: Trainer) -> bool:
     """Returns whether ``max_epochs`` or ``max_steps`` ends the fit with this epoch; only valid after its last batch."""
     has_all_epochs = trainer.max_epochs not in (None, -1) and trainer.current_epoch + 1 >= (trainer.max_epochs or 0)

@@ -25,7 +25,7 @@ class _Epoch:
     number: int = 0  # Lightning's number of the epoch, for messages
     num_ended: int = -1  # batches that this rank has completed; -1 before the first one
     has_left: bool = True  # whether this rank has ended the epoch
-    was_stopped: bool = False  # whether ``trainer.should_stop`` was set then
+    why: str = ""  # why it has ended it before its last batch, see `goes_on_message`
 
 
 class EpochEnds:
@@ -65,11 +65,10 @@ class EpochEnds:
         """Notes that the epoch continues after ``num_batches``."""
         self._epoch.num_ended = num_batches
 
-    def leave(self, num_batches: int, agreed: int | None, *, was_stopped: bool) -> None:
-        """Ends the epoch on this rank, after it has begun ``num_batches``; returns once it has ended on all.
+    def leave(self, num_batches: int, agreed: int | None, why: str = "") -> None:
+        """Ends the epoch on this rank, after it has completed ``num_batches``; returns once it has ended on all.
 
-        ``agreed`` is the number of batches of every rank, None if unknown; ``was_stopped`` if ``trainer.should_stop``
-        is set.
+        ``agreed`` is the number of batches of every rank, None if unknown; for ``why`` see `goes_on_message`.
 
         Raises:
             UnevenBatchesError: another rank continues, or has ended it after another number of batches.
@@ -78,7 +77,7 @@ class EpochEnds:
         epoch = self._epoch
         if epoch.has_left:
             return
-        epoch.num_ended, epoch.has_left, epoch.was_stopped = num_batches, True, was_stopped
+        epoch.num_ended, epoch.has_left, epoch.why = num_batches, True, why
         if num_batches != agreed and self._world_size > 1:
             self.is_meeting = True
             self._meet(epoch)
@@ -97,13 +96,13 @@ class EpochEnds:
             left = self._store.compare_set(f"{epoch.run}/left", _ABSENT, _ABSENT).decode()
             if left == _ABSENT:
                 continue
-            rank, number, was_stopped = json.loads(left)
+            rank, number, why = json.loads(left)
             own = epoch.num_ended if epoch.has_left else num_begun
             # A rank that has continued may find that there is no next batch, but not in a collective.
             goes_on = not epoch.has_left and epoch.num_ended >= number and is_in_collective
             if rank != self._rank and (own > number or goes_on):
                 self._store.set(f"{epoch.run}/goes_on", json.dumps([self._rank, own]))
-                return goes_on_message((rank, number), (self._rank, own), epoch.number, was_stopped=was_stopped)
+                return goes_on_message((rank, number), (self._rank, own), epoch.number, why)
         return None
 
     def _meet(self, epoch: _Epoch) -> None:
@@ -111,7 +110,7 @@ class EpochEnds:
         store.set(f"{run}/rank/{self._rank}", str(epoch.num_ended))
         num_come = store.add(f"{run}/come", 1)
         if num_come == 1:
-            store.set(f"{run}/left", json.dumps([self._rank, epoch.num_ended, epoch.was_stopped]))
+            store.set(f"{run}/left", json.dumps([self._rank, epoch.num_ended, epoch.why]))
         if num_come == self._world_size:
             store.set(f"{run}/all", json.dumps([int(store.get(f"{run}/rank/{rank}")) for rank in ranks]))
         if not poll(lambda: self._have_all_left(epoch), self._timeout_s):
@@ -139,5 +138,5 @@ class EpochEnds:
         if self._store.check([f"{epoch.run}/goes_on"]):
             rank, number = json.loads(self._store.get(f"{epoch.run}/goes_on"))
             own = self._rank, epoch.num_ended
-            raise UnevenBatchesError(goes_on_message(own, (rank, number), epoch.number, was_stopped=epoch.was_stopped))
+            raise UnevenBatchesError(goes_on_message(own, (rank, number), epoch.number, epoch.why))
         return False

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from lightning_commopt.compat.loops import LoopEvents, batch_is_open, may_end_now, num_begun
+from lightning_commopt.compat.loops import LoopEvents, batch_is_open, may_end_now, num_begun, num_completed
 from lightning_commopt.launch.environment import launcher_pid
 from lightning_commopt.sync.store import key_space
 from lightning_commopt.sync.strategies import WatchedStrategy, trainer_of
@@ -21,7 +21,14 @@ from lightning_commopt.watch.epoch_ends import EpochEnds
 from lightning_commopt.watch.lifelines import Lifelines
 from lightning_commopt.watch.own_errors import log_own_errors
 from lightning_commopt.watch.peers import Failure, Peers
-from lightning_commopt.watch.uneven_batches import RESIZING, UnevenBatchesError, gather_numbers, make_even
+from lightning_commopt.watch.uneven_batches import (
+    RESIZING,
+    SKIPPED,
+    STOPPED,
+    UnevenBatchesError,
+    gather_numbers,
+    make_even,
+)
 from lightning_commopt.watch.waiting import (
     end_waiting_rank,
     is_in_callback,
@@ -122,9 +129,10 @@ class FitWatch:
         self._peers.learn()  # all have written: Lightning's collectives for dataloaders follow
 
     def _leave_epoch(self) -> None:
-        number = num_begun(self._trainer)
+        number = num_completed(self._trainer)
         agreed = number if self._policy == "allow" else self._agreed
-        self._ends.leave(number, agreed, was_stopped=self._trainer.should_stop)
+        is_skipped = num_begun(self._trainer) > number
+        self._ends.leave(number, agreed, STOPPED if self._trainer.should_stop else SKIPPED if is_skipped else "")
 
     def _check_peers(self, where: str) -> None:
         failure = self._peers.failure()

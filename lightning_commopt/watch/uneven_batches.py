@@ -30,10 +30,19 @@ _WITHOUT_LENGTH = (
     " number, and 'pad' repeats batches up to the largest."
 )
 """For numbers that were unknown, or not as expected, when the epoch began."""
-_STOP_TOGETHER = (
-    "Set it on all ranks in the same step: trainer.should_stop = trainer.strategy.reduce_boolean_decision(stop,"
-    " all=False)."
-)
+STOPPED = "trainer.should_stop was set"
+SKIPPED = "on_train_batch_start returned -1, or StopIteration was raised"
+_TOGETHER = {
+    STOPPED: (
+        "Set it on all ranks in the same step: trainer.should_stop = trainer.strategy.reduce_boolean_decision(stop,"
+        " all=False)."
+    ),
+    SKIPPED: (
+        "Lightning ends the epoch of that rank then: let it happen on all ranks in the same step. next() raises"
+        " StopIteration at the end of an iterator."
+    ),
+}
+"""What to do about a rank that has ended an epoch by itself, by why it has."""
 
 
 class UnevenBatchesError(RuntimeError):
@@ -109,16 +118,16 @@ def different_ends_message(numbers: Mapping[int, int], epoch: int) -> str:
     )
 
 
-def goes_on_message(left: tuple[int, int], going: tuple[int, int], epoch: int, *, was_stopped: bool) -> str:
+def goes_on_message(left: tuple[int, int], going: tuple[int, int], epoch: int, why: str) -> str:
     """Returns the message for a rank that continues in an epoch that another has ended.
 
-    Of both the rank, and the number of batches that it has begun or after which it has ended the epoch; ``was_stopped``
-    if ``trainer.should_stop`` was set on the latter.
+    Of both the rank, and the number of batches that it has begun or after which it has ended the epoch; ``why`` is
+    `STOPPED` or `SKIPPED` if the latter has ended it before its last batch, else empty.
     """
-    why = ", as trainer.should_stop was set there" if was_stopped else ""
+    cause = f", as {why} there" if why else ""
     return (
-        f"Rank {left[0]} has ended epoch {epoch} after {_count(left[1])}{why}, and rank {going[0]} continues after"
-        f" {_count(going[1])}. {_WHY} {_STOP_TOGETHER if was_stopped else _WITHOUT_LENGTH}"
+        f"Rank {left[0]} has ended epoch {epoch} after {_count(left[1])}{cause}, and rank {going[0]} continues after"
+        f" {_count(going[1])}. {_WHY} {_TOGETHER.get(why, _WITHOUT_LENGTH)}"
     )
 
 

@@ -315,15 +315,30 @@ class StopsAlone(Callback):
         trainer.should_stop = trainer.global_rank == 0 and batch_idx == 1
 
 
-def _stop_alone() -> None:
-    _fit(Rows, (4, 4), {}, callbacks=[StopsAlone()])
+class SkipsAlone(Callback):
+    """Ends the epoch on rank 0 only, within the third batch, as ``next`` of an iterator at its end does."""
+
+    def on_before_backward(self, trainer: Trainer, module: Any, loss: Tensor) -> None:
+        if trainer.global_rank == 0 and trainer.global_step == 2:
+            raise StopIteration
+
+
+def _end_alone(callback: type[Callback]) -> None:
+    _fit(Rows, (4, 4), {}, callbacks=[callback()])
 
 
 @pytest.mark.exhaustive
-def test_rank_that_stops_by_itself_is_an_error() -> None:
+@pytest.mark.parametrize(
+    ("callback", "why", "remedy"),
+    [
+        (StopsAlone, "trainer.should_stop was set", "Set it on all ranks in the same step: trainer.should_stop ="),
+        (SkipsAlone, "on_train_batch_start returned -1, or StopIteration was raised", "let it happen on all ranks"),
+    ],
+)
+def test_rank_that_ends_an_epoch_by_itself_is_an_error(callback: type[Callback], why: str, remedy: str) -> None:
     """If it fails, a stop on one rank hangs although all ranks have as many batches."""
-    traces = _traces_of_both(_stop_alone)
-    found = "Rank 0 has ended epoch 0 after 2 batches, as trainer.should_stop was set there, and rank 1 continues"
+    traces = _traces_of_both(_end_alone, callback)
+    found = f"Rank 0 has ended epoch 0 after 2 batches, as {why} there, and rank 1 continues"
     assert f"UnevenBatchesError: {found}" in traces[0]
-    assert "Set it on all ranks in the same step: trainer.should_stop = trainer.strategy." in traces[0]
+    assert remedy in traces[0]
     assert "Rank 0 has ended epoch 0 after 2 batches" in traces[1]
