@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_commopt.compat.fsdp import has_own_divide_factor
 from lightning_commopt.compat.loops import batch_is_open
 from lightning_commopt.compressors import ShardedCompressor
 from lightning_commopt.launch.nccl_options import NcclOptions
@@ -144,7 +145,10 @@ class CommOptModelParallelStrategy(StartsRanks, _ModelParallelStrategy):
                 "plan='auto': configure_model has not sharded the model, so there is no reduce-scatter to compress"
             )
         with option_errors("plan='auto': "):
-            sharded_units(self.model)
+            units = sharded_units(self.model)
+        # A comm_hook of the plan sets it, too, and refuses one that is set.
+        if self.sharded_sync is None and any(has_own_divide_factor(module) for module, _ in units):
+            raise OptionError("plan='auto': comm_hook and set_gradient_divide_factor exclude each other")
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)

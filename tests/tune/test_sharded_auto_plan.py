@@ -117,6 +117,13 @@ class _TensorParallel(Tiny):
         fully_shard(self, mesh=mesh["data_parallel"])
 
 
+class _Divided(Tiny):
+    def configure_model(self) -> None:
+        """Divides the sum of gradients by a number of its own."""
+        fully_shard(self, mesh=None if self.device_mesh is None else self.device_mesh["data_parallel"])
+        self.set_gradient_divide_factor(4.0)  # type: ignore[operator]  # a method of FSDPModule
+
+
 def _fit_in_vain(model: Tiny, **sizes: Any) -> str:
     strategy = CommOptModelParallel(plan="auto", lossy=["int8"], **sizes)
     with pytest.raises(OptionError) as caught:
@@ -124,13 +131,14 @@ def _fit_in_vain(model: Tiny, **sizes: Any) -> str:
     return str(caught.value)
 
 
-def _fit_both_in_vain() -> tuple[str, str]:
+def _fit_all_in_vain() -> tuple[str, str, str]:
     sizes = {"data_parallel_size": 1, "tensor_parallel_size": 2}
-    return _fit_in_vain(_Whole()), _fit_in_vain(_TensorParallel(), **sizes)
+    return _fit_in_vain(_Whole()), _fit_in_vain(_Divided()), _fit_in_vain(_TensorParallel(), **sizes)
 
 
 def test_a_model_whose_gradients_cannot_be_compressed_is_an_error_at_the_start() -> None:
     """If it fails, a fit ends in the middle, when the search tries its first compressor."""
-    for whole, tensor_parallel in run_ranks(_fit_both_in_vain):
+    for whole, divided, tensor_parallel in run_ranks(_fit_all_in_vain):
         assert whole.startswith("plan='auto': configure_model has not sharded the model")
+        assert divided == "plan='auto': comm_hook and set_gradient_divide_factor exclude each other"
         assert tensor_parallel.startswith("plan='auto': comm_hook and param_hook work with data parallelism only")
