@@ -30,6 +30,7 @@ from lightning_commopt.callbacks.speed import SpeedMonitor
 from lightning_commopt.compat.lightning import Callback
 from lightning_commopt.compat.sigterm import run_whatever_handlers_raise
 from lightning_commopt.compat.spawned import notify_in_spawned_rank
+from lightning_commopt.measure.runs.files import LOSS_FILE
 from lightning_commopt.measure.runs.losses import LossCurve, LossPoint, read_losses, write_losses
 from lightning_commopt.measure.runs.machine import PeakMemory
 from lightning_commopt.measure.runs.record import (
@@ -138,9 +139,13 @@ class RunRecorder(Callback):
         return new_record(sync_method, self._started_in, settings=self._settings)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.global_step > 0 and self._record is not None:
+        if self._record is not None:
+            folder = self._folder(trainer)
             with suppress(OSError, ValueError):
-                self._other_points = [p for p in read_losses(self._folder(trainer)) if p.step <= trainer.global_step]
+                if trainer.global_step > 0:
+                    self._other_points = [p for p in read_losses(folder) if p.step <= trainer.global_step]
+                else:  # this run may end without a loss, and the file be that of an earlier run
+                    (folder / LOSS_FILE).unlink(missing_ok=True)
         self._seconds = max([point.seconds for point in self._other_points], default=0.0)
         self._started = time.perf_counter()
 

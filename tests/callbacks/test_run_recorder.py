@@ -300,6 +300,14 @@ def test_a_failed_run_keeps_its_error(tmp_path):
     assert [point.loss for point in read_losses(tmp_path)] == [0, 1]
 
 
+def test_a_run_without_a_loss_does_not_have_that_of_an_earlier_run(tmp_path):
+    fit(tmp_path, limit_train_batches=1)
+    assert read_losses(tmp_path)
+    with pytest.raises(RuntimeError, match="no such luck"):
+        fit(tmp_path, model=RankLoss(fails_at=0))
+    assert read_losses(tmp_path) == []
+
+
 def test_fast_dev_run_leaves_nothing(tmp_path):
     fit(tmp_path, fast_dev_run=True)
     assert list(tmp_path.iterdir()) == []
