@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning_commopt.sync.store import poll
 from lightning_commopt.text.formatting import ranks_text
 from lightning_commopt.watch import times
-from lightning_commopt.watch.uneven_batches import UnevenBatchesError, different_ends_message, goes_on_message
+from lightning_commopt.watch.uneven_batches import SKIPPED, UnevenBatchesError, different_ends_message, goes_on_message
 
 _ABSENT = "-"
 """What ``compare_set`` returns for a key that does not exist, if it is expected."""
@@ -83,8 +83,10 @@ class EpochEnds:
             self._meet(epoch)
             self.is_meeting = False
 
-    def find_early_rank(self, num_begun: int, is_in_collective: bool) -> str | None:
+    def find_early_rank(self, num_begun: int, is_in_collective: bool, is_training: bool) -> str | None:
         """Notifies a rank that has left an epoch which this rank, after ``num_begun`` batches, is still in.
+
+        ``is_training`` if this rank is in a collective or a backward of a batch.
 
         Returns:
             The message for it; None if there is no such rank.
@@ -98,9 +100,11 @@ class EpochEnds:
                 continue
             rank, number, why = json.loads(left)
             own = epoch.num_ended if epoch.has_left else num_begun
-            # A rank that has continued may find that there is no next batch, but not in a collective.
-            goes_on = not epoch.has_left and epoch.num_ended >= number and is_in_collective
-            if rank != self._rank and (own > number or goes_on):
+            # A rank that has continued may find that there is no next batch, but not in a collective, or skip it, too.
+            is_skipped = why == SKIPPED
+            is_certain = is_training if is_skipped else is_in_collective
+            goes_on = not epoch.has_left and epoch.num_ended >= number and is_certain
+            if rank != self._rank and (own > number + is_skipped or goes_on):
                 self._store.set(f"{epoch.run}/goes_on", json.dumps([self._rank, own]))
                 return goes_on_message((rank, number), (self._rank, own), epoch.number, why)
         return None

@@ -31,6 +31,7 @@ from lightning_commopt.watch.uneven_batches import (
 )
 from lightning_commopt.watch.waiting import (
     end_waiting_rank,
+    is_in_backward,
     is_in_callback,
     is_in_collective,
     print_now,
@@ -132,7 +133,7 @@ class FitWatch:
         number = num_completed(self._trainer)
         agreed = number if self._policy == "allow" else self._agreed
         is_skipped = num_begun(self._trainer) > number
-        self._ends.leave(number, agreed, STOPPED if self._trainer.should_stop else SKIPPED if is_skipped else "")
+        self._ends.leave(number, agreed, SKIPPED if is_skipped else STOPPED if self._trainer.should_stop else "")
 
     def _check_peers(self, where: str) -> None:
         failure = self._peers.failure()
@@ -195,7 +196,10 @@ class FitWatch:
 
     def _find_early_rank(self) -> None:
         if self._explanation is None:
-            where = num_begun(self._trainer), is_in_collective(self._fit_thread)
+            thread = self._fit_thread
+            is_waiting = is_in_collective(thread)
+            is_training = batch_is_open(self._trainer) and (is_waiting or is_in_backward(thread))
+            where = num_begun(self._trainer), is_waiting, is_training
             self._explanation = self._peers.query_store(lambda: self._ends.find_early_rank(*where), None)
             if self._explanation is not None:
                 print_now(f"[rank {self._rank}] {self._explanation}")

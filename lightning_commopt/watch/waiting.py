@@ -68,9 +68,7 @@ def waits_for_others(thread: int, device: torch.device) -> bool:
     Computing a gradient looks like waiting for its average, and a busy device like one in an NCCL kernel: call this
     only if a rank is known to be missing. Gradients that a callback computes are its own.
     """
-    if is_in_collective(thread):
-        return True
-    if any(module.startswith("torch.autograd") for module in _own_modules(thread)) and not is_in_callback(thread):
+    if is_in_collective(thread) or is_in_backward(thread):
         return True
     if device.type != "cuda" or not torch.cuda.is_initialized():
         return False
@@ -78,6 +76,11 @@ def waits_for_others(thread: int, device: torch.device) -> bool:
         return not torch.cuda.default_stream(device).query()
     except RuntimeError:  # after an error the device runs nothing any more
         return False
+
+
+def is_in_backward(thread: int) -> bool:
+    """Returns whether a thread is in a backward of training, where DDP waits in C++."""
+    return any(module.startswith("torch.autograd") for module in _own_modules(thread)) and not is_in_callback(thread)
 
 
 def is_in_callback(thread: int) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_commopt import CommOptDDP
 from lightning_commopt.watch import epoch_ends, times
 from lightning_commopt.watch.epoch_ends import EpochEnds
+from lightning_commopt.watch.uneven_batches import SKIPPED
 from support.ranks import run_ranks
 from support.strategy_models import SelfFed, trainer
 
@@ -91,9 +92,20 @@ def test_keys_are_deleted_while_a_rank_looks_for_them(make: Callable[[], dist.St
     store = make()
     store.set_timeout(timedelta(seconds=5))
     ends = _ends(_Deleting(store), 1)  # type: ignore[arg-type]
-    assert ends.find_early_rank(4, is_in_collective=False) is None
+    assert ends.find_early_rank(4, is_in_collective=False, is_training=False) is None
     store.set("1/left", json.dumps([0, 3, ""]))
-    assert "rank 0" in str(ends.find_early_rank(4, is_in_collective=False)).lower()
+    assert "rank 0" in str(ends.find_early_rank(4, is_in_collective=False, is_training=False)).lower()
+
+
+def test_a_rank_that_is_slow_to_skip_a_batch_is_not_taken_for_one_that_trains() -> None:
+    """If it fails, a fit ends whose ranks skip the rest of an epoch together, one of them late."""
+    store = dist.HashStore()
+    store.set("1/left", json.dumps([0, 3, SKIPPED]))
+    ends = _ends(store, 1)
+    ends.advance(3)
+    assert ends.find_early_rank(4, is_in_collective=True, is_training=False) is None
+    for where in ((5, False, False), (4, True, True)):
+        assert "Rank 0 has ended epoch 0 after 3 batches" in str(ends.find_early_rank(*where))
 
 
 def test_a_rank_that_has_died_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
