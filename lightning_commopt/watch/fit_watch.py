@@ -130,9 +130,11 @@ class FitWatch:
         self._peers.learn()  # all have written: Lightning's collectives for dataloaders follow
 
     def _leave_epoch(self) -> None:
-        number = num_completed(self._trainer)
+        number = num_begun(self._trainer)
+        # Lightning leaves one batch open that it skips. A loop of the program's own may complete none at all.
+        is_skipped = num_completed(self._trainer) == number - 1
+        number -= is_skipped
         agreed = number if self._policy == "allow" else self._agreed
-        is_skipped = num_begun(self._trainer) > number
         self._ends.leave(number, agreed, SKIPPED if is_skipped else STOPPED if self._trainer.should_stop else "")
 
     def _check_peers(self, where: str) -> None:
