@@ -4,6 +4,7 @@ import copy
 import pickle
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -116,18 +117,20 @@ def test_copies_are_modules_of_their_own(options: tuple[str | None, str | None])
     run_ranks(_copy_in_training, *options)
 
 
-def _one_rank() -> bool:
-    fabric = Fabric(accelerator="cpu", devices=1, strategy=CommOptDDP(comm_hook="bf16"))
+def _one_rank(hook: str | None) -> tuple[bool, str | None]:
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=CommOptDDP(comm_hook=hook))
     fabric.launch()
-    model = fabric.setup_module(nn.Linear(2, 2))
+    with patch("lightning_commopt.fabric.explain_one_rank") as explain:
+        model = fabric.setup_module(nn.Linear(2, 2))
     with fabric.no_backward_sync(model):
         fabric.backward(model(torch.ones(1, 2)).sum())
-    return isinstance(model._forward_module, DistributedDataParallel)
+    return isinstance(model._forward_module, DistributedDataParallel), explain.call_args.args[0]
 
 
-def test_one_rank_has_no_wrapper() -> None:
-    """If it fails, one process pays for DDP, or no_backward_sync refuses it."""
-    assert run_ranks(_one_rank, world_size=1) == [False]
+@pytest.mark.parametrize(("hook", "unused"), [("bf16", "comm_hook"), (None, None)])
+def test_one_rank_has_no_wrapper(hook: str | None, unused: str | None) -> None:
+    """If it fails, one process pays for DDP, or no_backward_sync refuses it, or nobody says that no hook runs."""
+    assert run_ranks(_one_rank, hook, world_size=1) == [(False, unused)]
 
 
 def test_bad_option() -> None:

@@ -94,6 +94,7 @@ def test_the_choice_of_a_checkpoint_is_taken_if_it_is_allowed(lossy: Any, resume
     strategy.auto_plan._base = strategy.plan
     strategy.auto_plan.resume_choice(saved)
     assert strategy.plan.name == resumed
+    assert strategy.auto_plan._resumed == (strategy.plan if resumed == "int8" else None)
     assert strategy.auto_plan.add_choice({"num_syncs": 3}) == (saved if resumed == "int8" else {"num_syncs": 3})
 
 

@@ -126,6 +126,9 @@ def test_with_a_known_latency_messages_take_their_time() -> None:
     assert fit is not None
     assert fit.link.hop_s == 1e-3
     assert 1 / fit.link.s_per_byte == pytest.approx(5_000_000 / (0.6 - 4e-3))
+    fit = fit_link(steps, 2, hop_s=1.0)
+    assert fit is not None
+    assert (4 * fit.link.hop_s, 5_000_000 * fit.link.s_per_byte) == pytest.approx((0.3, 0.3)), "half of it at most"
 
 
 def test_the_spread_is_that_of_steps() -> None:
