@@ -29,11 +29,14 @@ _MAX_RAS_LINES = 600  # lines that are read after the head of a RAS report
 _MAX_RAS_JSON = 1 << 20  # the same in JSON, which has 25 lines for each rank
 # Lines whose next lines belong to them: an error of NCCL, or a line of the watchdog that a terminal has wrapped.
 _CONTINUED = re.compile(rb"Last error:|atchdog(?: caught|\s*$)|nccl\w+(?:Error|Usage|Argument): ")
-_RAS = re.compile(
-    rb"(?:#\d+-\d+ \(\w+\) )?(?:INCOMPLETE|DEAD|ERROR|MISMATCH|TIMEOUT)\r?\n|\s*(?:\{.{0,999})?\"communicators_count\""
+# Ends of the first line of a RAS report, in front of which a launcher may have written; and the same of its JSON.
+_RAS_ENDS = tuple(
+    status + end for status in (b"INCOMPLETE", b"DEAD", b"ERROR", b"MISMATCH", b"TIMEOUT") for end in (b"\n", b"\r\n")
 )
-# Before 2.3 NCCL does not write its name before the level. Then the head must have a host, or a device and a place.
-_MARK = re.compile(r"NCCL (INFO|WARN|TRACE)\b ?|(?<=[\d\]] )(INFO|WARN) (?=\S)")
+_RAS_JSON = b'"communicators_count'
+# Before 2.3 NCCL does not write its name before the level, and those of PPU and Baidu warn as "NCCL ERROR", which
+# programs write, too. Then the head must have a host, or a device and a place.
+_MARK = re.compile(r"NCCL (INFO|WARN|TRACE)\b ?|(?<=[\d\]] )(INFO|WARN|NCCL ERROR) (?=\S)")
 _HEAD = re.compile(
     r"(?:(?P<host><[\w.-]+>|[^\s:<>()\[\]{}`*'\"|=,;]+):(?P<pid>\d{1,10}):(?P<tid>\d{1,10}) +"
     r"|(?P<host_only>(?!\d+:)[^\s:/<>()\[\]{}|=,;]+):(?P<pid_only>\d{1,10}) +(?=\[)"
@@ -55,11 +58,12 @@ _CLOCK = re.compile(r"\d{1,2}$")
 _ESCAPES = re.compile(r"(?:\x1b|#033|\\(?:x1b|033|u001b)|\^\[)\[[0-9;?]*[A-Za-z]|\[\d{1,2}m(?= )|\x00")
 # A line as a string of JSON or CSV, as Docker and clouds keep logs, and what shows that a string is such a line.
 _STRING = re.compile(r'(?:^|[{\[,:])\s*("(?:[^"\\]|\\.)*")(?=\s*(?:[,}\]]|$))')
-_LOGGED = re.compile(r"NCCL (?:INFO|WARN|TRACE|version) |atchdog caught|\[rank\d+\]:")
+_LOGGED = re.compile(r"NCCL (?:INFO|WARN|ERROR|TRACE|version) |atchdog caught|\[rank\d+\]:")
 # Where Docker, journald and clouds keep a line that has no such mark, as the last error of PyTorch below its head.
 _KEPT = re.compile(
     r'\s*(?:\{(?:.*[,{\s])?)?"(?:log|@?message|msg|MESSAGE|textPayload|line|body|_raw)"\s*:\s*("(?:[^"\\]|\\.)*")'
 )
+_MAX_COLLECTORS = 3  # that pass a line on to each other, each in a string of its own
 _LINK = re.compile(r"\[([^\[\]\s]+)\]\(https?://[^()\s]*\)")  # what chats and mails make of the name of a file
 # What Ray writes behind a line, in place of lines of other processes that differ from it in numbers only.
 _REPEATED = re.compile(r"\s*(?:ESC)?\s*\[repeated (\d{1,6})x across cluster\].*$")
@@ -116,7 +120,7 @@ def read_messages(path: Path, repeats: Repeats | None = None) -> Iterator[Messag
                     continue
                 if b"rror:" in raw or b"atchdog" in raw:
                     wanted = max(wanted, _num_wanted(raw))
-            elif block.is_of_interest(raw) or _RAS.match(raw):
+            elif block.is_of_interest(raw) or raw.endswith(_RAS_ENDS) or _RAS_JSON in raw:
                 wanted = max(wanted, _num_wanted(raw))
             elif wanted < 0:
                 continue
@@ -142,9 +146,9 @@ def _plain_head(head: bytes) -> tuple[str, int, int, int] | None:
 
 def _num_wanted(raw: bytes) -> int:
     """Returns how many lines behind this one belong to it."""
-    if report := _RAS.match(raw):
-        return _MAX_RAS_JSON if report[0].endswith(b'"') else _MAX_RAS_LINES
-    return MAX_CONTINUED if _CONTINUED.search(raw) else 0
+    if _RAS_JSON in raw:
+        return _MAX_RAS_JSON
+    return _MAX_RAS_LINES if raw.endswith(_RAS_ENDS) else MAX_CONTINUED if _CONTINUED.search(raw) else 0
 
 
 def _open(path: Path, stack: ExitStack) -> io.BufferedReader[Any] | gzip.GzipFile:
@@ -222,11 +226,15 @@ def _unquoted(text: str) -> str:
     >>> _unquoted(r'{"log":"a:1:2 [0] NCCL INFO Using eth0:10.0.0.1\u003c0\u003e\n","stream":"stdout"}')
     'a:1:2 [0] NCCL INFO Using eth0:10.0.0.1<0>'
     """
-    for string in _STRING.findall(text) if '"' in text and _LOGGED.search(text) else ():
-        if _LOGGED.search(string):
-            return _text_of(string)
-    kept = _KEPT.match(text) if text.lstrip().startswith(("{", '"')) else None
-    return text if kept is None else _text_of(kept[1])
+    for _ in range(_MAX_COLLECTORS):
+        strings = _STRING.findall(text) if '"' in text and _LOGGED.search(text) else []
+        string = next(filter(_LOGGED.search, strings), None)
+        if string is None and text.lstrip().startswith(("{", '"')) and (kept := _KEPT.match(text)):
+            string = kept[1]
+        if string is None:
+            break
+        text = _text_of(string)
+    return text
 
 
 def _text_of(string: str) -> str:
@@ -255,7 +263,8 @@ def _split(text: str, file: str, number: int, *, is_whole: bool) -> Iterator[Mes
     for (mark, head, host, numbers), following in zip(starts, [*starts[1:], None], strict=True):
         end = len(text) if following is None else max(mark.end(), following[1].start())
         rest = text[mark.end() : end].strip(_FRAME)[:_MAX_CHARACTERS]
-        message = Message(file=file, number=number, whole_line=text, level=mark[1] or mark[2], text=rest)
+        message = Message(file=file, number=number, whole_line=text, text=rest)
+        message.level = mark[1] or mark[2].replace("NCCL ERROR", "WARN")
         message.host, (message.pid, message.tid, message.device) = host, numbers
         message.place, message.is_whole = (head["place"] or "").strip(), is_whole and following is None
         message.is_alone = following is None

@@ -5,6 +5,7 @@ Also reads what PyTorch's watchdog, NCCL's RAS and nccl-tests write into such lo
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Sequence
 from gzip import BadGzipFile
@@ -72,6 +73,9 @@ class LogReader:
         self._writers = Writers(self.log.torn)
         self._torch = TorchLines(self.log)
         self._ras_json = RasJson(self.log.ras)
+        self._ras_dead: RasReport | None = None  # peers that RAS calls dead, as ``ncclras -m`` watches them
+        # A detail of the last report, if a launcher has written something, such as a time, in front of its lines.
+        self._ras_detail: re.Pattern[str] | None = None
         # Those that nccl-tests calls rank 0, in this file since the end of a run.
         self._test_processes: dict[tuple[str, int], Line] = {}
 
@@ -165,11 +169,25 @@ class LogReader:
 
     def _read_ras(self, message: Message) -> bool:
         text, reports = message.text, self.log.ras
-        if match := PATTERNS["ras_head"].match(text):
+        if match := PATTERNS["ras_event"].search(text):
+            if match[1] == "DEAD" and self._ras_dead is None:
+                self._ras_dead = RasReport("", "DEAD", message.line, [])
+                reports.append(self._ras_dead)
+            if match[1] == "DEAD" and self._ras_dead is not None:
+                self._ras_dead.details.append(match[2])
+            return True
+        if match := PATTERNS["ras_head"].search(text):
             reports.append(RasReport(match[1] or "", match[2], message.line, []))
+            prefix = re.sub(r"\d+", r"\\d+", re.escape(text[: match.start()]))
+            self._ras_detail = re.compile(f"{prefix}  +(.+)") if prefix else None
             return True
         last = reports[-1] if reports else None
-        if last and PATTERNS["ras_detail"].match(text) and message.number == last.line.number + len(last.details) + 1:
+        if last is None or message.number != last.line.number + len(last.details) + 1:
+            return False
+        if self._ras_detail is not None:
+            indented = self._ras_detail.match(message.whole_line.strip())
+            text = "" if indented is None else indented[1]
+        if PATTERNS["ras_detail"].match(text):
             last.details.append(PATTERNS["ras_place"].sub(r" (process \1 on \2)", text))
             return True
         return False

@@ -13,7 +13,8 @@ INFO = b" NCCL INFO "
 _OF_INTEREST = re.compile(
     rb"atchdog|nqueued|[Ll]ast error:|#\s+Rank\s|\] INFO |:\d+ WARN |^\s*\{\"|(?:CUDA|[Cc]uda|NCCL|HIP) failure[ :]"
     rb"|[NnRr](?:CCL|ccl).?[Vv]ersion|nvidia-nccl-cu|using nccl|nccl\w+ failed:|nccl\w+(?:Error|Usage|Argument): "
-    rb"|dump signal|currently unknown|mismatch between coll|destroy_process_group\(\) was|with exception: CUDA"
+    rb"|dump signal|currently unknown|mismatch between coll|destroy_process_group\(\) was"
+    rb"|(?:with exception|what\(\)): +CUDA error"
     rb"|acquire GIL|\[rank\d+\]: ?\[E|\[rank\d+\]: [\w.]+(?:Error|Exception)\b"
     rb"|ncclUniqueId|monitoredBarrier|nccl: (?:unhandled|internal|invalid)|Nccl error"
     rb"|^\s*(?:Channel|Ring) \d+.* via |^\s*(?:NET/|Using network )"
@@ -21,6 +22,7 @@ _OF_INTEREST = re.compile(
     rb"|oom[-_ ]kill|out of memory|Out Of Memory|low on resource|on signal \d|by signal: |aught signal |Signal \d+ \("
     rb"|[Bb]us error|[Ss]egmentation fault|segfault at|<Signals\.|\*\*\* SIG|exitcode *: -\d|return code = -\d"
     rb"|[Ee]xit [Cc]ode:? +1\d\d|CANCELLED AT|actor died|Xid \(|access fault by|HSA_STATUS_ERROR|may be stuck"
+    rb"|CUDA_ERROR_[A-Z_]+: |\] PEER_[A-Z]+: |Not all ranks joining|missing ranks: |error msg: Culprit"
     rb"|socket has (?:timed out|failed to listen)|waiting for (?:clients|workers)\."
     rb"|RendezvousTimeout|values : \d|Out of memory while|GetKeyValue\(\) timed|cqe with error"
     rb"|libfabric:\d|libibverbs: W|without libuv|inconsistent 0 params|CUDA capability sm_"
@@ -36,7 +38,8 @@ _WORDS = (
     *(b"xit Code", b"CANCELLED", b"access fault", b"HSA_STATUS", b"socket has", b"RendezvousT", b"values : "),
     *(b"waiting for clients", b"waiting for workers", b"Out of memory", b"GetKeyValue", b"cqe with error"),
     *(b"double free", b"free(): ", b"alloc(): ", b"consolidate(): ", b"munmap_chunk", b"corrupted "),
-    *(b"libfabric:", b"libibverbs: W", b"libuv", b"inconsistent 0 ", b"CUDA capability"),
+    *(b"libfabric:", b"libibverbs: W", b"libuv", b"inconsistent 0 ", b"CUDA capability", b"CUDA_ERROR_", b"] PEER_"),
+    *(b"Not all ranks joining", b"missing ranks: ", b"Culprit", b"what(): "),
 )
 # Beginnings of lines about buffers and the threads of proxies, from which nothing is concluded. With
 # NCCL_DEBUG_SUBSYS=ALL they are most of a log.

@@ -340,6 +340,15 @@ LOGS: dict[str, list[str]] = {
         "#2-0 (93d7000200000001) INCOMPLETE\n  Missing communicator data from 255 ranks\n"
         "  Rank 1057455228 -- GPU 0 managed by process 60004 on node 10.4.109.13",
     ],
+    "a report of RAS behind what kubectl writes": [
+        f"[pod/w-0/main] 2026-03-18T11:13:0{number % 10}.{7**number}Z {line}"
+        for number, line in enumerate(RAS.splitlines())
+    ],
+    "no report of RAS, but a program's words": ["NCCL version 2.26.2", "job 7: ERROR", "job 7: The job has ended"],
+    "peers that RAS gives up while ncclras -m watches": [
+        f"[2026-03-18 11:13:0{second}] {event}: Process {pid} on node 10.4.0.13 managing GPU 0 "
+        for second, (event, pid) in enumerate([("PEER_NEW", 603), ("PEER_DEAD", 603), ("PEER_DEAD", 604)])
+    ],
     "a port of RAS is no fault of the run": [RAS_PORT],
     "another port is": [RAS_PORT.replace("ras/client_support", "misc/socket")],
     **{
@@ -408,6 +417,29 @@ LOGS: dict[str, list[str]] = {
         " but store->get('0') got error: Socket Timeout"
     ],
     "an error of a barrier": ["RuntimeError: [Rank 0]: Ranks 4, 5 failed to pass monitoredBarrier in 30000 ms"],
+    "a warning of PPU's NCCL, of which PyTorch has only the place": [
+        "node-a:10:11 [0] NCCL ERROR Bootstrap : no socket interface found",
+        "[rank0]: NCCL error in: NCCLUtils.cpp:94, internal error - please report this issue, NCCL version 2.21.5",
+        "[rank0]: ncclInternalError: Internal check failed.\n[rank0]: Last error:\n[rank0]: init.cc:411 -> 3",
+    ],
+    "errors of CUDA that the program raises": [
+        "[rank3]: torch.AcceleratorError: CUDA error: uncorrectable ECC error encountered",
+        "[rank4]: RuntimeError: CUDA error: operation failed due to a previous error",
+    ],
+    "an error of CUDA that ends the watchdog of an old torch": ["  what():  CUDA error: unknown error", BOOTSTRAP],
+    "an access to another GPU's memory, as XLA says it": [
+        "E0802 13:07:11.1 1 a.cc:29] INTERNAL: CUDA_ERROR_CONTAINED: Invalid access of peer GPU memory over nvlink",
+        BOOTSTRAP,
+    ],
+    "a fault of NVSwitch": ["nvidia-nvswitch0: SXid (PCI:0000:c5:00.0): 22013, Fatal, Link 27 DLREQ", BOOTSTRAP],
+    "no process was killed": [
+        *TIMEOUTS,
+        *('  "OOMKilled": false,', "low 0 high 0 max 0 oom 0 oom_kill 0", "oom_kill_disable=False"),
+        "W1130 10:00:00.1 autotune.py:7] skipping config 3: CUDA out of memory. Tried to allocate 2.00 GiB",
+    ],
+    "what torchfrtrace found": [
+        "Not all ranks joining collective, sequence number: 12\ninternal record id: 14\nmissing ranks: {3}"
+    ],
     "a timeout, and SLURM: out of memory": [*TIMEOUTS, "slurmstepd: error: Detected 2 oom_kill events in StepId=7.0."],
     "a timeout, and mpirun: killed": [
         *TIMEOUTS,

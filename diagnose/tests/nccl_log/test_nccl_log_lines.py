@@ -74,12 +74,14 @@ def _collected(kind: str, line: str) -> str:
         return json.dumps({"jsonPayload": {"body": line, "pod": "w-0"}})
     if kind in ("line", "@message"):  # Loki and CloudWatch
         return json.dumps({"timestamp": "1763", kind: line})
+    if kind == "twice":
+        return json.dumps({"message": _collected("docker", line), "pod": "w-0"})
     if kind == "pretty":
         return f'    "message": {json.dumps(line)},'
     return f'2026-03-18T11:13:09Z,w-0,"{line}"'
 
 
-@pytest.mark.parametrize("kind", ["docker", "cloud", "pretty", "csv"])
+@pytest.mark.parametrize("kind", ["docker", "cloud", "pretty", "csv", "twice"])
 def test_logs_kept_as_json_or_csv_are_read_as_they_were_written(kind: str) -> None:
     """What follows the message in its line must not become a part of it."""
     lines = [*HEALTHY.text().splitlines(), watchdog(0, 7).strip(), '[rank3]: KeyError: a "b"']
@@ -94,7 +96,7 @@ def test_logs_kept_as_json_or_csv_are_read_as_they_were_written(kind: str) -> No
     assert [warning.rank for warning in kept.warnings] == [3]
 
 
-@pytest.mark.parametrize("kind", ["docker", "cloud", "pretty", "nested", "line", "@message"])
+@pytest.mark.parametrize("kind", ["docker", "cloud", "pretty", "nested", "line", "@message", "twice"])
 def test_errors_of_several_lines_are_read_from_json_and_from_wide_terminals(kind: str) -> None:
     """If it fails, JSON is shown in place of NCCL's error, or the stack behind an error hides it."""
     text = TRACEBACK.replace("[rank3]: ", "")
