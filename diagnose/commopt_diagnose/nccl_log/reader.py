@@ -78,6 +78,7 @@ class LogReader:
         self._ras_detail: re.Pattern[str] | None = None
         # Those that nccl-tests calls rank 0, in this file since the end of a run.
         self._test_processes: dict[tuple[str, int], Line] = {}
+        self._first_ranks: dict[str, dict[tuple[str, int], Line]] = {}  # the same, all of each file
 
     @property
     def num_lines(self) -> int:
@@ -115,6 +116,10 @@ class LogReader:
         """
         self._torch.add_result()
         self._ras_json.add_reports()
+        ones = [processes for processes in self._first_ranks.values() if len(processes) == 1]
+        if self.log.listed.keys() == {0} and len(ones) > len(self.log.lone_tests):
+            # A test of one rank measures nothing, so a file for each is what a launcher makes of them.
+            self.log.lone_tests = {who: line for processes in ones for who, line in processes.items()}
         known: dict[str, set[str]] = {}
         for p in self._writers.processes:
             if self._writers.is_fragment(p):
@@ -208,6 +213,7 @@ class LogReader:
             rank, host, pid, device, bus = int(match[1]), match[4], int(match[3]), int(match[5]), match[6].lower()
             if rank == 0 and match[2] in (None, "0"):  # each group of a run that is split has a rank 0
                 self._test_processes.setdefault((host, pid), message.line)
+                self._first_ranks.setdefault(message.file, {}).setdefault((host, pid), message.line)
             self.log.listed[rank] = (host, pid, device, f"{bus}000")
         elif PATTERNS["test_end"].search(message.text):
             self._test_processes = {}  # what follows is another run

@@ -259,3 +259,18 @@ def test_processes_of_nccl_tests_that_each_test_alone() -> None:
     assert found.what == "2 processes of nccl-tests on a, b each call themselves rank 0 of one run"
     for end in ("# Out of bounds values : 0 OK\n", "a: Test NCCL failure common.cu:1 'internal error'\n"):
         assert "lone_tests" not in findings(listed[0], end, listed[1])
+
+
+def test_a_file_for_each_process_that_tests_alone(tmp_path: Path) -> None:
+    """If it fails, processes of one launch that each test alone are read as a healthy run, or several runs as those."""
+    paths = [tmp_path / name for name in ("1.log", "2.log")]
+    for num_ranks, is_alone in ((1, True), (2, False)):
+        for path in paths:
+            path.write_text(
+                "".join(
+                    f"#  Rank  {rank} Group  0 Pid {path.stem} on node-a device  {rank} [0x0{rank}] A100\n"
+                    for rank in range(num_ranks)
+                )
+                + "# Out of bounds values : 0 OK\n"
+            )
+        assert ("lone_tests" in [finding.code for finding in find_all(read_log(paths))]) == is_alone
