@@ -22,7 +22,7 @@ _OF_INTEREST = re.compile(
     rb"|oom[-_ ]kill|out of memory|Out Of Memory|low on resource|on signal \d|by signal: |aught signal |Signal \d+ \("
     rb"|[Bb]us error|[Ss]egmentation fault|segfault at|<Signals\.|\*\*\* SIG|exitcode *: -\d|return code = -\d"
     rb"|[Ee]xit [Cc]ode:? +1\d\d|CANCELLED AT|actor died|Xid \(|access fault by|HSA_STATUS_ERROR|may be stuck"
-    rb"|CUDA_ERROR_[A-Z_]+: |\] PEER_[A-Z]+: |Not all ranks joining|missing ranks: |error msg: Culprit"
+    rb"|CUDA_ERROR_[A-Z_]+: |\] PEER_[A-Z]+: |# Avg bus band|Not all ranks joining|missing ranks: |error msg: Culprit"
     rb"|socket has (?:timed out|failed to listen)|waiting for (?:clients|workers)\."
     rb"|RendezvousTimeout|values : \d|Out of memory while|GetKeyValue\(\) timed|cqe with error"
     rb"|libfabric:\d|libibverbs: W|without libuv|inconsistent 0 params|CUDA capability sm_"
@@ -39,7 +39,7 @@ _WORDS = (
     *(b"waiting for clients", b"waiting for workers", b"Out of memory", b"GetKeyValue", b"cqe with error"),
     *(b"double free", b"free(): ", b"alloc(): ", b"consolidate(): ", b"munmap_chunk", b"corrupted "),
     *(b"libfabric:", b"libibverbs: W", b"libuv", b"inconsistent 0 ", b"CUDA capability", b"CUDA_ERROR_", b"] PEER_"),
-    *(b"Not all ranks joining", b"missing ranks: ", b"Culprit", b"what(): "),
+    *(b"Not all ranks joining", b"missing ranks: ", b"Culprit", b"what(): ", b"# Avg bus"),
 )
 # Beginnings of lines about buffers and the threads of proxies, from which nothing is concluded. With
 # NCCL_DEBUG_SUBSYS=ALL they are most of a log.
