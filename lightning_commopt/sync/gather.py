@@ -49,6 +49,8 @@ def all_ranks_ready(position: str | None, patience_s: float, timeout_s: float) -
     """
     store = key_space("meeting")
     rank, keys = dist.get_rank(), [str(rank) for rank in range(dist.get_world_size())]
+    while rank and _was_of_rank_0_alone(store, position):
+        store = key_space("meeting")
     store.set(str(rank), position or "")
     if rank:
         has_decided = position is not None and poll(lambda: store.check(["decision"]), timeout_s)
@@ -59,6 +61,14 @@ def all_ranks_ready(position: str | None, patience_s: float, timeout_s: float) -
     for key in keys if are_here else ():
         store.delete_key(key)
     return agreed
+
+
+def _was_of_rank_0_alone(store: dist.Store, position: str | None) -> bool:
+    """Returns whether rank 0 has waited in vain for this meeting at another point, where this rank has not called it.
+
+    The next meeting is then the one that rank 0 comes to at ``position``.
+    """
+    return position is not None and store.check(["decision", "0"]) and store.get("0").decode() not in ("", position)
 
 
 def values_of_all_ranks(value: T) -> list[T]:

@@ -93,18 +93,21 @@ def test_ranks_meet_at_the_same_point_only() -> None:
     assert run_ranks(_meet) == [[True, False, False, False, True]] * 2
 
 
-def _miss() -> tuple[bool, float]:
+def _miss() -> tuple[bool, float, list[bool]]:
     prepare_key_spaces()
     start = time.monotonic()
     came = dist.get_rank() == 0 and all_ranks_ready("7", 0.5, 5)
-    return came, time.monotonic() - start
+    waited_s = time.monotonic() - start
+    dist.barrier()
+    return came, waited_s, [all_ranks_ready(position, 5, 5) for position in ("8", "9")]
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for() -> None:
-    """If it fails, a checkpoint that one rank alone saves is never written."""
-    (came, waited_s), _ = run_ranks(_miss)
+    """If it fails, a checkpoint that one rank alone saves is never written, or later ones of all ranks lack state."""
+    (came, waited_s, later), (_, _, of_other) = run_ranks(_miss)
     assert not came
     assert 0.5 <= waited_s < 4
+    assert later == of_other == [True, True]
 
 
 def _sum_shards() -> tuple[dict[str, str], list[float]]:
