@@ -81,8 +81,14 @@ def _train(
     return after, final, [[*of.fragment.parameters] for of in rounds.fragments]
 
 
-def _reference(num_workers: int, is_uneven: bool, plan: DiLoCoPlan, fragments: list[list[str]]) -> list[list[Numbers]]:
-    """Returns every worker's parameters after each step: DiLoCo, algorithm 1, and streaming DiLoCo, algorithm 2."""
+def _reference(
+    num_workers: int, is_uneven: bool, plan: DiLoCoPlan, fragments: list[list[str]]
+) -> tuple[list[list[Numbers]], Numbers]:
+    """Returns every worker's parameters after each step, and the final ones.
+
+    DiLoCo, algorithm 1, and streaming DiLoCo, algorithm 2. At the end what is under way arrives, and what was trained
+    since its last exchange becomes the mean.
+    """
     start = {name: x.detach().numpy() for name, x in _Model().named_parameters()}
     theta, momentum = dict(start), dict.fromkeys(start, 0.0)
     own = [dict(start) for _ in range(num_workers)]
@@ -115,7 +121,12 @@ def _reference(num_workers: int, is_uneven: bool, plan: DiLoCoPlan, fragments: l
         apply(step)
         for worker, numbers in enumerate(own):
             after[worker].append(dict(numbers))
-    return after
+    for step in sorted(due):
+        apply(step)
+    for names, counts in zip(fragments, counted, strict=True):
+        for name in names if any(counts) else ():
+            theta[name] = np.average([x[name] for x in own], axis=0, weights=counts)
+    return after, theta
 
 
 @pytest.mark.parametrize(
@@ -135,9 +146,11 @@ def test_equals_the_algorithm(is_uneven: bool, options: dict[str, Any]) -> None:
     """If it fails, workers move differently than the papers say; a ``finish`` in between must change nothing."""
     ranks = run_ranks(_train, is_uneven, 7, options, world_size=3)
     fragments = ranks[0][2]
-    expected = _reference(3, is_uneven, DiLoCoPlan(**options), fragments)
-    for (got, _, names), steps in zip(ranks, expected, strict=True):
+    expected, ends = _reference(3, is_uneven, DiLoCoPlan(**options), fragments)
+    for (got, final, names), steps in zip(ranks, expected, strict=True):
         assert names == fragments
+        for name, x in ends.items():
+            np.testing.assert_allclose(final[name], x, rtol=1e-10, atol=1e-12, err_msg=f"{name} at the end")
         for step, (numbers, reference) in enumerate(zip(got, steps, strict=True), 1):
             for name, x in reference.items():
                 np.testing.assert_allclose(numbers[name], x, rtol=1e-10, atol=1e-12, err_msg=f"{name} in step {step}")
