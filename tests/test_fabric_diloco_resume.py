@@ -200,7 +200,8 @@ def _unequal(folder: Path) -> list[str]:
     _Training(CommOptDiLoCo(**_PLAIN)).set_up().train(1, folder)
     with warnings.catch_warnings(record=True) as parted:
         warnings.simplefilter("always")
-        _Training(CommOptDiLoCo(**_PLAIN)).set_up().load(folder / "1", "optimizer")
+        remainder = _Training(CommOptDiLoCo(**_PLAIN)).set_up().load(folder / "1", "optimizer")
+    assert {*remainder} == {"model", "scheduler", "seen", "step"}
     return [str(x.message) for x in (*caught, *parted)]
 
 
