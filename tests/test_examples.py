@@ -25,15 +25,16 @@ from support.side_by_side import two_at_a_time
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LIMIT_S = 300  # only against waiting for ever
+# Threads that start examples do not read `os.environ` themselves, as pytest changes a variable of it for each test.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
+ENVIRONMENT |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 def _start(folder: Path, *command: str) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200", "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=folder,
-        env=environment,
+        env=ENVIRONMENT,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
