@@ -146,7 +146,7 @@ class CommOptModelParallelStrategy(StartsRanks, _ModelParallelStrategy):
             )
         with option_errors("plan='auto': "):
             units = sharded_units(self.model)
-        # A comm_hook of the plan sets it, too, and refuses one that is set.
+        # A plan with a comm_hook sets the factor itself, after it has refused one that the program has set.
         if self.sharded_sync is None and any(has_own_divide_factor(module) for module, _ in units):
             raise OptionError("plan='auto': comm_hook and set_gradient_divide_factor exclude each other")
 
