@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import deque
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
@@ -121,6 +122,8 @@ class CommTimeMonitor(PublishesWindows):
         self.new_steps: tuple[Steps, ...] = ()
         self._windows, self._own_rows = [], []
         self._num_samples = self._last_step = 0
+        self._plans = deque()
+        self._plan = self._taken_plan = None
         self._ranks_per_batch = 1
         self._totals = FitTotals(world_size, self._num_warmup_steps)
         self._all_ranks = AllRanks(None, (self._every_n_steps, len(QUANTITIES)))
@@ -215,7 +218,7 @@ class CommTimeMonitor(PublishesWindows):
                 super().on_exception(trainer, pl_module, exception)
                 self._receive(trainer, _INTERRUPTED_LIMIT_S)
                 while self._recorder is not None and self._recorder.has(1):
-                    self._own_rows += self._take(trainer, 1)
+                    self._own_rows += self._take(1)
             self._totals.add_own(self._own_rows)
             if self.verdict is None:
                 self._conclude(trainer)
@@ -241,7 +244,7 @@ class CommTimeMonitor(PublishesWindows):
         if self._recorder is None:
             return
         if has_stepped:
-            self._recorder.end_step(batches_that_stepped(trainer), self._num_samples)
+            self._end_step(trainer, batches_that_stepped(trainer), self._num_samples)
             self._num_samples = 0
             # Between exchanges a rank of DiLoCo may be ahead, and would wait here in place of the next exchange.
             is_alone = isinstance(plan_of(trainer.strategy), DiLoCoPlan)

@@ -49,12 +49,11 @@ class PredictionRecorder:
         self._strategy = trainer.strategy
         self._num_ranks, self._num_ranks_on_host = trainer.world_size, trainer.num_devices
         self._module = module
-        self._plan = plan_of(trainer.strategy)
         self._num_left = num_warmup_backwards
         self._times: GradientTimes | None = None
         self._steps: deque[StepRecord] = deque(maxlen=NUM_STEPS)
         is_ddp = isinstance(trainer.strategy.model, DistributedDataParallel) and not is_baseline(trainer.strategy)
-        self._is_ddp = is_ddp and not isinstance(self._plan, DiLoCoPlan)
+        self._is_ddp = is_ddp and not isinstance(plan_of(trainer.strategy), DiLoCoPlan)
         # Once this is true no further gradients are timed, and `enter` need not be called.
         self.is_over = not (trainer.is_global_zero and self._is_ddp)
         if self._is_ddp:
@@ -77,14 +76,12 @@ class PredictionRecorder:
         else:
             self._times.begin_backward()
 
-    def add(self, steps: Sequence[StepRecord]) -> None:
-        """Adds steps from the recorder, or drops these and all earlier ones if the plan has changed."""
-        plan = plan_of(self._strategy)
-        if plan == self._plan:
-            self._steps.extend(steps)
-        else:
-            self._plan = plan
+    def add(self, steps: Sequence[StepRecord], *, is_changed: bool) -> None:
+        """Adds steps from the recorder, or drops these and all earlier ones if the plan has changed among them."""
+        if is_changed:
             self._steps.clear()
+        else:
+            self._steps.extend(steps)
 
     def close(self) -> None:
         """Removes the hooks from the parameters."""

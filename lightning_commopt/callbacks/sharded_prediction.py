@@ -51,8 +51,6 @@ class ShardedPredictionRecorder:
         self._device = trainer.strategy.root_device
         self._num_left = num_warmup_backwards
         self._plan = self._plan_in_use()
-        # Steps under an earlier plan are dropped, so the changes of the plan are counted, and those the kept steps saw.
-        self._num_changes = self._num_changes_of_steps = 0
         self._steps: deque[StepRecord] = deque(maxlen=NUM_STEPS)
         self._calls: UnitCalls | None = None
         self._times = GradientTimes((), self._device, self._num_ranks_on_host)
@@ -79,7 +77,6 @@ class ShardedPredictionRecorder:
         if plan != self._plan:
             self.close()
             self._plan, self._calls = plan, None
-            self._num_changes += 1
         if self._calls is None and self._num_left < 0:
             assert self._strategy.model is not None
             self._calls = UnitCalls(self._strategy.model, self._device)
@@ -88,13 +85,12 @@ class ShardedPredictionRecorder:
             if len(self._calls.batches) == _NUM_BATCHES:
                 self._calls.close()
 
-    def add(self, steps: Sequence[StepRecord]) -> None:
-        """Adds steps from the recorder, or drops these and all earlier ones if the plan has changed."""
-        if self._num_changes == self._num_changes_of_steps:
-            self._steps.extend(steps)
-        else:
-            self._num_changes_of_steps = self._num_changes
+    def add(self, steps: Sequence[StepRecord], *, is_changed: bool) -> None:
+        """Adds steps from the recorder, or drops these and all earlier ones if the plan has changed among them."""
+        if is_changed:
             self._steps.clear()
+        else:
+            self._steps.extend(steps)
 
     def close(self) -> None:
         """Gives the units their comm objects back."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,15 +15,24 @@ from lightning_commopt.callbacks.fit_totals import FitTotals
 from lightning_commopt.callbacks.phases import PhaseCallback
 from lightning_commopt.callbacks.prediction import PredictionRecorder
 from lightning_commopt.callbacks.publisher import MetricPublisher, StepFiles
-from lightning_commopt.callbacks.run_description import describe_hook, describe_plan
+from lightning_commopt.callbacks.run_description import describe_plan
 from lightning_commopt.callbacks.sharded_prediction import ShardedPredictionRecorder
 from lightning_commopt.measure.link.tracker import LinkTracker
 from lightning_commopt.measure.recorder import StepRecorder
 from lightning_commopt.measure.statistics import QUANTITIES, Steps, row
+from lightning_commopt.plan import Plan
+from lightning_commopt.strategy.base import plan_of
 from lightning_commopt.text.validation import warn
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+
+class StepPlan(NamedTuple):
+    """The plan of some steps in a row, and what `describe_plan` says of it."""
+
+    plan: Plan | None
+    description: dict[str, Any]
 
 
 class PublishesWindows(PhaseCallback):
@@ -44,6 +54,18 @@ class PublishesWindows(PhaseCallback):
     _windows: list[Steps]  # windows that arrived since the last batch ended
     _own_rows: list[list[float]]  # this rank's rows in the gathering that is under way
     _last_step: int  # number of the last step that was taken from the recorder
+    # Of each step that the recorder has: a device lags behind, so that a step may be taken under a later plan.
+    _plans: deque[StepPlan]
+    _plan: StepPlan | None  # of the last step that has ended
+    _taken_plan: StepPlan | None  # of the last step that was taken
+
+    def _end_step(self, trainer: Trainer, step: int, num_samples: int) -> None:
+        assert self._recorder is not None
+        plan = plan_of(trainer.strategy)
+        if self._plan is None or plan != self._plan.plan:
+            self._plan = StepPlan(plan, describe_plan(trainer.strategy))
+        self._plans.append(self._plan)
+        self._recorder.end_step(step, num_samples)
 
     def _catch_up(self, trainer: Trainer) -> None:
         """Publishes the last window; before the first one, the steps so far."""
@@ -64,25 +86,28 @@ class PublishesWindows(PhaseCallback):
 
     def _send(self, trainer: Trainer, even_if_empty: bool = False) -> None:
         """Sends the oldest steps to all ranks, at most a window."""
-        rows = self._take(trainer, self._every_n_steps)
+        rows = self._take(self._every_n_steps)
         if (rows or even_if_empty) and not self._all_ranks.is_over:
             self._own_rows = rows
             self._all_ranks.send(torch.tensor(rows, dtype=torch.float64, device="cpu"))
 
-    def _take(self, trainer: Trainer, num_steps: int) -> list[list[float]]:
+    def _take(self, num_steps: int) -> list[list[float]]:
         """Saves at most ``num_steps`` of the oldest steps, and returns their numbers."""
         assert self._recorder is not None
         records = self._recorder.take(num_steps)
-        if records:
-            self._last_step = records[-1].step
-            if self._prediction is not None:
-                self._prediction.add(records)
-            if self._files is not None:
-                self._files.save_steps(records, describe_plan(trainer.strategy))
+        if not records:
+            return []
+        self._last_step = records[-1].step
+        plans = [self._plans.popleft() for _ in records]
+        before, self._taken_plan = self._taken_plan or plans[0], plans[-1]
+        if self._prediction is not None:
+            self._prediction.add(records, is_changed=any(plan is not before for plan in plans))
+        if self._files is not None:
+            self._files.save_steps(records, self._taken_plan.description)
         self._totals.add_collectives(records)
         if self._link is None:
             return [row(record) for record in records]
-        times_s = self._link.rows(records, describe_hook(trainer.strategy)["comm_hook"])
+        times_s = self._link.rows(records, self._taken_plan.description["comm_hook"])
         return [row(record) + own_times_s for record, own_times_s in zip(records, times_s, strict=True)]
 
     def _receive(self, trainer: Trainer, limit_s: float = math.inf) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,6 +13,7 @@ from lightning_commopt import CommOptDDP
 from lightning_commopt.callbacks import CommTimeMonitor, prediction
 from lightning_commopt.cost import compressor_cost
 from lightning_commopt.cost.basis import basis_of_run
+from lightning_commopt.measure.clock import HostClock
 from lightning_commopt.measure.files import read_run, steps_of_plan
 from lightning_commopt.measure.forecasts import read_forecasts
 from lightning_commopt.measure.runs.files import PREDICTION_FILE
@@ -40,6 +40,7 @@ FITS: dict[str, dict[str, Any]] = {
     "manual": {"strategy": {}, "net": Manual},
     "torch_hook": {"strategy": "torch"},
     "changing": {"strategy": {}, "max_steps": 15},
+    "changing, on a device that lags": {"strategy": {}, "max_steps": 15},
 }
 _CHANGED_AFTER = 4  # steps
 
@@ -63,7 +64,14 @@ def train(folder: str, name: str) -> tuple[int, str]:
     elif strategy != "ddp":
         strategy = CommOptDDP(**strategy)
     monitor = CommTimeMonitor(every_n_steps=3, num_warmup_steps=2, dirpath=f"{folder}/{name}", print_summary=False)
-    fit(monitor, strategy, net=net, callbacks=[PlanChanger()] if name == "changing" else [], **options)
+    changer = [PlanChanger()] if name.startswith("changing") else []
+    with (
+        patch.object(HostClock, "num_lag_steps", 5 if name.endswith("lags") else 0),
+        patch.object(prediction.Basis, "of_steps", wraps=prediction.Basis.of_steps) as learn,
+    ):
+        fit(monitor, strategy, net=net, callbacks=changer, **options)
+    for call in learn.call_args_list if changer else ():
+        assert all(step.totals.wire_bytes < step.totals.gradient_bytes for step in call.args[1][0])
     hooks = [parameter._post_accumulate_grad_hooks for parameter in net.parameters()]
     assert monitor.verdict is not None
     return sum(map(len, filter(None, hooks))), monitor.verdict.headline
@@ -124,12 +132,13 @@ def test_a_run_has_the_shapes_of_its_parameters(fits: Path) -> None:
     assert not basis.workload.is_per_gradient
 
 
-def test_a_run_with_a_changed_plan_shows_the_last_one(fits: Path) -> None:
+@pytest.mark.parametrize("name", ["changing", "changing, on a device that lags"])
+def test_a_run_with_a_changed_plan_shows_the_last_one(fits: Path, name: str) -> None:
     """If it fails, a killed fit with ``plan="auto"`` is predicted as if its compressed steps had no comm hook."""
-    assert basis_of_run(fits / "changing").plan == CommPlan.from_dict({"comm_hook": "int8"})
-    (fits / "changing" / PREDICTION_FILE).unlink()
-    assert basis_of_run(fits / "changing").plan == CommPlan.from_dict({"comm_hook": "int8"})
-    ranks = read_run(fits / "changing")
+    assert basis_of_run(fits / name).plan == CommPlan.from_dict({"comm_hook": "int8"})
+    (fits / name / PREDICTION_FILE).unlink()
+    assert basis_of_run(fits / name).plan == CommPlan.from_dict({"comm_hook": "int8"})
+    ranks = read_run(fits / name)
     assert {(records.header["comm_hook"], records.header["is_lossy"]) for records in ranks} == {("int8", True)}
     steps = steps_of_plan(ranks)
     assert [*steps] == [*range(6, 15)]  # from the first window on that began with it
@@ -158,15 +167,3 @@ def train_with_a_bug(folder: str) -> tuple[bool, bool]:
 def test_a_bug_in_a_prediction_ends_no_fit(tmp_path: Path) -> None:
     """If it fails, a training of days raises at its end, because something about it could not be predicted."""
     assert run_ranks(train_with_a_bug, str(tmp_path)) == [(True, False)] * 2
-
-
-def test_steps_of_an_earlier_plan_are_dropped() -> None:
-    """If it fails, ``plan="auto"`` predicts from steps that had another compressor."""
-    run: Any = SimpleNamespace(strategy=SimpleNamespace(model=None), world_size=2, num_devices=2, is_global_zero=True)
-    plans = [CommPlan(), CommPlan(), CommPlan(bucket_cap_mb=1), CommPlan(bucket_cap_mb=1)]
-    with patch.object(prediction, "plan_of", side_effect=plans):
-        recorder = prediction.PredictionRecorder(run, Net(), num_warmup_backwards=0)
-        steps: list[Any] = ["before", "with the change", "after"]
-        for step in steps:
-            recorder.add([step])
-    assert [*recorder._steps] == steps[2:]
