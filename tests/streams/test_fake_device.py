@@ -1,5 +1,8 @@
 """The CUDA path with real torch, on a fake device that brings everything out of order that nothing keeps in order."""
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +31,7 @@ COMPRESSORS = {
     **example_compressors(),
     "halves": Halves(),
 }
+ROOT = Path(__file__).parents[2]
 SHARDED = {
     "none": ShardedCase(compressor=None),
     "bf16": ShardedCase(compressor=ShardedBf16()),
@@ -41,6 +45,17 @@ DILOCO = {
     "overlapping": DiLoCoPlan(sync_every=3, fragments=2, overlap=2, comm_hook=BlockInt8()),
 }
 
+TESTS_ON_IT = (
+    "tests/callbacks/test_comm_time.py",
+    "tests/callbacks/test_prediction.py",
+    "tests/strategy/test_apply_plan.py",
+    "tests/strategy/test_diloco_resume.py",
+    "tests/strategy/test_manual_backward.py",
+    "tests/strategy/test_model_parallel_compressed.py",
+    "tests/strategy/test_sharded_plan.py",
+    "tests/tune/test_sharded_auto_plan.py",
+    "tests/test_fabric_sync.py",
+)
 
 pytestmark = pytest.mark.exhaustive  # building the device takes longer than all of these
 
@@ -142,3 +157,15 @@ def test_backward_that_waits_for_the_host_is_recorded(device: FakeDevice, tmp_pa
             assert step.waits == ()
             assert step.host_bound_s is not None
             assert 0 <= step.host_bound_s <= step.totals.backward_s
+
+
+@pytest.mark.usefixtures("device")  # which skips where there is none
+@pytest.mark.parametrize("tests", TESTS_ON_IT)
+def test_what_is_tested_on_cpus_holds_on_cuda(tests: str) -> None:
+    """If it fails, something is right only where the host and its device are one."""
+    command = [sys.executable, "-m", "fake_device", "--for-cpu", sys.executable, "-m", "pytest", "-n0", "-q", tests]
+    paths = os.pathsep.join([str(ROOT / "tests/streams"), *sys.path])
+    ended = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True, timeout=400
+    )
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import multiprocessing
 import os
@@ -11,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fake_device.build import Libraries
+from fake_device.loading import begin_schedule, end_schedule, runtime
 
 _STREAMS = Path(__file__).parents[1]
 _NOT_FINITE = "(not finite)"
@@ -82,7 +81,7 @@ def in_all_schedules(run: Callable[[], Outcome]) -> dict[str, Outcome]:
     """
     with _schedule(late=0):
         results = {"all prompt": run()}
-    num_streams = _runtime().fake_device_num_streams()
+    num_streams = runtime().fake_device_num_streams()
     everything = (1 << num_streams) - 1
     with _schedule(everything):
         results["all late"] = run()
@@ -113,13 +112,8 @@ def digest(tensors: Iterable[Tensor]) -> str:
 @contextmanager
 def _schedule(late: int) -> Iterator[None]:
     """Makes those streams late whose bits are set, in the order of their first work in this context."""
-    _runtime().fake_device_begin_run(ctypes.c_uint64(late))
+    begin_schedule(late)
     try:
         yield
     finally:
-        _runtime().fake_device_end_run()
-
-
-@cache
-def _runtime() -> ctypes.CDLL:
-    return ctypes.CDLL("libfake_device.so")  # the one that the launcher has loaded
+        end_schedule()

@@ -7,7 +7,6 @@ Through the pipe with that descriptor come jobs, and go answers. It ends when no
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import multiprocessing
 import os
@@ -16,14 +15,15 @@ import tempfile
 from multiprocessing.connection import Connection
 from typing import Any
 
+from fake_device.loading import load_device, take_device
+
 _SLOW = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor")  # what DDP and FSDP2 import when used
 
 
 def main() -> None:
     descriptor, driver, runtime, operators = sys.argv[1:]
-    for library in (driver, runtime):  # before torch is imported: its libraries then find these
-        ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
-    _take_device(operators)
+    load_device(driver, runtime)
+    _prepare(operators)
     with Connection(int(descriptor)) as jobs:
         while True:
             try:
@@ -33,15 +33,13 @@ def main() -> None:
             jobs.send(_answer(*job))
 
 
-def _take_device(operators: str) -> None:
-    """Makes torch compute and allocate on the fake device."""
+def _prepare(operators: str) -> None:
+    """Takes the device, and imports what ranks need."""
     import torch  # noqa: F401 - the library needs what it loads
 
     from lightning_commopt.compressors.kernels import dispatch
 
-    library = ctypes.CDLL(operators)
-    library.fake_device_replace_operators()
-    library.fake_device_take_allocations()
+    take_device(operators)
     dispatch.do_without_triton()  # whose kernels nothing can run
     for module in _SLOW:
         importlib.import_module(module)

@@ -25,6 +25,11 @@ class Allocator : public CUDAPluggableAllocator {
   // ProcessGroupNCCL wants to hear of all memory, so as to register it with NCCL. There is nothing to register.
   c10::cuda::CUDACachingAllocator::SnapshotInfo snapshot(c10::cuda::MempoolId_t, bool) override { return {}; }
   void attachAllocatorTraceTracker(c10::cuda::CUDACachingAllocator::AllocatorTraceTracker) override {}
+
+  // Memory is not counted.
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override { return {}; }
+  void resetAccumulatedStats(c10::DeviceIndex) override {}
+  void resetPeakStats(c10::DeviceIndex) override {}
 };
 
 }  // namespace

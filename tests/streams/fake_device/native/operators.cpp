@@ -12,6 +12,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
@@ -100,6 +102,7 @@ class Call {
       : op_(op), schema_(op.schema()), arguments_(std::move(arguments)), device_(device()) {}
 
   Stack run() {
+    c10::DeviceGuard guard(device_);  // a tensor of another device than the current one
     auto& stream = fake_device::stream_of(c10::cuda::getCurrentCUDAStream(device_.index()).stream());
     Stack results;
     bool is_known = resize_outputs() && allocate(results);
@@ -116,6 +119,11 @@ class Call {
   }
 
  private:
+  // The CPU's operator leaves out what nobody has asked for, such as a gradient, or statistics in evaluation.
+  static void copy_result(const Tensor& to, const Tensor& from) {
+    if (to.defined() && from.defined() && from.numel() == to.numel()) to.copy_(from);
+  }
+
   static void compute(
       const c10::OperatorHandle& op, Stack stack, const std::vector<std::pair<size_t, IValue>>& outputs) {
     at::NoGradGuard no_grad;
@@ -123,10 +131,10 @@ class Call {
       call(op, stack);
       for (const auto& [place, output] : outputs) {
         if (output.isTensor()) {
-          if (output.toTensor().defined()) output.toTensor().copy_(stack[place].toTensor());
+          copy_result(output.toTensor(), stack[place].toTensor());
         } else {
           auto to = output.toTensorVector(), from = stack[place].toTensorVector();
-          for (size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i]);
+          for (size_t i = 0; i < to.size(); ++i) copy_result(to[i], from[i]);
         }
       }
     } catch (const std::exception& error) {  // a device would fail as late as this, too
@@ -237,6 +245,7 @@ class Call {
 
   // Returns CPU tensors over the new ones among the results, with their places.
   std::vector<std::pair<size_t, IValue>> outputs_on_cpu(const Stack& results) const {
+    c10::InferenceMode is_no_inference(false);  // the stream's thread, which writes to them, is in no such mode
     std::vector<std::pair<size_t, IValue>> outputs;
     for (size_t i = 0; i < results.size(); ++i)
       if (argument_returned(schema_.returns()[i]) == nullptr) outputs.emplace_back(i, replaced(results[i], as_cpu));
@@ -265,16 +274,39 @@ class Call {
   at::Device device_;
 };
 
+// Makes arguments such as the CPU's operator takes them; returns the type of the result, if it is to be converted.
+//
+// Softmax of autocast is in float32 whatever it gets, and its gradient again in that type; the CPU converts neither.
+// Statistics of a normalization are in float32 on CUDA, on the CPU only if its weight is.
+std::optional<at::ScalarType> adapt(const std::string& name, std::vector<IValue>& arguments) {
+  if (name == "aten::_softmax" || name == "aten::_log_softmax") {
+    if (arguments[2].toBool()) arguments[0] = arguments[0].toTensor().to(at::kFloat);
+    arguments[2] = false;
+  } else if (name == "aten::_softmax_backward_data" || name == "aten::_log_softmax_backward_data") {
+    auto asked = arguments[3].toScalarType(), computed = arguments[0].toTensor().scalar_type();
+    arguments[3] = computed;
+    if (asked != computed) return asked;
+  } else if (name == "aten::native_layer_norm_backward") {
+    auto like = arguments[5].isTensor() && arguments[5].toTensor().defined() ? arguments[5] : arguments[1];
+    for (size_t i : {3, 4}) arguments[i] = arguments[i].toTensor().to(like.toTensor().scalar_type());
+  }
+  return std::nullopt;
+}
+
 void run_on_device(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  const std::string& name = op.schema().name();
+  bool is_functional = op.schema().overload_name().empty();
   std::vector<IValue> arguments = torch::jit::pop(*stack, op.schema().arguments().size());
-  if (op.schema().name() == "aten::copy_") {
+  if (name == "aten::copy_") {
     Tensor to = arguments[0].toTensor(), from = arguments[1].toTensor();
     if (!to.is_cuda() || !from.is_cuda()) {  // the runtime copies
       stack->emplace_back(at::native::copy_(to, from, arguments[2].toBool()));
       return;
     }
   }
-  for (IValue& result : Call(op, std::move(arguments)).run()) stack->push_back(std::move(result));
+  auto type = is_functional ? adapt(name, arguments) : std::nullopt;
+  for (IValue& result : Call(op, std::move(arguments)).run())
+    stack->push_back(type ? IValue(result.toTensor().to(*type)) : std::move(result));
 }
 
 bool is_replaced(const c10::OperatorHandle& op) {
