@@ -39,6 +39,11 @@ SHARDED = {
     "int4 of bf16, gathered as int8": ShardedCase(compressor=ShardedInt4(), gathers_int8=True, precision="bf16"),
     "stochastic": ShardedCase(compressor=ShardedInt8(stochastic_rounding=True), precision="bf16", resharding=False),
     "hierarchical": ShardedCase(compressor=ShardedHierarchical(inner=ShardedInt8(error_feedback=True))),
+    "from feedback to none": ShardedCase(compressor=ShardedInt8(error_feedback=True), later=(None,)),
+    "from feedback to feedback": ShardedCase(
+        compressor=ShardedInt8(error_feedback=True), later=(ShardedInt4(error_feedback=True),)
+    ),
+    "frozen": ShardedCase(compressor=ShardedInt8(error_feedback=True), freezes=True),
 }
 DILOCO = {
     "at once": DiLoCoPlan(sync_every=2),

@@ -26,6 +26,7 @@ from lightning_commopt.compressors.channel import Channel
 from lightning_commopt.compressors.registry import compressor_name
 from lightning_commopt.compressors.shards import ShardedCompressor, first_seed
 from lightning_commopt.measure.recorder import issued_by
+from lightning_commopt.sync.gather import map_tensors
 from lightning_commopt.sync.state import residuals_by_name
 from lightning_commopt.sync.unit_layout import UnitLayout, shard_numel
 from lightning_commopt.text.validation import warn_once
@@ -228,6 +229,7 @@ class UnitReduceScatter(CompressedUnit):
             self._state = saved[2]
             return
         if saved is not None:
+            _protect([saved[2], self.residuals])
             self.residuals = residuals_by_name(self._compressor, {0: saved}, self.residuals)
         seed = self.first_seed + self.num_syncs
         self._state = self._compressor.init(layout.numel, self.num_shards, device, seed) if columns else {}
@@ -237,12 +239,22 @@ class UnitReduceScatter(CompressedUnit):
 
     def _take_residual(self, columns: Sequence[Column], device: torch.device) -> Tensor | None:
         """Takes the residuals of some parameters, ``(W, s)`` float32; None if there are none."""
-        if not any(column.name in self.residuals for column in columns):
+        taken = {x.name: self.residuals.pop(x.name) for x in columns if x.name in self.residuals}
+        if not taken:
             return None
-        wholes = [
-            self.residuals.pop(x.name, torch.zeros(x.shape, device=device)).to(device, torch.float32) for x in columns
-        ]
+        _protect(taken)
+        wholes = [taken.get(x.name, torch.zeros(x.shape, device=device)).to(device, torch.float32) for x in columns]
         return layout_of(columns, self.num_shards).join(wholes)
+
+
+def _protect(value: object) -> None:
+    """Keeps tensors that another stream has made until the current one is done; the host drops them before that."""
+
+    def record(tensor: Tensor) -> None:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+    map_tensors(record, value)
 
 
 def _message_bytes(rows: Tensor, runs: Sequence[tuple[int, bool]], compressor: ShardedCompressor) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fake_device.device import Outcome, digest, in_all_schedules
 from lightning_commopt.compressors.sharded import ShardedCompressor
-from lightning_commopt.sync.fsdp2.gradients import ShardedSync
-from lightning_commopt.sync.fsdp2.parameters import GatheredParameters
+from lightning_commopt.plan.sharded import ShardedPlan
+from lightning_commopt.sync.fsdp2.model_sync import ShardedModelSync
 
 _WIDTH = 32
 _NUM_BLOCKS = 3
@@ -36,12 +36,16 @@ class ShardedCase:
         gathers_int8: whether all-gathers are compressed too, as ``param_hook`` does.
         precision: of parameters and gradients on the wire.
         resharding: whether parameters are gathered in backward again.
+        later: the compressors after the first step, after the second, and so on.
+        freezes: whether a matrix is frozen after the first step.
     """
 
     compressor: ShardedCompressor | None
     gathers_int8: bool = False
     precision: str = "32"
     resharding: bool = True
+    later: tuple[ShardedCompressor | None, ...] = ()
+    freezes: bool = False
 
 
 class _Block(nn.Module):
@@ -70,19 +74,21 @@ def _train(case: ShardedCase, mesh: Any) -> Outcome:
     policy = MixedPrecisionPolicy(**_PRECISIONS[case.precision])
     for part in (*model, model):
         fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=case.resharding)
-    sync = None if case.compressor is None else ShardedSync(case.compressor)
-    if sync is not None:
-        sync.attach(model, ranks_per_node=1)
-    gathered = GatheredParameters() if case.gathers_int8 else None
-    if gathered is not None:
-        gathered.attach(model)
+    plan = ShardedPlan(comm_hook=case.compressor, param_hook="int8" if case.gathers_int8 else None)
+    sync = ShardedModelSync(plan)
+    sync.attach(model, ranks_per_node=1, timeout=None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     batches = torch.randn(_STEPS, 16, _WIDTH).add(dist.get_rank()).to(device)
-    for batch in batches:
+    for step, batch in enumerate(batches):
         loss = model(batch).float().square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    residuals = {} if sync is None else sync.residuals()
+        sync.end_flush()
+        if step < len(case.later):
+            sync.change_plan(replace(plan, comm_hook=case.later[step]))
+        if case.freezes:
+            model[0].first.weight.requires_grad_(False)
+    residuals = {} if sync.gradients is None else sync.gradients.residuals()
     whole = [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
     return Outcome(digest(whole), digest(residuals[name] for name in sorted(residuals)))
