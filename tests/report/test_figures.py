@@ -430,6 +430,9 @@ def test_a_logarithmic_axis_has_equal_ratios_at_equal_distances() -> None:
     assert axis.place(10) - axis.place(1) == pytest.approx(axis.place(1000) - axis.place(100))
     assert [text for _, text in axis.ticks] == ["1", "10", "100", "1000"]
     assert [text for _, text in log_axis([1.0, 6.0]).ticks] == ["1", "2", "5"]
+    axis = log_axis([3.0, 3.0])
+    assert axis.place(3.0) == pytest.approx(50)
+    assert [text for _, text in axis.ticks] == ["2"]
 
 
 def _group_of(folder: Path) -> Group:

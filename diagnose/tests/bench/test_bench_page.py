@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from commopt_diagnose.bench.model import LinkModel
 from commopt_diagnose.bench.page import bench_charts, write_bench_page
 from commopt_diagnose.bench.result import BenchResult, Row
 from diagnose_support.sample_bench import case, result_of, sample
+from lightning_commopt.text.formatting import number
 from support.browser import CHROMIUM, NO_CHROMIUM, opened, started_browser
 from support.known import known
 
@@ -43,6 +45,11 @@ def test_each_question_has_a_chart_with_the_links_rate() -> None:
     plot = known(charts["Bus bandwidth"].plot)
     assert [point.y for point in plot.traces[-1].points] == [0.125, 0.125]
     assert plot.traces[0].points[-1].y == pytest.approx(0.11, rel=0.03)
+    times = known(charts["Time, and the link model"].plot).traces
+    time_ms = 1e3 * (1e-3 + 2**26 / 1.1e8)
+    assert [trace.points[-1].y for trace in (times[0], times[2])] == pytest.approx([time_ms] * 2, rel=0.03)
+    shown = [number(trace.points[-1].y) for trace in (times[0], plot.traces[0])]
+    assert times[0].points[-1].hover == f"all_reduce, 64M: {shown[0]} ms, {shown[1]} GB/s"
     assert [line.name for line in charts["Comm hooks: effective bandwidth"].lines][:2] == ["all_reduce", "int8"]
 
 
@@ -55,6 +62,12 @@ def test_the_page_says_what_the_numbers_say(tmp_path: Path) -> None:
     assert "<b>" not in page.partition("<script>")[0]
     assert page.count("<tr>") == 1 + len(_everything().rows)
     assert "all_reduce (2 ranks): " in page
+    write_bench_page(result_of([Row(case=case(2**20), times_s=[1e-3, 2e-3, 3e-3], num_wrong=5)]), tmp_path / "row.html")
+    page = (tmp_path / "row.html").read_text().replace("\N{NO-BREAK SPACE}", " ")
+    cells = re.findall(r"<td[^>]*>([^<]*)", page.partition("<tbody>")[2])
+    assert [cell.strip() for cell in cells[-9:]] == [
+        *("1 048 576", "262144", "float32", "sum", "2000", "1000 to 3000", "0.524", "0.524", "5")
+    ]
 
 
 @pytest.mark.exhaustive

@@ -123,6 +123,9 @@ def test_the_table_has_nccl_tests_columns() -> None:
     assert heading.split() == ["#", "size", "count", "type", "redop", *["time", "±", "algbw", "busbw", "#wrong"] * 2]
     cells = next(line for line in lines if line.startswith(" ")).split()
     assert cells[:4] == ["1048576", "262144", "float32", "sum"]
+    times = rows[1].time_s
+    assert float(cells[4]) == pytest.approx(1e6 * times.median, abs=0.1)
+    assert float(cells[5]) == pytest.approx(50 * (times.high - times.low) / times.median, abs=0.1)
     assert float(cells[6]) == pytest.approx(0.5, rel=0.02)
     assert float(cells[11]) == pytest.approx(1.0, rel=0.02)
     assert "# Out of bounds values : 0 OK" in lines

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 _MAX_TICKS = 6  # the labels of so many ticks fit beside each other on a phone of 360 pixels
 _MARGIN = 0.05  # share of an axis that is kept free beyond the outermost values
+_MIN_RATIO = 2.5  # the ends of a logarithmic axis, so that one of 1, 2 and 5 lies on it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +108,8 @@ def linear_axis(
 def log_axis(values: Iterable[float], ticks: Sequence[tuple[float, str]] = ()) -> Axis:
     """Returns a logarithmic axis around positive values, with the given ticks or at most six of 1, 2 and 5."""
     known = list(values)
-    margin = (max(known) / min(known)) ** _MARGIN
+    ratio = max(known) / min(known)
+    margin = max(ratio**_MARGIN, math.sqrt(_MIN_RATIO / ratio))
     low, high = min(known) / margin, max(known) * margin
     if not ticks:
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
