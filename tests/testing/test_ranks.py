@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_commopt.testing import ranks
+from lightning_commopt.testing.places import candidates
 from support import warm_ranks
 from support.ranks import RankError, run_ranks, run_ranks_or_raise
 
@@ -97,3 +98,34 @@ def _wait_on_rank_1() -> int:
 def test_a_silent_rank_is_named() -> None:
     with pytest.raises(RankError, match=r"only ranks \[0\] answered within 15 s"):
         run_ranks_or_raise(_wait_on_rank_1, world_size=2, limit_s=15)
+
+
+_BOTH = "cpu:gloo,cuda:nccl"
+_GLOO = ("2 ranks on one GPU, gloo", "gloo", (0, 0), {})
+_AS_HOSTS = (
+    *("2 ranks on one GPU as 2 hosts, NCCL over sockets", _BOTH, (0, 0)),
+    {"0": {"NCCL_HOSTID": "host0"}, "1": {"NCCL_HOSTID": "host1"}},
+)
+_SHARED = "2 ranks on one GPU, NCCL", _BOTH, (0, 0), {rank: {"NCCL_MULTI_RANK_GPU_ENABLE": "1"} for rank in "01"}
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "nccl", "places"),
+    [
+        (0, (2, 30, 0), [("2 ranks on the CPU, gloo", "gloo", (0, 0), {})]),
+        (1, None, [_GLOO]),
+        (1, (2, 29, 9), [_AS_HOSTS, _GLOO]),
+        (1, (2, 30, 0), [_SHARED, _AS_HOSTS, _GLOO]),
+        (2, (2, 30, 0), [("2 ranks on 2 GPUs, NCCL", _BOTH, (0, 1), {}), _GLOO]),
+    ],
+)
+def test_ranks_have_gpus_of_their_own_where_there_are_enough(
+    num_gpus: int, nccl: tuple[int, ...] | None, places: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it fails, ``commopt selftest`` or ``check_compressor`` checks another device than it says, or none."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: nccl is not None)
+    found = candidates("auto")
+    assert [(place.name, place.backend, place.indices, place.environment) for place in found] == places
+    assert {place.device_type for place in found} == {"cuda" if num_gpus else "cpu"}
