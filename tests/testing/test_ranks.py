@@ -101,7 +101,7 @@ def test_a_silent_rank_is_named() -> None:
 
 
 _BOTH = "cpu:gloo,cuda:nccl"
-_GLOO = ("2 ranks on one GPU, gloo", "gloo", (0, 0), {})
+_GLOO: tuple[str, str, tuple[int, int], dict[str, object]] = ("2 ranks on one GPU, gloo", "gloo", (0, 0), {})
 _AS_HOSTS = (
     *("2 ranks on one GPU as 2 hosts, NCCL over sockets", _BOTH, (0, 0)),
     {"0": {"NCCL_HOSTID": "host0"}, "1": {"NCCL_HOSTID": "host1"}},
