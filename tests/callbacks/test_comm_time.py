@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -298,6 +299,39 @@ def test_an_epoch_in_which_a_rank_takes_no_step_hangs_nobody() -> None:
     first, second = run_ranks(steps_on_some_ranks, group_timeout_s=20, limit_s=100)
     assert first == second
     assert min(first) > 0
+
+
+class LateEnd(Net):
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.global_rank == 1:
+            time.sleep(2)
+
+
+def ends_late() -> tuple[list[str], list[int], list[dict[str, float]]]:
+    comm_time = CommTimeMonitor(every_n_steps=4, num_warmup_steps=0, save_records=False, print_summary=False)
+    num_steps, summaries = [], []
+    with (
+        warnings.catch_warnings(record=True) as warned,
+        patch.object(comm_time_module, "_LAST_WINDOW_LIMIT_S", 0.2),
+    ):
+        warnings.simplefilter("always")
+        for net in (LateEnd(), Net()):
+            fit(comm_time, CommOptDDP(), net=net)
+            num_steps.append(comm_time._totals.num_gathered)
+            summaries.append(comm_time.summary)
+    return [str(it.message) for it in warned if "CommTimeMonitor" in str(it.message)], num_steps, summaries
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_ends_late_keeps_nobody_waiting() -> None:
+    """If it fails, a fit waits at its end for the slowest rank, or the next one takes its steps for its own."""
+    (warned, num_steps, (_, summary)), (others, other_num_steps, (_, other)) = run_ranks(ends_late)
+    assert warned == [
+        "CommTimeMonitor: not all ranks have sent their last steps within 0.2 s; the summary leaves these steps out."
+    ]
+    assert others == []
+    assert (num_steps, other_num_steps) == ([8, NUM_STEPS], [NUM_STEPS] * 2)
+    assert summary == pytest.approx(other, nan_ok=True)
 
 
 class SlowFiles(TorchCheckpointIO):
