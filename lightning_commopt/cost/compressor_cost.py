@@ -165,7 +165,11 @@ def _measure(
 
 
 def line_through(x: tuple[float, float], y: tuple[float, float]) -> tuple[float, float]:
-    """Returns the line through two points, neither of its numbers below 0."""
+    """Returns the line through two points, neither of its numbers below 0.
+
+    >>> line_through((1.0, 2.0), (1.0, 1.5)), line_through((1.0, 2.0), (4.0, 1.0)), line_through((1.0, 2.0), (1.0, 4.0))
+    ((0.5, 0.5), (0.0, 0.5), (0.0, 2.0))
+    """
     slope = (y[1] - y[0]) / (x[1] - x[0])
     start = y[0] - slope * x[0]
     return (start, slope) if start >= 0 and slope >= 0 else (0.0, y[1] / x[1])
