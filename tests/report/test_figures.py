@@ -233,6 +233,8 @@ def test_memory_has_a_bar_for_each_setting(sweep: Report) -> None:
     group = sweep.groups[0]
     chart = known(peak_memory(group, _styles(sweep)))
     assert [bar.value for bar in chart.bars] == ["460 MB"] * len(group.settings)
+    unknown = replace(group, settings=tuple(replace(setting, peak_memory_bytes=0.0) for setting in group.settings))
+    assert peak_memory(unknown, _styles(sweep)) is None
 
 
 def test_timelines_show_each_plan_on_one_time_axis(sweep: Report) -> None:
@@ -433,6 +435,9 @@ def test_a_logarithmic_axis_has_equal_ratios_at_equal_distances() -> None:
     axis = log_axis([3.0, 3.0])
     assert axis.place(3.0) == pytest.approx(50)
     assert [text for _, text in axis.ticks] == ["2"]
+    axis = log_axis([1.0, 1e308])
+    assert len(axis.ticks) == 6
+    assert axis.place(1e308) == 100
 
 
 def _group_of(folder: Path) -> Group:

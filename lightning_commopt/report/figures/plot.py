@@ -110,7 +110,7 @@ def log_axis(values: Iterable[float], ticks: Sequence[tuple[float, str]] = ()) -
     known = list(values)
     ratio = max(known) / min(known)
     margin = max(ratio**_MARGIN, math.sqrt(_MIN_RATIO / ratio))
-    low, high = min(known) / margin, max(known) * margin
+    low, high = max(min(known) / margin, 1e-307), min(max(known) * margin, 1e308)  # a diverging loss comes that far
     if not ticks:
         decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
         for factors in ((1, 2, 5), (1, 3), (1,)):

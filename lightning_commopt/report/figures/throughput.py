@@ -114,8 +114,8 @@ def _hover(setting: Setting, interval: Interval) -> str:
 
 
 def peak_memory(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
-    """Returns a bar for each setting; None with fewer than two."""
-    peaks = [(setting, peak) for setting in group.settings if (peak := setting.peak_memory_bytes) is not None]
+    """Returns a bar for each setting; None with fewer than two. With PYTORCH_NO_CUDA_MEMORY_CACHING torch counts 0."""
+    peaks = [(setting, peak) for setting in group.settings if (peak := setting.peak_memory_bytes)]
     if len(peaks) < 2:
         return None
     most = max(peak_bytes for _, peak_bytes in peaks)
