@@ -50,7 +50,12 @@ def run_changed(command: Sequence[str], change: str, asked: Mapping[str, Any]) -
         path = os.pathsep.join(filter(None, (str(_STARTUP), os.environ.get("PYTHONPATH"))))
         variable = json.dumps({"change": change, "asked": asked, "note": str(Path(folder) / _NOTE)})
         environment = {**os.environ, "PYTHONPATH": path, VARIABLE: variable}
-        return run_beneath(command, environment), (Path(folder) / _NOTE).exists()
+        try:
+            status = run_beneath(command, environment)
+        except OSError as error:
+            hint = f"; for a script, write python {command[0]}" if command[0].endswith(".py") else ""
+            raise OSError(f"COMMAND does not start: {error}{hint}") from error
+        return status, (Path(folder) / _NOTE).exists()
 
 
 def install() -> None:

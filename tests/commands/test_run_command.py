@@ -74,7 +74,8 @@ def test_a_rank_on_another_node_is_changed(tmp_path: Path) -> None:
 
 
 def test_a_command_that_is_not_there() -> None:
-    assert refusal("run", "--", "there-is-no-such-command").startswith("commopt: ")
+    assert refusal("run", "--", "there-is-no-such-command").startswith("commopt: COMMAND does not start: ")
+    assert "; for a script, write python no_such.py" in refusal("run", "no_such.py")
 
 
 def test_variables_of_the_environment_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
