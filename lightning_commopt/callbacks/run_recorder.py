@@ -240,7 +240,7 @@ class RunRecorder(Callback):
         """Logs which metric became the final loss, unless that is obvious; or how to name it."""
         name = record.metric_names.get("val_loss")
         if record.val_loss is None and self._has_validated:
-            hint = how_to_name_loss(record.metrics, record.settings)
+            hint = how_to_name_loss(record.metrics, record.settings, name)
             info(f"RunRecorder recorded no final loss: {hint}.")
         elif name is not None and self._names["val_loss"] is None and name != "val_loss":
             info(f"RunRecorder: the final loss is the metric {name!r}.")

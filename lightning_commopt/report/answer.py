@@ -72,8 +72,9 @@ def _missing_loss(setting: Setting, baseline: Setting, kind: str) -> str:
     between, text = ", and ", "one of the losses is missing: compare the loss before you use it"
     if setting.val_loss is baseline.val_loss:
         run, why = setting.runs[0], ""
-        if any("val" in name for name in run.record.metrics):
-            why = f" ({how_to_name_loss(run.record.metrics, run.settings)})"
+        record = run.record
+        if any("val" in name for name in record.metrics):
+            why = f" ({how_to_name_loss(record.metrics, run.settings, record.metric_names.get('val_loss'))})"
         text = f"no final loss was recorded{why}: compare the loss before you use it"
     return f"{kind}{between}{text}." if kind else f"{text[0].upper()}{text[1:]}."
 
@@ -94,7 +95,8 @@ def answer_for(settings: Sequence[Setting], baseline: Setting) -> Answer:
     """Returns the answer for all settings of a group. The baseline is one of them, and speed-ups are over it."""
     ranked = sorted((setting for setting in settings if setting.samples_per_s is not None), key=_rate, reverse=True)
     if not ranked:
-        return Answer(("No run has a throughput: without the callback SpeedMonitor nothing can be compared.",), None)
+        needs = "each needs the callback SpeedMonitor, and steps after its warm-up"
+        return Answer((f"No run has a throughput, so nothing can be compared: {needs}.",), None)
     if len(settings) == 1 or baseline.samples_per_s is None:
         best = ranked[0]
         loss = "" if best.val_loss is None else f" with a final loss of {number(best.val_loss.median, 4)}"

@@ -57,7 +57,8 @@ class FoundRuns:
         run_folders = list(_run_folders(folder))
         if not run_folders:
             called = shown or folder.resolve().name
-            self._problems.append(f"{called} is not a sweep: there is no {RUN_FILE} in it or its subdirectories")
+            problem = f"is not a sweep: there is no {RUN_FILE} in it or its subdirectories"
+            self._problems.append(f"{called} {problem}, as commopt-train and RunRecorder write it")
         for run_folder in run_folders:
             if run_folder.resolve() in self._seen:  # the user named a directory and one within it
                 continue

@@ -246,9 +246,10 @@ def test_without_a_final_loss_the_option_is_named(tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         messages: list[str] = []
         patch.setattr(run_recorder, "info", messages.append)
-        fit(tmp_path, model=RankLoss(loss_name="val/nll"))
+        fit(tmp_path, model=RankLoss(loss_name="val/nll"), recorder=RunRecorder(dirpath=tmp_path, val_loss="val/nl"))
     assert RunRecord.load(tmp_path).val_loss is None
     assert len(messages) == 1
+    assert "no metric is named 'val/nl' (logged: " in messages[0]
     assert "val/nll" in messages[0]
     assert "RunRecorder(val_loss=NAME)" in messages[0]
 

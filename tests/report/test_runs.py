@@ -179,7 +179,8 @@ def test_other_directories_are_lines_beside_a_sweep(sweep, tmp_path):
     found = read_runs([sweep, tmp_path / "empty", tmp_path / "gone", tmp_path / "file"])
     assert len(found.finished) == 4
     assert found.problems == (
-        "empty is not a sweep: there is no run.json in it or its subdirectories",
+        "empty is not a sweep: there is no run.json in it or its subdirectories, as commopt-train and RunRecorder"
+        " write it",
         "gone does not exist",
         "file is not a directory",
     )

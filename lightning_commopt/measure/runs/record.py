@@ -127,11 +127,15 @@ def find_metric(names: Iterable[str], field: str) -> str | None:
     return min(matching, key=lambda name: (len(name), name), default=None)
 
 
-def how_to_name_loss(metrics: Iterable[str], settings: Settings) -> str:
-    """Returns how to name the final loss of a run with these settings, if none of the logged metrics matched."""
+def how_to_name_loss(metrics: Iterable[str], settings: Settings, named: str | None) -> str:
+    """Returns how to name the final loss of a run with these settings, if none of the logged metrics matched.
+
+    ``named`` is the name that the run has for it, if there is one.
+    """
     option = _OPTIONS.get(settings.get("commopt_record"), "RunRecorder(val_loss=NAME)")
     logged = ", ".join(sorted(metrics)) or "nothing"
-    return f"no metric ends in val_loss or val/loss (logged: {logged}); name it with {option}"
+    lacking = "ends in val_loss or val/loss" if named is None else f"is named {named!r}"
+    return f"no metric {lacking} (logged: {logged}); name it with {option}"
 
 
 def new_record(sync_method: str, started_in: Path, **fields: Any) -> RunRecord:
