@@ -1,9 +1,10 @@
-"""What Lightning does on SIGTERM: its broadcasts, a cheaper check, and its handler; see `lightning_commopt.compat`.
+"""What Lightning does on SIGTERM, and on SLURM's signal to queue a job again; see `lightning_commopt.compat`.
 
 Lightning 2.5.2 and later broadcast a flag from rank 0 before every batch and wait for it on the host; the signal's
-handler broadcasts too, wherever training is. This module replaces ``_broadcast_sigterm_tensor`` and ``run`` of the
-epoch loop and ``_sigterm_notifier_fn`` of the signal connector, and sets the connector's ``received_sigterm``. These
-names are the same in ``lightning`` and ``pytorch_lightning``; this module imports neither.
+handler broadcasts too, wherever training is. The handler of SLURM's signal saves a checkpoint there. This module
+replaces ``_broadcast_sigterm_tensor`` and ``run`` of the epoch loop, ``run`` of its validation loop, and
+``_sigterm_notifier_fn`` and ``_slurm_sigusr_handler_fn`` of the signal connector, and sets the connector's
+``received_sigterm``. These names are the same in ``lightning`` and ``pytorch_lightning``; this module imports neither.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ if TYPE_CHECKING:
 def broadcasts_sigterm(trainer: Trainer) -> bool:
     """Returns whether this Lightning broadcasts SIGTERM before every batch."""
     return hasattr(trainer.fit_loop.epoch_loop, SIGTERM_BROADCAST)
+
+
+def is_queued_again(trainer: Trainer) -> bool:
+    """Returns whether Lightning saves a checkpoint and queues the job again when SLURM sends a signal."""
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    return bool(getattr(environment, "auto_requeue", False))
 
 
 def around_broadcasts(trainer: Trainer, around: Callable[[Callable[[], None]], None]) -> Callable[[], None]:
@@ -88,35 +95,44 @@ def run_whatever_handlers_raise(end: Callable[[], None]) -> None:
 
 
 class SigtermCheck:
-    """Makes the ranks agree on SIGTERM before every n-th optimizer step and at the end of an epoch, until `close`.
+    """Makes the ranks agree on signals before every n-th optimizer step, and on SIGTERM at the end of an epoch.
 
-    The signal only sets a flag. When any rank has received it, all ranks raise Lightning's ``SIGTERMException`` before
-    the same batch. All ranks must make it, for the same fit, with a Lightning that `broadcasts_sigterm`.
+    A signal only sets a flag. When any rank has received SIGTERM, all ranks raise Lightning's ``SIGTERMException``
+    before the same batch. When any has received SLURM's signal to queue the job again, all call Lightning's handler
+    before the same batch, or before a validation; within one it is called at once. The handler saves a checkpoint and
+    waits for all ranks: for ever if some of them are in the collectives of a batch.
+
+    All ranks must make it, for the same fit, with a Lightning that `broadcasts_sigterm`. It lasts until `close`.
 
     Attributes:
-        has_received: whether this rank has received the signal.
+        has_received: whether this rank has received SIGTERM.
     """
 
     def __init__(self, trainer: Trainer, every_n_steps: int) -> None:
         self._trainer, self._every_n_steps = trainer, every_n_steps
         self.has_received = False
+        # SLURM's signals that this rank has received, and those that all ranks have handled, some before it came here.
+        self._num_received = self._num_handled = 0
         self._agree_before_batch: Callable[[], bool] | None = None
         self._any_rank: Callable[[bool], bool] = self._any_of_group
         self._checked_step = -1
         loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
+        self._save_and_queue: Callable[..., None] = connector._slurm_sigusr_handler_fn
         self._undo = [
             wrap_method(loop, SIGTERM_BROADCAST, self._before_batch),
             wrap_method(loop, "run", self._run_epoch),
+            wrap_method(loop.val_loop, "run", self._run_validation),
             wrap_method(connector, "_sigterm_notifier_fn", self._receive),
+            wrap_method(connector, "_slurm_sigusr_handler_fn", self._receive_of_slurm),
         ]
 
     def agree_by(self, any_rank: Callable[[bool], bool], before_batch: Callable[[], bool] | None = None) -> None:
         """Replaces the collectives by which the ranks agree.
 
         Args:
-            any_rank: called with whether this rank has received the signal; returns whether any rank has.
-            before_batch: called before every batch in place of ``any_rank``; returns whether the ranks have agreed
-                meanwhile.
+            any_rank: called with whether this rank has received a signal; returns whether any rank has.
+            before_batch: called before every batch in place of ``any_rank``; returns whether the ranks have agreed on
+                SIGTERM meanwhile. SLURM's signal is then handled at once, as Lightning does.
         """
         self._agree_before_batch, self._any_rank = before_batch, any_rank
 
@@ -131,6 +147,11 @@ class SigtermCheck:
             launcher.kill(number)
         self.has_received = True
 
+    def _receive_of_slurm(self, inner: Callable[..., None], number: int, frame: FrameType | None) -> None:
+        self._num_received += 1
+        if not self._trainer.training or self._agree_before_batch is not None:
+            self._handle_if(self._must_save)
+
     def _before_batch(self, inner: Callable[[], None]) -> None:
         if self._agree_before_batch is not None:
             self._raise_if(self._agree_before_batch())
@@ -138,7 +159,20 @@ class SigtermCheck:
         step = batches_that_stepped(self._trainer)
         if step % self._every_n_steps == 0 and step != self._checked_step:
             self._checked_step = step
-            self._raise_if(self._agree())
+            if self._any_rank(self.has_received or self._must_save):
+                self._handle_if(self._any_rank(self._must_save))
+                self._agree()
+            self._raise_if(self._trainer.received_sigterm)
+
+    @property
+    def _must_save(self) -> bool:
+        return self._num_received > self._num_handled
+
+    def _handle_if(self, must_save: bool) -> None:
+        if must_save:
+            self._num_handled += 1
+            strategy: Any = self._trainer.strategy
+            self._save_and_queue(strategy.cluster_environment.requeue_signal, None)
 
     def _raise_if(self, have_agreed: bool) -> None:
         if have_agreed:
@@ -149,13 +183,17 @@ class SigtermCheck:
         inner(*args)
         self._agree()  # Lightning raises the exception itself when it has ended the epoch
 
-    def _agree(self) -> bool:
-        """Returns whether any rank has received SIGTERM, and in that case tells Lightning on this rank."""
+    def _run_validation(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Ranks that have begun it before the signal save within it, and wait for this one.
+        self._handle_if(self._must_save)
+        return inner(*args, **kwargs)
+
+    def _agree(self) -> None:
+        """Tells Lightning on this rank if any rank has received SIGTERM."""
         if self._any_rank(self.has_received):
             self._trainer._signal_connector.received_sigterm = True
-        return bool(self._trainer.received_sigterm)
 
-    def _any_of_group(self, has_received: bool) -> bool:
-        flag = torch.tensor([has_received], dtype=torch.int32, device=self._trainer.strategy.root_device)
+    def _any_of_group(self, is_so: bool) -> bool:
+        flag = torch.tensor([is_so], dtype=torch.int32, device=self._trainer.strategy.root_device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag.item())

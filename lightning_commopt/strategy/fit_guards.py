@@ -11,11 +11,11 @@ import torch.distributed as dist
 from lightning_commopt.compat.clock import decide_on_time
 from lightning_commopt.compat.lightning import batches_that_stepped
 from lightning_commopt.compat.loops import restore_loaders
-from lightning_commopt.compat.sigterm import SigtermCheck, broadcasts_sigterm
+from lightning_commopt.compat.sigterm import SigtermCheck, broadcasts_sigterm, is_queued_again
 from lightning_commopt.strategy.base import is_fit
 from lightning_commopt.strategy.remedies import explain_error
 from lightning_commopt.sync.diloco.living import LivingRanks
-from lightning_commopt.sync.strategies import TrainersStrategy, WatchedStrategy, trainer_of
+from lightning_commopt.sync.strategies import WatchedStrategy, trainer_of
 from lightning_commopt.text.validation import info, warn_once
 from lightning_commopt.watch.fit_watch import FitWatch
 from lightning_commopt.watch.own_errors import log_own_errors
@@ -65,12 +65,14 @@ class FitGuards:
         dist.broadcast(flag, 0)
         return bool(flag.item())
 
-    def _check_sigterm(self, strategy: TrainersStrategy) -> SigtermCheck | None:
+    def _check_sigterm(self, strategy: WatchedStrategy) -> SigtermCheck | None:
         """Replaces Lightning's check for SIGTERM in a fit of several ranks; returns None if nothing is to replace."""
+        trainer, option = trainer_of(strategy), f"sigterm_every_n_steps={self._sigterm_every_n_steps}"
         every_n_steps = self._sigterm_every_n_steps or self._default_every_n_steps
+        if every_n_steps is None and is_queued_again(trainer) and strategy.uneven_batches != "allow":
+            every_n_steps = 1  # not seldomer than Lightning's broadcasts, in place of which it comes
         if every_n_steps is None:
             return None
-        trainer, option = trainer_of(strategy), f"sigterm_every_n_steps={self._sigterm_every_n_steps}"
         if strategy.world_size == 1:
             if self._sigterm_every_n_steps is not None:
                 info(f"{option} has no effect: there is only one process.")

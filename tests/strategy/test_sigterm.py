@@ -1,4 +1,4 @@
-"""``sigterm_every_n_steps``: how often ranks agree on SIGTERM, and that all of them end together."""
+"""How often ranks agree on SIGTERM and on SLURM's signal, and that they end, or save a checkpoint, together."""
 
 import os
 import signal
@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_commopt import CommOptDDP, CommOptDiLoCo
+from lightning_commopt.sync.checkpoint import KEY
 from support.collectives import counted_collectives, needs_hooks
 from support.lightnings import OnExceptionCheckpoint
 from support.strategy_models import Params, Tiny, assert_same, loader, numbers, trainer
@@ -102,6 +104,62 @@ def test_all_ranks_end_before_the_same_step(
     """If it fails, a rank that got SIGTERM leaves the others in a collective, or training goes on after it."""
     ended = run_ranks(_terminate, tmp_path, rank, sent_in, make_strategy)
     assert ended == [("SIGTERMException", ends_at, ends_at)] * 2
+
+
+class _QueuedAgain(_Plain):
+    """Sends SLURM's signal to its own process in a step, or in a validation after it, which differ by rank."""
+
+    def __init__(self, sent_in: list[tuple[str, int]]) -> None:
+        super().__init__()
+        self.sent_in = sent_in
+
+    def _send_in(self, stage: str) -> None:
+        if self.sent_in[self.global_rank] == (stage, self.global_step):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self._send_in("training")
+        return super().training_step(batch, batch_idx)
+
+    def on_validation_epoch_start(self) -> None:
+        self._send_in("validation")
+
+
+def _queue_again(
+    folder: Path, sent_in: list[tuple[str, int]], make_strategy: Callable[[], Any]
+) -> tuple[list[str], int, bool, Params, Params]:
+    without, model = _Plain(), _QueuedAgain(sent_in)
+    trainer(make_strategy()).fit(without, loader(), loader(8))
+    rank = str(dist.get_rank())
+    of_one_node = dict.fromkeys(("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"), "2") | {"SLURM_NODEID": "0"}
+    of_a_task = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "train"}
+    os.environ.update({**of_one_node, **of_a_task, "PATH": f"{folder}:{os.environ['PATH']}"})
+    trainer(make_strategy(), default_root_dir=folder).fit(model, loader(), loader(8))
+    saved = torch.load(folder / "hpc_ckpt_1.ckpt", weights_only=True)
+    requests = (folder / "requests").read_text().splitlines()
+    return requests, saved["global_step"], KEY in saved, numbers(model), numbers(without)
+
+
+@pytest.mark.parametrize(
+    ("sent_in", "make_strategy", "saved_after"),
+    [
+        ([("training", 2), ("training", 0)], partial(CommOptDDP, comm_hook="int8"), 1),
+        ([("validation", 3), ("training", 2)], partial(CommOptDDP, comm_hook="int8"), 3),
+        pytest.param(
+            *([("training", 1), ("training", 0)], partial(CommOptDiLoCo, sync_every=2), 2), marks=pytest.mark.exhaustive
+        ),
+    ],
+    ids=["in different steps", "in a validation", "DiLoCo"],
+)
+def test_ranks_save_together_what_slurm_queues_again(
+    sent_in: list[tuple[str, int]], make_strategy: Callable[[], Any], saved_after: int, tmp_path: Path
+) -> None:
+    """If it fails, a job that SLURM ends waits for ever in a handler, without a checkpoint or without its residuals."""
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/requests\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    for requests, step, has_state, got, expected in run_ranks(_queue_again, tmp_path, sent_in, make_strategy):
+        assert (requests, step, has_state) == (["requeue 7"], saved_after, True)
+        assert_same(got, expected)
 
 
 def _without_broadcast() -> list[str]:
