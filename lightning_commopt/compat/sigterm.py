@@ -103,18 +103,16 @@ class SigtermCheck:
     waits for all ranks: for ever if some of them are in the collectives of a batch.
 
     All ranks must make it, for the same fit, with a Lightning that `broadcasts_sigterm`. It lasts until `close`.
-
-    Attributes:
-        has_received: whether this rank has received SIGTERM.
     """
 
     def __init__(self, trainer: Trainer, every_n_steps: int) -> None:
         self._trainer, self._every_n_steps = trainer, every_n_steps
-        self.has_received = False
+        self._has_received = False
         # SLURM's signals that this rank has received, and those that all ranks have handled, some before it came here.
         self._num_received = self._num_handled = 0
         self._agree_before_batch: Callable[[], bool] | None = None
         self._any_rank: Callable[[bool], bool] = self._any_of_group
+        self._is_of_all = True
         self._checked_step = -1
         loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
         self._save_and_queue: Callable[..., None] = connector._slurm_sigusr_handler_fn
@@ -126,15 +124,23 @@ class SigtermCheck:
             wrap_method(connector, "_slurm_sigusr_handler_fn", self._receive_of_slurm),
         ]
 
-    def agree_by(self, any_rank: Callable[[bool], bool], before_batch: Callable[[], bool] | None = None) -> None:
+    def agree_by(
+        self,
+        any_rank: Callable[[bool], bool],
+        before_batch: Callable[[], bool] | None = None,
+        *,
+        is_of_all: bool = True,
+    ) -> None:
         """Replaces the collectives by which the ranks agree.
 
         Args:
             any_rank: called with whether this rank has received a signal; returns whether any rank has.
-            before_batch: called before every batch in place of ``any_rank``; returns whether the ranks have agreed on
-                SIGTERM meanwhile. SLURM's signal is then handled at once, as Lightning does.
+            before_batch: called before every batch in place of ``any_rank``; returns whether the ranks have agreed that
+                any has received a signal, and false in the next batches.
+            is_of_all: whether all ranks agree before the same batch. If not, SLURM's signal is handled at once, as
+                Lightning does, and ``before_batch`` is about SIGTERM.
         """
-        self._agree_before_batch, self._any_rank = before_batch, any_rank
+        self._agree_before_batch, self._any_rank, self._is_of_all = before_batch, any_rank, is_of_all
 
     def close(self) -> None:
         while self._undo:
@@ -142,27 +148,39 @@ class SigtermCheck:
 
     def _receive(self, inner: Callable[..., None], number: int, frame: FrameType | None) -> None:
         launcher = self._trainer.strategy.launcher
-        if launcher is not None and not self.has_received:
+        if launcher is not None and not self._has_received:
             # As Lightning does, this passes the signal on to the ranks that this one has started.
             launcher.kill(number)
-        self.has_received = True
+        self._has_received = True
 
     def _receive_of_slurm(self, inner: Callable[..., None], number: int, frame: FrameType | None) -> None:
         self._num_received += 1
-        if not self._trainer.training or self._agree_before_batch is not None:
+        if not (self._trainer.training and self._is_of_all):
             self._handle_if(self._must_save)
 
     def _before_batch(self, inner: Callable[[], None]) -> None:
-        if self._agree_before_batch is not None:
+        if not self._is_of_all:
+            assert self._agree_before_batch is not None
             self._raise_if(self._agree_before_batch())
-            return
-        step = batches_that_stepped(self._trainer)
-        if step % self._every_n_steps == 0 and step != self._checked_step:
-            self._checked_step = step
-            if self._any_rank(self.has_received or self._must_save):
-                self._handle_if(self._any_rank(self._must_save))
-                self._agree()
+        elif self._have_agreed():
+            self._handle_if(self._any_rank(self._must_save))
+            self._agree()
             self._raise_if(self._trainer.received_sigterm)
+
+    def _have_agreed(self) -> bool:
+        """Returns whether the ranks agree, before this batch, that any has received a signal."""
+        if self._agree_before_batch is not None:
+            return self._agree_before_batch()
+        step = batches_that_stepped(self._trainer)
+        if step % self._every_n_steps or step == self._checked_step:
+            return False
+        self._checked_step = step
+        return self._any_rank(self.has_signal)
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether this rank has received a signal that not all have handled, and on which ranks agree."""
+        return self._has_received or (self._is_of_all and self._must_save)
 
     @property
     def _must_save(self) -> bool:
@@ -190,7 +208,7 @@ class SigtermCheck:
 
     def _agree(self) -> None:
         """Tells Lightning on this rank if any rank has received SIGTERM."""
-        if self._any_rank(self.has_received):
+        if self._any_rank(self._has_received):
             self._trainer._signal_connector.received_sigterm = True
 
     def _any_of_group(self, is_so: bool) -> bool:

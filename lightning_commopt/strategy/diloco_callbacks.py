@@ -27,11 +27,10 @@ class DecidesTogether(LivingCollectives):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._has_agreed_on_sigterm = False
+        self._has_agreed_on_signal = False
         if self._living is None:
-            # With ``overlap`` the exchanges bring word of it, which a meeting before a batch would wait for.
-            is_ending = (lambda: self._has_agreed_on_sigterm) if self._plan.overlap else None
-            self._guards.agree_on_sigterm_by(self._meet, is_ending)
+            # With ``overlap`` the exchanges bring word of one, which a meeting before a batch would wait for.
+            self._guards.agree_on_signals_by(self._meet, self._take_agreement if self._plan.overlap else None)
 
     def _meet(self, value: bool = False) -> bool:
         assert self.rounds is not None

@@ -61,10 +61,10 @@ class CountsSteps(LivingCollectives):
         if self.rounds is None or not num_steps:
             return
         self._has_stepped = True
-        scale, has_sigterm = partial(loss_scale, self.precision_plugin), lambda: self._guards.has_received_sigterm
+        scale, has_signal = partial(loss_scale, self.precision_plugin), lambda: self._guards.has_signal
         batch = 1 + batches_that_stepped(trainer_of(self))
-        for index, arrived in self.rounds.step(scale, has_sigterm, num_steps, batch):
-            self._has_agreed_on_sigterm |= any(report.has_sigterm for report in arrived.reports)
+        for index, arrived in self.rounds.step(scale, has_signal, num_steps, batch):
+            self._has_agreed_on_signal |= any(report.has_signal for report in arrived.reports)
             agree_on_loss_scale(self.precision_plugin, [report.loss_scale for report in arrived.reports])
             self._log(index, arrived)
 

@@ -100,7 +100,9 @@ class FitGuards:
         self.fit_watch = PatientWatch(strategy, living, compares=self._watches)
         if self._sigterm_check is not None:
             self._sigterm_check.agree_by(
-                lambda has_received: any(living.objects(has_received, "agreeing on SIGTERM").values()), is_ending
+                lambda has_received: any(living.objects(has_received, "agreeing on SIGTERM").values()),
+                is_ending,
+                is_of_all=False,
             )
 
     def agree_on_change(self, names: Sequence[str]) -> None:
@@ -108,10 +110,10 @@ class FitGuards:
         if isinstance(self.fit_watch, FitWatch):
             self.fit_watch.agree_on_change(names)
 
-    def agree_on_sigterm_by(
+    def agree_on_signals_by(
         self, any_rank: Callable[[bool], bool], before_batch: Callable[[], bool] | None = None
     ) -> None:
-        """Replaces the collectives by which the ranks agree on SIGTERM; see `SigtermCheck.agree_by`.
+        """Replaces the collectives by which the ranks agree on signals; see `SigtermCheck.agree_by`.
 
         Where ``before_batch`` is given, those of ``sigterm_every_n_steps`` stay as they are.
         """
@@ -120,9 +122,9 @@ class FitGuards:
             self._sigterm_check.agree_by(any_rank, before_batch)
 
     @property
-    def has_received_sigterm(self) -> bool:
-        """Whether this rank has received SIGTERM, on which not all have agreed yet."""
-        return self._sigterm_check is not None and self._sigterm_check.has_received
+    def has_signal(self) -> bool:
+        """Whether this rank has received a signal on which not all have agreed yet."""
+        return self._sigterm_check is not None and self._sigterm_check.has_signal
 
     def fail(self, exception: BaseException) -> None:
         """Explains an exception that ends the fit, and reports it to the other ranks."""

@@ -36,7 +36,7 @@ class LivingCollectives(StartedAsDDP):
     _plan: DiLoCoPlan
     _living: LivingRanks | None = None
     _patience_s: float | None
-    _has_agreed_on_sigterm = False
+    _has_agreed_on_signal = False
 
     @property
     def lets_ranks_fail(self) -> bool:
@@ -48,10 +48,15 @@ class LivingCollectives(StartedAsDDP):
         assert self._patience_s is not None
         timeout_s = self.timeout.total_seconds()
         self._living = LivingRanks.of_all_ranks(patience_s=self._patience_s, timeout_s=timeout_s, log=self._log_text)
-        self._has_agreed_on_sigterm = False
-        self._guards.let_ranks_fail(self, self._living, lambda: self._has_agreed_on_sigterm)
+        self._has_agreed_on_signal = False
+        self._guards.let_ranks_fail(self, self._living, self._take_agreement)
         assert self.lightning_module is not None
         _redirect_metrics(self.lightning_module, self._living)
+
+    def _take_agreement(self) -> bool:
+        """Returns whether the exchanges since the last call have brought word of a signal."""
+        has_agreed, self._has_agreed_on_signal = self._has_agreed_on_signal, False
+        return has_agreed
 
     def _equalize(self, tensors: Sequence[Tensor]) -> None:
         """Gives all ranks the values of the first one, in place. All ranks must call it."""

@@ -148,8 +148,9 @@ def _queue_again(
         pytest.param(
             *([("training", 1), ("training", 0)], partial(CommOptDiLoCo, sync_every=2), 2), marks=pytest.mark.exhaustive
         ),
+        ([("training", 1), ("training", 0)], partial(CommOptDiLoCo, sync_every=3, fragments=3, overlap=1), 2),
     ],
-    ids=["in different steps", "in a validation", "DiLoCo"],
+    ids=["in different steps", "in a validation", "DiLoCo", "overlapped exchanges"],
 )
 def test_ranks_save_together_what_slurm_queues_again(
     sent_in: list[tuple[str, int]], make_strategy: Callable[[], Any], saved_after: int, tmp_path: Path

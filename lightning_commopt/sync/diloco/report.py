@@ -26,7 +26,7 @@ class Report:
         loss: mean loss of its training steps since the last exchange of any fragment; NaN if it has none.
         drift: Euclidean norm of its weights' difference from the global ones, which the exchange sets.
         rank: its rank, as some may be missed.
-        has_sigterm: 1 if it has received SIGTERM, and 0 otherwise.
+        has_signal: 1 if it has received a signal to end or to save, and 0 otherwise.
         trained: checksum of the parameters that were trained, which the exchange sets.
         num_steps: number of its optimizer steps so far.
         batch: number of the batch that it trains on, from 1; 0 in Fabric, which knows none; or `AT_END` of the
@@ -38,7 +38,7 @@ class Report:
     loss: float = math.nan
     drift: float = 0.0
     rank: float = 0.0
-    has_sigterm: float = 0.0
+    has_signal: float = 0.0
     trained: float = 0.0
     num_steps: float = 0.0
     batch: float = AT_END

@@ -92,7 +92,7 @@ class Rounds(EndsFits):
     def step(
         self,
         loss_scale: Callable[[], float] = float,
-        has_sigterm: Callable[[], bool] = bool,
+        has_signal: Callable[[], bool] = bool,
         num_steps: int = 1,
         batch: int = 0,
     ) -> list[tuple[int, Arrived]]:
@@ -100,7 +100,7 @@ class Rounds(EndsFits):
 
         Args:
             loss_scale: returns the scale of this rank's gradient scaler; called if an exchange begins.
-            has_sigterm: returns whether this rank has received SIGTERM; called likewise.
+            has_signal: returns whether this rank has received a signal to end or to save; called likewise.
             num_steps: steps since the last call; of each fragment one exchange begins if any was due after one of them.
             batch: number of the batch, which all ranks must have in the same exchange.
 
@@ -117,7 +117,7 @@ class Rounds(EndsFits):
         # In the order in which they are due, so that none waits for another until its fragment is exchanged again.
         for late, index in sorted(lateness, reverse=True):
             if late < num_steps:
-                others = {"loss_scale": loss_scale(), "has_sigterm": float(has_sigterm()), "batch": batch}
+                others = {"loss_scale": loss_scale(), "has_signal": float(has_signal()), "batch": batch}
                 self._begin(index, self.num_steps - late, self.counts.report(index, num_steps=self.num_steps, **others))
         return [*applied, *self._apply_due()]
 

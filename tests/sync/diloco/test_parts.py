@@ -374,7 +374,7 @@ def test_drift_that_grows_is_warned_of_once() -> None:
 def test_a_fit_that_resumes_has_not_received_the_signal_that_ended_the_one_before() -> None:
     """If it fails, a fit that SIGTERM has ended with an exchange under way ends again as soon as it is resumed."""
     report = Report(3.0, loss=2.0, drift=1.5, rank=1.0)
-    assert Report(*replace(report, has_sigterm=1.0).to_plain()) == report
+    assert Report(*replace(report, has_signal=1.0).to_plain()) == report
 
 
 @pytest.mark.parametrize(
