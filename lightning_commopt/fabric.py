@@ -40,6 +40,7 @@ from lightning_commopt.strategy.remedies import (
 )
 from lightning_commopt.strategy.started import StartsRanks
 from lightning_commopt.sync.checkpoint import KEY
+from lightning_commopt.sync.ddp.attach import wrapped_in_stream_order
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.ddp.modules import ModuleSyncs
 from lightning_commopt.tune.auto_plan import without_choice
@@ -144,7 +145,8 @@ class CommOptDDP(StartsRanks, WrapsInDDP, DDPStrategy):
         if max(self.world_size, self.num_nodes * self.num_processes) == 1:
             explain_one_rank("comm_hook" if self._plan.comm_hook is not None else None)
         else:
-            module = super().setup_module(module)
+            with wrapped_in_stream_order(self.root_device):
+                module = super().setup_module(module)
         self._syncs.add(module, self._attach)
         return module
 
@@ -181,7 +183,8 @@ class CommOptDDP(StartsRanks, WrapsInDDP, DDPStrategy):
         """Wraps a module again in the same wrapper, to which Fabric's module and the user may refer."""
         device_ids, is_training = self._determine_ddp_device_ids(), model.training
         # Lightning's setup_module wraps on a stream of its own too.
-        with torch.cuda.stream(torch.cuda.Stream()) if device_ids is not None else nullcontext():
+        stream = torch.cuda.stream(torch.cuda.Stream()) if device_ids is not None else nullcontext()
+        with wrapped_in_stream_order(self.root_device), stream:
             DistributedDataParallel.__init__(model, module, device_ids=device_ids, **self._ddp_kwargs)
         model.training = is_training
         self._attach(model, sync)
