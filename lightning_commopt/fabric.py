@@ -27,7 +27,7 @@ from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
-from lightning_commopt.strategy.base import WrapsInDDP, check_plans_agree, exchange_plan
+from lightning_commopt.strategy.base import WrapsInDDP, check_plans_agree, exchange_plan, wrapper_of
 from lightning_commopt.strategy.fabric_diloco import CommOptDiLoCo as CommOptDiLoCo
 from lightning_commopt.strategy.fabric_model_parallel import CommOptModelParallel as CommOptModelParallel
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job
@@ -40,7 +40,6 @@ from lightning_commopt.strategy.remedies import (
 )
 from lightning_commopt.strategy.started import StartsRanks
 from lightning_commopt.sync.checkpoint import KEY
-from lightning_commopt.sync.ddp.attach import wrapped_in_stream_order
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.ddp.modules import ModuleSyncs
 from lightning_commopt.tune.auto_plan import without_choice
@@ -145,8 +144,7 @@ class CommOptDDP(StartsRanks, WrapsInDDP, DDPStrategy):
         if max(self.world_size, self.num_nodes * self.num_processes) == 1:
             explain_one_rank("comm_hook" if self._plan.comm_hook is not None else None)
         else:
-            with wrapped_in_stream_order(self.root_device):
-                module = super().setup_module(module)
+            module = wrapper_of(module, self._determine_ddp_device_ids(), self._ddp_kwargs)
         self._syncs.add(module, self._attach)
         return module
 
@@ -182,10 +180,7 @@ class CommOptDDP(StartsRanks, WrapsInDDP, DDPStrategy):
     def _wrap_again(self, model: DistributedDataParallel, sync: GradientSync, module: Module) -> None:
         """Wraps a module again in the same wrapper, to which Fabric's module and the user may refer."""
         device_ids, is_training = self._determine_ddp_device_ids(), model.training
-        # Lightning's setup_module wraps on a stream of its own too.
-        stream = torch.cuda.stream(torch.cuda.Stream()) if device_ids is not None else nullcontext()
-        with wrapped_in_stream_order(self.root_device), stream:
-            DistributedDataParallel.__init__(model, module, device_ids=device_ids, **self._ddp_kwargs)
+        DistributedDataParallel.__init__(model, module, device_ids=device_ids, **self._ddp_kwargs)
         model.training = is_training
         self._attach(model, sync)
         self._syncs.follow(model)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
 from lightning_commopt.compat.lightning import MisconfigurationException, has_trainer
@@ -69,6 +71,15 @@ class WrapsInDDP:
         finally:
             if is_added:
                 self._ddp_kwargs.pop("init_sync", None)
+
+
+def wrapper_of(module: Module, device_ids: list[int] | None, ddp_kwargs: dict[str, Any]) -> DistributedDataParallel:
+    """Returns a module in DDP's wrapper, made in the current stream, in which it trains.
+
+    Lightning takes another one. There DDP would not wait for an update before, nor anything for the parameters that it
+    sends, and once a model was wrapped again gradients of one bucket would be copied in two streams.
+    """
+    return DistributedDataParallel(module, device_ids=device_ids, **ddp_kwargs)
 
 
 def exchange_plan(ddp_kwargs: dict[str, Any], old: CommPlan, new: CommPlan) -> None:

@@ -27,7 +27,6 @@ from lightning_commopt.strategy.fit_guards import FitGuards
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job
 from lightning_commopt.strategy.started import StartedAsDDP
 from lightning_commopt.sync.checkpoint import KEY, gather_state, read_state
-from lightning_commopt.sync.ddp.attach import wrapped_in_stream_order
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.ddp.manual_backward import ManualBackwardCheck
 from lightning_commopt.sync.ddp.observed import TorchHook
@@ -160,8 +159,7 @@ class CommOptStrategy(base.WrapsInDDP, StartedAsDDP):
         if self.world_size == 1:
             remedies.explain_one_rank(self.gradient_sync.unused_hook)
         else:
-            with wrapped_in_stream_order(self.root_device):
-                super().configure_ddp()
+            super().configure_ddp()
             self._pl_static_graph_delay_done = False
         if self.lightning_module is not None:
             self.gradient_sync.resume(self.lightning_module)

@@ -25,7 +25,7 @@ from lightning_commopt.strategy.diloco_steps import CountsSteps
 from lightning_commopt.strategy.diloco_workers import WorkerExchanges, keep_batch_norm_within, refuse_pruning
 from lightning_commopt.strategy.fit_guards import FitGuards
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job
-from lightning_commopt.sync.ddp.attach import kept_buffers, of_optimizers, wrapped_in_stream_order
+from lightning_commopt.sync.ddp.attach import kept_buffers, of_optimizers
 from lightning_commopt.sync.ddp.gradient_sync import GradientSync
 from lightning_commopt.sync.diloco.drift import DriftWatch
 from lightning_commopt.sync.diloco.equalize import equalize, tensors_of
@@ -157,7 +157,7 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks, CountsSteps, DecidesTog
         keep_batch_norm_within(module, within)
         if within is not None:
             self._ddp_kwargs["process_group"] = within
-            with kept_buffers(module), wrapped_in_stream_order(self.root_device):  # a checkpoint has each rank's own
+            with kept_buffers(module):  # a checkpoint has each rank's own
                 super().configure_ddp()
             self._inner.resume(module)
 
@@ -196,8 +196,7 @@ class CommOptDiLoCoStrategy(WorkerExchanges, SavesRanks, CountsSteps, DecidesTog
 
     def _wrap(self, module: Module) -> None:
         self.model = module
-        with wrapped_in_stream_order(self.root_device):
-            super().configure_ddp()
+        super().configure_ddp()
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a value over the ranks; what ``self.log`` reduces in a step stays this rank's, without waiting."""

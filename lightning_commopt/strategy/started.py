@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
 from lightning_commopt.compat.lightning import package_of
 from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.strategy import remedies
 from lightning_commopt.strategy.adapters import BASES
-from lightning_commopt.strategy.base import FromPlan, join_group
+from lightning_commopt.strategy.base import FromPlan, join_group, wrapper_of
 from lightning_commopt.strategy.fit_guards import FitGuards
 from lightning_commopt.strategy.lightning_launcher import launcher_for
 
@@ -62,6 +65,9 @@ class StartedAsDDP(StartsRanks, _DDPStrategy):
     def setup_distributed(self) -> None:
         with join_group(self, watch=self._watch, nccl=self._nccl):
             super().setup_distributed()
+
+    def _setup_model(self, model: Module) -> DistributedDataParallel:
+        return wrapper_of(model, self.determine_ddp_device_ids(), self._ddp_kwargs)
 
     def setup_environment(self) -> None:
         super().setup_environment()

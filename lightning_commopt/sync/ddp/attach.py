@@ -222,20 +222,6 @@ def kept_buffers(module: Module) -> Generator[None, None, None]:
                 buffer.copy_(value)
 
 
-@contextmanager
-def wrapped_in_stream_order(device: torch.device) -> Generator[None, None, None]:
-    """Returns a context in which a model is wrapped in DDP, which sends parameters in a stream that Lightning makes.
-
-    They must have their values before that, and nothing may read or set them until they are sent: the stream waits for
-    no other, and none for it.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    yield
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def unwrap(model: DistributedDataParallel) -> Module:
     """Returns the module of a wrapper, which must not be used afterwards; gradients are kept."""
     stop_reducing(model)

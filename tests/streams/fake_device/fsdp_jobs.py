@@ -88,7 +88,7 @@ def _train(case: ShardedCase, mesh: Any) -> Outcome:
         if step < len(case.later):
             sync.change_plan(replace(plan, comm_hook=case.later[step]))
         if case.freezes:
-            model[0].first.weight.requires_grad_(False)
+            next(model.parameters()).requires_grad_(False)
     residuals = {} if sync.gradients is None else sync.gradients.residuals()
     whole = [parameter.full_tensor() for parameter in model.parameters()]  # type: ignore[attr-defined]
     return Outcome(digest(whole), digest(residuals[name] for name in sorted(residuals)))
