@@ -207,9 +207,11 @@ class GradientSync:
         # With find_unused_parameters some may be frozen in this batch only, as two parts that take turns are.
         in_turns = trainable.unfrozen(module, takes_turns=bool(self.plan.find_unused_parameters))
         with kept_buffers(module), in_turns:  # wrapping overwrites buffers by rank 0's
+            _synchronize(device)  # a program may wrap as Lightning does, on a stream that waits for no other
             wrap(module)
             if self._accumulates and self.plan.find_unused_parameters:
                 note_accumulated(module)
+            _synchronize(device)
             if own_hooks is not None and self.model is not None:
                 self.note_set_up()  # wrapping has registered the strategy's own hooks again
                 add_hooks(self.model, hooks, left_out=own_hooks)
@@ -289,3 +291,8 @@ class GradientSync:
         """Returns the residuals that were not added yet."""
         adder, self._residual_adder = self._residual_adder, None
         return {} if adder is None else adder.cancel()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
