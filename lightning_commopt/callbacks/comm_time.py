@@ -123,7 +123,7 @@ class CommTimeMonitor(PublishesWindows):
         self._windows, self._own_rows = [], []
         self._num_samples = self._last_step = 0
         self._plans = deque()
-        self._plan = self._taken_plan = None
+        self._taken_plan = None
         self._ranks_per_batch = 1
         self._totals = FitTotals(world_size, self._num_warmup_steps)
         self._all_ranks = AllRanks(None, (self._every_n_steps, len(QUANTITIES)))

@@ -54,17 +54,16 @@ class PublishesWindows(PhaseCallback):
     _windows: list[Steps]  # windows that arrived since the last batch ended
     _own_rows: list[list[float]]  # this rank's rows in the gathering that is under way
     _last_step: int  # number of the last step that was taken from the recorder
-    # Of each step that the recorder has: a device lags behind, so that a step may be taken under a later plan.
+    # The plan of each step that has ended and is not taken yet: devices lag behind, and plans may change meanwhile.
     _plans: deque[StepPlan]
-    _plan: StepPlan | None  # of the last step that has ended
-    _taken_plan: StepPlan | None  # of the last step that was taken
+    _taken_plan: StepPlan | None  # the plan of the step that was taken last; None before the first one
 
     def _end_step(self, trainer: Trainer, step: int, num_samples: int) -> None:
         assert self._recorder is not None
-        plan = plan_of(trainer.strategy)
-        if self._plan is None or plan != self._plan.plan:
-            self._plan = StepPlan(plan, describe_plan(trainer.strategy))
-        self._plans.append(self._plan)
+        plan, latest = plan_of(trainer.strategy), self._plans[-1] if self._plans else self._taken_plan
+        if latest is None or plan != latest.plan:
+            latest = StepPlan(plan, describe_plan(trainer.strategy))
+        self._plans.append(latest)
         self._recorder.end_step(step, num_samples)
 
     def _catch_up(self, trainer: Trainer) -> None:

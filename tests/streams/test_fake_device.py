@@ -50,17 +50,17 @@ DILOCO = {
     "overlapping": DiLoCoPlan(sync_every=3, fragments=2, overlap=2, comm_hook=BlockInt8()),
 }
 
-_LATE = "0xffffffffffffffff"  # all streams work only when somebody waits for them
-TESTS_ON_IT = {
-    "tests/callbacks/test_comm_time.py": "",
-    "tests/callbacks/test_prediction.py": "",
+_LATE = ("--late", "0xffffffffffffffff")  # all streams work only when somebody waits for them
+TESTS_ON_IT: dict[str, tuple[str, ...]] = {
+    "tests/callbacks/test_comm_time.py": (),
+    "tests/callbacks/test_prediction.py": (),
     "tests/strategy/test_apply_plan.py": _LATE,
     "tests/strategy/test_baselines.py::test_trains_as_ddp_bit_by_bit[unfrozen_in_training]": _LATE,
-    "tests/strategy/test_diloco_resume.py": "",
-    "tests/strategy/test_manual_backward.py": "",
-    "tests/strategy/test_model_parallel_compressed.py": "",
-    "tests/strategy/test_sharded_plan.py": "",
-    "tests/tune/test_sharded_auto_plan.py": "",
+    "tests/strategy/test_diloco_resume.py": (),
+    "tests/strategy/test_manual_backward.py": (),
+    "tests/strategy/test_model_parallel_compressed.py": (),
+    "tests/strategy/test_sharded_plan.py": (),
+    "tests/tune/test_sharded_auto_plan.py": (),
     "tests/test_fabric_sharded.py": _LATE,
     "tests/test_fabric_sync.py": _LATE,
 }
@@ -171,7 +171,7 @@ def test_backward_that_waits_for_the_host_is_recorded(device: FakeDevice, tmp_pa
 @pytest.mark.parametrize("tests", TESTS_ON_IT)
 def test_what_is_tested_on_cpus_holds_on_cuda(tests: str) -> None:
     """If it fails, something is right only where the host and its device are one."""
-    device = ["-m", "fake_device", "--for-cpu", "--late", TESTS_ON_IT[tests]]
+    device = ["-m", "fake_device", "--for-cpu", *TESTS_ON_IT[tests]]
     command = [sys.executable, *device, sys.executable, "-m", "pytest", "-n0", "-q", tests]
     paths = os.pathsep.join([str(ROOT / "tests/streams"), *sys.path])
     ended = subprocess.run(

@@ -4,8 +4,8 @@
     PYTHONPATH=tests/streams python -m fake_device --for-cpu python -m pytest tests/strategy/test_apply_plan.py
 
 With ``--for-cpu`` a Trainer that asks for the CPU gets GPUs, and a group of gloo has NCCL besides: so tests run on the
-CUDA path. Those fail that count on what a CPU does: that a step has ended when the host is behind it, that gloo raises
-where NCCL waits, that ranks can be forked from a process that has used the device, sparse gradients.
+CUDA path. Tests fail there that count on something that CUDA does not have: a step that has ended once the host is
+behind it, gloo's errors where NCCL waits, sparse gradients, or ranks forked from a process that has used the device.
 """
 
 from __future__ import annotations
@@ -21,13 +21,26 @@ from fake_device.build import Unavailable, libraries
 from fake_device.everywhere import FOR_CPU, LATE, LIBRARIES
 
 
+def stream_bits(text: str) -> str:
+    """Returns the text of a number below 2**64, of which each bit is a stream."""
+    try:
+        is_valid = 0 <= int(text, 0) < 2**64
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 to 2**64 - 1, such as 0xffff, got {text!r}")
+    return text
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fake_device", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--for-cpu", action="store_true", help="what asks for the CPU gets the fake device")
     parser.add_argument(
-        "--late", default="", help="a bit for each stream that works only when somebody waits for it, such as 0xffff"
+        "--late",
+        type=stream_bits,
+        help="a bit for each stream that works only when somebody waits for it",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
@@ -43,7 +56,7 @@ def main() -> int:
         own = {
             LIBRARIES: os.pathsep.join(map(str, built)),
             FOR_CPU: "1" if arguments.for_cpu else "",
-            LATE: arguments.late,
+            LATE: arguments.late or "",
             "FAKE_DEVICE_FOLDER": folder,
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         }

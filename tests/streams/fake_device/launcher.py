@@ -35,8 +35,6 @@ def main() -> None:
 
 def _prepare(operators: str) -> None:
     """Takes the device, and imports what ranks need."""
-    import torch  # noqa: F401 - the library needs what it loads
-
     from lightning_commopt.compressors.kernels import dispatch
 
     take_device(operators)
