@@ -66,9 +66,11 @@ def read_ports(folder: Path) -> list[Port]:
 
 
 def has_peer_memory(root: Path) -> bool:
-    """Returns whether the kernel module for GPUDirect RDMA is loaded."""
-    names = ("nvidia_peermem", "nv_peer_mem")
-    return any(line.split(" ", 1)[0] in names for line in read_text(root / "proc/modules").splitlines())
+    """Returns whether a kernel module for GPUDirect RDMA is loaded; AWS's driver of EFA can do without one."""
+    names = ("nvidia_peermem", "nv_peer_mem", "efa_nv_peermem")
+    is_loaded = any(line.split(" ", 1)[0] in names for line in read_text(root / "proc/modules").splitlines())
+    of_efa = (read_text(path) for path in (root / "sys/class/infiniband").glob("*/device/p2p"))
+    return is_loaded or any(provider.startswith("NVIDIA") for provider in of_efa)
 
 
 def can_dma_buf(root: Path, kernel: str = platform.release()) -> bool:
@@ -115,6 +117,7 @@ class Facts:
     versions: dict[str, str]  # versions of Python, torch, NCCL and the packages
     gpus: Sequence[str] = ()  # names of the CUDA devices that torch finds
     has_gpu_driver: bool = False  # whether NVIDIA's driver is loaded
+    has_gpu_files: bool = True  # whether there is a device file of a GPU, as in a container that was given one
     num_cores: int  # number of cores that this rank may use
     cores: str = ""  # these cores, such as "0-31,64"; empty if the system does not say
     quota_cores: float | None = None  # processor time that the ranks of a container may use together, in cores
@@ -123,7 +126,8 @@ class Facts:
     shared_memory_bytes: int | None = None  # size of /dev/shm; None without one
     max_locked_bytes: int | None = None  # memory that a process may lock; None without a limit
     ports: Sequence[Port] = ()  # ports of InfiniBand and RoCE adapters
-    has_peer_memory: bool = False  # whether the kernel module for GPUDirect RDMA is loaded
+    has_verbs_files: bool = True  # whether there is a device file of an adapter, as in a container that was given one
+    has_peer_memory: bool = False  # whether a kernel module for GPUDirect RDMA, or EFA's driver with it, is loaded
     can_dma_buf: bool = False  # whether GPUDirect RDMA works without this module
     has_sharp_plugin: bool = False  # whether NCCL would find a network plugin
     interfaces: Sequence[Interface] = ()  # network interfaces that are up
@@ -151,6 +155,7 @@ def collect_facts(
         versions=versions() | ({} if nccl is None else {"nccl": nccl}),
         gpus=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         has_gpu_driver=(root / "proc/driver/nvidia/version").exists(),
+        has_gpu_files=any((root / "dev").glob("nvidia[0-9]*")),
         num_cores=len(cores) or os.cpu_count() or 1,
         cores=cpus_text(cores),
         quota_cores=quota_cores(root),
@@ -158,6 +163,7 @@ def collect_facts(
         shared_memory_bytes=_shared_memory_bytes(root / "dev/shm"),
         max_locked_bytes=max_locked_bytes(root),
         ports=read_ports(root / "sys/class/infiniband"),
+        has_verbs_files=any((root / "dev/infiniband").glob("uverbs*")),
         has_peer_memory=has_peer_memory(root),
         can_dma_buf=can_dma_buf(root),
         has_sharp_plugin=has_sharp_plugin(root, environment),
@@ -181,7 +187,7 @@ def _topology(identity: RankIdentity | None) -> tuple[list[Finding], str | None]
     try:
         return find_all(read_machine()), None
     except TopologyError as error:
-        return [], str(error).partition(";")[0].partition(" (")[0]
+        return [], str(error).partition(" (")[2].rpartition("); ")[0]
 
 
 def _shared_memory_bytes(folder: Path) -> int | None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from commopt_diagnose.doctor.facts import Facts, first_of_hosts
+from commopt_diagnose.doctor.facts import Facts, Port, first_of_hosts
 from commopt_diagnose.doctor.meeting import UnreachablePort
 from commopt_diagnose.findings import FindingTexts, worst_first
 from commopt_diagnose.nccl_settings import OF_ONE_RANK
@@ -31,7 +31,7 @@ def find(
     everybody: Sequence[Facts], unreachable: Sequence[UnreachablePort] = (), gloo_error: str | None = None
 ) -> list[Finding]:
     """Returns findings, errors first; the arguments are the fields of a `Meeting`."""
-    findings: list[Finding] = list(_unreachable_ports(unreachable))
+    findings: list[Finding] = list(_unreachable_ports(unreachable, everybody))
     if gloo_error is not None:
         findings.append(_finding("error", "no_all_reduce", where="all hosts", error=gloo_error))
     hosts, ranks = first_of_hosts(everybody), grouped((facts.host, facts) for facts in everybody)
@@ -45,10 +45,15 @@ def find(
     return worst_first(findings)
 
 
-def _unreachable_ports(unreachable: Sequence[UnreachablePort]) -> Iterator[Finding]:
+def _unreachable_ports(unreachable: Sequence[UnreachablePort], everybody: Sequence[Facts]) -> Iterator[Finding]:
+    own = {facts.host: {interface.address for interface in facts.interfaces} for facts in everybody}
+    for from_host, to_host, listening, _ in unreachable:
+        if listening.address in own[from_host]:
+            yield _finding("error", "own_address", where=from_host, host=to_host, port=listening)
     by_hosts = grouped(
         ((from_host, to_host), f"port {port} of {address} ({interface}, which {users} would use): {reason}")
         for from_host, to_host, (interface, address, port, users), reason in unreachable
+        if address not in own[from_host]
     )
     for (from_host, to_host), texts in by_hosts.items():
         yield _finding("error", "unreachable", where=from_host, host=to_host, ports="; ".join(texts))
@@ -57,8 +62,10 @@ def _unreachable_ports(unreachable: Sequence[UnreachablePort]) -> Iterator[Findi
 def _of_host(facts: Facts) -> Iterator[Finding]:
     version = parse_version(facts.versions["nccl"]) if "nccl" in facts.versions else None
     yield from find_mistakes(facts.environment, version=version)
-    if facts.has_gpu_driver and not facts.gpus:
+    if facts.has_gpu_driver and not facts.gpus and facts.has_gpu_files:
         yield _finding("error", "no_cuda_device", torch=facts.versions.get("torch"))
+    elif facts.has_gpu_driver and not facts.gpus:
+        yield _finding("warning", "no_gpu_files")
     if facts.shared_memory_bytes is not None and facts.shared_memory_bytes < _SMALL_SHARED_MEMORY_BYTES:
         yield _finding("warning", "small_shared_memory", mib=facts.shared_memory_bytes / 2**20)
 
@@ -91,25 +98,60 @@ def find_wrong_interfaces(facts: Facts, *, has_others: bool) -> Iterator[Finding
 
 
 def find_in_adapters(facts: Facts) -> Iterator[Finding]:
-    """Finds what prevents the use of adapters, or slows them down."""
-    down = grouped((port.state, port.name) for port in facts.ports if port.state != "ACTIVE")
+    """Finds what prevents the use of adapters, or slows them down; NCCL's variables may leave out some or all."""
+    if facts.environment.get("NCCL_COLLNET_ENABLE") == "1" and not facts.has_sharp_plugin:
+        yield _finding("warning", "no_sharp")
+    if facts.environment.get("NCCL_IB_DISABLE") == "1":
+        return
+    ports = _ports_of_nccl(facts)
+    if facts.ports and facts.gpus and not ports:
+        there = ", ".join(port.name for port in facts.ports)
+        yield _finding("warning", "no_adapter", named=facts.environment["NCCL_IB_HCA"], there=there)
+    down = grouped((port.state, port.name) for port in ports if port.state != "ACTIVE")
     for state, names in down.items():  # in one line, as many ports of a host may not be in use
-        ports = f"port {names[0]} is" if len(names) == 1 else f"ports {', '.join(names)} are"
-        yield _finding("warning", "port_state", ports=ports, state=state)
-    for port in facts.ports:
+        shown = f"port {names[0]} is" if len(names) == 1 else f"ports {', '.join(names)} are"
+        yield _finding("warning", "port_state", ports=shown, state=state)
+    for port in ports:
         if port.errors:
             counts = ", ".join(f"{name} {count}" for name, count in port.errors.items())
             yield _finding("warning", "port_errors", name=port.name, counts=counts)
-    rates = {port.name: port.rate for port in facts.ports if port.state == "ACTIVE" and port.rate}
+    rates = {port.name: port.rate for port in ports if port.state == "ACTIVE" and port.rate}
     if len(set(rates.values())) > 1:
         shown = ", ".join(f"{name} {rate}" for name, rate in rates.items())
         yield _finding("warning", "unequal_rates", rates=shown)
-    if facts.ports and facts.max_locked_bytes is not None and facts.max_locked_bytes < _FEW_LOCKED_BYTES:
+    # Without GPUs a training uses gloo, which sends over TCP.
+    if facts.gpus and any(port.state == "ACTIVE" for port in ports):
+        yield from _find_without_rdma(facts)
+
+
+def _find_without_rdma(facts: Facts) -> Iterator[Finding]:
+    """Finds why NCCL cannot use ports that are active, or not for the memory of GPUs."""
+    if not facts.has_verbs_files:
+        yield _finding("warning", "no_verbs_files")
+        return
+    if facts.max_locked_bytes is not None and facts.max_locked_bytes < _FEW_LOCKED_BYTES:
         yield _finding("error", "locked_memory", mib=facts.max_locked_bytes / 2**20)
-    if facts.ports and facts.gpus and not facts.has_peer_memory and not facts.can_dma_buf:
+    if facts.has_gpu_driver and not facts.has_peer_memory and not facts.can_dma_buf:
         yield _finding("warning", "no_gdr")
-    if facts.environment.get("NCCL_COLLNET_ENABLE") == "1" and not facts.has_sharp_plugin:
-        yield _finding("warning", "no_sharp")
+
+
+def _ports_of_nccl(facts: Facts) -> list[Port]:
+    """Returns the ports that ``NCCL_IB_HCA`` lets NCCL use, all without that variable.
+
+    It has prefixes of adapters' names, or whole names after "=", with or without the number of a port; "^" excludes.
+    """
+    chosen = facts.environment.get("NCCL_IB_HCA", "")
+    listed = chosen.removeprefix("^")
+    names = [name.strip().partition(":") for name in listed.removeprefix("=").split(",") if name.strip()]
+
+    def is_listed(port: Port) -> bool:
+        adapter, _, number = port.name.partition(":")
+        return any(
+            wanted in ("", number) and (adapter == name if listed.startswith("=") else adapter.startswith(name))
+            for name, _, wanted in names
+        )
+
+    return [port for port in facts.ports if not names or is_listed(port) != chosen.startswith("^")]
 
 
 def _differences(everybody: Sequence[Facts]) -> Iterator[Finding]:
@@ -118,7 +160,7 @@ def _differences(everybody: Sequence[Facts]) -> Iterator[Finding]:
         ("error", "--hosts", [",".join(facts.hosts) for facts in everybody]),
         ("error", "the number of ranks", [facts.world_size for facts in everybody]),
         ("warning", "ranks on a host", [facts.ranks_per_node for facts in everybody]),
-        ("warning", "the rate of InfiniBand or RoCE ports", [_list(port.rate for port in f.ports) for f in everybody]),
+        ("warning", "the rate of InfiniBand or RoCE ports", [_rates(facts) for facts in everybody]),
         ("warning", "the number of GPUs of a host", [len(facts.gpus) for facts in everybody]),
         ("warning", "the kind of GPU", [_list(facts.gpus) for facts in everybody]),
     ]
@@ -136,6 +178,10 @@ def _differences(everybody: Sequence[Facts]) -> Iterator[Finding]:
                 yield _finding("warning", "may_differ", where="all hosts", name=name, values=shown)
             else:
                 yield _finding(severity, "different", where="all hosts", name=name, values=shown)
+
+
+def _rates(facts: Facts) -> str:
+    return _list(port.rate for port in _ports_of_nccl(facts) if port.state == "ACTIVE")
 
 
 def _list(names: Iterable[str]) -> str:

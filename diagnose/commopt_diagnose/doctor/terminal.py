@@ -51,10 +51,14 @@ def list_unchecked(everybody: Sequence[Facts]) -> list[str]:
     unchecked = []
     if len(hosts) == 1:
         unchecked.append("connections to other hosts: torchrun, srun or --hosts a,b on each host")
-    if without := [facts.host for facts in hosts if facts.no_topology is not None]:
-        unchecked.append(f"links between GPUs: no GPU on {list_some(without)}")
-    if without := [facts.host for facts in hosts if not facts.ports]:
-        named = list_some(without)
+    without = [facts for facts in hosts if facts.no_topology is not None]
+    may_have_gpus = [facts for facts in without if facts.gpus or (facts.has_gpu_driver and facts.has_gpu_files)]
+    if names := [facts.host for facts in without if facts not in may_have_gpus]:
+        unchecked.append(f"links between GPUs: no GPU on {list_some(names)}")
+    unread = grouped((facts.no_topology, facts.host) for facts in may_have_gpus)
+    unchecked += [f"links between GPUs on {list_some(names)}: {reason}" for reason, names in unread.items()]
+    if names := [facts.host for facts in hosts if not facts.ports]:
+        named = list_some(names)
         unchecked.append(f"InfiniBand, RoCE and GPUDirect RDMA: no adapter in /sys/class/infiniband of {named}")
     elif not any(facts.environment.get("NCCL_COLLNET_ENABLE") == "1" for facts in everybody):
         unchecked.append("SHARP: NCCL_COLLNET_ENABLE is not 1")

@@ -17,7 +17,7 @@ from commopt_diagnose.doctor.facts import Facts, Port, collect_facts, max_locked
 from commopt_diagnose.doctor.findings import find
 from commopt_diagnose.doctor.meeting import MeetingError, check_port
 from commopt_diagnose.rank_identity import find_rank_identity
-from commopt_diagnose.topology.machine import parse_cpus
+from commopt_diagnose.topology.machine import TopologyError, parse_cpus
 from lightning_commopt.launch.interfaces import Interface
 from lightning_commopt.measure.plain import from_plain
 from lightning_commopt.text.findings import Finding, Line
@@ -67,6 +67,7 @@ def test_facts_of_a_later_version_are_read() -> None:
     ("fault", "severity", "what", "advice"),
     [
         ({"gpus": []}, "error", "finds no CUDA device", "torch that is built for CUDA"),
+        ({"gpus": [], "has_gpu_files": False}, "warning", "there is no GPU here: no /dev/nvidia0", "--gpus all"),
         ({"shared_memory_bytes": 2**26}, "warning", "/dev/shm has 64 MiB", "--ipc=host"),
         ({"environment": {"NCCL_DEBGU": "INFO"}}, "error", "did you mean NCCL_DEBUG?", "unset NCCL_DEBGU"),
         ({"environment": {"GLOO_SOCKET_IFNAME": "ib{0}"}}, "error", "GLOO_SOCKET_IFNAME=ib{0}, and", "set it"),
@@ -186,7 +187,7 @@ def test_a_difference_between_hosts(difference: dict[str, Any], message: str) ->
 def test_a_setting_that_differs(name: str, severities: list[str]) -> None:
     """If it fails, a setting that hosts need for themselves stops a job, or one that must be equal passes."""
     interface = Interface("eth0", "10.0.0.1", 24)
-    first = replace(_HEALTHY, nccl_interface=interface, environment={name: "INIT"})
+    first = replace(_HEALTHY, ports=[], nccl_interface=interface, environment={name: "INIT"})
     second = replace(first, rank=1, host="node1", environment={name: "NET"})
     found = find([first, second])
     assert [(finding.severity, finding.what) for finding in found] == [
@@ -221,6 +222,24 @@ def test_facts_of_this_machine() -> None:
     assert (facts.rank, facts.ranks_per_node, facts.environment) == (3, 2, {"NCCL_ALGO": "Ring"})
     assert facts.host == socket.gethostname()
     assert facts.num_cores == len(parse_cpus(facts.cores)) == len(os.sched_getaffinity(0))
+
+
+def test_a_container_without_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a container that was started without GPUs or adapters looks as if it had its host's."""
+
+    def fail() -> None:
+        raise TopologyError("no GPU found here (NVML: Not Found; nvidia-smi (535): a; b); --from FILE reads another")
+
+    monkeypatch.setattr("commopt_diagnose.doctor.facts.read_machine", fail)
+    facts = collect_facts({}, root=tmp_path)
+    assert (facts.has_gpu_files, facts.has_verbs_files) == (False, False)
+    assert facts.no_topology == "NVML: Not Found; nvidia-smi (535): a; b"
+    (tmp_path / "dev/infiniband").mkdir(parents=True)
+    (tmp_path / "dev/nvidiactl").touch()
+    (tmp_path / "dev/nvidia1").touch()
+    (tmp_path / "dev/infiniband/uverbs0").touch()
+    facts = collect_facts({}, root=tmp_path)
+    assert (facts.has_gpu_files, facts.has_verbs_files) == (True, True)
 
 
 def test_the_command() -> None:

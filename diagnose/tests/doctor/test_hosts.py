@@ -221,12 +221,99 @@ def test_gpudirect_rdma_and_sharp(tmp_path: Path) -> None:
     assert not has_sharp_plugin(tmp_path, {"LD_LIBRARY_PATH": str(tmp_path)})
     (tmp_path / "libnccl-net.so").touch()
     assert has_sharp_plugin(tmp_path, {"LD_LIBRARY_PATH": f"/nowhere:{tmp_path}"})
-    asked = replace(FACTS, gpus=["H100"], ports=[PORT], environment={"NCCL_COLLNET_ENABLE": "1"})
-    assert [finding.what[:20] for finding in find_in_adapters(asked)] == [
-        "no GPUDirect RDMA: n",
-        "NCCL_COLLNET_ENABLE=",
-    ]
+    asked = replace(FACTS, gpus=["H100"], has_gpu_driver=True, ports=[PORT], environment={"NCCL_COLLNET_ENABLE": "1"})
+    assert [finding.code for finding in find_in_adapters(asked)] == ["no_sharp", "no_gdr"]
     assert list(find_in_adapters(replace(asked, can_dma_buf=True, has_sharp_plugin=True))) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"sys/class/infiniband/rdmap16s27/device/p2p": "NVIDIA"}, True),
+        (
+            {"sys/class/infiniband/rdmap16s27/device/p2p": "NVIDIA peermem", "proc/modules": "efa 1 0 - Live 0x0\n"},
+            True,
+        ),
+        ({"proc/modules": "efa_nv_peermem 16384 0 - Live 0x0\n"}, True),
+        ({"sys/class/infiniband/rdmap16s27/device/p2p": ""}, False),
+        ({"sys/class/infiniband/rdmap16s27/device/p2p": "NEURON"}, False),
+    ],
+)
+def test_gpudirect_rdma_of_efa(files: dict[str, str], expected: bool, tmp_path: Path) -> None:
+    """If it fails, healthy hosts of AWS are told to load a module that their adapters do not need."""
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert has_peer_memory(tmp_path) == expected
+
+
+_IDLE = replace(PORT, name="mlx5_bond_0:1", state="DOWN", rate="25 Gb/sec (1X EDR)", errors={"link_downed": 1})
+_STORAGE = replace(_IDLE, name="mlx5_10:1", state="ACTIVE")
+
+
+@pytest.mark.parametrize(
+    ("chosen", "codes"),
+    [
+        (None, ["port_errors", "port_errors", "port_state", "unequal_rates"]),
+        ("mlx5", ["port_errors", "port_errors", "port_state", "unequal_rates"]),
+        ("mlx5_1", ["port_errors"]),
+        ("=mlx5_0", []),
+        ("=mlx5_0:1,mlx5_9", []),
+        ("mlx5_0:1", []),
+        ("^mlx5_1,mlx5_bond", []),
+        ("^=mlx5_10,mlx5_bond_0:1", []),
+        ("=mlx5", ["no_adapter"]),
+        ("mlx5_0:2", ["no_adapter"]),
+        ("ibp", ["no_adapter"]),
+    ],
+)
+def test_adapters_that_nccl_was_told_to_leave_out(chosen: str | None, codes: list[str]) -> None:
+    """If it fails, who follows the advice to name adapters in NCCL_IB_HCA gets the same advice again."""
+    environment = {} if chosen is None else {"NCCL_IB_HCA": chosen}
+    facts = replace(FACTS, gpus=["H100"], ports=[PORT, _STORAGE, _IDLE], environment=environment)
+    assert sorted(finding.code for finding in find_in_adapters(facts)) == codes
+    other = replace(facts, rank=1, host="b", ports=[PORT, replace(_IDLE, rate="10 Gb/sec (4X SDR)")])
+    rates = [finding.what for finding in find([facts, other]) if "the rate of" in finding.what]
+    assert len(rates) == (chosen in (None, "mlx5", "mlx5_1"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "codes"),
+    [
+        ({}, ["locked_memory", "no_gdr"]),
+        ({"gpus": [], "has_gpu_driver": False}, []),
+        ({"gpus": ["AMD Instinct MI300X"], "has_gpu_driver": False}, ["locked_memory"]),
+        ({"environment": {"NCCL_IB_DISABLE": "1"}}, []),
+        ({"ports": [replace(PORT, state="DOWN")]}, ["port_state"]),
+        ({"has_verbs_files": False}, ["no_verbs_files"]),
+    ],
+)
+def test_adapters_that_nccl_does_not_use(changes: dict[str, Any], codes: list[str]) -> None:
+    """If it fails, a healthy host gets an error about adapters that training does not use, such as its Ethernet."""
+    facts = replace(FACTS, gpus=["H100"], has_gpu_driver=True, ports=[PORT], max_locked_bytes=2**23)
+    assert [finding.code for finding in find_in_adapters(replace(facts, **changes))] == codes
+
+
+def test_hosts_that_have_the_same_address() -> None:
+    """If it fails, a bridge of containers that NCCL takes on each host looks like a firewall between them."""
+    bridge = Interface("br-3c27", "172.18.0.1", 16)
+    facts = replace(FACTS, interfaces=(LOOPBACK, bridge, ETHERNET), nccl_interface=bridge)
+    closed = UnreachablePort("a", "b", ListeningPort("br-3c27", "172.18.0.1", 40123, "NCCL"), "refused")
+    (finding,) = find([facts, replace(facts, rank=1, host="b")], [closed])
+    assert finding.what == (
+        "cannot reach b at 172.18.0.1 (br-3c27, which NCCL would use): this host has the same address"
+    )
+    assert "NCCL_SOCKET_IFNAME" in finding.advice
+
+
+def test_a_topology_that_could_not_be_read() -> None:
+    """If it fails, a host whose driver does not work, or lacks a tool, looks as if it had no GPU."""
+    reason = "NVML: Driver/library version mismatch; nvidia-smi is not on PATH"
+    broken = replace(FACTS, host="b", has_gpu_driver=True, no_topology=reason)
+    other = replace(broken, host="c", gpus=["AMD Instinct MI300X"], has_gpu_driver=False)
+    given_none = replace(broken, host="d", has_gpu_files=False)
+    lines = list_unchecked([FACTS, broken, other, given_none])
+    assert lines[:2] == ["links between GPUs: no GPU on a, d", f"links between GPUs on b, c: {reason}"]
 
 
 def test_what_was_not_checked() -> None:
