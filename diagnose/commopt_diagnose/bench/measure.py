@@ -37,8 +37,8 @@ class _Entry:
     call: Call | None = None
     error: str | None = None
     num_wrong: int | None = None
-    call_s: float = 0.0  # time of a call on the slowest rank; 0 before it was run
-    num_iters: int = 1  # calls in a block
+    call_s: float = 0.0  # time of a call on the slowest rank, mostly of the last blocks; 0 before it was run
+    num_iters: int = 0  # calls in the last block
 
 
 def measure(settings: BenchSettings, device: torch.device, ranks_per_node: int, on_progress: OnProgress) -> list[Row]:
@@ -88,7 +88,7 @@ class _Bench:
     memory: Sequence[torch.Tensor]  # two buffers, which all cases share
 
     def begin(self, case: Case) -> _Entry:
-        """Prepares a case, runs it, checks its result, and determines how many calls fill a block."""
+        """Prepares a case, runs it, checks its result, and measures how long a call takes."""
         entry = _Entry(case)
         for attempt in (self._prepare, self._run_first):
             try:
@@ -105,8 +105,6 @@ class _Bench:
             entry.num_wrong = int(reduce_value(entry.call.num_wrong(), dist.ReduceOp.SUM))
         warm_ups_s = [self._time(entry.call, 1) for _ in range(self.settings.num_warmups)]
         entry.call_s = reduce_value(min(warm_ups_s), dist.ReduceOp.MAX)
-        fitting = math.ceil(self.settings.block_s / max(entry.call_s, 1e-9))
-        entry.num_iters = self.settings.num_iters or max(1, min(_MAX_ITERS, fitting))
         return entry
 
     def block(self, entry: _Entry) -> float:
@@ -120,7 +118,13 @@ class _Bench:
             if entry.case.size_bytes < _BURST_SHARE_BYTES or entry.call_s < self.settings.block_s:
                 entry.call.run()
                 self._synchronize()
-            return self._time(entry.call, entry.num_iters) / entry.num_iters
+            # A busy machine may need many times as long for a call as it did in the block before.
+            fitting = math.ceil(self.settings.block_s / max(entry.call_s, 1e-9))
+            entry.num_iters = self.settings.num_iters or max(1, min(_MAX_ITERS, fitting))
+            time_s = self._time(entry.call, entry.num_iters) / entry.num_iters
+        # The mean with what was known keeps a single slow block from making the next one too short to be exact.
+        entry.call_s = (entry.call_s + reduce_value(time_s, dist.ReduceOp.MAX)) / 2
+        return time_s
 
     def _prepare(self, entry: _Entry) -> None:
         case, ranks = entry.case, self.scopes[entry.case.scope]

@@ -68,7 +68,7 @@ class Row:
 
     case: Case
     times_s: Sequence[float] = ()  # time of one call in each repetition: the mean over its calls on the slowest rank
-    num_iters: int = 0  # calls in a repetition
+    num_iters: int = 0  # calls in the last repetition
     num_wrong: int | None = None  # elements on all ranks that are wrong or differ between ranks; None if unchecked
     error: str | None = None  # why there are no times, in one line
 

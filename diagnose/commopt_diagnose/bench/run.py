@@ -15,6 +15,7 @@ from commopt_diagnose.rank_identity import find_rank_identity
 from lightning_commopt.commands.errors import echo
 from lightning_commopt.launch.lab import RankError, parse_rate
 from lightning_commopt.launch.process import InterruptedRun, raise_signals
+from lightning_commopt.text.formatting import count
 from lightning_commopt.text.terminal import TextConsole
 
 
@@ -47,7 +48,7 @@ def run_bench(
         unused = [name for name, value in options.items() if value is not None]
         if unused:
             raise ValueError(f"{', '.join(unused)}: a launcher has started the ranks already")
-        with _progress_bar(is_shown=identity.rank == 0) as on_progress:
+        with _progress(settings, is_shown=identity.rank == 0) as on_progress:
             return bench_launched(settings, identity, device=device, on_progress=on_progress)
     if link is None and num_hosts is not None:
         raise ValueError(f"--hosts {num_hosts} needs a link between them, such as --link 1gbit")
@@ -56,7 +57,7 @@ def run_bench(
         raise ValueError(f"--link {link} is for ranks on CPU: --device must be cpu, got {device}")
     parse_rate(link, "--link")
     try:
-        with raise_signals(), _progress_bar() as on_progress:
+        with raise_signals(), _progress(settings) as on_progress:
             return start_bench(
                 settings,
                 link=link,
@@ -71,11 +72,29 @@ def run_bench(
 
 
 @contextmanager
-def _progress_bar(*, is_shown: bool = True) -> Iterator[OnProgress]:
-    """Shows progress on standard error if that is a terminal."""
+def _progress(settings: BenchSettings, *, is_shown: bool = True) -> Iterator[OnProgress]:
+    """Shows progress on standard error: a bar on a terminal, elsewhere a line at the start."""
     console = TextConsole(stderr=True)
     texts = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f} %")
-    is_hidden = not (is_shown and console.is_terminal)
-    with Progress(*texts, TimeRemainingColumn(), console=console, transient=True, disable=is_hidden) as bar:
+    with Progress(
+        *texts, TimeRemainingColumn(), console=console, transient=True, disable=not (is_shown and console.is_terminal)
+    ) as bar:
         task = bar.add_task("starting ranks", total=None)
-        yield lambda num_done, total, label: bar.update(task, completed=num_done, total=total, description=label)
+
+        def on_progress(num_done: int, total: int, label: str) -> None:
+            bar.update(task, completed=num_done, total=total, description=label)
+            if is_shown and bar.disable and num_done == 0:
+                echo(f"commopt: {_workload(settings, total)}", err=True)
+
+        yield on_progress
+
+
+def _workload(settings: BenchSettings, total: int) -> str:
+    """Returns in words what is measured; ``total`` counts a first run of each case, and its repetitions."""
+    num_repetitions = settings.num_repetitions
+    num_cases = total // (1 + num_repetitions)
+    shown = f"{count(num_cases, 'case')}, {count(num_repetitions, 'repetition')}"
+    if settings.num_iters is not None:
+        return f"{shown} of {count(settings.num_iters, 'call')} each"
+    least_s = num_cases * num_repetitions * settings.block_s
+    return f"{shown} of {settings.block_s:g} s or one call each: at least {least_s:.0f} s"

@@ -56,7 +56,7 @@ def test_the_command_measures_prints_and_writes(tmp_path: Path) -> None:
     assert (result.where["world_size"], result.where["backend"]) == (2, "gloo")
     assert "# Out of bounds values : 0 OK" in ran.stdout
     assert f"#     2K: {1e3 * LinkModel.load(files[3]).predict('send_recv', 2048).time_s:.3}"[:14] in ran.stdout
-    assert ran.stderr == f"written to {', '.join(map(str, files))}\n"
+    assert ran.stderr == (f"commopt: 4 cases, 1 repetition of 2 calls each\nwritten to {', '.join(map(str, files))}\n")
 
 
 @pytest.mark.exhaustive

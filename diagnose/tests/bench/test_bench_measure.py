@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -107,6 +109,35 @@ def _faults() -> None:
     rows, _ = _measure(_quick(collectives=("broadcast", "reduce"), sizes_bytes=(4096,)), 2)
     assert [row.num_wrong for row in rows] == [1, None]
     assert rows[1].error == ("not here" if dist.get_rank() == 1 else "failed on another rank")
+
+
+def _busy_later() -> None:
+    now_s, num_calls = 0.0, 0
+    seen: list[int] = []
+
+    def prepare(case: Case, ranks: Ranks, memory: Sequence[torch.Tensor], root: int) -> operations.Call:
+        call = operations.prepare(case, ranks, memory, root)
+
+        def run() -> None:
+            nonlocal now_s, num_calls
+            num_calls += 1
+            now_s += 0.001 if num_calls <= 2 else 0.1
+
+        return operations.Call(run, call.fill, lambda: 0)
+
+    measuring.prepare = prepare
+    measuring.time = SimpleNamespace(perf_counter=lambda: now_s)  # type: ignore[assignment]
+    settings = _quick(sizes_bytes=(8,), num_repetitions=4, block_s=0.1)
+    (row,) = measure(settings, torch.device("cpu"), 2, lambda *_: seen.append(num_calls))
+    # An untimed call goes before each block.
+    assert [after - before - 1 for before, after in pairwise([*seen, num_calls])] == [1, 100, 2, 2, 2]
+    assert row.num_iters == 2
+    assert row.times_s == pytest.approx([0.1] * 4)
+
+
+def test_calls_that_become_slower_make_no_longer_blocks() -> None:
+    """If it fails, a bench takes many times as long as it says on a machine that becomes busy while it runs."""
+    run_ranks(_busy_later)
 
 
 def _alone_and_wrong() -> None:
