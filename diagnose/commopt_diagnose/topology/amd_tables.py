@@ -46,7 +46,7 @@ def read_amd_tables(lines: Sequence[str], source: str) -> Machine:
     return Machine(
         source=source,
         gpus=tuple(
-            Gpu(label=names.get(label, label), bus_id=label if names else None, numa_node=nodes.get(number))
+            Gpu(label=names.get(label, label), name="AMD", bus_id=label if names else None, numa_node=nodes.get(number))
             for number, label in enumerate(labels)
         ),
         links={frozenset(names.get(label, label) for label in pair): link for pair, link in links.items()},

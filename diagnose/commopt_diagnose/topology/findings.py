@@ -15,6 +15,7 @@ from lightning_commopt.text.findings import Finding
 from lightning_commopt.text.formatting import count, list_some
 
 _MAX_SHOWN = 8
+_MAX_BRIDGED = 4  # NVLinks of models that are joined by bridges, which most machines do not have
 _MAX_SOCKETS = 2  # of most machines with GPUs; with more NUMA nodes than that, a socket mostly has several
 _RDMA = re.compile(r"(NIC\d|mlx|bnxt_re|irdma|hfi|efa|rdma|roce|ib|erdma|hns|qedr|mana)", re.IGNORECASE)
 _finding = FindingTexts(Path(__file__).with_name("findings.txt")).finding
@@ -37,6 +38,8 @@ def _find_nvlinks(machine: Machine) -> Iterator[Finding]:
         yield from _find_degraded(machine, num_links, of_model)
     elif any(num_links.values()) and None not in links.values():
         yield from _find_unequal(machine, num_links, of_model)
+    elif num_links and None not in links.values() and of_model > _MAX_BRIDGED and not machine.without_nvlink:
+        yield _finding("slow", "no_nvlinks", of_model=of_model, confidence="possible")
 
 
 def _find_degraded(machine: Machine, num_links: dict[tuple[str, str], int], of_model: int) -> Iterator[Finding]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from textwrap import shorten
 
 from commopt_diagnose.topology.amd_tables import read_amd_tables
 from commopt_diagnose.topology.machine import (
@@ -32,6 +33,7 @@ _P2P = {"OK", "CNS", "GNS", "TNS", "DR", "NS", "U"}
 _AMD = re.compile(r"ROCm|rocm-smi|amd-smi|\bXGMI\b|LINK TYPE TABLE|Link Type between")
 _MARKDOWN = str.maketrans("|*`", "   ")
 _MAX_CHARACTERS = 4000  # the rest of a longer line is ignored
+_MAX_SHOWN = 100  # characters of a text without a topology, which often has an error of nvidia-smi instead
 
 
 def read_smi_text(text: str, source: str) -> Machine:
@@ -52,7 +54,11 @@ def read_smi_text(text: str, source: str) -> Machine:
     if not topologies and not about_p2p:
         if _AMD.search(text):
             return read_amd_tables(plain, source)
-        raise TopologyError(f"{source}: no matrix of nvidia-smi topo -m, and no XML of NCCL_TOPO_DUMP_FILE")
+        first = next((line.strip() for line in lines if line.strip()), "")
+        raise TopologyError(
+            f"{source}: no matrix of nvidia-smi topo -m, and no XML of NCCL_TOPO_DUMP_FILE; it begins with"
+            f" {shorten(first, _MAX_SHOWN)!r}"
+        )
     table = (topologies or about_p2p)[0]
     without_column = add_missing_columns(table)
     _drop_cut_word(table, text.rsplit(None, 1)[-1])

@@ -46,6 +46,26 @@ def test_what_hurts(name: str, codes: set[str]) -> None:
     assert found(name).keys() == codes
 
 
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    [
+        ("NVIDIA H100 80GB HBM3", ["no_nvlinks"]),
+        ("NVIDIA A100-SXM4-80GB", ["no_nvlinks"]),
+        ("NVIDIA H100 NVL", []),
+        ("NVIDIA A100 80GB PCIe", []),
+        ("NVIDIA GeForce RTX 3090", []),
+        ("NVIDIA RTX A6000", []),
+        ("NVIDIA L40S", []),
+    ],
+)
+def test_a_model_that_has_nvlinks_without_any(name: str, codes: list[str]) -> None:
+    """If it fails, a machine whose fabric manager is down passes, or one without bridges is called slow."""
+    hidden = found("pcie_8", *[name] * 8, gpus=lambda low, high: "NODE")
+    assert [code for code in hidden if "nvlink" in code] == codes
+    assert all(finding.confidence == "possible" for code, finding in hidden.items() if code == "no_nvlinks")
+    assert found("one", name).keys() == set()
+
+
 def test_a_ring_that_must_cross_sockets() -> None:
     """If it fails, the advice names GPUs that SYS lies between."""
     finding = found("pcie_8")["ring_over_sockets"]

@@ -12,7 +12,7 @@ from rich.console import Console
 from commopt_diagnose.topology.findings import find_all
 from commopt_diagnose.topology.machine import Machine, TopologyError, cpus_text
 from commopt_diagnose.topology.smi_text import read_smi_text
-from commopt_diagnose.topology.terminal import by_place, print_topology
+from commopt_diagnose.topology.terminal import by_place, gpu_pairs, print_topology
 from diagnose_support.topology_samples import SAMPLES, Sample
 
 
@@ -134,6 +134,18 @@ def test_no_topology(text: str) -> None:
     """If it fails, any text is a topology."""
     with pytest.raises(TopologyError, match=r"^sent: no matrix of nvidia-smi topo -m"):
         read_smi_text(text, "sent")
+
+
+def test_what_stands_there_instead() -> None:
+    """If it fails, an error of nvidia-smi that came through a pipe looks like a matrix that cannot be read."""
+    text = (
+        "\n\x1b[31mFailed to initialize NVML: Driver/library version mismatch\x1b[0m\nNVML library version: 535.171\n"
+    )
+    with pytest.raises(TopologyError, match="it begins with 'Failed to initialize NVML: Driver/library version mism"):
+        read_smi_text(text, "input")
+    with pytest.raises(TopologyError, match=r"it begins with 'x x .* \[\.\.\.\]'$") as refused:
+        read_smi_text("x " * 5000, "input")
+    assert len(str(refused.value)) < 250
 
 
 def test_a_table_of_markdown() -> None:
@@ -263,6 +275,7 @@ def test_tables_of_rocm_smi() -> None:
     assert [gpu.numa_node for gpu in machine.gpus] == [0, 0, 1, 1]
     assert machine.notices == ("AMD's tables do not name PCIe switches: PHB may be PIX or PXB",)
     assert [finding.code for finding in find_all(machine)] == ["ring_over_sockets"]
+    assert [pair.expectation for pair in gpu_pairs(machine)] == [None] * 6  # the known rates are NVIDIA's
 
 
 def test_tables_of_amd_smi() -> None:
