@@ -215,6 +215,13 @@ def nsys(
             return
         nsight.make_ready(output_dir, nsys_args)
         status = nsight.run(ranks)
-    reports = ", ".join(map(str, nsight.reports(output_dir)))
-    echo(f"commopt: reports: {reports}" if reports else f"commopt: {nsight.NO_REPORTS}", err=True)
+    reports, raw = (
+        ", ".join(map(str, paths)) for paths in (nsight.reports(output_dir), nsight.raw_reports(output_dir))
+    )
+    if reports:
+        echo(f"commopt: reports: {reports}", err=True)
+    if raw:
+        echo(f"commopt: {raw}: {nsight.NO_IMPORT}", err=True)
+    if not reports and not raw:
+        echo(f"commopt: {nsight.NO_REPORTS}", err=True)
     raise typer.Exit(status)

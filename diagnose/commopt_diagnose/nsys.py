@@ -34,9 +34,18 @@ NO_REPORTS = (
 )
 """Printed after a run without reports."""
 
+NO_IMPORT = (
+    "nsys collected this, but made no report of it, which needs its importer: QdstrmImporter -i FILE, from an"
+    " installation of the same version."
+)
+"""Printed after a run that has left the raw data of a report."""
+
+_REPORT_SUFFIXES = (".nsys-rep", ".qdrep")  # the second until 2021, as with CUDA 11
+_RAW_SUFFIX = ".qdstrm"
 _LAUNCHER_MODULE = "torch.distributed.run"
-_OTHER_LAUNCHERS = ("accelerate", "deepspeed", "mpiexec", "mpirun", "srun")
-_NAME_OPTIONS = ("-n", "--name")  # of conda run: an environment may be named like a launcher
+_FORMER_MODULE = "torch.distributed.launch"
+_OTHER_LAUNCHERS = ("accelerate", "deepspeed", "fabric", "horovodrun", "jsrun", "mpiexec", "mpirun", "srun")
+_NAME_OPTIONS = ("-n", "--name", "-p", "--prefix")  # of conda run: an environment may be named like a launcher
 
 
 def nsys_command(
@@ -91,7 +100,14 @@ def make_ready(output_dir: str | Path, nsys_args: str = "") -> None:
 
 def reports(output_dir: str | Path) -> list[Path]:
     """Returns the reports in a directory."""
-    return sorted(Path(output_dir).glob("rank_*.nsys-rep"))
+    return sorted(path for path in Path(output_dir).glob("rank_*") if path.suffix in _REPORT_SUFFIXES)
+
+
+def raw_reports(output_dir: str | Path) -> list[Path]:
+    """Returns the files in a directory that nsys has collected, but not turned into reports."""
+    stems = {path.stem for path in reports(output_dir)}
+    raw = (path for path in Path(output_dir).glob("rank_*") if path.suffix == _RAW_SUFFIX)
+    return sorted(path for path in raw if path.stem not in stems)
 
 
 def run(command: Sequence[str]) -> int:
@@ -162,6 +178,9 @@ def _find_launcher(words: list[str]) -> tuple[int, int]:
     """Returns where in a command a launcher begins, and its number of words; 0 words if there is none.
 
     A program's arguments may be named like a launcher, so the search ends at the first Python program.
+
+    Raises:
+        ValueError: it is torch's former launcher.
     """
     for place, (word, before) in enumerate(zip(words, ["", *words], strict=False)):
         name, rest = Path(word).name, words[place + 1 :]
@@ -171,8 +190,10 @@ def _find_launcher(words: list[str]) -> tuple[int, int]:
             return place, 1
         if name.startswith("python") and rest and rest[0].startswith("-"):
             num_options = next((number for number, other in enumerate(rest) if not other.startswith("-")), len(rest))
-            is_launcher = rest[num_options - 1 : num_options + 1] == ["-m", _LAUNCHER_MODULE]
-            return place, num_options + 2 if is_launcher else 0
+            started = rest[num_options - 1 : num_options + 1]
+            if started == ["-m", _FORMER_MODULE]:
+                raise ValueError(f"{_FORMER_MODULE} is deprecated: use torchrun, or python -m {_LAUNCHER_MODULE}")
+            return place, num_options + 2 if started == ["-m", _LAUNCHER_MODULE] else 0
         if name.endswith(".py"):
             break
     return 0, 0

@@ -122,6 +122,7 @@ def test_nsys_comes_after_the_launchers_options(command, expected):
         "python -m train --launcher torchrun",
         "uv run train.py torchrun",
         "conda run -n deepspeed python train.py",
+        "conda run -p /envs/fabric python train.py",
     ],
 )
 def test_an_argument_that_names_the_launcher_is_no_launcher(command):
@@ -182,6 +183,8 @@ def test_print_prints_a_shell_command_and_runs_nothing(tmp_path, monkeypatch):
             "uv run torchrun --nproc-per-node 8 a.py",
             "uv run is in front of torchrun: put it in front of commopt nsys, as in uv run commopt nsys torchrun ...",
         ),
+        ("fabric run --devices 2 a.py", "fabric starts the ranks by itself"),
+        ("python -m torch.distributed.launch a.py", "torch.distributed.launch is deprecated: use torchrun"),
         ("env X=1 torchrun a.py", "env X=1 is in front of torchrun"),
         ("conda run -n python -v torchrun a.py", "conda run -n python -v is in front of torchrun"),
         ("poetry run python -u -m torch.distributed.run a.py", "poetry run is in front of python -u -m torch.dis"),
@@ -209,6 +212,35 @@ def test_reports_are_not_lost_to_those_that_are_there(nsys_dir, tmp_path):
     assert not (nsys_dir / "argv_0").exists()
     for nsys_args in ("-f true", "--force-overwrite=true"):
         make_ready("nsys", nsys_args)
+
+
+@pytest.mark.parametrize(
+    ("files", "lines"),
+    [
+        ([], ["there are no reports: nsys collects between cudaProfilerStart and"]),
+        (["rank_0.qdrep"], ["reports: nsys/rank_0.qdrep"]),
+        (["rank_0.1.nsys-rep", "rank_0.1.sqlite"], ["reports: nsys/rank_0.1.nsys-rep"]),
+        (["rank_0.qdstrm", "rank_1.qdstrm"], ["nsys/rank_0.qdstrm, nsys/rank_1.qdstrm: nsys collected this"]),
+        (
+            ["rank_0.nsys-rep", "rank_0.qdstrm", "rank_1.qdstrm"],
+            ["reports: nsys/rank_0.nsys-rep", "nsys/rank_1.qdstrm: nsys collected this, but made no report"],
+        ),
+    ],
+)
+@pytest.mark.usefixtures("nsys_dir")
+def test_what_nsys_has_left_is_named(files, lines, tmp_path, monkeypatch):
+    """If it fails, data that an old nsys, or one without its importer, has collected counts as never collected."""
+
+    def leave_files(command):
+        for name in files:
+            (tmp_path / "nsys" / name).touch()
+        return 0
+
+    monkeypatch.setattr("commopt_diagnose.nsys.run", leave_files)
+    output = commopt("nsys", "python", "a.py").output.splitlines()
+    assert len(output) == len(lines)
+    for line, words in zip(output, lines, strict=True):
+        assert line.startswith(f"commopt: {words}")
 
 
 def test_a_command_is_needed():
