@@ -13,11 +13,10 @@ from pathlib import Path
 from commopt_diagnose.bench.cases import num_ranks_of_scopes
 from commopt_diagnose.bench.result import BenchResult
 from commopt_diagnose.bench.settings import BenchSettings, size_text
+from commopt_diagnose.control_groups import control_groups
 from lightning_commopt.launch.lab import NetLab, parse_rate, why_not
 from lightning_commopt.launch.process import run_ranks
 from lightning_commopt.text.validation import check_integer
-
-_GROUPS = "proc/self/cgroup"  # the control groups of this process
 
 PROGRESS = "COMMOPT PROGRESS "
 """Begins a line of rank 0 with the arguments of `OnProgress`, as JSON."""
@@ -110,12 +109,11 @@ def check_size(settings: BenchSettings, num_ranks: int, ranks_per_node: int, dev
 
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Returns the memory that this host has left, at most the limit of this container or job; None if unknown."""
-    meminfo, groups = (path.read_text() if path.is_file() else "" for path in (root / "proc/meminfo", root / _GROUPS))
-    found = [int(number) * 1024 for number in re.findall(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)]
-    for kind, path in re.findall(r"^\d+:(memory)?:/(.*)$", groups, re.MULTILINE):  # without a kind it is of version 2
-        top, name = root / "sys/fs/cgroup" / kind, "memory.limit_in_bytes" if kind else "memory.max"
-        folders = [top / path, *(top / path).parents]
-        limits = [folder / name for folder in folders[: folders.index(top) + 1]]  # a job's limit is above its task
+    meminfo = root / "proc/meminfo"
+    text = meminfo.read_text() if meminfo.is_file() else ""
+    found = [int(number) * 1024 for number in re.findall(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)]
+    for folder in control_groups("memory", root):
+        limits = (folder / name for name in ("memory.max", "memory.limit_in_bytes"))
         found += [int(text) for limit in limits if limit.is_file() and (text := limit.read_text().strip()).isdecimal()]
     return min(found, default=None)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from commopt_diagnose.control_groups import control_groups
 from commopt_diagnose.rank_identity import RankIdentity
 from commopt_diagnose.topology.findings import find_all
 from commopt_diagnose.topology.machine import TopologyError, cpus_text
@@ -97,12 +98,15 @@ def max_locked_bytes(root: Path) -> int | None:
 
 
 def quota_cores(root: Path) -> float | None:
-    """Returns the processor time that a container may use, in cores, as Kubernetes limits it; None without a limit."""
-    words = read_text(root / "sys/fs/cgroup/cpu.max").split()
-    of_v1 = root / "sys/fs/cgroup/cpu"
-    words = words or [read_text(of_v1 / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
-    # Without a limit the first is "max", or -1.
-    return int(words[0]) / int(words[1]) if len(words) == 2 and all(map(str.isdecimal, words)) else None
+    """Returns the processor time that a container or session may use, in cores, as Kubernetes limits it; or None."""
+    limits = []
+    for folder in control_groups("cpu", root):
+        of_v1 = [read_text(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+        words = read_text(folder / "cpu.max").split() or of_v1
+        # Without a limit the first is "max", or -1.
+        if all(map(str.isdecimal, words)):
+            limits.append(int(words[0]) / int(words[1]))
+    return min(limits, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -128,21 +128,26 @@ def test_threads_of_all_ranks_are_compared_with_the_cores_of_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "expected"),
+    ("groups", "files", "expected"),
     [
-        ({"cpu.max": "400000 100000"}, 4),
-        ({"cpu.max": "max 100000"}, None),
-        ({"cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000"}, 1.5),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
-        ({}, None),
+        ("0::/", {"cpu.max": "400000 100000"}, 4),
+        ("0::/", {"cpu.max": "max 100000"}, None),
+        ("0::/user.slice/user-7.slice/session-1.scope", {"user.slice/user-7.slice/cpu.max": "400000 100000"}, 4),
+        ("0::/a/b", {"a/cpu.max": "150000 100000", "a/b/cpu.max": "400000 100000"}, 1.5),
+        ("3:cpu,cpuacct:/docker/7", {"cpu/cpu.cfs_quota_us": "150000", "cpu/cpu.cfs_period_us": "100000"}, 1.5),
+        ("3:cpu:/a", {"cpu/a/cpu.cfs_quota_us": "150000", "cpu/a/cpu.cfs_period_us": "100000"}, 1.5),
+        ("3:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ("3:cpuset:/a", {"a/cpu.max": "400000 100000"}, None),
+        ("0::/", {}, None),
     ],
 )
 def test_threads_of_a_container_are_compared_with_its_limit(
-    files: dict[str, str], expected: float | None, tmp_path: Path
+    groups: str, files: dict[str, str], expected: float | None, tmp_path: Path
 ) -> None:
     """If it fails, a pod that may use 4 cores starts a thread for each core of its host, and nobody says so."""
+    files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()} | {"proc/self/cgroup": groups}
     for name, text in files.items():
-        path = tmp_path / "sys/fs/cgroup" / name
+        path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text}\n")
     assert quota_cores(tmp_path) == expected
