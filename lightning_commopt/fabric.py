@@ -27,16 +27,16 @@ from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
-from lightning_commopt.strategy.base import WrapsInDDP, check_plans_agree, exchange_plan, wrapper_of
+from lightning_commopt.strategy.base import WrapsInDDP, check_plans_agree, replace_plan_options, wrap_in_ddp
 from lightning_commopt.strategy.fabric_diloco import CommOptDiLoCo as CommOptDiLoCo
 from lightning_commopt.strategy.fabric_model_parallel import CommOptModelParallel as CommOptModelParallel
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job
 from lightning_commopt.strategy.remedies import (
     explain_one_rank,
-    show_in_trainer,
+    repr_for_trainer,
     warn_of_fp16_under_scaler,
-    warn_of_local_decisions,
     warn_of_missing_buffers,
+    warn_of_rank_dependent_lbfgs,
 )
 from lightning_commopt.strategy.started import StartsRanks
 from lightning_commopt.sync.checkpoint import KEY
@@ -102,9 +102,9 @@ class CommOptDDP(StartsRanks, WrapsInDDP, DDPStrategy):
         lossy: str | list[Any] = "never",
         **kwargs: Any,
     ) -> None:
-        self._plan, tuned, lightnings_arguments = plan_from_arguments(dict(locals()))
+        self._plan, tuned, lightning_arguments = plan_from_arguments(dict(locals()))
         forget_previous_job()
-        super().__init__(**lightnings_arguments)
+        super().__init__(**lightning_arguments)
         self._nccl = NcclOptions.from_config(nccl)
         self._watch = watch
         self._save_comm_state = save_comm_state
@@ -121,7 +121,7 @@ class CommOptDDP(StartsRanks, WrapsInDDP, DDPStrategy):
         """Observers that are notified of every bucket of every module. Add them before a module is set up."""
         return self._syncs.observers
 
-    __repr__ = show_in_trainer
+    __repr__ = repr_for_trainer
 
     @property
     def wire_bytes(self) -> int:
@@ -130,7 +130,7 @@ class CommOptDDP(StartsRanks, WrapsInDDP, DDPStrategy):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         if self.world_size > 1:
-            warn_of_local_decisions([optimizer])
+            warn_of_rank_dependent_lbfgs([optimizer])
         return super().setup_optimizer(optimizer)
 
     def optimizer_step(self, optimizer: Optimizable, **kwargs: Any) -> Any:
@@ -144,7 +144,7 @@ class CommOptDDP(StartsRanks, WrapsInDDP, DDPStrategy):
         if max(self.world_size, self.num_nodes * self.num_processes) == 1:
             explain_one_rank("comm_hook" if self._plan.comm_hook is not None else None)
         else:
-            module = wrapper_of(module, self._determine_ddp_device_ids(), self._ddp_kwargs)
+            module = wrap_in_ddp(module, self._determine_ddp_device_ids(), self._ddp_kwargs)
         self._syncs.add(module, self._attach)
         return module
 
@@ -171,7 +171,7 @@ class CommOptDDP(StartsRanks, WrapsInDDP, DDPStrategy):
             sync.check_plan(plan)
         if syncs:
             check_plans_agree(plan)
-        exchange_plan(self._ddp_kwargs, self._plan, plan)
+        replace_plan_options(self._ddp_kwargs, self._plan, plan)
         self._plan = plan
         for sync in syncs:
             if (model := sync.model) is not None:

@@ -2,7 +2,7 @@
 
 from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy
 
-from lightning_commopt.strategy.adapters import accept_everywhere
+from lightning_commopt.strategy.adapters import accept_in_both_packages
 from lightning_commopt.strategy.ddp import CommOptStrategy
 from lightning_commopt.strategy.diloco import CommOptDiLoCoStrategy
 from lightning_commopt.strategy.model_parallel import CommOptModelParallelStrategy
@@ -10,17 +10,17 @@ from lightning_commopt.strategy.model_parallel import CommOptModelParallelStrate
 __all__ = ["CommOptDDP", "CommOptDiLoCo", "CommOptModelParallel"]
 
 
-@accept_everywhere
+@accept_in_both_packages
 class CommOptDDP(CommOptStrategy, DDPStrategy):  # type: ignore[misc]  # noqa: D101
     __doc__ = CommOptStrategy.__doc__
     _flushes_static_graph = "post_backward" in vars(DDPStrategy)
 
 
-@accept_everywhere
+@accept_in_both_packages
 class CommOptDiLoCo(CommOptDiLoCoStrategy, DDPStrategy):  # type: ignore[misc]  # noqa: D101
     __doc__ = CommOptDiLoCoStrategy.__doc__
 
 
-@accept_everywhere
+@accept_in_both_packages
 class CommOptModelParallel(CommOptModelParallelStrategy, ModelParallelStrategy):  # type: ignore[misc]  # noqa: D101
     __doc__ = CommOptModelParallelStrategy.__doc__

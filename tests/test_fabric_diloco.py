@@ -348,7 +348,7 @@ def test_a_loss_from_before_an_exchange_gets_a_remedy() -> None:
     first, second = run_ranks(_two_losses, False)
     assert_same(first, second)
     for told in run_ranks(_early_loss):
-        assert "With CommOptDiLoCo an exchange, too, changes all weights, after the step of the optimizer" in told
+        assert "With CommOptDiLoCo an exchange may modify all weights after a step of the optimizer" in told
 
 
 def _warnings_at_its_end(folder: str, ending: str) -> list[str]:
@@ -409,7 +409,7 @@ def test_refused(tmp_path: Any) -> None:
         ({"plan": DiLoCoPlan(eval_weights="local")}, "eval_weights='local' cannot apply in Fabric"),
         ({"plan": DiLoCoPlan(inner=CommPlan(static_graph=True))}, "inner=CommPlan.*cannot apply in Fabric"),
         ({"sync_every": 0}, "sync_every must be an integer of at least 1, got 0"),
-        ({"bucket_cap_mb": 5}, "bucket_cap_mb is an option of DDP, and DiLoCo has no wrapper of DDP in Fabric"),
+        ({"bucket_cap_mb": 5}, "bucket_cap_mb is an option of DDP, and DiLoCo does not use DDP in Fabric"),
         ({"sync_evry": 5}, "unknown option 'sync_evry'; did you mean 'sync_every'"),
         ({"save_comm_state": "no"}, "save_comm_state must be true or false, got 'no'"),
     ]
@@ -424,4 +424,4 @@ def test_refused(tmp_path: Any) -> None:
     assert CommOptDiLoCo.from_plan(tmp_path / "plan.json").plan == DiLoCoPlan(sync_every=7)
     for of_module, of_optimizer in run_ranks(_setup_synchronized):
         assert "use BatchNorm, whose statistics the exchanges average" in of_module
-        assert of_optimizer.startswith("ZeroRedundancyOptimizer divides each step among ranks that DiLoCo trains apart")
+        assert of_optimizer.startswith("ZeroRedundancyOptimizer divides each step among ranks that DiLoCo trains inde")

@@ -178,11 +178,11 @@ def test_other_circumstances_resume_from_the_global_weights(tmp_path: Path) -> N
     steps = {case: num_steps for case, (_, num_steps, _) in first.items()}
     assert steps == {"plan": 0, "model": 0, "ddp": -1, "from_ddp": 0, "without": 0, "raw": 0, "missing": 6, "ranks": 5}
     reasons = {
-        "plan": "as it was saved with another plan, ",
-        "ddp": "as it is CommOptDiLoCo's, whose ranks have files of their own",
-        "from_ddp": "as it was saved by another strategy. Lost is",
-        "missing": "as the file of rank 1 cannot be read (FileNotFoundError: ",
-        "ranks": "as it was saved by 2 ranks, and there are 3. Lost is",
+        "plan": "because it was saved with another plan, ",
+        "ddp": "because it was saved by CommOptDiLoCo",
+        "from_ddp": "because it was saved by another strategy. They lose",
+        "missing": "because the file of rank 1 cannot be read (FileNotFoundError: ",
+        "ranks": "because it was saved by 2 ranks, and there are 3. They lose",
     }
     for case, (_, _, told) in first.items():
         assert len(told) == (case in reasons), case

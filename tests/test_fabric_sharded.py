@@ -136,7 +136,7 @@ def test_resumed_training_goes_on_bit_for_bit(distributed: bool, tmp_path: Path)
         ({"plan": ShardedPlan(accumulate_grads="unsharded")}, "no_backward_sync decides"),
         ({"bucket_cap_mb": 25}, "bucket_cap_mb is an option of DDP"),
         ({"comm_hook": "powersgd"}, "averages whole gradients"),
-        ({"plan": "auto"}, "in fits of a Trainer only, not in Fabric"),
+        ({"plan": "auto"}, "not available for sharded models in Fabric"),
         ({"lossy": ["int8"]}, "unknown option 'lossy'"),
     ],
     ids=str,

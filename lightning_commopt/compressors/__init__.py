@@ -1,6 +1,6 @@
 """Ways to average a gradient bucket over ranks, one algorithm per file.
 
-The imports below are the compressors that come with the package; importing their files registers their names.
+The imports below are the compressors of this package. Importing their files registers their names.
 """
 
 from lightning_commopt.compressors.all_reduce import AllReduce as AllReduce

@@ -17,7 +17,7 @@ from lightning_commopt.compressors.registry import register_compressor
 @final
 @dataclass(frozen=True, kw_only=True)
 class AllReduce(Compressor):
-    """Averages the bucket uncompressed, in its dtype and with DDP's arithmetic, which scales before it sums."""
+    """Averages the bucket uncompressed, in its dtype and with DDP's arithmetic, which scales before summing."""
 
     claims = Claims(is_lossy=False)
 

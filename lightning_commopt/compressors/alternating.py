@@ -26,12 +26,12 @@ from lightning_commopt.compressors.registry import register_compressor
 class AlternatingLowRank(PowerIteration):
     """Half a step of power iteration for every matrix of the bucket: ``P`` in one step, ``Q`` in the next.
 
-    The factor that is not sent is the orthonormal basis from the step before, which is the same on all ranks. A step
-    takes one message, half the arithmetic and about half the bytes of `LowRank`, and the subspace follows the gradient
-    half as fast. See `PowerIteration` for the settings and for what is compressed.
+    The factor that is not sent is the orthonormal basis of the previous step, which is the same on all ranks. A step
+    needs one message, half the arithmetic and about half the bytes of `LowRank`, but the subspace follows the gradient
+    half as fast. See `PowerIteration` for the settings and for which gradients are compressed.
 
     Source: Zhang et al., "Evaluation and Optimization of Gradient Compression for Distributed Deep Learning", ICDCS
-    2023, algorithm 2. ``refresh_steps`` is not from there; see `LowRank`.
+    2023, algorithm 2. ``refresh_steps`` is an addition; see `LowRank`.
     """
 
     _steps_to_send_both: ClassVar[int] = 2  # a step sends P or Q
@@ -45,7 +45,7 @@ class AlternatingLowRank(PowerIteration):
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
     ) -> Rounds:
-        """Averages ``P`` in even steps and ``Q`` in odd ones, and uncompressed what is not a matrix to compress."""
+        """Averages ``P`` in even steps, ``Q`` in odd ones, and in every step the gradients that are not compressed."""
         parts = self._cut(layout)
         if not parts.matrices:
             return (yield from UNCOMPRESSED.rounds(flat, layout, {}, channel, residual))
@@ -57,10 +57,10 @@ class AlternatingLowRank(PowerIteration):
         message = matrices.compress(basis, 1 / channel.size, own, by_rows=sends_p)  # P = M Q, or Q = M^T P
         yield channel.all_reduce(message)
         # The residual may be completed in the next step, when the state holds another basis.
-        mean, kept = message[: own.numel()], basis.clone()
+        mean, old_basis = message[: own.numel()], basis.clone()
         state[sent], finite = orthonormalize(message, shapes, state[sent], self.epsilon)
 
-        own_pair, mean_pair = ((own, kept), (mean, basis)) if sends_p else ((kept, own), (basis, mean))
+        own_pair, mean_pair = ((own, old_basis), (mean, basis)) if sends_p else ((old_basis, own), (basis, mean))
         matrices.decompress(own_pair, mean_pair, message, finite)  # M = P Q^T
         return None
 

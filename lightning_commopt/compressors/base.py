@@ -1,4 +1,4 @@
-"""What a compressor is: it averages one flat gradient bucket over ranks, perhaps lossily.
+"""The interface of compressors, which average one flat gradient bucket over ranks, perhaps lossily.
 
 Shapes: ``n`` elements in a bucket, ``W`` ranks. Sizes on the wire are in bytes.
 """
@@ -20,8 +20,9 @@ from torch import Tensor
 from lightning_commopt.compressors.channel import Channel, Pending
 
 PIECE_NUMEL = 2**22
-"""Elements in a piece, 16 MiB of float32. A large bucket must have several, but a thread that has waited for a piece
-shares its core with backward and may get it back milliseconds later, beside which the time of a piece must be long."""
+"""Number of elements in a piece, 16 MiB of float32. It must be small enough for a large bucket to have several pieces.
+But a thread that has waited for a piece shares its core with backward, and may get the core only milliseconds later, so
+the time of a piece must be long compared with that."""
 
 State = dict[str, Any]
 """Tensors, ints, and lists or dicts of them, which a checkpoint can hold."""
@@ -47,8 +48,12 @@ class Layout:
 
     def select(self, mask: Sequence[bool]) -> Layout:
         """Returns the layout of the gradients for which ``mask`` is true."""
-        shapes = tuple(shape for shape, yes in zip(self.shapes, mask, strict=True) if yes)
-        return Layout(shapes, tuple(stride for stride, yes in zip(self.strides, mask, strict=True) if yes), self.dtype)
+        shapes = tuple(shape for shape, is_selected in zip(self.shapes, mask, strict=True) if is_selected)
+        return Layout(
+            shapes,
+            tuple(stride for stride, is_selected in zip(self.strides, mask, strict=True) if is_selected),
+            self.dtype,
+        )
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
@@ -69,8 +74,8 @@ class Layout:
     def matrix_sides(self) -> tuple[tuple[int, int], ...]:
         """Rows and columns of each gradient as a matrix: its outermost dimension in memory by all the others.
 
-        This makes every matrix a contiguous part of the bucket, whatever its strides. The kernel of a convolution has
-        its output channels as rows, in the channels-last format too. Gradients of one dimension are ``(numel, 1)``.
+        So every matrix is a contiguous part of the bucket, whatever its strides. The kernel of a convolution has its
+        output channels as rows, also in the channels-last format. Gradients of one dimension are ``(numel, 1)``.
         """
         sides = []
         for shape, stride, numel in zip(self.shapes, self.strides, self.numels, strict=True):
@@ -104,7 +109,7 @@ Rounds = Generator[Pending, Tensor, None]
 
 
 def finish(rounds: Rounds, pending: Pending | None = None) -> None:
-    """Drives the rounds of a compressor to their end, from the start or from a collective that is under way."""
+    """Runs the rounds of a compressor to their end, from the start or from a ``pending`` collective."""
     with suppress(StopIteration):
         pending = next(rounds) if pending is None else pending
         while True:
@@ -120,16 +125,16 @@ def in_pieces(
 ) -> Rounds:
     """Runs the rounds of a bucket piece by piece, so that one piece is computed while another is on the wire.
 
-    Only compressors may use it whose result for a piece does not depend on the rest of the bucket. On CUDA a bucket
-    stays whole, since there whole buckets overlap, on two streams.
+    Compressors may use it only if their result for a piece does not depend on the rest of the bucket. On CUDA a bucket
+    stays whole, since there whole buckets overlap on two streams.
 
     Args:
         flat: ``(n,)`` the gradients of the bucket.
         residual: ``(n,)`` their residual, or None.
         channel: collectives over the ranks; two pieces at a time use its two lanes.
         multiple: each piece except the last has a multiple of this number of elements.
-        rounds: makes the rounds of a piece from its gradients, its residual and a channel. All ranks start the same
-            collectives in the same order.
+        rounds: creates the rounds of a piece from its gradients, its residual and a channel. All ranks must start the
+            same collectives in the same order.
     """
     piece_numel = max(1, PIECE_NUMEL // multiple) * multiple
     if flat.is_cuda or flat.numel() <= piece_numel:
@@ -157,20 +162,21 @@ def in_pieces(
 
 @dataclass(frozen=True, kw_only=True)
 class Claims:
-    """What a compressor's class declares about it, for other code that would else keep lists of compressors.
+    """What a compressor's class declares about it, so that other code needs no lists of compressors.
 
-    The laws, which ``commopt selftest`` and the tests run, measure the first four.
+    The laws, which ``commopt selftest`` and the tests run, verify the first four by measurement.
 
     Attributes:
         is_lossy: whether the average can differ from a plain all-reduce's by more than rounding in the same dtype.
         error_bound: upper bound of the relative error of one average in the 2-norm, for independent, normally
             distributed gradients of two to four ranks and no residual. Sending nothing would have the error 1.0. Lossy
             compressors must declare it.
-        untracked_error: upper bound of what is lost in a step, neither in the average nor in the residual, relative
-            like ``error_bound``. The default leaves room for rounding in float32, about 100 times its epsilon.
+        untracked_error: upper bound of what a step loses, that is, of what is neither in the average nor in the
+            residual; relative like ``error_bound``. The default is about 100 times the epsilon of float32, to leave
+            room for rounding.
         keeps_residual: whether the state holds a residual, which is what a step left out and a later step sends.
-        has_c_kernels: whether the arithmetic has a C form for CPU, which is compiled when gradient sync is set up.
-        is_part: whether it is meant to be used inside another compressor; no strategy is named after it then.
+        has_c_kernels: whether it has C kernels for CPU, which are compiled when gradient sync is set up.
+        is_part: whether it is meant to be used inside another compressor; then no strategy is registered for it.
         is_recommended: whether predictions try it, and summaries recommend it if it would be faster.
     """
 
@@ -228,7 +234,7 @@ class Compressor(ABC):
         """
 
     def why_idle(self, layout: Layout) -> str | None:
-        """Returns in a few words why nothing of such a bucket would be compressed; None if something would be.
+        """Returns in a few words why nothing in such a bucket would be compressed; None if something would be.
 
         Compressors that leave some buckets uncompressed override this.
         """
@@ -236,12 +242,15 @@ class Compressor(ABC):
 
     @abstractmethod
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
-        """Returns the bytes that one call of `rounds` hands to its channel once a late start is over."""
+        """Returns the bytes that one call of `rounds` passes to its channel, as `Channel.bytes_sent` counts them.
+
+        It assumes that compression has started; see `AfterSteps`.
+        """
 
     def residual(self, layout: Layout, state: State, given: Tensor | None = None) -> Tensor | None:
-        """Returns ``(n,)`` what this rank has not sent yet; None if it is not kept.
+        """Returns ``(n,)`` what this rank has not sent yet; None if it keeps no residual.
 
-        A compressor that defers its residual update to the next step, or that keeps a residual in its state, overrides
+        Compressors that defer their residual update to the next step, or that keep a residual in their state, override
         this.
 
         Args:

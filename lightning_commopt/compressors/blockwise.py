@@ -65,7 +65,7 @@ class Blockwise(Compressor):
         padded = torch.nn.functional.pad(shares, (0, num_ranks * shard_numel - n))
         sent = self._round(padded)
         mean = self._round(sent.mean(0))
-        # Each rank knows what rounding the mean of its own shard has lost, and keeps it for a later step.
+        # Each rank knows what was lost by rounding the mean of its own shard, and keeps it for a later step.
         places = torch.arange(num_ranks * shard_numel, device=shares.device)
         sent[places // shard_numel, places] += num_ranks * (mean - sent.mean(0))
         return mean[:n], sent[:, :n]
@@ -140,7 +140,7 @@ class BlockInt4(Blockwise):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Int8(Preset):
-    """Int8: `BlockInt8` within `ErrorFeedback`, which describe the settings."""
+    """Int8: `BlockInt8` within `ErrorFeedback`. These two classes describe the settings."""
 
     algorithm: ClassVar[type[BlockInt8]] = BlockInt8
 
@@ -153,7 +153,7 @@ class Int8(Preset):
 @final
 @dataclass(frozen=True, kw_only=True)
 class Int4(Preset):
-    """Int4: `BlockInt4`, by default without `ErrorFeedback`; these two describe the settings.
+    """Int4: `BlockInt4`, by default without `ErrorFeedback`. These two classes describe the settings.
 
     Error feedback adds a residual to the gradients before they are rounded, which makes the scales larger. A GPT
     trained with AdamW ended with a lower loss without it, with each of five seeds (docs/evidence/int4.md). But if

@@ -20,11 +20,11 @@ from lightning_commopt.text.validation import check_integer
 @final
 @dataclass(frozen=True, kw_only=True)
 class BySize(Wrapper):
-    """Compresses the gradients of at least ``min_numel`` elements, and averages the others uncompressed.
+    """Compresses the gradients that have at least ``min_numel`` elements, and averages the others uncompressed.
 
     Attributes:
         inner: the compressor for the large gradients.
-        min_numel: number of elements from which on a gradient is large.
+        min_numel: minimum number of elements of a large gradient.
 
     Raises:
         ValueError: ``inner`` is not a compressor, or ``min_numel`` is below 1.
@@ -45,14 +45,14 @@ class BySize(Wrapper):
         is_large = self._is_large(layout)
         if all(is_large):
             return (yield from self.inner.rounds(flat, layout, state["inner"], channel, residual))
-        is_small = [not yes for yes in is_large]
+        is_small = [not large for large in is_large]
         parts = [(is_large, self.inner, state["inner"]), (is_small, UNCOMPRESSED, {})]
-        for mask, compressor, its_state in parts:
+        for mask, compressor, part_state in parts:
             if any(mask):
                 gradients = _gather(flat, layout, mask)
                 selected = None if residual is None else _gather(residual, layout, mask)
-                yield from compressor.rounds(gradients, layout.select(mask), its_state, channel, selected)
-                if _run(layout, mask) is None:
+                yield from compressor.rounds(gradients, layout.select(mask), part_state, channel, selected)
+                if _adjacent_slice(layout, mask) is None:
                     _scatter(gradients, flat, layout, mask)
                     if residual is not None and selected is not None:
                         _scatter(selected, residual, layout, mask)
@@ -67,7 +67,7 @@ class BySize(Wrapper):
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         is_large = self._is_large(layout)
         sent = self.inner.wire_bytes(layout.select(is_large), world_size) if any(is_large) else 0
-        return sent + UNCOMPRESSED.wire_bytes(layout.select([not yes for yes in is_large]), world_size)
+        return sent + UNCOMPRESSED.wire_bytes(layout.select([not large for large in is_large]), world_size)
 
     def residual(self, layout: Layout, state: State, given: Tensor | None = None) -> Tensor | None:
         is_large = self._is_large(layout)
@@ -83,9 +83,9 @@ class BySize(Wrapper):
         return [numel >= self.min_numel for numel in layout.numels]
 
 
-def _run(layout: Layout, mask: list[bool]) -> slice | None:
-    """Returns the place of the selected gradients if they are adjacent in the bucket, else None."""
-    selected = [index for index, yes in enumerate(mask) if yes]
+def _adjacent_slice(layout: Layout, mask: list[bool]) -> slice | None:
+    """Returns the slice of the selected gradients if they are adjacent in the bucket, else None."""
+    selected = [index for index, is_selected in enumerate(mask) if is_selected]
     if not selected:
         return slice(0, 0)
     first, last = selected[0], selected[-1]
@@ -96,14 +96,14 @@ def _run(layout: Layout, mask: list[bool]) -> slice | None:
 
 def _gather(flat: Tensor, layout: Layout, mask: list[bool]) -> Tensor:
     """Returns the selected gradients of a bucket, concatenated: a view if they are adjacent, else a copy."""
-    run = _run(layout, mask)
+    run = _adjacent_slice(layout, mask)
     if run is not None:
         return flat[run]
-    return torch.cat([part for part, yes in zip(flat.split(layout.numels), mask, strict=True) if yes])
+    return torch.cat([part for part, is_selected in zip(flat.split(layout.numels), mask, strict=True) if is_selected])
 
 
 def _scatter(selected: Tensor, flat: Tensor, layout: Layout, mask: list[bool]) -> None:
     """Writes the selected gradients of a bucket back."""
-    places = [part for part, yes in zip(flat.split(layout.numels), mask, strict=True) if yes]
+    places = [part for part, is_selected in zip(flat.split(layout.numels), mask, strict=True) if is_selected]
     for place, values in zip(places, selected.split([len(place) for place in places]), strict=True):
         place.copy_(values)

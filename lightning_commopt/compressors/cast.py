@@ -53,10 +53,10 @@ class Cast(Compressor):
 
     @property
     def claims(self) -> Claims:
-        """Each gradient and each sum is rounded once; the roundings inside an all-reduce reach no residual."""
+        """Each gradient and each sum is rounded once. What is rounded off inside an all-reduce is in no residual."""
         eps = torch.finfo(self.dtype).eps
-        unseen = Claims.untracked_error if self.accumulate else eps / 2
-        return Claims(error_bound=eps, untracked_error=unseen, is_recommended=self.dtype == torch.bfloat16)
+        untracked_error = Claims.untracked_error if self.accumulate else eps / 2
+        return Claims(error_bound=eps, untracked_error=untracked_error, is_recommended=self.dtype == torch.bfloat16)
 
     def rounds(
         self, flat: Tensor, layout: Layout, state: State, channel: Channel, residual: Tensor | None = None
@@ -79,7 +79,7 @@ class Cast(Compressor):
             widen(flat, residual, mean, scale, all_finite(mean))
 
     def _two_rounds(self, flat: Tensor, residual: Tensor | None, channel: Channel) -> Rounds:
-        """Averages ``W`` shards of ``s`` elements, of which the last ones may be padded, or nothing but padding."""
+        """Averages ``W`` shards of ``s`` elements. The last ones may be padded, or consist of padding only."""
         scale, dtype, n = 1 / channel.size, self._wire_dtype(flat.dtype), flat.numel()
         s = -(-n // channel.size)
         message = channel.scratch("message", (channel.size, s), dtype, flat.device)
@@ -105,7 +105,7 @@ class Cast(Compressor):
         rounded = (shares / num_ranks).to(self.dtype).to(shares.dtype)
         mean, sent = rounded.sum(0).to(self.dtype).to(shares.dtype), rounded * num_ranks
         if self.accumulate is not None:
-            # Each rank knows what rounding the mean of its own shard has lost, and keeps it for a later step.
+            # Each rank knows what was lost by rounding the mean of its own shard, and keeps it for a later step.
             places = torch.arange(n, device=shares.device)
             sent[places // -(-n // num_ranks), places] += num_ranks * (mean - rounded.sum(0))
         return mean, sent

@@ -12,7 +12,7 @@ from lightning_commopt.compressors.shards import ShardedCompressor
 
 
 def example_compressors() -> dict[str, Compressor]:
-    """Returns a compressor for each name, made with its defaults, and with the examples of fields without one."""
+    """Returns a compressor for each name, with the default or the example value of each option."""
     examples_by_name = {}
     for name, entry in sorted(registered().items()):
         fields = dataclasses.fields(entry.cls)  # type: ignore[arg-type]
@@ -24,7 +24,7 @@ def example_compressors() -> dict[str, Compressor]:
 
 
 def ready_compressors() -> dict[str, Compressor]:
-    """Returns the compressors that need no options, made with their defaults, except those meant as parts of others."""
+    """Returns the compressors that need no options, with their defaults, except those meant as parts of others."""
     ready = {}
     for name, entry in sorted(registered().items()):
         with suppress(TypeError, ValueError):  # the class is not a dataclass, or its defaults contradict each other
@@ -34,7 +34,7 @@ def ready_compressors() -> dict[str, Compressor]:
 
 
 def ready_shards() -> dict[str, ShardedCompressor]:
-    """Returns the compressors of shards that need no options, made with their defaults."""
+    """Returns the compressors of shards that need no options, with their defaults."""
     ready = {
         name: entry.cls(**entry.fixed) for name, entry in registered_shards().items() if not any(entry.options.values())
     }

@@ -18,9 +18,9 @@ class Pending:
     """A running collective.
 
     Args:
-        tensor: receives what arrives.
+        tensor: the output of the collective.
         works: handles that `wait` waits for.
-        finish: makes the result from what has arrived; None if that is the result.
+        finish: computes the result from ``tensor``; None if ``tensor`` is the result.
 
     Attributes:
         is_followed: whether other collectives of the same bucket are still under way when this one has arrived.
@@ -53,7 +53,7 @@ class Channel:
         size: number of ranks in the group.
         rank: rank of this process in the group.
         within: channel over the ranks of this node; None if the group is not divided into nodes.
-        across: channel over the ranks with this rank's place, one on each node; None if it is not divided.
+        across: channel over the ranks with this rank's local rank, one on each node; None likewise.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class Channel:
 
     @property
     def bytes_sent(self) -> int:
-        """Payload bytes that this rank has handed to collectives so far, in terms of an all-reduce.
+        """Payload bytes that this rank has passed to collectives so far, in units of an all-reduce.
 
-        Each half of an all-reduce (reduce-scatter or all-to-all, and all-gather) moves half as much as the whole, and
-        counts half. Bytes that stay within a node are counted by ``within`` only.
+        Each half of an all-reduce (reduce-scatter or all-to-all, and all-gather) moves half as much as the whole, so
+        its bytes count half. Bytes that stay within a node are counted by ``within`` only.
         """
         return self._sent["half_bytes"] // 2 + (self.across.bytes_sent if self.across is not None else 0)
 
     def lanes(self) -> tuple[Channel, Channel]:
-        """Returns two channels over this group, whose bytes count here, each with its own scratch memory.
+        """Returns two channels over this group, each with its own scratch memory; their bytes are counted here.
 
         A compressor with two collectives under way uses one lane for each.
         """
@@ -94,7 +94,8 @@ class Channel:
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns uninitialized memory for a message; the next bucket gets the same memory under this name.
 
-        On CPU fresh memory would cost as much as the arithmetic of a message, as the system clears it page by page.
+        On CPU, newly allocated memory would take as long as the arithmetic of a message, because the system clears it
+        page by page.
         """
         if device.type != "cpu":  # torch's allocator reuses memory there
             return torch.empty(shape, dtype=dtype, device=device)
@@ -118,7 +119,7 @@ class Channel:
         Args:
             message: ``(W, s)`` of a dtype that the group's backend sums, contiguous.
         """
-        if self._is_gloo(message):  # gloo's own is missing in some versions of torch
+        if self._is_gloo(message):  # some versions of torch have no reduce-scatter for gloo
             pending = self.all_to_all(message)
             return Pending(pending._tensor, pending._works, lambda received: received.sum(0))
         self._sent["half_bytes"] += message.nbytes
@@ -183,13 +184,13 @@ class Channel:
 
 
 class AloneChannel(Channel):
-    """The collectives of one rank that sends nothing, as if every other rank had sent what this one does.
+    """A stand-in that sends nothing, and computes as if all ranks had the same data as this one.
 
     Args:
         size: number of ranks.
-        rank: place of this process among them.
-        within: stand-in for the ranks of its node; None if the ranks are not divided into nodes.
-        across: stand-in for the ranks with its place, one on each node; None likewise.
+        rank: rank of this process.
+        within: stand-in for the ranks of this node; None if the ranks are not divided into nodes.
+        across: stand-in for the ranks with this local rank, one on each node; None likewise.
 
     Attributes:
         issued: the name of each collective, also of the lanes, and the bytes of its whole message.
@@ -204,7 +205,7 @@ class AloneChannel(Channel):
 
     @classmethod
     def like(cls, channel: Channel) -> AloneChannel:
-        """Returns one with the ranks of another channel."""
+        """Returns a stand-in with the ranks of another channel."""
         within, across = (None if part is None else cls.like(part) for part in (channel.within, channel.across))
         return cls(channel.size, channel.rank, within, across)
 
@@ -226,14 +227,14 @@ class AloneChannel(Channel):
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    """Returns the memory of a tensor as uint8 ``(num_bytes,)``, which any backend can send."""
+    """Returns a view of a contiguous tensor as uint8 ``(num_bytes,)``, which any backend can send."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def backends_of(group: dist.ProcessGroup | None = None) -> dict[str, str]:
     """Returns the backend that a group has for each kind of device, such as ``{"cpu": "gloo", "cuda": "nccl"}``.
 
-    ``dist.get_backend`` instead returns what the group was made with, a name or pairs such as "cuda:nccl".
+    ``dist.get_backend`` instead returns what the group was created with: a name, or pairs such as "cuda:nccl".
     """
     pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
     return {device: backend for device, _, backend in pairs}

@@ -44,7 +44,7 @@ def without_imports() -> Iterator[None]:
 
 
 def compressor_from_config(config: str | Mapping[str, Any] | Compressor | None) -> Compressor | None:
-    """Builds a compressor from what a user writes.
+    """Builds a compressor from the value of ``comm_hook`` that a user writes.
 
     Args:
         config: a name; a mapping with ``name`` and that compressor's options (``inner`` of a wrapper is again any
@@ -99,7 +99,7 @@ def sharded_from_config(config: object) -> ShardedCompressor | None:
 
 
 def _checked(entry: Entry, options: dict[str, Any], from_config: Callable[[Any], object]) -> dict[str, Any]:
-    """Returns the options of a compressor once they are known to be valid and complete, with ``inner`` built."""
+    """Checks that the options of a compressor are valid and complete, and returns them with ``inner`` built."""
     check_options(entry.name, entry.options, options)
     return options | ({"inner": from_config(options["inner"])} if "inner" in options else {})
 
@@ -145,7 +145,7 @@ def compressor_to_config(compressor: Compressor | ShardedCompressor, *, with_def
         compressor = compressor.shards
     cls = type(compressor)
     if not dataclasses.is_dataclass(compressor):
-        raise ValueError(f"{cls.__qualname__} must be a dataclass, as its fields are the options")
+        raise ValueError(f"{cls.__qualname__} must be a dataclass, because its fields are its options")
     values = {
         field.name: plain_number(getattr(compressor, field.name))
         for field in dataclasses.fields(compressor)
@@ -153,7 +153,7 @@ def compressor_to_config(compressor: Compressor | ShardedCompressor, *, with_def
     }
     entry = entry_of(compressor)
     if averages_buckets and entry is not None and entry_named(entry.name) != entry:
-        entry = None  # with buckets, the name makes a compressor of another class
+        entry = None  # for buckets, this name stands for another class
     if entry is None and "<locals>" in cls.__qualname__:
         raise ValueError(f"{cls.__qualname__} has no import path: give it a name with @register_compressor")
     entry = entry or Entry(import_path(cls), cls, {})
@@ -195,7 +195,7 @@ def _shards_entry(name: object) -> Entry:
 
 def _needs_whole_gradients(name: str) -> str:
     return (
-        f"{name!r} averages whole gradients on every rank, but here each rank receives its shard only: use CommOptDDP,"
+        f"{name!r} averages whole gradients on every rank, but here each rank receives only its shard: use CommOptDDP,"
         f" or another compressor; known names: {', '.join(sharded_names())}"
     )
 
@@ -203,7 +203,10 @@ def _needs_whole_gradients(name: str) -> str:
 def _import_compressor(path: str) -> type[Compressor] | type[ShardedCompressor]:
     module_name, _, class_name = path.rpartition(".")
     if not _may_import.get() and module_name not in sys.modules:
-        raise ValueError(f"{path!r} is in a module that has not been imported, and no file may import one")
+        raise ValueError(
+            f"{path!r} is in a module that has not been imported, and a file must not cause imports: import the module"
+            " before you load the file"
+        )
     try:
         cls = getattr(importlib.import_module(module_name), class_name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:

@@ -64,10 +64,10 @@ class Hierarchical(Wrapper):
         if residual is not None:
             flat.add_(residual)
         parts = shards(layout, within.size)
-        start, mine_layout = parts[within.rank]
+        start, own_layout = parts[within.rank]
         if "inner" not in state:
             state["rank_in_node"], state["ranks_per_node"] = within.rank, within.size
-            state["inner"] = self.inner.init(mine_layout, flat.device, state["step"])
+            state["inner"] = self.inner.init(own_layout, flat.device, state["step"])
         state["step"] += 1
 
         in_bucket = [flat[begin : begin + part.numel] for begin, part in parts]
@@ -76,20 +76,20 @@ class Hierarchical(Wrapper):
         message[:, min(sizes) :].zero_()  # the padding of shorter parts is sent too
         foreach_copy_([row[:size] for row, size in zip(message, sizes, strict=True)], in_bucket)
         row = yield within.reduce_scatter(message.mul_(1 / within.size))
-        mine = row[: mine_layout.numel]
-        dropped = None if residual is None else torch.zeros_like(mine)
-        if across.size > 1 and mine.numel():  # a small bucket leaves some ranks without a part
-            yield from self.inner.rounds(mine, mine_layout, state["inner"], across, dropped)
+        own = row[: own_layout.numel]
+        dropped = None if residual is None else torch.zeros_like(own)
+        if across.size > 1 and own.numel():  # a small bucket leaves some ranks without a part
+            yield from self.inner.rounds(own, own_layout, state["inner"], across, dropped)
             if dropped is not None:
-                self.inner.residual(mine_layout, state["inner"], dropped)
+                self.inner.residual(own_layout, state["inner"], dropped)
         gathered = yield within.all_gather(row)
         foreach_copy_(in_bucket, [row[:size] for row, size in zip(gathered, sizes, strict=True)])
         if residual is not None and dropped is not None:
             finite = flat.isfinite().all()
             residual.masked_fill_(finite, 0)
-            # The mean over a node divides this residual by the ranks of the node, and no other rank adds to it.
-            its_residual = dropped.mul_(within.size).masked_fill_(~finite, 0)
-            residual[start : start + mine_layout.numel].add_(its_residual)
+            # The mean over a node divides this residual by the ranks per node, and no other rank has a residual for it.
+            part_residual = dropped.mul_(within.size).masked_fill_(~finite, 0)
+            residual[start : start + own_layout.numel].add_(part_residual)
 
     def why_idle(self, layout: Layout) -> str | None:
         """Returns None, since fewer bytes cross nodes even if ``inner`` compresses nothing."""
@@ -98,13 +98,18 @@ class Hierarchical(Wrapper):
     def wire_bytes(self, layout: Layout, world_size: int) -> int:
         """Returns the bytes that the rank with the largest part sends across nodes."""
         if self.ranks_per_node is None:
-            raise ValueError("ranks_per_node must be given to compute what crosses nodes, as no training runs")
+            raise ValueError(
+                "'hierarchical' needs ranks_per_node here: outside of training there is no launcher to take it from"
+            )
         num_nodes = world_size // self.ranks_per_node
         parts = shards(layout, self.ranks_per_node) if num_nodes > 1 else ()
         return max((self.inner.wire_bytes(part, num_nodes) for _, part in parts), default=0)
 
     def residual(self, layout: Layout, state: State, given: Tensor | None = None) -> Tensor | None:
-        """Returns the ``given`` residual, else that of ``inner``, multiplied so that a mean over ranks is right."""
+        """Returns the ``given`` residual, else that of ``inner`` times the ranks per node.
+
+        Only one rank of a node has the residual of a part, so the factor makes the mean over all ranks right.
+        """
         if given is not None or "inner" not in state:
             return given
         start, part = shards(layout, state["ranks_per_node"])[state["rank_in_node"]]
@@ -143,18 +148,24 @@ def place_on_nodes(compressor: Compressor, world_size: int, ranks_per_node: int)
     return dataclasses.replace(compressor, inner=placed), inner_size  # type: ignore[type-var]
 
 
-def node_size(asked: int | None, launched: int, numbers: Collection[int], what: str) -> int:
-    """Returns the ranks per node: ``asked``, or ``launched`` if that is None. Warns once if nodes change nothing.
+def node_size(requested: int | None, launched: int, numbers: Collection[int], unit: str) -> int:
+    """Returns the number of ranks per node. Warns once if the division into nodes has no effect.
+
+    Args:
+        requested: the user's number; None for ``launched``.
+        launched: number of ranks that the launcher has started on each node.
+        numbers: numbers that it must divide.
+        unit: what ``numbers`` count, such as "ranks", for messages.
 
     Raises:
-        ValueError: it does not divide one of the ``numbers``, which are numbers of ``what``, such as "ranks".
+        ValueError: it does not divide one of the ``numbers``.
     """
-    size = asked or launched
+    size = requested or launched
     if indivisible := [number for number in numbers if number % size]:
-        source = "" if asked else " (the ranks of this node)"
-        raise ValueError(f"ranks_per_node must divide the number of {what}, {indivisible[0]}, got {size}{source}")
+        source = "" if requested else " (the number of ranks that the launcher has started on this node)"
+        raise ValueError(f"ranks_per_node must divide the number of {unit}, {indivisible[0]}, got {size}{source}")
     if set(numbers) == {size}:
-        warn_once(f"comm_hook: 'hierarchical' compresses nothing here: all {what} are on one node.")
+        warn_once(f"comm_hook: 'hierarchical' compresses nothing here: all {unit} are on one node.")
     elif size == 1:
         warn_once(
             "comm_hook: 'hierarchical' has no effect here: each node has one rank, so its 'inner' does everything."

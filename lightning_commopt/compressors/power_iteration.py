@@ -1,4 +1,4 @@
-"""What the two forms of PowerSGD share: settings, first factors, and the matrices of a bucket.
+"""What the two variants of PowerSGD share: settings, first factors, and the matrices of a bucket.
 
 Shapes are those of `lightning_commopt.compressors.kernels.factors`; a bucket has ``n`` elements.
 """
@@ -24,15 +24,16 @@ from lightning_commopt.compressors.wrappers import ErrorFeedback, Preset
 from lightning_commopt.text.validation import check_integer, check_positive, warn_once
 
 _MAX_SEED = 2**63
-"""torch takes seeds below 2**64, and the number of the step is added to ours."""
+"""Upper limit of seeds. torch accepts seeds below 2**64, and the number of the step is added to the user's seed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PowerIteration(Compressor):
-    """Steps of a power iteration on every matrix of the bucket, which send two thin factors instead of the matrix.
+    """Power iteration on every matrix of the bucket, which sends two thin factors instead of the matrix.
 
-    A gradient of more than two dimensions is a matrix of its outermost dimension in memory by the rest. Vectors, and
-    matrices that would not shrink enough, are sent uncompressed. It is lossy and meant to be used in `ErrorFeedback`.
+    A gradient of more than two dimensions is treated as a matrix: its outermost dimension in memory by all others.
+    Vectors, and matrices that would not shrink enough, are sent uncompressed. It is lossy, and meant to be used within
+    `ErrorFeedback`.
 
     The defaults of ``matrix_rank`` and ``min_compression_rate`` are those of torch's ``PowerSGDState``.
 
@@ -40,7 +41,7 @@ class PowerIteration(Compressor):
         matrix_rank: number of columns of the factors, ``r``, at most the shorter side of the matrix. A larger rank is
             more exact and sends more.
         min_compression_rate: a matrix is compressed if ``m * k > min_compression_rate * r * (m + k)``.
-        refresh_steps: number of steps after which the iteration begins again with random factors; None for never.
+        refresh_steps: number of steps after which the iteration starts again from random factors; None for never.
         epsilon: with ``matrix_rank`` 1, added to the norm of a column when it is normalized, relative to that norm.
         seed: seed of the random factors, the same on all ranks.
 
@@ -72,7 +73,7 @@ class PowerIteration(Compressor):
 
     @property
     def claims(self) -> Claims:
-        """The error bound is 1, since hardly anything of a random matrix is in a subspace of low rank."""
+        """The error bound is 1, since a low-rank subspace contains hardly anything of a random matrix."""
         return Claims(error_bound=1.0, has_c_kernels=True, is_part=True)
 
     def init(self, layout: Layout, device: torch.device, step: int = 0) -> State:
@@ -132,7 +133,7 @@ class PowerIteration(Compressor):
         """Returns factors with orthonormal columns, concatenated; the same on every rank."""
         # The CPU's generator gives the same numbers on every kind of machine.
         generator = torch.Generator().manual_seed(self.seed + step)
-        # In float32, as torch's default dtype may be one of 16 bits, also only within a `training_step`.
+        # The dtype is explicit because torch's default dtype may have 16 bits, perhaps only within a `training_step`.
         options: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
         drawn = [torch.randn(shape, generator=generator, **options) for shape in shapes]
         columns = [orthonormal(x, x, self.epsilon).flatten() for x in drawn]
@@ -147,7 +148,7 @@ class PowerIterationPreset(Preset):
     """A power iteration within `ErrorFeedback`, after ``start_step`` uncompressed steps."""
 
     matrix_rank: int = PowerIteration.matrix_rank
-    start_step: int = 0  # compress from the first step on; torch's hook waits for 1000 steps
+    start_step: int = 0  # compresses from the first step on, whereas torch's hook waits for 1000 steps
     min_compression_rate: float = PowerIteration.min_compression_rate
     error_feedback: bool = True
     residual_dtype: str = ErrorFeedback.residual_dtype
@@ -234,7 +235,7 @@ class BucketMatrices:
             self._flat.copy_(self._bucket)
 
     def _sent(self) -> tuple[Tensor, Tensor]:
-        """Returns the factors of what the last step has sent, which is still to be subtracted from the residual."""
+        """Returns the factors that the last step has sent, whose product must still be subtracted from the residual."""
         if "sent" in self._state:
             return self._state["sent"]["p"], self._state["sent"]["q"]
         num_p, num_q = (factors_numel(shapes) for shapes in (self._parts.p_shapes, self._parts.q_shapes))

@@ -28,18 +28,18 @@ from lightning_commopt.text.validation import check_switch, warn_once
 class LowRank(PowerIteration):
     """One step of power iteration for every matrix of the bucket, in two rounds.
 
-    All ``P`` of a bucket travel in one message together with what is not compressed, all ``Q`` in a second message. See
-    `PowerIteration` for the other settings and for what is compressed.
+    All ``P`` of a bucket are sent in one message together with what is not compressed, all ``Q`` in a second message.
+    See `PowerIteration` for the other settings and for which gradients are compressed.
 
     This differs from algorithm 1 of Vogels, Karimireddy, Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for
-    Distributed Optimization", NeurIPS 2019, in: 1. ``Q`` is orthogonalised too, which does not change the subspace.
-    2. With ``refresh_steps`` the iteration begins again now and then, as in PowerSGD+ (Xie, Chen, Yuan, arXiv
-    2509.11254), in case the subspace misses the gradient; they take the new factors from a singular value
-    decomposition, we draw them at random, which costs hardly anything.
+    Distributed Optimization", NeurIPS 2019, in: 1. ``Q`` is orthogonalized, too, which does not change the subspace.
+    2. With ``refresh_steps`` the iteration starts again periodically, as in PowerSGD+ (Xie, Chen, Yuan, arXiv
+    2509.11254), in case the subspace misses the gradient. They compute the new factors by a singular value
+    decomposition; we draw them at random, which costs hardly anything.
 
     Attributes:
-        warm_start: whether a step begins with the last step's ``Q``, so that the power iteration converges over steps,
-            or with a new random one.
+        warm_start: whether a step starts from the last step's ``Q``, so that the power iteration converges over steps,
+            or from a new random one.
 
     Raises:
         ValueError: a setting is out of range.
@@ -53,7 +53,10 @@ class LowRank(PowerIteration):
         super().__post_init__()
         check_switch("warm_start", self.warm_start)
         if not self.warm_start and self.refresh_steps is not None:
-            warn_once(f"refresh_steps={self.refresh_steps} has no effect with warm_start=False: every step starts anew")
+            warn_once(
+                f"refresh_steps={self.refresh_steps} has no effect with warm_start=False: every step starts from random"
+                " factors."
+            )
 
     @property
     def claims(self) -> Claims:
@@ -95,8 +98,8 @@ class LowRank(PowerIteration):
         for matrix, old_q in zip(parts.matrices, views(state["q"], parts.q_shapes), strict=True):
             p = orthonormal(old_q @ matrix.of(mean).T, old_q.new_zeros(matrix.r, matrix.m), self.epsilon)
             all_q = [p @ matrix.of(share) for share in shares]
-            for q, its_share in zip(all_q, sent, strict=True):
-                matrix.of(its_share).copy_(p.T @ q)
+            for q, sent_share in zip(all_q, sent, strict=True):
+                matrix.of(sent_share).copy_(p.T @ q)
             mean_q = torch.stack(all_q).mean(0)
             matrix.of(mean).copy_(p.T @ mean_q)
             new_q.append(orthonormal(mean_q, old_q, self.epsilon).flatten())

@@ -43,11 +43,11 @@ def options_of(cls: type) -> dict[str, bool]:
 
 
 EXAMPLE = "example"
-"""Key in the metadata of a field without a default: a value to try the compressor with."""
+"""Key in the metadata of a field without a default, for a value with which the compressor can be tried."""
 
+# The keys of both are normalized names and aliases.
 _BUCKET_ENTRIES: dict[str, Entry] = {}
 _SHARD_ENTRIES: dict[str, Entry] = {}
-"""Both have the normalized names and aliases as keys."""
 
 _C = TypeVar("_C", bound=type[Compressor] | type[ShardedCompressor])
 
@@ -74,9 +74,9 @@ def register_compressor(name: str, *, aliases: Sequence[str] = (), **fixed: Any)
         for written in (name, *aliases):
             if "." in written or normalize_name(written) in ("", "none"):
                 raise ValueError(f"a compressor's name must not be empty or 'none', nor have a dot, got {written!r}")
-            taken = entries.get(normalize_name(written))
-            if taken is not None and not (taken.name == name and _is_redefinition(taken.cls, cls)):
-                raise ValueError(f"{written!r} is taken: it is the name of {import_path(taken.cls)}")
+            existing = entries.get(normalize_name(written))
+            if existing is not None and not (existing.name == name and _is_redefinition(existing.cls, cls)):
+                raise ValueError(f"{written!r} is already the name of {import_path(existing.cls)}: choose another name")
         for written in (name, *aliases):
             entries[normalize_name(written)] = Entry(name, cls, fixed)
         return cls
@@ -144,7 +144,7 @@ def import_path(cls: type) -> str:
 
 
 def _is_redefinition(earlier: type, cls: type) -> bool:
-    """Returns whether a module was run again: reloaded, as a notebook's cell, or as a script that is also imported."""
+    """Returns whether a class was defined again: its module was reloaded, or a notebook's cell or script run again."""
     is_same_module = earlier.__module__ == cls.__module__ or "__main__" in (earlier.__module__, cls.__module__)
     return is_same_module and earlier.__qualname__ == cls.__qualname__
 

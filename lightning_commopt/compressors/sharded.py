@@ -26,7 +26,7 @@ from lightning_commopt.compressors.shards import ShardedCompressor
 from lightning_commopt.text.validation import check_switch
 
 _RESIDUAL_FORMAT = BlockFormat(8, BlockInt8.block_size)
-"""Format of residuals: int8, in blocks of the size that `BlockInt8` has by default. Rounding it loses about 1 %."""
+"""Format of residuals: int8, in blocks of `BlockInt8`'s default size. Rounding to it loses about 1 % of a residual."""
 
 
 @register_compressor("bf16")
@@ -85,11 +85,12 @@ class ShardedBlockwise(ShardedCompressor):
 
     With ``error_feedback`` each rank keeps what was rounded off as int8 in blocks of 128 with a float32 scale each, and
     sends it in the next step. That takes ``1 + 1 / 32`` bytes per element of the unsharded gradients; a residual in
-    float32 would be as large as the model on every rank. Rounding the residual loses about 1 % of it. Blocks with a NaN
-    or an infinity keep their residual. In a step that a gradient scaler skips, the residual that was sent is lost.
+    float32 would be as large as the whole model on every rank. Rounding the residual loses about 1 % of it. Blocks with
+    a NaN or an infinity keep their residual. In a step that a gradient scaler skips, the residual that was sent is
+    lost.
 
-    This differs from the quantized all-to-all with sums in high precision of Wang et al., ZeRO++ (arXiv:2306.10209), in
-    the error feedback, which they do not have.
+    This differs from the quantized all-to-all with sums in high precision of Wang et al., "ZeRO++" (arXiv:2306.10209),
+    in the error feedback, which they do not have.
     """
 
     bits: ClassVar[int]
@@ -180,7 +181,10 @@ class ShardedInt8(ShardedBlockwise):
         check_switch("error_feedback", self.error_feedback)
         check_switch("stochastic_rounding", self.stochastic_rounding)
         if self.error_feedback and self.stochastic_rounding:
-            raise ValueError("error_feedback=True and stochastic_rounding=True exclude each other")
+            raise ValueError(
+                "error_feedback=True and stochastic_rounding=True exclude each other: stochastic rounding is unbiased"
+                " without a residual"
+            )
 
     @property
     def claims(self) -> Claims:

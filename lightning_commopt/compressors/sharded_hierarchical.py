@@ -90,14 +90,17 @@ class ShardedHierarchical(ShardedCompressor):
         return self.inner.message_bytes(numel, num_nodes) if num_nodes > 1 else 0
 
     def residual(self, state: State, numel: int, world_size: int) -> Tensor | None:
-        """Returns what `set_residual` was given plus that of ``inner``, multiplied so that a mean is right."""
-        kept = self.inner.residual(state, numel, self._num_nodes(world_size))
-        if kept is None:
+        """Returns the residual from `set_residual` plus that of ``inner`` times the ranks per node.
+
+        Only one rank of a node has a given part of ``inner``'s residual, so the factor makes the mean over ranks right.
+        """
+        inner_residual = self.inner.residual(state, numel, self._num_nodes(world_size))
+        if inner_residual is None:
             return None
-        residual = kept.new_zeros(world_size, numel)
+        residual = inner_residual.new_zeros(world_size, numel)
         if state["place"] >= 0:
-            ranks_per_node = world_size // len(kept)
-            residual[int(state["place"]) :: ranks_per_node] = kept * ranks_per_node
+            ranks_per_node = world_size // len(inner_residual)
+            residual[int(state["place"]) :: ranks_per_node] = inner_residual * ranks_per_node
         return residual.add_(state["given"]) if "given" in state else residual
 
     def set_residual(self, state: State, residual: Tensor) -> None:

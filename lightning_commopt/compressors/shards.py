@@ -1,4 +1,4 @@
-"""What a compressor of shards is, for FSDP2, where each rank receives only the mean of its own shard.
+"""The interface of compressors of shards, for FSDP2, where each rank receives only the mean of its own shard.
 
 Shapes: ``W`` ranks; a shard has ``s`` elements, the concatenated columns of one or several parameters.
 """
@@ -19,7 +19,7 @@ from lightning_commopt.compressors.channel import Channel
 def first_seed(unit: int, rank: int) -> int:
     """Returns the seed of a unit on a rank in the first step; each step adds 1.
 
-    Seeds differ as long as there are at most 65,536 units and ranks, and 2^31 steps.
+    Seeds differ as long as there are at most 65,536 units, 65,536 ranks and 2^31 steps.
     """
     return (unit << 47) + (rank << 31)
 
@@ -66,10 +66,10 @@ class ShardedCompressor(ABC):
 
     @abstractmethod
     def message_bytes(self, numel: int, world_size: int) -> int:
-        """Returns the bytes that a rank hands to the collective, for shards of ``numel`` elements."""
+        """Returns the bytes that a rank passes to the collective, for shards of ``numel`` elements."""
 
     def residual(self, state: State, numel: int, world_size: int) -> Tensor | None:
-        """Returns ``(W, s)`` float32, what this rank has not sent yet; None if it is not kept."""
+        """Returns ``(W, s)`` float32, what this rank has not sent yet; None if it keeps no residual."""
         return None
 
     def set_residual(self, state: State, residual: Tensor) -> None:
@@ -89,7 +89,7 @@ class FromShards(Compressor):
         shards: the compressor of shards.
 
     Raises:
-        ValueError: it needs nodes.
+        ValueError: ``shards`` needs nodes.
     """
 
     shards: ShardedCompressor
@@ -122,7 +122,7 @@ class FromShards(Compressor):
         state["step"] += 1
         if residual is not None:
             flat.add_(residual)
-        # Names that no compressor of shards gives its own memory, which it takes from the same channel.
+        # A compressor of shards takes its memory from the same channel, so these names must differ from its names.
         rows = channel.scratch("FromShards.rows", (num_ranks * numel,), flat.dtype, flat.device)
         rows[: flat.numel()] = flat
         rows[flat.numel() :] = 0
@@ -130,7 +130,7 @@ class FromShards(Compressor):
         yield from self.shards.rounds([rows.view(num_ranks, numel)], [mean], state["shards"], channel)
         gathered = yield channel.all_gather(mean)
         flat.copy_(gathered.view(-1)[: flat.numel()])
-        if residual is not None:  # it stays, for the next step, if the average is not finite
+        if residual is not None:  # it is kept for the next step if the average is not finite
             residual.masked_fill_(flat.isfinite().all(), 0)
 
     def wire_bytes(self, layout: Layout, world_size: int) -> int:

@@ -1,4 +1,4 @@
-"""Compressors in words, for tables and figures."""
+"""Short descriptions of compressors for tables and figures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_commopt.compressors.base import Compressor
 from lightning_commopt.compressors.registry import compressor_name, entry_of
 from lightning_commopt.compressors.shards import FromShards, ShardedCompressor
 
-_WORDS = {
+_OPTION_WORDS = {
     "start_step": "start",
     "block_size": "block",
     "refresh_steps": "refresh",
@@ -21,7 +21,7 @@ _WORDS = {
 def short_name(compressor: Compressor | ShardedCompressor) -> str:
     """Returns the name that configurations use, and the options that differ from their defaults.
 
-    ``matrix_rank`` is always included, since runs are compared by it. What a wrapper wraps is in parentheses.
+    ``matrix_rank`` is always included, since runs are compared by it. A wrapped compressor is in parentheses.
 
     >>> from lightning_commopt.compressors import Hierarchical, Int8, PowerSGD
     >>> short_name(PowerSGD(matrix_rank=4, start_step=500, error_feedback=False))
@@ -52,7 +52,7 @@ def option_in_words(name: str, value: object) -> str:
     >>> option_in_words("error_feedback", False), option_in_words("start_step", 5)
     ('no error feedback', 'start 5')
     """
-    words = _WORDS.get(name, name.replace("_", " "))
+    words = _OPTION_WORDS.get(name, name.replace("_", " "))
     if isinstance(value, bool):
         return words if value else f"no {words}"
     return f"{words} {f'{value:g}' if isinstance(value, float) else value}"

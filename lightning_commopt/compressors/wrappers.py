@@ -58,13 +58,13 @@ class ErrorFeedback(Wrapper):
     """Adds what ``inner`` left out in one step, the residual, to the gradients of the next step.
 
     If the average of a bucket, or of a piece of it, is not finite, the residual stays as it was on every rank, since a
-    gradient scaler skips such a step. The residual is in the units of the gradients that it came from: when a gradient
+    gradient scaler skips such a step. The residual has the scale of the gradients that it came from: when a gradient
     scaler changes its scale, the residual of one step is added at the old scale. With ``find_unused_parameters`` DDP
     discards the average of a parameter that no rank has used in a step, and the residual that was sent is lost.
 
     This differs from algorithm 2 of Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
-    Schemes", ICML 2019, in that gradients are compressed before the optimizer, as in PowerSGD's algorithm 2, instead of
-    its update after it.
+    Schemes", ICML 2019, in that gradients are compressed before the optimizer step, as in PowerSGD's algorithm 2, and
+    not the optimizer's update after it.
 
     Attributes:
         inner: the lossy compressor.
@@ -85,14 +85,14 @@ class ErrorFeedback(Wrapper):
                 owner = owner.inner
             name, is_option = compressor_name(owner), hasattr(owner, "error_feedback")
             raise ValueError(
-                f"'error_feedback' cannot be around {name!r}, which keeps a residual itself:"
-                f" {f'give {name!r} error_feedback=False, or' if is_option else 'use one of the two:'} leave out the"
-                " outer 'error_feedback'"
+                f"'error_feedback' cannot wrap {name!r}, which keeps a residual itself:"
+                f" {f'set error_feedback=False in {name!r}, or' if is_option else 'use only one of the two:'} leave out"
+                " the outer 'error_feedback'"
             )
 
     @property
     def claims(self) -> Claims:
-        """The claims of ``inner`` with a residual, which is rounded if it is bfloat16."""
+        """The claims of ``inner``, with a residual; a residual in bfloat16 adds a rounding error."""
         rounding = 0.0 if self.residual_dtype == "float32" else torch.finfo(torch.bfloat16).eps / 2
         claims = self.inner.claims
         return replace(claims, keeps_residual=True, untracked_error=claims.untracked_error + rounding)
@@ -169,7 +169,7 @@ class Preset(Compressor):
     residual_dtype: str
 
     def __post_init__(self) -> None:
-        self.compressor  # noqa: B018 - its parts check their settings
+        self.compressor  # noqa: B018 - creating its parts checks their settings
 
     @cached_property
     def compressor(self) -> Compressor:

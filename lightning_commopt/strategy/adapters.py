@@ -39,15 +39,22 @@ def adapter_in_use(name: str) -> Any:
     return adapter_for(package_in_use(), name)
 
 
-class _OfEitherPackage(Protocol):
-    """A strategy of ours for a Trainer, which remembers what Lightning's own class was made with."""
+class _TrainerStrategy(Protocol):
+    """A strategy of ours for a Trainer. It keeps the arguments for the constructor of Lightning's class."""
 
-    _lightnings_arguments: dict[str, Any]
+    _lightning_arguments: dict[str, Any]
     _accelerator: object
 
 
-def move_to_package_of(accelerator: object, strategy: _OfEitherPackage) -> None:
-    """Changes the class of a strategy of ours to fit the package of its Trainer's accelerator."""
+def move_to_package_of(accelerator: object, strategy: _TrainerStrategy) -> None:
+    """Changes the class of one of our strategies to that for the package of its Trainer's accelerator.
+
+    A strategy may be created before it is known whether ``lightning.pytorch`` or ``pytorch_lightning`` provides the
+    Trainer.
+
+    Raises:
+        MisconfigurationException: the strategy is a subclass of the user's, derived from the other package's class.
+    """
     package, own = package_of(accelerator), package_of(strategy)
     if package == own:
         return
@@ -58,27 +65,30 @@ def move_to_package_of(accelerator: object, strategy: _OfEitherPackage) -> None:
             f"{type(strategy).__name__} is a strategy for {own}.Trainer. For {package}.Trainer it must be"
             f" derived from {adapter.__module__}.{name}."
         )
-    # A plan that was applied meanwhile has changed these, and not the arguments.
-    present = {key: vars(strategy)[key] for key in ("_ddp_kwargs",) if key in vars(strategy)}
+    # `apply_plan` changes these after construction, but not the constructor's arguments.
+    ddp_kwargs = {key: vars(strategy)[key] for key in ("_ddp_kwargs",) if key in vars(strategy)}
     strategy.__class__ = adapter
-    getattr(import_module(f"{package}.strategies"), BASES[name]).__init__(strategy, **strategy._lightnings_arguments)
-    vars(strategy).update(present)
+    getattr(import_module(f"{package}.strategies"), BASES[name]).__init__(strategy, **strategy._lightning_arguments)
+    vars(strategy).update(ddp_kwargs)
 
 
-def _set_accelerator(strategy: _OfEitherPackage, accelerator: object) -> None:
+def _set_accelerator(strategy: _TrainerStrategy, accelerator: object) -> None:
     move_to_package_of(accelerator, strategy)
     strategy._accelerator = accelerator
 
 
-moving_accelerator: Any = property(
+accelerator_property: Any = property(
     lambda strategy: strategy._accelerator,
     _set_accelerator,
-    doc="The Trainer's accelerator. A Trainer sets it first, and that fits the strategy to the Trainer's package.",
+    doc="The Trainer's accelerator. Trainers set it first, so the setter makes the strategy's class fit the Trainer.",
 )
 
 
-def accept_everywhere(adapter: type) -> type:
-    """Makes the Trainers of both packages accept a strategy, which then changes its class to fit the Trainer's."""
+def accept_in_both_packages(adapter: type) -> type:
+    """Class decorator: Trainers of both packages accept the strategy, and `move_to_package_of` then fits its class.
+
+    It registers the strategy as a virtual subclass of the strategies of both packages when these are imported.
+    """
 
     def register(module: ModuleType) -> None:
         getattr(module, BASES[adapter.__name__]).register(adapter)
@@ -95,18 +105,18 @@ REGISTRIES: Mapping[str, tuple[str, str]] = {
 }
 """For each module with a registry of strategies: the registry's name in it, and the module with our strategies."""
 
-# Lightning uses these suffixes for the names of its DDP strategies.
+# The suffixes are those of Lightning's names for its DDP strategies, such as "ddp_spawn".
 _START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 _UNUSED_PARAMETERS = {"": None, "_find_unused_parameters_false": False, "_find_unused_parameters_true": True}
 
 
 def aliases() -> dict[str, dict[str, Any]]:
-    """Returns the names in registries with the arguments of `CommOptDDP`; see `ready_compressors` for the compressors.
+    """Returns registered names of `CommOptDDP`, each with its arguments; the compressors are `ready_compressors`.
 
     >>> aliases()["commopt_ddp_bf16_spawn_find_unused_parameters_true"]
     {'comm_hook': 'bf16', 'start_method': 'spawn', 'find_unused_parameters': True}
     """
-    # This imports torch, so it is not at the top; a program that asks a registry has imported torch already.
+    # This import is not at the top because it imports torch. A program that uses a registry has imported torch already.
     from lightning_commopt.compressors.catalog import ready_compressors
 
     return {
@@ -122,25 +132,27 @@ def aliases() -> dict[str, dict[str, Any]]:
 
 
 def register_with(module: ModuleType) -> None:
-    """Registers all names with the registry of one of the modules of `REGISTRIES`, except those that it has already."""
-    registry_name, ours = REGISTRIES[module.__name__]
+    """Registers all names with the registry of a module that `REGISTRIES` lists; names that it has already are kept."""
+    registry_name, our_module = REGISTRIES[module.__name__]
 
-    # This is not at the top for the reason in `aliases`.
+    # This import is not at the top because it imports torch; see `aliases`.
     from lightning_commopt.compressors.catalog import ready_compressors, ready_shards
 
-    named: list[tuple[str, str, dict[str, Any]]] = [(name, "CommOptDDP", given) for name, given in aliases().items()]
+    entries: list[tuple[str, str, dict[str, Any]]] = [(name, "CommOptDDP", given) for name, given in aliases().items()]
     others: list[tuple[str, str, Iterable[str]]] = [("commopt_diloco", "CommOptDiLoCo", ready_compressors())]
-    if ours != "lightning_commopt.fabric":  # whose CommOptModelParallel cannot do without a function of the user's
+    if our_module != "lightning_commopt.fabric":
+        # Fabric's CommOptModelParallel has a required argument, parallelize_fn, so a name alone cannot create it.
         others.append(("commopt_model_parallel", "CommOptModelParallel", ready_shards()))
     for alias, cls, hooks in others:
-        named += [(f"{alias}{f'_{hook}' if hook else ''}", cls, {"comm_hook": hook}) for hook in (None, *hooks)]
+        entries += [(f"{alias}{f'_{hook}' if hook else ''}", cls, {"comm_hook": hook}) for hook in (None, *hooks)]
     registry = getattr(module, registry_name)
-    for name, cls, arguments in named:
+    for name, cls, arguments in entries:
         if name not in registry:
             shown = ", ".join(f"{key}={value!r}" for key, value in arguments.items() if value is not None)
-            registry.register(name, partial(_make, ours, cls), description=f"{cls}({shown})", **arguments)
+            create = partial(_create_strategy, our_module, cls)
+            registry.register(name, create, description=f"{cls}({shown})", **arguments)
 
 
-def _make(module: str, name: str, **arguments: Any) -> Any:
-    """Makes a strategy; this imports torch and Lightning, so it waits until a Trainer asks for one."""
+def _create_strategy(module: str, name: str, **arguments: Any) -> Any:
+    """Creates a strategy when a Trainer asks for one, since the import of its module imports torch and Lightning."""
     return getattr(import_module(module), name)(**arguments)

@@ -1,4 +1,4 @@
-"""The arguments of strategies: their documentation, their checks, and which belong to a plan or to Lightning."""
+"""The constructor arguments of strategies: documentation, checks, and which of them a plan or Lightning gets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OWN_OPTIONS = (
     "lossy",
     "patience_s",
 )
-"""Options of our strategies that belong neither to Lightning's nor to a plan."""
+"""Options of our strategies that are neither arguments of Lightning's strategies nor options of a plan."""
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _CHOICES = {
@@ -48,7 +48,7 @@ def document_plan_options(strategy: _Class) -> _Class:
     keywords = inspect.signature(strategy).parameters
     for plan in (CommPlan, ShardedPlan, DiLoCoPlan):
         if strategy.__doc__ and plan.__doc__:  # with python -OO there are no docstrings
-            # Python 3.13 takes the common indentation off a docstring, earlier ones leave it.
+            # Python 3.13 removes the common indentation of a docstring; earlier versions keep it.
             documented, described = inspect.cleandoc(strategy.__doc__), inspect.cleandoc(plan.__doc__)
             described = described.partition("Attributes:\n")[2].partition("\n\n")[0]
             entries = re.split(r"\n(?= {4}\w+: )", described)
@@ -59,66 +59,74 @@ def document_plan_options(strategy: _Class) -> _Class:
 
 
 def plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[CommPlan, TuneOptions | None, dict[str, Any]]:
-    """Sorts the arguments of a strategy for DDP.
+    """Splits the arguments of a strategy for DDP into the plan, the tuner's options and Lightning's arguments.
 
     Args:
         arguments: ``locals()`` of the strategy's constructor.
 
     Returns:
-        The plan; what ``plan="auto"`` may change, else None; and the arguments for Lightning's strategy, among them
-        those for ``DistributedDataParallel``.
+        The plan; with ``plan="auto"`` what the tuner may change, else None; and the arguments for Lightning's
+        strategy, including those that it passes to ``DistributedDataParallel``.
 
     Raises:
         OptionError: an argument is wrong, unknown or given twice, or arguments contradict each other.
     """
-    given, options, lightnings = _sorted_arguments(arguments, CommPlan)
-    others = dict(arguments["kwargs"])
-    if "device_ids" in others:
-        raise OptionError(f"device_ids={others['device_ids']!r} cannot be given: Lightning sets it, from its devices")
-    _refuse_options_of_compressors(others, options["comm_hook"])
-    check_option_names(others, known=sorted({*given, *ddp_options()} - {"device_ids"}))
+    given, options, lightning_arguments = _split_arguments(arguments, CommPlan)
+    ddp_arguments = dict(arguments["kwargs"])
+    if "device_ids" in ddp_arguments:
+        raise OptionError(
+            f"device_ids={ddp_arguments['device_ids']!r} is not an option of strategies: Lightning sets device_ids from"
+            " the Trainer's or Fabric's devices"
+        )
+    _refuse_compressor_options(ddp_arguments, options["comm_hook"])
+    check_option_names(ddp_arguments, known=sorted({*given, *ddp_options()} - {"device_ids"}))
     check_arguments(given)
-    sizes = others.pop("bucket_cap_mb_list", None)
-    if sizes is not None:
+    bucket_sizes = ddp_arguments.pop("bucket_cap_mb_list", None)
+    if bucket_sizes is not None:
         if options.get("bucket_cap_mb") is not None:
-            raise OptionError("bucket_cap_mb and bucket_cap_mb_list exclude each other: give bucket_cap_mb a list")
-        if not isinstance(sizes, Sequence) or isinstance(sizes, str):
-            raise OptionError(f"bucket_cap_mb_list must be a list of numbers of MiB, got {sizes!r}")
-        options["bucket_cap_mb"] = list(sizes)
-    tuned = TuneOptions.of(given.get("plan"), given.get("lossy"), {**given, **others, **options})
+            raise OptionError("bucket_cap_mb and bucket_cap_mb_list exclude each other: pass the list as bucket_cap_mb")
+        if not isinstance(bucket_sizes, Sequence) or isinstance(bucket_sizes, str):
+            raise OptionError(f"bucket_cap_mb_list must be a list of bucket sizes in MiB, got {bucket_sizes!r}")
+        options["bucket_cap_mb"] = list(bucket_sizes)
+    tuned = TuneOptions.of(given.get("plan"), given.get("lossy"), {**given, **ddp_arguments, **options})
     plan = plan_from_option(CommPlan, given.get("plan"), options)
     _warn_of_unused(given, plan)
-    if plan.comm_hook is not None and others.get("mixed_precision") is not None:
-        raise OptionError("comm_hook and DDP's mixed_precision exclude each other: DDP takes one hook")
-    return plan, tuned, {**lightnings, **plan.ddp_kwargs(), **others}
+    if plan.comm_hook is not None and ddp_arguments.get("mixed_precision") is not None:
+        raise OptionError(
+            "comm_hook and DDP's mixed_precision exclude each other: DDP takes one hook, and mixed_precision sets one"
+        )
+    return plan, tuned, {**lightning_arguments, **plan.ddp_kwargs(), **ddp_arguments}
 
 
 def sharded_plan_from_arguments(
     arguments: Mapping[str, Any],
 ) -> tuple[ShardedPlan, TuneOptions | None, dict[str, Any]]:
-    """Sorts the arguments of a strategy for sharded models; see `plan_from_arguments`."""
-    given, options, lightnings = _sorted_arguments(arguments, ShardedPlan)
+    """Splits the arguments of a strategy for sharded models; see `plan_from_arguments`."""
+    given, options, lightning_arguments = _split_arguments(arguments, ShardedPlan)
     for name in arguments["kwargs"]:
         if name in (*given, "kwargs") or name not in {*ddp_options(), *CommPlan.options(), "ddp_comm_hook"}:
             raise UnknownOptionError(f"unknown option {name!r}{did_you_mean(name, [*given])}")
         ShardedPlan.check_names([name])
     check_arguments(given)
     if given["plan"] == AUTO and "lossy" not in given:
-        raise OptionError("plan='auto' chooses for sharded models in fits of a Trainer only, not in Fabric")
+        raise OptionError(
+            "plan='auto' is not available for sharded models in Fabric: it chooses during the fit of a Trainer. Pass"
+            " comm_hook, or a ShardedPlan"
+        )
     tuned = TuneOptions.of_shards(given["plan"], given.get("lossy"), given)
     plan = plan_from_option(ShardedPlan, given["plan"], options)
     plan.check_torch()
-    return plan, tuned, lightnings
+    return plan, tuned, lightning_arguments
 
 
 def diloco_plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[DiLoCoPlan, dict[str, Any]]:
-    """Sorts the arguments of `CommOptDiLoCo`; returns the plan, and the arguments for Lightning's strategy."""
-    given, options, lightnings = _sorted_arguments(arguments, DiLoCoPlan)
+    """Splits the arguments of `CommOptDiLoCo` into the plan and the arguments for Lightning's strategy."""
+    given, options, lightning_arguments = _split_arguments(arguments, DiLoCoPlan)
     for name in arguments["kwargs"]:
         if name in (*ddp_options(), *CommPlan.options()):
-            wraps = f"wraps a model in DDP only within a node: write inner={{{name!r}: ...}}"
-            why = wraps if "inner" in given else "has no wrapper of DDP in Fabric"
-            raise OptionError(f"{name} is an option of DDP, and DiLoCo {why}")
+            within_node = f"wraps a model in DDP only within a node: write inner={{{name!r}: ...}}"
+            reason = within_node if "inner" in given else "does not use DDP in Fabric"
+            raise OptionError(f"{name} is an option of DDP, and DiLoCo {reason}")
         raise UnknownOptionError(f"unknown option {name!r}{did_you_mean(name, [*given])}")
     check_arguments(given)
     if given.get("uneven_batches") == "allow":
@@ -135,10 +143,10 @@ def diloco_plan_from_arguments(arguments: Mapping[str, Any]) -> tuple[DiLoCoPlan
         raise OptionError("patience_s is not possible with inner: the ranks of a node wait for each other in each step")
     if is_patient and is_hierarchical(plan.comm_hook):
         raise OptionError("patience_s is not possible with comm_hook='hierarchical': ranks of a node need each other")
-    return plan, lightnings
+    return plan, lightning_arguments
 
 
-def _sorted_arguments(
+def _split_arguments(
     arguments: Mapping[str, Any], plan: type[Plan]
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Returns all named arguments of a constructor, those that are options of its plan, and those for Lightning."""
@@ -171,16 +179,16 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 def _warn_of_unused(given: Mapping[str, Any], plan: CommPlan) -> None:
     """Warns once about arguments that have no effect because of other arguments."""
     has_hook = given.get("ddp_comm_hook") is not None
-    averages = isinstance(given.get("ddp_comm_state"), PostLocalSGDState)
+    is_local_sgd = isinstance(given.get("ddp_comm_state"), PostLocalSGDState)
     needs = {
-        "ddp_comm_state": (has_hook or averages, "ddp_comm_hook"),
+        "ddp_comm_state": (has_hook or is_local_sgd, "ddp_comm_hook"),
         "ddp_comm_wrapper": (has_hook, "ddp_comm_hook"),
-        "model_averaging_period": (averages, "a PostLocalSGDState as ddp_comm_state"),
+        "model_averaging_period": (is_local_sgd, "a PostLocalSGDState as ddp_comm_state"),
     }
     for name, (has_effect, needed) in needs.items():
         if given.get(name) is not None and not has_effect:
             warn_once(f"{name} has no effect: it needs {needed}.")
-    # DDP looks for parameters that a backward has not used only with one of these, with a static graph only once.
+    # DDP searches for unused parameters only with one of these two; with a static graph it does so once.
     if plan.skip_all_reduce_unused_params and not (plan.find_unused_parameters or plan.static_graph):
         warn_once("skip_all_reduce_unused_params=True has no effect: it needs find_unused_parameters=True.")
 
@@ -226,9 +234,9 @@ _ALLOWED: dict[str, tuple[Callable[[object], bool], str]] = {
 }
 
 
-def _refuse_options_of_compressors(others: Mapping[str, Any], comm_hook: object) -> None:
-    """Raises an OptionError for options of a compressor beside ``comm_hook``, which shows where they belong."""
-    for name, value in others.items():
+def _refuse_compressor_options(ddp_arguments: Mapping[str, Any], comm_hook: object) -> None:
+    """Raises an OptionError for a compressor's option beside ``comm_hook``, which shows how to write it within."""
+    for name, value in ddp_arguments.items():
         if name not in ddp_options() and (owners := names_with_option(name)):
             owner = next((owner for owner in (comm_hook, *recommended()) if owner in owners), owners[0])
             example = json.dumps({"name": owner, name: value}, default=repr)

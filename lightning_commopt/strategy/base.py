@@ -1,4 +1,4 @@
-"""What the strategies for Trainers and for Fabric share: joining a group, and errors and warnings with remedies."""
+"""What the strategies for Trainers and for Fabric share: joining the process group, plans, and wrapping in DDP."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lightning_commopt.watch.join_watch import watch_joining
 
 
 class FromPlan:
-    """A strategy that can be made from a plan, with a timeout for collectives that is torch's default if None."""
+    """A strategy that can be created from a plan. ``_timeout`` limits collectives; None stands for torch's default."""
 
     _timeout: timedelta | None
 
@@ -73,17 +73,18 @@ class WrapsInDDP:
                 self._ddp_kwargs.pop("init_sync", None)
 
 
-def wrapper_of(module: Module, device_ids: list[int] | None, ddp_kwargs: dict[str, Any]) -> DistributedDataParallel:
-    """Returns a module in DDP's wrapper, made in the current stream, in which it trains.
+def wrap_in_ddp(module: Module, device_ids: list[int] | None, ddp_kwargs: dict[str, Any]) -> DistributedDataParallel:
+    """Wraps a module in DDP, in the current CUDA stream, which is the one that it trains in.
 
-    Lightning takes another one. There DDP would not wait for an update before, nor anything for the parameters that it
-    sends, and once a model was wrapped again gradients of one bucket would be copied in two streams.
+    Lightning wraps in a side stream. There DDP would not wait for an update of the parameters before it broadcasts
+    them, and training would not wait for the broadcast. After wrapping the model a second time, the gradients of one
+    bucket would be copied in two streams.
     """
     return DistributedDataParallel(module, device_ids=device_ids, **ddp_kwargs)
 
 
-def exchange_plan(ddp_kwargs: dict[str, Any], old: CommPlan, new: CommPlan) -> None:
-    """Replaces the options of one plan by those of another among the keywords of ``DistributedDataParallel``."""
+def replace_plan_options(ddp_kwargs: dict[str, Any], old: CommPlan, new: CommPlan) -> None:
+    """Replaces the options of ``old`` by those of ``new`` in the keywords of ``DistributedDataParallel``, in place."""
     for name in old.ddp_kwargs():
         ddp_kwargs.pop(name, None)
     ddp_kwargs.update(new.ddp_kwargs())
@@ -104,17 +105,17 @@ def is_baseline(strategy: object) -> bool:
 def join_group(
     strategy: RunningStrategy, *, watch: bool = True, nccl: NcclOptions | None = None
 ) -> Generator[None, None, None]:
-    """Returns the context in which a strategy makes its process group.
+    """Returns the context in which a strategy creates its process group.
 
     The group is isolated from earlier attempts of a torchrun job.
 
     Args:
-        strategy: the strategy, which knows its ranks.
-        watch: whether to report what the group waits for, and to end a rank that joins in vain.
+        strategy: the strategy that creates the group.
+        watch: whether to report which ranks the group waits for, and to end this rank if they cannot join any more.
         nccl: settings of NCCL, if any.
 
     Raises:
-        MisconfigurationException: the group that exists has another size than the strategy.
+        MisconfigurationException: a process group exists already, and its size is not that of the strategy.
     """
     backend = strategy.process_group_backend
     _prepare_nccl(nccl, backend, strategy.root_device)
@@ -132,7 +133,7 @@ def join_group(
         if watched is not None:
             watched.note_joined()
         if strategy.world_size > 1 and dist.is_initialized():
-            # This waits for all ranks, so that the watch of this rank reports and answers until all have joined.
+            # This waits for all ranks, so that this rank's watch keeps reporting and answering until all have joined.
             prepare_key_spaces()
     let_gloo_finish_at_exit()
 
@@ -140,7 +141,7 @@ def join_group(
 def is_fit(strategy: TrainersStrategy) -> bool:
     """Returns whether the Trainer that a strategy belongs to is in a fit."""
     module = strategy.lightning_module
-    # After a fit in spawned processes the module of the process that started them belongs to no trainer.
+    # After a fit in spawned processes, the module in the process that started them is attached to no Trainer.
     return module is not None and has_trainer(module) and module.trainer.state.fn == "fit"
 
 
@@ -159,7 +160,7 @@ def _prepare_nccl(options: NcclOptions | None, backend: str | None, device: torc
 
 
 def check_plans_agree(plan: Plan) -> None:
-    """Raises an OptionError if the ranks' plans differ; all ranks must call it."""
+    """Raises an OptionError if the ranks' plans differ. All ranks must call it."""
     plans: list[dict[str, str]] = [{}] * dist.get_world_size()
     dist.all_gather_object(plans, {name: _describe(getattr(plan, name)) for name in plan.options()})
     for name in plan.options():
@@ -172,7 +173,7 @@ def check_plans_agree(plan: Plan) -> None:
 
 
 def _describe(value: object) -> str:
-    """Returns the type and the settings as text that is equal on all ranks, without addresses in memory."""
+    """Returns a value's type and settings as text, without memory addresses, so that equal values give equal text."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key!r}: {_describe(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):

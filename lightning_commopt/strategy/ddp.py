@@ -21,7 +21,7 @@ from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.measure.observer import Observers
 from lightning_commopt.plan import CommPlan
 from lightning_commopt.strategy import base, remedies
-from lightning_commopt.strategy.adapters import moving_accelerator
+from lightning_commopt.strategy.adapters import accelerator_property
 from lightning_commopt.strategy.arguments import StartMethod, document_plan_options, plan_from_arguments
 from lightning_commopt.strategy.fit_guards import FitGuards
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job
@@ -41,7 +41,7 @@ class CommOptStrategy(base.WrapsInDDP, StartedAsDDP):
     """Lightning's ``DDPStrategy`` with all options of gradient sync, and with compressors.
 
     It takes the arguments of ``DDPStrategy`` in the same order, so that it can replace it in any project, and the
-    keywords below. None leaves DDP's own default. With one process there is no wrapper and no hook.
+    keywords below. An option that is None has DDP's own default. With one process there is no wrapper and no hook.
 
     Args:
         accelerator: see ``DDPStrategy``, as for all arguments down to ``start_method``.
@@ -54,12 +54,13 @@ class CommOptStrategy(base.WrapsInDDP, StartedAsDDP):
             compare nothing, for training in which ranks need not step together. "drop" and "pad" need dataloaders with
             a length.
         sigterm_every_n_steps: let the ranks agree on SIGTERM before every n-th optimizer step and at the end of an
-            epoch, and end together. None leaves Lightning's way, since 2.5.2 a broadcast before every batch.
+            epoch, and end together. None keeps Lightning's own check, which since 2.5.2 is a broadcast before every
+            batch.
         nccl: settings of NCCL: the name of a profile ("debug", "pcie", "ethernet", "infiniband"), or a mapping such as
             ``{"algo": "Ring", "min_nchannels": 16}``; see `NcclOptions`. Variables of the environment take precedence.
         watch: report which ranks a process group or an epoch waits for, compare the ranks' numbers of batches, and end
-            a rank that waits in vain; see ``docs/troubleshoot/errors.md``. With False none of this is done, as in
-            ``DDPStrategy``.
+            a rank that waits for ranks which cannot come any more; see ``docs/troubleshoot/errors.md``. With False none
+            of this is done, as in ``DDPStrategy``.
         plan: "auto" to choose buckets and compressors in the first steps of a fit (``docs/how_to/auto.md``); or a
             `CommPlan` or the path of a file with one, in place of the other options of a plan.
         lossy: "never", or the compressors that ``plan="auto"`` may choose, such as ``["bf16", "int8"]``.
@@ -74,7 +75,8 @@ class CommOptStrategy(base.WrapsInDDP, StartedAsDDP):
             torch. It is both a ``ValueError`` and Lightning's ``MisconfigurationException``.
     """
 
-    # Whether Lightning's class ends the first backward of a static graph under manual optimization, as 2.5 does not.
+    # Whether Lightning's DDPStrategy finishes the first backward of a static graph under manual optimization. Lightning
+    # 2.5 does not.
     _flushes_static_graph: ClassVar[bool]
 
     def __init__(
@@ -112,7 +114,7 @@ class CommOptStrategy(base.WrapsInDDP, StartedAsDDP):
         lossy: str | list[Any] = "never",
         **kwargs: Any,
     ) -> None:
-        given, tuned, self._lightnings_arguments = plan_from_arguments(dict(locals()))
+        given, tuned, self._lightning_arguments = plan_from_arguments(dict(locals()))
         torch_hook = None if ddp_comm_hook is None else TorchHook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         self.gradient_sync = GradientSync(given, torch_hook)
         self.auto_plan = FitPlan(self, tuned)
@@ -122,9 +124,9 @@ class CommOptStrategy(base.WrapsInDDP, StartedAsDDP):
         self._manual_backward_check = ManualBackwardCheck(None, None, ())
         self._next_plan: CommPlan | None = None
         forget_previous_job()
-        super().__init__(**self._lightnings_arguments)
+        super().__init__(**self._lightning_arguments)
 
-    accelerator = moving_accelerator
+    accelerator = accelerator_property
 
     @property
     def plan(self) -> CommPlan:
@@ -152,7 +154,7 @@ class CommOptStrategy(base.WrapsInDDP, StartedAsDDP):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         if self.world_size > 1:
-            remedies.warn_of_local_decisions(self.optimizers)
+            remedies.warn_of_rank_dependent_lbfgs(self.optimizers)
 
     def configure_ddp(self) -> None:
         """Wraps the model, unless there is only one rank."""
@@ -248,7 +250,7 @@ class CommOptStrategy(base.WrapsInDDP, StartedAsDDP):
         if plan is not None:
             if self.gradient_sync.model is not None:
                 base.check_plans_agree(plan)
-            base.exchange_plan(self._ddp_kwargs, self.plan, plan)
+            base.replace_plan_options(self._ddp_kwargs, self.plan, plan)
             self.gradient_sync.change_plan(plan, self._wrap)
 
     def _wrap(self, module: Module) -> None:

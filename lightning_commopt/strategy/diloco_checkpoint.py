@@ -1,4 +1,4 @@
-"""Checkpoints of CommOptDiLoCo: global weights in the checkpoint, and beside it a file that each rank writes."""
+"""Checkpoints of CommOptDiLoCo: the checkpoint has the global weights, and each rank writes a file beside it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class SavesRanks(LivingCollectives):
     _inner: GradientSync
     _saves_comm_state: bool
     _saved = files.Saved()
-    _ended_rounds: Rounds | None = None
-    _has_ended = False  # whether the last fit has, without an exception
+    _rounds_of_ended_fit: Rounds | None = None
+    _has_ended_normally = False  # whether the last fit has ended without an exception
 
     @property
     def sync_observers(self) -> Observers:
@@ -46,12 +46,12 @@ class SavesRanks(LivingCollectives):
         return self._inner.observers
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what a copy gets, such as one that a program pickles with its settings after a fit."""
-        return {**super().__getstate__(), "_ended_rounds": None}
+        """Returns the state for pickle without the rounds of an ended fit, which cannot be pickled and may be large."""
+        return {**super().__getstate__(), "_rounds_of_ended_fit": None}
 
     def _begin_rounds(self, exchange: Exchange) -> None:
         assert self.lightning_module is not None
-        self._ended_rounds, self._has_ended = None, False
+        self._rounds_of_ended_fit, self._has_ended_normally = None, False
         saved, self._saved = self._saved, files.Saved()
         self.rounds = Rounds(self._plan, self.lightning_module, exchange, saved.trained, self.sync_observers)
         saved.restore(self.rounds)
@@ -61,8 +61,8 @@ class SavesRanks(LivingCollectives):
         rounds.close()
         self._begin_rounds(rounds.exchange)
 
-    def _take_over_weights(self) -> None:
-        """Begins with the weights that hooks have set before the first batch, which is no training."""
+    def _adopt_weights_of_hooks(self) -> None:
+        """Starts from weights that hooks have set before the first batch, rather than exchange them as training."""
         rounds, module = self.rounds, self.lightning_module
         assert rounds is not None
         assert module is not None
@@ -73,13 +73,13 @@ class SavesRanks(LivingCollectives):
                 self._equalize(tensors_of(module))
                 self._begin_again(rounds)
 
-    def _keep_ended(self, rounds: Rounds) -> None:
+    def _keep_rounds_for_checkpoints(self, rounds: Rounds) -> None:
         """Keeps the rounds of a fit that has ended for checkpoints that are saved after it."""
-        self._has_ended = rounds.shows_final
+        self._has_ended_normally = rounds.shows_final
         if self._saves_comm_state and rounds.shows_final:
             rounds.to_host()
             self._inner.keep_state()
-            self._ended_rounds = rounds
+            self._rounds_of_ended_fit = rounds
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the module's state with global weights and buffers in place of this rank's."""
@@ -91,25 +91,30 @@ class SavesRanks(LivingCollectives):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        rounds = self.rounds or self._ended_rounds
+        rounds = self.rounds or self._rounds_of_ended_fit
         if rounds is not None and self._saves_comm_state and "optimizer_states" in checkpoint:
-            if (reason := self._reason_against_ranks(rounds)) is None:
-                self._save_ranks(rounds, checkpoint, filepath, storage_options)
+            if (reason := self._reason_not_to_save_ranks(rounds)) is None:
+                self._save_rank_file(rounds, checkpoint, filepath, storage_options)
             else:
-                warn(f"A checkpoint {reason}, but not what each rank needs.")
+                warn(f"A checkpoint {reason}, but not the state that each rank needs to resume exactly.")
         ongoing = self.rounds
-        is_averaged = self._has_ended if ongoing is None else ongoing.shows_final and ongoing.set_at_end is not None
+        is_averaged = (
+            self._has_ended_normally if ongoing is None else ongoing.shows_final and ongoing.set_at_end is not None
+        )
         if is_averaged and "current_model_state" in checkpoint:
-            # WeightAveraging still has this worker's average, and the model the mean of all.
+            # WeightAveraging still has this worker's average, and the model has the mean of all workers.
             checkpoint["state_dict"] = checkpoint["current_model_state"]
         super().save_checkpoint(checkpoint, filepath, storage_options=storage_options)
 
-    def _reason_against_ranks(self, rounds: Rounds) -> str | None:
-        """Returns why the ranks cannot save what each needs, the same on all that save; None if they can."""
+    def _reason_not_to_save_ranks(self, rounds: Rounds) -> str | None:
+        """Returns why the ranks cannot save what each needs to resume, or None if they can.
+
+        The text continues "A checkpoint ...". All ranks that save get the same result.
+        """
         trainer = trainer_of(self)
         is_open = batch_is_open(trainer)
         if trainer.interrupted and self.world_size > 1 and not _ends_all_ranks(sys.exc_info()[1]):
-            # Perhaps only this rank saves one, so that the others would be waited for in vain.
+            # Perhaps this rank alone saves a checkpoint, and would wait for the others for ever.
             position = None if is_open else str(rounds.num_steps)
             if self._living is not None or not all_ranks_save(position, self, patience_s=STALLED_S):
                 return "after an exception has the global weights"
@@ -120,21 +125,22 @@ class SavesRanks(LivingCollectives):
             return "has the weights that the model was given after the fit"
         return None
 
-    def _save_ranks(
+    def _save_rank_file(
         self, rounds: Rounds, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None
     ) -> None:
         rounds.wait()
         if not rounds.is_exact:
-            behind = " before it, as rank 0 has missed it too" if rounds.is_behind and self.is_global_zero else ""
+            behind = " before it, because rank 0 has missed it, too" if rounds.is_behind and self.is_global_zero else ""
             warn(
                 "A rank has missed an exchange of DiLoCo: the checkpoint has the global weights"
-                f"{behind}, but not what each rank needs."
+                f"{behind}, but not the state that each rank needs to resume exactly."
             )
             return
-        # Names of files may have a rank's own numbers in them.
+        # Paths may contain numbers that differ between ranks, so all ranks take rank 0's.
         filepath, identity = self.broadcast((filepath, uuid4().hex))
         names = ["optimizer_states", "lr_schedulers", "callbacks", type(self.precision_plugin).__qualname__]
-        if "current_model_state" in checkpoint:  # WeightAveraging has put this rank's average in the model's place
+        if "current_model_state" in checkpoint:
+            # WeightAveraging has put this rank's average into "state_dict", in place of the model.
             names.append("state_dict")
         entries = {name: checkpoint[name] for name in names if name in checkpoint}
         if (state := self._inner.state()) is not None:
@@ -156,7 +162,7 @@ class SavesRanks(LivingCollectives):
         checkpoint = load(checkpoint_path, *args, **kwargs)
         saved = checkpoint.pop(KEY, None)
         if is_fit(self):
-            rank, path = self.global_rank, files.followed(checkpoint_path)
+            rank, path = self.global_rank, files.resolve_link(checkpoint_path)
             self._saved = files.read_saved(
                 saved, self._plan, rank, self.world_size, lambda: load(files.rank_file(path, rank), *args, **kwargs)
             )
@@ -181,11 +187,11 @@ class SavesRanks(LivingCollectives):
 
 
 def _ends_all_ranks(exception: BaseException | None) -> bool:
-    """Returns whether an exception was raised by all ranks together; None was raised before, and is over."""
+    """Returns whether all ranks raise an exception together. None stands for one that was handled earlier."""
     return exception is None or type(exception).__name__ in ORDERLY
 
 
 def _to_plain(state: AnyState) -> dict[str, Any]:
-    """Returns what one rank's file has of the gradient sync within a node, as if there were no other rank."""
+    """Returns the gradient sync within a node for this rank's file, in the format of a checkpoint of a single rank."""
     ranks = [] if state.is_common else [map_tensors(Tensor.cpu, to_plain(state))]
     return to_checkpoint(state.compressor, state.num_syncs, ranks)

@@ -1,4 +1,4 @@
-"""CountsSteps: which optimizer steps of a Trainer DiLoCo counts, and when the exchanges after them take place."""
+"""CountsSteps: which optimizer steps of a Trainer count for DiLoCo, and when the exchanges after them take place."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ from lightning_commopt.sync.strategies import trainer_of
 
 
 class CountsSteps(LivingCollectives):
-    """The part of a strategy with `Rounds` that tells them of the first optimizer's steps, and logs exchanges.
+    """The part of a strategy with `Rounds` that passes the first optimizer's steps to them, and logs exchanges.
 
-    With manual optimization steps are taken in the training step, where further losses may wait for their backward.
-    Autograd refuses one through weights that an exchange has changed in between, so exchanges follow the training step.
+    With manual optimization, optimizers step within the training step, where further losses may wait for their
+    backward. Autograd refuses a backward through weights that an exchange has changed since the forward, so exchanges
+    follow the training step.
     """
 
     _drift_watch: DriftWatch
@@ -32,7 +33,7 @@ class CountsSteps(LivingCollectives):
     _has_stepped = False  # whether steps of this batch were counted
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self._trains_in_vain():
+        if self._can_skip_step():
             return torch.zeros((), device=self.root_device, requires_grad=True)
         self._is_in_training_step, self._num_uncounted_steps = True, 0
         try:
@@ -56,23 +57,23 @@ class CountsSteps(LivingCollectives):
         return output
 
     def _count_steps(self) -> None:
-        """Tells the rounds of the steps since the last call, and takes part in the exchanges that are due."""
+        """Passes the steps since the last call to the rounds, and takes part in the exchanges that are due."""
         num_steps, self._num_uncounted_steps = self._num_uncounted_steps, 0
         if self.rounds is None or not num_steps:
             return
         self._has_stepped = True
         scale, has_signal = partial(loss_scale, self.precision_plugin), lambda: self._guards.has_signal
-        batch = 1 + batches_that_stepped(trainer_of(self))
-        for index, arrived in self.rounds.step(scale, has_signal, num_steps, batch):
+        num_batches = 1 + batches_that_stepped(trainer_of(self))
+        for index, arrived in self.rounds.step(scale, has_signal, num_steps, num_batches):
             self._has_agreed_on_signal |= any(report.has_signal for report in arrived.reports)
             agree_on_loss_scale(self.precision_plugin, [report.loss_scale for report in arrived.reports])
             self._log(index, arrived)
 
-    def _trains_in_vain(self) -> bool:
-        """Returns whether a step may be left out, because the others have gone on and this rank has to catch up.
+    def _can_skip_step(self) -> bool:
+        """Returns whether this rank may skip training on a batch, because it has to catch up with the others.
 
-        A loss without gradients changes no weights. The first batch of an epoch is not left out, so that every rank has
-        something to reduce of what is logged.
+        The training step then returns a loss that has no gradients, which changes no weights. The first batch of an
+        epoch is not skipped, so that every rank has logged values to reduce.
         """
         module = self.lightning_module
         assert module is not None

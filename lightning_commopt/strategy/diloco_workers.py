@@ -1,4 +1,4 @@
-"""WorkerExchanges: which ranks are one worker of DiLoCo, and over what the workers exchange."""
+"""WorkerExchanges: which ranks form one worker of DiLoCo, and the exchange and groups that connect the workers."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def exchange_alone(plan: DiLoCoPlan) -> Exchange:
 
 
 def placed_compressor(plan: DiLoCoPlan, strategy: RunningStrategy) -> tuple[Compressor | None, int | None]:
-    """Returns the compressor of a plan, and the ranks of a node if it needs groups within and across nodes.
+    """Returns a plan's compressor, and the number of ranks per node if it needs groups within and across nodes.
 
     Raises:
         OptionError: the compressor does not fit the nodes.
@@ -89,7 +89,7 @@ def placed_compressor(plan: DiLoCoPlan, strategy: RunningStrategy) -> tuple[Comp
     if plan.comm_hook is None:
         return None, None
     if plan.comm_hook.claims.has_c_kernels:
-        c_library.load()  # no exchange should wait for a compiler
+        c_library.load()  # so that the first exchange does not wait for the compiler
     with option_errors("comm_hook: "):
         return place_on_nodes(plan.comm_hook, strategy.world_size, strategy.num_processes)
 
@@ -97,44 +97,52 @@ def placed_compressor(plan: DiLoCoPlan, strategy: RunningStrategy) -> tuple[Comp
 def exchange_of_all_ranks(
     compressor: Compressor | None, ranks_per_node: int | None, strategy: RunningStrategy
 ) -> tuple[Exchange, BorrowedGroups]:
-    """Returns an exchange that all ranks take part in, and its groups, which are borrowed. All ranks must call it."""
+    """Returns an exchange of all ranks, and its groups for the caller to return. All ranks must call it."""
     groups = borrow_groups(default_group(), ranks_per_node=ranks_per_node, timeout=strategy.timeout, backend="gloo")
     return Exchange(Channel(groups.all_ranks, groups.within, groups.across), compressor), groups
 
 
 def keep_batch_norm_within(module: Module, within: dist.ProcessGroup | None) -> None:
-    """Makes each SyncBatchNorm of a module use the group of a worker's ranks.
+    """Makes each SyncBatchNorm of a module use the group of a worker's ranks; ``within`` is None if that is one rank.
 
     Raises:
-        OptionError: there is one, and a worker is a single rank.
+        OptionError: the module has a SyncBatchNorm, and ``within`` is None.
     """
     for part in module.modules():
         if isinstance(part, SyncBatchNorm):
             if within is None:
                 raise OptionError(
-                    "SyncBatchNorm couples all ranks in every step, which DiLoCo must not: use BatchNorm, whose"
-                    " statistics the exchanges average, or in a Trainer inner='ddp', with which it couples the ranks of"
-                    " a node"
+                    "SyncBatchNorm synchronizes all ranks in every step, but DiLoCo trains them independently: use"
+                    " BatchNorm, whose statistics the exchanges average, or in a Trainer inner='ddp', with which"
+                    " SyncBatchNorm synchronizes the ranks of a node"
                 )
             part.process_group = within
 
 
 def refuse_shared_optimizers(optimizers: Iterable[object], worker: set[int]) -> None:
-    """Raises an OptionError if a step of an optimizer sets weights on ranks that are not of this rank's worker.
+    """Raises an OptionError if an optimizer divides its steps among ranks outside of this rank's worker.
 
-    As one of ``torch.distributed.optim.ZeroRedundancyOptimizer`` does, by this rank's gradients alone.
+    ``torch.distributed.optim.ZeroRedundancyOptimizer`` does: each rank updates a part of the weights from its own
+    gradients, for all ranks of its group.
+
+    Args:
+        optimizers: the optimizers of this rank.
+        worker: the ranks that form one worker with this rank, itself included.
     """
     for optimizer in optimizers:
         group = getattr(optimizer, "process_group", None)
         if isinstance(group, dist.ProcessGroup) and not worker.issuperset(dist.get_process_group_ranks(group)):
             raise OptionError(
-                f"{type(optimizer).__name__} divides each step among ranks that DiLoCo trains apart: use the optimizer"
-                " that it is made with, or a process_group of the ranks of one worker"
+                f"{type(optimizer).__name__} divides each step among ranks that DiLoCo trains independently: use the"
+                " optimizer class that it wraps, or a process_group with the ranks of one worker"
             )
 
 
 def refuse_pruning(trainer: Trainer) -> None:
-    """Raises an OptionError if a callback prunes the model: the mean over workers has the zeros of no mask."""
+    """Raises an OptionError if a callback prunes the model.
+
+    Workers would prune different weights, and the mean over workers would be zero only where all masks are.
+    """
     if callbacks_of(trainer, "ModelPruning"):
         raise OptionError(
             "ModelPruning is not possible with DiLoCo: each worker would prune other weights. Prune before the fit,"

@@ -1,4 +1,4 @@
-"""Checkpoints of CommOptDiLoCo in Fabric: the files are those of a Trainer's, for the module in ``state``."""
+"""Checkpoints of CommOptDiLoCo in Fabric: the same files as in a Trainer, for the module in ``state``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _T = TypeVar("_T")
 class SavesRanksOfFabric(StartsRanks, DDPStrategy):
     """The part of a strategy with `Rounds` in Fabric that saves and resumes them.
 
-    What a rank saves for itself is everything in ``state`` but the module: optimizers, schedulers, data loaders.
+    Each rank saves what ``state`` has beside the module in a file of its own: optimizers, schedulers, data loaders.
 
     Attributes:
         rounds: the exchanges of the module that is trained; None before there is one.
@@ -41,22 +41,22 @@ class SavesRanksOfFabric(StartsRanks, DDPStrategy):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.rounds: Rounds | None = None
-        self._module: Module | None = None  # the one in training
-        self._early: tuple[Module, files.Saved] | None = None  # for a module that is yet to be set up
-        self._unfinished: Unfinished | None = None  # made by the process that trains
+        self._module: Module | None = None  # the module in training
+        self._pending_restore: tuple[Module, files.Saved] | None = None  # a loaded module that is not set up yet
+        self._unfinished: Unfinished | None = None  # created by the first step, in the process that trains
 
     @abstractmethod
     def _begin(self, saved: files.Saved) -> None:
-        """Begins rounds from the weights that the module has, or from what was saved. All ranks must call it."""
+        """Begins rounds from the module's weights, or from a saved state. All ranks must call it."""
 
     def _gather(self, value: _T) -> list[_T]:
         """Returns the values of all ranks, in their order. All ranks must call it."""
-        everyone = [value] * self.world_size
-        dist.all_gather_object(everyone, value)
-        return everyone
+        values = [value] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
-        """Returns a module's state; of the one that is trained with the global weights and buffers."""
+        """Returns a module's state; that of the module in training has the global weights and buffers."""
         if self.rounds is None or module is not self._module:
             return super().get_module_state_dict(module)
         return global_state_dict(module, self.rounds)
@@ -79,25 +79,25 @@ class SavesRanksOfFabric(StartsRanks, DDPStrategy):
         super().save_checkpoint(path, state, storage_options=storage_options, filter=filter)
 
     def _save_rank(self, path: str | Path, entries: dict[str, Any], storage_options: Any) -> dict[str, Any] | None:
-        """Writes the file of this rank; returns what all share, or None if ranks cannot resume exactly."""
+        """Writes the file of this rank; returns what all ranks share, or None if ranks cannot resume exactly."""
         rounds = self.rounds
         assert rounds is not None
         assert self._module is not None
-        # Names of files may have a rank's own numbers in them.
         has_changed = rounds.shows_final and not rounds.has_final(self._module)
-        everyone = self._gather((str(path), uuid4().hex, rounds.num_steps, has_changed))
-        common_path, identity, *_ = everyone[0]
-        if any(has_changed for *_, has_changed in everyone):
+        gathered = self._gather((str(path), uuid4().hex, rounds.num_steps, has_changed))
+        # Paths may contain numbers that differ between ranks, so all ranks take rank 0's.
+        common_path, identity, *_ = gathered[0]
+        if any(has_changed for *_, has_changed in gathered):
             warn(
-                "The checkpoint has the weights that the model was given after strategy.finish(), but not what each"
-                " rank needs."
+                "The checkpoint has the weights that the model was given after strategy.finish(), but not the state"
+                " that each rank needs to resume exactly."
             )
             return None
-        if len({num_steps for _, _, num_steps, _ in everyone}) > 1:
-            steps = list_some([str(num_steps) for _, _, num_steps, _ in everyone], 8)
+        if len({num_steps for _, _, num_steps, _ in gathered}) > 1:
+            steps = list_some([str(num_steps) for _, _, num_steps, _ in gathered], 8)
             warn(
                 f"Ranks have taken different numbers of steps ({steps}): the checkpoint has the global weights, but not"
-                " what each rank needs."
+                " the state that each rank needs to resume exactly."
             )
             return None
         part = files.rank_part(rounds, identity, self.global_rank, entries)
@@ -108,9 +108,9 @@ class SavesRanksOfFabric(StartsRanks, DDPStrategy):
         return files.common_part(rounds, identity, self.world_size)
 
     def load_checkpoint(self, path: str | Path, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Reads a checkpoint; with a module and an optimizer in ``state``, all ranks resume where each was.
+        """Loads a checkpoint; with a module and an optimizer in ``state``, each rank resumes where it was.
 
-        Without an optimizer the module gets the global weights. A module that is not set up yet resumes when it is.
+        Without an optimizer the module gets the global weights. A module that is not set up yet resumes once it is.
         """
         load = super().load_checkpoint
         remainder = load(path, state, *args, **kwargs)
@@ -125,25 +125,26 @@ class SavesRanksOfFabric(StartsRanks, DDPStrategy):
         if name is None:
             if saved and _has_optimizer(state):
                 warn(
-                    f"DiLoCo: all ranks get rank 0's optimizers: no module is loaded as {list_some([*saved], 8)}. Give"
-                    " fabric.load the module and its optimizers in one state."
+                    "DiLoCo: all ranks get rank 0's optimizers, because the state has no module under the name that it"
+                    f" was saved with ({list_some([*saved], 8)}). Pass the module and its optimizers to fabric.load in"
+                    " one state."
                 )
             return remainder
-        found = files.Saved()
+        restored = files.Saved()
         if _has_optimizer(state):
-            rank, place = self.global_rank, files.followed(path)
-            found = files.read_saved(
+            rank, checkpoint_path = self.global_rank, files.resolve_link(path)
+            restored = files.read_saved(
                 saved.get(name),
                 self._plan,
                 rank,
                 self.world_size,
-                lambda: load(files.rank_file(place, rank), None, *args, **kwargs),
+                lambda: load(files.rank_file(checkpoint_path, rank), None, *args, **kwargs),
             )
-            _restore(found.entries, state, remainder)
+            _restore(restored.entries, state, remainder)
         if modules[name] is self._module:
-            self._begin(found)
+            self._begin(restored)
         else:
-            self._early = modules[name], found
+            self._pending_restore = modules[name], restored
         return remainder
 
 
@@ -152,7 +153,7 @@ def _has_optimizer(state: Mapping[str, Any]) -> bool:
 
 
 def _restore(entries: Mapping[str, Any], state: dict[str, Any], remainder: dict[str, Any]) -> None:
-    """Replaces what rank 0 had saved, optimizers among it, by what this rank had."""
+    """Replaces what rank 0 had saved, such as optimizers, by this rank's ``entries``, in ``state`` or ``remainder``."""
     for name, value in entries.items():
         if hasattr(state.get(name), "load_state_dict"):
             state[name].load_state_dict(value)

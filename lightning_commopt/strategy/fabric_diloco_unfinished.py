@@ -1,4 +1,4 @@
-"""Says that a program has ended without the exchange of what ranks have trained last."""
+"""Warns if a program ends before ranks have exchanged or saved what they trained last."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_commopt.text.validation import warn
 
 
 class Unfinished:
-    """The steps of a loop that are in no global weights and in no checkpoint yet.
+    """Counts the steps of a loop that are neither in the global weights nor in a checkpoint yet.
 
     Warns on rank 0 if there are any when the strategy is deleted, or when the program ends without an error.
 
@@ -24,15 +24,15 @@ class Unfinished:
         weakref.finalize(strategy, self._warn, os.getpid())
 
     def note_step(self, rounds: Rounds) -> None:
-        """Is told of each step that counts."""
+        """Records a counted step."""
         self._num_steps = rounds.num_steps if rounds.changed or rounds.under_way else 0
 
     def note_kept(self) -> None:
-        """Is told that the training was finished, or saved such that it resumes exactly."""
+        """Records that the training was finished, or saved so that it resumes exactly."""
         self._num_steps = 0
 
     def _warn(self, pid: int) -> None:
-        has_failed = hasattr(sys, "last_value")  # the error that ended the program is what there is to say
+        has_failed = hasattr(sys, "last_value")  # the traceback that ended the program is what matters then
         if self._num_steps and os.getpid() == pid and not has_failed:
             warn(
                 f"DiLoCo: the training has ended after {self._num_steps} steps without strategy.finish(). What ranks"

@@ -23,7 +23,7 @@ from lightning_commopt.plan.sharded import ShardedPlan
 from lightning_commopt.strategy.arguments import document_plan_options, sharded_plan_from_arguments
 from lightning_commopt.strategy.base import check_plans_agree
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job
-from lightning_commopt.strategy.remedies import show_in_trainer, warn_of_local_decisions
+from lightning_commopt.strategy.remedies import repr_for_trainer, warn_of_rank_dependent_lbfgs
 from lightning_commopt.strategy.started import StartsRanks
 from lightning_commopt.sync.checkpoint import KEY, gather_state, states_of_modules
 from lightning_commopt.sync.fsdp2.checkpoint import resume, save_in_directory
@@ -46,10 +46,11 @@ class CommOptModelParallel(StartsRanks, ModelParallelStrategy):
         comm_hook: see `ShardedPlan`, as for all options down to ``reduce_scatter_max_input_buffers``.
         save_comm_state: save in checkpoints that hold an optimizer what ``comm_hook`` needs to resume exactly.
         nccl: see `lightning_commopt.CommOptDDP`.
-        watch: report what the process group waits for while it is made, and end a rank that joins in vain.
+        watch: report what the process group waits for while it is created, and end a rank that waits for ranks which
+            cannot join any more.
         plan: a `ShardedPlan`, a `CommPlan`, or the path of a file with one; see
             `lightning_commopt.CommOptModelParallel`.
-        **kwargs: nothing; for an option of DDP the error says why it cannot apply.
+        **kwargs: refused; for an option of DDP the error says why it cannot apply.
 
     Raises:
         OptionError: an option is unknown or out of range, or needs a newer torch.
@@ -74,14 +75,14 @@ class CommOptModelParallel(StartsRanks, ModelParallelStrategy):
         plan: ShardedPlan | CommPlan | str | Path | None = None,
         **kwargs: Any,
     ) -> None:
-        self._plan, _, lightnings_arguments = sharded_plan_from_arguments(dict(locals()))
+        self._plan, _, lightning_arguments = sharded_plan_from_arguments(dict(locals()))
         _check_plan(self._plan)
         self._saves_comm_state = save_comm_state
         self._nccl, self._watch = NcclOptions.from_config(nccl), watch
-        # Collectives run in a loop over them. A WeakSet would have another order on each rank.
+        # Loops over these run collectives, so their order must be equal on all ranks. That of a WeakSet is not.
         self._modules: WeakKeyDictionary[Module, None] = WeakKeyDictionary()
         forget_previous_job()
-        super().__init__(**lightnings_arguments)
+        super().__init__(**lightning_arguments)
 
     @classmethod
     def from_plan(  # type: ignore[override]
@@ -101,7 +102,7 @@ class CommOptModelParallel(StartsRanks, ModelParallelStrategy):
         known = [sync.wire_bytes for sync in self._syncs() if sync.wire_bytes is not None]
         return sum(known) if known else None
 
-    __repr__ = show_in_trainer
+    __repr__ = repr_for_trainer
 
     def setup_environment(self) -> None:
         if self._plan.is_lossy and self._data_parallel_size == self._tensor_parallel_size == "auto":
@@ -119,11 +120,11 @@ class CommOptModelParallel(StartsRanks, ModelParallelStrategy):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         if self.world_size > 1:
-            warn_of_local_decisions([optimizer])
+            warn_of_rank_dependent_lbfgs([optimizer])
         return super().setup_optimizer(optimizer)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
-        """Steps an optimizer; a new compressor that waited for an old residual to be sent takes over after it."""
+        """Steps an optimizer. A new compressor that waits until the old residual is sent takes over afterwards."""
         output = super().optimizer_step(optimizer, **kwargs)
         for sync in self._syncs():
             sync.end_flush()
@@ -138,7 +139,7 @@ class CommOptModelParallel(StartsRanks, ModelParallelStrategy):
         plan = ShardedPlan.of(plan) if isinstance(plan, ShardedPlan | CommPlan) else self._plan.with_comm_hook(plan)
         _check_plan(plan)
         plan.check_torch()
-        gc.collect()  # all ranks must have the same modules, also of those that nothing refers to any more
+        gc.collect()  # modules that nothing refers to any more must be gone on all ranks, not on some
         syncs = [*self._syncs()]
         for sync in syncs:
             sync.check_plan(plan)

@@ -1,4 +1,4 @@
-"""FitGuards: what watches the ranks of a Trainer's strategy during a fit."""
+"""FitGuards: watches the ranks of a Trainer's strategy during a fit, and lets them agree on signals."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
 
 
 class FitGuards:
-    """The watch of a fit of several ranks, and their agreement on SIGTERM and on time, from `start` to `close`.
+    """The watch of a fit of several ranks, and their agreement on SIGTERM and on validation by time.
 
-    Until `let_ranks_fail` a rank that fails ends the fit of all.
+    It works from `start` to `close`. Until `let_ranks_fail` is called, a rank that fails ends the fit of all.
 
     Args:
         watch: whether fits are watched.
-        sigterm_every_n_steps: number of optimizer steps between two agreements, as the user has set it, or None.
-        default_every_n_steps: the same if the user has set nothing, of a strategy that agrees on time by itself; None
-            for Lightning's own way.
+        sigterm_every_n_steps: the user's number of optimizer steps between two agreements on SIGTERM, or None.
+        default_every_n_steps: the number if the user has set none, for a strategy that lets its ranks agree on
+            validation by time itself; None to keep Lightning's own check for SIGTERM.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class FitGuards:
         self._sigterm_check: SigtermCheck | None = None
         self.fit_watch: FitWatch | PatientWatch | None = None
         self._trainer: Trainer | None = None
-        self._undo_time: Callable[[], None] | None = None
+        self._undo_time_check: Callable[[], None] | None = None
 
     def start(self, strategy: WatchedStrategy) -> None:
         """Starts the guards if the strategy is about to fit. All ranks must call it."""
@@ -54,23 +54,23 @@ class FitGuards:
             self.fit_watch = FitWatch(strategy) if self._watches and strategy.world_size > 1 else None
             self._sigterm_check = self._check_sigterm(strategy)
             if strategy.world_size > 1 and self._default_every_n_steps is None:
-                self._undo_time = decide_on_time(self._trainer, self._is_time)
+                self._undo_time_check = decide_on_time(self._trainer, self._is_validation_due)
 
-    def _is_time(self, is_over: bool) -> bool:
-        """Returns whether the time until a validation is over on rank 0; all ranks ask it as often as for SIGTERM."""
+    def _is_validation_due(self, is_due: bool) -> bool:
+        """Returns whether validation by time is due on rank 0; ranks ask rank 0 as often as they agree on SIGTERM."""
         assert self._trainer is not None
         if batches_that_stepped(self._trainer) % (self._sigterm_every_n_steps or 1):
             return False
-        flag = torch.tensor([is_over], dtype=torch.int32, device=self._trainer.strategy.root_device)
+        flag = torch.tensor([is_due], dtype=torch.int32, device=self._trainer.strategy.root_device)
         dist.broadcast(flag, 0)
         return bool(flag.item())
 
     def _check_sigterm(self, strategy: WatchedStrategy) -> SigtermCheck | None:
-        """Replaces Lightning's check for SIGTERM in a fit of several ranks; returns None if nothing is to replace."""
+        """Replaces Lightning's check for SIGTERM in a fit of several ranks; returns None if Lightning's is kept."""
         trainer, option = trainer_of(strategy), f"sigterm_every_n_steps={self._sigterm_every_n_steps}"
         every_n_steps = self._sigterm_every_n_steps or self._default_every_n_steps
         if every_n_steps is None and is_queued_again(trainer) and strategy.uneven_batches != "allow":
-            every_n_steps = 1  # not seldomer than Lightning's broadcasts, in place of which it comes
+            every_n_steps = 1  # as often as Lightning's broadcasts, which this replaces
         if every_n_steps is None:
             return None
         if strategy.world_size == 1:
@@ -80,20 +80,20 @@ class FitGuards:
         if not broadcasts_sigterm(trainer):
             if self._sigterm_every_n_steps is not None:
                 warn_once(
-                    f"{option} has no effect: this version of Lightning does not broadcast SIGTERM between batches;"
-                    " those from 2.5.2 on do."
+                    f"{option} has no effect: this version of Lightning does not broadcast SIGTERM between batches, as"
+                    " versions from 2.5.2 on do."
                 )
             return None
         return SigtermCheck(trainer, every_n_steps)
 
     def let_ranks_fail(self, strategy: WatchedStrategy, living: LivingRanks, is_ending: Callable[[], bool]) -> None:
-        """From now on the fit goes on without ranks that fail. All ranks must call it.
+        """Lets the fit continue without ranks that fail from now on. All ranks must call it.
 
         Args:
-            strategy: as in `start`.
+            strategy: the strategy that was passed to `start`.
             living: the ranks that take part.
-            is_ending: returns whether the exchanges before this batch have brought word of SIGTERM, the same on all
-                ranks that took part.
+            is_ending: returns whether the exchanges before this batch have reported SIGTERM; the result is the same on
+                all ranks that took part in them.
         """
         if self.fit_watch is not None:
             self.fit_watch.close()
@@ -115,15 +115,15 @@ class FitGuards:
     ) -> None:
         """Replaces the collectives by which the ranks agree on signals; see `SigtermCheck.agree_by`.
 
-        Where ``before_batch`` is given, those of ``sigterm_every_n_steps`` stay as they are.
+        With ``before_batch`` it replaces nothing if the user has set ``sigterm_every_n_steps``.
         """
-        is_set = before_batch is not None and self._sigterm_every_n_steps is not None
-        if self._sigterm_check is not None and not is_set:
+        keeps_users_choice = before_batch is not None and self._sigterm_every_n_steps is not None
+        if self._sigterm_check is not None and not keeps_users_choice:
             self._sigterm_check.agree_by(any_rank, before_batch)
 
     @property
     def has_signal(self) -> bool:
-        """Whether this rank has received a signal on which not all have agreed yet."""
+        """Whether this rank has received a signal that the ranks have not agreed on yet."""
         return self._sigterm_check is not None and self._sigterm_check.has_signal
 
     def fail(self, exception: BaseException) -> None:
@@ -137,8 +137,8 @@ class FitGuards:
         for guard in (self._sigterm_check, self.fit_watch):
             if guard is not None:
                 guard.close()
-        if self._undo_time is not None:
-            self._undo_time()
+        if self._undo_time_check is not None:
+            self._undo_time_check()
         if self._trainer is not None:
             restore_loaders(self._trainer)
-        self._sigterm_check = self.fit_watch = self._trainer = self._undo_time = None
+        self._sigterm_check = self.fit_watch = self._trainer = self._undo_time_check = None

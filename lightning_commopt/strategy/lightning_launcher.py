@@ -27,30 +27,31 @@ if TYPE_CHECKING:
 else:
     _SubprocessScriptLauncher = object
 
-_LOOK_S = 0.2
-"""Two looks at the processes of a job are so far apart. It is a poll of each child, beside graces of many seconds."""
+_POLL_S = 0.2
+"""Interval between two polls of a job's processes. It is small compared with the grace periods below."""
 _FIT_GRACE_S = 30.0
-"""`FitWatch` waits so long in a multirun. Over gloo rank 0 raises when its peer has gone, and the sweep continues,
-which is worth more than an early end; over NCCL rank 0 may wait for ever."""
+"""Time that `FitWatch` gives a waiting rank in a multirun before it ends its process. On rank 0 that ends the sweep.
+Over gloo rank 0 raises by itself once its peer is gone, and the sweep continues, which is worth the wait; over NCCL
+rank 0 may wait for ever."""
 _GRACE_S = 45.0
-"""The job observer waits so long. It is longer than the watches of joining and of a fit take, whose messages show why a
-rank has ended."""
-_END_S = 5.0
-"""Ranks that wait to join have so long from SIGTERM to SIGKILL. They have no work to save, but a busy machine."""
+"""Time that the job observer gives a waiting rank. It must exceed `_FIT_GRACE_S` and the times of `JoinWatch`, so that
+these come first: their messages show why a rank has ended."""
+_TERMINATE_GRACE_S = 5.0
+"""Time from SIGTERM to SIGKILL for ranks that wait to join. They have no work to save, but the machine may be busy."""
 
 _launched_job: object | None = None
 _variables_before_launch: dict[str, str | None] = {}
 
 
 def multirun_job() -> object | None:
-    """Returns an object that stands for the Hydra multirun's job that runs in this process; None outside a multirun."""
+    """Returns an object that identifies the Hydra multirun job in this process; None outside of a multirun."""
     if "hydra" not in sys.modules:  # importing it here would cost every user half a second
         return None
     from hydra.core.hydra_config import HydraConfig
     from hydra.types import RunMode
 
     if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
-        return HydraConfig.instance().cfg  # each job has its own, while jobs may share a directory
+        return HydraConfig.instance().cfg  # each job has a config of its own, whereas jobs may share a directory
     return None
 
 
@@ -70,12 +71,12 @@ def forget_previous_job() -> None:
 
 
 class Launcher(_SubprocessScriptLauncher):
-    """Starts children that know their launcher, and in a multirun run only the job of this process.
+    """Starts child processes that know their launcher; in a Hydra multirun they run only the job of this process.
 
     Attributes:
         children: processes of the ranks from local rank 1 on, in order; empty if this process has started none.
         has_joined: whether these ranks have made their process group.
-        grace_s: seconds that a rank may wait for one that has failed before it is ended; None for the default.
+        grace_s: seconds that a rank may wait for a failed one before the watch ends it; None for the watch's default.
     """
 
     strategy: RunningStrategy
@@ -91,7 +92,7 @@ class Launcher(_SubprocessScriptLauncher):
         return _FIT_GRACE_S if multirun_job() is not None else None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The class has no name in a module by which pickle could find it.
+        # `_launcher_class` creates the class at run time, so pickle cannot find it by name.
         return _new_launcher, (type(self).__bases__[1],), vars(self)
 
     def kill(self, signum: int) -> None:
@@ -132,7 +133,7 @@ class Launcher(_SubprocessScriptLauncher):
 
 
 class _JobObserver:
-    """Ends this process if its job waits in vain for a rank that has failed; ends ranks that a job has left alone.
+    """Ends this process if its job waits for a rank that has failed, and ends ranks that a job has left behind.
 
     Hydra catches an exception that ends a job on this rank, and starts the next job, while the other ranks of the first
     may still run. If they have a process group with this rank, they are left to end by themselves, since they may still
@@ -147,7 +148,7 @@ class _JobObserver:
     def run(self) -> None:
         waits_since: float | None = None
         while multirun_job() is self._job:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
             now = time.monotonic()
             failed = next((rank for rank in self._ranks if rank.poll()), None)
             is_waiting = failed is not None and waits_for_others(
@@ -163,36 +164,37 @@ class _JobObserver:
 
     def _end_job(self, failed: subprocess.Popen[bytes]) -> None:
         if multirun_job() is self._job:
-            for rank in self._ranks:
-                rank.kill()
-            name = f"Rank {self._first + 1 + self._ranks.index(failed)}"
-            reason = f"{name} has ended with status {failed.returncode}, its process {failed.pid}."
+            for process in self._ranks:
+                process.kill()
+            rank = self._first + 1 + self._ranks.index(failed)
+            reason = f"Rank {rank} (process {failed.pid}) has ended with status {failed.returncode}."
             end_waiting_rank(self._first, reason, _GRACE_S)
 
     def _end_ranks(self) -> None:
         """Ends the ranks that wait for this rank to join them."""
-        left = [rank for rank in self._ranks if rank.poll() is None]
-        if left:
+        waiting = [rank for rank in self._ranks if rank.poll() is None]
+        if waiting:
             print_now(
-                f"[rank {self._first}] This job has ended before its process group was made. Its other ranks are ended."
+                f"[rank {self._first}] This job has ended before its process group was created, so its other ranks are"
+                " terminated."
             )
-        for rank in left:
+        for rank in waiting:
             rank.terminate()
-        for rank in left:
+        for rank in waiting:
             try:
-                rank.wait(_END_S)
+                rank.wait(_TERMINATE_GRACE_S)
             except subprocess.TimeoutExpired:
                 rank.kill()
 
 
 def launcher_for(strategy: RunningStrategy) -> Any:
-    """Returns the launcher for a strategy: Lightning's, or a `Launcher` in its place if it starts child processes."""
-    lightnings: Any = strategy.launcher
-    if not hasattr(lightnings, "_call_children_scripts"):
-        return lightnings
-    base: Any = type(lightnings)
+    """Returns Lightning's launcher of a strategy, or a `Launcher` in its place if it starts child processes."""
+    original: Any = strategy.launcher
+    if not hasattr(original, "_call_children_scripts"):
+        return original
+    base: Any = type(original)
     cls = _launcher_class(base)
-    launcher = cls(lightnings.cluster_environment, lightnings.num_processes, lightnings.num_nodes)
+    launcher = cls(original.cluster_environment, original.num_processes, original.num_nodes)
     launcher.strategy = strategy
     return launcher
 
@@ -203,6 +205,6 @@ def _launcher_class(base: type) -> type[Launcher]:
 
 
 def _new_launcher(base: type) -> Launcher:
-    """Returns a launcher whose attributes pickle will set."""
+    """Returns a launcher without attributes, which pickle sets next."""
     cls = _launcher_class(base)
     return cls.__new__(cls)

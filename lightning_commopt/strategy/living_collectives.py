@@ -1,4 +1,4 @@
-"""LivingCollectives: the collectives of Lightning's Trainer go on without ranks that have died or are frozen."""
+"""LivingCollectives: collectives of Lightning's Trainer that continue without ranks that have died or are frozen."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _T = TypeVar("_T")
 
 
 class LivingCollectives(StartedAsDDP):
-    """The part of a strategy that gives Lightning the collectives of `LivingRanks` from `_let_ranks_fail` on.
+    """The part of a strategy that replaces Lightning's collectives by those of `LivingRanks`.
 
-    They stay after the fit, for what follows it in the Trainer and in the program, as for ``trainer.save_checkpoint``.
-    Those over a group that the caller names stay the group's.
+    `_let_ranks_fail` replaces them. The replacements stay after the fit, because the program may call collectives after
+    it, for example in ``trainer.save_checkpoint``. Collectives over a group that the caller passes are not replaced.
 
     Attributes:
         rounds: the exchanges of the fit; None outside of one.
@@ -40,36 +40,36 @@ class LivingCollectives(StartedAsDDP):
 
     @property
     def lets_ranks_fail(self) -> bool:
-        """Whether a fit goes on without ranks that fail."""
+        """Whether a fit continues without ranks that fail."""
         return self._patience_s is not None
 
     def _let_ranks_fail(self) -> None:
-        """Lets a fit of several ranks go on without those that fail; before, they end it. All ranks must call it."""
+        """Lets a fit of several ranks continue without those that fail from now on. All ranks must call it."""
         assert self._patience_s is not None
         timeout_s = self.timeout.total_seconds()
         self._living = LivingRanks.of_all_ranks(patience_s=self._patience_s, timeout_s=timeout_s, log=self._log_text)
         self._has_agreed_on_signal = False
-        self._guards.let_ranks_fail(self, self._living, self._take_agreement)
+        self._guards.let_ranks_fail(self, self._living, self._pop_agreement_on_signal)
         assert self.lightning_module is not None
-        _redirect_metrics(self.lightning_module, self._living)
+        _gather_metrics_over_living(self.lightning_module, self._living)
 
-    def _take_agreement(self) -> bool:
-        """Returns whether the exchanges since the last call have brought word of a signal."""
+    def _pop_agreement_on_signal(self) -> bool:
+        """Returns whether the exchanges since the last call have reported a signal."""
         has_agreed, self._has_agreed_on_signal = self._has_agreed_on_signal, False
         return has_agreed
 
     def _equalize(self, tensors: Sequence[Tensor]) -> None:
-        """Gives all ranks the values of the first one, in place. All ranks must call it."""
+        """Gives all ranks the values of the first rank, in place. All ranks must call it."""
         if self.world_size > 1:
             equalize(tensors, self._living)
 
-    def _objects_of_ranks(self, mine: _T) -> list[_T]:
-        """Returns the objects of all ranks in their order; with ``patience_s`` of those that live."""
+    def _gather_objects(self, own: _T) -> list[_T]:
+        """Returns the objects of all ranks in their order; with ``patience_s`` those of the ranks that live."""
         if self._living is not None:
-            return [*self._living.objects(mine, "a gather").values()]
-        everyone = [mine] * self.world_size
-        dist.all_gather_object(everyone, mine)
-        return everyone
+            return [*self._living.objects(own, "a gather").values()]
+        objects = [own] * self.world_size
+        dist.all_gather_object(objects, own)
+        return objects
 
     def _log_text(self, text: str) -> None:
         print_now(f"[rank {self.global_rank}] DiLoCo: {text}")
@@ -77,19 +77,19 @@ class LivingCollectives(StartedAsDDP):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self._living is None:
             super().barrier(*args, **kwargs)
-        else:  # torch's has no name, so that ranks may give it different ones
+        else:  # the name that Lightning passes is dropped: torch ignores it, so callers may pass different ones
             self._living.barrier()
 
     def broadcast(self, obj: _T, src: int = 0) -> _T:
-        """Returns the object of rank ``src``, or that of the first rank which lives if that one does not."""
+        """Returns the object of rank ``src``, or of the first living rank if rank ``src`` does not live."""
         if self._living is None:
             return super().broadcast(obj, src)
         objects = self._living.objects(obj, "a broadcast")
         return objects[src] if src in objects else next(iter(objects.values()))
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduces a tensor over the ranks in place; with ``patience_s`` over those that live."""
-        if self._living is None or not _is_default(group) or not isinstance(tensor, Tensor):
+        """Reduces a tensor over the ranks in place; with ``patience_s`` over the ranks that live."""
+        if self._living is None or not _is_default_group(group) or not isinstance(tensor, Tensor):
             return super().reduce(tensor, group, reduce_op)
         return tensor.copy_(reduced(self._living.tensors(tensor, "a reduction").values(), reduce_op))
 
@@ -100,22 +100,25 @@ class LivingCollectives(StartedAsDDP):
         return False not in decisions if all else True in decisions
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Returns ``(W, ...)``, the tensors of the ranks in their order; with ``patience_s`` of those that live."""
-        if self._living is None or not _is_default(group):
+        """Returns ``(W, ...)``, the tensors of all W ranks in order; with ``patience_s`` those of the living ranks."""
+        if self._living is None or not _is_default_group(group):
             return super().all_gather(tensor, group, sync_grads)
         if sync_grads:
-            raise OptionError("all_gather with sync_grads=True is not possible with patience_s: ranks would wait in it")
+            raise OptionError(
+                "all_gather with sync_grads=True is not possible with patience_s: its backward would wait for all ranks"
+            )
         return torch.stack([*self._living.tensors(tensor, "an all-gather").values()])
 
 
-def _is_default(group: Any) -> bool:
+def _is_default_group(group: Any) -> bool:
     return group is None or group is dist.group.WORLD
 
 
-class _MetricGather:
-    """Gathers the states of a torchmetric over the living while there are any; a copy of the metric has it, too.
+class _GatherOverLiving:
+    """Gathers the states of a torchmetric over the living ranks, and after `LivingRanks.close` over the process group.
 
-    A metric that is pickled is one without it.
+    Copies of the metric share this object. A pickled metric is restored without it, since another process has no part
+    in these collectives.
     """
 
     def __init__(self, living: LivingRanks) -> None:
@@ -127,20 +130,20 @@ class _MetricGather:
             return list(torchmetrics.gather_all_tensors(value, group))
         return [*self._living.tensors(value, "a metric").values()]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _MetricGather:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GatherOverLiving:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
 
-def _redirect_metrics(module: Module, living: LivingRanks) -> None:
-    """Makes the torchmetrics in a module gather over the living, but for those that gather in a way of their own."""
+def _gather_metrics_over_living(module: Module, living: LivingRanks) -> None:
+    """Makes torchmetrics in a module gather over the living ranks if they have no ``dist_sync_fn`` and no group."""
     if "torchmetrics" not in sys.modules:
         return
     metric_class: Any = sys.modules["torchmetrics"].Metric
     for part in module.modules():
         if isinstance(part, metric_class) and part.process_group is None:
             metric: Any = part
-            if metric.dist_sync_fn is None or isinstance(metric.dist_sync_fn, _MetricGather):
-                metric.dist_sync_fn = _MetricGather(living)
+            if metric.dist_sync_fn is None or isinstance(metric.dist_sync_fn, _GatherOverLiving):
+                metric.dist_sync_fn = _GatherOverLiving(living)

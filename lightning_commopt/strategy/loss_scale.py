@@ -1,4 +1,4 @@
-"""The scale of the loss, where gradients are scaled for float16: ranks that train on their own agree on it."""
+"""The loss scale of float16 training, on which ranks that train independently agree in their exchanges."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ def loss_scale(precision: object) -> float:
 
 
 def agree_on_loss_scale(precision: object, scales: Sequence[float]) -> None:
-    """Sets this rank's gradient scaler to the smallest scale of all, since steps may be skipped on some only."""
+    """Sets this rank's gradient scaler to the smallest scale of all ranks.
+
+    Scales drift apart because a rank that skips a step for infinite gradients lowers its scale by itself.
+    """
     scaler: Any = getattr(precision, "scaler", None)
     if scaler is not None and min(scales) != max(scales):
         scaler.update(min(scales))

@@ -19,7 +19,7 @@ from lightning_commopt.plan import CommPlan, OptionError
 from lightning_commopt.plan.base import option_errors
 from lightning_commopt.plan.sharded import ShardedPlan
 from lightning_commopt.strategy import base, remedies
-from lightning_commopt.strategy.adapters import moving_accelerator
+from lightning_commopt.strategy.adapters import accelerator_property
 from lightning_commopt.strategy.arguments import document_plan_options, sharded_plan_from_arguments
 from lightning_commopt.strategy.fit_guards import FitGuards
 from lightning_commopt.strategy.lightning_launcher import forget_previous_job
@@ -60,10 +60,10 @@ class CommOptModelParallelStrategy(StartsRanks, _ModelParallelStrategy):
             another number of ranks their mean is used. A checkpoint that is a directory has a folder for them.
         uneven_batches: see `lightning_commopt.CommOptDDP`, as for all options down to ``watch``.
         plan: a `ShardedPlan`, or the path of a file with one, in place of the other options of a plan; or a `CommPlan`
-            with nothing but a ``comm_hook``, since FSDP2 has no other option of DDP; or "auto" to choose a
+            with nothing but a ``comm_hook``, since FSDP2 has none of DDP's other options; or "auto" to choose a
             ``comm_hook`` in the first steps of a fit (``docs/how_to/auto.md``).
         lossy: the compressors that ``plan="auto"`` may choose, such as ``["bf16", "int8"]``.
-        **kwargs: nothing; for an option of DDP the error says why it cannot apply.
+        **kwargs: refused; for an option of DDP the error says why it cannot apply.
 
     Attributes:
         sharded_sync: the gradient sync that compresses; None without a ``comm_hook``.
@@ -73,7 +73,7 @@ class CommOptModelParallelStrategy(StartsRanks, _ModelParallelStrategy):
     """
 
     _check_environment = remedies.refuse_ray
-    start_method = "popen"  # Lightning starts the ranks of sharded models in no other way
+    start_method = "popen"  # Lightning has no other start method for sharded models
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class CommOptModelParallelStrategy(StartsRanks, _ModelParallelStrategy):
         lossy: str | list[Any] = "never",
         **kwargs: Any,
     ) -> None:
-        own_plan, tuned, self._lightnings_arguments = sharded_plan_from_arguments(dict(locals()))
+        own_plan, tuned, self._lightning_arguments = sharded_plan_from_arguments(dict(locals()))
         self._sync = ShardedModelSync(own_plan)
         self.auto_plan = ShardedFitPlan(self, tuned)
         self._saves_comm_state, self.uneven_batches = save_comm_state, uneven_batches
@@ -106,9 +106,9 @@ class CommOptModelParallelStrategy(StartsRanks, _ModelParallelStrategy):
         self._next_plan: ShardedPlan | None = None
         self._has_printed_size = self._has_accumulated = False
         forget_previous_job()
-        super().__init__(**self._lightnings_arguments)
+        super().__init__(**self._lightning_arguments)
 
-    accelerator = moving_accelerator
+    accelerator = accelerator_property
 
     @property
     def plan(self) -> ShardedPlan:
@@ -138,7 +138,7 @@ class CommOptModelParallelStrategy(StartsRanks, _ModelParallelStrategy):
                 self._check_units()
 
     def _check_units(self) -> None:
-        """Raises an OptionError where the search could not try a compressor, which would end the fit in the middle."""
+        """Raises an OptionError if the search could try no compressor, rather than fail in the middle of the fit."""
         assert self.model is not None
         if not self._sync.has_units:
             raise OptionError(
@@ -153,7 +153,7 @@ class CommOptModelParallelStrategy(StartsRanks, _ModelParallelStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
         if self.world_size > 1:
-            remedies.warn_of_local_decisions(self.optimizers)
+            remedies.warn_of_rank_dependent_lbfgs(self.optimizers)
 
     def apply_plan(self, plan: ShardedPlan | CommPlan | str | Mapping[str, Any] | ShardedCompressor) -> None:
         """Changes the plan, also in the middle of a fit.

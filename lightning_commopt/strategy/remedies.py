@@ -54,7 +54,7 @@ _EXPLANATIONS = {
         " graph whole, so that all its gradients are ready at the same time."
     ),
 }
-"""For a part of an error message of torch or Python, the message that replaces it."""
+"""For parts of error messages of torch or Python, the messages that replace these errors' messages."""
 
 
 def refuse_ray(strategy: RunningStrategy) -> None:
@@ -69,8 +69,8 @@ def refuse_ray(strategy: RunningStrategy) -> None:
         )
 
 
-def show_in_trainer(strategy: FromPlan) -> str:
-    """Returns the text that a Trainer shows in its error for a strategy of Fabric."""
+def repr_for_trainer(strategy: FromPlan) -> str:
+    """Returns a ``repr`` that helps in the error of a Trainer that was given a strategy for Fabric."""
     name = type(strategy).__name__
     return (
         f"<lightning_commopt.fabric.{name} for Fabric, {strategy.plan.name};"
@@ -97,37 +97,37 @@ def explain_one_rank(unused_hook: str | None) -> None:
 
 
 def warn_of_unregistered_hook(hook: str, strategy: LightningStrategy) -> None:
-    """Warns once about the option ``hook`` of a strategy of several ranks that has not registered our hook."""
+    """Warns once that the option ``hook`` has no effect in a subclass that has not registered our hook."""
     name = type(strategy).__name__
     if isinstance(strategy.model, DistributedDataParallel):
-        why = (
-            f"{name} wraps the model by itself. Call self._register_ddp_hooks() at the end of its configure_ddp, or"
-            " override _setup_model, which only wraps."
+        reason = (
+            f"{name} wraps the model itself. Call self._register_ddp_hooks() at the end of its configure_ddp, or"
+            " override _setup_model instead, which only wraps."
         )
     else:
-        why = (
-            f"the configure_ddp of {name} does not wrap the LightningModule, and its wrapper is what would have the"
-            " hook. Leave configure_ddp out, with find_unused_parameters=True if parts are trained in turn."
+        reason = (
+            f"the configure_ddp of {name} does not wrap the LightningModule in DDP, with which hooks are registered."
+            " Do not override configure_ddp; use find_unused_parameters=True if parts of the model are trained in turn."
         )
-    warn_once(f"{hook} has no effect: {why}")
+    warn_once(f"{hook} has no effect: {reason}")
 
 
-def warn_of_local_decisions(optimizers: Iterable[object]) -> None:
-    """Warns about LBFGS if it decides by this rank's loss how often it calls its closure, which runs a backward."""
+def warn_of_rank_dependent_lbfgs(optimizers: Iterable[object]) -> None:
+    """Warns once about an LBFGS whose number of closure calls, each with a backward, depends on this rank's loss."""
     for optimizer in optimizers:
         if isinstance(optimizer, torch.optim.LBFGS) and any(
             group["line_search_fn"] is not None or group["tolerance_change"] > 0 for group in optimizer.param_groups
         ):
             warn_once(
-                "LBFGS decides by the loss, which differs between ranks, how often it evaluates its closure: a rank"
-                " that evaluates it once more waits for the others in gradient sync until the timeout. Use"
-                " LBFGS(line_search_fn=None, tolerance_change=0), which decides by the gradients only, or return a"
-                " loss of the same value on all ranks: mean + (loss - loss.detach()), with the all-reduced mean."
+                "How often LBFGS evaluates its closure depends on the loss, which differs between ranks: a rank that"
+                " evaluates it once more than the others waits for them in gradient sync until the timeout. Use"
+                " LBFGS(line_search_fn=None, tolerance_change=0), which depends on the gradients only, or return a loss"
+                " of the same value on all ranks: mean + (loss - loss.detach()), with the all-reduced mean."
             )
 
 
 def warn_of_fp16_under_scaler(comm_hook: Compressor | None, precision: object) -> None:
-    """Warns if gradients that a precision plugin's scaler has multiplied are rounded to float16."""
+    """Warns if ``comm_hook`` rounds gradients to float16 that a precision plugin's gradient scaler has multiplied."""
     if getattr(precision, "scaler", None) is None:
         return
     while isinstance(inner := getattr(comm_hook, "inner", None), Compressor):
@@ -151,7 +151,7 @@ def check_backward(
     trainable: Trainable, module: LightningModule, optimizers: Sequence[torch.optim.Optimizer], *, is_static: bool
 ) -> None:
     """Raises if DDP, as it was set up, would not synchronize all gradients of the backward that begins."""
-    if trainable.some_unfrozen(optimizers):
+    if trainable.has_unfrozen(optimizers):
         raise MisconfigurationException(
             "A parameter was unfrozen within the training step, after DDP had laid out its buckets: each rank"
             " would train it by itself. Unfreeze in on_train_batch_start or earlier; or, if parameters are trained"
@@ -165,23 +165,23 @@ def check_backward(
 
 
 def explain_error(exception: BaseException) -> None:
-    """Replaces messages that show no remedy; see `_EXPLANATIONS`."""
+    """Replaces, in place, an exception's message that shows no remedy; see `_EXPLANATIONS`."""
     for message, explanation in _EXPLANATIONS.items():
         is_explained = [isinstance(arg, str) and message in arg for arg in exception.args]
         if any(is_explained):
-            args = zip(is_explained, exception.args, strict=True)
-            exception.args = tuple(explanation if yes else arg for yes, arg in args)
+            pairs = zip(is_explained, exception.args, strict=True)
+            exception.args = tuple(explanation if is_replaced else arg for is_replaced, arg in pairs)
 
 
 @contextmanager
 def explain_changed_weights() -> Generator[None, None, None]:
-    """Adds to autograd's error for weights that were changed after a forward that DiLoCo's exchanges change them."""
+    """Adds to autograd's error about weights modified after the forward that DiLoCo's exchanges modify weights, too."""
     try:
         yield
     except RuntimeError as error:
         if "modified by an inplace operation" in str(error):
             error.args = (
-                f"{error} With CommOptDiLoCo an exchange, too, changes all weights, after the step of the optimizer"
-                " that was set up first: compute a loss after that step, or call its backward before it.",
+                f"{error} With CommOptDiLoCo an exchange may modify all weights after a step of the optimizer that was"
+                " set up first: compute a loss after that step, or call its backward before the step.",
             )
         raise

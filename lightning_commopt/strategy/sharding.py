@@ -1,4 +1,4 @@
-"""Shards any module over ranks, block by block, for strategies whose models shard themselves (FSDP2)."""
+"""Shards any module over ranks, block by block, with FSDP2."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_commopt.plan import OptionError
 from lightning_commopt.text.validation import warn_once
 
 _DATA_PARALLEL = "data_parallel"
-"""The name that Lightning's ``device_mesh`` has for its data-parallel dimension."""
+"""The name of the data-parallel dimension in Lightning's ``device_mesh``."""
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -41,15 +41,15 @@ def shard(
         module: a module that is not sharded; it may be on the meta device.
         mesh: mesh of data-parallel ranks, or of replicas and shards (HSDP). Only the data-parallel dimension of
             Lightning's ``device_mesh`` is used. None for all ranks.
-        blocks: the classes of the modules that become units; or the least number of parameters of a unit, for units
-            that are found bottom-up. Weights that are used outside of the forward of their module must not be in a
+        blocks: the classes of the modules that become units; or the minimum number of parameters of a unit, with which
+            units are found bottom-up. Weights that are used outside of the forward of their module must not be in a
             block.
         replicated: keep the gathered parameters from forward to backward, which gathers once per step instead of twice
             and takes the memory of all parameters. Gradients and the optimizer's state are still sharded.
         fsdp: further options of ``fully_shard``, such as ``mp_policy``.
 
     Raises:
-        OptionError: ``blocks`` has another type, or the module has no module of these classes.
+        OptionError: ``blocks`` is neither, or ``module`` contains no module of these classes.
     """
     if isinstance(module, FSDPModule):
         return
@@ -70,7 +70,7 @@ def shard(
 
 
 def _warn_if_alone(module: Module, mesh: DeviceMesh) -> None:
-    """Warns if every rank of Lightning's ``device_mesh`` would train on its own, which "auto" makes of one node."""
+    """Warns if every rank would train by itself, as with sizes of "auto" on one node, where all are tensor-parallel."""
     num_ranks = mesh.size()
     if num_ranks == 1 or mesh[_DATA_PARALLEL].size() > 1 or any(isinstance(p, DTensor) for p in module.parameters()):
         return
@@ -92,28 +92,38 @@ def _units(module: Module, blocks: object) -> list[Module]:
     """Returns the modules below ``module`` that become units, inner ones first."""
     if isinstance(blocks, int) and not isinstance(blocks, bool) and blocks > 0:
         uses = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
-        return [unit for unit in _large(module, blocks, uses) if unit is not module]
+        return [unit for unit in _units_by_size(module, blocks, uses) if unit is not module]
     if not isinstance(blocks, type | tuple):
-        raise OptionError(f"blocks must be a class of modules, several, or a number above 0, got {blocks!r}")
+        raise OptionError(
+            "blocks must be a module class, a tuple of module classes, or a number of parameters above 0, got"
+            f" {blocks!r}"
+        )
     parts = [part for part in module.modules() if isinstance(part, blocks) and part is not module]
     if not parts:
-        raise OptionError(f"blocks={blocks!r}: {type(module).__name__} has no module of this class")
+        raise OptionError(f"blocks={blocks!r}: {type(module).__name__} contains no module of this class")
     return parts[::-1]
 
 
-def _large(module: Module, min_numel: int, uses: Counter[int]) -> Iterator[Module]:
-    """Yields modules, inner ones first, with ``min_numel`` parameters that no module yielded before has."""
-    taken: set[int] = set()
+def _units_by_size(module: Module, min_numel: int, uses: Counter[int]) -> Iterator[Module]:
+    """Yields modules, inner ones first, with at least ``min_numel`` parameters that are in no unit yielded before.
+
+    Args:
+        module: the module to divide into units.
+        min_numel: minimum number of parameters of a unit.
+        uses: for the id of each parameter, the number of modules in ``module`` that it belongs to directly.
+    """
+    assigned: set[int] = set()
 
     def visit(part: Module) -> Iterator[Module]:
         for child in part.children():
             yield from visit(child)
-        free = [p for p in part.parameters() if id(p) not in taken]
-        within = Counter(id(p) for inner in part.modules() for p in inner.parameters(recurse=False))
-        is_closed = all(within[id(p)] == uses[id(p)] for p in free)  # tied weights must be in one unit
+        unassigned = [p for p in part.parameters() if id(p) not in assigned]
+        uses_inside = Counter(id(p) for inner in part.modules() for p in inner.parameters(recurse=False))
+        # Tied weights must be in one unit.
+        has_all_uses = all(uses_inside[id(p)] == uses[id(p)] for p in unassigned)
         has_forward = type(part).forward is not Module.forward
-        if has_forward and is_closed and sum(p.numel() for p in free) >= min_numel:
-            taken.update(map(id, free))
+        if has_forward and has_all_uses and sum(p.numel() for p in unassigned) >= min_numel:
+            assigned.update(map(id, unassigned))
             yield part
 
     yield from visit(module)
@@ -122,7 +132,7 @@ def _large(module: Module, min_numel: int, uses: Counter[int]) -> Iterator[Modul
 def ranks_per_batch(strategy: object) -> int:
     """Returns how many ranks of a strategy that has its process group train on the same batches.
 
-    They are the ranks of tensor parallelism, which have consecutive numbers; without it each batch is for one rank.
+    These are the ranks of one tensor-parallel group, which are consecutive; without tensor parallelism it is 1.
     """
     mesh: DeviceMesh | None = getattr(strategy, "device_mesh", None)
     names = (mesh and mesh.mesh_dim_names) or ()

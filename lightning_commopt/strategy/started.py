@@ -1,4 +1,4 @@
-"""How the ranks of our strategies are started, and find and join each other."""
+"""How the ranks of our strategies are started, and how they join their process group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_commopt.compat.lightning import package_of
 from lightning_commopt.launch.nccl_options import NcclOptions
 from lightning_commopt.strategy import remedies
 from lightning_commopt.strategy.adapters import BASES
-from lightning_commopt.strategy.base import FromPlan, join_group, wrapper_of
+from lightning_commopt.strategy.base import FromPlan, join_group, wrap_in_ddp
 from lightning_commopt.strategy.fit_guards import FitGuards
 from lightning_commopt.strategy.lightning_launcher import launcher_for
 
@@ -22,7 +22,7 @@ else:
 
 
 class StartsRanks(FromPlan):
-    """A strategy whose ranks are started and joined by us; it sets the first two attributes in its constructor."""
+    """A strategy whose ranks we start and join. Its constructor must set ``_nccl`` and ``_watch``."""
 
     _nccl: NcclOptions | None
     _watch: bool
@@ -39,7 +39,7 @@ class StartsRanks(FromPlan):
             remedies.check_start_method(self._launcher)
 
     def _setup_distributed(self) -> None:
-        """Joins the process group in Fabric, and with sharded models."""
+        """Joins the process group: Lightning calls it in Fabric, and for sharded models in a Trainer."""
         with join_group(self, watch=self._watch, nccl=self._nccl):  # type: ignore[arg-type]
             super()._setup_distributed()  # type: ignore[misc]
 
@@ -52,7 +52,7 @@ class StartedAsDDP(StartsRanks, _DDPStrategy):
     _check_environment = remedies.refuse_ray
 
     def __repr__(self) -> str:
-        """Returns the text that Fabric shows in its error for a strategy of a Trainer."""
+        """Returns a text that helps in the error of a Fabric that was given a strategy for a Trainer."""
         name = next(cls.__name__ for cls in type(self).__mro__ if cls.__name__ in BASES)
         where = f"{type(self).__module__}.{name} for {package_of(self)}.Trainer, {self.plan.name}"
         return f"<{where}; for Fabric there is lightning_commopt.fabric.{name}>"
@@ -67,7 +67,7 @@ class StartedAsDDP(StartsRanks, _DDPStrategy):
             super().setup_distributed()
 
     def _setup_model(self, model: Module) -> DistributedDataParallel:
-        return wrapper_of(model, self.determine_ddp_device_ids(), self._ddp_kwargs)
+        return wrap_in_ddp(model, self.determine_ddp_device_ids(), self._ddp_kwargs)
 
     def setup_environment(self) -> None:
         super().setup_environment()

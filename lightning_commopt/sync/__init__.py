@@ -1,1 +1,1 @@
-"""Gradient sync: what strategies share; ``ddp``, ``fsdp2`` and ``diloco`` do not import each other."""
+"""Gradient sync. Modules here are shared by ``ddp``, ``fsdp2`` and ``diloco``, which do not import each other."""

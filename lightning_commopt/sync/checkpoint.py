@@ -1,13 +1,16 @@
-"""What a checkpoint holds of gradient sync, version 3: how it is gathered, written and read.
+"""The state of gradient sync in a checkpoint, format version 3: how it is gathered, written and read.
 
-One mapping under the key ``lightning_commopt`` of the checkpoint, in Fabric one for each module:
+It is one mapping under the key ``lightning_commopt`` of the checkpoint, in Fabric one for each module:
 
-- ``version``, 3; ``kind``, "buckets" of DDP or "units" of FSDP2; ``num_syncs``, gradient syncs so far;
-- ``compressor``, its configuration as JSON, or its ``repr`` if no name leads to its class;
-- ``ranks``, for each rank ``states`` and ``residuals``, empty if there is nothing but ``num_syncs``. A state has the
-  ``index``, ``names`` of parameters, ``shapes`` and ``state`` of a bucket or unit; a bucket also ``strides`` and
-  ``dtype``, a unit ``dims``, in which each parameter is cut, and ``num_shards``. Residuals are those in no state;
-- ``checksum``, the CRC-32 of all of this, with dtype and shape of each tensor.
+- ``version``: 3;
+- ``kind``: "buckets" for DDP, "units" for FSDP2;
+- ``num_syncs``: number of gradient syncs so far;
+- ``compressor``: its configuration as JSON, or its ``repr`` if its class is not registered under a name;
+- ``ranks``: for each rank ``states`` and ``residuals``; empty if only ``num_syncs`` needs to be saved. Each state has
+  the ``index``, the ``names`` and ``shapes`` of the parameters, and the compressor's ``state`` of a bucket or unit; a
+  bucket also ``strides`` and ``dtype``; a unit also ``dims``, in which the parameters are sharded, and ``num_shards``.
+  ``residuals`` has those that are in no state;
+- ``checksum``: the CRC-32 of all entries above, with the dtype and shape in place of each tensor.
 
 Values are tensors, numbers, strings, lists and dicts, so that ``torch.load(weights_only=True)`` reads them. In a
 directory the mapping is in Lightning's ``meta.pt``, with tensors on the meta device. The real ones are in the folder
@@ -50,8 +53,8 @@ from lightning_commopt.text.validation import warn
 KEY = "lightning_commopt"
 """The key of a checkpoint, and in a directory also the folder, that holds the state of gradient sync."""
 
-OF_DILOCO = "diloco"
-"""The kind of a state that `lightning_commopt.sync.diloco.checkpoint` reads, and no other strategy."""
+DILOCO_KIND = "diloco"
+"""The ``kind`` of a state that only `lightning_commopt.sync.diloco.checkpoint` can read."""
 
 _VERSION = 3
 _CONTENT = ("version", "kind", "compressor", "num_syncs", "ranks")
@@ -60,14 +63,16 @@ _DTYPES = {
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 }
 """The dtypes of buckets by their names in a checkpoint, so that no name in a file is looked up in torch."""
-_PATIENCE_S = 60.0  # how far apart ranks may reach a checkpoint, unless the group's timeout is shorter
+_PATIENCE_S = 60.0
+"""Time that rank 0 waits for the others at a checkpoint, unless the group's timeout is shorter. After an exception on
+some ranks only, the checkpoint is delayed by as much."""
 
 
 def to_plain(state: AnyState) -> dict[str, Any]:
-    """Returns one rank's part of a checkpoint."""
+    """Returns one rank's entry of ``ranks`` in a checkpoint."""
     states = [
-        {"index": index, "names": list(names), **_layout_to_plain(layout), "state": its_state}
-        for index, (names, layout, its_state) in state.buckets.items()
+        {"index": index, "names": list(names), **_layout_to_plain(layout), "state": bucket_state}
+        for index, (names, layout, bucket_state) in state.buckets.items()
     ]
     return {"states": states, "residuals": state.residuals}
 
@@ -81,7 +86,7 @@ def _layout_to_plain(layout: Layout | UnitLayout) -> dict[str, Any]:
 
 
 def to_checkpoint(compressor: AnyCompressor | None, num_syncs: int, ranks: list[Any]) -> dict[str, Any]:
-    """Returns what a checkpoint holds: the parts of all ranks, from `to_plain`, and what they share."""
+    """Returns the mapping for a checkpoint. ``ranks`` has what `to_plain` returned on each rank."""
     kind = "units" if isinstance(compressor, ShardedCompressor) else "buckets"
     content = dict(zip(_CONTENT, (_VERSION, kind, describe_compressor(compressor), num_syncs, ranks), strict=True))
     return {**content, "checksum": _checksum(content)}
@@ -105,7 +110,15 @@ def describe_compressor(compressor: AnyCompressor | None) -> str:
 
 @dataclass(frozen=True)
 class SavedState:
-    """The state of all ranks in a checkpoint; ``load`` returns the part of one rank, as `to_plain` does."""
+    """The state of all ranks in a checkpoint.
+
+    Attributes:
+        kind: "buckets" or "units".
+        compressor: the compressor that saved it, from `describe_compressor`.
+        num_syncs: number of gradient syncs before it was saved.
+        num_ranks: number of ranks with a state; 0 if only ``num_syncs`` was saved.
+        load: returns the part of one rank, as `to_plain` does.
+    """
 
     kind: str
     compressor: str
@@ -114,11 +127,11 @@ class SavedState:
     load: Callable[[int], Any]
 
     def of_rank(self, rank: int, world_size: int, in_use: AnyCompressor | None) -> AnyState:
-        """Returns the state of one of ``world_size`` ranks; raises a `CheckpointError` if it is damaged.
+        """Returns the state that one of ``world_size`` ranks resumes from; raises a CheckpointError if it is damaged.
 
-        If another number of ranks has saved it: the mean of their residuals, so that the mean over the new ranks is the
-        same, and no states, which belong to a rank. The compressor ``in_use`` is recognized even if its class has no
-        name.
+        If a different number of ranks has saved it, every rank gets the mean of the saved residuals, which keeps the
+        mean over all ranks, and no states, since these belong to one rank each. The compressor ``in_use`` is recognized
+        even if its class is not registered under a name.
         """
         if not self.num_ranks:
             return CommState(None, self.num_syncs, is_common=True)
@@ -138,11 +151,11 @@ class SavedState:
         if is_of_units == isinstance(in_use, ShardedCompressor) and self.compressor == describe_compressor(in_use):
             return in_use
         try:
-            with without_imports():  # a checkpoint may be anybody's
+            with without_imports():  # a checkpoint may come from anybody, so it must not choose what is imported
                 config = json.loads(self.compressor)
                 return sharded_from_config(config) if is_of_units else compressor_from_config(config)
         except (ValueError, TypeError):
-            raise CheckpointError(f"its compressor is not known: {self.compressor}") from None
+            raise CheckpointError(f"its compressor is not registered: {self.compressor}") from None
 
     def _saved_by(self, rank: int, compressor: AnyCompressor | None) -> AnyState:
         part = self.load(rank)
@@ -174,8 +187,8 @@ def _shapes(saved: Mapping[str, Any]) -> tuple[torch.Size, ...]:
     return tuple(torch.Size(shape) for shape in saved["shapes"])
 
 
-def _in_file(rank: int, part: Any) -> Any:
-    """Returns a rank's part of a file."""
+def _check_in_file(rank: int, part: Any) -> Any:
+    """Returns a rank's part of a checkpoint that is a file; raises a CheckpointError if its tensors are elsewhere."""
 
     def check(tensor: Tensor) -> Tensor:
         if tensor.is_meta:
@@ -185,7 +198,7 @@ def _in_file(rank: int, part: Any) -> Any:
     return map_tensors(check, part)
 
 
-def open_checkpoint(saved: Any, load: Callable[[int, Any], Any] = _in_file) -> SavedState:
+def open_checkpoint(saved: Any, load: Callable[[int, Any], Any] = _check_in_file) -> SavedState:
     """Returns the state in a checkpoint, from `to_checkpoint`.
 
     Args:
@@ -196,10 +209,10 @@ def open_checkpoint(saved: Any, load: Callable[[int, Any], Any] = _in_file) -> S
         CheckpointError: ``saved`` is damaged or of another version.
     """
     version, kind = (saved.get("version"), saved.get("kind")) if isinstance(saved, Mapping) else (None, None)
-    if kind == OF_DILOCO:
-        raise CheckpointError("it is CommOptDiLoCo's, whose ranks have files of their own")
+    if kind == DILOCO_KIND:
+        raise CheckpointError("it was saved by CommOptDiLoCo, and only CommOptDiLoCo can resume from it")
     if type(version) is not int or version != _VERSION:
-        raise CheckpointError(f"its version is {version!r}, and {_VERSION} is the one that can be read")
+        raise CheckpointError(f"its version is {version!r}, but only version {_VERSION} can be read")
     with as_checkpoint_error():
         if saved["checksum"] != _checksum(saved):
             raise CheckpointError("it is damaged (its checksum differs)")
@@ -217,7 +230,11 @@ def read_state(
     in_use: AnyCompressor | None,
     open_saved: Callable[[Any], SavedState] = open_checkpoint,
 ) -> AnyState:
-    """Returns this rank's state from `gather_state`, for `agree_on_state`; an empty one if ``saved`` is None."""
+    """Returns this rank's state, for `agree_on_state`, from what `gather_state` has returned.
+
+    It is empty if ``saved`` is None. A damaged one is returned with the reason in ``damage``, so that all ranks can
+    agree not to use it.
+    """
     if saved is None:
         return CommState(is_common=True)
     try:
@@ -229,10 +246,11 @@ def read_state(
 def gather_state(
     state: AnyState | None, strategy: RunningStrategy, *, is_in_batch: bool, in_directory: bool = False
 ) -> dict[str, Any] | None:
-    """Gathers all ranks' states for a checkpoint on rank 0, which writes it. All ranks should call it.
+    """Returns the mapping for a checkpoint, complete on rank 0, which writes it; None if there is nothing to save.
 
-    ``in_directory`` gathers the shapes of tensors only: each rank writes its own tensors. If an exception or a signal
-    keeps some ranks from calling it between two batches, it warns and returns None on all.
+    All ranks should call it. If an exception or a signal keeps some from calling it between the same two batches, it
+    warns, and returns None on all. Within a batch (``is_in_batch``) no state can be saved. With ``in_directory`` only
+    the shapes of tensors are gathered, because each rank writes its own tensors.
     """
     if state is None:
         return None
@@ -255,23 +273,23 @@ def gather_state(
 
 
 def all_ranks_save(position: str | None, strategy: RunningStrategy, patience_s: float = _PATIENCE_S) -> bool:
-    """Returns whether all ranks save a checkpoint at the same point; an exception or a signal may keep some from it.
+    """Returns whether all ranks save a checkpoint at the same point. An exception or a signal may prevent some.
 
-    For ``position`` see `all_ranks_ready`; ``patience_s`` is how far apart ranks may be.
+    For ``position`` see `all_ranks_ready`. ``patience_s`` is the time by which ranks may be later than rank 0.
     """
     timeout_s = strategy.timeout.total_seconds()
     return dist.is_initialized() and all_ranks_ready(position, min(patience_s, timeout_s), timeout_s)
 
 
 def states_of_modules(saved: Any, loaded: Collection[str]) -> Mapping[str, Any]:
-    """Returns what a checkpoint of Fabric holds for modules by their names; warns of names that are not ``loaded``."""
+    """Returns a Fabric checkpoint's states of modules, by their names; warns about names that are not ``loaded``."""
     states = saved if isinstance(saved, Mapping) else {}
     unused = [str(name) for name, state in states.items() if name not in loaded and _holds_tensors(state)]
     if unused or (saved is not None and not isinstance(saved, Mapping)):
         warn(
             f"The checkpoint's state of comm_hook for {', '.join(map(repr, unused)) or 'its modules'} is not used:"
-            " no module is loaded under that name; its residuals start from zero. Give fabric.load the modules"
-            " under the names that fabric.save got."
+            " no module is loaded under that name; its residuals start from zero. Pass the modules to fabric.load"
+            " under the names that were used in fabric.save."
         )
     return states
 

@@ -17,8 +17,8 @@ from torch.futures import Future
 from lightning_commopt.sync.gather import map_tensors
 
 _JOIN_TIMEOUT_S = 1.0
-"""`WorkerThread.close` waits so long for its thread. After a backward the thread has nothing left to do, so only a task
-that waits for a failed peer takes longer, and that delays the end of a fit."""
+"""Time that `WorkerThread.close` waits for its thread. After a backward the thread has nothing left to do, so only a
+task that waits for a failed peer takes longer, and waiting for that would delay the end of a fit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,13 +34,13 @@ class BucketFuture:
         if error is None:
             self._done.set_result(self.flat)
         else:
-            self._done.set_exception(error)  # type: ignore[arg-type]  # torch annotates it so
+            self._done.set_exception(error)  # type: ignore[arg-type]  # torch annotates the error as a Tensor
 
 
 class Executor(ABC):
-    """Runs tasks in the order of submission. After a task has failed it runs no more.
+    """Runs tasks in the order of submission. After a task has failed, it runs no further ones.
 
-    A rank that has failed is out of step with its peers, whose next messages would pair with the wrong ones.
+    A rank whose task has failed is out of step with its peers: its next message would be paired with a wrong one.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Executor(ABC):
         """Accepts no more tasks; returns whether all submitted tasks have succeeded."""
 
     def protect(self, value: object) -> None:  # noqa: B027 - on CPU memory is freed when nobody uses it
-        """Keeps the memory of tensors that were made outside of tasks or in another lane until all lanes are done."""
+        """Keeps the memory of tensors until all lanes are done; for those made outside of tasks or in another lane."""
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -98,7 +98,7 @@ class WorkerThread(Executor):
         self._tasks.put(None)
         self._thread.join(_JOIN_TIMEOUT_S)
         if self._error is None and self._thread.is_alive():
-            self._error = RuntimeError("gradient sync was closed before it had ended")
+            self._error = RuntimeError("gradient sync was closed while a task was still running")
         return self._error is None
 
     def _work(self) -> None:
@@ -133,9 +133,13 @@ class SideStreams(Executor):
         return BucketFuture(flat, done, done)
 
     def submit(self, task: Callable[[], None], futures: Sequence[BucketFuture], lane: int = 0) -> None:
-        """Enqueues a task after the work that the current stream had when the futures were made; raises its error."""
+        """Enqueues a task after the work that the current stream had when the futures were made.
+
+        Raises:
+            Exception: what this task or an earlier one has raised.
+        """
         with torch.cuda.stream(self._streams[lane % len(self._streams)]):
-            self._run(task, futures)  # a future that is completed in this stream makes its waiters wait for it
+            self._run(task, futures)  # who waits for a future waits for the stream in which it is completed
         if self._error is not None:
             raise self._error
 
@@ -146,7 +150,7 @@ class SideStreams(Executor):
         return self._error is None
 
     def protect(self, value: object) -> None:
-        """Tells the allocator which streams use the tensors, since the host frees them before the device reads them."""
+        """Tells the allocator which streams use the tensors, since the host may free them before the device reads."""
         tensors: list[Tensor] = []
         map_tensors(tensors.append, value)
         for tensor in tensors:

@@ -1,7 +1,7 @@
-"""Process groups for our own threads, which DDP and the user do not use.
+"""Process groups for our own threads, which neither DDP nor the user uses.
 
-If two threads issue collectives on one group, the order differs between ranks: messages mix, and ranks diverge or
-abort. So each thread of ours borrows groups that nothing else uses, and returns them for the next.
+If two threads issue collectives on one group, their order may differ between ranks: messages are then paired wrongly,
+and ranks diverge or abort. So each of our threads borrows groups that nothing else uses, and returns them afterwards.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 _GLOO_EXIT_S = 0.05
-"""Pause at the end of a process: ten times the 5 ms after which Python hands the GIL to a thread that waits for it."""
+"""Pause at the end of a process: ten times the 5 ms after which Python passes the GIL to a thread that requests it."""
 
 
 @dataclass(eq=False)
 class BorrowedGroups:
     """Groups that only their borrower uses, until it returns them."""
 
-    all_ranks: dist.ProcessGroup  # all ranks of the group beside which they were borrowed
-    within: dist.ProcessGroup | None  # the ranks of this node; None without ``ranks_per_node``
-    across: dist.ProcessGroup | None  # the ranks with this rank's place, one on each node; None without it
+    all_ranks: dist.ProcessGroup  # has the ranks of the group ``beside`` of `borrow_groups`
+    within: dist.ProcessGroup | None  # has the ranks of this node; None without ``ranks_per_node``
+    across: dist.ProcessGroup | None  # has one rank of each node, those with this local rank; None likewise
     is_free: bool = False
 
     def return_to_pool(self) -> None:
@@ -33,9 +33,9 @@ class BorrowedGroups:
         self.is_free = True
 
 
-# For each default group, all groups of one kind in the order of creation, which is the same on all their ranks. No
-# group is ever freed: gloo's threads may hold tensors for a moment and need the GIL to release them, while the
-# destructor of the group waits for its threads with the GIL held.
+# For each default group, `_pools` and `_shared` have the groups of each kind in order of creation, which is the same on
+# all their ranks. No group is ever freed: gloo's threads may hold tensors for a moment and need the GIL to release
+# them, while the destructor of a group waits for its threads with the GIL held.
 _pools: WeakKeyDictionary[dist.ProcessGroup, dict[object, list[BorrowedGroups]]] = WeakKeyDictionary()
 _shared: WeakKeyDictionary[dist.ProcessGroup, dict[object, tuple[dist.ProcessGroup, dist.ProcessGroup]]] = (
     WeakKeyDictionary()
@@ -53,8 +53,8 @@ def borrow_groups(
 ) -> BorrowedGroups:
     """Returns groups of the ranks of ``beside`` for one thread or stream of messages. All its ranks must call this.
 
-    Groups that are free on every rank are reused. Ranks may return them at different times, since a garbage collector
-    may do it.
+    Groups that are free on every rank are reused. Ranks may return groups at different times, since the garbage
+    collector may be what returns them.
 
     Args:
         beside: the group whose ranks the new groups have.
@@ -109,7 +109,7 @@ def shared_node_groups(
 
 
 def leave_process_group() -> None:
-    """Destroys the default group, so that another can be made."""
+    """Destroys the default group, so that another one can be created."""
     if dist.is_initialized():
         _never_freed.append(default_group())
         dist.destroy_process_group()
@@ -117,7 +117,7 @@ def leave_process_group() -> None:
 
 @cache
 def let_gloo_finish_at_exit() -> None:
-    """Makes the process wait a moment at its end.
+    """Makes the process wait for `_GLOO_EXIT_S` at its end.
 
     gloo's threads release the tensors of the last collective a little after it is done, and need the GIL for that. If a
     thread requests the GIL while the interpreter shuts down, the process aborts or hangs.
@@ -136,18 +136,18 @@ def _node_groups(
 def _new_group(
     parts: list[list[int]], timeout: timedelta | None, backend: str | None, description: str | None = None
 ) -> dist.ProcessGroup:
-    """Makes groups of disjoint parts of the ranks, and returns the group of this rank."""
+    """Creates a group for each of some disjoint sets of ranks, and returns the group that this rank belongs to."""
     # With local synchronization torch < 2.15 names a group by the number of groups that a rank is in, which user code
     # may have made unequal; without it, all ranks of the default group must make all groups.
-    are_all_here = sum(map(len, parts)) == dist.get_world_size()
+    covers_all_ranks = sum(map(len, parts)) == dist.get_world_size()
     group = None
     for ranks in parts:
-        if are_all_here or dist.get_rank() in ranks:
+        if covers_all_ranks or dist.get_rank() in ranks:
             new = dist.new_group(
                 ranks,
                 timeout=timeout,
                 backend=backend,
-                use_local_synchronization=not are_all_here,
+                use_local_synchronization=not covers_all_ranks,
                 group_desc=description,
             )
             if dist.get_rank() in ranks:

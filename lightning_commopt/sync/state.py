@@ -1,7 +1,8 @@
 """The state of gradient sync: what a compressor keeps from step to step, and what all ranks resume from.
 
-A state is of DDP's buckets or of FSDP2's units. Both hold residuals, which belong to parameters: so they can move to
-other buckets, other units, another compressor, or the other strategy. ``docs/how_to/resume.md`` has the rules.
+A state belongs to DDP's buckets or to FSDP2's units. Both hold residuals, and these belong to parameters. Therefore
+residuals can move to other buckets, other units, another compressor, or the other strategy.
+``docs/how_to/resume.md`` has the rules.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ L = TypeVar("L", bound=Layout | UnitLayout, default=Layout)
 Names = tuple[str, ...]
 AnyCompressor = Compressor | ShardedCompressor
 BucketStates = dict[int, tuple[Names, L, State]]
-"""By the index of a bucket or unit: the names of its parameters, its layout, the compressor's state."""
+"""Maps the index of a bucket or unit to the names of its parameters, its layout and the compressor's state."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint's state of gradient sync cannot be used; the message has the reason."""
+    """A checkpoint's state of gradient sync cannot be used. The message is the reason, with "it" for the state."""
 
 
 @contextmanager
@@ -50,12 +51,12 @@ class CommState(Generic[L]):
     """One rank's state of gradient sync.
 
     Attributes:
-        compressor: whose states ``buckets`` has; None without one.
-        num_syncs: gradient syncs so far.
+        compressor: the compressor that ``buckets`` belong to; None without one.
+        num_syncs: number of gradient syncs so far.
         buckets: states of DDP's buckets, or of FSDP2's units.
-        residuals: by parameter name, residuals that are in none of these states.
-        is_common: the state is a number of syncs only, which is the same on all ranks.
-        damage: why nothing of a checkpoint's state can be used; "" if that is not so.
+        residuals: residuals that are in none of these states, by parameter name.
+        is_common: whether only ``num_syncs`` is set, which is the same on all ranks.
+        damage: why a checkpoint's state cannot be used at all; "" if it can.
     """
 
     compressor: AnyCompressor | None = None
@@ -66,7 +67,7 @@ class CommState(Generic[L]):
     damage: str = ""
 
     def on_cpu(self) -> CommState[L]:
-        """Returns the same in the host's memory, copied only if it is elsewhere."""
+        """Returns this state in the host's memory. Tensors that are there already are not copied."""
         buckets = {
             index: (names, layout, map_tensors(torch.Tensor.cpu, state))
             for index, (names, layout, state) in self.buckets.items()
@@ -83,10 +84,10 @@ AnyState = CommState[Layout] | CommState[UnitLayout]
 
 
 def residuals_by_name(
-    compressor: AnyCompressor | None, buckets: BucketStates[L], besides: Mapping[str, Tensor]
+    compressor: AnyCompressor | None, buckets: BucketStates[L], others: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Returns the residuals in states, by parameter name and in the parameter's shape, added to ``besides``."""
-    residuals = dict(besides)
+    """Returns the residuals in ``buckets``, by parameter name and in the parameter's shape, added to ``others``."""
+    residuals = dict(others)
     for names, layout, state in buckets.values():
         residual = _residual(compressor, layout, state)
         if residual is not None:
@@ -109,17 +110,17 @@ def agree_on_state(
     init: Callable[[int, Names, L], tuple[State, torch.device]],
     shapes: Mapping[str, torch.Size],
 ) -> CommState[L]:
-    """Returns the state that this rank resumes from, by rules that give all ranks the same part of their states.
+    """Returns the state that this rank resumes from. All ranks must call it, and use the same parts of their states.
 
-    All ranks must call it. If the states of all ranks fit, they are used; else only the residuals; nothing, with a
-    warning, if the state of some rank is damaged.
+    If the states of all ranks fit, all use them. If the state of some rank is damaged, none is used, with a warning.
+    Otherwise all use only the residuals.
 
     Args:
-        state: from a checkpoint.
-        compressor: that is in use.
+        state: this rank's state from a checkpoint.
+        compressor: the compressor in use; None without one.
         init: returns a new state, and the device of the gradients, for a bucket or unit with this index, names and
-            layout; or raises a `CheckpointError` if the model has none like it.
-        shapes: of the parameters that residuals can be for, by name.
+            layout; or raises a `CheckpointError` if the model has no such bucket or unit.
+        shapes: shapes of the parameters that can have residuals, by name.
     """
     buckets: BucketStates[L] = {}
     obstacle, damage, residuals = "", state.damage, state.residuals
@@ -131,16 +132,16 @@ def agree_on_state(
             residuals = state.all_residuals()
         except CheckpointError as error_of_residuals:
             damage = damage or str(error_of_residuals)
-    everyone = values_of_all_ranks((state.num_syncs, damage, bool(obstacle), sorted(buckets)))
-    damage = next((its_damage for _, its_damage, _, _ in everyone if its_damage), "")
+    by_rank = values_of_all_ranks((state.num_syncs, damage, bool(obstacle), sorted(buckets)))
+    damage = next((rank_damage for _, rank_damage, _, _ in by_rank if rank_damage), "")
     if damage:
-        warn(f"The checkpoint's state of comm_hook cannot be used, as {damage}; it starts from zero.")
+        warn(f"The checkpoint's state of comm_hook cannot be used, because {damage}: it starts from zero.")
         return CommState(compressor)
     if obstacle and state.buckets:
-        info(f"Only the residuals of the checkpoint's state of comm_hook are used, as {obstacle}.")
-    elif not obstacle and any(other != everyone[0] for other in everyone):  # the states do not fit on another rank
+        info(f"Of the checkpoint's state of comm_hook only the residuals are used, because {obstacle}.")
+    elif not obstacle and any(other != by_rank[0] for other in by_rank):  # the states do not fit on another rank
         buckets, residuals = {}, state.all_residuals()
-    num_syncs = max(number for number, _, _, _ in everyone)
+    num_syncs = max(number for number, _, _, _ in by_rank)
     return CommState(compressor, num_syncs, buckets, _select_known(residuals, shapes))
 
 
@@ -149,7 +150,7 @@ def _fit_all(
     compressor: AnyCompressor | None,
     init: Callable[[int, Names, L], tuple[State, torch.device]],
 ) -> BucketStates[L]:
-    """Returns saved states on the device of the gradients; a CheckpointError if the compressor cannot use them."""
+    """Returns saved states on the device of the gradients; raises a CheckpointError if they do not fit."""
     if state.compressor != compressor:
         raise CheckpointError(f"it was saved with {state.compressor}")
     buckets: BucketStates[L] = {}
@@ -160,7 +161,10 @@ def _fit_all(
 
 
 def _fit(saved: Any, fresh: Any, device: torch.device) -> Any:
-    """Returns ``saved``, of the structure of ``fresh``, on its devices; other entries of a dict go to ``device``."""
+    """Returns ``saved`` on the devices of ``fresh``, whose structure it must have.
+
+    A dict may have additional entries, which go to ``device``.
+    """
     is_tensor = isinstance(fresh, Tensor) and isinstance(saved, Tensor)
     if is_tensor and (saved.shape, saved.dtype) == (fresh.shape, fresh.dtype):
         return saved.to(fresh.device)
@@ -183,10 +187,10 @@ def _kind(value: Any) -> str:
 
 
 def _select_known(residuals: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    lost = [name for name, value in residuals.items() if shapes.get(name) != value.shape]
-    if lost:
+    unknown = [name for name, value in residuals.items() if shapes.get(name) != value.shape]
+    if unknown:
         warn(
-            f"comm_hook: residuals of {len(lost)} parameters in the checkpoint are dropped, as no parameter of that"
-            f" name and shape is synchronized here: {list_some(lost, 8)}."
+            f"comm_hook: residuals of {len(unknown)} parameters in the checkpoint are dropped, because no parameter of"
+            f" that name and shape is synchronized here: {list_some(unknown, 8)}."
         )
-    return {name: value for name, value in residuals.items() if name not in lost}
+    return {name: value for name, value in residuals.items() if name not in unknown}

@@ -2,8 +2,8 @@
 
 torchrun keeps one TCPStore for all attempts of a job, and torch adds no prefix to the keys of an attempt. So gloo and
 NCCL would find addresses of processes that have ended, and our key "failed" would end a healthy attempt. The number of
-restarts does not identify an attempt, since each node's agent counts separately, and not every restart. Therefore rank
-0 draws a name, and sends it to every rank that asks with a random token.
+restarts does not identify an attempt, since each node's agent counts separately and does not count every restart.
+Therefore rank 0 draws a random name, and sends it to every rank that asks with a random token.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from lightning_commopt.compat.torch import default_store
 from lightning_commopt.sync.groups import default_group
 
 _FIRST_POLL_S = 0.001
-"""The first pause between two looks at the store. Pauses double, so ranks that come together hardly wait."""
+"""First pause between two polls of the store. Pauses double, so ranks that arrive at the same time hardly wait."""
 _LAST_POLL_S = 0.1
-"""The longest pause. A rank may notice so much too late, while each rank asks the store ten times a second."""
-LONGEST_LOOK_S = 1.0
-"""More than this between two looks at the store does not count as waiting: this process or the store has paused, for
-instance because the whole job was suspended. It is far above `_LAST_POLL_S`, also on a busy machine."""
+"""Longest pause between two polls, by which a rank may notice a change too late. A waiting rank polls ten times a
+second."""
+MAX_POLL_GAP_S = 1.0
+"""Longest time between two polls that counts as waiting. If more has passed, this process or the store was paused, for
+instance because the whole job was suspended. It must be far above `_LAST_POLL_S`, also on a busy machine."""
 
-# For each default group, the store with its key spaces, and a counter for each name of a key space.
+# For each default group: the store that has its key spaces, and a counter for each name of a key space.
 _roots: WeakKeyDictionary[dist.ProcessGroup, dist.Store] = WeakKeyDictionary()
 _numbers: WeakKeyDictionary[dist.ProcessGroup, dict[str, Iterator[int]]] = WeakKeyDictionary()
 
@@ -46,7 +47,7 @@ class Agreement:
     Attributes:
         store: the store.
         name: the name of the attempt; None while it is unknown.
-        missing: ranks that do not have the name yet. A rank above 0 knows only about itself.
+        missing: ranks that do not have the name yet. A rank other than 0 knows this only of itself.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
@@ -75,8 +76,8 @@ class Agreement:
     def wait(self, timeout_s: float) -> str:
         """Waits until no rank is missing, and returns the name; raises a TimeoutError after ``timeout_s``."""
         if not poll(self.advance, timeout_s):
-            who = "rank 0" if self._rank else f"ranks {sorted(self.missing)}"
-            raise TimeoutError(f"Rank {self._rank} waited {timeout_s:g} s for {who} to join the process group.")
+            missing = "rank 0" if self._rank else f"ranks {sorted(self.missing)}"
+            raise TimeoutError(f"Rank {self._rank} has waited {timeout_s:g} s for {missing} to join the process group.")
         assert self.name is not None
         return self.name
 
@@ -84,7 +85,8 @@ class Agreement:
         if self.store.check([f"{self._token}/{rank}"]):
             self.missing.remove(rank)
         elif self.store.check([f"ask/{rank}"]):
-            # The token may be from an earlier attempt. Then no rank confirms the answer, and a new token follows.
+            # The token may be a leftover of an earlier attempt. Then no rank confirms the answer, and a new token
+            # follows.
             token = self.store.get(f"ask/{rank}")
             if token != self._answered.get(rank):
                 self.store.set(f"answer/{token.decode()}", self._token)
@@ -92,19 +94,19 @@ class Agreement:
 
 
 def poll(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Waits until a condition is true, and returns false if that takes longer than ``timeout_s``.
+    """Waits until a condition is true; returns false if that takes longer than ``timeout_s``.
 
-    It is used for stores, since ``Store.wait`` would block other threads that use the store. See `LONGEST_LOOK_S` for
-    what does not count.
+    It is used for conditions on a store, since ``Store.wait`` would block other threads that use the store. Pauses of
+    the process do not count; see `MAX_POLL_GAP_S`.
     """
-    waited_s, looked_at, pause_s = 0.0, time.monotonic(), _FIRST_POLL_S
+    waited_s, checked_at, pause_s = 0.0, time.monotonic(), _FIRST_POLL_S
     while not condition():
         if waited_s > timeout_s:
             return False
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LAST_POLL_S)
-        before, looked_at = looked_at, time.monotonic()
-        waited_s += min(looked_at - before, LONGEST_LOOK_S)
+        before, checked_at = checked_at, time.monotonic()
+        waited_s += min(checked_at - before, MAX_POLL_GAP_S)
     return True
 
 
@@ -115,10 +117,14 @@ def key_space(name: str) -> dist.Store:
 
 
 def prepare_key_spaces() -> dist.Store:
-    """Agrees on the root of all key spaces. All ranks must call it; a TimeoutError names the ranks that did not."""
+    """Lets the ranks agree on the root of all key spaces, and returns it. All ranks must call it.
+
+    Raises:
+        TimeoutError: some ranks have not called it; the message names them.
+    """
     group = default_group()
     if group not in _roots:
-        # It is unknown who has made the group, and whether its store has keys of earlier attempts.
+        # The user's program may have created the group, so its store may have keys of earlier attempts.
         store = default_store()
         name = _agree(store, dist.get_rank(), dist.get_world_size(), default_pg_timeout)
         _roots[group] = dist.PrefixStore(f"commopt/{name}", store)
@@ -129,7 +135,7 @@ def prepare_key_spaces() -> dist.Store:
 def fresh_default_store() -> Generator[None, None, None]:
     """Returns a context in which new process groups ignore the keys of earlier attempts in torchrun's store.
 
-    It changes nothing if rank 0 makes a store itself, which is empty.
+    It changes nothing if rank 0 creates a store itself, since that is empty.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         yield
@@ -139,8 +145,8 @@ def fresh_default_store() -> Generator[None, None, None]:
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         if kwargs.get("store") is None and kwargs.get("init_method") is None:
             timeout = kwargs.get("timeout") or default_pg_timeout
-            asked = kwargs.get("rank", -1), kwargs.get("world_size", -1)
-            store, rank, world_size = next(rendezvous("env://", *asked, timeout=timeout))
+            requested = kwargs.get("rank", -1), kwargs.get("world_size", -1)
+            store, rank, world_size = next(rendezvous("env://", *requested, timeout=timeout))
             store.set_timeout(timeout)
             name = _agree(store, rank, world_size, timeout)
             kwargs |= {"store": dist.PrefixStore(name, store), "rank": rank, "world_size": world_size}

@@ -1,4 +1,4 @@
-"""Protocols of what strategies offer to the rooms below them while they run: ranks, devices and a plan."""
+"""Protocols for what packages below ``strategy`` use of a running strategy: its ranks, its devices and its plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LightningStrategy(Protocol):
 
     @property
     def model(self) -> Module | None:
-        """The module that is trained: with DDP, once it is set up, in its wrapper."""
+        """The module that is trained, or DDP's wrapper of it once it is set up."""
 
 
 class RunningStrategy(Protocol):
@@ -60,7 +60,7 @@ class RunningStrategy(Protocol):
 
     @property
     def cluster_environment(self) -> ClusterEnvironment | None:
-        """Knows this process's rank and rank 0's address; None if the strategy has not been given to a Trainer."""
+        """Lightning's environment, which knows the ranks; None if the strategy has not been passed to a Trainer."""
 
     @property
     def launcher(self) -> _Launcher | None:
@@ -100,7 +100,7 @@ class PlannedStrategy(RunningStrategy, Protocol):
     def plan(self) -> Plan: ...
 
     def apply_plan(self, plan: Any) -> None:
-        """Changes the plan. All ranks must call it, with equal plans, of the class that the strategy has now."""
+        """Changes the plan. All ranks must call it, with equal plans of the same class as the present one."""
 
 
 class BucketedStrategy(PlannedStrategy, Protocol):

@@ -11,19 +11,19 @@ from torch import Tensor
 
 
 def shard_numel(shape: torch.Size, dim: int, num_shards: int) -> int:
-    """Returns the elements of the largest shard of a parameter that is cut in one dimension."""
+    """Returns the number of elements in the largest shard of a parameter that is sharded in dimension ``dim``."""
     size = shape[dim]
     return -(-size // num_shards) * (shape.numel() // size) if size else 0
 
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """Parameters of a unit in its rows ``(W, s)``: side by side, each shard zero-padded to the size of the largest.
+    """The layout of a unit's parameters in rows ``(W, s)``: concatenated, each shard zero-padded to the largest.
 
     Attributes:
-        shapes: of the whole parameters.
-        dims: for each, the dimension in which it is cut.
-        num_shards: ``W``.
+        shapes: shape of each parameter without sharding.
+        dims: dimension in which each parameter is sharded.
+        num_shards: number of shards, ``W``.
     """
 
     shapes: tuple[torch.Size, ...]
@@ -32,16 +32,16 @@ class UnitLayout:
 
     @cached_property
     def numels(self) -> list[int]:
-        """Elements of a row for each parameter."""
+        """Number of elements that each parameter has in a row."""
         return [shard_numel(*cut, self.num_shards) for cut in zip(self.shapes, self.dims, strict=True)]
 
     @property
     def numel(self) -> int:
-        """Elements of a row, ``s``."""
+        """Number of elements of a row, ``s``."""
         return sum(self.numels)
 
     def split(self, rows: Tensor) -> list[Tensor]:
-        """Returns what ``rows`` ``(W, s)`` hold for each parameter, in the parameter's shape."""
+        """Returns the part of ``rows`` ``(W, s)`` for each parameter, without padding and in the parameter's shape."""
         wholes = []
         for part, shape, dim in zip(rows.split(self.numels, 1), self.shapes, self.dims, strict=True):
             chunk = list(shape)
@@ -50,7 +50,7 @@ class UnitLayout:
         return wholes
 
     def join(self, wholes: Sequence[Tensor]) -> Tensor:
-        """Reverts `split`; the padding is zero."""
+        """Returns rows ``(W, s)`` from a tensor for each parameter; the inverse of `split`, with zeros as padding."""
         parts = []
         for whole, dim in zip(wholes, self.dims, strict=True):
             missing = list(whole.shape)

@@ -15,8 +15,8 @@ from lightning_commopt.compressors.kernels import c_library, dispatch
 from lightning_commopt.compressors.shards import ShardedCompressor
 from lightning_commopt.text.validation import warn_once
 
-_NUM_STEPS = 2  # covers both kinds of steps of a compressor that alternates
-_FIRST_STEPS = (0, 2**30)  # one before a late start of compression and one after it
+_NUM_STEPS = 2  # two steps cover both kinds of steps of a compressor that alternates
+_FIRST_STEPS = (0, 2**30)  # with a late start of compression, the first is before the start and the second after it
 # Triton specialises kernels on whether addresses, offsets and sizes are multiples of 2, 4 or 16, so the shapes cover
 # these cases. The matrices are large enough to be compressed at every sensible matrix rank.
 _SHAPES = (
@@ -28,7 +28,7 @@ _SHAPES = (
 )
 _LARGEST_BLOCK = 256  # the largest ``block_size`` that `BlockInt8` and `BlockInt4` allow
 SHARD_SIZES = (1, 16 * _LARGEST_BLOCK)
-"""Numbers of elements of shards that together need all kernels: a single block, and a multiple of 16 blocks."""
+"""Sizes of shards, in elements, that together need all kernels: within a single block, and a multiple of 16 blocks."""
 
 
 def prepare_kernels(
@@ -47,7 +47,7 @@ def compile_kernels(
     """Compiles the Triton kernels that ``run`` needs. All ranks must call it.
 
     If one rank of ``group`` cannot compile them, no rank uses Triton, because Triton and plain torch do not compute the
-    same bits. A warning names the ``option`` that the kernels are for.
+    same bits. The warning about that names ``option`` as the option that needs the kernels.
     """
     had_triton = dispatch.has_triton()
     error = _try_triton(run) if had_triton else None
@@ -64,7 +64,7 @@ def compile_kernels(
 
 
 def _try_triton(run: Callable[[], None]) -> Exception | None:
-    """Returns the exception of Triton; None if plain torch raises too, which a user's compressor may do."""
+    """Returns the exception that Triton raises; None if plain torch raises too, which is the compressor's own error."""
     try:
         run()
     except Exception as error:
@@ -83,7 +83,7 @@ def run_on_samples(
     """Runs a compressor on small buckets that together need all its kernels; see `run_alone`."""
     with torch.no_grad():
         for dtype in floating_point(dtypes):
-            for shapes in (*_SHAPES, ((channel.size, 16 * _LARGEST_BLOCK),)):  # the last gives each shard 16 blocks
+            for shapes in (*_SHAPES, ((channel.size, 16 * _LARGEST_BLOCK),)):  # the last one has 16 blocks per shard
                 layout = Layout.of([torch.empty(shape, device="meta") for shape in shapes], dtype)
                 for first_step in _FIRST_STEPS:
                     flat = torch.ones(layout.numel, dtype=dtype, device=device)
@@ -91,7 +91,7 @@ def run_on_samples(
 
 
 def run_alone(compressor: Compressor, layout: Layout, flat: Tensor, channel: Channel, first_step: int = 0) -> None:
-    """Runs two steps and one with a given residual, as if all ranks had the same gradients, and sends nothing."""
+    """Runs two steps, and one with a residual, as if all ranks had the same gradients; sends nothing."""
     state, alone = compressor.init(layout, flat.device, first_step), AloneChannel.like(channel)
     for carried in (*[None] * _NUM_STEPS, torch.zeros_like(flat)):
         finish(compressor.rounds(flat, layout, state, alone, carried))

@@ -96,4 +96,4 @@ def test_fits_tell_it_on_rank_0() -> None:
     assert wide == mixed == []
     assert one_node == ["comm_hook: 'hierarchical' compresses nothing here: all ranks are on one node."]
     assert [message[:46] for message in nodes_of_one] == ["comm_hook: 'hierarchical' has no effect here: "]
-    assert late == ["comm_hook never compressed: training took 3 steps, and start_step=9."]
+    assert late == ["comm_hook never compressed: training took 3 steps, but start_step=9."]

@@ -430,7 +430,7 @@ def _of_an_older_class(saved: dict[str, Any]) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], None], str | None]] = {
-    "compressor": (_unknown_compressor, "its compressor is not known"),
+    "compressor": (_unknown_compressor, "its compressor is not registered"),
     "one_rank": (_without_names, "it is damaged (KeyError: 'names')"),
     "states": (_without_states, "it starts from zero"),
     "parameter": (_of_another_parameter, "residuals of 1 parameters in the checkpoint are dropped"),

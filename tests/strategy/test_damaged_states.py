@@ -131,7 +131,7 @@ def test_a_file_made_of_a_directory_says_where_its_tensors_are() -> None:
 
 @pytest.mark.parametrize("version", [2, 4, "3", None, True])
 def test_other_versions_are_refused_by_their_number(version: Any) -> None:
-    with pytest.raises(CheckpointError, match=f"version is {version!r}, and 3 is the one that can be read"):
+    with pytest.raises(CheckpointError, match=f"version is {version!r}, but only version 3 can be read"):
         open_checkpoint({**to_checkpoint(None, 1, []), "version": version})
 
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torchmetrics import MeanMetric
 
-from lightning_commopt.strategy.living_collectives import _redirect_metrics
+from lightning_commopt.strategy.living_collectives import _gather_metrics_over_living
 from lightning_commopt.sync.diloco.living import LivingRanks
 from lightning_commopt.sync.store import poll
 from support.patient_ranks import Ranks
@@ -53,7 +53,7 @@ def test_a_fit_goes_on_without_a_dead_rank_and_takes_a_frozen_one_back(tmp_path:
     assert ended[1].num_trained < _STEPS
     texts = "\n".join(line for end in ended for line in end.log)
     assert "rank 1 joins again, from the global weights" in texts
-    assert "rank 2, which has left or shown no sign of life for patience_s=3: 2 of 3 ranks go on in " in texts
+    assert "rank 2, which has left or shown no sign of life for patience_s=3: 2 of 3 ranks continue in " in texts
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_metric_is_copied_and_pickled_while_it_gathers_over_the_living() -> No
     module = nn.ModuleDict({"metric": MeanMetric()})
     store = dist.HashStore()
     living = LivingRanks(store, 0, 1, patience_s=60.0, timeout_s=60.0, log=lambda text: None)
-    _redirect_metrics(module, living)
+    _gather_metrics_over_living(module, living)
     metric = module["metric"]
     assert isinstance(metric, MeanMetric)
     copied, pickled = metric.clone(), pickle.loads(pickle.dumps(metric))

@@ -251,8 +251,8 @@ def test_other_circumstances_resume_from_the_global_weights(tmp_path: Path) -> N
     assert [first[case][1] for case in ("link", "plan", "foreign", "stock")] == [5, 0, 4, 0]
     told = {case: "".join(texts) for case, (_, _, texts) in first.items()}
     assert told["link"] == told["stock"] == ""
-    assert "as it was saved with another plan, " in told["plan"]
-    assert "as the file of rank 1 belongs to another checkpoint. Lost is" in told["foreign"]
+    assert "because it was saved with another plan, " in told["plan"]
+    assert "because the file of rank 1 belongs to another checkpoint. They lose" in told["foreign"]
     assert ["the outer momentum" in told[case] for case in ("plan", "foreign")] == [True, False]
 
 
@@ -275,9 +275,9 @@ def test_weights_that_hooks_put_in_the_place_of_others_are_those_to_resume_from(
     assert all((x == 1).all() for x in first[0][0].values())
     saved = _read(tmp_path / "plain" / "step=2.ckpt")["state_dict"]
     assert (first[1][0]["layers.0.weight"] == saved["layers.0.weight"].numpy()).all()
-    reasons = [text.partition(", as ")[2].partition(". Lost is")[0] for *_, texts in first for text in texts]
+    reasons = [text.partition(", because ")[2].partition(". They lose")[0] for *_, texts in first for text in texts]
     assert reasons == [
-        "they are not those of its last exchanges, but others that a hook has put in their place",
+        "a hook has replaced the weights of the last exchanges by others",
         *["the model has parameters or buffers of other shapes"] * 2,
     ]
     assert not any("optimizer states" in text for *_, texts in first for text in texts)  # each rank has its own
@@ -296,7 +296,7 @@ def _change_and_resume(folder: Path) -> tuple[Params, Params, list[str]]:
         warnings.simplefilter("always")
         fit.save_checkpoint(folder / "given.ckpt")
     _fit(folder, 4, folder / "given.ckpt", start, sync_every=2)
-    return start.weights, given, [str(x.message) for x in caught if "what each rank needs" in str(x.message)]
+    return start.weights, given, [str(x.message) for x in caught if "that each rank needs" in str(x.message)]
 
 
 def test_weights_that_a_model_is_given_after_a_fit_are_those_to_resume_from(tmp_path: Path) -> None:
@@ -359,8 +359,8 @@ def test_strategies_load_the_checkpoints_of_others(tmp_path: Path) -> None:
     """If it fails, a user cannot go from DDP to DiLoCo, or back, without errors, or is warned of losing nothing."""
     run_ranks(_saved, tmp_path)
     told, _ = run_ranks(_by_others, tmp_path)
-    assert "as it is CommOptDiLoCo's, whose ranks have files of their own; it starts from zero" in told[0]
-    assert "as it was saved by another strategy. Lost is" in told[1]
+    assert "because it was saved by CommOptDiLoCo, and only CommOptDiLoCo can resume from it" in told[0]
+    assert "because it was saved by another strategy. They lose" in told[1]
     assert len(told) == 2
 
 

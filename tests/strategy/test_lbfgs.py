@@ -53,7 +53,7 @@ def _fit(options: dict[str, Any], shares_loss: bool, comm_hook: str) -> tuple[li
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer(CommOptDDP(comm_hook=comm_hook)).fit(module, loader())
-    messages = [str(each.message) for each in caught if "LBFGS decides by the loss" in str(each.message)]
+    messages = [str(each.message) for each in caught if "How often LBFGS evaluates its closure" in str(each.message)]
     return messages, module.num_evaluations, numbers(module)
 
 
@@ -83,7 +83,7 @@ def _warnings(devices: int) -> list[int]:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 set_up(options, devices)
-            numbers.append(sum("LBFGS decides by the loss" in str(each.message) for each in caught))
+            numbers.append(sum("How often LBFGS evaluates its closure" in str(each.message) for each in caught))
     return numbers
 
 

@@ -70,7 +70,7 @@ _DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); pri
 @pytest.mark.parametrize(("has_joined", "status"), [(False, -signal.SIGKILL), (True, 0)])
 def test_ranks_that_a_job_has_left_alone(has_joined: bool, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a rank that waits to join stays behind for ever, or one that may still save its work is ended."""
-    monkeypatch.setattr(lightning_launcher, "_END_S", 0.1)
+    monkeypatch.setattr(lightning_launcher, "_TERMINATE_GRACE_S", 0.1)
     program = _DEAF.replace("600", "0.5") if has_joined else _DEAF
     with subprocess.Popen([sys.executable, "-S", "-c", program], stdout=subprocess.PIPE) as rank, ExitStack() as end:
         end.callback(rank.kill)

@@ -268,5 +268,5 @@ def test_what_cannot_be_seen_is_said_once() -> None:
     strategy.model = Tiny()
     strategy.world_size = 2
     observe(strategy, StepRecorder(HostClock()))
-    with pytest.warns(UserWarning, match="Elsewhere has no buckets whose gradient sync could be observed"):
+    with pytest.warns(UserWarning, match="Elsewhere has no DDP buckets to observe"):
         observe_wrapped(strategy)

@@ -84,8 +84,8 @@ def test_options_of_fsdp2() -> None:
         ["accumulate_grads='unsharded' had no effect: no gradients were accumulated."],
         [],
         [
-            "comm_hook has no effect here: each unit of the model has parameters only that travel as they are: complex"
-            " ones, and those of one dimension."
+            "comm_hook has no effect here: each unit of the model has only parameters that are sent uncompressed:"
+            " complex ones, and those of one dimension."
         ],
         [],
         ["comm_hook: 'hierarchical' has no effect here: each node has one rank, so its 'inner' does everything."],
@@ -160,7 +160,7 @@ def _warnings_of_own_wrapper(strategy: Callable[..., Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("strategy", "why"),
     [
-        (_WrapsItself, "_WrapsItself wraps the model by itself. Call self._register_ddp_hooks()"),
+        (_WrapsItself, "_WrapsItself wraps the model itself. Call self._register_ddp_hooks()"),
         (_WrapsParts, "the configure_ddp of _WrapsParts does not wrap the LightningModule"),
     ],
 )

@@ -322,4 +322,4 @@ def test_complex_gradients_are_sent_uncompressed() -> None:
     """If it fails, their imaginary parts are lost."""
     for expected, average, texts in run_ranks(_complex_gradients):
         torch.testing.assert_close(average, expected)
-        assert texts == ["comm_hook sends complex gradients uncompressed: it compresses floating-point ones only."]
+        assert texts == ["comm_hook sends complex gradients uncompressed: it compresses only floating-point gradients."]

@@ -101,7 +101,7 @@ def test_a_unit_that_is_not_used_any_more(is_frozen: bool) -> None:
     for rank, (num_exact, messages) in enumerate(run_ranks(_leave_one_out, is_frozen)):
         assert num_exact == (1 if is_frozen else 3)
         (message,) = messages
-        assert message.startswith(f"Rank {rank}: comm_hook has not sent the residuals of heads.b.weight, since")
+        assert message.startswith(f"Rank {rank}: comm_hook has lost the residuals of heads.b.weight, because")
 
 
 def _resume_on_one_rank() -> tuple[list[bool], float]:
@@ -139,7 +139,7 @@ def _change_between_fits() -> list[str]:
 
 def test_a_change_between_two_fits_is_told() -> None:
     """If it fails, residuals that the next fit would have sent are lost without a word."""
-    message = "comm_hook was changed between two fits, so that the residuals of the last one are lost."
+    message = "comm_hook was changed between two fits, so the residuals of the last fit are lost."
     assert run_ranks(_change_between_fits) == [[message]] * 2
 
 
@@ -207,4 +207,4 @@ def _tensor_parallel() -> str:
 def test_tensor_parallelism_is_refused() -> None:
     """If it fails, shards of two kinds are taken for one, or a user looks for an option that was not given."""
     for message in run_ranks(_tensor_parallel):
-        assert "comm_hook and param_hook work with data parallelism only, but the placements of weight are" in message
+        assert "comm_hook and param_hook support data parallelism only, but the placements of weight are" in message

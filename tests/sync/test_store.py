@@ -122,6 +122,6 @@ def test_polling_lets_other_threads_use_the_store() -> None:
 
 def test_a_pause_of_the_job_does_not_count_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, ranks that a scheduler has suspended take each other for dead when they go on."""
-    monkeypatch.setattr(stores, "LONGEST_LOOK_S", 0.01)
+    monkeypatch.setattr(stores, "MAX_POLL_GAP_S", 0.01)
     looks = iter((lambda: time.sleep(0.3), lambda: None, lambda: True))
     assert poll(lambda: bool(next(looks)()), 0.1)

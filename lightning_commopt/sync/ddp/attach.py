@@ -1,4 +1,4 @@
-"""Attaches a compressor to DDP, and unwraps a model in the middle of training without losing gradients."""
+"""Attaches a compressor to DDP, and unwraps a model in the middle of training without loss of gradients."""
 
 from __future__ import annotations
 
@@ -40,16 +40,24 @@ _LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 def place_compressor(
     model: DistributedDataParallel, compressor: Compressor, ranks_per_node: int | None
 ) -> tuple[Compressor, int | None]:
-    """Returns the compressor for the nodes of ``model``, and the ranks per node if it uses nodes.
+    """Returns the compressor adapted to the nodes, and the number of ranks per node if it uses nodes.
+
+    Args:
+        model: the wrapper whose process group has the ranks.
+        compressor: the compressor.
+        ranks_per_node: number of ranks on each node; None for torchrun's ``LOCAL_WORLD_SIZE``, or without it all ranks.
 
     Raises:
-        OptionError: the model is neither on CPU nor on CUDA, or has another hook, or the ranks cannot be divided into
-            these nodes.
+        OptionError: the model is neither on CPU nor on CUDA, or has another hook, or ``ranks_per_node`` does not divide
+            the number of ranks.
     """
     if model.device_type not in ("cpu", "cuda"):
         raise OptionError(f"comm_hook works on cpu and cuda, but the model is on {model.device_type}")
-    if hook_of_program(model) is not None:
-        raise OptionError("comm_hook is not possible beside a hook that the program has registered: DDP takes one hook")
+    if find_foreign_hook(model) is not None:
+        raise OptionError(
+            "comm_hook cannot be used with a hook that the program has registered with DDP, which takes one hook: leave"
+            " out one of the two"
+        )
     world_size = dist.get_world_size(model.process_group)
     if ranks_per_node is None:
         ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
@@ -57,8 +65,8 @@ def place_compressor(
         return place_on_nodes(compressor, world_size, ranks_per_node)
 
 
-def hook_of_program(model: DistributedDataParallel) -> TorchHook | None:
-    """Returns the comm hook of a wrapper if it is none of ours, but was registered with the wrapper by the program."""
+def find_foreign_hook(model: DistributedDataParallel) -> TorchHook | None:
+    """Returns the comm hook that the program has registered with a wrapper; None if there is none but ours."""
     ours = BucketHook, ObservedBuckets
     others = [pair for pair in comm_hooks(model) if not isinstance(getattr(pair[0], "__self__", None), ours)]
     return TorchHook(*others[0]) if others else None
@@ -105,7 +113,7 @@ def attach_bucket_hook(
     executor: Executor
     if model.device_type == "cpu":
         if compressor.claims.has_c_kernels:
-            c_library.load()  # no backward should wait for a compiler
+            c_library.load()  # so that the first backward does not wait for the compiler
         groups = borrow_groups(group, ranks_per_node=ranks_per_node, timeout=timeout)
         channel, executor = Channel(groups.all_ranks, groups.within, groups.across), WorkerThread()
     else:
@@ -121,9 +129,9 @@ def attach_bucket_hook(
 
 
 def warn_if_idle(compressor: Compressor, parameters: Iterable[Tensor]) -> None:
-    """Warns once if a compressor sends the gradients of all parameters uncompressed."""
+    """Warns once if a compressor would send the gradients of all parameters uncompressed."""
     by_dtype = grouped((as_real(parameter).dtype, as_real(parameter)) for parameter in parameters)
-    reasons = {compressor.why_idle(Layout.of(alike, dtype)) for dtype, alike in by_dtype.items()}
+    reasons = {compressor.why_idle(Layout.of(same_dtype, dtype)) for dtype, same_dtype in by_dtype.items()}
     if reasons and None not in reasons:
         shown = "; ".join(sorted(map(str, reasons)))
         warn_once(f"comm_hook {short_name(compressor)!r} saves nothing here: {shown}.")
@@ -139,13 +147,13 @@ def warn_of_launch_order(module: Module) -> None:
     """
     if os.environ.get(_LAUNCH_ORDER) != "1" and any(isinstance(part, SyncBatchNorm) for part in module.modules()):
         warn_once(
-            "comm_hook 'hierarchical' beside SyncBatchNorm uses three NCCL communicators at a time, which can deadlock:"
-            f" set {_LAUNCH_ORDER}=1 in the environment of all ranks (NCCL 2.26 or newer)."
+            "comm_hook 'hierarchical' together with SyncBatchNorm uses three NCCL communicators at the same time, which"
+            f" can deadlock: set {_LAUNCH_ORDER}=1 in the environment of all ranks (NCCL 2.26 or newer)."
         )
 
 
 class Trainable:
-    """The parameters of a model that required a gradient when it was wrapped, which DDP synchronizes."""
+    """Compares a model's parameters with those that required a gradient when DDP wrapped it, which DDP synchronizes."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         parameters = list(known_parameters(model).values())
@@ -153,40 +161,46 @@ class Trainable:
         self._frozen = [parameter for parameter in parameters if not parameter.requires_grad]
         self._all = dict(model.module.named_parameters())
 
-    def some_added(self, module: Module, optimizers: Iterable[Optimizer]) -> bool:
-        """Returns whether optimizers have parameters that the model has got since it was wrapped."""
+    def has_added(self, module: Module, optimizers: Iterable[Optimizer]) -> bool:
+        """Returns whether optimizers have parameters that were added to the model since it was wrapped."""
         known = {id(parameter) for parameter in self._all.values()}
         added = [parameter for parameter in module.parameters() if id(parameter) not in known]
-        return bool(of_optimizers(added, optimizers))
+        return bool(select_optimized(added, optimizers))
 
-    def of_kept(self, module: Module, residuals: dict[str, Tensor]) -> dict[str, Tensor]:
+    def keep_existing(self, module: Module, residuals: dict[str, Tensor]) -> dict[str, Tensor]:
         """Returns the residuals of parameters that the model still has."""
         kept = {name for name, parameter in module.named_parameters() if self._all.get(name) is parameter}
         return {name: residual for name, residual in residuals.items() if name in kept}
 
-    def some_unfrozen(self, optimizers: Iterable[Optimizer]) -> bool:
-        """Returns whether a parameter that optimizers have, and DDP does not synchronize, was unfrozen."""
-        return bool(of_optimizers([parameter for parameter in self._frozen if parameter.requires_grad], optimizers))
+    def has_unfrozen(self, optimizers: Iterable[Optimizer]) -> bool:
+        """Returns whether a parameter that optimizers have was unfrozen, so that DDP does not synchronize it."""
+        return bool(select_optimized([parameter for parameter in self._frozen if parameter.requires_grad], optimizers))
 
-    def some_frozen(self) -> bool:
+    def has_frozen(self) -> bool:
         """Returns whether a parameter that DDP waits for was frozen."""
         return not all(parameter.requires_grad for parameter in self._trainable)
 
     def changed(
         self, model: DistributedDataParallel, optimizers: Iterable[Optimizer], *, counts_frozen: bool
     ) -> list[str]:
-        """Returns the names of parameters that were unfrozen or added for optimizers, and perhaps of those frozen."""
+        """Returns the names of the parameters for which DDP's buckets are no longer right.
+
+        Args:
+            model: the wrapper.
+            optimizers: optimizers; unfrozen and added parameters count if one of these has them.
+            counts_frozen: whether parameters that were frozen count, too.
+        """
         synced, known = {id(parameter) for parameter in self._trainable}, known_parameters(model)
         changed = {name: x for name, x in known.items() if x.requires_grad != (id(x) in synced)}
-        trained = {id(parameter) for parameter in of_optimizers(changed.values(), optimizers)}
+        trained = {id(parameter) for parameter in select_optimized(changed.values(), optimizers)}
         return [name for name, x in changed.items() if (id(x) in trained if x.requires_grad else counts_frozen)]
 
     @contextmanager
     def unfrozen(self, module: Module, *, takes_turns: bool) -> Generator[None, None, None]:
-        """Returns a context in which those that were frozen since then require a gradient again, to wrap ``module``.
+        """Returns a context for wrapping ``module`` in which parameters frozen since the last time require a gradient.
 
-        Those of a module of which some are still trained only if ``takes_turns``. If none is, as in a step of another
-        module, DDP would refuse the module.
+        If some parameters of the module are still trained, this is so only with ``takes_turns``: the frozen ones may
+        then be frozen for this batch only. If none is, as in a step of another module, DDP would refuse the module.
         """
         unfreezes = takes_turns or not any(parameter.requires_grad for parameter in module.parameters())
         frozen = [parameter for parameter in self._trainable if unfreezes and not parameter.requires_grad]
@@ -199,20 +213,20 @@ class Trainable:
                 parameter.requires_grad_(False)
 
 
-def of_optimizers(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """Returns those of the parameters that an optimizer has.
+def select_optimized(parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> list[Tensor]:
+    """Returns the parameters that an optimizer has.
 
-    Others may be a rank's own, such as a copy that a hook makes of the best weights so far.
+    Other parameters may belong to one rank only, such as a copy that a hook makes of the best weights so far.
     """
-    if not (chosen := list(parameters)):
+    if not (candidates := list(parameters)):
         return []
-    trained = {id(x) for optimizer in optimizers for group in optimizer.param_groups for x in group["params"]}
-    return [parameter for parameter in chosen if id(parameter) in trained]
+    optimized = {id(x) for optimizer in optimizers for group in optimizer.param_groups for x in group["params"]}
+    return [parameter for parameter in candidates if id(parameter) in optimized]
 
 
 @contextmanager
-def kept_buffers(module: Module) -> Generator[None, None, None]:
-    """Restores the values of the buffers of ``module`` at the end."""
+def preserve_buffers(module: Module) -> Generator[None, None, None]:
+    """Returns a context at whose end the buffers of ``module`` get back the values from its beginning."""
     values = [(buffer, buffer.clone()) for buffer in module.buffers()]
     try:
         yield
@@ -223,7 +237,7 @@ def kept_buffers(module: Module) -> Generator[None, None, None]:
 
 
 def unwrap(model: DistributedDataParallel) -> Module:
-    """Returns the module of a wrapper, which must not be used afterwards; gradients are kept."""
+    """Returns the module of a wrapper with its gradients. The wrapper must not be used afterwards."""
     stop_reducing(model)
     for parameter in model.module.parameters():
         if parameter.grad is not None and model.gradient_as_bucket_view:
@@ -235,8 +249,9 @@ def unwrap(model: DistributedDataParallel) -> Module:
 def note_accumulated(module: Module) -> None:
     """Tells a new wrapper of a module which gradients were accumulated before, without changing them.
 
-    With ``find_unused_parameters`` DDP leaves gradients alone, different on all ranks, that none has added to since the
-    last gradient sync. It learns of them from a hook of autograd, which adding zeros calls.
+    With ``find_unused_parameters`` DDP does not average the gradients of parameters that no backward on any rank has
+    reached since the last gradient sync. It learns which ones were reached from autograd hooks. A backward that adds
+    zeros runs these hooks for the gradients that are already there.
     """
     for parameter in module.parameters():
         if parameter.requires_grad and parameter.grad is not None:
@@ -246,8 +261,12 @@ def note_accumulated(module: Module) -> None:
 class ResidualAdder:
     """Adds residuals to the next gradients of their parameters, once.
 
-    ``residuals`` has those that are not added yet, in the parameter's shape, or as pairs of real numbers if it is
-    complex. Those of frozen parameters stay there for the adder of the next wrapper, which unfreezing leads to.
+    Residuals of frozen parameters are kept: unfreezing a parameter makes the strategy wrap the model again, and the
+    adder of the next wrapper adds them.
+
+    Attributes:
+        residuals: residuals that are not added yet, by parameter name and in the parameter's shape; those of complex
+            parameters as pairs of real numbers.
     """
 
     def __init__(self, module: Module, residuals: dict[str, Tensor]) -> None:
@@ -266,7 +285,7 @@ class ResidualAdder:
         return handle
 
     def cancel(self) -> dict[str, Tensor]:
-        """Adds nothing from now on; returns the residuals that were not added yet."""
+        """Stops adding, and returns the residuals that were not added yet."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()

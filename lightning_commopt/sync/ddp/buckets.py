@@ -1,7 +1,8 @@
-"""The buckets of DDP and their parameters, and the buckets of a checkpoint until DDP has the same.
+"""The buckets of DDP and their parameters, and the use of a checkpoint's buckets until DDP has the same ones.
 
-DDP rebuilds its buckets after one iteration, or two with a static graph; a checkpoint has the states of the rebuilt
-buckets. With other buckets the limits of blocks and the order of sums differ, so the bits would not be the same.
+DDP rebuilds its buckets after one iteration, or after two with a static graph, and a checkpoint has states for the
+rebuilt buckets. In other buckets the boundaries of blocks and the order of sums differ, so training would not resume
+bit for bit.
 """
 
 from __future__ import annotations
@@ -20,16 +21,17 @@ from lightning_commopt.measure.observer import BucketSync, BucketSyncs
 from lightning_commopt.sync.executors import BucketFuture
 
 _MAX_BACKWARDS = 3
-"""DDP's buckets are final after so many backwards: it rebuilds them in the second, with a static graph in the third."""
+"""Number of backwards after which DDP's buckets are final: it rebuilds them in the second one, and with a static graph
+in the third."""
 
 Layouts = dict[int, tuple[tuple[str, ...], Layout]]
-"""By the index of a bucket: the names of its parameters, and its layout."""
+"""Maps the index of a bucket to the names of its parameters and its layout."""
 
 
 class BucketOrder:
-    """Counts buckets in the first backward of a static graph, of ``num_parameters`` gradients.
+    """Numbers the buckets in the first backward of a static graph, in which there are ``num_parameters`` gradients.
 
-    DDP does not: it calls all of them number 0, and none the last unless there is only one.
+    There DDP passes index 0 for every bucket to hooks, and marks none as the last one unless there is only one.
 
     >>> order = BucketOrder(num_parameters=3)
     >>> order.place(0, False, ("a", "b")), order.place(0, False, ("c",))
@@ -56,15 +58,15 @@ class BucketOrder:
 
 
 def synced_parameters(model: DistributedDataParallel) -> dict[str, Parameter]:
-    """Returns the parameters that DDP synchronizes, by name and in DDP's order, of a model that was just wrapped."""
+    """Returns the parameters that DDP synchronizes in a model that was just wrapped, by name and in DDP's order."""
     return {name: parameter for name, parameter in known_parameters(model).items() if parameter.requires_grad}
 
 
 def known_parameters(model: DistributedDataParallel) -> dict[str, Parameter]:
-    """Returns the parameters that DDP was not told to ignore, frozen ones too, by name and in DDP's order.
+    """Returns the parameters, including frozen ones, that DDP was not told to ignore, by name and in DDP's order.
 
-    As in DDP, an ignored parameter is synchronized if it also has another name, or if it belongs to the root module,
-    since DDP then looks for a name that begins with a dot.
+    As in DDP, an ignored parameter is synchronized nevertheless if it also has another name, or if it belongs to the
+    root module, since DDP then looks for a name that begins with a dot.
     """
     known = {
         parameter
@@ -76,31 +78,40 @@ def known_parameters(model: DistributedDataParallel) -> dict[str, Parameter]:
 
 
 def gradient_bytes(model: DistributedDataParallel) -> int:
-    """Returns the bytes of all gradients that one backward synchronizes."""
+    """Returns the size of all gradients that one backward synchronizes."""
     return sum(parameter.nbytes for parameter in synced_parameters(model).values())
 
 
 def bucket_names(model: object) -> dict[int, list[str]]:
-    """Returns the names of the parameters in each bucket of a DDP without a hook, by the order of the all-reduces.
+    """Returns the names of the parameters in each bucket of a DDP without a hook; keys count the all-reduces.
 
     It is empty for other models, and until DDP has rebuilt its buckets. Must be called between two batches.
     """
     if not isinstance(model, DistributedDataParallel) or registered_hooks(model):
         return {}
     names = list(synced_parameters(model))
-    return {index: [names[place] for place in places] for index, places in enumerate(bucket_parameters(model))}
+    return {index: [names[i] for i in indices] for index, indices in enumerate(bucket_parameters(model))}
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """One bucket of DDP or of a checkpoint in a gradient sync."""
+    """One bucket of DDP or of a checkpoint in one gradient sync.
 
-    index: int  # its number in the backward, from 0
-    flat: Tensor  # ``(n,)`` its gradients, which are replaced by their average
+    Attributes:
+        index: number of the bucket in the backward, from 0.
+        flat: ``(n,)`` its gradients, which are replaced by their average.
+        layout: where each gradient is in ``flat``.
+        names: names of its parameters, in order.
+        step: number of the gradient sync, from 0.
+        sync: notifies observers.
+    """
+
+    index: int
+    flat: Tensor
     layout: Layout
-    names: tuple[str, ...]  # the names of its parameters, in order
-    step: int  # the number of the gradient sync, from 0
-    sync: BucketSync  # notifies observers
+    names: tuple[str, ...]
+    step: int
+    sync: BucketSync
 
     @property
     def is_compressible(self) -> bool:
@@ -111,7 +122,7 @@ class Bucket:
 
 
 class Relayout:
-    """Holds back DDP's buckets until the last one is ready, to use the ``saved`` buckets, by index, instead."""
+    """Holds back DDP's buckets until the last one is ready, to synchronize the gradients in the ``saved`` buckets."""
 
     def __init__(self, saved: Layouts) -> None:
         self._saved = dict(sorted(saved.items()))
@@ -119,7 +130,7 @@ class Relayout:
         self._num_backwards = 0
 
     def hold(self, bucket: Bucket, future: BucketFuture) -> bool:
-        """Holds back a bucket if it can be compressed, and returns whether it can."""
+        """Holds back a bucket if it can be compressed, and returns whether it was held back."""
         if bucket.index == 0:  # an earlier backward may have been interrupted
             self._held = []
         if bucket.is_compressible:
@@ -147,11 +158,17 @@ class Relayout:
 
 @dataclass(frozen=True)
 class HeldBuckets:
-    """DDP's buckets of one backward, and their futures."""
+    """DDP's buckets of one backward.
+
+    Attributes:
+        buckets: the buckets.
+        futures: their futures, in the same order.
+        saved: the checkpoint's buckets for the same gradients; empty if the gradients differ.
+    """
 
     buckets: list[Bucket]
     futures: list[BucketFuture]
-    saved: Layouts  # the checkpoint's buckets for the same gradients; empty if the gradients differ
+    saved: Layouts
 
     def laid_out_as_saved(self) -> Iterator[Bucket]:
         """Yields the checkpoint's buckets; each is copied back into DDP's when the next one is requested."""
@@ -173,7 +190,7 @@ class HeldBuckets:
 
 
 def _gradients(layouts: Layouts) -> list[tuple[str, tuple[int, ...], str]]:
-    """Returns name, shape and dtype of each gradient, in the order of the names."""
+    """Returns name, shape and dtype of each gradient, sorted by name."""
     return sorted(
         (name, tuple(shape), str(layout.dtype))
         for names, layout in layouts.values()

@@ -1,4 +1,4 @@
-"""What the state of a checkpoint must fit where gradients travel in DDP's buckets."""
+"""Checks whether the state in a checkpoint fits a model whose gradients travel in DDP's buckets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_commopt.sync.state import AnyState, CheckpointError, CommState, a
 
 
 def usable_state(state: AnyState, compressor: Compressor | None, module: Module) -> CommState[Layout]:
-    """Returns what all ranks resume from, see `agree_on_state`. All ranks must call it."""
+    """Returns the state that this rank resumes from; see `agree_on_state`. All ranks must call it."""
     parameters = dict(module.named_parameters())
 
     def init(index: int, names: tuple[str, ...], layout: Layout) -> tuple[State, torch.device]:

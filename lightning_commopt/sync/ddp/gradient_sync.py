@@ -20,10 +20,10 @@ from lightning_commopt.sync.ddp.attach import (
     ResidualAdder,
     Trainable,
     attach_bucket_hook,
-    hook_of_program,
-    kept_buffers,
+    find_foreign_hook,
     note_accumulated,
     place_compressor,
+    preserve_buffers,
     unwrap,
 )
 from lightning_commopt.sync.ddp.buckets import gradient_bytes
@@ -73,7 +73,7 @@ class GradientSync:
         self._last_fit_state: CommState | None = None
 
     def check_plan(self, plan: CommPlan) -> None:
-        """Raises an OptionError if DDP would have two hooks; while attached, also those of `place_compressor`."""
+        """Raises an OptionError if DDP would have two hooks; while attached, also if `place_compressor` does."""
         if plan.comm_hook is None:
             return
         if self._torch_hook is not None:
@@ -124,7 +124,7 @@ class GradientSync:
         self._has_attached = True
 
     def note_set_up(self) -> None:
-        """Notes that the strategy has set up its wrapper: `rewrap` keeps the hooks that it gets from now on."""
+        """Notes that the strategy has set up its wrapper; `rewrap` keeps hooks that are registered from now on."""
         if self.model is not None:
             self._own_hooks = hook_numbers(self.model)
 
@@ -134,16 +134,16 @@ class GradientSync:
         return bool(self.plan.static_graph) and not self._is_graph_recorded
 
     def must_rewrap(self, optimizers: Sequence[torch.optim.Optimizer], *, is_first_batch: bool) -> bool:
-        """Returns whether parameters were frozen, or such that optimizers train unfrozen, since DDP made its buckets.
+        """Returns whether DDP's buckets are no longer right: parameters were frozen, or unfrozen for optimizers.
 
-        In the first batch of an epoch also whether any were added, as looking at the whole model takes time.
+        Added parameters count only in the first batch of an epoch, since looking for them takes time.
         """
         model, trainable = self.model, self.trainable
         if model is None or trainable is None:
             return False
-        if is_first_batch and trainable.some_added(model.module, optimizers):
+        if is_first_batch and trainable.has_added(model.module, optimizers):
             return True
-        return trainable.some_unfrozen(optimizers) or (trainable.some_frozen() and not self.plan.find_unused_parameters)
+        return trainable.has_unfrozen(optimizers) or (trainable.has_frozen() and not self.plan.find_unused_parameters)
 
     def note_accumulation(self) -> None:
         """Notes that a backward only accumulates gradients, which a later one synchronizes."""
@@ -153,7 +153,7 @@ class GradientSync:
         """Counts a backward, if it was synchronized.
 
         Args:
-            ends_static_graph: whether to end the first backward of a static graph, which under manual optimization
+            ends_static_graph: whether to finish the first backward of a static graph, because under manual optimization
                 neither DDP nor Lightning does.
         """
         model = self.model
@@ -172,9 +172,9 @@ class GradientSync:
             self._earlier_bytes += self._gradient_bytes
 
     def change_plan(self, plan: CommPlan, wrap: Callable[[Module], None]) -> None:
-        """Switches to a plan that is the same on all ranks, which must call it between two batches.
+        """Switches to another plan. All ranks must call it between two batches, with equal plans.
 
-        ``wrap`` wraps a module again, and calls `attach`.
+        ``wrap`` must wrap a module in DDP, and call `attach`.
         """
         self.plan = plan
         if self.model is not None:
@@ -191,9 +191,9 @@ class GradientSync:
         device, hook, trainable = model.device, self.hook, self.trainable
         assert trainable is not None
         hooks, own_hooks = hooks_of(model), self._own_hooks
-        comm_hook = hook_of_program(model) if self._torch_hook is None else None
+        comm_hook = find_foreign_hook(model) if self._torch_hook is None else None
         module = unwrap(model)
-        residuals = trainable.of_kept(module, self.detach())
+        residuals = trainable.keep_existing(module, self.detach())
         if hook is not None and hook.lost:
             warn(
                 f"Rank {dist.get_rank()}: the last gradient sync of {list_some(hook.lost, 8)} did not end, so their"
@@ -204,10 +204,10 @@ class GradientSync:
         agreed = torch.tensor([self.num_syncs, len(residuals)], device=device)
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
         self.num_syncs, most_residuals = agreed.tolist()
-        # With find_unused_parameters some may be frozen in this batch only, as two parts that take turns are.
-        in_turns = trainable.unfrozen(module, takes_turns=bool(self.plan.find_unused_parameters))
-        with kept_buffers(module), in_turns:  # wrapping overwrites buffers by rank 0's
-            _synchronize(device)  # a program may wrap as Lightning does, on a stream that waits for no other
+        # With find_unused_parameters, parameters may be frozen for this batch only, because parts are trained in turn.
+        unfrozen = trainable.unfrozen(module, takes_turns=bool(self.plan.find_unused_parameters))
+        with preserve_buffers(module), unfrozen:  # wrapping overwrites buffers with rank 0's
+            _synchronize(device)  # a program may wrap on a stream that waits for no other, as Lightning does
             wrap(module)
             if self._accumulates and self.plan.find_unused_parameters:
                 note_accumulated(module)
@@ -218,15 +218,15 @@ class GradientSync:
             if comm_hook is not None and self.model is not None and not comm_hooks(self.model):
                 comm_hook.forget_buckets()
                 comm_hook.attach(self.model, Observers())
-            if resumed is not None:  # a callback has frozen parameters again that were frozen in the checkpoint
+            if resumed is not None:  # after resuming, a callback has frozen parameters as they were in the checkpoint
                 self._resume(resumed, module)
             elif self.hook is not None:
                 self.hook.add_residuals(residuals)
-            elif most_residuals:  # even if this rank has lost its residuals
+            elif most_residuals:  # also on a rank that has lost its residuals
                 self._residual_adder = ResidualAdder(module, residuals)
 
     def state(self) -> CommState | None:
-        """Returns the state of this fit, or of one that has just ended, without copying; None if there is none."""
+        """Returns the state of this fit or of one that has just ended, without copying; None if there is no state."""
         if self._last_fit_state is not None:
             return self._last_fit_state
         if self.hook is not None:
@@ -281,7 +281,7 @@ class GradientSync:
         try:
             start_step = start_step_of(self.plan.comm_hook)
             if self.hook is not None and 0 < self.num_syncs <= start_step:
-                warn(f"comm_hook never compressed: training took {self.num_syncs} steps, and start_step={start_step}.")
+                warn(f"comm_hook never compressed: training took {self.num_syncs} steps, but start_step={start_step}.")
         finally:
             self.detach()
             self._restored = None

@@ -27,10 +27,16 @@ class GradientSyncError(RuntimeError):
 
 
 class BucketHook:
-    """Gives DDP's buckets to one compressor; `reduce` is the hook that DDP calls.
+    """Drives one compressor with DDP's buckets; `reduce` is the hook that DDP calls.
 
-    The ``names`` are those of the parameters that DDP synchronizes, by ``id``; ``step`` is the number of earlier
-    gradient syncs. The ``groups`` are those of ``channel`` that were borrowed for this hook, if any.
+    Args:
+        compressor: the compressor.
+        channel: the collectives that it uses.
+        names: names of the parameters that DDP synchronizes, by ``id``.
+        executor: runs the gradient syncs.
+        step: number of earlier gradient syncs.
+        observers: notified of every bucket.
+        groups: groups of ``channel`` that were borrowed for this hook, if any; `close` returns them.
 
     Attributes:
         lost: names of the parameters whose residuals `close` had to drop.
@@ -62,7 +68,7 @@ class BucketHook:
         self.lost: tuple[str, ...] = ()
 
     def __getstate__(self) -> dict[str, object]:
-        """Returns what a copy has, nothing: DDP gives a copied wrapper no hook, but copies its list of hooks."""
+        """Returns nothing, so that a copy is empty: DDP copies its list of hooks, but calls no hook of a copy."""
         return {}
 
     @property
@@ -78,10 +84,10 @@ class BucketHook:
         if index not in self._layouts or self._layouts[index][0] != names:
             self._layouts[index] = names, Layout.of(parameters, flat.dtype)
         sync = self._observers.ready(BucketInfo(index, sparse_values(flat).nbytes, names, is_last))
-        job = Bucket(index, flat, self._layouts[index][1], names, self._step, sync)
+        item = Bucket(index, flat, self._layouts[index][1], names, self._step, sync)
         future = self._executor.future(flat)
-        if self._relayout is None or not self._relayout.hold(job, future):
-            self._executor.submit(lambda: self._sync(job), [future], lane=index)
+        if self._relayout is None or not self._relayout.hold(item, future):
+            self._executor.submit(lambda: self._sync(item), [future], lane=index)
         if is_last:
             self._step += 1
             self._sync_held()
@@ -89,7 +95,7 @@ class BucketHook:
 
     @property
     def has_only_resumed(self) -> bool:
-        """Whether its states are from a checkpoint, without a gradient sync since."""
+        """Whether its states are from a checkpoint, and no gradient sync has used them yet."""
         return self._relayout is not None and self._relayout.is_unused
 
     def state(self) -> CommState:
@@ -99,8 +105,11 @@ class BucketHook:
     def resume(self, buckets: BucketStates, residuals: dict[str, Tensor], step: int) -> None:
         """Continues from the state of another hook. All ranks must call it, between two backwards.
 
-        This rank's states of the same compressor are used with the ``buckets`` that they were made for, even while DDP
-        still has other buckets; ``residuals`` are those that are not in these states.
+        Args:
+            buckets: this rank's states of the same compressor, with the buckets that they belong to. These buckets are
+                used even while DDP still has others.
+            residuals: residuals that are in none of these states, by parameter name.
+            step: number of earlier gradient syncs.
         """
         self._states, self._residuals, self._step = dict(buckets), dict(residuals), step
         self._protect_states()
@@ -109,12 +118,12 @@ class BucketHook:
         self._relayout = Relayout(layouts) if layouts else None
 
     def add_residuals(self, residuals: dict[str, Tensor]) -> None:
-        """Adds the residuals of another hook, as `close` returns them, to the next gradients."""
+        """Adds residuals, which the `close` of another hook has returned, to the next gradients."""
         self._residuals.update(residuals)
         self._executor.protect(self._residuals)
 
     def close(self) -> dict[str, Tensor]:
-        """Ends the executor, drops all states, and returns borrowed groups unless ranks may be out of step.
+        """Closes the executor, drops all states, and returns borrowed groups unless ranks may be out of step.
 
         Returns:
             This rank's residuals by parameter name. After a failure the residuals of buckets whose gradient sync did
@@ -145,16 +154,17 @@ class BucketHook:
             self._retire_states_alone()
             for bucket in held.buckets:
                 self._sync(bucket)
-        self._protect_states()  # they were made in one lane, and later syncs use each in the lane of its bucket
+        # These states were created in one lane, and later syncs use each of them in the lane of its bucket.
+        self._protect_states()
 
     def _sync_as_saved(self, held: HeldBuckets) -> None:
         bytes_before = self._channel.bytes_sent
-        together = BucketSyncs([bucket.sync for bucket in held.buckets])
-        together.note(START)
-        together.note(SEND)
+        all_syncs = BucketSyncs([bucket.sync for bucket in held.buckets])
+        all_syncs.note(START)
+        all_syncs.note(SEND)
         for bucket in held.laid_out_as_saved():
             self._sync(bucket)
-        together.note(ARRIVE)
+        all_syncs.note(ARRIVE)
         for bucket in held.buckets:
             bucket.sync.note(END, self._channel.bytes_sent - bytes_before)
             bytes_before = self._channel.bytes_sent
@@ -170,12 +180,12 @@ class BucketHook:
                 self._under_way.remove(bucket.index)
                 bucket.sync.note(END, self._channel.bytes_sent - bytes_before)
         except Exception as error:
-            failed = GradientSyncError(
+            sync_error = GradientSyncError(
                 f"gradient sync of bucket {bucket.index} failed ({type(error).__name__}: {error}); "
                 f"its parameters: {list_some(bucket.names, 8)}"
             )
-            # DDP makes a text of it, which has the frames of this exception but not those of its cause.
-            raise failed.with_traceback(error.__traceback__) from error
+            # DDP formats it with the frames of this exception, but without those of its cause.
+            raise sync_error.with_traceback(error.__traceback__) from error
 
     def _rounds(self, bucket: Bucket) -> Rounds:
         if bucket.is_compressible:
@@ -186,7 +196,9 @@ class BucketHook:
             return self.compressor.rounds(bucket.flat, bucket.layout, state, self._channel, residual)
         if bucket.flat.numel():
             kind = "sparse" if bucket.flat.is_sparse else str(bucket.flat.dtype).removeprefix("torch.")
-            warn_once(f"comm_hook sends {kind} gradients uncompressed: it compresses dense floating-point ones only.")
+            warn_once(
+                f"comm_hook sends {kind} gradients uncompressed: it compresses only dense floating-point gradients."
+            )
         return self._uncompressed_rounds(bucket.flat)
 
     def _uncompressed_rounds(self, flat: Tensor) -> Rounds:
@@ -217,7 +229,7 @@ class BucketHook:
         self._executor.protect([state for _, _, state in self._states.values()])
 
     def _carried_residual(self, bucket: Bucket) -> Tensor | None:
-        """Takes the residuals ``(n,)`` of this bucket that dropped states have left; None if there are none."""
+        """Removes and returns the residuals ``(n,)`` that dropped states have left for a bucket; None without any."""
         if not self._residuals or not any(name in self._residuals for name in bucket.names):
             return None
         residual = torch.zeros_like(bucket.flat)
@@ -228,7 +240,7 @@ class BucketHook:
 
 
 def _run(rounds: Rounds, sync: BucketSync) -> None:
-    """Drives ``rounds`` to its end. Collectives that overlap are marked as one on the wire."""
+    """Runs ``rounds`` to its end. Collectives that overlap are noted as one message on the wire."""
     with contextlib.suppress(StopIteration):
         pending, is_sending = next(rounds), False
         while True:

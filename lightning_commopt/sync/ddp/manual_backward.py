@@ -1,4 +1,4 @@
-"""Finds manual optimization whose backwards DDP never sees, so that each rank trains its own weights."""
+"""Detects manual optimization whose backwards DDP never sees, in which case each rank trains weights of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ManualBackwardCheck:
     prepares it, and ``loss.backward()`` does not. The check ends as soon as one backward is known to be prepared, even
     within ``no_sync``, or when the program calls the wrapper itself. It sends nothing and waits for nothing.
 
-    Nothing is checked if ``model`` is no wrapper, or without a ``module``.
+    Nothing is checked if ``model`` is not wrapped in DDP, or if ``module`` is None or uses automatic optimization.
     """
 
     def __init__(self, model: object, module: LightningModule | None, optimizers: Iterable[Optimizer]) -> None:
@@ -44,17 +44,18 @@ class ManualBackwardCheck:
             self._handles.pop().remove()
 
     def _end_forward(self, model: DistributedDataParallel, *args: object) -> None:
-        if model.require_backward_grad_sync:  # Lightning switches it off in its own calls, so the user has called
+        # Lightning disables it in its own calls of the wrapper, so this was a call of the user's program.
+        if model.require_backward_grad_sync:
             self.close()
 
     def _end_step(self, optimizer: Optimizer, *args: object) -> None:
-        if self._has_warned:  # the hooks stay until `close`, since torch iterates over them while it calls this one
+        if self._has_warned:  # hooks are not removed here, because torch iterates over them while it calls this one
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if any(parameter.grad is not None and parameter in self._synced for parameter in parameters):
             self._has_warned = True
             warn_once(
-                "Gradients are not synchronized: an optimizer has stepped, and no backward went through Lightning."
+                "Gradients are not synchronized: an optimizer has stepped, but no backward went through Lightning."
                 " Under manual optimization call self.manual_backward(loss) instead of loss.backward(). Otherwise each"
-                " rank trains its own weights, unless your code averages gradients or weights itself."
+                " rank trains weights of its own, unless your code averages gradients or weights itself."
             )

@@ -1,4 +1,4 @@
-"""The gradient syncs of modules whose training loop is the user's, as in Fabric, and their checkpoints."""
+"""The gradient syncs of modules in the user's own training loop (Fabric), and their checkpoints."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from lightning_commopt.sync.strategies import BucketedStrategy
 
 
 class SyncedModule:
-    """The gradient sync of a module, and hooks on the outputs of its forward, which follow its synchronized backwards.
+    """The gradient sync of a module, with hooks on the outputs of its forward that detect synchronized backwards.
 
-    The methods `forward`, `begin` and `end` are called through this object, so that they can be wrapped.
+    The hooks call the methods `forward`, `begin` and `end` through this object, so that these can be wrapped.
 
     Attributes:
         sync: the gradient sync.
@@ -55,7 +55,7 @@ class SyncedModule:
     def end(self) -> None:
         """Called when a backward has ended without an exception.
 
-        Its gradients have been averaged, except in the first backward of a static graph.
+        The gradients have then been averaged, except in the first backward of a static graph.
         """
         self._syncs.end_backward(self)
 
@@ -69,7 +69,7 @@ class SyncedModule:
         self.is_running = False
         wrapping = self._wrapping
 
-        def reach(gradient: Tensor) -> None:
+        def begin_backward(gradient: Tensor) -> None:
             if wrapping != self._wrapping:
                 raise GradientSyncError(
                     "a plan was applied between forward and backward, so this backward's gradients would not be"
@@ -78,13 +78,14 @@ class SyncedModule:
             if not self.is_running:
                 self.is_running = True
                 self.begin()
-                # DDP waits for its all-reduces in a callback that runs between these two.
+                # DDP waits for its all-reduces in a callback after backward. A callback that is queued by a callback
+                # runs after that.
                 call_after_backward(lambda: call_after_backward(self._finish))
 
         def register(output: Tensor) -> Tensor:
             if output.requires_grad:
                 self.is_awaited = True
-                output.register_hook(reach)
+                output.register_hook(begin_backward)
             return output
 
         apply_to_collection(outputs, Tensor, register)
@@ -95,9 +96,9 @@ class SyncedModule:
 
 
 class ModuleSyncs:
-    """The `GradientSync` of each module that was set up and is still alive, with common observers.
+    """The `GradientSync` of each module that was set up and is still alive. They share their observers.
 
-    The ``strategy`` of Fabric has the ranks, and the plan of modules that are not set up yet.
+    The ``strategy`` is Fabric's; it has the ranks, and the plan for modules that are not set up yet.
 
     Attributes:
         observers: notified of every bucket of every module.
@@ -106,13 +107,12 @@ class ModuleSyncs:
     def __init__(self, strategy: BucketedStrategy) -> None:
         self._strategy = strategy
         self.observers = Observers()
-        # The first has the ids of modules that were set up, the second those of modules that will be.
-        self._entries: dict[int, SyncedModule] = {}
-        self._early_states: dict[int, AnyState] = {}
+        self._entries: dict[int, SyncedModule] = {}  # by the id of the module
+        self._early_states: dict[int, AnyState] = {}  # restored states, by the id of a module that is not set up yet
         self._earlier_bytes = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Returns what a copy of the strategy has: Fabric's modules refer to it, and copies of them are not set up."""
+        """Makes a copy empty: copying one of Fabric's modules copies this, too, and the copy is not set up."""
         return ModuleSyncs, (self._strategy,)
 
     @property
@@ -130,7 +130,10 @@ class ModuleSyncs:
         return [entry.sync for entry in self._entries.values() if entry.sync.model is not None]
 
     def add(self, module: Module, attach: Callable[[DistributedDataParallel, GradientSync], None]) -> None:
-        """Makes the sync of a module. All ranks must call it."""
+        """Creates the sync of a module. All ranks must call it.
+
+        ``attach`` must attach the sync to DDP's wrapper, if ``module`` is one.
+        """
         sync = GradientSync(self._strategy.plan, observers=self.observers)
         entry = SyncedModule(sync, self)
         if isinstance(module, DistributedDataParallel):
@@ -139,14 +142,14 @@ class ModuleSyncs:
             sync.note_set_up()
         self._entries[id(module)] = entry
         weakref.finalize(module, self._drop, id(module), entry).atexit = False
-        bare = _unwrapped(module)
-        early = self._early_states.pop(id(bare), None)
-        if early is not None:
-            sync.restore(early)
-            sync.resume(bare)
+        unwrapped = _unwrapped(module)
+        saved = self._early_states.pop(id(unwrapped), None)
+        if saved is not None:
+            sync.restore(saved)
+            sync.resume(unwrapped)
 
     def end_backward(self, entry: SyncedModule) -> None:
-        """Counts a backward of a module. Called when its gradients are averaged, so that it can be wrapped."""
+        """Counts a backward of a module whose gradients have been averaged."""
         entry.sync.end_backward(ends_static_graph=False)
 
     def follow(self, model: DistributedDataParallel) -> None:
@@ -165,9 +168,9 @@ class ModuleSyncs:
         return {name: saved for name, saved in gathered.items() if saved is not None}
 
     def restore(self, saved: Any, modules: Mapping[str, Any]) -> None:
-        """Resumes from what `gather` saved, at once or when a module is set up. All ranks must call it.
+        """Resumes from what `gather` has returned, at once or when a module is set up. All ranks must call it.
 
-        The ``modules`` are the objects that are loaded, by their names in the checkpoint.
+        ``modules`` has the objects that are loaded, by their names in the checkpoint.
         """
         loaded = {name: module for name, module in modules.items() if isinstance(module, Module)}
         states = states_of_modules(saved, loaded)
@@ -201,7 +204,7 @@ class ModuleSyncs:
 
 
 class _ForwardHook:
-    """Calls a function after a forward, which ``torch.compile`` leaves out; that of a copied module calls none."""
+    """Calls a function after a forward, outside of what ``torch.compile`` compiles. A copied module's calls nothing."""
 
     def __init__(self, function: Callable[..., None] | None = None) -> None:
         self._function = None if function is None else torch.compiler.disable(function)

@@ -22,17 +22,17 @@ from lightning_commopt.sync.ddp.observed_reducer import ObservedReducer, can_obs
 from lightning_commopt.sync.strategies import LightningStrategy
 from lightning_commopt.text.validation import warn, warn_once
 
-_HOOKS_THAT_CAST_TO_16_BITS = (
+_CASTING_HOOKS = (
     "fp16_compress_hook",
     "fp16_compress_wrapper_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper_hook",
 )
 
-# What torch's PowerSGDState keeps, by the number of a bucket.
+# The attributes in which torch's PowerSGDState keeps something for each bucket, by the bucket's index.
 _POWERSGD_MEMORIES = ("error_dict", "p_memory_dict", "q_memory_dict")
 
-# DDP rebuilds its buckets once, in the second or third backward, so from the fifth on nothing has to be looked up.
+# DDP rebuilds its buckets once, in the second or third backward. From the fifth on, descriptions of buckets are reused.
 _SETTLING_BACKWARDS = 4
 
 DDPHook = Callable[[Any, Any], torch.futures.Future[Any]]
@@ -48,8 +48,8 @@ class _AddedObservers(Observers):
     """Observers of a strategy that has no ``sync_observers`` itself."""
 
 
-class _Wrapper:
-    """Wraps the hook that Lightning's ``DDPStrategy`` registers; no function, as strategies are pickled and copied."""
+class _HookWrapper:
+    """Wraps the hook that Lightning's ``DDPStrategy`` registers. It is a class because strategies are pickled."""
 
     def __init__(self, strategy: LightningStrategy, observers: Observers) -> None:
         self._strategy, self._observers = strategy, observers
@@ -73,7 +73,7 @@ def observe(strategy: LightningStrategy, observer: SyncObserver) -> None:
     if observers is None:
         observers = _AddedObservers()
         vars(strategy)["sync_observers"] = observers
-        wrap_comm_hook(strategy, _Wrapper(strategy, observers))
+        wrap_comm_hook(strategy, _HookWrapper(strategy, observers))
     observers.add(observer)
 
 
@@ -96,8 +96,8 @@ def observe_wrapped(strategy: LightningStrategy) -> None:
         if getattr(strategy, "world_size", 1) > 1:
             has_units = model is not None and next(comm_objects(model), None) is not None
             sees_more = has_collective_hooks() or has_units
-            seen = "step phases are timed, and their collectives" if sees_more else "only phases are timed"
-            warn_once(f"{type(strategy).__name__} has no buckets whose gradient sync could be observed: {seen}.")
+            timed = "the phases of steps and their collectives" if sees_more else "only the phases of steps"
+            warn_once(f"{type(strategy).__name__} has no DDP buckets to observe: {timed} are timed.")
         return
     if model in _BEFORE_BACKWARD:
         return
@@ -110,7 +110,7 @@ def observe_wrapped(strategy: LightningStrategy) -> None:
 def observe_all_reduce(model: DistributedDataParallel, observers: Observers) -> None:
     """Notifies ``observers`` of DDP's own average, for a model that was just wrapped and has no hook.
 
-    DDP takes one hook, so ours waits until the first backward: a callback may register another in ``on_train_start``.
+    DDP takes one hook, so ours is registered in the first backward: a callback may register one in ``on_train_start``.
     """
     if can_observe_reducer(model):
         _BEFORE_BACKWARD[model] = ObservedReducer(model, observers).before_backward
@@ -129,12 +129,12 @@ def before_backward(model: object) -> None:
             _warn_of_unknown_hook()
         else:
             model.register_comm_hook(None, hook)
-    if (call := _BEFORE_BACKWARD.get(model)) is not None:
-        call()
+    if (prepare := _BEFORE_BACKWARD.get(model)) is not None:
+        prepare()
 
 
 def _warn_of_unknown_hook() -> None:
-    warn_once("a comm hook that the strategy has not registered cannot be observed: only step phases are timed.")
+    warn_once("A comm hook that the strategy has not registered cannot be observed: only phases of steps are timed.")
 
 
 class ObservedBuckets:
@@ -148,7 +148,7 @@ class ObservedBuckets:
         self._num_backwards = 0
 
     def __getstate__(self) -> dict[str, object]:
-        """Returns what a copy has; see `BucketHook`."""
+        """Returns nothing, so that a copy is empty; see `BucketHook`."""
         return {}
 
     def _info(self, bucket: dist.GradBucket, flat: torch.Tensor) -> BucketInfo:
@@ -174,7 +174,7 @@ class ObservedHook(ObservedBuckets):
     def __init__(self, hook: DDPHook, model: DistributedDataParallel, observers: Observers) -> None:
         super().__init__(model, observers)
         self._hook = hook
-        self._casts = getattr(hook, "__name__", "") in _HOOKS_THAT_CAST_TO_16_BITS
+        self._casts = getattr(hook, "__name__", "") in _CASTING_HOOKS
 
     def reduce(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Calls the hook for one bucket, and returns a future of its result."""
@@ -261,10 +261,10 @@ class TorchHook(NamedTuple):
     wrapper: Callable[..., Any] | None = None
 
     def forget_buckets(self) -> None:
-        """Lets torch's PowerSGD begin anew with a further wrapper, whose buckets differ from the last one's.
+        """Lets torch's PowerSGD start again with another wrapper, whose buckets differ from the last one's.
 
-        Its state has residuals and factors by the number of a bucket, and no names of parameters by which they could
-        follow. DDP lays out its buckets again in the first backwards, which are therefore left uncompressed.
+        Its state has residuals and factors by the index of a bucket, and no names of parameters by which they could be
+        moved. DDP rebuilds its buckets in the first backwards, so these are left uncompressed.
         """
         if not hasattr(self.state, "start_powerSGD_iter"):
             return
@@ -294,6 +294,6 @@ class TorchHook(NamedTuple):
             return
         if model.device_type != "cuda" and getattr(self.hook, "__module__", "").endswith("powerSGD_hook"):
             warn(
-                "torch's powerSGD_hook can abort or hang on gloo with more than one bucket."
-                " comm_hook='powersgd' does not."
+                "torch's powerSGD_hook can abort or hang over gloo if there is more than one bucket. Use"
+                " comm_hook='powersgd' of this package instead, which does not."
             )

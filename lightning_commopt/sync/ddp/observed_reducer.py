@@ -23,7 +23,7 @@ from lightning_commopt.sync.ddp.buckets import synced_parameters
 
 
 def can_observe_reducer(model: DistributedDataParallel) -> bool:
-    """Returns whether `ObservedReducer` sees the buckets of a model, which must be dense and travel over gloo."""
+    """Returns whether `ObservedReducer` can observe a model's buckets: they must be dense, and travel over gloo."""
     return (
         has_collective_hooks()
         and model.device_type == "cpu"
@@ -35,12 +35,12 @@ def can_observe_reducer(model: DistributedDataParallel) -> bool:
 
 
 class ObservedReducer:
-    """Notifies observers when DDP's all-reduces are issued and end, and changes nothing that DDP does.
+    """Notifies observers when DDP's all-reduces are issued and when they end, without changing what DDP does.
 
-    DDP all-reduces its buckets in order. An all-reduce within a backward that has the size of the next bucket is taken
-    to be that bucket's; those of a static graph's first backward may come after it. Backward waits for all of them, so
-    an all-reduce whose end was not seen has ended with it: the thread that reports the end may get the GIL only after
-    the thread that waited.
+    DDP all-reduces its buckets in order. An all-reduce within a backward is attributed to the next bucket if it has
+    that bucket's size. In the first backward of a static graph, the all-reduces may come after the backward. Backward
+    waits for all of them, so at its end all have ended: the thread that reports an end may get the GIL later than the
+    thread that has waited for it.
 
     `before_backward` must be called before every backward. The ``model`` was just wrapped, without a hook, and is not
     kept alive.
@@ -81,7 +81,8 @@ class ObservedReducer:
         if bucket.is_last:
             self._next = None
             with suppress(RuntimeError):  # a static graph's first all-reduces may come after their backward
-                # DDP waits for its all-reduces in a callback that runs between these two.
+                # DDP waits for its all-reduces in a callback after backward. A callback that is queued by a callback
+                # runs after that.
                 call_after_backward(lambda: call_after_backward(self._end))
         sync = self._observers.ready(bucket)
         sync.note(START)
@@ -112,7 +113,7 @@ class _IssuedBucket:
         self._under_way, self._num_bytes = [sync], num_bytes
 
     def end(self) -> None:
-        """Notes the end, once; two threads may call it."""
+        """Notes the end, but only once, since two threads may call it."""
         try:
             sync = self._under_way.pop()
         except IndexError:

@@ -1,1 +1,1 @@
-"""Training with few exchanges: fragments, the outer optimizer, and the exchange of what workers have changed."""
+"""DiLoCo, training with rare exchanges: fragments, the outer optimizer, and the exchange of workers' changes."""

@@ -1,4 +1,4 @@
-"""What one rank has trained on since its last exchanges."""
+"""Counts: the samples and losses of one rank since its last exchanges."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lightning_commopt.sync.diloco.report import Report
 
 @dataclass
 class Counts:
-    """What one rank has trained on.
+    """The samples that one rank has trained on, and their losses.
 
     Attributes:
-        samples: number of samples.
-        samples_before: for each fragment, their number at its last exchange.
+        samples: number of samples so far.
+        samples_before: for each fragment, the number of samples at its last exchange.
         losses: sum of the losses since the last exchange of any fragment.
-        num_losses: their number.
+        num_losses: number of these losses.
     """
 
     samples: float = 0.0
@@ -30,12 +30,18 @@ class Counts:
     num_losses: int = 0
 
     def add_loss(self, loss: Tensor) -> None:
-        """Adds the mean of what a training step returns, without waiting for it; a manual one may return many."""
+        """Adds the mean of the loss that a training step returns, without waiting for the device.
+
+        Under manual optimization a step may return a tensor with several losses.
+        """
         self.losses = self.losses + loss.detach().float().mean()
         self.num_losses += 1
 
     def report(self, index: int, **others: float) -> Callable[[], Report]:
-        """Returns a function that reports on a fragment, and may wait for the device; the counts begin anew."""
+        """Returns a function that creates the report for a fragment, and resets the counts of that fragment.
+
+        The function may wait for the device, so a thread should call it.
+        """
         samples, losses, number = self.samples - self.samples_before[index], self.losses, self.num_losses
         self.samples_before[index], self.losses, self.num_losses = self.samples, 0.0, 0
         rank = dist.get_rank() if dist.is_initialized() else 0

@@ -1,4 +1,4 @@
-"""What an exchange tells about the workers: their losses, and how far they have drifted apart."""
+"""What exchanges show about the workers: their losses, and how far they have drifted apart."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from lightning_commopt.text.formatting import grouped
 from lightning_commopt.text.validation import warn
 
 _NUM_ROUNDS = 3
+"""Number of rounds in a row in which the drift must grow before there is a warning."""
 _GROWTH = 2.0
-"""Growth of the drift over `_NUM_ROUNDS` rounds beneath which there is no warning: the drift of a stable training
-varies from round to round, and that of one that diverges doubles in one."""
+"""Minimum growth of the drift over these rounds for a warning: the drift of a stable training varies from round to
+round, while that of a diverging one doubles in a single round."""
 
 
 class DriftWatch:
-    """Turns the reports of exchanges into values for loggers, and warns once in a fit if a fragment's drift grows.
+    """Turns the reports of exchanges into values for loggers, and warns once per fit if a fragment's drift grows.
 
-    A worker is formed by ``ranks_per_worker`` consecutive ranks.
+    ``ranks_per_worker`` consecutive ranks form one worker.
     """
 
     def __init__(self, ranks_per_worker: int = 1) -> None:
@@ -28,7 +29,7 @@ class DriftWatch:
         self._has_warned = False
 
     def metrics(self, index: int, reports: Sequence[Report]) -> dict[str, float]:
-        """Returns the mean drift of a fragment and the loss of each worker that has one, by their names in loggers."""
+        """Returns values for loggers: the mean drift of a fragment, and the loss of each worker that has one."""
         drift = math.fsum(report.drift for report in reports) / len(reports)
         self._check(index, drift)
         metrics = {f"diloco/drift/fragment_{index}": drift}
@@ -46,6 +47,7 @@ class DriftWatch:
             self._has_warned = True
             shown = ", ".join(f"{value:.3g}" for value in drifts)
             warn(
-                f"DiLoCo: what the workers change between two exchanges of fragment {index} has grown in {_NUM_ROUNDS}"
-                f" rounds (norms {shown}). If the loss grows too: a higher inner learning rate wants a lower outer_lr."
+                f"DiLoCo: the norm of the workers' changes between two exchanges of fragment {index} has grown in"
+                f" {_NUM_ROUNDS} rounds in a row ({shown}). If the loss grows, too, lower outer_lr, or the learning"
+                " rate of the model's optimizer: the higher one of them is, the lower the other one must be."
             )

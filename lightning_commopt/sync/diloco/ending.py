@@ -1,4 +1,4 @@
-"""What a fit ends with: an exchange of what was trained since the last ones, whose result the model shows."""
+"""EndsFits: the last exchange of a fit, of what was trained since the exchanges before, whose result the model gets."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MEAN = OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
 
 
 class EndsFits(ShowsWeights):
-    """The part of `Rounds` that ends a fit; its attributes are described there."""
+    """The part of `Rounds` that ends a fit. `Rounds` describes the attributes."""
 
     plan: DiLoCoPlan
     counts: Counts
@@ -34,30 +34,31 @@ class EndsFits(ShowsWeights):
     under_way: deque[UnderWay]
     is_behind: bool
     _num_joins = 0
-    _introduced: list[GlobalWeights] | None = None  # what the exchange knows
+    _introduced: list[GlobalWeights] | None = None  # the fragments that were passed to `Exchange.begin`
 
     def expect_changes(self) -> None:
-        """Is told that training goes on, also by other optimizers than the one whose steps count."""
+        """Records that training has continued, by any optimizer, so that the weights of all fragments may change."""
         self.changed.update(range(len(self.fragments)))
-        parameters = [pair for of in self.fragments for pair in of.fragment.parameters.items()]
+        parameters = [pair for global_state in self.fragments for pair in global_state.fragment.parameters.items()]
         self.trained.update(name for name, x in parameters if x.requires_grad)
         self.set_at_end = None
         self.left_out.note_training()
 
     def finish(self, *, mixes: bool = True) -> None:
-        """Ends a fit: exchanges what was trained since the last exchanges, and shows the result.
+        """Ends a fit: exchanges what was trained since the last exchanges, and puts the result into the model.
 
-        All ranks must call it. What it computes is for the model only: training that goes on after `show_own` goes on
-        as if it had not been called.
+        All ranks must call it. The result is for the model only: after `show_own`, training continues as if this method
+        had not been called.
 
         Args:
-            mixes: whether to mix what is under way into the weights; not into those that a callback has set since.
+            mixes: whether to mix results of exchanges under way into the weights; false if a callback has set weights
+                since these exchanges began.
 
         Raises:
             UnequalStepsError: ranks have begun different exchanges.
         """
         self.show_own()
-        self.wait()  # an exchange of the thread would mix its messages with those below
+        self.wait()  # the messages of an exchange in the thread would be paired with those below
         changed = [index in self.changed for index in range(len(self.fragments))]
         *changed, is_under_way = self.exchange.meet_at_end(self.num_steps, [*changed, bool(self.under_way)])
         self.changed.update(index for index, is_changed in enumerate(changed) if is_changed)
@@ -70,40 +71,41 @@ class EndsFits(ShowsWeights):
         final = [self._final(index, mixes=mixes) for index in range(len(self.fragments))]
         finished = self.exchange.finish(final)
         if finished is not None:
-            for of, arrived in zip(final, finished.final, strict=True):
-                of.take(arrived)
+            for global_state, arrived in zip(final, finished.final, strict=True):
+                global_state.take(arrived)
             if finished.joined is not None:
                 self._join(finished.joined)
-        # A fit that was resumed at its end trains nothing, and does not call the callback that has set them.
+        # A fit that was resumed at its end does not train, and so does not call the callback that has set `set_at_end`.
         self._final_weights = final if self.set_at_end is None else self.set_at_end
         self._show(self._final_weights)
 
     def _was_changed_by_hooks(self) -> bool:
         """Returns whether hooks have changed weights of fragments that were not trained since their last exchange.
 
-        With mixing, or while an exchange is under way, a model has none of the global weights to compare with.
+        With mixing, or while an exchange is under way, the model does not have the global weights, so there is nothing
+        to compare with.
         """
-        unchanged = [of for index, of in enumerate(self.fragments) if index not in self.changed]
+        unchanged = [global_state for index, global_state in enumerate(self.fragments) if index not in self.changed]
         is_comparable = not self.plan.own_share and self.exchange.is_complete
         return bool(unchanged) and is_comparable and self.differs_from(unchanged)
 
     def finish_again(self) -> None:
-        """Averages over the workers what a callback has put into the model since `finish`, such as their averages.
+        """Averages over the workers the weights that a callback has set since `finish`, such as its running averages.
 
-        All ranks must call it. Without such a callback on any rank it sends nothing but one number.
+        All ranks must call it. If no rank has such a callback, it sends one number only.
         """
         final = self._final_weights
         assert final is not None
         if self.differs_from(final):
-            for of in final:
-                local = LocalWeights.of(of.fragment)
+            for global_state in final:
+                local = LocalWeights.of(global_state.fragment)
                 local.num_joins = self._num_joins
-                of.take(self.exchange.run(of, local, Report(1.0), self._exchanges_before(), _MEAN))
+                global_state.take(self.exchange.run(global_state, local, Report(1.0), self._exchanges_before(), _MEAN))
             self._show(final)
             self.set_at_end = final
 
     def _introduce(self) -> None:
-        """Tells the exchange of the fragments, and of what has arrived before a fit was resumed."""
+        """Passes the fragments to the exchange, and the results that had arrived before the fit was resumed."""
         if self._introduced is not self.fragments:
             arrived = {under_way.index: under_way.arrived for under_way in self.under_way}
             self.exchange.begin(self.fragments, {index: x for index, x in arrived.items() if x is not None})
@@ -115,17 +117,20 @@ class EndsFits(ShowsWeights):
             arrived.joined = None
 
     def _final(self, index: int, *, mixes: bool) -> GlobalWeights:
-        """Returns a fragment's weights at the end of a fit: after an incomplete round the mean of the workers'."""
-        of = self.fragments[index]
+        """Returns a fragment's weights at the end of a fit.
+
+        They are the mean of the workers' weights if the fragment was trained since its last exchange.
+        """
+        global_state = self.fragments[index]
         arrived = next((other.arrived for other in self.under_way if other.index == index), None)
         if arrived is not None and arrived.has_missed:
             arrived = None
-        latest = replace(of, momentum=None, state=map_tensors(Tensor.clone, of.state))
+        latest = replace(global_state, momentum=None, state=map_tensors(Tensor.clone, global_state.state))
         if arrived is not None:
             latest.take(arrived)
         if index not in self.changed:
             return latest
-        local = LocalWeights.of(of.fragment)
+        local = LocalWeights.of(global_state.fragment)
         local.wait()
         if arrived is not None and mixes:
             torch.lerp(latest.weights, local.flat, self.plan.own_share, out=local.flat)
@@ -140,15 +145,15 @@ class EndsFits(ShowsWeights):
         return self.num_steps // self.plan.sync_every
 
     def wait(self) -> None:
-        """Waits for the exchanges that are under way, without applying them."""
+        """Waits for the exchanges under way, without applying their results."""
         for under_way in self.under_way:
             under_way.wait(self.fragments[under_way.index].fragment)
 
     def _join(self, joined: list[Arrived]) -> None:
-        """Takes the global weights of all fragments, as a rank that has missed an exchange."""
-        for of, arrived in zip(self.fragments, joined, strict=True):
-            of.take(arrived)
-            mix(of, 0.0)
+        """Gives this rank, which has missed an exchange, the global weights of all fragments."""
+        for global_state, arrived in zip(self.fragments, joined, strict=True):
+            global_state.take(arrived)
+            mix(global_state, 0.0)
         self.counts.forget(len(self.fragments))
         self.trained.clear()
         self._num_joins += 1

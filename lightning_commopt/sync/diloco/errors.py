@@ -9,7 +9,7 @@ from lightning_commopt.compat.lightning import MisconfigurationException
 
 
 class MembersError(RuntimeError):
-    """The ranks can no longer agree; the message says why."""
+    """The ranks can no longer agree on who takes part; the message says why."""
 
 
 class UnequalStepsError(MisconfigurationException):
@@ -18,13 +18,13 @@ class UnequalStepsError(MisconfigurationException):
 
 @contextmanager
 def store_errors() -> Generator[None, None, None]:
-    """Returns a context in which a lost store is a `MembersError` that says what has ended."""
+    """Returns a context in which the loss of the store raises a `MembersError` that says which process has ended."""
     try:
         yield
     except MembersError:
         raise
     except RuntimeError as error:
         raise MembersError(
-            "the store of the process group is lost, with which the ranks agree on who takes part: the process that"
-            f" hosts it has ended, which is torchrun's agent, or without torchrun rank 0 ({error})"
+            "the store of the process group is lost, so the ranks can no longer agree on who takes part: the process"
+            f" that hosts it has ended, which is torchrun's agent, or without torchrun rank 0 ({error})"
         ) from error

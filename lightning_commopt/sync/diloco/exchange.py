@@ -1,7 +1,7 @@
-"""The exchange of one fragment: its difference is averaged over the workers, and the global weights move.
+"""The exchange of one fragment: its difference from the global weights is averaged over the workers and moves these.
 
-It runs in a thread of its own over gloo, in the host's memory also for models on CUDA: beside links that are slow
-enough for DiLoCo the copy costs nothing, and training goes on beside it.
+It runs in a thread over gloo while training continues, and in the host's memory, also for models on CUDA: compared with
+links that are slow enough to need DiLoCo, the copy to the host costs nothing.
 """
 
 from __future__ import annotations
@@ -25,15 +25,18 @@ from lightning_commopt.sync.diloco.report import BETWEEN_BATCHES, Report, check_
 
 @dataclass(eq=False)
 class GlobalWeights:
-    """The global state of one fragment, in the host's memory, equal on all workers; ``n`` elements.
+    """The global state of one fragment with ``n`` elements, in the host's memory.
+
+    It is equal on all workers, except ``state`` and ``carried``.
 
     Attributes:
-        weights: ``(n,)`` the global weights at the last exchange.
-        floats: means of the workers' floating-point buffers then, in their order in the fragment.
-        integers: the other buffers of the first worker then.
-        momentum: ``(n,)`` of the outer optimizer; None without one.
+        fragment: the fragment.
+        weights: ``(n,)`` the global weights, as of the last exchange.
+        floats: means of the workers' floating-point buffers at that time, in their order in the fragment.
+        integers: the first worker's other buffers at that time.
+        momentum: ``(n,)`` the momentum of the outer optimizer; None without momentum.
         state: what the compressor keeps on this rank.
-        carried: ``(n,)`` what an earlier division of the model had left unsent on this rank; None if there is nothing.
+        carried: ``(n,)`` what this rank had not sent when the model was divided anew; None if there is nothing.
     """
 
     fragment: Fragment
@@ -46,7 +49,7 @@ class GlobalWeights:
 
     @classmethod
     def of(cls, fragment: Fragment, outer: OuterSGD) -> GlobalWeights:
-        """Returns the state before the first exchange, of weights that are equal on all workers."""
+        """Returns the state before the first exchange, from a model whose weights are equal on all workers."""
         local = LocalWeights.of(fragment)
         local.wait()
         return cls(fragment, local.flat, local.floats, local.integers, outer.new_buffer(local.flat))
@@ -60,16 +63,16 @@ class GlobalWeights:
         return Arrived(self.weights, self.floats, self.integers, [])
 
     def take(self, arrived: Arrived | GlobalWeights) -> None:
-        """Makes what an exchange has brought the global weights."""
+        """Replaces the global weights by the result of an exchange."""
         self.weights, self.floats, self.integers = arrived.weights, arrived.floats, arrived.integers
 
 
 @dataclass(eq=False)
 class LocalWeights:
-    """A copy of one worker's fragment in the host's memory, complete after `wait`.
+    """A copy of one worker's fragment, ``(n,)`` and its buffers, in the host's memory; complete after `wait`.
 
-    ``num_joins`` is how often the model had been given all global weights before, and ``trained`` has the names of the
-    parameters that required a gradient in a step since the last exchange; None if they do not matter.
+    ``num_joins`` is the number of times that this rank had joined again, taking all global weights, before the copy.
+    ``trained`` has the names of parameters that required a gradient in a step since the last exchange; None for all.
     """
 
     flat: Tensor
@@ -81,7 +84,7 @@ class LocalWeights:
 
     @classmethod
     def of(cls, fragment: Fragment) -> LocalWeights:
-        """Begins to copy; on CUDA in the current stream, without waiting for it."""
+        """Starts to copy a fragment; on CUDA it does so in the current stream, without waiting for it."""
         flat = fragment.new_flat()
         foreach_copy_(fragment.views(flat), fragment.real_parameters(), non_blocking=True)
         floats, integers = _on_host(fragment.floats), _on_host(fragment.integers)
@@ -104,17 +107,17 @@ def _on_host(buffers: Mapping[str, Tensor]) -> list[Tensor]:
 
 @dataclass(eq=False)
 class Arrived:
-    """What an exchange has brought, the same on all workers, which is applied ``overlap`` steps after it began.
+    """The result of an exchange, equal on all workers. It is applied ``overlap`` steps after the exchange began.
 
     Attributes:
         weights: ``(n,)`` the new global weights.
         floats: see `GlobalWeights`.
         integers: see `GlobalWeights`.
-        reports: one of each rank that took part.
+        reports: the report of each rank that took part.
         is_complete: whether all ranks took part, and none of them had missed an exchange.
-        has_missed: whether the others have gone on without this rank, which has got nothing.
+        has_missed: whether the others made the exchange without this rank, which has no result then.
         joined: the global weights of all fragments before this exchange, if this rank takes part again after others
-            went on without it; otherwise None.
+            have made exchanges without it; otherwise None.
     """
 
     weights: Tensor
@@ -128,19 +131,19 @@ class Arrived:
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """What a rank gets at the end of a fit that has missed an exchange: weights to show, and to train on from."""
+    """All fragments' weights for a rank that has missed an exchange, at the end of a fit."""
 
-    final: list[Arrived]
-    joined: list[Arrived] | None
+    final: list[Arrived]  # for the model
+    joined: list[Arrived] | None  # the global weights, from which further training starts; None if the rank has them
 
 
 class Exchange:
     """Averages fragments over the workers.
 
     Args:
-        channel: collectives over all ranks, of a gloo group that nothing else uses; None for a single rank.
-        compressor: how differences travel; None for uncompressed.
-        ranks: numbers of the channel's ranks, in their order; None for all of the default group.
+        channel: collectives over all ranks, through a gloo group that nothing else uses; None for a single rank.
+        compressor: compresses the differences; None to send them uncompressed.
+        ranks: numbers of the channel's ranks, in their order; None for all ranks of the default group.
     """
 
     def __init__(
@@ -155,7 +158,7 @@ class Exchange:
         return 0 if self._channel is None else self._channel.bytes_sent
 
     def begin(self, fragments: Sequence[GlobalWeights], arrived: Mapping[int, Arrived]) -> None:
-        """Is told all fragments before their first exchange, and what has arrived of some and is not applied yet."""
+        """Called before the first exchange, with all fragments and with results that are not applied yet, by index."""
 
     @property
     def is_complete(self) -> bool:
@@ -163,28 +166,30 @@ class Exchange:
         return True
 
     def watch_end(self) -> None:
-        """Is told that the exchanges at the end of a fit follow."""
+        """Called before the exchanges at the end of a fit."""
 
     def finish(self, final: Sequence[GlobalWeights]) -> Finished | None:
-        """Is given the weights at the end of a fit; returns what this rank must have instead, or None."""
+        """Called with the weights at the end of a fit; returns what this rank must have instead, or None."""
         return None
 
-    def run(self, of: GlobalWeights, local: LocalWeights, report: Report, step: int, outer: OuterSGD) -> Arrived:
+    def run(
+        self, global_state: GlobalWeights, local: LocalWeights, report: Report, step: int, outer: OuterSGD
+    ) -> Arrived:
         """Exchanges one fragment. All ranks must call it in the same order.
 
         Args:
-            of: the global state, whose momentum and compressor's state are updated.
-            local: this worker's weights, whose memory the new global weights take.
-            report: what this worker tells the others.
+            global_state: the fragment's global state; its momentum and the compressor's state are updated.
+            local: this worker's weights; their memory is reused for the new global weights.
+            report: what this worker reports to the others.
             step: number of earlier exchanges of this fragment, for a new state of the compressor.
-            outer: moves the global weights.
+            outer: the outer optimizer, which moves the global weights.
 
         Raises:
             UnequalStepsError: another rank is in another batch, or has taken another number of steps.
         """
         local.wait()
-        difference = torch.sub(of.weights, local.flat, out=local.flat)
-        names = of.fragment.parameters
+        difference = torch.sub(global_state.weights, local.flat, out=local.flat)
+        names = global_state.fragment.parameters
         trained = bytes(local.trained is None or name in local.trained for name in names)
         drift = float(torch.linalg.vector_norm(difference))
         reports = self._gather(replace(report, drift=drift, trained=zlib.crc32(trained)))
@@ -193,23 +198,25 @@ class Exchange:
         total = sum(other.samples for other in reports)
         if total and any(other.samples != report.samples for other in reports):
             difference.mul_(report.samples * len(reports) / total)
-        if of.carried is not None:
-            difference.add_(of.carried)
-            of.carried = None
+        if global_state.carried is not None:
+            difference.add_(global_state.carried)
+            global_state.carried = None
         if self._channel is not None and len(difference):  # all parameters of a fragment may be empty
-            layout = of.fragment.layout
-            if not of.state:
-                of.state = self._compressor.init(layout, difference.device, step)
-            finish(self._compressor.rounds(difference, layout, of.state, self._channel))
-        _move(of, difference, trained, outer)
+            layout = global_state.fragment.layout
+            if not global_state.state:
+                global_state.state = self._compressor.init(layout, difference.device, step)
+            finish(self._compressor.rounds(difference, layout, global_state.state, self._channel))
+        _move(global_state, difference, trained, outer)
         return Arrived(difference, self._mean(local.floats), self._first(local.integers), reports)
 
-    def unsent(self, of: GlobalWeights) -> Tensor | None:
-        """Returns ``(n,)`` what this rank has not sent of a fragment yet; None if nothing is kept."""
-        residual = self._compressor.residual(of.fragment.layout, of.state) if of.state else None
-        if residual is None or of.carried is None:
-            return of.carried if residual is None else residual
-        return residual + of.carried
+    def unsent(self, global_state: GlobalWeights) -> Tensor | None:
+        """Returns ``(n,)`` what this rank has not sent yet of a fragment; None if it keeps nothing."""
+        residual = (
+            self._compressor.residual(global_state.fragment.layout, global_state.state) if global_state.state else None
+        )
+        if residual is None or global_state.carried is None:
+            return global_state.carried if residual is None else residual
+        return residual + global_state.carried
 
     def any_rank(self, value: bool) -> bool:
         """Returns whether ``value`` is true on any rank. All ranks must call it."""
@@ -241,14 +248,14 @@ class Exchange:
         return reports
 
     def _any_rank(self, values: bytes) -> bytes:
-        """Returns the largest of each value on any rank."""
+        """Returns the element-wise maximum over all ranks."""
         if self._channel is None:
             return values
         numbers = torch.tensor([*values], dtype=torch.uint8, device="cpu")
         return bytes(self._channel.all_gather(numbers).wait().amax(0).tolist())
 
     def _mean(self, buffers: list[Tensor]) -> list[Tensor]:
-        """Returns the means of floating-point buffers, in float64 so that equal ones keep their bits."""
+        """Returns the means of floating-point buffers, computed in float64 so that equal values keep their bits."""
         if self._channel is None or not buffers:
             return buffers
         flat = torch.cat([x.reshape(-1).double() for x in buffers])
@@ -264,17 +271,18 @@ class Exchange:
         return [part.clone().view(x.dtype).view(x.shape) for part, x in zip(parts, buffers, strict=True)]
 
 
-def _move(of: GlobalWeights, difference: Tensor, trained: bytes, outer: OuterSGD) -> None:
-    """Puts a fragment's new weights in the place of the mean difference ``(n,)``, and updates its momentum.
+def _move(global_state: GlobalWeights, difference: Tensor, trained: bytes, outer: OuterSGD) -> None:
+    """Writes a fragment's new weights over the mean difference ``(n,)``, and updates its momentum.
 
-    ``trained`` has 1 for each parameter that was trained on any rank, and 0 for others. Momentum moves no parameter
-    that was frozen on all ranks, as ``torch.optim.SGD`` skips one without a gradient. It gets the mean of the ranks'
-    weights: the global weights, unless ranks had mixed them with their own or hooks have changed them.
+    ``trained`` has 1 for each parameter that was trained on any rank, and 0 for others. Momentum does not move
+    parameters that were frozen on all ranks, as ``torch.optim.SGD`` skips parameters without a gradient. These get the
+    mean of the ranks' weights, which differs from the global weights if ranks had mixed these with their own, or if
+    hooks have changed them.
     """
-    if of.momentum is None or all(trained):
-        outer.move(of.weights, of.momentum, difference)
+    if global_state.momentum is None or all(trained):
+        outer.move(global_state.weights, global_state.momentum, difference)
         return
-    parts = (of.fragment.views(flat) for flat in (of.weights, of.momentum, difference))
+    parts = (global_state.fragment.views(flat) for flat in (global_state.weights, global_state.momentum, difference))
     for is_trained, weights, momentum, part in zip(trained, *parts, strict=True):
         if is_trained:
             outer.move(weights, momentum, part)

@@ -1,4 +1,4 @@
-"""Fragments: the parts of a model that are exchanged in turns."""
+"""Fragments: the parts of a model that are exchanged in turn."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Buffer:
 
     Attributes:
         owner: the module.
-        name: its name there.
-        first: what it was when the fit began.
-        shape: its shape then, as a forward may resize it in place.
+        name: name of the buffer in the module.
+        first: the tensor when the fit began.
+        shape: its shape at that time, since a forward may resize the tensor in place.
     """
 
     owner: Module
@@ -33,19 +33,19 @@ class Buffer:
 
     @property
     def tensor(self) -> Tensor:
-        """What the module has by now, as it may replace a buffer by another tensor.
+        """The module's present tensor, since the module may replace a buffer by another tensor.
 
-        One of another shape, such as a cache that grows, is left to each rank, and ``first`` stands in for it, or zeros
-        if it was resized in place: ranks must send the same shapes.
+        All ranks must send the same shapes. Therefore a tensor of another shape or dtype, such as a cache that grows,
+        is not exchanged: ``first`` is returned in its place, or zeros if ``first`` was resized in place.
         """
-        now = dict(self.owner.named_buffers(recurse=False)).get(self.name, self.first)
-        if (now.shape, now.dtype) != (self.shape, self.first.dtype):
+        tensor = dict(self.owner.named_buffers(recurse=False)).get(self.name, self.first)
+        if (tensor.shape, tensor.dtype) != (self.shape, self.first.dtype):
             return self.first if self.first.shape == self.shape else self.first.new_zeros(self.shape)
-        return now if torch.is_inference_mode_enabled() else ordinary_buffer(self.owner, self.name, now)
+        return tensor if torch.is_inference_mode_enabled() else ensure_normal_buffer(self.owner, self.name, tensor)
 
 
-def ordinary_buffer(owner: Module, name: str, tensor: Tensor) -> Tensor:
-    """Returns a buffer; if it was made in inference mode, a copy takes its place that can be changed elsewhere."""
+def ensure_normal_buffer(owner: Module, name: str, tensor: Tensor) -> Tensor:
+    """Returns a buffer; one from inference mode is first replaced by a copy, which can be changed outside of it."""
     if tensor.is_inference():
         tensor = tensor.clone()
         setattr(owner, name, tensor)
@@ -57,9 +57,9 @@ class Fragment:
     """Parameters that are exchanged together, with the buffers of their modules.
 
     Attributes:
-        parameters: the trainable parameters by their names, each only once if modules share it.
-        float_buffers: floating-point buffers, whose mean the workers get, by their names.
-        other_buffers: all other buffers, which the workers get from the first of them.
+        parameters: trainable parameters by name; a parameter that modules share is there only once.
+        float_buffers: floating-point buffers by name; all workers get their mean.
+        other_buffers: all other buffers by name; all workers get those of the first worker.
     """
 
     parameters: dict[str, Tensor]
@@ -82,7 +82,7 @@ class Fragment:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """What differences are computed and sent in: float64 if a parameter has it, otherwise float32."""
+        """The dtype in which differences are computed and sent: float64 if a parameter has it, otherwise float32."""
         wide = any(as_real(x).dtype == torch.float64 for x in self.parameters.values())
         return torch.float64 if wide else torch.float32
 
@@ -92,7 +92,7 @@ class Fragment:
         return Layout.of([*self.parameters.values()], self.dtype)
 
     def new_flat(self) -> Tensor:
-        """Returns uninitialized memory ``(n,)`` on the host, from which CUDA can copy while the host goes on."""
+        """Returns uninitialized host memory ``(n,)``, pinned if the model is on CUDA, so that copies can overlap."""
         is_cuda = any(x.is_cuda for x in self.parameters.values())
         return torch.empty(self.layout.numel, dtype=self.dtype, device="cpu", pin_memory=is_cuda)
 
@@ -109,21 +109,21 @@ class Fragment:
         return [*self.real_parameters(), *self.floats.values(), *self.integers.values()]
 
     def real_parameters(self) -> list[Tensor]:
-        """Returns the parameters, complex ones as pairs of real numbers, which share their memory."""
+        """Returns the parameters, complex ones viewed as pairs of real numbers."""
         return [as_real(x.detach()) for x in self.parameters.values()]
 
 
 def split_model(
     module: Module, number: int, by: str, trained: Collection[str] = (), buffers: Mapping[str, Buffer] | None = None
 ) -> tuple[Fragment, ...]:
-    """Divides what a model trains into fragments, in the same way on all ranks.
+    """Divides the trainable parameters of a model into fragments, in the same way on all ranks.
 
     Args:
-        module: the model. Other parameters than those that require a gradient or are ``trained`` are left out.
+        module: the model. Only parameters that require a gradient or are in ``trained`` are included.
         number: number of fragments.
         by: "blocks" or "bytes"; see `DiLoCoPlan`.
-        trained: names of parameters that were trained before, and may be frozen.
-        buffers: those of an earlier division of the model by their names.
+        trained: names of parameters that were trained before, and may be frozen now.
+        buffers: buffers of an earlier division of the model, by name.
 
     Raises:
         OptionError: the model has fewer blocks or parameters than fragments.
@@ -133,29 +133,29 @@ def split_model(
         raise OptionError("DiLoCo has nothing to exchange: no parameter of the model requires a gradient")
     groups = _blocks(module, parameters) if by == "blocks" and number > 1 else [[name] for name in parameters]
     if number > len(groups):
-        what = "blocks" if by == "blocks" else "trainable parameters"
+        kind = "blocks" if by == "blocks" else "trainable parameters"
         hint = ", or fragment_by='bytes'" if by == "blocks" and number <= len(parameters) else ""
         raise OptionError(
-            f"fragments={number} do not fit: the model has {len(groups)} {what}; use at most"
+            f"fragments={number} is too many: the model has {len(groups)} {kind}, so use at most"
             f" fragments={len(groups)}{hint}"
         )
     parts = (
-        _stride(groups, number, parameters)
+        _deal_out(groups, number, parameters)
         if by == "blocks"
         else _balance(groups, [[] for _ in range(number)], parameters)
     )
     order = {name: position for position, name in enumerate(parameters)}
     parts = [sorted(names, key=order.__getitem__) for names in parts]
-    return _with_buffers(module, [{name: parameters[name] for name in names} for names in parts], buffers or {})
+    return _add_buffers(module, [{name: parameters[name] for name in names} for names in parts], buffers or {})
 
 
 def _blocks(module: Module, parameters: Mapping[str, Tensor]) -> list[list[str]]:
-    """Returns the names of parameters by block: repeated modules first, in their order, then all other modules."""
+    """Returns the names of parameters, grouped by block: first the repeated modules in order, then all others."""
     containers = [
         name for name, part in module.named_modules() if isinstance(part, ModuleList | Sequential) and len(part) > 1
     ]
     sizes = {name: sum(x.numel() for key, x in parameters.items() if _is_in(key, name)) for name in containers}
-    # Of nested containers with the same parameters the innermost has the repeated blocks.
+    # If nested containers have the same parameters, the innermost one has the repeated blocks.
     container = max(sizes, key=lambda name: (sizes[name], name.count(".")), default=None)
     blocks: dict[str, list[str]] = {}
     others: dict[str, list[str]] = {}
@@ -172,8 +172,8 @@ def _is_in(name: str, prefix: str) -> bool:
     return not prefix or name.startswith(f"{prefix}.")
 
 
-def _stride(groups: Sequence[list[str]], number: int, parameters: Mapping[str, Tensor]) -> list[list[str]]:
-    """Gives every ``number``-th of the groups of the usual size to the same fragment, and balances the others."""
+def _deal_out(groups: Sequence[list[str]], number: int, parameters: Mapping[str, Tensor]) -> list[list[str]]:
+    """Deals out groups of the most frequent size to ``number`` fragments in turn, and balances the other groups."""
     sizes = [sum(parameters[name].numel() for name in group) for group in groups]
     usual = max(set(sizes), key=lambda size: (sizes.count(size), size))
     repeated = [group for group, size in zip(groups, sizes, strict=True) if size == usual]
@@ -194,15 +194,15 @@ def _balance(groups: Iterable[list[str]], parts: list[list[str]], parameters: Ma
     return parts
 
 
-def _with_buffers(
-    module: Module, parts: Sequence[dict[str, Tensor]], known: Mapping[str, Buffer]
+def _add_buffers(
+    module: Module, parts: Sequence[dict[str, Tensor]], earlier: Mapping[str, Buffer]
 ) -> tuple[Fragment, ...]:
-    """Returns the fragments, with each buffer in the one that has parameters of its module, or else in the first."""
+    """Returns fragments that also have the buffers: with a parameter of the same module, or else in the first one."""
     fragments = tuple(Fragment(parameters) for parameters in parts)
     owners = {name.rpartition(".")[0]: fragment for fragment in reversed(fragments) for name in fragment.parameters}
     for name, tensor in module.named_buffers():
         owner, _, own_name = name.rpartition(".")
-        part, buffer = module.get_submodule(owner), known.get(name)
+        part, buffer = module.get_submodule(owner), earlier.get(name)
         if buffer is None or buffer.owner is not part:
             buffer = Buffer(part, own_name, tensor, tensor.shape)
         fragment = owners.get(owner, fragments[0])

@@ -1,4 +1,4 @@
-"""The parameters that are in no fragment, as they were frozen when the model was divided, or not there."""
+"""The parameters that are in no fragment, because they were frozen or did not exist when the model was divided."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class LeftOut:
-    """Those of all ``parameters`` that are not ``known``, being in no fragment. Hooks may move them, as a teacher's."""
+    """The parameters that are in no fragment. Hooks may change them, such as those of a teacher model.
+
+    Args:
+        parameters: all parameters of the model, with their names.
+        known: parameters that are in fragments.
+        earlier: the object that this one replaces, whose records continue; None at the beginning of a fit.
+
+    Attributes:
+        parameters: the parameters that are in no fragment, by name.
+    """
 
     def __init__(
         self, parameters: Iterable[tuple[str, Tensor]], known: Iterable[Tensor], earlier: LeftOut | None = None
@@ -27,15 +36,15 @@ class LeftOut:
                 self._sums[name] = _sum(x)
 
     def note_training(self) -> None:
-        """Remembers which parameters require a gradient now, in a step, as they may be frozen between batches."""
+        """Records which parameters require a gradient in this step, since they may be frozen between batches."""
         self._trained.update(name for name, x in self.parameters.items() if x.requires_grad)
 
     def unfrozen(self) -> dict[str, Tensor]:
-        """Returns the parameters that require a gradient, or did so in a step."""
+        """Returns the parameters that require a gradient now, or did so in a step."""
         return {name: x for name, x in self.parameters.items() if x.requires_grad or name in self._trained}
 
     def moved(self) -> dict[str, Tensor]:
-        """Returns the parameters that have changed since the fit began, on this rank."""
+        """Returns the parameters that have changed on this rank since the fit began."""
         return {name: x.detach() for name, x in self.parameters.items() if _sum(x) != self._sums[name]}
 
     @torch.no_grad()
@@ -47,6 +56,6 @@ class LeftOut:
 
 
 def _sum(x: Tensor) -> int:
-    """Returns the sum of a tensor's bits as integers, which tells values apart at the speed of the memory."""
+    """Returns the sum of a tensor's bits as integers, a checksum that is as fast as the memory."""
     flat = as_real(x.detach()).reshape(-1)
     return int(flat.view(_INTEGERS[flat.element_size()]).sum(dtype=torch.int64))

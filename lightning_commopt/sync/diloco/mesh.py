@@ -1,4 +1,4 @@
-"""Mesh: connections among some of the ranks, which a process group of all ranks does not offer once one has died."""
+"""Mesh: collectives among some of the ranks, since a process group is of no use once one of its ranks has died."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_commopt.compressors.channel import Channel, Pending
 
 PIECE_BYTES = 2**24
-"""Bytes in one message of `Mesh.send`, 16 MiB like a piece of a compressed bucket: each may take ``patience_s``."""
+"""Bytes in one message of `Mesh.send`, 16 MiB like a piece of a compressed bucket. Each may take ``patience_s``."""
 
 # A group with a dead peer must not be freed while one of its threads still waits for that peer: the destructor would
 # wait for the thread, and hold the GIL that the thread needs.
@@ -24,8 +24,8 @@ _never_freed: list[dist.ProcessGroupGloo] = []
 class Mesh(Channel):
     """The collectives of compressors over new gloo connections among some ranks, the ``members``.
 
-    ``dist.new_group`` would need the same number of earlier groups on all of them, and a rank that has missed an
-    exchange may have made fewer. A member that does not connect within ``timeout_s`` raises a RuntimeError.
+    ``dist.new_group`` requires that all ranks have created the same number of groups before, and a rank that has missed
+    an exchange may have created fewer. If a member does not connect within ``timeout_s``, a RuntimeError is raised.
     """
 
     def __init__(
@@ -38,34 +38,34 @@ class Mesh(Channel):
         self._members = members
         gloo = dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=timeout_s))
         _never_freed.append(gloo)
-        self._gloo = cast(dist.ProcessGroup, gloo)  # it has the same collectives, which torch does not annotate
+        self._gloo = cast(dist.ProcessGroup, gloo)  # torch does not annotate that it has the same collectives
 
     def all_reduce(self, tensor: Tensor) -> Pending:
         self._sent["half_bytes"] += 2 * tensor.nbytes
         return Pending(tensor, [self._gloo.allreduce([tensor])])
 
     def send(self, tensors: Iterable[Tensor], to: int, on_piece: Callable[[], None]) -> None:
-        """Sends tensors on the host to the rank with a number; calls ``on_piece`` after each message."""
-        place = self._members.index(to)
+        """Sends tensors on the host to rank ``to``; calls ``on_piece`` after each message."""
+        index = self._members.index(to)
         for tensor in tensors:
             for piece in _pieces(tensor.contiguous()):
-                self._gloo.send([piece], place, 0).wait()
+                self._gloo.send([piece], index, 0).wait()
                 on_piece()
 
     def receive(self, like: Iterable[Tensor], source: int) -> list[Tensor]:
-        """Receives what a rank sends, in contiguous tensors of the shapes and dtypes of ``like``."""
-        place, received = self._members.index(source), []
+        """Receives what rank ``source`` sends, in contiguous tensors of the shapes and dtypes of ``like``."""
+        index, received = self._members.index(source), []
         for tensor in like:
             received.append(torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
             for piece in _pieces(received[-1]):
-                self._gloo.recv([piece], place, 0).wait()
+                self._gloo.recv([piece], index, 0).wait()
         return received
 
     def _swap(self, outgoing: list[Tensor], incoming: list[Tensor]) -> list[dist.Work | None]:
         incoming[self.rank].copy_(outgoing[self.rank])
         others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
-        works: list[dist.Work | None] = [self._gloo.recv([_as_bytes(incoming[place])], place, 0) for place in others]
-        return [*works, *(self._gloo.send([_as_bytes(outgoing[place])], place, 0) for place in others)]
+        works: list[dist.Work | None] = [self._gloo.recv([_as_bytes(incoming[index])], index, 0) for index in others]
+        return [*works, *(self._gloo.send([_as_bytes(outgoing[index])], index, 0) for index in others)]
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

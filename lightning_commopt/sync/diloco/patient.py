@@ -1,7 +1,7 @@
-"""PatientExchange: exchanges that go on without a rank that is late or dead, and take it back when it comes.
+"""PatientExchange: exchanges that continue without a rank that is late or dead, and let it join again when it comes.
 
-An exchange is tried with copies of what it changes. Its results count if all who took part report success, so that a
-fragment moves on all of them or on none.
+An attempt works on copies of what it changes. Its results count only if all ranks that take part report success, so
+that a fragment moves on all of them or on none.
 """
 
 from __future__ import annotations
@@ -28,22 +28,26 @@ from lightning_commopt.sync.gather import map_tensors
 from lightning_commopt.sync.store import key_space
 
 _MAX_TRIES = 3
-"""Tries of an exchange among the same ranks. None of them is missed when all have failed, so that the reason is no rank
-that ends or freezes, but a message that takes longer than ``patience_s``, or an error of our own."""
+"""Maximum number of attempts among the same ranks. If so many have failed although all of these ranks came to each, the
+reason is not a rank that has died or is frozen, but a message that takes longer than ``patience_s``, or a bug."""
 
 _READY = "ready"
 
 
 _Tried = tuple[GlobalWeights, Arrived, list[GlobalWeights] | None]
-"""What an attempt has brought to this rank, which counts if all have succeeded: the global state of the fragment after
-the exchange, what the model gets, and the global state of all fragments before it, which is None unless this rank
-joins."""
+"""The result of an attempt on this rank, which counts if all ranks succeed: the global state of the fragment after the
+exchange, the result for the model, and the global states of all fragments before the exchange if this rank joins, or
+else None."""
 
 
 class PatientExchange(Exchange):
-    """Averages fragments over the ranks that come in time, on which the ``members`` agree.
+    """Averages fragments over the ranks that arrive in time.
 
-    The ``store`` is for the addresses of connections; a message may take ``patience_s``.
+    Args:
+        members: decides which ranks take part.
+        store: part of a store for the addresses of connections.
+        compressor: compresses the differences; None to send them uncompressed.
+        patience_s: seconds that a message may take.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class PatientExchange(Exchange):
         self._mesh: Mesh | None = None
         self._sent: Counter[str] = Counter()
         self._fragments: Sequence[GlobalWeights] = ()
-        # What worker and model know of a fragment differs between an exchange and the step in which it is applied.
+        # The latest results by fragment. The model has them only from the step on in which they are applied.
         self._latest: dict[Fragment, Arrived] = {}
         self._mesh_name = FIRST_MESH
         self._mesh_of_state: dict[Fragment, str] = {}
@@ -70,7 +74,7 @@ class PatientExchange(Exchange):
         log: Callable[[str], None],
         listener: Listener | None = None,
     ) -> PatientExchange:
-        """Returns one for the ranks of the default group, all of which must call it; see `Members`."""
+        """Returns an exchange among the ranks of the default group. All ranks must call it. See `Members`."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
         options: dict[str, Any] = {"patience_s": patience_s, "timeout_s": timeout_s, "log": log, "listener": listener}
         members = Members(key_space("diloco_members"), rank, world_size, **options)
@@ -87,39 +91,41 @@ class PatientExchange(Exchange):
     def any_rank(self, value: bool) -> bool:
         return self._members.any_member(value)
 
-    def run(self, of: GlobalWeights, local: LocalWeights, report: Report, step: int, outer: OuterSGD) -> Arrived:
-        """Exchanges one fragment with the ranks that are there.
+    def run(
+        self, global_state: GlobalWeights, local: LocalWeights, report: Report, step: int, outer: OuterSGD
+    ) -> Arrived:
+        """Exchanges one fragment among the ranks that arrive in time; see `Exchange.run`.
 
         Raises:
-            MembersError: see `Members.meet`; or the exchange failed again and again.
+            MembersError: see `Members.meet`; or `_MAX_TRIES` attempts among the same ranks have failed.
         """
         local.wait()
         tries: Counter[tuple[int, ...]] = Counter()
         while (attempt := self._members.meet()) is not None:
             tried, cause = None, None
             try:
-                tried = self._try(attempt, of, local, report, step, outer)
+                tried = self._try(attempt, global_state, local, report, step, outer)
             except RuntimeError as error:
                 cause = error
             if self._members.conclude(attempt, is_success=tried is not None):
                 assert tried is not None
-                arrived = self._accept(of, *tried)
+                arrived = self._accept(global_state, *tried)
                 arrived.is_complete = self.is_complete and not attempt.joiners
                 return arrived
             tries[attempt.members] += 1
             if tries[attempt.members] == _MAX_TRIES:
                 raise MembersError(
-                    f"an exchange among ranks {[*attempt.members]} failed {_MAX_TRIES} times, though none of them is"
-                    f" missed: a message may take longer than patience_s={self._patience_s:g}, or one of them has"
-                    " raised"
+                    f"an exchange among ranks {[*attempt.members]} has failed {_MAX_TRIES} times, although all of them"
+                    f" were there: a message may take longer than patience_s={self._patience_s:g}, or one of them has"
+                    " raised an error"
                 ) from cause
-        return replace(of.arrived(), is_complete=False, has_missed=True)
+        return replace(global_state.arrived(), is_complete=False, has_missed=True)
 
     def finish(self, final: Sequence[GlobalWeights]) -> Finished | None:
-        """Gives the weights at the end of a fit to ranks that have missed an exchange since `watch_end`.
+        """Sends the weights at the end of a fit to ranks that have missed an exchange since `watch_end`.
 
         Raises:
-            MembersError: the others have ended the fit without this rank, or see `Members.meet`.
+            MembersError: the others have ended the fit without this rank; or see `Members.meet`.
         """
         if self._members.are_complete:
             return None
@@ -130,9 +136,9 @@ class PatientExchange(Exchange):
             others = [rank for rank in attempt.members if rank != source]
             try:
                 self._connect(attempt)
-                received = self._pass_on(attempt, [*self._up_to_date(), *final], source, others)
+                received = self._transfer(attempt, [*self._latest_state(), *final], source, others)
                 is_success = True
-            except RuntimeError:  # concluded as a failure, which is repeated with those who are left
+            except RuntimeError:  # the attempt is concluded as a failure, and repeated with the remaining ranks
                 pass
             if self._members.conclude(attempt, is_success=is_success):
                 if received is None:
@@ -153,47 +159,56 @@ class PatientExchange(Exchange):
         self._members.watch_steadiness()
 
     def _try(
-        self, attempt: Attempt, of: GlobalWeights, local: LocalWeights, report: Report, step: int, outer: OuterSGD
+        self,
+        attempt: Attempt,
+        global_state: GlobalWeights,
+        local: LocalWeights,
+        report: Report,
+        step: int,
+        outer: OuterSGD,
     ) -> _Tried:
         self._connect(attempt)
-        received = self._pass_on(attempt, self._up_to_date(), attempt.leader, attempt.joiners)
+        received = self._transfer(attempt, self._latest_state(), attempt.leader, attempt.joiners)
         own = local.num_joins == self._num_joins and received is None
-        before = self._before(of, received, keeps_state=own)
+        before = self._before(global_state, received, keeps_state=own)
         if own:
             local = replace(local, flat=local.flat.clone())
-        else:  # it was trained from weights that have been dropped
+        else:  # the local weights were trained from global weights that have been dropped
             local = LocalWeights(before.weights.clone(), before.floats, before.integers, None, trained=())
             report = replace(report, samples=0.0)
         exchange = Exchange(self._mesh, self._compressor, attempt.members)
         arrived = exchange.run(before, local, report, step, outer)
         return before, arrived, received
 
-    def _before(self, of: GlobalWeights, received: list[GlobalWeights] | None, *, keeps_state: bool) -> GlobalWeights:
+    def _before(
+        self, global_state: GlobalWeights, received: list[GlobalWeights] | None, *, keeps_state: bool
+    ) -> GlobalWeights:
         """Returns a copy of a fragment's global state, for an attempt to change."""
         if received is not None:
-            given = next(new for new in received if new.fragment is of.fragment)
-            return replace(given, momentum=None if of.momentum is None else given.momentum)
-        before = replace(of, state=map_tensors(torch.clone, of.state))
-        if of.momentum is not None:
-            before.momentum = of.momentum.clone()
+            given = next(new for new in received if new.fragment is global_state.fragment)
+            return replace(given, momentum=None if global_state.momentum is None else given.momentum)
+        before = replace(global_state, state=map_tensors(torch.clone, global_state.state))
+        if global_state.momentum is not None:
+            before.momentum = global_state.momentum.clone()
         if not keeps_state:
-            before.take(self._latest[of.fragment])
+            before.take(self._latest[global_state.fragment])
             before.state = {}
-        elif before.state and self._mesh_of_state.get(of.fragment, FIRST_MESH) != self._mesh_name:
-            # Other ranks share some states, so that all begin new ones; only what is unsent is this rank's alone.
+        elif before.state and self._mesh_of_state.get(global_state.fragment, FIRST_MESH) != self._mesh_name:
+            # A compressor's state may have parts that ranks share, so all members start new ones. What is unsent
+            # belongs to this rank alone and is kept.
             before.carried = self.unsent(before)
             before.state = {}
         return before
 
     def _accept(
-        self, of: GlobalWeights, after: GlobalWeights, arrived: Arrived, received: list[GlobalWeights] | None
+        self, global_state: GlobalWeights, after: GlobalWeights, arrived: Arrived, received: list[GlobalWeights] | None
     ) -> Arrived:
         if received is not None:
             arrived.joined = self._join(received)
-        of.momentum, of.state, of.carried = after.momentum, after.state, after.carried
-        if any(of is other for other in self._fragments):  # not at the end of a fit
-            self._latest[of.fragment] = arrived
-            self._mesh_of_state[of.fragment] = self._mesh_name
+        global_state.momentum, global_state.state, global_state.carried = after.momentum, after.state, after.carried
+        if any(global_state is other for other in self._fragments):  # false for copies, which the end of a fit uses
+            self._latest[global_state.fragment] = arrived
+            self._mesh_of_state[global_state.fragment] = self._mesh_name
         return arrived
 
     def _join(self, received: Sequence[GlobalWeights]) -> list[Arrived]:
@@ -203,10 +218,10 @@ class PatientExchange(Exchange):
             self._latest[old.fragment] = new.arrived()
         return [self._latest[old.fragment] for old in self._fragments]
 
-    def _up_to_date(self) -> list[GlobalWeights]:
-        current = [replace(of) for of in self._fragments]
-        for of in current:
-            of.take(self._latest.get(of.fragment, of))
+    def _latest_state(self) -> list[GlobalWeights]:
+        current = [replace(global_state) for global_state in self._fragments]
+        for global_state in current:
+            global_state.take(self._latest.get(global_state.fragment, global_state))
         return current
 
     def _connect(self, attempt: Attempt) -> None:
@@ -217,32 +232,37 @@ class PatientExchange(Exchange):
             self._mesh = Mesh(store, rank, attempt.members, timeout_s=timeout_s, sent=self._sent)
             self._mesh_name = attempt.mesh
 
-    def _pass_on(
+    def _transfer(
         self, attempt: Attempt, state: Sequence[GlobalWeights], source: int, to: Sequence[int]
     ) -> list[GlobalWeights] | None:
-        """Sends global states of fragments from one member to others; returns them on those, with momenta."""
+        """Sends global states, with momenta, from member ``source`` to others; returns them there, else None."""
         mesh, rank = self._mesh, self._members.rank
         assert mesh is not None
         received = None
         if rank == source:
             for other in to:
-                tensors = [x for of in state for x in _tensors(of)]
+                tensors = [x for global_state in state for x in _tensors(global_state)]
                 mesh.send(tensors, other, lambda: self._members.tell_progress(attempt))
         elif rank in to:
-            arrived = iter(mesh.receive([x for of in state for x in _tensors(of)], source))
-            received = [_like(of, arrived) for of in state]
+            arrived = iter(mesh.receive([x for global_state in state for x in _tensors(global_state)], source))
+            received = [_like(global_state, arrived) for global_state in state]
             self._members.tell(attempt, _READY)
         self._members.wait_for(to, attempt, _READY)
         return received
 
 
-def _tensors(of: GlobalWeights) -> list[Tensor]:
-    return [of.weights, *([] if of.momentum is None else [of.momentum]), *of.floats, *of.integers]
+def _tensors(global_state: GlobalWeights) -> list[Tensor]:
+    return [
+        global_state.weights,
+        *([] if global_state.momentum is None else [global_state.momentum]),
+        *global_state.floats,
+        *global_state.integers,
+    ]
 
 
-def _like(of: GlobalWeights, tensors: Iterator[Tensor]) -> GlobalWeights:
-    """Returns a global state of the next tensors in the order of `_tensors`, with no state of a compressor."""
+def _like(global_state: GlobalWeights, tensors: Iterator[Tensor]) -> GlobalWeights:
+    """Returns a global state from the next tensors, in the order of `_tensors`, without a compressor's state."""
     weights = next(tensors)
-    momentum = None if of.momentum is None else next(tensors)
-    floats, integers = [next(tensors) for _ in of.floats], [next(tensors) for _ in of.integers]
-    return GlobalWeights(of.fragment, weights, floats, integers, momentum)
+    momentum = None if global_state.momentum is None else next(tensors)
+    floats, integers = [next(tensors) for _ in global_state.floats], [next(tensors) for _ in global_state.integers]
+    return GlobalWeights(global_state.fragment, weights, floats, integers, momentum)

@@ -1,4 +1,4 @@
-"""Report: what ranks tell each other beside a fragment, and whether they are in the same exchange."""
+"""Report: what ranks send each other along with a fragment, and whether they are in the same exchange."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from lightning_commopt.sync.diloco.errors import UnequalStepsError
 from lightning_commopt.text.formatting import list_some
 
 AT_END, BETWEEN_BATCHES = -1, -2
-"""Where a rank is, in place of the number of a batch, while it takes part in no exchange of a training."""
+"""Values of `Report.batch` for ranks that are not in an exchange of a training step."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What each worker sends beside a fragment.
+    """What each rank sends along with a fragment, as float64.
 
     Attributes:
-        samples: number of samples since the last exchange of this fragment, its weight in the mean.
+        samples: number of samples since the last exchange of this fragment, which is the rank's weight in the mean.
         loss_scale: scale of its gradient scaler; 0 without one.
-        loss: mean loss of its training steps since the last exchange of any fragment; NaN if it has none.
-        drift: Euclidean norm of its weights' difference from the global ones, which the exchange sets.
-        rank: its rank, as some may be missed.
+        loss: mean loss of its training steps since the last exchange of any fragment; NaN without a loss.
+        drift: Euclidean norm of its weights' difference from the global ones; set by the exchange.
+        rank: its number, since some ranks may be missing.
         has_signal: 1 if it has received a signal to end or to save, and 0 otherwise.
-        trained: checksum of the parameters that were trained, which the exchange sets.
+        trained: checksum of which parameters were trained; set by the exchange.
         num_steps: number of its optimizer steps so far.
-        batch: number of the batch that it trains on, from 1; 0 in Fabric, which knows none; or `AT_END` of the
+        batch: number of the batch that it trains on, from 1; 0 in Fabric, where it is unknown; or `AT_END` of the
             training, or `BETWEEN_BATCHES`.
     """
 
@@ -44,9 +44,9 @@ class Report:
     batch: float = AT_END
 
     def to_plain(self) -> list[float]:
-        """Returns what a checkpoint keeps: what is used when the exchange is applied.
+        """Returns the values for a checkpoint: those that are needed when the exchange is applied.
 
-        The signal is left out, which a fit that resumes from it has not received.
+        The signal is not saved, because a fit that resumes from the checkpoint has not received it.
         """
         return [self.samples, self.loss_scale, self.loss, self.drift, self.rank]
 
@@ -55,9 +55,9 @@ class Report:
 
 
 def check_same_step(reports: Sequence[Report], ranks: Sequence[int] | None = None) -> None:
-    """Compares where the ranks are. Outside of exchanges they may have taken different numbers of steps.
+    """Checks that all ranks are in the same batch, and in an exchange have taken the same number of steps.
 
-    The ``ranks`` are the numbers of those that have sent the ``reports``; None for 0, 1 and so on.
+    ``ranks`` has the numbers of the ranks that have sent the ``reports``; None for 0, 1 and so on.
 
     Raises:
         UnequalStepsError: ranks are in different exchanges, or in different batches.
@@ -67,7 +67,7 @@ def check_same_step(reports: Sequence[Report], ranks: Sequence[int] | None = Non
         places = [f"rank {rank} {_place(report)}" for rank, report in zip(numbers, reports, strict=True)]
         raise UnequalStepsError(
             f"Ranks have taken different numbers of optimizer steps: {list_some(places, 8)}. All ranks must step the"
-            " first optimizer in the same batches. To leave out a step on some of them only, call zero_grad() and then"
+            " first optimizer in the same batches. To skip an update on some ranks only, call zero_grad() and then"
             " step() there."
         )
 

@@ -1,4 +1,4 @@
-"""Whether the fragments of a model can go on from what a checkpoint holds of DiLoCo."""
+"""Checks whether the fragments of a model can resume from the state of DiLoCo in a checkpoint."""
 
 from __future__ import annotations
 
@@ -16,39 +16,54 @@ _KINDS = ("parameters", "floats", "integers")
 
 
 def names_in(fragment: Fragment) -> dict[str, list[str]]:
-    """Returns the names of a fragment's tensors, under the keys that a checkpoint has."""
+    """Returns the names of a fragment's tensors, under the keys that a checkpoint uses."""
     return {kind: list(getattr(fragment, kind)) for kind in _KINDS}
 
 
-def checksum(of: GlobalWeights) -> int:
-    """Returns a number that tells global weights from others."""
-    return zlib.crc32(of.weights.numpy().data)
+def checksum(global_state: GlobalWeights) -> int:
+    """Returns a checksum of global weights."""
+    return zlib.crc32(global_state.weights.numpy().data)
 
 
-def reason_against(
+def why_not_resumable(
     fragments: Sequence[GlobalWeights], common: Mapping[str, Any], own: Mapping[str, Any] | None
 ) -> str | None:
-    """Returns why fragments are not those that were saved; None if they are.
+    """Returns why fragments cannot resume from a checkpoint, or None if they can.
 
-    Hooks may give a model other parameters, or a checkpoint another ``state_dict``, whose weights the ``fragments``
-    have. All ranks get the same answer, as their models are equal, and the files of a checkpoint are from the same
-    step. This rank's ``own`` part is None if it is not used.
+    Hooks may have given the model other parameters, or the checkpoint another ``state_dict``, whose weights the
+    fragments then have. All ranks get the same answer, because their models are equal, and the files of a checkpoint
+    are from the same step.
+
+    Args:
+        fragments: fragments of the model after the checkpoint's ``state_dict`` was loaded.
+        common: the common part of the checkpoint.
+        own: this rank's part; None if it is not used.
     """
     pairs = [*zip(fragments, common["fragments"], strict=False)]
     names = [{kind: saved[kind] for kind in _KINDS} for saved in common["fragments"]]
-    if names != [names_in(of.fragment) for of in fragments]:
+    if names != [names_in(global_state.fragment) for global_state in fragments]:
         return "the model has other parameters"
     under_way = [(fragments[saved["index"]], saved) for saved in common["under_way"]]
-    flats = [(of, saved[key]) for of, saved in [*pairs, *under_way] for key in ("weights", "momentum") if key in saved]
+    flats = [
+        (global_state, saved[key])
+        for global_state, saved in [*pairs, *under_way]
+        for key in ("weights", "momentum")
+        if key in saved
+    ]
     buffers = [[*saved["values_of_floats"], *saved["values_of_integers"]] for _, saved in pairs]
     if (
-        any(flat is not None and flat.shape != of.weights.shape for of, flat in flats)
-        or [_shapes([*of.floats, *of.integers]) for of in fragments] != [*map(_shapes, buffers)]
-        or (own and [_shapes(of.fragment.tensors()) for of in fragments] != [*map(_shapes, own["weights"])])
+        any(flat is not None and flat.shape != global_state.weights.shape for global_state, flat in flats)
+        or [_shapes([*global_state.floats, *global_state.integers]) for global_state in fragments]
+        != [*map(_shapes, buffers)]
+        or (
+            own
+            and [_shapes(global_state.fragment.tensors()) for global_state in fragments]
+            != [*map(_shapes, own["weights"])]
+        )
     ):
         return "the model has parameters or buffers of other shapes"
-    if any(saved["checksum"] not in (None, checksum(of)) for of, saved in pairs):
-        return "they are not those of its last exchanges, but others that a hook has put in their place"
+    if any(saved["checksum"] not in (None, checksum(global_state)) for global_state, saved in pairs):
+        return "a hook has replaced the weights of the last exchanges by others"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Rounds: which fragment is exchanged after which step."""
+"""Rounds: decides which fragment is exchanged after which step, and carries the exchanges out."""
 
 from __future__ import annotations
 
@@ -22,20 +22,26 @@ from lightning_commopt.sync.executors import WorkerThread
 
 
 class Rounds(EndsFits):
-    """The exchanges of one model in the course of a fit, whose weights are equal on all ranks at its beginning.
+    """The exchanges of one model in the course of a fit.
 
-    For ``trained``, the names of parameters that were trained before, see `split_model`.
+    Args:
+        plan: the plan.
+        module: the model; its weights must be equal on all ranks.
+        exchange: averages fragments over the workers.
+        trained: names of parameters that were trained before; see `split_model`.
+        observers: notified of every exchange.
 
     Attributes:
-        fragments: the global weights.
+        fragments: the global state of each fragment.
         left_out: the parameters that are in no fragment.
         counts: what this rank has trained on.
         num_steps: number of optimizer steps so far.
-        steps_before: for each fragment, their number at its last exchange.
-        changed: numbers of the fragments that may have been trained since their last exchange.
-        trained: names of the parameters that required a gradient in a step since their last exchange.
-        under_way: the exchanges that have begun, and are not applied yet.
-        is_behind: whether the others have gone on without this rank, so that training is in vain until it joins again.
+        steps_before: for each fragment, the number of steps at its last exchange.
+        changed: indices of fragments that may have been trained since their last exchange.
+        trained: names of parameters that required a gradient in a step since their last exchange.
+        under_way: exchanges that have begun and are not applied yet.
+        is_behind: whether the others have continued without this rank, so that what it trains is dropped until it
+            joins again.
     """
 
     def __init__(
@@ -62,7 +68,7 @@ class Rounds(EndsFits):
         self.is_behind = False
 
     def _divide(self, module: Module, trained: Collection[str]) -> list[GlobalWeights]:
-        buffers = {name: x for of in self.fragments for name, x in of.fragment.buffers.items()}
+        buffers = {name: x for global_state in self.fragments for name, x in global_state.fragment.buffers.items()}
         parts = split_model(module, self.plan.fragments, self.plan.fragment_by, trained, buffers)
         self._leave_out(module, parts)
         return [GlobalWeights.of(fragment, self.outer) for fragment in parts]
@@ -72,20 +78,20 @@ class Rounds(EndsFits):
         self.left_out = LeftOut(module.named_parameters(), known, earlier=self.left_out)
 
     def find_added(self, module: Module) -> None:
-        """Leaves out also what the model has got since it was divided."""
-        self._leave_out(module, [of.fragment for of in self.fragments])
+        """Adds parameters that were added to the model since it was divided to `left_out`."""
+        self._leave_out(module, [global_state.fragment for global_state in self.fragments])
 
     def divide_again(self, module: Module) -> None:
-        """Divides the model anew, when parameters were unfrozen or added. All ranks must call it after the same step.
+        """Divides the model anew after parameters were unfrozen or added. All ranks must call it after the same step.
 
-        The exchanges under way are applied early. Global weights, momentum and residuals are kept for each parameter.
-        Unfrozen and new parameters must be equal on all ranks.
+        Exchanges under way are applied early. Each parameter keeps its global weights, momentum and residual. Unfrozen
+        and new parameters must be equal on all ranks.
         """
         self.wait()
         while self.under_way:
             self._apply(self.under_way.popleft())
         old = self.fragments
-        trained = [name for of in old for name in of.fragment.parameters]
+        trained = [name for global_state in old for name in global_state.fragment.parameters]
         self.fragments = self._divide(module, [*trained, *self.left_out.unfrozen()])
         carry_over(old, self.fragments, self.exchange)
 
@@ -100,12 +106,13 @@ class Rounds(EndsFits):
 
         Args:
             loss_scale: returns the scale of this rank's gradient scaler; called if an exchange begins.
-            has_signal: returns whether this rank has received a signal to end or to save; called likewise.
-            num_steps: steps since the last call; of each fragment one exchange begins if any was due after one of them.
-            batch: number of the batch, which all ranks must have in the same exchange.
+            has_signal: returns whether this rank has received a signal to end or to save; called if an exchange begins.
+            num_steps: number of steps since the last call. If several exchanges of a fragment were due after these
+                steps, only one begins.
+            batch: number of the batch, which must be equal on all ranks in the same exchange.
 
         Returns:
-            What was applied to the model, each with the number of its fragment.
+            For each result that was applied to the model, the index of its fragment and the result.
 
         Raises:
             UnequalStepsError: ranks have taken different numbers of steps.
@@ -114,7 +121,7 @@ class Rounds(EndsFits):
         self.expect_changes()
         applied = self._apply_due()
         lateness = [((self.num_steps - offset) % self.plan.sync_every, i) for i, offset in enumerate(self.plan.offsets)]
-        # In the order in which they are due, so that none waits for another until its fragment is exchanged again.
+        # Exchanges begin in the order in which they are due, so that none has to wait until its fragment is due again.
         for late, index in sorted(lateness, reverse=True):
             if late < num_steps:
                 others = {"loss_scale": loss_scale(), "has_signal": float(has_signal()), "batch": batch}
@@ -122,21 +129,23 @@ class Rounds(EndsFits):
         return [*applied, *self._apply_due()]
 
     def _begin(self, index: int, after: int, report: Callable[[], Report]) -> None:
-        of, local = self.fragments[index], LocalWeights.of(self.fragments[index].fragment)
+        global_state, local = self.fragments[index], LocalWeights.of(self.fragments[index].fragment)
         self._introduce()
         local.num_joins = self._num_joins
-        local.trained = self.trained.intersection(of.fragment.parameters)
+        local.trained = self.trained.intersection(global_state.fragment.parameters)
         step = self._exchanges_before()
         future = self._thread.future(local.flat)
-        sync = self.observers.exchange(BucketInfo(index, local.flat.nbytes, tuple(of.fragment.parameters), True))
+        sync = self.observers.exchange(
+            BucketInfo(index, local.flat.nbytes, tuple(global_state.fragment.parameters), True)
+        )
         under_way = UnderWay(index, after + self.plan.overlap, future=future, sync=sync)
 
         def exchange() -> Arrived:
-            return self.exchange.run(of, local, report(), step, self.outer)
+            return self.exchange.run(global_state, local, report(), step, self.outer)
 
         self.steps_before[index] = self.num_steps
         self.changed.discard(index)
-        self.trained.difference_update(of.fragment.parameters)
+        self.trained.difference_update(global_state.fragment.parameters)
         self.under_way.append(under_way)
         self._thread.submit(lambda: under_way.run(local, exchange, lambda: self.exchange.bytes_sent), [future])
 
@@ -148,17 +157,17 @@ class Rounds(EndsFits):
         return [(index, arrived) for index, arrived in applied if not arrived.has_missed]
 
     def _apply(self, under_way: UnderWay) -> Arrived:
-        of, sync = self.fragments[under_way.index], under_way.sync
+        global_state, sync = self.fragments[under_way.index], under_way.sync
         if sync is not None:
             sync.note(DUE)
-        arrived = under_way.wait(of.fragment)
-        self._take(of, arrived)
+        arrived = under_way.wait(global_state.fragment)
+        self._take(global_state, arrived)
         if sync is not None:
             sync.note(APPLIED)
         return arrived
 
-    def _take(self, of: GlobalWeights, arrived: Arrived) -> None:
-        """Puts what has arrived into the model; nothing if the others went on without this rank."""
+    def _take(self, global_state: GlobalWeights, arrived: Arrived) -> None:
+        """Applies the result of an exchange to the model, unless the others made the exchange without this rank."""
         own_share = self.plan.own_share
         if arrived.has_missed:
             self.is_behind = True
@@ -166,24 +175,24 @@ class Rounds(EndsFits):
         if arrived.joined is not None:
             self._join(arrived.joined)
             arrived.joined, own_share = None, 0.0
-        of.take(arrived)
-        mix(of, own_share)
+        global_state.take(arrived)
+        mix(global_state, own_share)
 
     def meet(self, value: bool = False) -> bool:
-        """Returns whether ``value`` is true on any rank, before other collectives that all ranks come to between steps.
+        """Returns whether ``value`` is true on any rank. All ranks must call it between two steps.
 
-        A rank that has left out a step comes here while others wait for it in an exchange: both must notice. Exchanges
-        under way are waited for. All ranks must call it.
+        It is called before other collectives between steps, to detect a rank that has skipped a step and so comes here
+        while others wait for it in an exchange. It first waits for exchanges under way.
 
         Raises:
             UnequalStepsError: ranks have begun different exchanges.
         """
-        self.wait()  # an exchange of the thread would mix its messages with those below
+        self.wait()  # the messages of an exchange in the thread would be paired with those below
         return self.exchange.meet(self.num_steps, value)
 
     @property
     def is_exact(self) -> bool:
-        """Whether all ranks have the same global weights, or will from what is under way; call `wait` before."""
+        """Whether all ranks have the same global weights once exchanges under way are applied; call `wait` before."""
         arrived = [under_way.arrived for under_way in self.under_way]
         return self.exchange.is_complete and all(x is None or x.is_complete for x in arrived)
 

@@ -1,4 +1,4 @@
-"""The ``state_dict`` of a module with global weights in place of a worker's own."""
+"""The ``state_dict`` of a module with the global weights in place of a worker's own."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lightning_commopt.sync.diloco.rounds import Rounds
 def global_state_dict(module: Module, rounds: Rounds) -> dict[str, Any]:
     """Returns a module's ``state_dict`` with global weights and buffers in place of a worker's own.
 
-    Real values in float32 and float64 share the memory of the global weights, unless the module computes its state,
-    such as one that merges adapters into the weights.
+    Real tensors in float32 and float64 share the memory of the global weights. They do not if the module computes its
+    state, for instance by merging adapters into the weights.
     """
     state = module.state_dict()
     if not rounds.shows_own:
         return state
-    values = {_place(x): value for of in rounds.fragments for x, value in _pairs(of)}
+    values = {_place(x): value for global_state in rounds.fragments for x, value in _pairs(global_state)}
     places = {*values, *map(_place, (*module.parameters(), *module.buffers()))}
     if any(isinstance(x, Tensor) and x.numel() and _place(x) not in places for x in state.values()):
         return _computed_state(module, rounds)
@@ -47,15 +47,15 @@ def _place(x: Tensor) -> tuple[Any, ...]:
     return x.data_ptr(), x.dtype, x.shape, x.stride()
 
 
-def _pairs(of: GlobalWeights) -> list[tuple[Tensor, Tensor]]:
+def _pairs(global_state: GlobalWeights) -> list[tuple[Tensor, Tensor]]:
     """Returns all tensors of a fragment that have elements, each with its global value."""
-    parameters = [*of.fragment.parameters.values()]
+    parameters = [*global_state.fragment.parameters.values()]
     values = [
-        # A copy, as ``torch.save`` refuses memory that has real and complex numbers in it, and as the pairs begin
-        # anywhere in the flat tensor, but complex numbers only at even places.
+        # It must be a copy: ``torch.save`` refuses memory that is used for both real and complex numbers, and a view as
+        # complex numbers must start at an even offset in the flat tensor.
         torch.view_as_complex(value.clone()) if x.is_complex() else value
-        for x, value in zip(parameters, of.fragment.views(of.weights), strict=True)
+        for x, value in zip(parameters, global_state.fragment.views(global_state.weights), strict=True)
     ]
-    tensors = [*parameters, *of.fragment.floats.values(), *of.fragment.integers.values()]
-    pairs = zip(tensors, [*values, *of.floats, *of.integers], strict=True)
+    tensors = [*parameters, *global_state.fragment.floats.values(), *global_state.fragment.integers.values()]
+    pairs = zip(tensors, [*values, *global_state.floats, *global_state.integers], strict=True)
     return [(x, value) for x, value in pairs if x.numel()]

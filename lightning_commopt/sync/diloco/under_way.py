@@ -25,23 +25,28 @@ class UnderWay:
     """An exchange that has begun.
 
     Attributes:
-        index: number of the fragment.
-        due: number of steps after which its result is applied.
-        arrived: its result, once the exchange has ended.
-        error: what it raised.
+        index: index of the fragment.
+        due: number of steps after which the result is applied.
+        arrived: the result, once the exchange has ended.
+        error: the exception that the exchange has raised, if any.
+        future: completes when the exchange ends; None if its result is from a checkpoint.
+        sync: notifies observers; None if the result is from a checkpoint.
     """
 
     index: int
     due: int
     arrived: Arrived | None = None
     error: Exception | None = None
-    future: BucketFuture | None = None  # None for one that was resumed
-    sync: BucketSync | None = None  # its observers; None for one that was resumed
+    future: BucketFuture | None = None
+    sync: BucketSync | None = None
 
     def run(self, local: LocalWeights, exchange: Callable[[], Arrived], bytes_sent: Callable[[], int]) -> None:
         """Carries the exchange out, and keeps its result, or the error that it raises.
 
-        The copy to ``local`` may be under way. ``bytes_sent`` returns the payload bytes that this rank has sent so far.
+        Args:
+            local: this worker's weights; copying them may still be under way.
+            exchange: carries the exchange out.
+            bytes_sent: returns the payload bytes that this rank has sent so far.
         """
         assert self.sync is not None
         bytes_before = bytes_sent()
@@ -63,7 +68,7 @@ class UnderWay:
             try:
                 self.future.future.wait()
             except Exception as error_of_future:
-                error = self.error or error_of_future  # a future adds the stack of its thread to the message
+                error = self.error or error_of_future  # the future's error has its thread's stack in the message
                 if isinstance(error, UnequalStepsError):
                     raise error from None
                 raise DiLoCoError(

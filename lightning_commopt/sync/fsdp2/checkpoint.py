@@ -1,6 +1,6 @@
-"""The state of FSDP2's units in checkpoints; in a directory each rank writes its own tensors, see `sync.checkpoint`.
+"""The state of FSDP2's units in checkpoints. In a directory each rank writes its own tensors; see `sync.checkpoint`.
 
-The folder of its own keeps them out of sight of whoever reads the model.
+These tensors are in a folder of their own, so that programs that load the model from the directory do not see them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lightning_commopt.sync.unit_layout import UnitLayout
 def save_in_directory(state: CommState[UnitLayout], directory: Path, name: str = "") -> None:
     """Writes this rank's tensors into the directory of a checkpoint. All ranks must call it.
 
-    ``name`` is that of the module, where a checkpoint may hold several.
+    ``name`` is the name of the module in a Fabric checkpoint, which may hold several.
     """
     rank, tensors = dist.get_rank(), dict[str, Tensor]()
     map_tensors(lambda x: tensors.update({f"{rank}/{len(tensors)}": x.cpu()}), to_plain(state))
@@ -39,9 +39,14 @@ def save_in_directory(state: CommState[UnitLayout], directory: Path, name: str =
 
 
 def resume(sync: ShardedModelSync, saved: Any, strategy: RunningStrategy, path: Path, name: str = "") -> None:
-    """Continues from the state in a checkpoint, between two backwards, with a model attached. All ranks must call it.
+    """Continues from the state in a checkpoint, between two backwards. All ranks must call it.
 
-    The checkpoint in ``path``, a directory or a file, holds ``saved`` for the module ``name``; None if nothing.
+    Args:
+        sync: the sync that continues; its model must be attached.
+        saved: the state in the checkpoint; None if it has none.
+        strategy: the strategy, which has the ranks.
+        path: the checkpoint, a directory or a file.
+        name: name of the module in a Fabric checkpoint.
     """
     gradients = sync.gradients
     if saved is None and gradients is None:

@@ -41,8 +41,8 @@ from lightning_commopt.sync.warm_up import prepare_kernels, run_on_shards
 from lightning_commopt.text.validation import warn_once
 
 _MAX_UNDER_WAY = 2
-"""Number of units whose gradients may be in memory besides the current unit's. One is on the wire while the next one
-waits; each more would only take memory, since the thread works on one at a time."""
+"""Number of units whose gradients may be in memory besides the current unit's: one is on the wire while the next one
+waits. More would take memory without any gain, since the thread works on one at a time."""
 
 
 class ShardedSync:
@@ -66,11 +66,11 @@ class ShardedSync:
         return self._channels.bytes_sent
 
     def attach(self, model: Module, *, ranks_per_node: int | None = None, timeout: timedelta | None = None) -> None:
-        """Gives each unit of ``model`` a comm object, once all are sharded. All ranks must call it.
+        """Sets a comm object in each unit of ``model``, once all are sharded. All ranks must call it.
 
-        The residuals of an earlier fit of the same model are added to its next gradients. The launcher has started
-        ``ranks_per_node`` on each node, None for all ranks; ``timeout`` is the limit of collectives in groups that this
-        makes, None for the backend's default.
+        The residuals of an earlier fit of the same model are added to its next gradients. ``ranks_per_node`` is the
+        number of ranks that the launcher has started on each node, None for all ranks; ``timeout`` is the limit of
+        collectives in groups that are created here, None for the backend's default.
 
         Raises:
             OptionError: torch is too old, a unit is sharded in a way that is not supported here, or ``ranks_per_node``
@@ -90,10 +90,10 @@ class ShardedSync:
             self._register(module, unit, replicas_and_shards(columns)[0])
         self.add_residuals(earlier_residuals)
         if not any(column.is_compressed for unit in self.units for column in unit.columns):
-            what = "parameters only that travel as they are: complex ones, and those of one dimension"
-            what = what if self.units else "one shard"
-            warn_once(f"comm_hook has no effect here: each unit of the model has {what}.")
-        if self.units:  # no backward should wait for a compiler
+            uncompressed = "only parameters that are sent uncompressed: complex ones, and those of one dimension"
+            content = uncompressed if self.units else "one shard"
+            warn_once(f"comm_hook has no effect here: each unit of the model has {content}.")
+        if self.units:  # compiled here, so that the first backward does not wait for the compiler
             device, dtypes = self.units[0].device, set().union(*map(dtypes_of, self._replaced))
             channels = {unit.num_shards: self._channels.of(unit.group) for unit in self.units}
 
@@ -104,7 +104,7 @@ class ShardedSync:
             prepare_kernels(run, device, has_c_kernels=self.compressor.claims.has_c_kernels)
 
     def detach(self) -> None:
-        """Gives the units their own reduce-scatter back; the state stays for checkpoints and the model's next fit."""
+        """Restores the units' own reduce-scatters; the state stays for checkpoints and the model's next fit."""
         for module, (comm, is_sum) in self._replaced.items():
             module.set_custom_reduce_scatter(comm)
             module.set_gradient_divide_factor(None)  # type: ignore[arg-type]  # its default
@@ -125,11 +125,11 @@ class ShardedSync:
         return {column.name for unit in self.units for column in unit.columns if column.is_trained()}
 
     def residuals(self) -> dict[str, Tensor]:
-        """Returns what this rank has not sent yet, in float32, by the name of the parameter and in its shape."""
+        """Returns this rank's residuals in float32, by parameter name and in the parameter's shape."""
         return self.state().all_residuals()
 
     def state(self) -> CommState[UnitLayout]:
-        """Returns this rank's state between two backwards, not copied, for `restore` with as many ranks."""
+        """Returns this rank's state between two backwards, without copying, for `restore` with as many ranks."""
         buckets = {index: unit.saved for index, unit in enumerate(self.units) if unit.saved is not None}
         residuals = {name: residual for unit in self.units for name, residual in unit.residuals.items()}
         num_syncs = max((unit.num_syncs for unit in self.units), default=0)
@@ -137,13 +137,13 @@ class ShardedSync:
         return CommState(self.compressor, num_syncs, buckets, residuals, is_common=is_common)
 
     def restore(self, state: CommState[UnitLayout]) -> None:
-        """Continues from what `state` has returned on this rank, before the first backward."""
+        """Continues from a state that `state` has returned on this rank. Call it before the first backward."""
         for index, unit in enumerate(self.units):
             unit.resume(state.buckets.get(index), state.num_syncs)
         self.add_residuals(state.residuals)
 
     def add_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        """Adds residuals to the next gradients. Before the first backward."""
+        """Adds residuals to the next gradients. Call it before the first backward."""
         for unit in self.units:
             unit.add_residuals(residuals)
 
@@ -155,7 +155,7 @@ class ShardedSync:
         own = comm_object(module, "reduce_scatter"), forces_sum(module)
         with option_errors(f"comm_hook does not work with the unit of {unit.name}: "):
             module.set_custom_reduce_scatter(unit)  # type: ignore[arg-type]  # the base class is private
-        # The comm object averages over the shards, so FSDP2 only has to divide by the number of replicas.
+        # The comm object averages over the shards, so FSDP2 only needs to divide by the number of replicas.
         module.set_gradient_divide_factor(float(num_replicas))
         module.set_force_sum_reduction_for_comms(True)
         self.units.append(unit)
@@ -210,10 +210,10 @@ class Overlap:
         self._under_way: deque[tuple[BucketFuture, Around]] = deque()
 
     def submit(self, task: Callable[[Channel], None], output: Tensor, group: dist.ProcessGroup, around: Around) -> None:
-        """Starts a task that fills ``output`` before this backward ends; waits until few enough are under way.
+        """Starts a task that fills ``output`` before this backward ends; waits while too many tasks are under way.
 
-        Waits for the task are within ``around()``. If an earlier task has raised an exception, this raises it, and so
-        does `wait`.
+        Waiting for the task takes place within ``around()``. Both this method and `wait` raise the exception of an
+        earlier task.
         """
 
         def run() -> None:
@@ -225,7 +225,7 @@ class Overlap:
         self._under_way.append((future, around))
         try:
             call_after_backward(self.wait)
-        except RuntimeError:  # no backward is running: the user has told FSDP2 to reduce after it
+        except RuntimeError:  # no backward is running, because the user has set up FSDP2 to reduce after it
             self.wait()
         self.wait(_MAX_UNDER_WAY)
 
@@ -236,7 +236,7 @@ class Overlap:
                 future.future.wait()
 
     def close(self) -> None:
-        """Ends the thread, and returns the groups unless ranks may be out of step."""
+        """Ends the thread, and returns the groups to the pool unless ranks may be out of step."""
         self._under_way.clear()
         if self._executor.close():
             for borrowed in self._borrowed.values():
@@ -246,10 +246,10 @@ class Overlap:
 def place_on_nodes(
     compressor: ShardedCompressor, units: Sequence[tuple[FSDPModule, list[Column]]], ranks_per_node: int | None
 ) -> ShardedCompressor:
-    """Returns the compressor for the nodes that the shards of units from `sharded_units` are on.
+    """Returns a compressor adapted to the nodes that the shards of ``units``, from `sharded_units`, are on.
 
-    ``ranks_per_node`` is the number of ranks that the launcher has started on each node, None for all ranks. If the
-    shards of a unit cannot be divided into these nodes, this raises an OptionError.
+    ``ranks_per_node`` is the number of ranks that the launcher has started on each node; None for all ranks. Raises an
+    OptionError if the shards of a unit cannot be divided into these nodes.
     """
     if not isinstance(compressor, ShardedHierarchical):
         return compressor
@@ -259,7 +259,7 @@ def place_on_nodes(
 
 
 def sharded_units(model: Module) -> list[tuple[FSDPModule, list[Column]]]:
-    """Returns the units of a model that have several shards, with their parameters, or raises an OptionError."""
+    """Returns the units of a model that have several shards, with their parameters; may raise an OptionError."""
     check_available()
     names = {module: name for name, module in model.named_modules()}
     units = []
@@ -278,18 +278,19 @@ def _columns(module: FSDPModule, names: dict[Module, str]) -> Iterator[Column]:
         *replicated, sharded = parameter.placements
         if type(sharded) is not Shard or not all(type(placement) is Replicate for placement in replicated):
             raise OptionError(
-                f"comm_hook and param_hook work with data parallelism only, but the placements of {name} are"
-                f" {parameter.placements}: shard with fully_shard alone, over a mesh of shards, or replicas and shards"
+                f"comm_hook and param_hook support data parallelism only, but the placements of {name} are"
+                f" {parameter.placements}: use fully_shard alone, over a mesh of shards or of replicas and shards"
             )
         yield Column(name, owner, attribute, parameter.shape, sharded.dim)
 
 
 def replicas_and_shards(columns: Sequence[Column]) -> tuple[int, int]:
-    """Returns the number of ranks that have the same shard, and the number of shards."""
+    """Returns the number of replicas of each shard, and the number of shards."""
     meshes = {column.parameter.device_mesh for column in columns}
     if len(meshes) > 1:
         raise OptionError(
-            f"comm_hook and param_hook need one mesh for all of a unit, but that of {columns[0].name} has several"
+            "comm_hook and param_hook need one mesh for all parameters of a unit, but the unit of"
+            f" {columns[0].name} has several"
         )
     (mesh,) = meshes
     num_shards = mesh.size(mesh.ndim - 1)

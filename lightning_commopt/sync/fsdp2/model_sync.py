@@ -1,4 +1,4 @@
-"""ShardedModelSync: carries out the plan of a strategy in a model that FSDP2 shards, and changes of the plan."""
+"""ShardedModelSync: applies the plan of a strategy, and changes of the plan, to a model that FSDP2 shards."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from lightning_commopt.text.formatting import list_some
 from lightning_commopt.text.validation import warn, warn_once
 
 _MAX_FLUSHES = 100
-"""Backwards after which residuals that are still not sent are given up, so that the plan's compressor takes over."""
+"""Number of backwards after which unsent residuals are dropped, so that the plan's compressor takes over."""
 
 
 class ShardedModelSync:
-    """The plan of a strategy, and the comm objects in the units of the model that carry it out.
+    """The plan of a strategy, and the comm objects that apply it in the units of a model.
 
-    A residual outlives a change of the plan in a fit. If the new compressor keeps none, gradients travel uncompressed
-    together with the residual until all units have had their turn, and then the new compressor takes over. Residuals of
-    parameters that are frozen, or that a hundred backwards do not reach, are lost, with a warning, and so are all in a
-    change between two fits.
+    Residuals survive a change of the plan within a fit. If the new compressor keeps no residual, gradients are first
+    sent uncompressed together with the residual, until all units have sent theirs, and then the new compressor takes
+    over. Residuals are lost, with a warning, if their parameters are frozen or not reached by `_MAX_FLUSHES` backwards,
+    and in a change of the plan between two fits.
 
     Attributes:
         plan: the plan in use.
         gradients: compresses reduce-scatters; None if FSDP2's own are used.
-        model: the model that the plan is carried out in, while a fit is under way.
+        model: the model that the plan is applied to; None outside of a fit.
     """
 
     def __init__(self, plan: ShardedPlan) -> None:
@@ -59,10 +59,10 @@ class ShardedModelSync:
         return self._earlier_bytes + (0 if self.gradients is None else self.gradients.wire_bytes)
 
     def attach(self, model: Module, *, ranks_per_node: int, timeout: timedelta | None) -> None:
-        """Carries out the plan in a model whose units are sharded. All ranks must call it.
+        """Applies the plan to a model whose units are sharded. All ranks must call it.
 
         Raises:
-            OptionError: the model has no unit, or the plan cannot be carried out with its units.
+            OptionError: the model has no unit, or the plan cannot be applied to its units.
         """
         self.model, self._ranks_per_node, self._timeout = model, ranks_per_node, timeout
         if not self.has_units and self.plan.is_lossy:
@@ -79,15 +79,15 @@ class ShardedModelSync:
         if self.model is not None and plan.unit_options() != self.plan.unit_options():
             setters = {**plan.unit_options(), **self.plan.unit_options()}
             names = ", ".join(setter.removeprefix("set_") for setter in setters)
-            raise OptionError(f"{names} cannot change in the middle of a fit: its units have been set up")
+            raise OptionError(f"{names} cannot change in the middle of a fit, because the units have been set up")
         if self.model is not None and plan.is_lossy and not self.has_units:
             raise OptionError("comm_hook: the model is not sharded, so there is no reduce-scatter to compress")
 
     def change_plan(self, plan: ShardedPlan) -> None:
-        """Switches to a plan that is the same on all ranks, which must call it between two batches.
+        """Switches to another plan. All ranks must call it between two batches, with equal plans.
 
         Raises:
-            OptionError: the plan cannot be carried out with the units of the model; the old plan stays.
+            OptionError: the plan cannot be applied to the units of the model; the old plan stays.
         """
         old, self.plan = self.plan, plan
         self._has_compressed |= plan.comm_hook is not None
@@ -95,7 +95,7 @@ class ShardedModelSync:
             if plan.comm_hook != old.comm_hook:
                 self._count_bytes()
                 if self.gradients is not None and self.gradients.residuals():
-                    warn("comm_hook was changed between two fits, so that the residuals of the last one are lost.")
+                    warn("comm_hook was changed between two fits, so the residuals of the last fit are lost.")
                 self.gradients = _sync_for(plan.comm_hook)
             return
         try:
@@ -117,7 +117,7 @@ class ShardedModelSync:
             sync.restore(state)
 
     def end_flush(self) -> None:
-        """Changes to the plan's compressor if the old residual is sent. All ranks must call it, between batches."""
+        """Switches to the plan's compressor once the old residuals are sent. All ranks must call it between batches."""
         sync = self.gradients
         if sync is None or not isinstance(sync.compressor, ShardedExact) or sync.wire_bytes == self._flushed_bytes:
             return
@@ -128,14 +128,14 @@ class ShardedModelSync:
             return
         if unsent:
             warn(
-                f"Rank {dist.get_rank()}: comm_hook has not sent the residuals of {list_some(sorted(unsent), 8)}, since"
-                f" these are frozen or not used in {self._num_flushes} backwards: they are lost.",
+                f"Rank {dist.get_rank()}: comm_hook has lost the residuals of {list_some(sorted(unsent), 8)}, because"
+                f" these parameters are frozen, or were not used in {self._num_flushes} backwards.",
                 on_every_rank=True,
             )
         self._replace(self.plan.comm_hook, CommState(num_syncs=state.num_syncs))
 
     def detach(self) -> None:
-        """Gives the units their own collectives back, and keeps the state for checkpoints and a further fit."""
+        """Restores the units' own collectives, and keeps the state for checkpoints and a further fit."""
         for comm_objects in (self.gradients, self._parameters):
             if comm_objects is not None:
                 comm_objects.detach()
@@ -153,9 +153,9 @@ class ShardedModelSync:
         sync.allow_overlap()
 
     def _replace(self, compressor: ShardedCompressor | None, state: CommState[UnitLayout] | None = None) -> None:
-        """Replaces what compresses reduce-scatters; residuals are kept, or those of ``state`` take their place."""
+        """Replaces `gradients` by one with another compressor, which gets the residuals, or those of ``state``."""
         assert self.model is not None
-        if compressor is not None:  # raises before anything changes
+        if compressor is not None:  # called for its errors, before anything changes
             place_on_nodes(compressor, sharded_units(self.model), self._ranks_per_node)
         old = self.gradients
         if state is None:
@@ -201,7 +201,10 @@ def _sync_for(compressor: ShardedCompressor | None) -> ShardedSync | None:
 
 
 def on_any_rank(is_true: bool) -> bool:
-    """Returns whether something is true on any rank, as a sync that failed may leave residuals on some. All call it."""
+    """Returns whether something is true on any rank. All ranks must call it.
+
+    Ranks may differ because a sync that failed has left residuals on some of them.
+    """
     return any(values_of_all_ranks(is_true))
 
 
@@ -210,7 +213,8 @@ def set_unit_options(model: Module, plan: ShardedPlan) -> None:
     covered: set[Module] = set()
     for module in model.modules():
         if isinstance(module, FSDPModule) and module not in covered:
-            covered.update(module.modules())  # setting it once for all of them lets their units share groups
+            # The setters apply to all units below the module, and called once they let these share process groups.
+            covered.update(module.modules())
             for setter, value in plan.unit_options().items():
                 getattr(module, setter)(value)
     names = ", ".join(setter.removeprefix("set_") for setter in plan.unit_options())
@@ -219,7 +223,7 @@ def set_unit_options(model: Module, plan: ShardedPlan) -> None:
 
 
 def gradient_bytes(sharded: Sequence[FSDPModule]) -> tuple[int, int]:
-    """Returns the bytes of a rank's gradients without sharding and with it, in the parameters' dtype."""
+    """Returns the bytes of a rank's gradients without and with sharding, in the parameters' dtype."""
     for module in sharded:
         module.reshard()  # the forward of a validation may have left its parameters gathered
     unsharded_bytes = sharded_bytes = 0
@@ -237,7 +241,7 @@ def gradient_bytes(sharded: Sequence[FSDPModule]) -> tuple[int, int]:
 
 
 def require_sync(sharded: Iterable[FSDPModule], is_required: bool, *, unsharded: bool) -> None:
-    """Sets whether the next backward reduces gradients, between all ranks if ``unsharded``, else between replicas."""
+    """Sets whether the next backward reduces gradients: at all if ``unsharded``, else only between replicas."""
     for module in sharded:
         if unsharded:
             module.set_requires_gradient_sync(is_required, recurse=False)

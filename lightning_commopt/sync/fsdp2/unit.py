@@ -39,17 +39,17 @@ SavedUnit = tuple[tuple[str, ...], UnitLayout, State]
 
 
 class Column(NamedTuple):
-    """A parameter of a unit, which is an attribute of its owner."""
+    """A parameter of a unit, which is an attribute of the module ``owner``."""
 
-    name: str  # its name in the model
+    name: str  # name of the parameter in the model
     owner: Module
-    attribute: str  # its name in the owner
-    shape: torch.Size  # its shape without sharding
-    dim: int  # the dimension in which it is cut into shards
+    attribute: str  # name of the parameter in ``owner``
+    shape: torch.Size  # shape without sharding
+    dim: int  # dimension in which the parameter is sharded
 
     @property
     def parameter(self) -> DTensor:
-        """The parameter, sharded if its unit is not gathered."""
+        """The parameter; it is sharded unless its unit is gathered."""
         parameter: DTensor = getattr(self.owner, self.attribute)
         return parameter
 
@@ -61,17 +61,17 @@ class Column(NamedTuple):
         return self.parameter.requires_grad
 
     def width(self, num_shards: int) -> int:
-        """Returns the elements of the largest shard."""
+        """Returns the number of elements in the largest shard."""
         return shard_numel(self.shape, self.dim, num_shards)
 
 
 def layout_of(columns: Sequence[Column], num_shards: int) -> UnitLayout:
-    """Returns the layout of rows that hold these parameters only."""
+    """Returns the layout of rows that contain only these parameters."""
     return UnitLayout(tuple(x.shape for x in columns), tuple(x.dim for x in columns), num_shards)
 
 
 def full_name(compressor: ShardedCompressor) -> str:
-    """Returns the names in configurations of a compressor and of the compressor inside it.
+    """Returns the registered names of a compressor and of the compressors inside it.
 
     >>> from lightning_commopt.compressors import ShardedHierarchical, ShardedInt8
     >>> full_name(ShardedHierarchical(inner=ShardedInt8()))
@@ -82,13 +82,13 @@ def full_name(compressor: ShardedCompressor) -> str:
 
 
 def runs_of(columns: Sequence[Column], num_shards: int) -> list[tuple[int, bool]]:
-    """Returns the runs of a row: numbers of adjacent elements, and whether these are compressed."""
+    """Returns the runs of a row: the number of adjacent elements, and whether they are compressed."""
     widths = [(column.width(num_shards), column.is_compressed) for column in columns]
     return [(sum(width for width, _ in run), key) for key, run in groupby(widths, lambda pair: pair[1])]
 
 
 class CompressedUnit(NotifyingComm):
-    """A comm object that compresses, and notifies of all messages of a collective as one, with their bytes."""
+    """A comm object that compresses, and reports all messages of a collective to its listener as a single one."""
 
     @contextmanager
     def _notifying(self, operation: str, source: str, num_bytes: int) -> Iterator[None]:
@@ -103,8 +103,8 @@ class CompressedUnit(NotifyingComm):
 class UnitReduceScatter(CompressedUnit):
     """The comm object of one unit, for ``set_custom_reduce_scatter``.
 
-    The ``compressor`` is for parameters of at least two dimensions. The ``columns`` are all parameters of the unit,
-    which are sharded, in the order in which FSDP2 lays out their gradients.
+    The ``compressor`` is used for parameters of at least two dimensions. The ``columns`` are all parameters of the
+    unit, sharded, in the order in which FSDP2 lays out their gradients.
 
     Attributes:
         name: the name of the unit, which is that of its first parameter.
@@ -137,7 +137,7 @@ class UnitReduceScatter(CompressedUnit):
         self._state: State = {}
         self._restored: SavedUnit | None = None
         self.num_syncs = 0
-        self.residuals: dict[str, Tensor] = {}  # by parameter name, those that are not in the state
+        self.residuals: dict[str, Tensor] = {}  # residuals that are not in the state, by parameter name
 
     def __call__(
         self,
@@ -149,7 +149,7 @@ class UnitReduceScatter(CompressedUnit):
     ) -> None:
         """Writes the mean over all ranks of this rank's row of the input ``(W * columns,)`` to the output.
 
-        The input is not changed. ``op`` is the sum, since `ShardedSync.attach` makes FSDP2 ask for it.
+        The input is not changed. ``op`` is always SUM, because `ShardedSync.attach` makes FSDP2 pass it.
         """
         assert op == dist.ReduceOp.SUM
         assert not async_op
@@ -169,8 +169,8 @@ class UnitReduceScatter(CompressedUnit):
             runs = [(rows.shape[1], False)]
             warn_once(
                 f"comm_hook sends the gradients of the unit of {self.name} uncompressed in backwards that do not reach"
-                " all of its parameters; set_reduce_scatter_unused_params(True) on the unit, where torch has it, avoids"
-                " that."
+                " all of its parameters. set_reduce_scatter_unused_params(True) on the unit avoids that, if your torch"
+                " has it."
             )
         state = self._state
 
@@ -180,7 +180,7 @@ class UnitReduceScatter(CompressedUnit):
                 _reduce_scatter(rows, output_tensor, runs, self._compressor, state, channel, carried)
 
         if overlap is not None and self.may_overlap:
-            # Over the thread's group in any case, since gradients may be left from before on some ranks only.
+            # All ranks must use the thread's group, also those where gradients were left over from before.
             overlap.submit(task, output_tensor, self.group, self.around)
             if not self._is_untouched(output_tensor):
                 overlap.wait()
@@ -190,7 +190,7 @@ class UnitReduceScatter(CompressedUnit):
         task(channel)
 
     def _is_untouched(self, output: Tensor) -> bool:
-        """Returns whether FSDP2 only makes views of the output, so that it may be filled later."""
+        """Returns whether FSDP2 only creates views of the output, so that it may be filled later."""
         return not has_all_reduce_hook(self._module) and all(
             column.parameter is parameter and parameter.grad is None and keeps_reduced(parameter, output.dtype)
             for column, parameter in zip(self.columns, self._sharded, strict=True)
@@ -198,33 +198,33 @@ class UnitReduceScatter(CompressedUnit):
 
     @property
     def saved(self) -> SavedUnit | None:
-        """The state of the compressor, not copied; None if it has none."""
+        """The compressor's state, not copied; None if there is none."""
         if self._restored is not None or not self._state:
             return self._restored
         columns = [column for column in self._used if column.is_compressed]
         return tuple(column.name for column in columns), layout_of(columns, self.num_shards), self._state
 
     def resume(self, saved: SavedUnit | None, num_syncs: int) -> None:
-        """Replaces the state, between two backwards; residuals are those that `add_residuals` is given after it."""
+        """Replaces the state, between two backwards, and drops all residuals; `add_residuals` may follow."""
         self._restored, self.num_syncs = saved, num_syncs
         self.residuals, self._state, self._used = {}, {}, ()
 
     def add_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        """Adds those of the parameters of this unit to the next gradients."""
+        """Adds the residuals of this unit's parameters to the next gradients."""
         keeps_residual = self._compressor.claims.keeps_residual
         for column in self.columns:
             if column.name in residuals and (keeps_residual or not column.is_compressed):
                 self.residuals[column.name] = residuals[column.name]
 
     def _lay_out(self, used: tuple[Column, ...], device: torch.device) -> None:
-        """Finds which columns are compressed, in the first backward and when parameters were frozen or unfrozen."""
+        """Determines which columns are compressed: in the first backward, and after parameters were (un)frozen."""
         saved, self._restored = self.saved, None
         columns = [column for column in used if column.is_compressed]
         names, layout = tuple(column.name for column in columns), layout_of(columns, self.num_shards)
         self._used, self._runs = used, runs_of(used, self.num_shards)
         self._num_columns = sum(width for width, _ in self._runs)
         if any(column.parameter.is_complex() for column in used):
-            warn_once("comm_hook sends complex gradients uncompressed: it compresses floating-point ones only.")
+            warn_once("comm_hook sends complex gradients uncompressed: it compresses only floating-point gradients.")
         if saved is not None and saved[:2] == (names, layout):
             self._state = saved[2]
             return
@@ -238,7 +238,7 @@ class UnitReduceScatter(CompressedUnit):
             self._compressor.set_residual(self._state, residual)
 
     def _take_residual(self, columns: Sequence[Column], device: torch.device) -> Tensor | None:
-        """Takes the residuals of some parameters, ``(W, s)`` float32; None if there are none."""
+        """Removes and returns the residuals of some parameters, ``(W, s)`` float32; None if there are none."""
         taken = {x.name: self.residuals.pop(x.name) for x in columns if x.name in self.residuals}
         if not taken:
             return None
@@ -248,7 +248,7 @@ class UnitReduceScatter(CompressedUnit):
 
 
 def _protect(value: object) -> None:
-    """Keeps tensors that another stream has made until the current one is done; the host drops them before that."""
+    """Keeps the memory of tensors from another stream until the current one is done, also if the host frees them."""
 
     def record(tensor: Tensor) -> None:
         if tensor.is_cuda:
@@ -259,7 +259,7 @@ def _protect(value: object) -> None:
 
 def _message_bytes(rows: Tensor, runs: Sequence[tuple[int, bool]], compressor: ShardedCompressor) -> int:
     world_size, num_columns = rows.shape
-    compressed = sum([width for width, yes in runs if yes])
+    compressed = sum([width for width, is_compressed in runs if is_compressed])
     sent = compressor.message_bytes(compressed, world_size) if compressed else 0
     return sent + world_size * (num_columns - compressed) * rows.element_size()
 
@@ -275,13 +275,13 @@ def _reduce_scatter(
 ) -> None:
     """Averages this rank's row of ``rows`` ``(W, columns)`` over all ranks into ``output`` ``(columns,)``.
 
-    ``runs`` are adjacent columns that are treated alike: how many, and whether ``compressor`` takes them. ``carried``
-    is a residual for those that it does not take.
+    ``runs`` has the number of adjacent columns of the same kind, and whether ``compressor`` compresses them.
+    ``carried`` is a residual for the other columns.
     """
     widths, lanes = [width for width, _ in runs], channel.lanes()
-    parts = list(zip(rows.split(widths, 1), output.split(widths), [yes for _, yes in runs], strict=True))
-    compressed = [(columns, mean) for columns, mean, yes in parts if yes]
-    others = [(columns, mean) for columns, mean, yes in parts if not yes]
+    parts = list(zip(rows.split(widths, 1), output.split(widths), runs, strict=True))
+    compressed = [(columns, mean) for columns, mean, (_, is_compressed) in parts if is_compressed]
+    others = [(columns, mean) for columns, mean, (_, is_compressed) in parts if not is_compressed]
     rounds = pending = exact = None
     if compressed:
         rounds = compressor.rounds([part for part, _ in compressed], [mean for _, mean in compressed], state, lanes[0])

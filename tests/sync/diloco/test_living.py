@@ -50,8 +50,8 @@ def test_who_is_silent_or_has_left_is_not_waited_for(ranks: Ranks) -> None:
     assert ranks.gather(0) == [{0: 0}]
     assert ranks.gather(1) == [{1: 10}]
     assert ranks.logs[0] == [
-        "rank 2, which has left or shown no sign of life for patience_s=2: 2 of 3 ranks go on in a test",
-        "rank 1, which has left or shown no sign of life for patience_s=2: 1 of 3 ranks go on in a test",
+        "rank 2, which has left or shown no sign of life for patience_s=2: 2 of 3 ranks continue in a test",
+        "rank 1, which has left or shown no sign of life for patience_s=2: 1 of 3 ranks continue in a test",
     ]
 
 
@@ -68,7 +68,7 @@ def test_a_rank_that_comes_late_finds_the_results_of_the_others(ranks: Ranks) ->
         assert ranks.gather(0, 1) == [{0: 0, 1: 10, 2: 20}] * 2
         assert late.result() == [{0: 0, 1: 10, 2: 20}]
     assert ranks.logs[0][-1] == "rank 2 is back in a test"
-    assert ranks.logs[2] == ["the others did not wait in a test for rank 2, which takes their result"]
+    assert ranks.logs[2] == ["the others did not wait for rank 2 in a test, which takes their result"]
 
 
 @pytest.mark.exhaustive
@@ -101,7 +101,7 @@ def test_different_collectives_are_an_error(ranks: Ranks) -> None:
 
 def test_a_rank_that_lives_and_does_not_come_is_named() -> None:
     ranks = Ranks(timeout_s=0.2)
-    with pytest.raises(MembersError, match=r"rank 0 waited 0\.2 s in a test for ranks 1, 2, whose processes run"):
+    with pytest.raises(MembersError, match=r"rank 0 has waited 0\.2 s in a test for ranks 1, 2, whose processes are"):
         ranks.gather(0)
     for one in ranks.all:
         one._pulse.close()

@@ -57,7 +57,7 @@ def test_a_rank_that_comes_late_learns_that_the_others_went_on_and_joins_again()
     assert members[2].meet() is None
     assert members[2].is_behind
     assert not members[0].are_complete
-    assert "rank 2 did not come within patience_s=0.5; 2 of 3 ranks go on" in texts[0]
+    assert "rank 2 did not come within patience_s=0.5; 2 of 3 ranks continue" in texts[0]
     assert "exchange 0 succeeded without rank 2" in texts[1]
 
     late = members[2]

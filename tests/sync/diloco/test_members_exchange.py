@@ -130,7 +130,7 @@ def test_an_exchange_that_fails_again_and_again_is_an_error() -> None:
     for one in ranks:
         conclude = one.members.conclude
         one.members.conclude = lambda attempt, *, is_success, inner=conclude: inner(attempt, is_success=False)  # type: ignore[method-assign,misc]
-    with pytest.raises(MembersError, match=r"failed 3 times, though none of them is missed: .* patience_s=3"):
+    with pytest.raises(MembersError, match=r"failed 3 times, although all of them were there: .* patience_s=3"):
         run(ranks, differences(2, 0))
 
 

@@ -75,7 +75,7 @@ def test_a_frozen_rank_joins_again_from_the_global_weights(rank: int, point: str
     assert [result.num_trained for result in others] == [40, 40]
     texts = "\n".join(line for result in results for line in result.log)
     assert f"rank {rank} joins again, from the global weights" in texts
-    assert f"rank {rank} did not come within patience_s=5; 2 of 3 ranks go on" in texts
+    assert f"rank {rank} did not come within patience_s=5; 2 of 3 ranks continue" in texts
 
 
 @pytest.mark.parametrize(("rank", "point"), [(0, "exchange"), *zip((2, 0, 2, 2, 0), POINTS, strict=True)])

@@ -21,7 +21,7 @@ from lightning_commopt.sync.diloco.drift import DriftWatch
 from lightning_commopt.sync.diloco.exchange import Arrived, Exchange, GlobalWeights, LocalWeights
 from lightning_commopt.sync.diloco.fragments import split_model
 from lightning_commopt.sync.diloco.into_model import mix
-from lightning_commopt.sync.diloco.outer import OuterSGD, warn_if_few_steps
+from lightning_commopt.sync.diloco.outer import OuterSGD, warn_of_few_steps
 from lightning_commopt.sync.diloco.report import Report
 from lightning_commopt.sync.diloco.rounds import Rounds
 from lightning_commopt.sync.diloco.under_way import DiLoCoError
@@ -88,10 +88,10 @@ def test_parameters_that_were_trained_stay_in_fragments() -> None:
         (
             9,
             "blocks",
-            "fragments=9 do not fit: the model has 8 blocks; use at most fragments=8, or fragment_by='bytes'",
+            "fragments=9 is too many: the model has 8 blocks, so use at most fragments=8, or fragment_by='bytes'",
         ),
         (40, "blocks", "use at most fragments=8$"),
-        (40, "bytes", "the model has 27 trainable parameters; use at most fragments=27"),
+        (40, "bytes", "the model has 27 trainable parameters, so use at most fragments=27"),
     ],
 )
 def test_more_fragments_than_parts_are_refused(number: int, by: str, message: str) -> None:
@@ -168,7 +168,7 @@ def test_a_model_with_other_names_does_not_resume() -> None:
     rounds, resumed = _rounds(nn.Linear(3, 2)), _rounds(nn.Sequential(nn.Linear(3, 2)))
     own = rank_part(rounds, "identity", 0, {})
     saved = read_saved(common_part(rounds, "identity", 1), rounds.plan, 0, 1, lambda: own)
-    with pytest.warns(UserWarning, match="as the model has other parameters"):
+    with pytest.warns(UserWarning, match="because the model has other parameters"):
         saved.restore(resumed)
     assert rounds.close()
     assert resumed.close()
@@ -363,7 +363,7 @@ def test_drift_that_grows_is_warned_of_once() -> None:
     }
     for drift in (2.0, 2.5):
         watch.metrics(0, [Report(1, drift=drift)])
-    with pytest.warns(UserWarning, match=r"fragment 0 has grown in 3 rounds \(norms 1.5, 2, 2.5, 4\)"):
+    with pytest.warns(UserWarning, match=r"fragment 0 has grown in 3 rounds in a row \(1.5, 2, 2.5, 4\)"):
         watch.metrics(0, [Report(1, drift=4.0)])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -395,6 +395,6 @@ def test_a_momentum_that_is_too_large_is_told(plan: DiLoCoPlan, words: str | Non
     warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warn_if_few_steps(3000, plan, "without")
+        warn_of_few_steps(3000, plan, "without")
     assert len(caught) == (words is not None)
     assert words is None or words in str(caught[0].message)

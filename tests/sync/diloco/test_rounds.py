@@ -209,9 +209,9 @@ def test_fit_ends_with_the_mean_of_the_workers() -> None:
 
 def _equalize_layers() -> list[list[float]]:
     rank = dist.get_rank()
-    with pytest.raises(ValueError, match=r"same model, got a parameter of shapes \[\(2,\), \(3,\)\]"):
+    with pytest.raises(ValueError, match=r"the shapes of a parameter on the ranks are \[\(2,\), \(3,\)\]"):
         equalize([nn.Parameter(torch.ones(2 + rank))])
-    with pytest.raises(ValueError, match="lazy modules without parameters: run a forward in setup"):
+    with pytest.raises(ValueError, match="lazy modules whose parameters are not initialized: run a forward in setup"):
         equalize([*nn.LazyLinear(2).parameters()])
     with pytest.raises(ValueError, match=r"layout torch.sparse_csr and shape \(3, 3\).* as a plain attribute"):
         equalize([torch.ones(2), torch.eye(3).to_sparse_csr()])
