@@ -1,4 +1,7 @@
-"""AllRanks: gathers `CommTimeMonitor`'s numbers from all ranks. The watches know that a thread in this module waits."""
+"""AllRanks: gathers `CommTimeMonitor`'s numbers from all ranks.
+
+The watches recognize by the name of this module that a thread in it waits for other ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor
 from lightning_commopt.measure.recorder import issued_by
 from lightning_commopt.sync.groups import BorrowedGroups
 
-_POLL_S = 0.001  # short against a step, which a late matrix delays
+_POLL_S = 0.001  # short compared with a step, which is delayed while a matrix is late
 
 
 class AllRanks:
@@ -20,7 +23,7 @@ class AllRanks:
     The ``groups`` are from `gathering_group`; None for a single rank.
 
     Attributes:
-        is_over: `give_up` was called.
+        is_over: whether `give_up` was called.
     """
 
     def __init__(self, groups: BorrowedGroups | None, shape: tuple[int, int]) -> None:
@@ -42,11 +45,11 @@ class AllRanks:
             self._groups.return_to_pool()
 
     def give_up(self) -> None:
-        """Drops what is under way, after which nothing may be sent: the ranks may be out of step."""
+        """Drops the matrix that is under way. Nothing may be sent afterwards, since the ranks may be out of step."""
         self.is_over, self._gathered, self._work = True, [], None
 
     def send(self, rows: Tensor) -> None:
-        """Starts to gather ``rows`` ``(n, num_quantities)``, missing ones as NaN; all ranks must do so, at any time."""
+        """Starts to gather ``rows`` ``(n, num_quantities)``; missing rows are NaN. All ranks must call it."""
         assert self.is_free
         assert not self.is_over
         # The device is named because a program may have set another default.
@@ -62,7 +65,10 @@ class AllRanks:
     def take(self, limit_s: float = 0.0) -> Tensor | None:
         """Returns the gathered matrices, once; None if they have not arrived within ``limit_s`` seconds.
 
-        The result is ``(world_size, n, num_quantities)``, the rows that all ranks have. A failed collective raises.
+        The result is ``(world_size, n, num_quantities)``, with the rows that all ranks have.
+
+        Raises:
+            RuntimeError: the collective has failed.
         """
         deadline = time.monotonic() + limit_s
         while self._work is not None and not self._work.is_completed():

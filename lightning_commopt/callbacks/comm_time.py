@@ -40,8 +40,8 @@ from lightning_commopt.watch.own_errors import log_own_errors
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-_LAST_WINDOW_LIMIT_S = 10.0  # wait at the end of a fit for the last steps of all ranks
-_INTERRUPTED_LIMIT_S = 1.0  # the same wait after an exception, when other ranks may have ended
+_LAST_WINDOW_LIMIT_S = 10.0  # longest wait at the end of a fit for the last steps of all ranks
+_INTERRUPTED_LIMIT_S = 1.0  # the same after an exception, when other ranks may have ended already
 
 
 class CommTimeMonitor(PublishesWindows):
@@ -112,7 +112,7 @@ class CommTimeMonitor(PublishesWindows):
         self._print_summary = print_summary
         self._prog_bar = prog_bar
         self._recorder = None
-        self._closing = contextlib.ExitStack()  # removes the observers from the strategy, its groups and its model
+        self._closing = contextlib.ExitStack()  # removes the observers from the strategy, its groups and the model
         self._reset(world_size=1)
 
     def _reset(self, world_size: int) -> None:
@@ -136,7 +136,7 @@ class CommTimeMonitor(PublishesWindows):
             callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
             monitors = [callback for callback in callbacks if isinstance(callback, CommTimeMonitor)]
             check_unshared([monitor._dirpath for monitor in monitors if monitor._save_records], self)
-            # An earlier fit has left its observers if another callback's `on_exception` raised before this one's.
+            # An earlier fit may have left its observers, if another callback's `on_exception` raised before this one's.
             self._closing.close()
             self._reset(trainer.world_size)
             self._recorder = StepRecorder(clock_for(trainer.strategy.root_device))
@@ -147,8 +147,8 @@ class CommTimeMonitor(PublishesWindows):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._closing.close()
         self._recorder = self._collectives = None
-        self._prediction = None  # has the strategy, whose launcher cannot be copied
-        self._all_ranks = AllRanks(None, (0, 0))  # has no process groups, which cannot be copied
+        self._prediction = None  # it refers to the strategy, whose launcher cannot be copied
+        self._all_ranks = AllRanks(None, (0, 0))  # without process groups, which cannot be copied
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -157,22 +157,23 @@ class CommTimeMonitor(PublishesWindows):
         groups = gathering_group(trainer) if has_peers else None
         self._publisher.is_shared = groups is not None or trainer.world_size == 1
         assert self._recorder is not None
-        self._recorder.reset()  # a LearningRateFinder's steps before training are not the fit's
-        # No hook of a callback runs after a checkpoint, and none at all for one with weights only.
+        self._recorder.reset()  # the steps of a LearningRateFinder before training are not part of the fit
+        # No callback hook runs after a checkpoint, and none at all for a checkpoint with weights only.
         self._closing.callback(wrap_method(trainer, "save_checkpoint", self._recorder.call_in_pause))
         fit = token_hex(8)
         if has_peers:
             fit = trainer.strategy.broadcast(fit)
             self._collectives = CollectiveWatch(trainer, self._recorder)
             self._closing.callback(self._collectives.close)
-            if self._print_summary or self._save_records:  # else nobody would read predictions
+            if self._print_summary or self._save_records:  # otherwise nobody would read predictions
                 self._prediction = recorder_for(trainer, pl_module, self._num_warmup_steps)
                 self._closing.callback(self._prediction.close)
         # All ranks must access log_dir, which is broadcast.
         folder = self._dirpath or local_folder(trainer.log_dir or trainer.default_root_dir, self)
         folder = folder.absolute()  # the program may change its working directory
         has_trees = trainer.strategy.root_device.type == "cuda"
-        # Exchanges of DiLoCo take the time of the slowest worker too, which a model of the link does not have.
+        # Times of DiLoCo's exchanges include the wait for the slowest worker, which a model of the link cannot
+        # describe.
         has_model = self._fit_link_model and not isinstance(plan_of(trainer.strategy), DiLoCoPlan)
         self._link = LinkTracker(trainer.world_size, has_trees=has_trees) if has_model else None
         num_columns = len(QUANTITIES) + (NUM_TIMES if has_model else 0)
@@ -197,8 +198,8 @@ class CommTimeMonitor(PublishesWindows):
         while self._recorder.num_pending or not self._all_ranks.is_free:
             if not self._receive(trainer, _LAST_WINDOW_LIMIT_S):
                 warn(
-                    f"CommTimeMonitor: not all ranks have sent their last steps within {_LAST_WINDOW_LIMIT_S:g} s; the"
-                    " summary leaves these steps out."
+                    f"CommTimeMonitor: not all ranks have sent their last steps within {_LAST_WINDOW_LIMIT_S:g} s, so"
+                    " the summary does not include these steps."
                 )
                 self._all_ranks.give_up()
             self._send(trainer)
@@ -206,8 +207,8 @@ class CommTimeMonitor(PublishesWindows):
         self._conclude(trainer, is_complete=True)
         if not self.summary and self._print_summary:
             info(
-                f"CommTimeMonitor has no summary: the fit had {count(self._totals.num_gathered, 'step')}, and"
-                f" num_warmup_steps={self._num_warmup_steps} leaves all of them out."
+                f"CommTimeMonitor has no summary: the fit had {count(self._totals.num_gathered, 'step')}, and all of"
+                f" them are warm-up (num_warmup_steps={self._num_warmup_steps})."
             )
         self._publisher.share(trainer, self.summary)
         self._all_ranks.close()
@@ -223,7 +224,7 @@ class CommTimeMonitor(PublishesWindows):
             if self.verdict is None:
                 self._conclude(trainer)
         except Exception as error:
-            # Raised from here, it would keep Lightning from ending the strategy, which notifies the other ranks.
+            # An exception from here would keep Lightning from ending the strategy, which notifies the other ranks.
             info(
                 f"CommTimeMonitor could not summarize the steps before the exception ({type(error).__name__}: {error})."
             )
@@ -246,12 +247,13 @@ class CommTimeMonitor(PublishesWindows):
         if has_stepped:
             self._end_step(trainer, batches_that_stepped(trainer), self._num_samples)
             self._num_samples = 0
-            # Between exchanges a rank of DiLoCo may be ahead, and would wait here in place of the next exchange.
-            is_alone = isinstance(plan_of(trainer.strategy), DiLoCoPlan)
-            self._send_windows(trainer, 0.0 if is_alone else math.inf)
-        # A rank that waits here, while others go on as they have more batches, would keep them from being told so.
-        are_all_here = trainer.is_last_batch and num_batches(trainer) is not None
-        if are_all_here or trainer.global_step == trainer.max_steps:
+            # Between exchanges a rank of DiLoCo may be ahead, and must not wait here for the others.
+            runs_ahead = isinstance(plan_of(trainer.strategy), DiLoCoPlan)
+            self._send_windows(trainer, 0.0 if runs_ahead else math.inf)
+        # If ranks may have different numbers of batches, a rank must not wait here: that would prevent the error about
+        # different numbers at the end of the epoch.
+        have_equal_batches = trainer.is_last_batch and num_batches(trainer) is not None
+        if have_equal_batches or trainer.global_step == trainer.max_steps:
             self._catch_up(trainer)
         self.new_steps, self._windows = tuple(self._windows), []
 
@@ -265,8 +267,8 @@ class CommTimeMonitor(PublishesWindows):
         if (summary := self._totals.summary(**about)) is None:
             return
         self.summary = {**summary.metrics, **(self._link.metrics if self._link is not None else {})}
-        if is_complete and self._link is not None and (why := self._link.why_unknown):
-            info(f"CommTimeMonitor: {why}")
+        if is_complete and self._link is not None and (reason := self._link.why_unknown):
+            info(f"CommTimeMonitor: {reason}")
         self.verdict = summary.verdict
         if self._print_summary and trainer.is_global_zero:
             print_summary(summary, self._files, has_forecasts=bool(about.get("forecasts")))

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class ProfiledWindow(StepClock):
-    """A captured range of whole steps from ``start_step`` on, timed on this rank with everything inside.
+    """A captured range of whole steps from ``start_step`` on, timed on this rank.
 
-    That includes waiting for data, and validation within the range.
+    The time includes waiting for data, and validation within the range.
     """
 
     def __init__(self, start_step: int) -> None:
@@ -42,14 +42,14 @@ class CUDAProfilerWindow(Callback):
     """Starts and stops the CUDA profiler around optimizer steps, for ``nsys profile --capture-range=cudaProfilerApi``.
 
     A window begins when the previous step, validation or epoch has ended, before the wait for the first batch, and ends
-    with its last step. With accumulation it includes all batches of its steps. The device is synchronized at its ends
-    only, on all ranks, which all time the window too. In a fit that resumes in the middle of an epoch, a window that
+    with its last step. With accumulation it includes all batches of its steps. All ranks time the window, and
+    synchronize the device only at its beginning and end. In a fit that resumes in the middle of an epoch, a window that
     begins with the first batch excludes the wait for it.
 
     By default ``nsys`` ends the training with the first window: ``--capture-range-end=stop`` lets it continue, and
-    ``--capture-range-end=repeat`` makes a report of every window.
+    ``--capture-range-end=repeat`` creates a report of every window.
 
-    A fit that begins after the first step of a window, as a resumed one may, leaves the window out and warns of it.
+    If a fit begins after the first step of a window, as a resumed one may, the window is skipped with a warning.
     Without CUDA nothing is profiled or timed; a warning is printed once.
 
     Args:
@@ -58,7 +58,7 @@ class CUDAProfilerWindow(Callback):
         ranks: ranks that profile; None for all.
 
     Attributes:
-        results: the windows of the last fit, in the order of time.
+        results: the windows of the last fit, in chronological order.
 
     Raises:
         ValueError: a value is out of range, or windows overlap.
@@ -71,7 +71,7 @@ class CUDAProfilerWindow(Callback):
         self._num_steps = num_steps
         self._start_steps = _check_starts(start_step, num_steps)
         self._ranks = None if ranks is None else _check_ranks(ranks)
-        self._over: set[int] = set()  # first steps of windows that were captured or left out
+        self._started_or_skipped: set[int] = set()  # first steps of windows
         self.results: list[ProfiledWindow] = []
         self._open: ProfiledWindow | None = None
         self._is_active = False
@@ -121,11 +121,11 @@ class CUDAProfilerWindow(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop(trainer)
-        never = [start for start in self._start_steps if start not in self._over]
+        never = [start for start in self._start_steps if start not in self._started_or_skipped]
         if self._is_active and never:
             warn(
-                f"start_step: training ended after {batches_that_stepped(trainer)} steps, so the CUDA profiler was"
-                f" never started at step {', '.join(map(str, never))}."
+                f"start_step: training ended after {batches_that_stepped(trainer)} steps, so the CUDA profiler was not"
+                f" started at step {', '.join(map(str, never))}."
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -139,10 +139,10 @@ class CUDAProfilerWindow(Callback):
             return
         self._has_checked = True
         step = batches_that_stepped(trainer)
-        self._over = {start for start in self._over if start < step}
-        passed = [start for start in self._start_steps if start < step and start not in self._over]
+        self._started_or_skipped = {start for start in self._started_or_skipped if start < step}
+        passed = [start for start in self._start_steps if start < step and start not in self._started_or_skipped]
         if passed:
-            self._over.update(passed)
+            self._started_or_skipped.update(passed)
             warn(
                 f"start_step: this training begins at step {step}, so the CUDA profiler is not started at step"
                 f" {', '.join(map(str, passed))}."
@@ -154,7 +154,7 @@ class CUDAProfilerWindow(Callback):
         torch.cuda.synchronize(trainer.strategy.root_device)
         if self._profiles:
             torch.cuda.cudart().cudaProfilerStart()
-        self._over.add(step)
+        self._started_or_skipped.add(step)
         self._open = ProfiledWindow(step)
         self._open.start_clock()
 
@@ -179,7 +179,7 @@ def _uses_cuda(trainer: Trainer) -> bool:
 
 
 def _steps_after_batch(trainer: Trainer) -> int:
-    """Returns the loggers' step number with the batch that ends, which Lightning counts only after validation."""
+    """Returns the loggers' step number including the batch that ends, which Lightning counts only after validation."""
     return batches_that_stepped(trainer) + (not will_accumulate(trainer))
 
 
@@ -194,8 +194,8 @@ def _check_starts(start_step: int | Sequence[int], num_steps: int) -> tuple[int,
     for first, second in pairwise(starts):
         if second - first < num_steps:
             raise ValueError(
-                f"start_step: windows must be at least num_steps={num_steps} apart to not overlap, "
-                f"got {first} and {second}"
+                f"start_step: windows must not overlap, so their first steps must be at least num_steps={num_steps}"
+                f" apart, got {first} and {second}"
             )
     return tuple(map(int, starts))
 

@@ -1,4 +1,4 @@
-"""FitTotals: what `CommTimeMonitor` keeps of a whole fit for its summary, without the warm-up; prints that."""
+"""FitTotals: accumulates `CommTimeMonitor`'s steps of a whole fit, without the warm-up, for its summary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FitTotals:
 
     Attributes:
         world_size: number of ranks.
-        num_gathered: steps that were added, with those of the warm-up.
+        num_gathered: number of steps that were added, including the warm-up.
     """
 
     def __init__(self, world_size: int, num_warmup_steps: int) -> None:
@@ -33,7 +33,7 @@ class FitTotals:
         self.num_gathered = 0
 
     def add(self, values: NDArray[np.float64], steps: Steps) -> None:
-        """Adds steps of all ranks, ``(world_size, n, num_quantities)``, and the same as `Steps`."""
+        """Adds steps of all ranks, ``(world_size, n, num_quantities)``; ``steps`` has the same values."""
         num_warmup = max(0, self._num_warmup_steps - self.num_gathered)
         self.num_gathered += values.shape[1]
         self._statistics.update(values[:, num_warmup:] if num_warmup else steps)
@@ -43,7 +43,7 @@ class FitTotals:
         self._operations.add(records)
 
     def add_own(self, rows: Sequence[Sequence[float]]) -> None:
-        """Adds steps of this rank alone, unless those of all ranks have been added, which show more."""
+        """Adds steps of this rank alone, unless steps of all ranks have been added."""
         if self._statistics.steps.num_ranks <= 1 and rows:
             values = np.array([rows])[:, :, : len(QUANTITIES)]
             self.add(values, Steps.of(values))
@@ -57,10 +57,10 @@ class FitTotals:
 
 
 def print_summary(summary: FitSummary, files: StepFiles | None, *, has_forecasts: bool) -> None:
-    """Prints the table and the verdict of a fit, and what to do with its files."""
-    # Where nobody reads stdout any more rich would end the process, and the end of the fit with it.
+    """Prints the table and the verdict of a fit, and the next command for its files."""
+    # If nobody reads stdout any more, rich would end the process in the middle of the end of the fit.
     with suppress(OSError, ValueError, SystemExit):
         console = TextConsole()
         console.print(summary.table())
         if files is not None:
-            files.print_next(console, has_forecasts=has_forecasts)
+            files.print_next_command(console, has_forecasts=has_forecasts)

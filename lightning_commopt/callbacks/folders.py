@@ -11,10 +11,10 @@ from lightning_commopt.text.validation import warn_once
 
 
 def check_dirpath(dirpath: str | Path | None) -> Path | None:
-    """Returns the option ``dirpath`` of a callback as a path, with the user's home for "~"; None stays.
+    """Returns the option ``dirpath`` of a callback as a path, with "~" expanded; None stays None.
 
     Raises:
-        ValueError: it is no path, or a URL.
+        ValueError: it is not a path, or it is a URL.
     """
     if dirpath is None:
         return None
@@ -27,23 +27,23 @@ def check_unshared(dirpaths: Sequence[Path | None], callback: object) -> None:
     """Raises a MisconfigurationException if two callbacks like ``callback`` would write into one ``dirpath``."""
     if len({*dirpaths}) < len(dirpaths):
         raise MisconfigurationException(
-            f"{type(callback).__name__}: another one in the same Trainer writes the same files. Give it another"
-            " dirpath, or save_records=False."
+            f"{type(callback).__name__}: another {type(callback).__name__} in the same Trainer writes the same files."
+            " Give one of them another dirpath, or save_records=False."
         )
 
 
 def local_folder(folder: str | Path, callback: object) -> Path:
-    """Returns the folder of a logger or a Trainer; the working directory, with a warning, if it is a URL of another.
+    """Returns the folder of a logger or a Trainer; the working directory, with a warning, if it is a URL.
 
-    Lightning writes to ``s3://bucket/runs`` by fsspec, where a path would be the folder ``s3:`` in the working
-    directory.
+    Lightning writes to URLs such as ``s3://bucket/runs`` through fsspec. As a path it would mean a folder ``s3:`` in
+    the working directory.
     """
     text = str(folder).removeprefix("file://")
     if not _is_url(text):
         return Path(text)
     warn_once(
-        f"{type(callback).__name__} writes local files only, so they go to {Path.cwd()} and not to {text}; dirpath="
-        " names another folder."
+        f"{type(callback).__name__} writes local files only, so they are written to {Path.cwd()} and not to {text}. Set"
+        " dirpath to choose another folder."
     )
     return Path.cwd()
 

@@ -26,9 +26,9 @@ from lightning_commopt.watch.own_errors import log_own_errors
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-# Batches after which the names of buckets are looked up, at most. DDP rebuilds its buckets after the first or the
-# second step, or never.
-_NUM_LOOKS = 10
+# Maximum number of batches after which the names of buckets are looked up. DDP rebuilds its buckets after the first or
+# the second step, or never.
+_MAX_LOOKUPS = 10
 _PHASES = {
     "data": kinds.DATA,
     "forward": kinds.FORWARD,
@@ -48,15 +48,15 @@ class HangMonitor(PhaseCallback):
     1, 3 wait in the gradient sync of bucket 4 (layer3.*)``, then what to try. The state, the stacks of all threads, and
     the last collectives of all ranks are written to files, which ``commopt doctor DIR`` reads.
 
-    The first time of each phase, a checkpoint, a callback, the start of a dataloader, and the start and end of an epoch
-    or a validation may take ten times ``after_s``; every phase three times its longest duration among the last 50,
-    without the first. If no rank waits for others, none is ended, and after the last batch nothing is reported. Works
-    with every strategy whose ranks have a process group; with one rank it has no effect. Needs Linux. See
-    ``docs/troubleshoot/hangs.md``.
+    Some phases may take ten times ``after_s`` without a report: the first of its kind, a checkpoint, a callback, the
+    start of a dataloader, and the start and end of an epoch or a validation. Every phase may take three times its
+    longest duration among the last 50, not counting the first. If no rank waits for others, none is ended, and after
+    the last batch nothing is reported. Works with every strategy whose ranks have a process group; with one rank it has
+    no effect. Needs Linux. See ``docs/troubleshoot/hangs.md``.
 
     Args:
         after_s: seconds without progress before a report.
-        action: "report", or "abort" to end all ranks too, with a nonzero status, if some wait for others.
+        action: "report"; or "abort" to also end all ranks, with a nonzero status, if some wait for others.
         dirpath: parent of the folder ``hangs``; None for the Trainer's ``log_dir``, else its ``default_root_dir``.
 
     Raises:
@@ -71,7 +71,7 @@ class HangMonitor(PhaseCallback):
         self._dirpath = check_dirpath(dirpath)
         self._watched: WatchedRank | None = None
         self._closing = ExitStack()
-        self._num_looks = 0
+        self._num_lookups_left = 0
         self._step = 0
         self._stage = 0
         self._is_ending = self._has_waited = False
@@ -83,7 +83,7 @@ class HangMonitor(PhaseCallback):
         if sys.platform != "linux":
             warn_once("HangMonitor has no effect: it needs Linux.")
             return
-        # Lightning's own strategies need it too: a rank that aborts while Python ends would end the job.
+        # Lightning's own strategies need this, too: a rank that aborts while Python ends would end the job.
         let_gloo_finish_at_exit()
         # All ranks must access log_dir, which is broadcast.
         folder = self._dirpath or local_folder(trainer.log_dir or trainer.default_root_dir, self)
@@ -106,23 +106,26 @@ class HangMonitor(PhaseCallback):
         self._step = trainer.global_step
         self._is_ending = self._has_waited = False
         self._enter_number(kinds.SETUP)
-        self._num_looks = _NUM_LOOKS if stage == "fit" else 0
+        self._num_lookups_left = _MAX_LOOKUPS if stage == "fit" else 0
         if stage == "fit":
             self._observe_sync(trainer, self._watched)
 
     def _observe_sync(self, trainer: Trainer, watched: WatchedRank) -> None:
         plan, observers = plan_of(trainer.strategy), getattr(trainer.strategy, "sync_observers", None)
         inner = plan.inner if isinstance(plan, DiLoCoPlan) else plan
-        # With DDP's own all-reduce, observing would cost a pass over the gradients; FSDP2 has no buckets.
+        # Observing DDP's own all-reduce would cost a pass over the gradients, and FSDP2 has no buckets.
         has_marks = isinstance(plan, DiLoCoPlan) if inner is None else inner.comm_hook is not None
         if observers is not None and has_marks:
             observers.add(watched.observer)
             self._closing.callback(observers.remove, watched.observer)
-            self._num_looks = 0
+            self._num_lookups_left = 0
 
     def _action_for(self, trainer: Trainer) -> str:
         if self._action == "abort" and getattr(trainer.strategy, "lets_ranks_fail", False):
-            warn_once("HangMonitor(action='abort') only reports with patience_s, with which a fit goes on.")
+            warn_once(
+                "HangMonitor(action='abort') only reports hangs here: with patience_s the fit continues without ranks"
+                " that fail."
+            )
             return "report"
         return self._action
 
@@ -138,12 +141,12 @@ class HangMonitor(PhaseCallback):
         run_whatever_handlers_raise(end)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Waits until the ranks' watchers are connected, which they usually are by then."""
+        """Waits until the ranks' watchers are connected, which usually they are already."""
         super().on_fit_start(trainer, pl_module)
         self._meet()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins to watch Lightning's broadcast before every batch."""
+        """Starts to watch Lightning's broadcast before every batch."""
         super().on_train_start(trainer, pl_module)
         self._closing.callback(report_lost_broadcasts(trainer, self._report_lost_broadcast))
 
@@ -170,9 +173,9 @@ class HangMonitor(PhaseCallback):
 
     def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
         self._step = trainer.global_step
-        if self._num_looks > 0 and self._watched is not None:
+        if self._num_lookups_left > 0 and self._watched is not None:
             names = bucket_names(trainer.strategy.model)
-            self._num_looks = 0 if names else self._num_looks - 1
+            self._num_lookups_left = 0 if names else self._num_lookups_left - 1
             if names:
                 self._watched.name_buckets(names, are_all=True)
 
@@ -195,26 +198,26 @@ class HangMonitor(PhaseCallback):
         self._enter_number(kinds.END)
 
     def _meet(self) -> None:
-        """Waits once in a run, as a monitor that has not started by then may never start."""
+        """Waits for the other watchers, but only once, since a monitor that does not start in time may never start."""
         if self._watched is not None and not self._has_waited:
             self._has_waited = True
             if not self._watched.meet():
                 warn_once(
-                    "HangMonitor: not all ranks' monitors have started within a minute. Hangs will not be reported"
-                    " before they have."
+                    "HangMonitor: not all ranks' monitors have started within a minute. Until they have, hangs are not"
+                    " reported."
                 )
 
     def _report_lost_broadcast(self, error: Exception) -> None:
-        """Reports a timeout or a lost connection that Lightning ignores: what follows fails elsewhere."""
+        """Reports a timeout or a lost connection that Lightning ignores, so that a later collective fails instead."""
         if self._watched is not None:
             warn(
                 f"HangMonitor: Lightning's broadcast of SIGTERM, before a batch of step {self._step}, has failed"
-                f" ({type(error).__name__}: {error}). Lightning ignores that; collectives after it fail or hang.",
+                f" ({type(error).__name__}: {error}). Lightning ignores this, and later collectives fail or hang.",
                 on_every_rank=True,
             )
             if handles_sigterm(sys._getframe()):
                 self._watched.note_stop("SIGTERM")
-            # Marks of what follows, which others take no part in, would hide where the connection was lost.
+            # Marks of later operations, in which other ranks take no part, would hide where the connection was lost.
             self._stop_watching(error)
 
     def _stop_watching(self, exception: BaseException | None = None) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _NAMES = ("blue", "cyan", "darkgreen", "green", "orange", "purple", "rapids", "red", "white", "yellow")
 COLORS = {name: color_to_hex(name) for name in _NAMES}
-"""nvtx's names of colours, and their ARGB values."""
+"""Names of colours that nvtx knows, and their ARGB values."""
 
 RANGES = {
     "Batch": "blue",
@@ -50,12 +50,13 @@ class NVTXRanges(PhaseCallback):
     project a range onto the device by the kernels that the range's own thread launched. Those of backward are launched
     by a thread of autograd, so ``backward`` has no projection; use ``nsys profile --pytorch=autograd-nvtx`` for that.
 
-    Without a profiler this callback does nothing and observes no gradient sync. With one, during the fit, it is the
-    first of the Trainer's callbacks, wraps ``trainer.save_checkpoint``, and nvtx keeps the names of batches in memory.
+    Without a profiler this callback does nothing, and does not observe gradient sync. With one, it moves itself to the
+    front of the Trainer's callbacks for the fit, and wraps ``trainer.save_checkpoint``; and nvtx keeps the names of all
+    batches in memory.
 
     Args:
         domain: the NVTX domain of the ranges.
-        colors: colours of some ranges, by the names in `RANGES`: a name in `COLORS`, or an ARGB integer.
+        colors: colours of some ranges, by their names in `RANGES`: a name in `COLORS`, or an ARGB integer.
 
     Raises:
         ValueError: ``domain`` is not a string, or a range or a colour is unknown.
@@ -68,11 +69,11 @@ class NVTXRanges(PhaseCallback):
         self._colors = {**{name: COLORS[color] for name, color in RANGES.items()}, **_check_colors(colors)}
         self._domain: Any = None  # set while a profiler watches a fit
         self._attributes: dict[str, Any] = {}
-        self._depth = 0  # number of open ranges, each within the one before, all on one thread
+        self._depth = 0  # number of open ranges, which are nested, all on one thread
         self._bucket_ranges: SyncRanges | None = None
-        self._opener: _BatchOpener | None = None
+        self._batch_opener: _BatchOpener | None = None
         self._unwrap_save: Callable[[], None] | None = None
-        self._index = 0  # the place of this callback among the Trainer's, which `_close` restores
+        self._index = 0  # this callback's index among the Trainer's callbacks, which `_close` restores
         self._batch_depth = 0
         self._is_in_batch = False
 
@@ -86,12 +87,12 @@ class NVTXRanges(PhaseCallback):
         }
         self._bucket_ranges = SyncRanges(self._domain, self._colors["bucket"])
         observe(trainer.strategy, self._bucket_ranges)
-        # A callback that starts or stops a profiler must not cut a range in two. So all others run outside of a batch's
-        # range: this one becomes the first, and the one that opens the next batch's range the last.
-        self._opener = _BatchOpener(self._open_batch)
+        # A callback that starts or stops a profiler must not cut a range in two. So all other callbacks run outside of
+        # a batch's range: this one becomes the first, and the one that opens the next batch's range becomes the last.
+        self._batch_opener = _BatchOpener(self._open_batch)
         others = [callback for callback in _callbacks(trainer) if callback is not self]
         self._index = _callbacks(trainer).index(self)
-        trainer.callbacks = [self, *others, self._opener]  # type: ignore[attr-defined]
+        trainer.callbacks = [self, *others, self._batch_opener]  # type: ignore[attr-defined]
         # No callback hook covers the writing of a checkpoint, and none runs for a checkpoint with weights only.
         self._unwrap_save = wrap_method(trainer, "save_checkpoint", self._save_in_range)
 
@@ -146,7 +147,7 @@ class NVTXRanges(PhaseCallback):
             self._pop_to(depth)
 
     def _push(self, name: str, number: int | None = None) -> None:
-        """Opens a range inside the open ones. A number makes a new name, and nvtx keeps every name in memory."""
+        """Opens a range inside the open ones. With a number it has a new name, and nvtx keeps every name in memory."""
         if self._domain is None:
             return
         attributes = self._attributes[name]
@@ -166,14 +167,14 @@ class NVTXRanges(PhaseCallback):
             return
         stop_observing(trainer.strategy, self._bucket_ranges)
         self._enter(None)
-        others = [callback for callback in _callbacks(trainer) if callback not in (self, self._opener)]
+        others = [callback for callback in _callbacks(trainer) if callback not in (self, self._batch_opener)]
         trainer.callbacks = [*others[: self._index], self, *others[self._index :]]  # type: ignore[attr-defined]
         self._unwrap_save()
-        self._domain = self._bucket_ranges = self._opener = self._unwrap_save = None
+        self._domain = self._bucket_ranges = self._batch_opener = self._unwrap_save = None
 
 
 class _BatchOpener(Callback):
-    """The last of all callbacks, which begins the range of the next batch after all others have run."""
+    """The last callback of the Trainer, which begins the range of the next batch after all others have run."""
 
     def __init__(self, open_batch: Callable[[Trainer], None]) -> None:
         self._open_batch = open_batch
@@ -193,7 +194,7 @@ class _BatchOpener(Callback):
 
 
 class SyncRanges(SyncObserver):
-    """Makes a range of every bucket's sync, on whichever threads it begins and ends; the color is ARGB."""
+    """Creates a range for every bucket's sync, which may begin and end on different threads; the color is ARGB."""
 
     def __init__(self, domain: Any, color: int) -> None:
         self._domain = domain
@@ -232,7 +233,7 @@ def _profiled_domain(name: str) -> Any:
     if not nvtx.enabled():
         return None
     domain = nvtx.get_domain(name)
-    # Without a profiler nvtx returns a domain that does nothing. Its class is not public, but it gives no attributes.
+    # Without a profiler nvtx returns a domain that does nothing. Its class is not public, but its attributes are None.
     return domain if domain.get_event_attributes(name) is not None else None
 
 

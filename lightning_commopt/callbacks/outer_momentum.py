@@ -1,4 +1,4 @@
-"""OuterMomentum: the outer optimizer of DiLoCo around any strategy, without sending anything."""
+"""OuterMomentum: the outer optimizer of DiLoCo, for any strategy, without communication."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_commopt.compat.lightning import Callback, MisconfigurationExcepti
 from lightning_commopt.compat.torch import add_step_hook
 from lightning_commopt.plan import DiLoCoPlan, OptionError
 from lightning_commopt.strategy.base import plan_of
-from lightning_commopt.sync.diloco.outer import OuterSGD, warn_if_short
+from lightning_commopt.sync.diloco.outer import OuterSGD, warn_of_short_fit
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -26,16 +26,16 @@ _REFUSED = {
 
 
 class OuterMomentum(Callback):
-    """Moves the weights once in ``sync_every`` optimizer steps by momentum over what these steps have changed.
+    """Moves the weights every ``sync_every`` optimizer steps, with momentum over the changes that these steps made.
 
-    It is DiLoCo with one worker: all ranks of DDP or FSDP2 together. Nothing is sent, as every rank moves the weights
-    that it holds. The slow weights and their momentum take the memory of two further copies of the trainable
-    parameters, in float32 if they are in 16 bits; with FSDP2 of this rank's shards.
+    It is DiLoCo with one worker, which consists of all ranks of DDP or FSDP2. Nothing is sent, because every rank moves
+    the weights that it holds. The slow weights and their momentum take the memory of two further copies of the
+    trainable parameters (with FSDP2, of this rank's shards), in float32 if the parameters have 16 bits.
 
-    Steps of the first optimizer count, and with 16-mixed none that the gradient scaler skips. The weights move at the
-    end of the batch. Validation, checkpoints and the end of a fit see the weights in training, also between two moves.
-    A parameter that is frozen meanwhile is left as it is; one that is trained from some step on takes part from the
-    next move on. Checkpoints hold the callback's state, so that training resumes exactly.
+    Only steps of the first optimizer count, and with "16-mixed" no step that the gradient scaler skips. The weights
+    move at the end of the batch. Validation, checkpoints and the end of a fit see the weights as they are in training,
+    also between two moves. A parameter that is frozen meanwhile is not moved; one that is unfrozen takes part after the
+    next move. Checkpoints contain the callback's state, so that training resumes exactly.
 
     Source: Douillard et al., "DiLoCo" (arXiv:2311.08105); with one worker "Smoothing DiLoCo with Primal Averaging"
     (arXiv:2512.17131).
@@ -43,9 +43,9 @@ class OuterMomentum(Callback):
     Args:
         sync_every: number of optimizer steps between two moves.
         outer_lr: learning rate of the outer optimizer; 1 without momentum changes nothing.
-        outer_momentum: its momentum, from 0 to below 1. The default is smaller than the papers' 0.9, with which a small
-            GPT trained worse than without the callback; see ``docs/evidence/diloco.md``.
-        nesterov: whether the momentum is Nesterov's.
+        outer_momentum: momentum of the outer optimizer, from 0 to below 1. The default is smaller than the papers' 0.9,
+            with which a small GPT trained worse than without the callback; see ``docs/evidence/diloco.md``.
+        nesterov: whether to use Nesterov momentum.
 
     Raises:
         OptionError: a value is out of range; or, when a fit begins, the strategy is `CommOptDiLoCo`, which has an outer
@@ -64,16 +64,19 @@ class OuterMomentum(Callback):
         self._num_steps = 0  # optimizer steps since the last move
         self._resumed: dict[str, Any] | None = None
         self._handle: RemovableHandle | None = None
-        self._is_distributed = False  # whether checkpoints hold of each rank its shards
+        self._is_distributed = False  # whether each rank saves its own shards in checkpoints
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        # Lightning loads this fit's state later. What it has loaded for a test, say, may be another model's.
+        # Lightning loads this fit's state later. A state that it has loaded before, such as for a test, may be that of
+        # another model.
         self._resumed = None
         strategy = trainer.strategy
         if isinstance(plan_of(strategy), DiLoCoPlan):
-            raise OptionError("OuterMomentum and CommOptDiLoCo exclude each other: its outer optimizer does the same")
+            raise OptionError(
+                "OuterMomentum and CommOptDiLoCo exclude each other: CommOptDiLoCo has an outer optimizer of its own"
+            )
         for cls in type(strategy).__mro__:
             if reason := _REFUSED.get(cls.__name__):
                 raise OptionError(f"OuterMomentum does not work with {cls.__name__}: {reason}")
@@ -84,10 +87,10 @@ class OuterMomentum(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._close()
         self._num_steps, self._slow, self._momenta = 0, {}, {}
-        warn_if_short(trainer, self._options, "without OuterMomentum")
+        warn_of_short_fit(trainer, self._options, "without OuterMomentum")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Begins with the first batch, as hooks of the module may set weights until then, which is no training."""
+        """Begins the first round in the first batch, since hooks may set weights until then, which is not training."""
         if self._handle is None:
             self._begin_round(pl_module)
             if self._resumed is not None:
@@ -103,10 +106,11 @@ class OuterMomentum(Callback):
     def _resume(self, saved: dict[str, Any]) -> None:
         self._num_steps = saved["num_steps"]
         slow, momenta = (
-            {name: _like(own[name], value) for name, value in values.items() if name in own}
+            {name: _distribute_like(own[name], value) for name, value in values.items() if name in own}
             for own, values in ((self._slow, saved["slow"]), (self._momenta, saved["momenta"]))
         )
-        # What was not trained when the round began takes part from the next move on, as without an interruption.
+        # Parameters that were not trained when the round began take part after the next move, as they would have
+        # without an interruption.
         self._momenta = {name: momenta.get(name, self._momenta[name]) for name in slow if name in self._momenta}
         self._slow = slow
 
@@ -116,7 +120,7 @@ class OuterMomentum(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Moves the weights, if it is time; only then, as manual optimization may freeze parameters within a batch."""
+        """Moves the weights if a move is due. It waits for the batch's end, as training steps may freeze parameters."""
         if self._num_steps >= self._options.sync_every and not skips_backward(trainer):
             self._num_steps %= self._options.sync_every
             self._move(pl_module)
@@ -130,7 +134,7 @@ class OuterMomentum(Callback):
         self._begin_round(module)
 
     def _begin_round(self, module: LightningModule) -> None:
-        """Adds parameters that are trained since the last move, and forgets those that are not."""
+        """Adds parameters that are trained since the last move, and drops those that are no longer trained."""
         trained = dict(_trained(module))
         for name in self._slow.keys() - trained.keys():
             del self._slow[name]
@@ -147,17 +151,17 @@ class OuterMomentum(Callback):
         self._check_saving()
         if self._resumed is not None:  # no batch has been trained since it was loaded
             return self._resumed
-        slow, momenta = ({name: _whole(x) for name, x in own.items()} for own in (self._slow, self._momenta))
+        slow, momenta = ({name: _gather_to_cpu(x) for name, x in own.items()} for own in (self._slow, self._momenta))
         return {"num_steps": self._num_steps, "slow": slow, "momenta": momenta}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._resumed = state_dict if state_dict["slow"] else None  # it may have been saved before the first batch
+        self._resumed = state_dict if state_dict["slow"] else None  # empty if it was saved before the first batch
 
     def _check_saving(self) -> None:
         if self._is_distributed:
             raise OptionError(
-                "OuterMomentum cannot save its state in a distributed checkpoint, which holds the callbacks of rank 0"
-                " only: use save_distributed_checkpoint=False"
+                "OuterMomentum cannot save its state in a distributed checkpoint, which contains only the callbacks of"
+                " rank 0: use save_distributed_checkpoint=False"
             )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -174,18 +178,18 @@ class OuterMomentum(Callback):
 
 def _trained(module: LightningModule) -> Iterator[tuple[str, Tensor]]:
     for unit in units_of(module):
-        unit.reshard()  # a forward without a backward, as in a validation, leaves the parameters of the root gathered
+        unit.reshard()  # a forward without a backward, as in validation, leaves the root's parameters gathered
     return ((name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad)
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _gather_to_cpu(tensor: Tensor) -> Tensor:
     """Returns a tensor on CPU, gathered from all ranks if it is sharded."""
     gather = getattr(tensor, "full_tensor", None)
     return (tensor if gather is None else gather()).to("cpu", copy=True)
 
 
-def _like(own: Tensor, whole: Tensor) -> Tensor:
-    """Returns the value of a whole tensor on the device of another and sharded like it."""
+def _distribute_like(own: Tensor, whole: Tensor) -> Tensor:
+    """Returns a copy of a whole tensor on the device of ``own``, and sharded like it."""
     whole = whole.to(own.device, own.dtype, copy=True)
     if not hasattr(own, "full_tensor"):
         return whole

@@ -26,16 +26,16 @@ class PhaseCallback(Callback):
 
     @abstractmethod
     def _enter(self, phase: str | None) -> None:
-        """A phase begins and the last one ends; with None, what follows belongs to no step."""
+        """Called when a phase begins, and the last one ends. With None, the time that follows belongs to no step."""
 
     def _end_batch(self, trainer: Trainer, batch: Any, has_stepped: bool) -> None:
-        """A batch has ended; called before the next phase. Several optimizers in one batch make one step."""
+        """Called when a batch has ended, before the next phase. Several optimizers in one batch make one step."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         observe_wrapped(trainer.strategy)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # An earlier fit has left its hooks if another callback's `on_exception` raised before this one's.
+        # An earlier fit may have left its hooks, if another callback's `on_exception` raised before this one's.
         self._remove_hooks()
         # Under manual optimization another forward may follow backward; otherwise hooks and schedulers do.
         self._between = "other" if pl_module.automatic_optimization else "forward"
@@ -103,7 +103,7 @@ class PhaseCallback(Callback):
 
 
 def batch_follows(trainer: Trainer) -> bool:
-    """Returns whether the loop waits for a batch next, not for a validation or its end."""
+    """Returns whether the loop fetches a batch next, rather than validate or end."""
     if trainer.fit_loop.epoch_loop.done:
         return False
     return trainer.validating or not is_validation_next(trainer)

@@ -1,4 +1,4 @@
-"""PredictionRecorder: collects during a fit what predictions of other plans need, and predicts them at the end."""
+"""PredictionRecorder: collects the inputs of predictions during a fit, and predicts other plans at its end."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import Strategy
 
-_NUM_BACKWARDS = 10  # hooks on every parameter slow these down, so only a few are timed
-NUM_STEPS = 100  # enough for a spread; the buckets of more would cost memory
-MAX_PROBE_BYTES = 2**26  # larger messages take as long per byte
+_NUM_BACKWARDS = 10  # only a few backwards are timed, because hooks on every parameter slow them down
+NUM_STEPS = 100  # enough steps to estimate a spread; the buckets of more would cost memory
+MAX_PROBE_BYTES = 2**26  # larger messages take the same time per byte
 
-# Ranks may end the fit later than rank 0, for example after a slow callback. After this time the link is not probed.
+# Time by which ranks may end the fit later than rank 0, for example after a slow callback. If one takes longer, the
+# link is not probed.
 _PATIENCE_S = 5.0
 
 
 class PredictionRecorder:
     """Times the gradients of ten backwards after the warm-up, on rank 0, and keeps the last steps.
 
-    All ranks have one, as `conclude` probes the link between them.
+    All ranks must have one, because `conclude` probes the link between them.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, num_warmup_backwards: int) -> None:
@@ -54,7 +55,7 @@ class PredictionRecorder:
         self._steps: deque[StepRecord] = deque(maxlen=NUM_STEPS)
         is_ddp = isinstance(trainer.strategy.model, DistributedDataParallel) and not is_baseline(trainer.strategy)
         self._is_ddp = is_ddp and not isinstance(plan_of(trainer.strategy), DiLoCoPlan)
-        # Once this is true no further gradients are timed, and `enter` need not be called.
+        # If this is true, no further gradients are timed, and `enter` need not be called.
         self.is_over = not (trainer.is_global_zero and self._is_ddp)
         if self._is_ddp:
             prepare_key_spaces()
@@ -77,7 +78,7 @@ class PredictionRecorder:
             self._times.begin_backward()
 
     def add(self, steps: Sequence[StepRecord], *, is_changed: bool) -> None:
-        """Adds steps from the recorder, or drops these and all earlier ones if the plan has changed among them."""
+        """Adds steps from the recorder; if the plan has changed among them, drops them and all earlier ones instead."""
         if is_changed:
             self._steps.clear()
         else:
@@ -90,14 +91,14 @@ class PredictionRecorder:
             self._times.close()
 
     def conclude(self, comm_hook: str, files: StepFiles | None, sent: Sequence[SentStep] = ()) -> list[Forecast]:
-        """Returns what other settings would make of a step, if the fit has shown enough; ``files`` get it too.
+        """Returns predictions of a step with other settings, if the fit has shown enough for them.
 
-        All ranks must call it once the fit has ended, as it probes the link; only rank 0 predicts.
+        All ranks must call it after the fit, because it probes the link; only rank 0 predicts.
 
         Args:
-            comm_hook: name of what averages the gradients.
-            files: writes the prediction; None to keep nothing.
-            sent: what the last steps of all ranks had on the wire; empty if this rank's alone are known.
+            comm_hook: name of the comm hook that averages the gradients; see `describe_hook`.
+            files: where to write the predictions; None to write nothing.
+            sent: messages of all ranks in the last steps; empty if only this rank's are known.
         """
         self.close()
         if not self._is_ddp or (plan := _plan(self._strategy, comm_hook)) is None:
@@ -134,32 +135,32 @@ class PredictionRecorder:
         assert isinstance(model, DistributedDataParallel)
         gradients = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         num_bytes = sum(parameter.numel() * parameter.element_size() for parameter in gradients)
-        with suppress(RuntimeError):  # a rank has failed, which is not for this callback to report
+        with suppress(RuntimeError):  # a rank has failed, which others report
             if can_probe():
                 return probe_link(model.process_group, self._strategy.root_device, min(num_bytes, MAX_PROBE_BYTES))
         return []
 
 
 def can_probe() -> bool:
-    """Returns whether all ranks have ended the fit, and the link may be probed; all of them must call it."""
+    """Returns whether all ranks have ended the fit, so that the link may be probed. All ranks must call it."""
     return all_ranks_ready("end of fit", _PATIENCE_S, default_pg_timeout.total_seconds())
 
 
 def publish(
     others: list[Forecast], basis: Basis | ShardedBasis, files: StepFiles | None, began: float
 ) -> list[Forecast]:
-    """Writes and returns what was predicted, and logs how long that took since ``began`` on the host's clock."""
+    """Writes and returns predictions, and logs the time since ``began`` (``time.perf_counter()``)."""
     if files is not None:
         files.save_basis(basis, others)
     info(
-        "CommTimeMonitor: probed the link and measured compressors for its predictions, after the fit, in"
-        f" {time.perf_counter() - began:.1f} s."
+        "CommTimeMonitor has probed the link and measured compressors for its predictions. That took"
+        f" {time.perf_counter() - began:.1f} s after the fit."
     )
     return others
 
 
 def _plan(strategy: Strategy, comm_hook: str) -> CommPlan | None:
-    """Returns the plan of a strategy, or what Lightning's own does as a plan; None for a hook from elsewhere."""
+    """Returns the plan of a strategy, or a plan like Lightning's own DDP; None if its comm hook is not ours."""
     plan = plan_of(strategy)
     assert plan is None or isinstance(plan, CommPlan)  # the recorder works with DDP only
     if plan is not None and plan.comm_hook is not None:

@@ -38,13 +38,13 @@ LOGGED_BY_DEFAULT = (
     *("step_s", "data_s", "comm_s", "exposed_s", "exposed_share", "exposed_wait_s"),
     *("wire_bytes", "bus_bandwidth", "link_latency_s", "link_bandwidth", "samples_per_s", "straggler_rank"),
 )
-"""The metrics for loggers with ``log="default"``."""
+"""The metrics that loggers get with ``log="default"``."""
 
 
 class CollectiveWatch:
     """Observes the collectives of a fit until `close`; before torch 2.14 only FSDP2's. Needs the process group.
 
-    On CUDA only FSDP2's collectives have times. The waits of computation for FSDP2's are observed too.
+    On CUDA only FSDP2's collectives are timed, and computation that waits for them is observed as well.
     """
 
     def __init__(self, trainer: Trainer, recorder: StepRecorder) -> None:
@@ -60,7 +60,8 @@ class CollectiveWatch:
             if units_of(model):
                 self._closers.append(ComputationWaits(trainer.strategy.root_device, recorder.wait).close)
         else:
-            # With hooks a call only ends collectives that do not report their end, such as gloo's reduce-scatters.
+            # With collective hooks, the end of a call only serves to end collectives that do not report their end, such
+            # as gloo's reduce-scatters.
             listener = recorder.issue if self._hooks is None else recorder.call
             self._units = ObservedUnits(model, listener, sees_end=True, around=recorder.waiting)
         self._closers.append(self._units.close)
@@ -71,7 +72,7 @@ class CollectiveWatch:
             )
 
     def update(self) -> None:
-        """Observes process groups that were made since the last call, and units as a change of plan has left them."""
+        """Observes process groups that were created, and units that were changed by a new plan, since the last call."""
         if self._hooks is not None:
             self._hooks.update()
         self._units.update()
@@ -87,22 +88,25 @@ def _broadcast(inner: Callable[[], None]) -> None:
 
 
 def gathering_group(trainer: Trainer) -> BorrowedGroups | None:
-    """Returns a gloo group of all ranks; None, with a message, if they cannot connect over gloo or may go on alone."""
+    """Returns a gloo group of all ranks; None, with a message, if ranks cannot connect or need not train together."""
     if getattr(trainer.strategy, "uneven_batches", None) == "allow":
         info(
-            "CommTimeMonitor: each rank logs its own times, as its epochs may end after another step than those of"
-            " others (uneven_batches='allow')."
+            "CommTimeMonitor: each rank logs only its own times, because epochs may end after different steps on"
+            " different ranks (uneven_batches='allow')."
         )
         return None
     if getattr(trainer.strategy, "lets_ranks_fail", False):
-        info("CommTimeMonitor: each rank logs its own times, as the others go on without one that fails (patience_s).")
+        info(
+            "CommTimeMonitor: each rank logs only its own times, because the fit continues without ranks that fail"
+            " (patience_s)."
+        )
         return None
     try:
         return borrow_host_group(BACKGROUND_GROUP)
     except RuntimeError as error:
         warn(
-            f"CommTimeMonitor: the ranks cannot connect over gloo ({error}), so each logs its own times."
-            " If gloo chose a wrong network device, set GLOO_SOCKET_IFNAME to the right one.",
+            f"CommTimeMonitor: the ranks cannot connect over gloo ({error}), so each logs only its own times."
+            " If gloo chose a wrong network interface, set GLOO_SOCKET_IFNAME to the right one.",
             on_every_rank=True,
         )
         return None
@@ -126,7 +130,7 @@ class MetricPublisher:
         self._failed_loggers: list[Logger] = []
 
     def share(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
-        """Puts metrics into ``trainer.callback_metrics``, and what the progress bar shows into its metrics."""
+        """Puts metrics into ``trainer.callback_metrics``, and ``exposed_share`` into the progress bar if requested."""
         if not self.is_shared:
             return
         prefixed = self._with_prefix(metrics)
@@ -144,8 +148,8 @@ class MetricPublisher:
             except Exception as error:
                 self._failed_loggers.append(logger)
                 warn(
-                    f"CommTimeMonitor: {type(logger).__name__} failed to log ({type(error).__name__}: {error});"
-                    " it gets no further metrics, and training continues."
+                    f"CommTimeMonitor: {type(logger).__name__} failed to log ({type(error).__name__}: {error})."
+                    " It gets no further metrics; training continues."
                 )
 
     def _with_prefix(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -155,20 +159,20 @@ class MetricPublisher:
 
 
 class StepFiles:
-    """Writes this rank's steps and the prediction, in place of an earlier fit's.
+    """Writes this rank's steps and the predictions, and replaces those of an earlier fit.
 
-    After a failure it warns and stops writing that file.
+    If writing a file fails, it warns, and does not write that file again.
     """
 
     def __init__(self, folder: str | Path, header: Mapping[str, Any]) -> None:
         self.folder = Path(folder)
         self._writer = StepWriter(rank_file(folder, header["rank"]), header)
         self._failed: set[str] = set()
-        # Of an earlier fit in this directory, which is not the last one any more once this one has written steps.
+        # A prediction of an earlier fit in this directory is removed once this fit has written steps.
         self._stale = self.folder / PREDICTION_FILE if header["rank"] == 0 else None
 
     def save_steps(self, steps: Sequence[StepRecord], plan: Mapping[str, Any] | None = None) -> None:
-        """Writes steps; ``plan`` has what `describe_plan` says at their end, and holds for those that follow."""
+        """Writes steps. ``plan``, from `describe_plan`, is the plan at their end, and applies to later steps."""
         if self._stale is not None:
             with suppress(OSError):
                 self._stale.unlink()
@@ -180,19 +184,21 @@ class StepFiles:
         """Writes the fitted inputs for predictions of other plans, and these predictions."""
         self._save("prediction", partial(basis.save, self.folder, forecasts))
 
-    def print_next(self, console: TextConsole, *, has_forecasts: bool) -> None:
-        """Prints where the files are, if they could be written, and the command that shows more of them."""
+    def print_next_command(self, console: TextConsole, *, has_forecasts: bool) -> None:
+        """Prints where the files are, if they could be written, and the command to run next."""
         if "steps" in self._failed:
             return
         command = "predict" if has_forecasts and not self._failed else "trace"
         print_text(f"Files: {self.folder}. Next: commopt {command} {quote(str(self.folder))}", console)
 
-    def _save(self, what: str, save: Callable[[], None]) -> None:
-        if what in self._failed:
+    def _save(self, content: str, save: Callable[[], None]) -> None:
+        if content in self._failed:
             return
         try:
             save()
         except (OSError, ValueError) as error:  # a compressor without a name cannot be written
-            self._failed.add(what)
-            about = f"CommTimeMonitor: saving the {what} failed, and stops ({error}); training continues."
-            warn(about, on_every_rank=True)
+            self._failed.add(content)
+            message = (
+                f"CommTimeMonitor could not save the {content} ({error}), and will not try again; training continues."
+            )
+            warn(message, on_every_rank=True)

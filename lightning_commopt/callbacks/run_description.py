@@ -50,15 +50,15 @@ def describe_run(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
 
 def num_parameters(module: LightningModule) -> int | None:
-    """Returns the elements of all parameters; None before ``configure_model``, or a first forward, has made them."""
+    """Returns the number of elements of all parameters; None before ``configure_model`` or a forward creates them."""
     parameters = list(module.parameters())
     return None if any(map(is_lazy, parameters)) else sum(parameter.numel() for parameter in parameters) or None
 
 
 def describe_rank(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Returns the header of a rank's file of steps, with name, shape and itemsize of each parameter that is trained.
+    """Returns the header of a rank's file of steps, with name, shape and itemsize of each trained parameter.
 
-    Parameters that the first forward will make are left out. DDP refuses them, so that gradient sync has none.
+    Lazy parameters are not included. DDP refuses them, so gradient sync has none.
     """
     trained = ((name, x) for name, x in module.named_parameters() if x.requires_grad and not is_lazy(x))
     return {
@@ -71,7 +71,7 @@ def describe_rank(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
 
 def describe_hook(strategy: Strategy) -> dict[str, Any]:
-    """Returns ``comm_hook``, the name of what averages the gradients, and ``is_lossy``, whether it changes them."""
+    """Returns ``comm_hook``, the name of the hook or strategy that averages gradients, and ``is_lossy``."""
     plan = plan_of(strategy)
     compressor = None if plan is None else plan.comm_hook
     if isinstance(plan, DiLoCoPlan):
@@ -92,7 +92,7 @@ def describe_hook(strategy: Strategy) -> dict[str, Any]:
 
 
 def describe_plan(strategy: Strategy) -> dict[str, Any]:
-    """Returns what `describe_hook` does, and ``plan``: the options of DDP's plan; None if there is none to write."""
+    """Returns the fields of `describe_hook`, and ``plan``, a `CommPlan`'s options; None if they cannot be written."""
     plan, options = plan_of(strategy), None
     if isinstance(plan, CommPlan):
         with suppress(ValueError):  # a compressor without a name
@@ -101,7 +101,7 @@ def describe_plan(strategy: Strategy) -> dict[str, Any]:
 
 
 def describe_tuning(strategy: Strategy) -> dict[str, Any]:
-    """Returns the fields of the run's record that ``plan="auto"`` has decided by now; empty without it."""
+    """Returns the fields of the run's record that ``plan="auto"`` has determined so far; empty without it."""
     auto_plan, plan = getattr(strategy, "auto_plan", None), plan_of(strategy)
     tuning = {} if auto_plan is None else auto_plan.describe()
     if not tuning or plan is None:
@@ -132,7 +132,7 @@ def with_plan(settings: Settings, strategy: Strategy) -> Settings:
 
 
 def _plan_options(plan: Plan, *, is_short: bool = False) -> dict[str, Any]:
-    """Returns a plan's options in JSON types, with ``is_short`` without a compressor's defaults."""
+    """Returns a plan's options in JSON types; ``is_short`` leaves out a compressor's options with default values."""
     try:
         options = plan.to_dict()
     except ValueError:

@@ -49,12 +49,13 @@ from lightning_commopt.text.validation import check_switch, info, warn
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
-# A rank may work on when training has ended, for example with an upload, for longer than the timeout of a collective.
-# Rank 0 records the others' losses if they come within the first time; they wait for rank 0 for the second.
+# A rank may be busy after training, for example with an upload, for longer than the timeout of a collective. Rank 0
+# waits for the others for the first time, and then records its own losses only; the others wait for rank 0 for the
+# second time.
 _PATIENCE_S, _LONGEST_WAIT_S = 300.0, 24 * 3600.0
 
-# Both monitors measure these: names in `CommTimeMonitor`'s summary, and names in `SpeedMonitor` and the record.
-_TWINS = {"steps_per_s": "steps_per_s", "samples_per_s": "samples_per_s", "wire_bytes": "wire_bytes_per_step"}
+# Both monitors measure these: maps names in `CommTimeMonitor`'s summary to names in `SpeedMonitor` and the record.
+_SHARED_METRICS = {"steps_per_s": "steps_per_s", "samples_per_s": "samples_per_s", "wire_bytes": "wire_bytes_per_step"}
 
 
 class RunRecorder(Callback):
@@ -62,16 +63,16 @@ class RunRecorder(Callback):
 
     ``run.json`` is a `RunRecord`: the plan, versions, hardware and git state from the start of the fit on, and at its
     end the results of the callbacks `SpeedMonitor` and `CommTimeMonitor`, if the Trainer has them, the metrics that the
-    model logged, and the peak memory. ``loss.jsonl`` is the loss against steps and seconds: of training, averaged over
-    the ranks that have one, and of validation. Training never waits for the device; the ranks average once after it. If
-    one ends the fit five minutes later than rank 0, losses and memory are those of rank 0.
+    model logged, and the peak memory. ``loss.jsonl`` has the training loss, averaged over the ranks that have one, and
+    the validation loss, by step and seconds. Training never waits for the device; the ranks average once after it. If a
+    rank ends the fit more than five minutes later than rank 0, losses and memory are those of rank 0 alone.
 
     Args:
         dirpath: the run's directory; None for the Hydra run's directory, else the Trainer's ``default_root_dir``.
         val_loss: name of the metric for the validation loss; None to find it by its name, see `find_metric`:
             ``val_loss``, ``val/loss``, ``model/validation_loss``.
         val_accuracy: the same for the validation accuracy.
-        ends_run: the run ends with the fit; else the caller has started the record and will finish it.
+        ends_run: whether the run ends with the fit; if not, the caller has started the record and will finish it.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class RunRecorder(Callback):
         self._ends_run = ends_run
         self._names = {"val_loss": val_loss, "val_accuracy": val_accuracy}
         self._record: RunRecord | None = None
-        self._is_running = not ends_run  # whether an exception is one of the run, on any rank
+        self._is_running = not ends_run  # whether an exception belongs to the run, on any rank
         self._reset()
 
     def _reset(self) -> None:
@@ -119,14 +120,14 @@ class RunRecorder(Callback):
         self._is_running = True
         notify_in_spawned_rank(self, trainer, pl_module)
         self._memory = PeakMemory(trainer.strategy.root_device)
-        if _may_be_late(trainer):
+        if _needs_patience(trainer):
             prepare_key_spaces()
         if trainer.is_global_zero and not getattr(trainer, "fast_dev_run", False):
-            known = describe_run(trainer, pl_module)
-            record = self._start_record(self._folder(trainer), known["sync_method"])
+            description = describe_run(trainer, pl_module)
+            record = self._start_record(self._folder(trainer), description["sync_method"])
             values = {**record.settings.values, **nccl_settings()}
             settings = with_plan(dataclasses.replace(record.settings, values=values), trainer.strategy)
-            self._record = dataclasses.replace(record, **known, settings=settings)
+            self._record = dataclasses.replace(record, **description, settings=settings)
             self._save(self._folder(trainer))
 
     def _start_record(self, folder: Path, sync_method: str) -> RunRecord:
@@ -144,7 +145,7 @@ class RunRecorder(Callback):
             with suppress(OSError, ValueError):
                 if trainer.global_step > 0:
                     self._other_points = [p for p in read_losses(folder) if p.step <= trainer.global_step]
-                else:  # this run may end without a loss, and the file be that of an earlier run
+                else:  # a file of an earlier run must not remain if this run ends without a loss
                     (folder / LOSS_FILE).unlink(missing_ok=True)
         self._seconds = max([point.seconds for point in self._other_points], default=0.0)
         self._started = time.perf_counter()
@@ -178,19 +179,19 @@ class RunRecorder(Callback):
         assert self._memory is not None
         device, reduce = trainer.strategy.root_device, trainer.strategy.reduce
         num_bytes = torch.tensor(self._memory.num_bytes, dtype=torch.float64, device=device)
-        are_all_here = not _may_be_late(trainer) or all_ranks_ready("record of a run", _PATIENCE_S, _LONGEST_WAIT_S)
+        are_all_here = not _needs_patience(trainer) or all_ranks_ready("record of a run", _PATIENCE_S, _LONGEST_WAIT_S)
         is_averaged = trainer.world_size > 1 and are_all_here
         losses = self._curve.points(device, (lambda x, op: reduce(x, reduce_op=op)) if is_averaged else None)
         if are_all_here:
             num_bytes = reduce(num_bytes, reduce_op="max")
         elif self._record is not None:
             warn(
-                f"RunRecorder: not all ranks have ended the fit within {_PATIENCE_S:g} s after rank 0, so the loss and"
-                " the peak memory are those of rank 0 alone."
+                f"RunRecorder: not all ranks have ended the fit within {_PATIENCE_S:g} s after rank 0, so the recorded"
+                " loss and peak memory are those of rank 0 alone."
             )
         if self._record is not None:
             results = self._results(trainer) | {"peak_memory_bytes": float(num_bytes)}
-            # FSDPStrategy has shards by now.
+            # FSDPStrategy has sharded the parameters by now, so their number would be wrong.
             if self._record.num_parameters is None and self._record.strategy != "FSDPStrategy":
                 results["num_parameters"] = num_parameters(pl_module)
             self._record = dataclasses.replace(self._record, **results)
@@ -199,7 +200,7 @@ class RunRecorder(Callback):
         self._is_running = not self._ends_run
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if not self._is_running:  # but a test after the fit, or a fit that has not begun in a folder of another run
+        if not self._is_running:  # the exception belongs to a test after the fit, or to a fit that has not begun
             return
         folder = self._folder(trainer)
 
@@ -264,25 +265,30 @@ class RunRecorder(Callback):
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         for monitor in callbacks:
             if isinstance(monitor, CommTimeMonitor):
-                results |= _without_twins(monitor.summary)
+                results |= _without_duplicates(monitor.summary)
         for monitor in callbacks:
             if isinstance(monitor, SpeedMonitor):
                 results["num_timed_steps"] = monitor.num_steps
-                rates = {name: getattr(monitor, name) for name in _TWINS.values()}
+                rates = {name: getattr(monitor, name) for name in _SHARED_METRICS.values()}
                 results |= {name: rate for name, rate in rates.items() if rate is not None}
         return results
 
 
-def _may_be_late(trainer: Trainer) -> bool:
-    """Returns whether a rank may end the fit too late for a collective, and keep the others from ending it at all."""
+def _needs_patience(trainer: Trainer) -> bool:
+    """Returns whether ranks must wait for each other with a patience before a collective at the end of the fit.
+
+    Otherwise a rank that ends the fit too late for the collective would make it fail on the others.
+    """
     has_group = trainer.world_size > 1 and dist.is_available() and dist.is_initialized()
     return has_group and not getattr(trainer.strategy, "lets_ranks_fail", False)
 
 
-def _without_twins(summary: Mapping[str, float]) -> dict[str, Any]:
-    """Returns the fields of a record for a summary of `CommTimeMonitor`, with no number in two of them."""
+def _without_duplicates(summary: Mapping[str, float]) -> dict[str, Any]:
+    """Returns the fields of a record for a summary of `CommTimeMonitor`, in which each number appears only once."""
     is_observed = summary.get("comm_s") != 0
-    twins = {field: summary[name] for name, field in _TWINS.items() if math.isfinite(summary.get(name, math.nan))}
+    shared = {
+        field: summary[name] for name, field in _SHARED_METRICS.items() if math.isfinite(summary.get(name, math.nan))
+    }
     if not is_observed:
-        twins.pop("wire_bytes_per_step", None)
-    return {**twins, "comm_time": {name: value for name, value in summary.items() if name not in _TWINS}}
+        shared.pop("wire_bytes_per_step", None)
+    return {**shared, "comm_time": {name: value for name, value in summary.items() if name not in _SHARED_METRICS}}

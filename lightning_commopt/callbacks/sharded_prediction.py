@@ -1,4 +1,4 @@
-"""ShardedPredictionRecorder: collects during a fit of FSDP2 what predictions of other plans need."""
+"""ShardedPredictionRecorder: collects the inputs of predictions of other plans during a fit of FSDP2."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
 _NUM_BATCHES = 50
-"""Batches whose collectives are timed: enough for medians, and the calls of more would cost memory."""
+"""Number of batches whose collectives are timed: enough for medians, while the calls of more would cost memory."""
 
 
 class ShardedPredictionRecorder:
     """Times the calls of FSDP2's comm objects in 50 batches after the warm-up, on all ranks, and keeps the last steps.
 
-    All ranks must have one, as `conclude` compares their times and probes the link between them. It does nothing where
-    FSDP2 has no comm objects, as before torch 2.9, or where shards have replicas or are not of data parallelism alone.
+    All ranks must have one, because `conclude` compares their times and probes the link between them. It does nothing
+    if FSDP2 has no comm objects (before torch 2.9), or if shards have replicas or a dimension besides data parallelism.
     """
 
     def __init__(self, trainer: Trainer, module: LightningModule, num_warmup_backwards: int) -> None:
@@ -55,7 +55,8 @@ class ShardedPredictionRecorder:
         self._calls: UnitCalls | None = None
         self._times = GradientTimes((), self._device, self._num_ranks_on_host)
         self._columns = self._columns_of_units()
-        # The forward of a validation may leave parameters gathered, without the mesh of their shards.
+        # The group is looked up now, because the forward of a validation may leave parameters gathered, and gathered
+        # parameters have no mesh.
         self._group = _group_of(next(filter(None, self._columns))) if any(self._columns) else None
         self.is_over = not self._columns  # then `enter` need not be called
         if self._columns:
@@ -72,7 +73,7 @@ class ShardedPredictionRecorder:
             self._calls.enter(phase)
 
     def _begin_batch(self) -> None:
-        """Begins to time calls after the warm-up, and anew if the plan has changed; ends when they are enough."""
+        """Starts to time calls after the warm-up, and again if the plan has changed; stops after `_NUM_BATCHES`."""
         plan = self._plan_in_use()
         if plan != self._plan:
             self.close()
@@ -86,21 +87,21 @@ class ShardedPredictionRecorder:
                 self._calls.close()
 
     def add(self, steps: Sequence[StepRecord], *, is_changed: bool) -> None:
-        """Adds steps from the recorder, or drops these and all earlier ones if the plan has changed among them."""
+        """Adds steps from the recorder; if the plan has changed among them, drops them and all earlier ones instead."""
         if is_changed:
             self._steps.clear()
         else:
             self._steps.extend(steps)
 
     def close(self) -> None:
-        """Gives the units their comm objects back."""
+        """Restores the units' own comm objects."""
         if self._calls is not None:
             self._calls.close()
 
     def conclude(self, comm_hook: str, files: StepFiles | None, sent: Sequence[SentStep] = ()) -> list[Forecast]:
-        """Returns what other plans would make of a step, if the fit has shown enough; ``files`` get it too.
+        """Returns predictions of a step with other plans, if the fit has shown enough for them.
 
-        All ranks must call it once the fit has ended; only rank 0 predicts. The other arguments are those of
+        All ranks must call it after the fit; only rank 0 predicts. The arguments are those of
         `PredictionRecorder.conclude`.
         """
         self.close()
@@ -108,7 +109,7 @@ class ShardedPredictionRecorder:
             return []
         began = time.perf_counter()
         batches = usual_batches([] if self._calls is None else self._calls.batches)
-        with suppress(RuntimeError):  # a rank has failed, which is not for this callback to report
+        with suppress(RuntimeError):  # a rank has failed, which others report
             if can_probe():
                 return self._conclude(batches, files, began)
         return []
@@ -144,14 +145,14 @@ class ShardedPredictionRecorder:
             )
         except ValueError:  # the compressor was not measured
             return []
-        # A residual changes the time of a step too little to be recommended for that.
+        # A residual changes the time of a step too little to be recommended for speed.
         others = sharded_forecasts(basis, [hook for hook in hooks if not getattr(hook, "error_feedback", False)])
         if plan_of(self._strategy) is None:
             others = [other._replace(setting=f"CommOptModelParallel({other.setting})") for other in others]
         return publish(others, basis, files, began)
 
     def _plan_in_use(self) -> ShardedPlan:
-        """Returns the plan of a strategy of ours; Lightning's own does what a plan without options does."""
+        """Returns the plan of a strategy; Lightning's own strategy behaves like a plan without options."""
         plan = plan_of(self._strategy)
         return plan if isinstance(plan, ShardedPlan) else ShardedPlan()
 
@@ -161,7 +162,7 @@ class ShardedPredictionRecorder:
         assert model is not None
         try:
             columns = dict(sharded_units(model))
-        except OptionError:  # torch is too old, or parameters are sharded in another way too
+        except OptionError:  # torch is too old, or parameters are sharded in another way, too
             return []
         if not columns or any(replicas_and_shards(unit)[0] > 1 for unit in columns.values()):
             return []
@@ -169,7 +170,7 @@ class ShardedPredictionRecorder:
 
 
 def _group_of(columns: Sequence[Column]) -> dist.ProcessGroup:
-    """Returns the ranks that have shards of a unit, whose parameters are not gathered."""
+    """Returns the group of the ranks that have shards of a unit, whose parameters must not be gathered now."""
     mesh = columns[0].parameter.device_mesh
     group: dist.ProcessGroup = mesh.get_group(mesh.ndim - 1)
     return group
@@ -178,16 +179,16 @@ def _group_of(columns: Sequence[Column]) -> dist.ProcessGroup:
 def recorder_for(
     trainer: Trainer, module: LightningModule, num_warmup_backwards: int
 ) -> PredictionRecorder | ShardedPredictionRecorder:
-    """Returns what collects predictions of DDP, or of a model that FSDP2 shards."""
+    """Returns the recorder for predictions of DDP, or of a model that FSDP2 shards."""
     assert trainer.strategy.model is not None
     kind = ShardedPredictionRecorder if units_of(trainer.strategy.model) else PredictionRecorder
     return kind(trainer, module, num_warmup_backwards)
 
 
 def units_of_calls(columns_of: Sequence[Sequence[Column]], batches: Sequence[Batch], num_shards: int) -> list[Unit]:
-    """Returns the units of a model with the bytes of an element that their collectives have shown, else 4."""
+    """Returns the units of a model, with the itemsize that their collectives have shown, or else that of float32."""
     units = []
-    for place, columns in enumerate(columns_of):
+    for index, columns in enumerate(columns_of):
         payloads = []
         for operation in ("reduce_scatter", "all_gather"):
             sent = [column for column in columns if operation == "all_gather" or column.is_trained()]
@@ -195,8 +196,10 @@ def units_of_calls(columns_of: Sequence[Sequence[Column]], batches: Sequence[Bat
             for column in sent:
                 numel[column.is_compressed] += num_shards * column.width(num_shards)
             all_numel = sum(numel.values())
-            seen = [call for call in batches[0] if (call.operation, call.unit) == (operation, place)] if batches else []
-            itemsize = seen[0].num_bytes // all_numel if seen and all_numel else torch.float32.itemsize
+            calls = (
+                [call for call in batches[0] if (call.operation, call.unit) == (operation, index)] if batches else []
+            )
+            itemsize = calls[0].num_bytes // all_numel if calls and all_numel else torch.float32.itemsize
             payloads.append(Payload(numel[True], numel[False], itemsize))
         units.append(Unit(columns[0].name if columns else "", *payloads))
     return units
@@ -205,9 +208,9 @@ def units_of_calls(columns_of: Sequence[Sequence[Column]], batches: Sequence[Bat
 def _least_of_all_ranks(
     batches: Sequence[Batch], group: dist.ProcessGroup, device: torch.device
 ) -> list[list[float]] | None:
-    """Returns the times of `blocking` collectives on the rank where they are shortest; all ranks must call it.
+    """Returns the shortest time of each of the `blocking` collectives over all ranks. All ranks must call it.
 
-    None if there are no batches, or not the same on all ranks.
+    It returns None if there are no batches, or if ranks have different numbers of batches or collectives.
     """
     own_s = [[call.seconds for call in blocking(batch)] for batch in batches]
     shape = (len(own_s), len(own_s[0]) if own_s else 0)

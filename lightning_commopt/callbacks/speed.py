@@ -1,4 +1,4 @@
-"""SpeedMonitor: optimizer steps, samples and bytes on the wire of a fit, without its warm-up; and the clock of it."""
+"""SpeedMonitor: optimizer steps, samples and bytes on the wire per second or step of a fit, without its warm-up."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ class StepClock:
     """Counts batches while it runs. The caller synchronizes the device before starting and stopping it.
 
     Attributes:
-        num_steps: optimizer steps, see `StepWatch`; several in one batch make one step.
-        num_samples: samples of all ranks, assuming the same number on each, those of ranks with the same batches once;
-            None if the size of batches is unknown.
-        seconds: how long the clock has run, including waits for data; while it runs, up to the end of the last batch.
+        num_steps: number of optimizer steps, see `StepWatch`; several in one batch make one step.
+        num_samples: number of samples of all ranks, assuming the same number on each; samples of ranks with the same
+            batches count once. None if the size of batches is unknown.
+        seconds: time for which the clock has run, including waits for data; while it runs, up to the end of the last
+            batch.
     """
 
     def __init__(self) -> None:
@@ -40,12 +41,12 @@ class StepClock:
 
     @property
     def steps_per_s(self) -> float | None:
-        """Optimizer steps in a second; None before the first."""
+        """Optimizer steps per second; None before the first step."""
         return self.num_steps / self.seconds if self.num_steps else None
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples in a second, over all ranks; None before the first step."""
+        """Samples per second, over all ranks; None before the first step, or if the size of batches is unknown."""
         return self.num_samples / self.seconds if self.num_steps and self.num_samples is not None else None
 
     def start_clock(self) -> None:
@@ -75,20 +76,20 @@ class SpeedMonitor(StepClock, Callback):
     """Times the steps of a fit on this rank's clock.
 
     The clock runs from the start of the first batch after the warm-up to the end of the last batch, and pauses in
-    validation and between epochs. The device is synchronized only when it starts or stops, so that the host may run
-    ahead as it does without this callback; until it stops, the rates are those of the host. The time of a batch
-    that an exception ends is left out.
+    validation and between epochs. The device is synchronized only when the clock starts or stops, so that the host may
+    run ahead as it does without this callback; until it stops, the rates are those of the host. The time of a batch
+    that an exception ends is not counted.
 
     Args:
         num_warmup_steps: optimizer steps that are not timed.
 
     Attributes:
         num_steps: timed optimizer steps; see `StepClock` for ``seconds``, ``steps_per_s`` and ``samples_per_s``.
-        wire_bytes_per_step: payload that this rank handed to collectives for gradients; if the strategy does not count
-            it, the size of the gradients if DDP all-reduces them unchanged, else None.
+        wire_bytes_per_step: payload that this rank passed to collectives for gradients. If the strategy does not count
+            it, this is the size of the gradients if DDP all-reduces them unchanged, else None.
 
     Raises:
-        ValueError: ``num_warmup_steps`` is no integer of at least 0.
+        ValueError: ``num_warmup_steps`` is not an integer of at least 0.
     """
 
     def __init__(self, *, num_warmup_steps: int = 10) -> None:
@@ -106,18 +107,18 @@ class SpeedMonitor(StepClock, Callback):
 
     @property
     def wire_bytes_per_step(self) -> float | None:
-        """Bytes that one rank hands to collectives in a step."""
+        """Bytes that one rank passes to collectives in a step; None if unknown."""
         return self._wire_bytes / self.num_steps if self.num_steps and self._wire_bytes is not None else None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
-            # An earlier fit has left its hooks if another callback's `on_exception` raised before this one's.
+            # An earlier fit may have left its hooks, if another callback's `on_exception` raised before this one's.
             self._close_steps()
             self._reset()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps = StepWatch(trainer)
-        # Later, toggle_optimizer may hide parameters that are in DDP's buckets all the same.
+        # They are counted now, because toggle_optimizer may later freeze parameters that stay in DDP's buckets.
         self._sync_bytes = _sync_bytes_of_ddp(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -129,7 +130,7 @@ class SpeedMonitor(StepClock, Callback):
             self.start_clock()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Counts each gradient sync: a step has several with LBFGS, or where several optimizers take turns in it."""
+        """Counts each gradient sync: a step has several with LBFGS, or if several optimizers take turns in it."""
         if self.is_running and self._wire_bytes is not None and self._last_count is None:
             num_bytes, model = self._sync_bytes, trainer.strategy.model
             if getattr(model, "require_backward_grad_sync", True):
@@ -185,7 +186,7 @@ def _synchronize(module: LightningModule) -> None:
 
 
 def _sync_bytes_of_ddp(trainer: Trainer) -> int | None:
-    """Returns the bytes that one gradient sync of Lightning's own DDP hands to collectives; None if unknown."""
+    """Returns the bytes that one gradient sync of Lightning's own DDP passes to collectives; None if unknown."""
     if trainer.world_size == 1:
         return 0
     strategy, model = trainer.strategy, trainer.strategy.model

@@ -1,4 +1,4 @@
-"""StepWatch: whether a batch of training has made an optimizer step, also one that the Trainer does not count."""
+"""StepWatch: detects whether a training batch has made an optimizer step, also one that the Trainer does not count."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 class StepWatch:
     """Watches the optimizers of a fit, from the start of training until `close`.
 
-    The Trainer counts no step that a program takes with ``optimizers(use_pl_optimizer=False)``, nor of an optimizer
-    within another one, as sharpness-aware minimization takes them. Where it has no optimizer with parameters, the
+    The Trainer does not count steps that a program takes with ``optimizers(use_pl_optimizer=False)``, nor steps of an
+    optimizer within another one, as in sharpness-aware minimization. If it has no optimizer with parameters, the
     program has its own, and each batch counts as a step.
 
     Args:
-        trainer: at the start of training.
-        on_step: called after each step of an optimizer of the Trainer, within a batch.
+        trainer: the Trainer, at the start of training.
+        on_step: called after each step of one of the Trainer's optimizers within a batch.
     """
 
     def __init__(self, trainer: Trainer, on_step: Callable[[], None] | None = None) -> None:
@@ -31,23 +31,23 @@ class StepWatch:
         self._has_stepped = False
         self._is_in_batches = False
         self._optimizers = tuple(trainer.optimizers)
-        parameters = [x for one in self._optimizers for group in one.param_groups for x in group["params"]]
+        parameters = [x for own in self._optimizers for group in own.param_groups for x in group["params"]]
         self._has_optimizers = any(is_lazy(x) or x.numel() for x in parameters)
         self._trained = {id(x) for x in parameters}
         self._handle = register_optimizer_step_post_hook(self._note_step)
 
     def begin_batch(self) -> None:
-        """A batch begins."""
+        """Must be called when a batch begins."""
         self._is_in_batches = True
 
     def end_batch(self, trainer: Trainer) -> bool:
-        """A batch has ended; returns whether it has made a step. Several optimizers that step in it make one."""
+        """Must be called when a batch has ended; returns whether it has made a step, by one optimizer or several."""
         before, self._global_step = self._global_step, trainer.global_step
         has_stepped, self._has_stepped = self._has_stepped, False
         return has_stepped or self._global_step > before or not self._has_optimizers
 
     def pause(self) -> None:
-        """Steps until the next batch do not count, as those of a LearningRateFinder at the start of an epoch."""
+        """Ignores steps until the next batch, such as those of a LearningRateFinder at the start of an epoch."""
         self._is_in_batches = False
 
     def close(self) -> None:
@@ -57,7 +57,7 @@ class StepWatch:
     def _note_step(self, optimizer: Optimizer, *args: Any) -> None:
         if not self._is_in_batches:
             return
-        if any(optimizer is one for one in self._optimizers):
+        if any(optimizer is own for own in self._optimizers):
             self._has_stepped = True
             if self._on_step is not None:
                 self._on_step()

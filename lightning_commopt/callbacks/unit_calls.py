@@ -20,8 +20,8 @@ from lightning_commopt.cost.gradient_times import work_clock
 class UnitCalls:
     """Times the calls of a model's comm objects, batch by batch, until `close`.
 
-    On CPU with one thread the computation between them is in processor time, which other programs do not disturb; on
-    CUDA it is unknown, as the host runs ahead.
+    On CPU with one thread, the computation between calls is measured in processor time, which other programs do not
+    disturb; on CUDA it is unknown, because the host runs ahead.
 
     Attributes:
         batches: the calls of each batch.
@@ -30,7 +30,7 @@ class UnitCalls:
 
     def __init__(self, model: Module, device: torch.device) -> None:
         self.batches: list[list[TimedCall]] = []
-        self._places = {unit: place for place, unit in enumerate(units_of(model))}
+        self._indices = {unit: index for index, unit in enumerate(units_of(model))}
         self._clock = work_clock(device) if device.type == "cpu" else None
         self._phase = ""
         self._reached: Any = None
@@ -38,7 +38,7 @@ class UnitCalls:
         self.is_open = True
 
     def close(self) -> None:
-        """Gives the units their comm objects back."""
+        """Restores the units' own comm objects."""
         self._undo()
         self.is_open = False
 
@@ -56,8 +56,8 @@ class UnitCalls:
         yield
         seconds = time.perf_counter() - began_s
         if self.batches and self._phase in ("forward", "backward"):
-            place = self._places[unit]
-            self.batches[-1].append(TimedCall(self._phase, operation, place, num_bytes, is_own, seconds, after_s))
+            index = self._indices[unit]
+            self.batches[-1].append(TimedCall(self._phase, operation, index, num_bytes, is_own, seconds, after_s))
         self._mark()
 
     def _mark(self) -> None:

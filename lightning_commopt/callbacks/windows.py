@@ -1,4 +1,4 @@
-"""The windows of `CommTimeMonitor`: the way of steps from this rank's recorder to all ranks, files and loggers."""
+"""The windows of `CommTimeMonitor`: passes steps from this rank's recorder to all ranks, files and loggers."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 
 class StepPlan(NamedTuple):
-    """The plan of some steps in a row, and what `describe_plan` says of it."""
+    """The plan of some consecutive steps, and its description from `describe_plan`."""
 
     plan: Plan | None
     description: dict[str, Any]
 
 
 class PublishesWindows(PhaseCallback):
-    """The part of `CommTimeMonitor` that gathers windows of steps, of which one is under way at a time.
+    """The part of `CommTimeMonitor` that gathers windows of steps, one at a time.
 
     Attributes:
         metrics: every number of the last window, without the prefix.
@@ -54,7 +54,7 @@ class PublishesWindows(PhaseCallback):
     _windows: list[Steps]  # windows that arrived since the last batch ended
     _own_rows: list[list[float]]  # this rank's rows in the gathering that is under way
     _last_step: int  # number of the last step that was taken from the recorder
-    # The plan of each step that has ended and is not taken yet: devices lag behind, and plans may change meanwhile.
+    # The plan of each step that has ended and was not taken yet: devices lag behind, and plans may change meanwhile.
     _plans: deque[StepPlan]
     _taken_plan: StepPlan | None  # the plan of the step that was taken last; None before the first one
 
@@ -75,23 +75,23 @@ class PublishesWindows(PhaseCallback):
             self._receive(trainer)
 
     def _send_windows(self, trainer: Trainer, limit_s: float = math.inf) -> None:
-        """Sends each window that is full, once the one before has arrived within ``limit_s``."""
+        """Sends each full window, provided that the previous one arrives within ``limit_s``."""
         assert self._recorder is not None
-        # The counts are the same on all ranks: callback_metrics must not differ between them.
+        # The counts are the same on all ranks, since callback_metrics must not differ between them.
         while self._recorder.num_pending >= self._every_n_steps + self._recorder.clock.num_lag_steps:
             if not self._receive(trainer, limit_s):
                 return
             self._send(trainer)
 
     def _send(self, trainer: Trainer, even_if_empty: bool = False) -> None:
-        """Sends the oldest steps to all ranks, at most a window."""
+        """Sends the oldest steps, at most a window, to all ranks."""
         rows = self._take(self._every_n_steps)
         if (rows or even_if_empty) and not self._all_ranks.is_over:
             self._own_rows = rows
             self._all_ranks.send(torch.tensor(rows, dtype=torch.float64, device="cpu"))
 
     def _take(self, num_steps: int) -> list[list[float]]:
-        """Saves at most ``num_steps`` of the oldest steps, and returns their numbers."""
+        """Takes at most ``num_steps`` of the oldest steps, saves them, and returns a row of numbers for each."""
         assert self._recorder is not None
         records = self._recorder.take(num_steps)
         if not records:
@@ -110,12 +110,14 @@ class PublishesWindows(PhaseCallback):
         return [row(record) + own_times_s for record, own_times_s in zip(records, times_s, strict=True)]
 
     def _receive(self, trainer: Trainer, limit_s: float = math.inf) -> bool:
-        """Publishes the sent window; returns false if it has not arrived from all ranks."""
+        """Publishes the window that was sent; returns false if it has not arrived from all ranks."""
         try:
             values = self._all_ranks.take(limit_s)
         except RuntimeError as error:
             self._all_ranks.give_up()
-            warn(f"CommTimeMonitor failed to gather the ranks' times, and stops ({error}).", on_every_rank=True)
+            warn(
+                f"CommTimeMonitor could not gather the ranks' times ({error}), and stops gathering.", on_every_rank=True
+            )
             return True
         if values is not None:
             self._own_rows = []

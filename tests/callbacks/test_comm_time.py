@@ -327,7 +327,8 @@ def test_a_rank_that_ends_late_keeps_nobody_waiting() -> None:
     """If it fails, a fit waits at its end for the slowest rank, or the next one takes its steps for its own."""
     (warned, num_steps, (_, summary)), (others, other_num_steps, (_, other)) = run_ranks(ends_late)
     assert warned == [
-        "CommTimeMonitor: not all ranks have sent their last steps within 0.2 s; the summary leaves these steps out."
+        "CommTimeMonitor: not all ranks have sent their last steps within 0.2 s, so the summary does not include"
+        " these steps."
     ]
     assert others == []
     assert (num_steps, other_num_steps) == ([8, NUM_STEPS], [NUM_STEPS] * 2)

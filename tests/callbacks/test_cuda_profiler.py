@@ -218,7 +218,7 @@ def test_a_window_that_is_left_out_is_warned_of_once(events, tmp_path):
     assert messages == [
         [
             "start_step: this training begins at step 4, so the CUDA profiler is not started at step 0, 2.",
-            "start_step: training ended after 8 steps, so the CUDA profiler was never started at step 9.",
+            "start_step: training ended after 8 steps, so the CUDA profiler was not started at step 9.",
         ],
         [],
     ]

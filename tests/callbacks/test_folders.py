@@ -22,7 +22,7 @@ def test_a_trainer_whose_folder_is_a_url(tmp_path: Path, monkeypatch: pytest.Mon
         run.fit(Tiny(), loader())
     told = [str(warning.message) for warning in caught if "local files" in str(warning.message)]
     assert [message.partition(" ")[0] for message in told] == ["RunRecorder", "CommTimeMonitor"]
-    assert all(f"they go to {tmp_path} and not to memory://runs/first; dirpath=" in message for message in told)
+    assert all(f"they are written to {tmp_path} and not to memory://runs/first. Set" in message for message in told)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["comm_time", "loss.jsonl", "run.json"]
 
 

@@ -35,7 +35,7 @@ def test_a_prediction_that_cannot_be_written_is_warned_of_once(
         record = StepRecord(step=step, num_samples=1, phases=(Phase("backward", 0, 1),), buckets=())
         files.save_steps([record])
     (message,) = [str(warning.message) for warning in recwarn]
-    assert "saving the prediction failed" in message
+    assert "could not save the prediction" in message
     assert [step.step for step in read_run(tmp_path)[0].steps] == [0, 1, 2]
 
 
