@@ -45,4 +45,4 @@ def test_lines_that_are_left_out_are_named(command: str, tmp_path: Path) -> None
     log.write_text("node1:71:71 [0] NCCL INFO Bootstrap: Using eth0:10.0.0.5<0>\n")
     words = {"bench": ("--from-run", tmp_path), "nccl-log": (log, "--run", tmp_path)}[command]
     output = " ".join(commopt(command, *words).output.split())
-    assert f"commopt: {path} is damaged, and this is left out: line 6: " in output
+    assert f"commopt: {path} is damaged, and this is ignored: line 6: " in output

@@ -14,7 +14,7 @@ class HostClock:
 
     Attributes:
         origin_unix_s: second 0 of this clock, in seconds since 1970 on this host's clock.
-        num_lag_steps: how many steps old a mark must be so that reading it does not hold up the host.
+        num_lag_steps: age in steps from which on reading a mark does not make the host wait.
     """
 
     num_lag_steps = 0
@@ -34,7 +34,7 @@ class HostClock:
         """Waits until a mark has passed."""
 
     def seconds(self, mark: Any) -> float:
-        """Returns the time of a mark in seconds since the clock's origin. The mark must have passed."""
+        """Returns the time of a mark, which must have passed, in seconds since the clock's origin."""
         since_s: float = mark - self._origin
         return since_s
 
@@ -43,17 +43,17 @@ class HostClock:
         return at - self._origin
 
     def release(self, marks: Iterable[Any]) -> None:
-        """Takes back marks that have passed and that nobody will ask for again."""
+        """Takes back marks that have passed and are not needed any more, for reuse."""
 
 
 class CudaClock:
-    """Events in the current stream of a CUDA device, reused; synchronizes once, when it is made."""
+    """Events in the current stream of a CUDA device, which are reused. Its constructor synchronizes the device."""
 
     # CUDA returns the time between two events as float32 milliseconds, whose resolution gets worse the further they are
     # apart. So the event that times are measured from is replaced at this age.
     _BASE_LIFE_S = 10.0
 
-    num_lag_steps = 20  # a host that runs even further ahead of its device gains nothing
+    num_lag_steps = 20  # hosts do not need to run further ahead of their device than this
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

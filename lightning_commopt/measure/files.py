@@ -36,10 +36,13 @@ class StepWriter:
     """Appends one rank's steps to its file, created with the first step.
 
     The file is open only during writes: nothing has to be closed, and a fork inherits nothing. If something else has
-    written to it in between, such as another run in the same directory, what follows gets a header of its own.
+    written to it in between, such as another run in the same directory, the header is written again before the next
+    steps.
 
-    ``path`` is from `rank_file`; the JSON-serializable ``header`` of the rank has "rank", "world_size", "origin_unix_s"
-    of its clock, and anything else. What all ranks of a fit have under "fit", and no other fit has, tells fits apart.
+    Args:
+        path: path of the file, from `rank_file`.
+        header: a JSON-serializable mapping with the rank's "rank", "world_size", "origin_unix_s" of its clock, and
+            anything else. "fit" must be equal on all ranks of a fit and different in every other fit.
     """
 
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
@@ -62,10 +65,10 @@ class StepWriter:
         return json.dumps({"type": "run", "format": FORMAT, **self._values})
 
     def write(self, records: Sequence[StepRecord]) -> None:
-        """Appends steps, the oldest first; the data has been handed to the operating system on return.
+        """Appends steps, the oldest first. On return the operating system has the data.
 
         Raises:
-            OSError: the file cannot be written. What was appended is removed again if possible; call it again.
+            OSError: the file cannot be written. Partial data is removed again if possible; the call may be repeated.
         """
         if not records:
             return
@@ -92,13 +95,13 @@ class RankRecords:
     rank: int  # the rank that wrote the file
     world_size: int  # number of ranks that trained
     origin_unix_s: float  # second 0 of the records' times, in seconds since 1970
-    # Steps are in the order in which they were written. The file does not say which bucket is the last of a backward,
-    # so the one with the highest index counts as such.
+    # The steps in the order in which they were written. The file does not say which bucket is the last of a backward,
+    # so the one with the highest index counts as the last.
     steps: list[StepRecord] = field(default_factory=list)
     num_before_change: int = 0  # the first steps, which had another plan than the header has
-    # The number of each line that is left out, counted from 1 in the file, and why it could not be read.
+    # Lines that could not be read, by their number in the file, counted from 1; each with the reason.
     broken_lines: dict[int, str] = field(default_factory=dict)
-    is_cut: bool = False  # the file ends within a line, as after a killed process; that line is left out
+    is_cut: bool = False  # whether the file ends within a line, as after a killed process; that line is ignored
 
     @property
     def fit(self) -> tuple[int, Any]:
@@ -115,11 +118,11 @@ class RankRecords:
         return cls(path=path, header={**values, **others, **known}, **known)
 
     def origin_shift_s(self, first: RankRecords) -> float:
-        """Returns the offset to the first rank's clock, as exact as the hosts' clocks agree."""
+        """Returns the offset to the first rank's clock. It is as exact as the hosts' clocks agree."""
         return self.origin_unix_s - first.origin_unix_s
 
     def add_line(self, values: Mapping[str, Any], layout: Mapping[int, BucketInfo]) -> Mapping[int, BucketInfo]:
-        """Adds the content of a line, and returns the layout from there on; types of later versions are ignored."""
+        """Adds the content of a line, and returns the layout from there on. Unknown types of lines are ignored."""
         if values["type"] == "layout":
             buckets = [
                 (int(bucket["index"]), int(bucket["gradient_bytes"]), tuple(map(str, bucket["names"])))
@@ -153,10 +156,10 @@ def read_run(run_dir: str | Path) -> list[RankRecords]:
     folder = Path(run_dir) / FOLDER
     paths = sorted(folder.glob("rank_*.jsonl"))
     if not paths:
-        what = "has no records of steps"
+        problem = "has no records of steps"
         if not Path(run_dir).is_dir():
-            what = "is not a directory" if Path(run_dir).exists() else "does not exist"
-        raise FileNotFoundError(f"{run_dir} {what}: expected {rank_file(run_dir, 0)}, as CommTimeMonitor writes it")
+            problem = "is not a directory" if Path(run_dir).exists() else "does not exist"
+        raise FileNotFoundError(f"{run_dir} {problem}: expected {rank_file(run_dir, 0)}, which CommTimeMonitor writes")
     ranks, unreadable = [], ""
     for path in paths:
         try:
@@ -171,22 +174,22 @@ def read_run(run_dir: str | Path) -> list[RankRecords]:
 
 
 def notices(ranks: Sequence[RankRecords]) -> list[str]:
-    """Returns a line for each thing that these records lack: lines of files, and ranks."""
+    """Returns a sentence for each part of the run that these records lack: lines of files, and ranks."""
     lines = []
     for records in ranks:
         if broken := records.broken_lines:
             first = f"line {min(broken)}: {broken[min(broken)]}"
-            what = first if len(broken) == 1 else f"{len(broken)} lines ({numbers_text(broken)}), the first {first}"
-            lines.append(f"{records.path} is damaged, and this is left out: {what}")
+            problem = first if len(broken) == 1 else f"{len(broken)} lines ({numbers_text(broken)}), the first {first}"
+            lines.append(f"{records.path} is damaged, and this is ignored: {problem}")
         if records.is_cut:
-            lines.append(f"{records.path}: its last line is cut off, as a killed process leaves it, and is left out")
+            lines.append(f"{records.path}: its last line is cut off, probably by a killed process, and is ignored")
     world_size = max((records.world_size for records in ranks), default=0)
     missing = sorted(set(range(world_size)) - {records.rank for records in ranks})
     for rank in [*missing]:
         try:
             _read_last_fit(ranks[0].path.with_name(f"rank_{rank}.jsonl"))
         except _NoFitError as error:
-            lines.append(f"rank {rank} is left out: {error}")
+            lines.append(f"rank {rank} is ignored: {error}")
             missing.remove(rank)
         except (OSError, ValueError):  # the file does not exist, or belongs to another fit
             pass
@@ -202,7 +205,7 @@ def common_steps(ranks: Sequence[RankRecords]) -> dict[int, tuple[StepRecord, ..
 
 
 def steps_of_plan(ranks: Sequence[RankRecords]) -> dict[int, tuple[StepRecord, ...]]:
-    """Returns those of `common_steps` that had the plan of the headers, on all ranks."""
+    """Returns the `common_steps` that had, on all ranks, the plan that the headers have."""
     earlier = {record.step for records in ranks for record in records.steps[: records.num_before_change]}
     return {number: steps for number, steps in common_steps(ranks).items() if number not in earlier}
 

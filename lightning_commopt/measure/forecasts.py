@@ -1,7 +1,7 @@
 """Puts predicted speed-ups into words: which settings are worth trying, and which compressor is not.
 
-A plan is recommended for its speed if it is expected to save at least a twentieth of a step, and its whole interval is
-above 1. No predicted speed-up exceeds what hiding all communication would give.
+A plan is recommended for its speed if it is expected to save at least 5 % of a step, and the whole interval of its
+speed-up is above 1. No predicted speed-up exceeds the one that hiding all communication would give.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from lightning_commopt.measure.runs.files import PREDICTION_FILE
 from lightning_commopt.measure.statistics import ratio
 from lightning_commopt.text.formatting import number
 
-WORTH_IT = 0.05
-"""Share of a step that is worth a change of settings."""
+MIN_SAVED_SHARE = 0.05
+"""Minimum share of a step that a change of settings must save to be recommended."""
 
 _PARAMETERWISE = ("NaiveDP", "InterleavedDP")
-_HARDLY_LOSSY = 0.1  # error bound above which the final metric may differ
-_AS_FAST = 0.02  # share of a step that a lossless plan may cost to be recommended where communication is hidden anyway
+_MIN_LOSSY_ERROR = 0.1  # error bound above which the final metric may differ
+# A lossless plan may cost this share of a step and still be recommended if communication is hidden anyway.
+_MAX_LOSSLESS_COST = 0.02
 
 
 def speedup(step_s: float, saved_s: float) -> float:
-    """Returns how many times as fast training would be if steps were shorter by a time; NaN if that is unknown."""
+    """Returns how many times as fast training would be if each step saved ``saved_s``; NaN if that is unknown."""
     return ratio(step_s, step_s - saved_s)
 
 
@@ -33,9 +34,9 @@ class Forecast(NamedTuple):
     """The predicted median step with another setting."""
 
     setting: str  # what a user would write, such as ``comm_hook="int8"``
-    is_lossy: bool  # whether the setting brings a compressor that changes gradients
+    is_lossy: bool  # whether the setting has a compressor that changes gradients
     error_bound: float  # error bound of one averaged gradient, see `Claims`
-    step_s: float  # predicted time for as many samples as a step has now
+    step_s: float  # predicted time for the number of samples that a step has now
     low_s: float  # lower end of the 95 % interval
     high_s: float  # upper end of the 95 % interval
     present_s: float  # median of the last steps, with the present settings
@@ -75,7 +76,7 @@ class Present(NamedTuple):
 
     step_s: float  # mean over steps
     exposed_s: float  # mean over steps
-    comm_hook: str  # name of what averages the gradients
+    comm_hook: str  # name of the comm hook that averages the gradients
     is_lossy: bool  # whether the comm hook changes gradients
 
     def speedups(self, forecast: Forecast) -> tuple[float, float, float]:
@@ -83,9 +84,9 @@ class Present(NamedTuple):
         return forecast.speedups(math.inf if math.isnan(bound) else bound)
 
     def is_faster(self, forecast: Forecast) -> bool:
-        """Returns whether a setting is worth the effort, and faster beyond its interval."""
+        """Returns whether a setting saves enough to be worth the effort, and is faster in its whole interval."""
         expected, low, _ = self.speedups(forecast)
-        return low > 1 and 1 - 1 / expected >= WORTH_IT
+        return low > 1 and 1 - 1 / expected >= MIN_SAVED_SHARE
 
 
 def shorter_steps(
@@ -96,16 +97,16 @@ def shorter_steps(
     ``options`` are named if none of them is clearly faster.
     """
     if present.comm_hook in _PARAMETERWISE:
-        return ["strategy=CommOptDDP(), lossless: gradients travel in buckets, not one by one."]
+        return ["strategy=CommOptDDP(), lossless: it sends gradients in buckets, not one by one."]
     recommendations, best = [], 1.0
     for forecast in filter(present.is_faster, forecasts):
         expected = present.speedups(forecast)[0]
         if forecast.note:
             recommendations.append(_recommendation(present, forecast))
-        elif 1 - best / expected >= WORTH_IT:
+        elif 1 - best / expected >= MIN_SAVED_SHARE:
             best = expected
             recommendations.append(_recommendation(present, forecast))
-    if forecasts and not recommendations and present.exposed_s >= WORTH_IT * present.step_s:
+    if forecasts and not recommendations and present.exposed_s >= MIN_SAVED_SHARE * present.step_s:
         recommendations = [_none_is_faster(options)]
     return [*_if_compression_costs_more(present, forecasts), *recommendations]
 
@@ -117,7 +118,7 @@ def shorter_sharded_steps(present: Present, forecasts: Sequence[Forecast]) -> li
 
 
 def _none_is_faster(options: str) -> str:
-    return f"No {options} is clearly faster: no predicted speed-up is above 1 with its whole interval."
+    return f"No {options} is clearly faster: no predicted speed-up has an interval that is above 1 as a whole."
 
 
 def _if_compression_costs_more(present: Present, forecasts: Sequence[Forecast]) -> list[str]:
@@ -130,10 +131,10 @@ def _if_compression_costs_more(present: Present, forecasts: Sequence[Forecast]) 
 
 
 def exact_alternative(present: Present, forecasts: Sequence[Forecast]) -> list[str]:
-    """Recommends an exact setting in place of a lossy one that saves nothing, as communication is hidden."""
+    """Recommends an exact setting in place of a lossy one that saves nothing because communication is hidden."""
     for forecast in filter(_is_uncompressed, forecasts):
         expected, low, _ = forecast.speedups()
-        if present.is_lossy and expected > 1 - _AS_FAST:
+        if present.is_lossy and expected > 1 - _MAX_LOSSLESS_COST:
             than_now = "faster" if low > 1 else "about as fast"
             return [f'{forecast.setting}, lossless: expected to be {than_now}, and "{present.comm_hook}" is lossy.']
     return []
@@ -150,7 +151,7 @@ def _recommendation(present: Present, forecast: Forecast) -> str:
         return f"{forecast.setting}, exact: {speedup}; {forecast.note}."
     is_exact = _is_uncompressed(forecast) or not (forecast.is_lossy or present.is_lossy)
     kind = ", lossy" if forecast.is_lossy else ", lossless" if is_exact else ""
-    compare = "" if forecast.error_bound <= _HARDLY_LOSSY else " Compare the final metric as well."
+    compare = "" if forecast.error_bound <= _MIN_LOSSY_ERROR else " Compare the final metric as well."
     return f"{forecast.setting}{kind}: {speedup}.{compare}"
 
 

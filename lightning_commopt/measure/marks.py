@@ -48,7 +48,7 @@ class RecordedSync(BucketSync):
     ) -> None:
         self._mark, self._has_passed = mark, has_passed
         self.marks = [mark()]
-        self.is_device_idle = False  # whether the device had computed the bucket before the host went on with backward
+        self.is_device_idle = False  # whether the device had computed the bucket before the host continued
         self._wire_bytes: int | None = None
         self._backward = backward
         self.bucket = bucket
@@ -72,12 +72,12 @@ class RecordedSync(BucketSync):
 
 
 class RecordedExchange(BucketSync):
-    """Marks an exchange of DiLoCo on the host's clock, as it runs in the host's memory, and the wait for it.
+    """Marks an exchange of DiLoCo, and the wait for it, on the host's clock, since exchanges use the host's memory.
 
     Args:
         fragment: what is exchanged.
         wait: begins a wait of the step; see `StepRecorder.wait`.
-        exchanges: gets this exchange when its result is applied, so that it belongs to that step.
+        exchanges: called with this exchange when its result is applied, so that it belongs to that step.
     """
 
     __slots__ = ("_bytes", "_exchanges", "_times", "_wait", "_waiting", "fragment")
@@ -135,7 +135,7 @@ class Interval:
 
 
 class IssuedCollective(Interval):
-    """A collective; without an end where torch does not report it."""
+    """A collective. It has no end if torch does not report one."""
 
     __slots__ = ("about",)
 

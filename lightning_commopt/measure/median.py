@@ -1,4 +1,4 @@
-"""Medians of a few repetitions and how far they can be trusted, without numpy."""
+"""Medians of a few repetitions with their confidence intervals, without numpy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from math import comb
 from typing import NamedTuple
 
-CONFIDENCE = 0.95  # the usual share; tables and docs call the intervals "95 %"
+CONFIDENCE = 0.95  # confidence level of all intervals; tables and docs call them "95 %"
 
 
 class Median(NamedTuple):

@@ -1,4 +1,4 @@
-"""The events of gradient sync, as a hook reports them to recorders and NVTX ranges."""
+"""The events of gradient sync that a hook reports to recorders and NVTX ranges."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class BucketSync(ABC):
 
     @abstractmethod
     def note(self, event: int, wire_bytes: int = 0) -> None:
-        """Notes an event; for END with the bytes that this rank handed to collectives, as in `BucketSpan`."""
+        """Notes an event. With END, ``wire_bytes`` is the payload that this rank passed to collectives."""
 
 
 class SyncObserver(ABC):
@@ -49,10 +49,10 @@ class SyncObserver(ABC):
 
     @abstractmethod
     def ready(self, bucket: BucketInfo) -> BucketSync:
-        """All gradients of a bucket are ready; called in backward. Returns the observer of this bucket's sync."""
+        """Called in backward when all gradients of a bucket are ready; returns the observer of this bucket's sync."""
 
     def exchange(self, fragment: BucketInfo) -> BucketSync:
-        """An exchange of DiLoCo begins after an optimizer step, and may go on beside further steps.
+        """Called when an exchange of DiLoCo begins after an optimizer step; it may continue during further steps.
 
         Args:
             fragment: ``gradient_bytes`` is the size of the difference that is exchanged.

@@ -1,4 +1,4 @@
-"""Operations: what the collectives of a step cost, by kind, and how long computation waits for them."""
+"""Operations: the cost of a step's collectives by kind, and how long computation waits for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_commopt.measure.record import PHASES, StepRecord
 from lightning_commopt.measure.statistics import ratio
 from lightning_commopt.text.formatting import number, percent
 
-MAX_DECIMALS = 4  # Milliseconds are shown to a tenth of a microsecond.
+MAX_DECIMALS = 4  # decimals of milliseconds, so that they are shown to a tenth of a microsecond
 _UNITS = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}  # powers of 1000, as rates of links
 
 
@@ -31,7 +31,7 @@ class Operation(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The operation, and who has issued it if that is known.
+        """The operation, and what has issued it if that is known.
 
         >>> Operation("broadcast", "data", "lightning", 1.0, 8.0, None).label
         "broadcast (Lightning's own)"
@@ -71,7 +71,7 @@ class OperationTotals:
                     sums[3] += waited_s
 
     def operations(self) -> tuple[Operation, ...]:
-        """Returns the means of a step, by phase, the most time first."""
+        """Returns the means per step, by phase, those with the most time first."""
         means = []
         for (phase, operation, source), sums in self._sums.items():
             num_calls, num_bytes, seconds, exposed_s = (total / self._num_steps for total in sums)
@@ -87,7 +87,7 @@ class OperationTotals:
 
     @property
     def host_bound_share(self) -> float:
-        """The share of backward's arithmetic in which the device waited for the host; NaN on CPU."""
+        """Share of backward's computing time in which the device waited for the host; NaN on CPU."""
         return ratio(self._host_bound_s, self._backward_s)
 
 

@@ -1,4 +1,4 @@
-"""CSV and JSON files: JSON is written atomically, and read into dataclasses of the annotated types."""
+"""CSV and JSON files. JSON is written atomically, and read into dataclasses with checks of the annotated types."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from lightning_commopt.text.formatting import escape_controls
 
-# Numbers whose names end like this cannot be below 0: they are seconds, bytes or rates of them.
+# Numbers whose names end with these suffixes cannot be below 0: they are seconds, bytes or rates.
 _AMOUNTS = ("_s", "_bytes", "_per_byte", "_per_message", "seconds")
 
 _FORMULA_STARTS = ("=", "+", "-", "@", "＝", "＋", "－", "＠")  # noqa: RUF001
@@ -61,15 +61,15 @@ def write_whole(path: Path, text: str, *, newline: str | None = None) -> None:
             with suppress(OSError):
                 unfinished.unlink()
             raise
-    except OSError as error:  # a full disk names no file, and other errors name the unfinished one
+    except OSError as error:  # its own text names no file if the disk is full, and else the temporary file
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]], first: Iterable[str] = ()) -> None:
-    """Writes a CSV table with a column for each name in some row, those in ``first`` before others.
+    """Writes a CSV table with a column for each name in any row; the names in ``first`` come first.
 
-    Control characters in text become escapes. Text that spreadsheets would calculate as a formula gets an apostrophe
-    in front of it, by which they show it as it is.
+    Control characters in text are escaped. Text that spreadsheets would evaluate as a formula gets a leading
+    apostrophe, with which they show it unchanged.
     """
     names = dict.fromkeys([*first, *(name for row in rows for name in row)])
     table = io.StringIO(newline="")
@@ -112,22 +112,23 @@ def load_json(path: Path, kind: str, newest_format: int, read: Callable[[dict[st
     return result
 
 
-def check_format(path: Path, given: object, newest: int) -> None:
+def check_format(path: Path, version: object, newest: int) -> None:
     """Raises a ValueError unless the format of a file is a number up to the ``newest`` that this version reads."""
-    if not isinstance(given, int) or given > newest:
+    if not isinstance(version, int) or version > newest:
         raise ValueError(
-            f"{path} has format {given!r}, and this version reads up to {newest}: install a later lightning_commopt"
+            f"{path} has format {version!r}, but this version reads formats up to {newest}: install a later"
+            " lightning_commopt"
         )
 
 
-def read_object(path: Path, what: str, *, allow_nan: bool = True) -> dict[str, Any]:
-    """Reads a JSON object from a file; a ValueError names the file, ``what`` it should be, and the reason."""
+def read_object(path: Path, content: str, *, allow_nan: bool = True) -> dict[str, Any]:
+    """Reads a JSON object from a file; a ValueError names the file, the ``content`` it should have, and the reason."""
     try:
         plain = parse_json(path.read_bytes(), allow_nan=allow_nan)
     except ValueError as error:
-        raise ValueError(f"{path} is not a {what}, or was cut: {error}") from None
+        raise ValueError(f"{path} is not a {content}, or was cut: {error}") from None
     if not isinstance(plain, dict):
-        raise ValueError(f"{path} is not a {what}: it holds a JSON {type(plain).__name__}, not an object")
+        raise ValueError(f"{path} is not a {content}: it holds a JSON {type(plain).__name__}, not an object")
     return plain
 
 
@@ -139,8 +140,8 @@ def parse_json(data: bytes, *, allow_nan: bool = True) -> Any:
     except UnicodeDecodeError:
         raise ValueError("it is binary") from None
     except json.JSONDecodeError as error:
-        where = f"in line {error.lineno}" if b"\n" in data.strip() else f"at character {error.pos}"
-        raise ValueError(f"{error.msg} {where}") from None
+        place = f"in line {error.lineno}" if b"\n" in data.strip() else f"at character {error.pos}"
+        raise ValueError(f"{error.msg} {place}") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -157,12 +158,13 @@ def errors_naming(path: Path) -> Generator[None, None, None]:
 
 
 def check_numbers(value: Any, name: str = "") -> None:
-    """Checks a number, or all in dataclasses, named tuples and sequences; ``name`` is the field that holds it.
+    """Checks a number, or all numbers in dataclasses, named tuples and sequences; ``name`` is the field that holds it.
 
-    They must be finite, and times and sizes not negative. Numbers that a mapping holds, as metrics, may be anything.
+    They must be finite, and times and sizes must not be negative. Numbers in a mapping, such as metrics, are not
+    checked.
 
     Raises:
-        ValueError: a number is not; the message has its place and its value.
+        ValueError: a number violates this; the message has its field and its value.
     """
     if isinstance(value, Mapping):
         for key, inner in value.items():

@@ -1,4 +1,4 @@
-"""PrivateFolder: a folder in the user's cache that decides what later runs do, so nobody else may write to it."""
+"""PrivateFolder: a folder in the user's cache that later runs trust, so nobody else may write to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
-_POLL_S = 0.05  # a lock is held while a compiler runs, for about 2 s
+_POLL_S = 0.05  # interval between attempts to get a lock, which is held while a compiler runs, for about 2 s
 
 
 def cache_folder() -> Path:
@@ -24,11 +24,11 @@ def cache_folder() -> Path:
 
 
 class UntrustedError(OSError):
-    """A folder or file is another user's, or others can write to it; the message has the reason and the cure."""
+    """A folder or file belongs to another user, or others can write to it; the message says what to do."""
 
 
 class PrivateFolder:
-    """A folder of this user, made if there is none; for a ``with`` statement.
+    """A folder of this user, which is created if it does not exist; for a ``with`` statement.
 
     Folders above it may be writable by others, who can then put another folder in its place at any time. Therefore the
     folder and each file are opened first and checked afterwards, and files are reached through the descriptor of the
@@ -36,7 +36,7 @@ class PrivateFolder:
 
     Raises:
         UntrustedError: the folder is another user's, or others can write to it.
-        OSError: there is no such folder, and it cannot be made.
+        OSError: the folder does not exist and cannot be created.
     """
 
     def __init__(self, path: Path) -> None:
@@ -77,7 +77,7 @@ class PrivateFolder:
             with os.fdopen(os.open(unfinished, flags, 0o600, dir_fd=self._fd), "wb") as file:
                 file.write(content)
                 file.flush()
-                os.fsync(file.fileno())  # loading a library of which a power loss has left a part ends the process
+                os.fsync(file.fileno())  # a library that a power loss has truncated would crash its process
             os.replace(unfinished, name, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         except OSError:
             with suppress(OSError):
@@ -86,7 +86,7 @@ class PrivateFolder:
 
     @contextmanager
     def lock(self, name: str, limit_s: float) -> Iterator[None]:
-        """Lets one process in at a time; or more, if the file system has no locks or one is held for longer.
+        """Lets one process in at a time; or more, if the file system has no locks or a lock is held for longer.
 
         Raises:
             UntrustedError: the lock file is a symbolic link, another user's file, or one that others can write to.
@@ -107,7 +107,7 @@ class PrivateFolder:
             os.close(fd)
 
     def drop_oldest(self, max_files: int, max_age_s: float) -> None:
-        """Removes files that have not been written for ``max_age_s``, and the oldest until ``max_files`` are left."""
+        """Removes files that were not written for ``max_age_s``, and then the oldest until ``max_files`` are left."""
         written_at: dict[str, float] = {}
         for name in os.listdir(self._fd):
             with suppress(OSError):  # another process has removed it
@@ -143,12 +143,14 @@ def _check(status: os.stat_result, path: Path) -> None:
         )
     is_shared = bool(status.st_mode & stat.S_IWGRP) and not _is_private_group(status.st_gid)
     if is_shared or status.st_mode & stat.S_IWOTH:
-        who = "everybody" if status.st_mode & stat.S_IWOTH else f"group {status.st_gid}"
-        raise UntrustedError(f"{who} can write to {path}: remove it if you do not trust them, else chmod go-w {path}")
+        others = "everybody" if status.st_mode & stat.S_IWOTH else f"group {status.st_gid}"
+        raise UntrustedError(
+            f"{others} can write to {path}: remove it if you do not trust them, else chmod go-w {path}"
+        )
 
 
 def _is_private_group(gid: int) -> bool:
-    """Returns whether a group is the user's own: many systems make one for each user, and let its members write."""
+    """Returns whether a group has only the user: many systems have one for each user, and let its members write."""
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:

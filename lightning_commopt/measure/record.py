@@ -32,11 +32,11 @@ from lightning_commopt.measure.observer import BucketInfo
 # and everything else (hooks, schedulers, logging)
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 EXCHANGE = -1
-"""``backward`` of the span of an exchange of DiLoCo, which belongs to no backward."""
+"""Value of `BucketSpan.backward` for an exchange of DiLoCo, which belongs to no backward."""
 
 
 def is_diloco(comm_hook: str) -> bool:
-    """Returns whether the recorded name of what averages is that of DiLoCo, as `DiLoCoPlan.sync_method` has it."""
+    """Returns whether a recorded ``comm_hook`` is DiLoCo, whose name is that of `DiLoCoPlan.sync_method`."""
     return comm_hook == "diloco" or comm_hook.startswith("diloco_")
 
 
@@ -56,23 +56,23 @@ class BucketSpan:
     from its start to its end, with the compressor's work within.
     """
 
-    index: int  # the bucket's number in DDP's layout, see `BucketInfo`; of an exchange the fragment's number
+    index: int  # index of the bucket in DDP's layout, see `BucketInfo`; for an exchange, index of the fragment
     backward: int  # number of the synchronized backward in the step, from 0; `EXCHANGE` for an exchange
     gradient_bytes: int  # size of the gradients, or of the difference
-    wire_bytes: int  # payload that this rank handed to collectives for it, in terms of an all-reduce
-    ready_s: float  # its last gradient was computed
-    start_s: float  # it left the queue
-    end_s: float  # it held the average
+    wire_bytes: int  # payload that this rank passed to collectives for it, in units of an all-reduce
+    ready_s: float  # when its last gradient was computed
+    start_s: float  # when it left the queue
+    end_s: float  # when it held the average
     wire: tuple[tuple[float, float], ...]  # start and end of each of its collectives
 
 
 class Collective(NamedTuple):
-    """One collective of a step, as it was handed to its process group. Collectives of gradient sync are included."""
+    """One collective of a step, as passed to its process group. Collectives of gradient sync are included."""
 
     operation: str  # its name in ``torch.distributed``: "all_reduce", "broadcast", ...
     phase: str  # the phase in which it was issued; "pause" between two steps, for example in a validation
-    # Who issued it: "lightning" for Lightning's check for SIGTERM before each batch; for this package, the part that
-    # did, such as "CommTimeMonitor" or "int8 reduce-scatter"; "" for everybody else.
+    # What issued it: "lightning" for Lightning's check for SIGTERM before each batch; a part of this package, such as
+    # "CommTimeMonitor" or "int8 reduce-scatter"; or "" for anything else.
     source: str
     num_bytes: int  # size of its inputs or of its outputs on this rank, whichever is larger
     start_s: float | None  # when it was issued, or when its stream reached it; None if that is unknown on CUDA
@@ -80,7 +80,7 @@ class Collective(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """A step in single numbers. The parts add up to the whole up to rounding, as each is summed on its own."""
+    """The total times and bytes of a step. Each is summed separately, so parts add up to the whole up to rounding."""
 
     step_s: float  # sum of all phases, without validation between two batches
     data_s: float  # time in the phase "data"; the next four are the other phases
@@ -92,12 +92,12 @@ class Totals(NamedTuple):
     queue_s: float  # time in which buckets were ready, and none was being processed
     compression_s: float  # time in which buckets were being processed, and no collective was under way
     wire_s: float  # time in which a collective was under way, including waits for other ranks
-    # The time from a backward's last bucket being ready to all its buckets being averaged, summed over backwards. The
-    # step waits in this time, as backward has nothing left to compute. For exchanges it is the time in which the step
-    # waits for one. It is a part of `comm_s`.
+    # The time from when a backward's last bucket is ready until all its buckets are averaged, summed over backwards.
+    # The step waits in this time, because backward has nothing left to compute. For exchanges it is the time in which
+    # the step waits for one. It is a part of `comm_s`.
     exposed_s: float
     gradient_bytes: int  # size of all gradients that were synchronized
-    wire_bytes: int  # payload that this rank handed to collectives, in terms of an all-reduce
+    wire_bytes: int  # payload that this rank passed to collectives, in units of an all-reduce
 
     @property
     def overlapped_share(self) -> float | None:
@@ -126,16 +126,16 @@ class StepRecord:
     """One optimizer step on one rank, with all batches that were accumulated for it."""
 
     step: int  # optimizer steps before this one, as Lightning counts them for loggers
-    num_samples: int  # samples that this rank trained on; 0 on one whose batches a rank of tensor parallelism counts
+    num_samples: int  # samples that this rank trained on; 0 if another rank of its tensor-parallel group counts them
     phases: tuple[Phase, ...]  # ordered by time
-    buckets: tuple[BucketSpan, ...]  # exchanges, then buckets by when they were ready; empty if none are observed
-    collectives: tuple[Collective, ...] = ()  # ordered by when they were issued; empty if none are observed
-    # Start and end of each wait for FSDP2's collectives, ordered by time: of the device's computation, on CPU of the
-    # thread that computes. With DiLoCo of each wait for an exchange.
+    buckets: tuple[BucketSpan, ...]  # exchanges, then buckets in the order of `ready_s`; empty if none are observed
+    collectives: tuple[Collective, ...] = ()  # in the order in which they were issued; empty if none are observed
+    # Start and end of each wait of the device's computation (on CPU, of the computing thread) for FSDP2's collectives,
+    # ordered by time. With DiLoCo they are the waits for exchanges.
     waits: tuple[tuple[float, float], ...] = ()
-    # Time in which the device had nothing to do in backward because the host had not yet launched its work; None on
+    # Time in backward in which the device had nothing to do because the host had not yet launched its work; None on
     # CPU. It is known only per bucket: if the device had computed a bucket before the host continued with backward, all
-    # the time since the bucket before counts.
+    # the time since the previous bucket counts.
     host_bound_s: float | None = None
     layout: Mapping[int, BucketInfo] = field(default_factory=dict, compare=False)  # the buckets by index; not in JSON
 
@@ -207,7 +207,7 @@ class StepRecord:
     def from_dict(cls, values: Mapping[str, Any], layout: Mapping[int, BucketInfo] | None = None) -> StepRecord:
         """Returns the record of a parsed line of `to_json`.
 
-        A KeyError, OverflowError, TypeError or ValueError if something is missing, or has another type or shape.
+        Raises a KeyError, OverflowError, TypeError or ValueError if a field is missing, or has another type or shape.
         """
         return cls(
             step=int(values["step"]),
@@ -261,8 +261,9 @@ def covered_s(intervals: Iterable[tuple[float, float]]) -> float:
 def clock_shift_s(steps: Sequence[StepRecord], first: Sequence[StepRecord]) -> float | None:
     """Returns the offset from a rank's clock to the first rank's clock, from the same steps on both.
 
-    A bucket's last collective ends at nearly the same moment on all ranks, more nearly than hosts' clocks agree. The
-    offset is the median difference between these ends; None if the two synchronized no bucket together.
+    A bucket's last collective ends at nearly the same moment on all ranks, with smaller differences than those between
+    hosts' clocks. The offset is the median difference between these ends; None if the two ranks have no bucket in
+    common.
     """
     ends_s, first_ends_s = _ends_s(steps), _ends_s(first)
     differences = [first_ends_s[key] - ends_s[key] for key in first_ends_s.keys() & ends_s.keys()]

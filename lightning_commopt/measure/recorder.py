@@ -1,4 +1,4 @@
-"""Marks phases and buckets while a step runs, and makes records of them when the device has passed the marks."""
+"""Marks phases and buckets while a step runs, and turns them into records when the device has passed the marks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from lightning_commopt.measure.marks import (
 from lightning_commopt.measure.observer import BucketInfo, BucketSync, BucketSyncs, SyncObserver
 from lightning_commopt.measure.record import Collective, Phase, StepRecord
 
-# Most steps that `StepRecorder.end_step` turns into records. Each call adds one step, so 2 lets it catch up.
+# Maximum number of steps that `StepRecorder.end_step` turns into records. Each call adds one step, so with 2 it can
+# catch up.
 _RESOLVED_AT_ONCE = 2
 _source: ContextVar[str] = ContextVar("source", default="")
 _is_part: ContextVar[bool] = ContextVar("is_part", default=False)
@@ -31,7 +32,7 @@ _is_part: ContextVar[bool] = ContextVar("is_part", default=False)
 
 @contextmanager
 def issued_by(source: str) -> Iterator[None]:
-    """Names the source of all collectives that this thread issues within; see `Collective`."""
+    """Sets the source of all collectives that this thread issues within the context; see `Collective`."""
     token = _source.set(source)
     try:
         yield
@@ -41,7 +42,7 @@ def issued_by(source: str) -> Iterator[None]:
 
 @contextmanager
 def parts_of_one() -> Iterator[None]:
-    """Hides the collectives that this thread issues within: one that was recorded with its times stands for them."""
+    """Hides the collectives that this thread issues within the context, since they are recorded as a single one."""
     token = _is_part.set(True)
     try:
         yield
@@ -73,7 +74,7 @@ class StepRecorder(SyncObserver):
         self._phases.append((phase, self._mark()))
 
     def call_in_pause(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a function whose time belongs to no step, and returns its result; the current phase then goes on."""
+        """Calls a function whose time belongs to no step, and returns its result; then the current phase continues."""
         phase = self._phase
         self.enter(None)
         try:
@@ -142,16 +143,16 @@ class StepRecorder(SyncObserver):
                 self._resolve_oldest()
 
     def reset(self) -> None:
-        """Drops all marks since the last step, which belong to none."""
+        """Drops all marks since the last step."""
         self.clock.release(self._cut(0, 0).all())
 
     def has(self, num_steps: int) -> bool:
-        """Returns whether this many steps have ended, on the device too. Never waits."""
+        """Returns whether ``num_steps`` steps have ended, also on the device. Never waits."""
         last = num_steps - len(self._resolved) - 1
         return last < 0 or (last < len(self._pending) and self.clock.has_passed(self._pending[last].end))
 
     def take(self, num_steps: int) -> list[StepRecord]:
-        """Returns at most this many steps, the oldest first; waits until the device has passed them."""
+        """Returns at most ``num_steps`` steps, the oldest first; waits until the device has passed them."""
         num_unresolved = min(num_steps - len(self._resolved), len(self._pending))
         if num_unresolved > 0:
             self.clock.wait_for(self._pending[num_unresolved - 1].end)
@@ -161,7 +162,7 @@ class StepRecorder(SyncObserver):
 
     @property
     def num_pending(self) -> int:
-        """Steps that have ended and are not taken yet."""
+        """Number of steps that have ended and were not taken yet."""
         return len(self._resolved) + len(self._pending)
 
     def _cut(self, step: int, num_samples: int) -> StepMarks:

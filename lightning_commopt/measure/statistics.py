@@ -1,8 +1,8 @@
 """Defines every statistic of steps, from their sums, maxima and samples, and finds the rank that others wait for.
 
-Plain numpy: `lightning_commopt.metrics` keeps these arrays in metrics, and `commopt summary` needs no torch.
+It uses numpy only: `lightning_commopt.metrics` keeps these arrays in metrics, and `commopt summary` needs no torch.
 
-The exposed share of one run is a ratio of sums, so that the shares of the parts of a step add up to 1. Of several runs
+The exposed share of one run is a ratio of sums, so that the shares of the parts of a step add up to 1. For several runs
 it is the median of their shares: what slows a whole run down, such as a busy machine, cancels within each ratio.
 """
 
@@ -31,11 +31,11 @@ TIMES = (
 )
 
 MAX_SAMPLED_VALUES = 2**20  # 8 MiB
-_MIN_SAMPLED_STEPS = 64  # steps that are kept however many ranks they have
+_MIN_SAMPLED_STEPS = 64  # minimum number of steps that are kept, however many ranks there are
 # Thresholds of `find_straggler`; its docstring says why both a share of steps and a slowdown are needed.
 MIN_STEPS = 8  # docs/evidence/measuring_accuracy.md has the errors with 10 and more
 _LATE = 0.05  # wait in a step, as a share of computing time
-_LATE_STEPS = 0.75  # share of steps with such a wait; of two ranks that are late alternately, each has a half
+_LATE_STEPS = 0.75  # share of steps with such a wait; two ranks that are late alternately have a half each
 _SLOWDOWN = 0.12  # lateness of the last gradient, as a share of computing time
 _SUFFIXES = ("", "_p50", "_p95", "_max")
 _WAITS = ("wait_s", "exposed_wait_s")

@@ -29,7 +29,7 @@ from lightning_commopt.measure.verdict import Verdict, verdict
 from lightning_commopt.text.formatting import count, number, percent
 from lightning_commopt.text.terminal import TextTable
 
-DEFAULT_NUM_WARMUP_STEPS = 10  # DDP lays its buckets out anew after the first; caches and allocators need some more
+DEFAULT_NUM_WARMUP_STEPS = 10  # DDP rebuilds its buckets after the first step; caches and allocators need some more
 _PHASES = (
     ("data", "data_s"),
     ("forward", "forward_s"),
@@ -46,7 +46,7 @@ _COMMUNICATION = (
     ("  waiting for others", "exposed_wait_s"),
 )
 _COLUMNS = {"mean": "", "p50": "_p50", "p95": "_p95", "max": "_max"}
-_WORTH_SAYING = 0.1  # a smaller share of backward that waits for the host is not shown
+_MIN_SHOWN_SHARE = 0.1  # the share of backward that waits for the host is shown if it is at least this
 # rich's padding: lines above, columns to the right, lines below, columns to the left.
 _INDENT = (0, 0, 0, 1)
 _INDENT_BELOW = (1, 0, 0, 1)  # below an empty line
@@ -54,7 +54,7 @@ _INDENT_BELOW = (1, 0, 0, 1)  # below an empty line
 
 @dataclass(frozen=True, kw_only=True)
 class FitSummary:
-    """What a fit cost."""
+    """What the steps of a fit cost."""
 
     metrics: Mapping[str, float]  # the result of `Steps.statistics`
     verdict: Verdict
@@ -107,7 +107,7 @@ class FitSummary:
             ]
         rows = operation_rows(self.operations, metrics["step_s"])
         columns = operation_columns(rows)
-        if self.host_bound_share >= _WORTH_SAYING:
+        if self.host_bound_share >= _MIN_SHOWN_SHARE:
             lines.append(
                 f"for {percent(self.host_bound_share)} of backward the first rank's device waited for its host"
             )
@@ -132,7 +132,7 @@ def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> t
     """Summarizes the last fit of a run from ``comm_time/*.jsonl``, also while it trains.
 
     Only steps that all ranks have recorded count, without the first ``num_warmup_steps``; None for the number that
-    `CommTimeMonitor` left out. The second result has a line for each thing that the files lack.
+    `CommTimeMonitor` left out. The second result has a sentence for each part of the run that the files lack.
 
     Raises:
         FileNotFoundError: the run has no records.
@@ -146,7 +146,7 @@ def summarize_run(run_dir: str | Path, num_warmup_steps: int | None = None) -> t
     steps = list(common.values())[num_warmup_steps:]
     if not steps:
         recorded = f"{run_dir} has {count(len(common), 'step')} that all ranks have recorded"
-        raise ValueError(f"{recorded}, and num_warmup_steps={num_warmup_steps} leaves all of them out")
+        raise ValueError(f"{recorded}, and all of them are warm-up (num_warmup_steps={num_warmup_steps})")
     comm_hook = str(header.get("comm_hook", "none"))
     operations = OperationTotals()
     operations.add(first for first, *_ in steps)

@@ -18,14 +18,14 @@ from lightning_commopt.measure.files import FOLDER, RankRecords, notices, read_r
 from lightning_commopt.measure.record import EXCHANGE, BucketSpan, StepRecord, clock_shift_s
 from lightning_commopt.text.formatting import count
 
-DEFAULT_NUM_STEPS = 100  # files of many more steps are slow to load in a viewer
+DEFAULT_NUM_STEPS = 100  # files with many more steps load slowly in viewers
 _NAMES_SHOWN = 8  # Perfetto lists them below each other in the details of a slice
 
 # Viewers compute in binary fractions and draw a slice that ends after the next begins as its parent: eighths of a
 # microsecond are exact, so adjoining slices stay adjoining.
 _TICKS_PER_US = 8
 
-# The same thread number in two processes is one thread to Perfetto.
+# Perfetto takes equal thread numbers in two processes for one thread, so each rank has numbers of its own.
 _ROWS_PER_RANK = 10_000
 
 
@@ -40,7 +40,7 @@ def write_trace(
     Without ``output`` the file is ``trace.json`` in the run's ``comm_time``.
 
     Returns:
-        The file, its steps and ranks, in words; and a line for each thing that the run's files lack.
+        A sentence with the file, its steps and ranks; and a sentence for each part of the run that the files lack.
 
     Raises:
         FileNotFoundError: the run has no records.
@@ -159,7 +159,7 @@ def _wait_name(record: StepRecord) -> str:
 
 def _bucket_args(record: StepRecord, bucket: BucketSpan) -> dict[str, Any]:
     info = None if bucket.backward == EXCHANGE else record.layout.get(bucket.index)
-    # DDP lays buckets out anew after the first step, and records of both layouts may have been written together.
+    # DDP rebuilds its buckets after the first step, and records with both layouts may have been written together.
     names = info.names if info is not None and info.gradient_bytes == bucket.gradient_bytes else ()
     more = len(names) - _NAMES_SHOWN
     return {
@@ -170,7 +170,7 @@ def _bucket_args(record: StepRecord, bucket: BucketSpan) -> dict[str, Any]:
 
 
 def _lanes(name: str, groups: Iterable[list[_Slice]]) -> _Rows:
-    """Spreads groups of adjoining slices over as few rows as keep them apart."""
+    """Spreads groups of adjoining slices over the smallest number of rows in which they do not overlap."""
     rows: _Rows = {}
     for group in sorted(groups, key=lambda slices: slices[0].start):
         free = [row for row, slices in rows.items() if slices[-1].end <= group[0].start]

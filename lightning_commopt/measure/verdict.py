@@ -1,7 +1,7 @@
 """Interprets the numbers of a fit in words: how much communication costs, and what is worth trying.
 
-"At most ... times as fast" is the speed-up if the named time vanished and nothing else grew. It is not a promise. What
-cannot save a twentieth of a step is not recommended. See `forecasts` for other plans.
+"At most ... times as fast" is the speed-up if the named time vanished and nothing else grew. It is not a promise. A
+measure that cannot save 5 % of a step is not recommended. See `forecasts` for other plans.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_commopt.measure.forecasts import (
-    WORTH_IT,
+    MIN_SAVED_SHARE,
     Forecast,
     Present,
     exact_alternative,
@@ -26,8 +26,8 @@ from lightning_commopt.measure.record import is_diloco
 from lightning_commopt.measure.statistics import ratio
 from lightning_commopt.text.formatting import byte_unit, short_percent, time_unit
 
-_SMALL_BYTES = 2**16  # collectives of fewer bytes per step are taken for metrics, not for gradients or weights
-_DATA_DOMINATES = 0.2  # share of a step above which waiting for data, or for a check before it, is worth one
+_SMALL_BYTES = 2**16  # collectives of fewer bytes per step are assumed to be metrics, not gradients or weights
+_DATA_DOMINATES = 0.2  # share of a step above which waiting for data, or for a check before it, gets a headline
 
 
 class Costs(NamedTuple):
@@ -43,20 +43,20 @@ class Costs(NamedTuple):
 
     def is_worth(self, saved_s: float) -> bool:
         """Returns whether saving a time is worth the effort."""
-        return saved_s >= WORTH_IT * self.step_s
+        return saved_s >= MIN_SAVED_SHARE * self.step_s
 
     def share(self, seconds: float) -> str:
         return short_percent(ratio(seconds, self.step_s))
 
     def bound_text(self, saved_s: float) -> str:
-        """Returns in words how much faster training would be if steps were shorter by a time."""
+        """Returns a text for how much faster training would be if each step saved ``saved_s``."""
         bound = speedup(self.step_s, saved_s)
         return "faster by an unknown factor" if math.isnan(bound) else f"at most {bound:.2f} times as fast"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the numbers mean, in a sentence or two, and settings worth trying, the most promising first."""
+    """What the numbers mean, in a sentence or two, and settings that are worth trying, the most promising first."""
 
     headline: str
     recommendations: tuple[str, ...]
@@ -72,12 +72,12 @@ def verdict(
     operations: Sequence[Operation] = (),
     forecasts: Sequence[Forecast] = (),
 ) -> Verdict:
-    """Returns what communication costs, and what to do about it.
+    """Returns the verdict on a fit: what communication costs, and what to do about it.
 
     Args:
         metrics: statistics of a whole fit or of a window, from `Steps.statistics`.
         world_size: number of ranks.
-        comm_hook: the name of what averages the gradients, "none" for DDP's own all-reduce.
+        comm_hook: name of the comm hook that averages the gradients; "none" for DDP's own all-reduce.
         is_lossy: whether the comm hook changes gradients.
         operations: the collectives of a step; empty if none were observed.
         forecasts: predictions of other settings, the more exact settings first. No other setting is recommended
@@ -98,7 +98,7 @@ def verdict(
         headline, is_hidden = _without_sync(world_size, costs, operations)
         for_sharded = _for_sharded(comm_hook, operations)
         if forecasts and operations:
-            # A compressor's arithmetic may cost time that is no wait for a collective.
+            # A compressor's arithmetic may cost time in which no collective is waited for.
             waited_s = math.nan if is_lossy else _waited_s(operations)
             for_sharded = shorter_sharded_steps(present._replace(exposed_s=waited_s), forecasts)
         recommendations = [*([] if is_hidden else for_sharded), *data]
@@ -144,8 +144,8 @@ def _for_exchanges(costs: Costs, metrics: Mapping[str, float]) -> list[str]:
     step_s = metrics["step_s_p50"]
     num_steps = math.ceil(metrics["comm_s_max"] / step_s) if step_s > 0 else 1
     return [
-        f"overlap={num_steps} or more, with a sync_every= above it, lossy: that many of the steps in between take as"
-        " long as the longest exchange.",
+        f"overlap={num_steps} or more, with a sync_every= above it, lossy: this number of steps takes as long as the"
+        " longest exchange.",
         "A larger sync_every=, lossy: the share shrinks in proportion. fragments= sends less at once, and comm_hook="
         '"int4" less in all. Compare the loss at equal samples before you rely on any of these.',
     ]
@@ -175,7 +175,7 @@ def _without_sync(world_size: int, costs: Costs, operations: Sequence[Operation]
 
 
 def _is_of_model(operation: Operation) -> bool:
-    """Returns whether a collective carries gradients or parameters; our own say so, however small they are."""
+    """Returns whether a collective carries gradients or parameters: by its source if it is ours, else by its size."""
     names_them = any(word in operation.source for word in ("reduce-scatter", "all-gather"))
     return names_them or operation.num_bytes >= _SMALL_BYTES
 
@@ -187,7 +187,7 @@ def _waited_s(operations: Sequence[Operation]) -> float:
 
 
 def _for_sharded(comm_hook: str, operations: Sequence[Operation]) -> list[str]:
-    """Recommends what to do where gradient sync as such cannot be observed, or does not happen."""
+    """Recommends what to do if gradient sync cannot be observed as such, or does not take place."""
     if comm_hook == "none" and not any(operation.num_bytes >= _SMALL_BYTES for operation in operations):
         return [
             "self.manual_backward(loss) instead of loss.backward(), and outside of no_sync(), if this is manual"

@@ -24,7 +24,7 @@ from lightning_commopt.tune.tuner import Tuner
 from lightning_commopt.tune.verdict import summary
 
 _KEY = "plan='auto'"
-"""Key of the chosen plan in a checkpoint, beside the names of modules, none of which can be spelled like it."""
+"""Key of the chosen plan in a checkpoint, beside the names of modules. No module can have this name."""
 
 
 _Strategy = TypeVar("_Strategy", bound=PlannedStrategy)
@@ -35,7 +35,7 @@ class AutoPlan(ABC, Generic[_Strategy]):
     """Tunes the fits of a strategy; without options it does nothing. See `FitPlan`, and `LoopPlan` for Fabric.
 
     Args:
-        strategy: the one that trains.
+        strategy: the strategy that trains.
         options: what may be chosen; None if ``plan`` is not "auto".
     """
 
@@ -61,7 +61,7 @@ class AutoPlan(ABC, Generic[_Strategy]):
             info("plan='auto': one rank has no gradients to synchronize, so there is nothing to choose.")
             return
         if strategy.root_device.type == "cpu" and any(hook.claims.has_c_kernels for hook in self._options.lossy):
-            c_library.load()  # compiles once per machine, which no step should wait for
+            c_library.load()  # compiles once per machine, so that no step waits for it
         if self._base is None:
             self._base = strategy.plan
         elif strategy.plan != self._base:
@@ -87,7 +87,8 @@ class AutoPlan(ABC, Generic[_Strategy]):
                 group = borrow_host_group()
             except RuntimeError as error:
                 warn(
-                    f"plan='auto': the ranks cannot connect over gloo ({error}), so the plan stays.", on_every_rank=True
+                    f"plan='auto': the ranks cannot connect over gloo ({error}), so the plan is not changed.",
+                    on_every_rank=True,
                 )
                 return
             self._tuner = Tuner(
@@ -120,7 +121,7 @@ class AutoPlan(ABC, Generic[_Strategy]):
             keep(plan)
         elif self._strategy.plan != plan:
             self._strategy.apply_plan(plan)
-        if self._found and self._tells_verdict and self._found["verdict"] != tuner.told:
+        if self._found and self._tells_verdict and self._found["verdict"] != tuner.last_logged:
             info(f"plan='auto': {self._found['verdict']}")
 
     def add_choice(self, saved: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +141,7 @@ class AutoPlan(ABC, Generic[_Strategy]):
         if text is None or self._options is None or self._base is None or self._tuner is not None:
             return
         try:
-            with without_imports():  # what may be chosen has been imported, and a checkpoint may be anybody's
+            with without_imports():  # compressors that may be chosen are imported, and the checkpoint is not trusted
                 choice = type(self._base).from_json(text)
         except (OptionError, TypeError) as error:
             warn(f"plan='auto': the plan in the checkpoint cannot be used: {error}")
@@ -152,9 +153,10 @@ class AutoPlan(ABC, Generic[_Strategy]):
 
 
 class _StepCounter:
-    """Counts the steps of optimizers, also of those that a module has got without Lightning's wrapper.
+    """Counts the steps of optimizers, also of optimizers that a module uses without Lightning's wrapper.
 
-    Under manual optimization Lightning counts either batches, also those that only accumulate, or the wrappers' steps.
+    Under manual optimization Lightning counts either batches, including those that only accumulate, or only steps of
+    its wrappers.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:

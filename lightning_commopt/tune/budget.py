@@ -10,7 +10,7 @@ from lightning_commopt.tune import limits
 
 @dataclass(kw_only=True)
 class Budget:
-    """What a fit can pay for, which grows with its steps if their number is unknown."""
+    """The steps that a fit can spend on calibrations and searches; if its length is unknown, they grow with the fit."""
 
     num_steps: float  # steps that the fit will still take; if unknown, infinity, and the steps so far pay for searches
     max_regret: float  # share of the fit's time, over all its steps, that searching may cost

@@ -32,18 +32,18 @@ MEASURING_S = 0.2
 """Time to measure a compressor on a processor that does nothing else, see ``docs/explanation/auto.md``."""
 
 MAX_CANDIDATES = 6
-"""The most plans of a shortlist: a first search tries half of them, and one that follows the rest."""
+"""Maximum number of plans in a shortlist: a first search tries half of them, and a second one the rest."""
 
 _MIN_GAIN = 0.01
-"""A prediction must promise to save this share of a step. It is half of what a search asks for, as predictions are off
-by some percent to either side."""
+"""A plan is tried if it is predicted to save this share of a step. It is half of what a search requires
+(`MIN_GAIN` in `limits`), because predictions are off by some percent to either side."""
 
-_NEAR = 2 / 3
-"""A compressor must promise this share of the largest predicted gain to be tried before other layouts. A judgement: one
-that is further behind rarely overtakes, and a layout may be mispredicted by as much."""
+_MIN_SHARE_OF_BEST = 2 / 3
+"""A compressor must be predicted to save this share of the largest predicted gain to be tried before other layouts. It
+is a judgement: one that is further behind rarely wins, and a layout may be mispredicted by as much."""
 
 _MIN_BYTES = 2**18
-"""Bytes of gradients from which on compressors that were not allowed are mentioned: the steps of smaller models do not
+"""Size of gradients from which on compressors that were not allowed are mentioned: the steps of smaller models do not
 separate the link's rate from its latency."""
 
 _MIN_RATIO = 2
@@ -51,8 +51,8 @@ _MIN_RATIO = 2
 less than the noise of a search."""
 
 _NUM_SETTLING_STEPS = 3
-"""The first steps do not count: DDP lays out its buckets after the first, or with a static graph after the second, and
-memory is allocated in the next."""
+"""Number of first steps that do not count: DDP rebuilds its buckets after the first, or with a static graph after the
+second, and memory is allocated in the next."""
 
 
 class Calibration:
@@ -91,7 +91,7 @@ class Calibration:
         self._times.begin_forward()
 
     def steps(self) -> list[StepRecord]:
-        """Returns the steps, without those in which DDP laid out its buckets; waits for the device."""
+        """Returns the steps, without the `_NUM_SETTLING_STEPS` first ones; waits for the device."""
         return self._recorder.take(self._recorder.num_pending)[_NUM_SETTLING_STEPS:]
 
     def close(self) -> None:
@@ -102,9 +102,9 @@ class Calibration:
         self._buckets.observers.remove(self._recorder)
 
     def measure(self) -> Costs:
-        """Measures the compressors that the limit suffices for; all ranks of a machine at the same time.
+        """Measures the compressors for which ``limit_s`` suffices. All ranks of a machine do so at the same time.
 
-        `not_measured` then has those that were allowed, and left out.
+        `not_measured` then has the allowed compressors that were not measured.
         """
         began_s, longest_s, own = time.perf_counter(), MEASURING_S, self._strategy.plan.comm_hook
         gradients, costs = self._times.gradients(), dict[Compressor | None, CompressorCost]()
@@ -118,7 +118,7 @@ class Calibration:
         return costs
 
     def basis(self, ranks: list[list[StepRecord]], costs: Costs, step_s: float) -> Basis:
-        """Returns what the steps of all ranks show, whose plan is the user's; on rank 0.
+        """Returns, on rank 0, what the steps of all ranks with the user's plan show.
 
         Args:
             ranks: the steps of each rank.
@@ -152,7 +152,7 @@ class Calibration:
 
 
 class Shortlist(NamedTuple):
-    """What to try.
+    """The plans to try.
 
     Attributes:
         base: the user's plan.
@@ -174,10 +174,11 @@ def unpredicted(base: Any, tries: Sequence[Any]) -> Shortlist:
 def shortlist(basis: Basis, options: TuneOptions) -> Shortlist:
     """Returns the plans that are worth trying, from what steps with the user's plan have shown.
 
-    There are `MAX_CANDIDATES` at most, none of them slower than the best beyond the 95 % intervals of both. First come
-    the best with each compressor that promises nearly as much as the best of all, the fastest first. Then other layouts
-    take turns with the compressors that are left. The next layout is the one whose number of buckets differs most from
-    those before, at least by a factor of 2: predictions miss most what a bucket costs besides its bytes.
+    There are at most `MAX_CANDIDATES`, none of them slower than the best beyond the 95 % intervals of both. First come
+    the best plans with each compressor that is predicted to save nearly as much as the best of all, the fastest first.
+    Then other layouts alternate with the remaining compressors. The next layout is the one whose number of buckets
+    differs most from those before, at least by a factor of 2, because predictions are least certain about the cost of a
+    bucket besides its bytes.
     """
     base = basis.plan
     own = basis.predict(base)
@@ -197,7 +198,7 @@ def _diverse(promising: Sequence[Candidate[CommPlan]], own_s: float, basis: Basi
     for candidate in promising:
         best.setdefault(candidate.plan.comm_hook, candidate)
     gains = {hook: own_s - candidate.prediction.step_s for hook, candidate in best.items()}
-    chosen = [candidate for hook, candidate in best.items() if gains[hook] >= _NEAR * max(gains.values())]
+    chosen = [candidate for hook, candidate in best.items() if gains[hook] >= _MIN_SHARE_OF_BEST * max(gains.values())]
     rest = [candidate for candidate in best.values() if candidate not in chosen]
     num_buckets = {candidate.plan: len(buckets_of(candidate.plan, basis.workload.gradients)) for candidate in promising}
 
@@ -218,7 +219,7 @@ def _diverse(promising: Sequence[Candidate[CommPlan]], own_s: float, basis: Basi
 
 
 def _not_allowed(basis: Basis, options: TuneOptions, best_s: float) -> dict[str, float]:
-    """Returns what compressors would save beside the best allowed plan, if their arithmetic cost nothing."""
+    """Returns what other compressors would save beyond the best allowed plan if their arithmetic cost nothing."""
     if options.has_fixed_hook or basis.workload.gradient_bytes < _MIN_BYTES:
         return {}
     saved = {}

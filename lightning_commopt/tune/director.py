@@ -1,7 +1,7 @@
-"""Director: what rank 0 decides, from the first step to the last. The other ranks do what it sends them.
+"""Director: decides on rank 0, from the first step to the last, which plan steps run with. Other ranks follow it.
 
-It observes the user's plan, searches among the candidates that this promises, watches the plan that it chose, and
-searches again after a change.
+It observes the user's plan, searches among the candidates that look promising then, watches the plan that it has
+chosen, and searches again after a change.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from lightning_commopt.tune.gains import Look, TimedVisit
 from lightning_commopt.tune.search import Report, Search, SearchResult, Visit
 
 CALIBRATE = -1
-"""The arm of a visit with the user's plan that is observed."""
+"""Arm of a visit in which steps with the user's plan are observed."""
 
 WATCH_STEPS = 100
-"""Steps between two looks at the step time. Each look is a message of a kilobyte between all ranks; fewer looks would
-notice a change later."""
+"""Number of steps between two looks at the step time. Each look is a message of a kilobyte between all ranks; with
+fewer looks a change would be noticed later."""
 
 Status = Literal["measuring", "too short", "unpredictable", "nothing promising", "searching", "resumed"]
 _Visits = Generator[Visit, Report, None]
 
 
 class Event(NamedTuple):
-    """Something noticed: "drift" or "check" before another search, or "rolled back" or "forbidden"."""
+    """An event in a fit: "drift" or "check" before another search, or "rolled back" or "forbidden"."""
 
     step: int
     what: str
@@ -40,7 +40,7 @@ class Director:
 
     Args:
         arm: the plan to begin with. 1 is a plan from a checkpoint, which is only watched.
-        has_known: plan 1 was chosen by an earlier fit, and is tried before any prediction.
+        has_known: whether plan 1 was chosen by an earlier fit, and is tried before any prediction.
         num_steps, max_regret, measuring_s: see `Budget`.
         num_settling_steps: see `Search`.
 
@@ -53,7 +53,7 @@ class Director:
         is_searching: whether the present steps are part of a search.
         searches: results of the searches among the present candidates.
         events: events since the first of these searches, by step of the fit.
-        aside_s: seconds that calibration has taken between steps; the caller sets it.
+        aside_s: seconds that calibration has taken between steps; set by the caller.
         base_s: time of a step with the user's plan, the median of those before candidates are tried.
         lost_steps: what calibrations, searches and changes of the plan have cost, in steps with the user's plan;
             negative if candidates have saved more.
@@ -97,7 +97,7 @@ class Director:
         """Forgets earlier candidates; ``arm`` counts as chosen. See `Search` for ``expected`` and ``handicaps``."""
         self._expected: Sequence[float | None] = expected
         self._handicaps = handicaps
-        # What searching has cost, less half of what was saved since, in steps with the user's plan.
+        # What searching has cost, minus half of what was saved since, in steps with the user's plan.
         self._lost_steps = lost_steps
         self._base_steps = 0.0  # time trained since the last drift, in steps with the user's plan of today's length
         # The visits of each search that has chosen nothing since the last drift.
@@ -171,9 +171,10 @@ class Director:
         yield from self._watch_and_search()
 
     def _calibrate(self, before_s: Sequence[float]) -> Generator[Visit, Report, float]:
-        """Observes the user's plan, which had steps of ``before_s`` just before; returns the steps that it has cost.
+        """Observes the user's plan; returns what that has cost, in steps.
 
-        The steps themselves lose nothing: however slow they are, they train with the user's plan.
+        ``before_s`` has the times of the steps just before. The observed steps themselves cost nothing: however slow
+        they are, they train with the user's plan.
         """
         self.budget.num_calibrations += 1
         self.aside_s = 0.0
@@ -201,7 +202,7 @@ class Director:
             yield from self._search()
 
     def _search(self) -> _Visits:
-        """Searches once; the result is the last of `searches`."""
+        """Searches once, and appends the result to `searches`."""
         self.is_searching, is_first = True, not self.searches
         known = self._base_steps + self.budget.num_left
         search = Search(
@@ -223,13 +224,13 @@ class Director:
         self._search_from = self.budget.num_done + self._min_pause
 
     def _lose(self, lost_s: float, base_s: float) -> None:
-        """Counts what a search or a change of the plan has cost, or saved, beside steps of ``base_s``."""
+        """Adds what a search or a change of the plan has cost, or saved, compared with steps of ``base_s``."""
         lost_steps = lost_s / base_s if base_s > 0 else 0.0
         self._lost_steps += lost_steps
         self.lost_steps += lost_steps
 
     def _watch(self) -> _Visits:
-        """Returns when another search is due."""
+        """Watches the chosen plan until another search is due."""
         result, searched_at = self.searches[-1] if self.searches else None, self.budget.num_done
         is_measured = result is not None and result.arm > 0
         is_open = result is not None and (

@@ -1,4 +1,4 @@
-"""How much faster one plan is than another, from visits that alternate, and how sure that is; looks at a single one."""
+"""Estimates how much faster one plan is than another, with intervals, from alternating visits; looks at one plan."""
 
 from __future__ import annotations
 
@@ -21,31 +21,30 @@ root of pi / 2."""
 
 _SIGMA_OF_MANY = 1.4826
 _SIGMA_OF_SPREAD = {2: 1.7725, 3: 1.3820}
-"""Standard deviation of normally distributed values over the median of their absolute distances from their median: of
-many values, and by the number of a few."""
+"""Standard deviation of many normally distributed values over the median of their absolute distances from their median.
+The mapping has the factor for small numbers of values."""
 
 _PRIOR_VISITS = 4.0
 """Weight of the noise within visits, in visits, when the noise between them is estimated. A judgement: the few visits
 of a search differ too little or too much by chance to be believed alone."""
 
 _MIN_SIGMA = 0.002
-"""No noise within visits is believed to be smaller, as four steps may be equal by chance."""
+"""Lower limit of the noise within visits, because four steps may be equal by chance."""
 
 _UNSEEN_SIGMA, _UNSEEN_WEIGHT = 0.03, 0.5
-"""Before noise from visit to visit was seen it is taken for 3 %, with the weight of half a visit: enough that two
-visits of a quiet moment do not decide, and little beside four."""
+"""Before noise between visits was observed, it is assumed to be 3 %, with the weight of half a visit: enough that two
+visits in a quiet moment do not decide, and little compared with four visits."""
 
 _NUM_BLOCKS = 5
-"""Blocks of a look. During a watch they have 20 steps each, so that it matters little if the host's clock is ahead by a
-few steps, and the median over five of them ignores a disturbed one."""
+"""Number of blocks of a look. During a watch they have 20 steps each, so that it matters little if the host's clock is
+ahead by a few steps, and the median over five of them ignores a disturbed one."""
 
 _MAX_LOG_RATIO = 100.0
-"""The logarithm of a time over another is cut to this, so that its exponential is finite where an interval is very
-wide."""
+"""Limit of logarithms of ratios of times, so that their exponential is finite if an interval is very wide."""
 
 
 class TimedVisit(NamedTuple):
-    """Steps that were timed in a row with one plan.
+    """Consecutive timed steps with one plan.
 
     Attributes:
         arm: index of the plan; 0 is the user's.
@@ -134,7 +133,7 @@ def _log_gains(visits: Sequence[TimedVisit]) -> dict[int, tuple[float, float]]:
 def _visit_variance(visits: Sequence[TimedVisit], differences: dict[int, list[float]]) -> float:
     """Returns the variance of a visit's ``log_s``, from steps within visits and differences between visits.
 
-    The median of absolute distances ignores single steps that took much longer, as the median of a visit does.
+    Like the median of a visit, the median of absolute distances ignores single steps that took much longer.
     """
     distances = [abs(math.log(s) - visit.log_s) for visit in visits if len(visit.seconds) > 1 for s in visit.seconds]
     num_typical = statistics.median([len(visit.seconds) for visit in visits])
@@ -156,7 +155,7 @@ def _visit_variance(visits: Sequence[TimedVisit], differences: dict[int, list[fl
 class Look(NamedTuple):
     """The typical time of a step over many, and its noise.
 
-    Blocks of steps are compared, as a host's clock may be ahead of a device by some steps.
+    Blocks of steps are compared, because a host's clock may be ahead of a device by some steps.
     """
 
     step_s: float

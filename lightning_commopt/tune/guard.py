@@ -1,4 +1,4 @@
-"""Guard: looks now and then whether a lossy compressor still averages the gradients of a bucket well enough."""
+"""Guard: checks periodically whether a lossy compressor still averages the gradients of a bucket well enough."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from lightning_commopt.measure.recorder import issued_by
 from lightning_commopt.sync.ddp.buckets import synced_parameters
 
 EVERY_STEPS = 200
-"""Steps from the beginning of a look to the next one. Eight of them wait for the device, which is 4 %."""
+"""Number of steps from the beginning of a look to the next one. Eight of them, 4 %, wait for the device."""
 
 _WINDOWS = (range(4), range(24, 28))
 """The steps of a look, counted from its beginning. Twenty steps lie between the two windows, in which a compressor
 sends what a single large gradient has left in its residual."""
 
 _MAX_ELEMENTS = 2**13
-"""The most elements of a bucket that a look takes, 64 KiB as float64. The sum of 8192 squares of normal values varies
-by 1.6 %, which is little beside the limits."""
+"""Maximum number of elements of a bucket in a look, 64 KiB as float64. The sum of 8192 squares of normal values varies
+by 1.6 %, which is little compared with the limits."""
 
 _MIN_LIMIT = 0.1
-"""Averages may be off by 10 % of their norm, whatever a class declares: steps of training are noisier than that."""
+"""Averages may always be off by 10 % of their norm, whatever a class declares: gradients are noisier than that."""
 
 _NUM_BOUNDS = 4.0
 """Tolerated multiple of the error that a class declares, which is for normally distributed gradients. A judgement: real
 ones have longer tails, and residuals add what was left before."""
 
 _STRIDE = 7
-"""Distance between the buckets of two looks that follow each other. Few models have a multiple of 7 buckets, so all of
-them get their turn, and neighbours, which are similar, are not looked at in succession."""
+"""Distance between the buckets of two successive looks. Few models have a multiple of 7 buckets, so each bucket gets
+its turn, and neighbours, which are similar, are not checked in succession."""
 
 
 def error_limit(compressor: Compressor) -> float:
@@ -52,10 +52,10 @@ def error_limit(compressor: Compressor) -> float:
 
 
 class Guard:
-    """Compares averaged gradients of a bucket with the exact averages over all ranks, of some elements.
+    """Compares some averaged gradients of a bucket with their exact averages over all ranks.
 
-    Errors belong to a bucket: a parameter with small gradients may share the scale of large ones beside it. The
-    elements lie evenly in the bucket. A look takes two windows of steps, and the better one counts.
+    Errors are those of a bucket, since a parameter with small gradients may share the scale of large ones beside it.
+    The compared elements are spread evenly over the bucket. A look has two windows of steps, and the better one counts.
 
     Args:
         model: returns the wrapper.

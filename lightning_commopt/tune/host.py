@@ -1,6 +1,6 @@
-"""Host: the training that a tuner runs in, a fit of a Trainer or a loop on Fabric; and the choices of earlier ones.
+"""Host: the training that a tuner runs in, a fit of a Trainer or a loop in Fabric; and plans that earlier ones chose.
 
-Choices are kept in a file for each kind of training on this machine.
+The chosen plan is kept in a file for each kind of training on this machine.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from lightning_commopt.text.validation import warn_once
 from lightning_commopt.tune.options import TuneOptions
 
 _FORMAT = 1
-"""Version of the description of a fit, raised when a key changes its meaning: older choices then count no more."""
+"""Version of the description of a fit. It is raised when a key changes its meaning, which invalidates older choices."""
 
 _MAX_CHOICES = 200
-"""The most choices that are kept, about 1 kB each. A judgement: more kinds of training than a user has at a time."""
+"""Maximum number of choices that are kept, about 1 kB each. It is a judgement: more kinds of training than a user has
+at a time."""
 
 _MAX_AGE_S = 365 * 86400.0
 """Choices are kept for a year. The description of a fit includes the version of torch, so older ones rarely match."""
@@ -54,19 +55,19 @@ class Host:
     """What a tuner may see and call of the training that it tunes.
 
     Attributes:
-        strategy: has the plan, the ranks and their device.
+        strategy: the strategy, which has the plan, the ranks and their device.
         parameters: returns the parameters of the model, by name.
-        buckets: what can be observed and predicted with DDP; None for sharded models, which try `tries`.
-        tries: the plans to try where nothing can be predicted.
-        apply_plan: changes the strategy's plan at once; only called where a step begins.
+        buckets: what can be observed and predicted with DDP; None for sharded models, for which `tries` are tried.
+        tries: the plans to try if nothing can be predicted.
+        apply_plan: changes the strategy's plan at once; only called when a step begins.
         step: returns the number of optimizer steps so far.
-        num_steps_left: returns how many steps are to come; infinity if unknown.
-        accumulated: batches in a step; None if unknown. Plans that were chosen before hold for the same number only.
-        begin_backward: called before every backward, or before each that is synchronized.
-        end_backward: called after the same backwards, when gradients are averaged.
-        forwards: called with the inputs of every forward; without it the tuner gets batches.
-        pauses: steps in which one of these is called do not count.
-        end: called on all ranks where the training ends.
+        num_steps_left: returns the number of steps that follow; infinity if unknown.
+        accumulated: number of batches in a step; None if unknown. Earlier choices apply only if it is the same.
+        begin_backward: method that is called before every backward, or before each that is synchronized.
+        end_backward: method that is called after the same backwards, when gradients are averaged.
+        forwards: method that is called with the inputs of every forward; without it the tuner gets batches.
+        pauses: methods; steps in which one of these is called do not count.
+        end: method that is called on all ranks when the training ends.
     """
 
     strategy: PlannedStrategy
@@ -84,10 +85,10 @@ class Host:
     end: Sequence[Method] = ()
 
     def describe(self, base: Plan) -> dict[str, Any] | None:
-        """Returns what a choice holds for: model, ranks, devices, versions, the user's plan.
+        """Returns a description of the training to which a choice applies: model, ranks, devices, versions, the plan.
 
-        None for a plan whose compressor has no name. The link is left out: an earlier choice is tried before it is
-        chosen again.
+        It is None for a plan whose compressor is not registered. It does not include the link, because an earlier
+        choice is tried before it is chosen again.
         """
         parameters = [*self.parameters()]
         shapes = [(name, list(value.shape), str(value.dtype)) for name, value in parameters if value.requires_grad]
@@ -125,7 +126,7 @@ def load_choice(fit: dict[str, Any], options: TuneOptions, base: Plan) -> Plan |
         with without_imports():
             plan = type(base).from_dict(saved["chosen"]) if saved["fit"] == fit else None
     except UntrustedError as error:
-        warn_once(f"plan='auto': a plan of an earlier fit is not used, because it is not safe: {error}")
+        warn_once(f"plan='auto': the plan of an earlier fit is not used, because its file is not safe: {error}")
         return None
     except (OSError, RuntimeError, ValueError, KeyError, TypeError, OptionError):
         return None
@@ -133,7 +134,7 @@ def load_choice(fit: dict[str, Any], options: TuneOptions, base: Plan) -> Plan |
 
 
 def save_choice(fit: dict[str, Any], chosen: Plan) -> None:
-    """Keeps a choice, and drops old ones; without a safe folder, or a name for the compressor, it is forgotten."""
+    """Keeps a choice, and drops old ones. It keeps nothing without a safe folder, or if the compressor has no name."""
     try:
         content = json.dumps({"fit": fit, "chosen": chosen.to_dict()}, indent=2).encode()
         with PrivateFolder(_folder()) as folder:

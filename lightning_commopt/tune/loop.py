@@ -1,4 +1,4 @@
-"""LoopPlan: ``plan="auto"`` in a loop on Fabric, whose beginning, end and steps no hook reports."""
+"""LoopPlan: ``plan="auto"`` in a loop in Fabric, where no hooks report the beginning, the end and the steps."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ class LoopPlan(AutoPlan[BucketedStrategy]):
         if self._is_due and len(trained) > 1:
             self._is_due = False
             warn(
-                f"plan='auto' is for one module, and a step of this loop trains {len(trained)}: the plan stays. Choose"
-                " with 'commopt predict' and apply_plan."
+                f"plan='auto' is for one module, but a step of this loop trains {len(trained)}: the plan is not"
+                " changed. Choose a plan with 'commopt predict' and apply_plan."
             )
         if self._is_due:
             self._tuned = trained[0]
@@ -87,7 +87,7 @@ class LoopPlan(AutoPlan[BucketedStrategy]):
             self._trained.append(module)
 
     def _start_anew(self, trained: Sequence[SyncedModule]) -> None:
-        """Ends with one module, and begins with others, which get the plan that was chosen."""
+        """Ends tuning for one module, and starts it for others, which get the plan that was chosen."""
         assert self._tuner is not None
         self._tuner.return_group()
         self.end_fit(lambda plan: self._apply_plan(plan, [module.sync for module in trained]))

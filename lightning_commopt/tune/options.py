@@ -1,4 +1,4 @@
-"""The options ``plan`` and ``lossy`` of a strategy, checked when it is made."""
+"""The options ``plan`` and ``lossy`` of a strategy, which are checked in its constructor."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class TuneOptions:
 
     Attributes:
         lossy: compressors that may be chosen. For a strategy of sharded models they are `ShardedCompressor`.
-        has_fixed_hook: the user has chosen a compressor, which stays.
-        has_fixed_buckets: the user has chosen the buckets, which stay.
+        has_fixed_hook: whether the user has chosen a compressor, which is not changed then.
+        has_fixed_buckets: whether the user has chosen the buckets, which are not changed then.
     """
 
     lossy: tuple[Any, ...] = ()
@@ -48,14 +48,14 @@ class TuneOptions:
             raise OptionError("plan='auto' and DDP's mixed_precision exclude each other: DDP takes one hook")
         if allowed and options.get("skip_all_reduce_unused_params"):
             raise OptionError(
-                f"lossy={lossy!r} and skip_all_reduce_unused_params=True exclude each other: DDP then leaves out"
-                " buckets without telling a compressor"
+                f"lossy={lossy!r} and skip_all_reduce_unused_params=True exclude each other: DDP would skip buckets"
+                " without calling the compressor"
             )
         has_hook = _is_given("comm_hook", options)
         if has_hook and allowed:
             raise OptionError(
-                f"lossy={lossy!r} has no effect beside comm_hook={options['comm_hook']!r}, which plan='auto' leaves as"
-                " it is: give one of the two"
+                f"lossy={lossy!r} has no effect together with comm_hook={options['comm_hook']!r}, which plan='auto'"
+                " does not change: pass one of the two"
             )
         has_buckets = options.get("bucket_cap_mb") is not None
         if has_buckets and not allowed:
@@ -71,7 +71,7 @@ class TuneOptions:
         if (allowed := _allowed(plan, lossy, options, sharded_from_config)) is None:
             return None
         if (hook := options.get("comm_hook")) not in (None, "none"):
-            raise OptionError(f"plan='auto' has nothing to choose beside comm_hook={hook!r}: give one of the two")
+            raise OptionError(f"plan='auto' has nothing to choose with comm_hook={hook!r}: pass one of the two")
         if not allowed:
             raise OptionError(
                 "plan='auto' has nothing to choose: for sharded models it chooses among lossy compressors only. List"
@@ -93,7 +93,7 @@ class TuneOptions:
 
 
 def plan_from_option(kind: type[_Plan], plan: Any, options: Mapping[str, Any]) -> _Plan:
-    """Returns the plan that was given to a strategy as a whole or as a file, else the one that its options make.
+    """Returns the plan that was passed to a strategy, as an object or a file, or else a plan with its options.
 
     Args:
         kind: class of the plan.
@@ -108,7 +108,7 @@ def plan_from_option(kind: type[_Plan], plan: Any, options: Mapping[str, Any]) -
         return kind.from_dict({name: options[name] for name in kind.options() if name in options})
     besides = [field.name for field in dataclasses.fields(kind) if _is_given(field.name, options, field.default)]  # type: ignore[arg-type]
     if besides:
-        raise OptionError(f"plan={plan!r} is a whole plan, so {', '.join(besides)} cannot be given too")
+        raise OptionError(f"plan={plan!r} is a whole plan, so {', '.join(besides)} cannot be passed as well")
     return kind.of(plan, words)
 
 

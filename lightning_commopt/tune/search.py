@@ -1,7 +1,7 @@
-"""Search: which plan the next steps run with, from the times of those before. Knows no torch and no Lightning.
+"""Search: decides which plan the next steps run with, from the times of earlier steps. It uses no torch or Lightning.
 
-The user's plan, arm 0, and the candidates take turns. A candidate leaves as soon as it cannot win; one wins that is
-faster beyond the noise. The steps lost to slower plans and to changing plans stay within a budget.
+The user's plan (arm 0) and the candidates alternate. A candidate is dropped as soon as it cannot win; a candidate wins
+if it is faster beyond the noise. The steps lost to slower plans and to changes of plan stay within a budget.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from lightning_commopt.tune.gains import Gain, TimedVisit, gains, typical_s
 
 
 class Visit(NamedTuple):
-    """Steps to run with a plan, one after another."""
+    """Consecutive steps to run with a plan."""
 
     arm: int
     num_steps: int
 
 
 class Report(NamedTuple):
-    """How a visit went.
+    """The times of a visit.
 
     Attributes:
         seconds: time of each step, the slowest rank's; NaN where a step does not count.
@@ -38,17 +38,17 @@ class Report(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
         arm: the plan to train with.
         gains: the gain of each candidate that was timed, by arm.
         base_s: time of a step with the user's plan; NaN if none counted.
         num_steps: steps that the search took.
-        lost_s: time that the search took, less the time of as many steps with the user's plan; negative if it saved
-            time.
+        lost_s: time that the search took minus the time of the same number of steps with the user's plan; negative if
+            it saved time.
         why: "faster", "none faster", "not sure", "too short" (the run, for its cost) or "unmeasurable".
-        has_more: there are candidates that no search has tried.
+        has_more: whether there are candidates that no search has tried.
     """
 
     arm: int
@@ -64,19 +64,20 @@ Searching = Generator[Visit, Report, SearchResult]
 
 
 class Search:
-    """One search; `run` is a generator that yields visits, receives their reports and returns what it has found.
+    """One search; `run` is a generator that yields visits, receives their reports, and returns the result.
 
     Args:
         expected: for each plan, the most promising first, the longest predicted step time over the user's: 1 for arm 0,
             None if it is unknown, infinity for a plan that must not be tried.
-        budget_steps: how many steps with the user's plan the search may cost at most.
-        arm: the plan that steps run with at present. It was chosen before if it is not the user's, and stays unless
-            it is found to save less than 2 % of a step.
-        is_start: the fit has just begun.
-        num_settling_steps: after a change of plan, not timed: DDP lays out its buckets after the first of them.
+        budget_steps: maximum cost of the search, in steps with the user's plan.
+        arm: the plan that steps run with at present. If it is not the user's, it was chosen before, and stays unless it
+            is found to save less than 2 % of a step.
+        is_start: whether the fit has just begun.
+        num_settling_steps: number of steps after a change of plan that are not timed: DDP rebuilds its buckets after
+            the first of them.
         handicaps: extra saving that is required of a plan, as a share of a step, by arm.
-        earlier: visits of searches before this one that still count.
-        tried: arms that searches have timed whose visits count no longer. Without ``earlier`` others go before them.
+        earlier: visits of earlier searches that still count.
+        tried: arms that were timed by searches whose visits no longer count. Without ``earlier``, others come first.
 
     Attributes:
         visits: the visits of this search so far.
@@ -139,19 +140,19 @@ class Search:
         return self._result(active)
 
     def _num_affordable(self) -> int:
-        """Returns how many candidates the budget probably suffices for."""
+        """Returns the number of candidates for which the budget probably suffices."""
         change_steps = max(self._change_s, default=limits.UNKNOWN_CHANGE * self._base_s) / self._base_s
         num_changes = int(self._budget_steps / max(change_steps, 1e-9))
         # Each of n candidates is visited twice, and so is the user's plan after them; each visit begins with a change.
         return max(0, min(limits.MAX_ARMS, (num_changes - 3) // 2))
 
     def _in_order(self, active: Sequence[int]) -> list[int]:
-        """Returns candidates as given; once all were visited the fastest first, as steps may not suffice for all."""
+        """Returns candidates in their order; once all were visited, the fastest first, in case steps are too few."""
         net = self._net(gains(self._all_visits))
         return sorted(active, key=lambda arm: -net[arm].gain) if net.keys() >= {*active} else [*active]
 
     def _visit(self, arm: int) -> Generator[Visit, Report, bool]:
-        """Times a plan; returns whether any of its steps counted. One that is far slower is left at once."""
+        """Times a plan; returns whether any of its steps counted. A plan that is far slower is given up at once."""
         if arm != self._arm:
             first = yield from self._steps(arm, 1)
             self._settling += [(arm, seconds) for seconds in first]
@@ -190,10 +191,11 @@ class Search:
 
     @property
     def lost_s(self) -> float:
-        """The time so far, less the time of as many steps with the user's plan; never more than the search took.
+        """The time so far minus the time of the same number of steps with the user's plan.
 
-        Steps count with the typical time of their plan, as the same steps may have been slow with the user's plan too:
-        those with the user's plan lose nothing. What a first step after a change takes longer counts with its median.
+        Steps count with the typical time of their plan, because the same steps might have been slow with the user's
+        plan, too; so steps with the user's plan cost nothing. The excess of a first step after a change counts with its
+        median. The result never exceeds the time that the search took.
         """
         timed = {visit.arm: typical_s(self.visits, visit.arm) for visit in self.visits}
         slower_s = (
@@ -229,7 +231,7 @@ class Search:
         return [arm for arm in active if arm not in known or known[arm].high >= least]
 
     def _net(self, known: Mapping[int, Gain]) -> dict[int, Gain]:
-        """Returns gains less the handicaps."""
+        """Returns gains minus the handicaps."""
         return {arm: Gain(*(share - self._handicaps.get(arm, 0.0) for share in gain)) for arm, gain in known.items()}
 
     def _winner(self, active: list[int]) -> int:

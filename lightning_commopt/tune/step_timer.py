@@ -1,4 +1,4 @@
-"""StepTimer: the wall time of every optimizer step, of those that can be compared."""
+"""StepTimer: the wall time of those optimizer steps that can be compared."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ class StepTimer:
         self._is_excluded = False
 
     def restart(self, *, is_exact: bool) -> None:
-        """Begins with a step that starts now, on the device's clock, or the host's, which is free and may be ahead."""
+        """Starts with a step that begins now.
+
+        With ``is_exact`` it uses the device's clock; otherwise the host's, which costs nothing but may be ahead.
+        """
         self._clock = clock_for(self._device) if is_exact else HostClock()
         self._spans.clear()
         self._start, self._is_excluded = self._clock.mark(), False
@@ -45,7 +48,7 @@ class StepTimer:
         self._start, self._is_excluded = mark, False
 
     def add_batch(self, batch: Any) -> None:
-        """Notes a batch of the present step."""
+        """Records a batch of the present step."""
         self._shapes = hash((self._shapes, shapes_of(batch)))
 
     def exclude(self) -> None:

@@ -23,22 +23,22 @@ from lightning_commopt.tune.host import Host, load_choice, save_choice
 from lightning_commopt.tune.options import TuneOptions
 from lightning_commopt.tune.search import Report
 from lightning_commopt.tune.step_timer import StepTimer
-from lightning_commopt.tune.verdict import History, news
+from lightning_commopt.tune.verdict import History, text_to_log
 
 _ROW = 128
-"""Numbers that a rank sends after a visit: the times of its steps, at most `WATCH_STEPS`, the guard's error, and the
-time of the change of plan. A fixed size saves a message with the size."""
+"""Number of values that a rank sends after a visit: the times of its steps, at most `WATCH_STEPS`, the guard's error,
+and the time of the change of plan. A fixed size saves a message with the size, so it must exceed their number."""
 
 
 class Tuner:
     """Runs the steps of a fit with the plans that the director on rank 0 wants timed.
 
-    All ranks make it at the same place, and call `begin_batch` before every batch. They exchange a message of a
+    All ranks must create it at the same point, and call `begin_batch` before every batch. They exchange a message of a
     kilobyte at the end of every visit: after some steps during a search, and after a hundred once a plan is chosen.
 
     Args:
-        group: all ranks, over gloo, for this tuner alone.
-        host: training on several ranks, where a step begins.
+        group: gloo group of all ranks that only this tuner uses.
+        host: training on several ranks, in which a step begins now.
         options: what may be chosen.
         base: the user's plan.
         resumed: a plan that was chosen before, and that the strategy has; None to search.
@@ -47,10 +47,10 @@ class Tuner:
 
     Attributes:
         plans: the user's plan, and the candidates; the same on all ranks.
-        director: what decides, on rank 0; None on the others.
+        director: decides, on rank 0; None on the others.
         history: times of the steps, on rank 0.
-        has_decided: no search is under way.
-        told: what was logged last, on rank 0.
+        has_decided: whether no search is under way.
+        last_logged: the text that was logged last, on rank 0.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Tuner:
         self._change_s = 0.0
         self._guard: Guard | None = None
         self.director: Director | None = None
-        self.told = ""
+        self.last_logged = ""
         self.history = History()
         fit = host.describe(base) if self._strategy.global_rank == 0 else None
         known = None if fit is None or resumed is not None else load_choice(fit, options, base)
@@ -112,7 +112,7 @@ class Tuner:
         return self._num_left == 0
 
     def begin_batch(self, batch: Any, batch_idx: int) -> None:
-        """Ends the step before, if the batch begins one; then changes the plan if it is time."""
+        """Ends the previous step, if the batch begins a new one; then changes the plan if that is due."""
         step = self._host.step()
         is_new = step != self._step
         if is_new and self._step >= 0:
@@ -144,7 +144,7 @@ class Tuner:
         self._guard_plan(None)
 
     def return_group(self) -> None:
-        """Returns the group, where all ranks are and `close` follows."""
+        """Returns the group to the pool. All ranks must call it, before `close`."""
         if not self.is_over:
             self._group.return_to_pool()
 
@@ -202,7 +202,7 @@ class Tuner:
         self._change_s = time.perf_counter() - ended_s
 
     def _decide(self) -> None:
-        """Does what rank 0 wants to be done next."""
+        """Carries out what rank 0 has decided."""
         message = torch.zeros(5, dtype=torch.float64, device="cpu")
         if (director := self.director) is not None:
             decided = [*director.visit, director.is_timed, director.chosen, director.measuring_limit_s]
@@ -221,10 +221,10 @@ class Tuner:
 
     def _tell(self) -> None:
         """Logs that a search begins, and later its result, each once."""
-        text = "" if self.director is None else news(self.director, self.plans)
+        text = "" if self.director is None else text_to_log(self.director, self.plans)
         is_wanted = self.director is not None and (self._tells_verdict or self.director.is_searching)
-        if is_wanted and text not in ("", self.told):
-            self.told = text
+        if is_wanted and text not in ("", self.last_logged):
+            self.last_logged = text
             info(f"plan='auto': {text}")
 
     def _check(self, error: float) -> None:
@@ -251,7 +251,7 @@ class Tuner:
             self._host.apply_plan(plan)
 
     def _list_tries(self) -> None:
-        """Makes the plans to try the candidates, where nothing can be predicted."""
+        """Makes the plans to try the candidates, if nothing can be predicted."""
         if self.director is not None:
             self.director.shortlist = unpredicted(self.plans[0], self._host.tries)
         self._share_plans(self._host.tries)

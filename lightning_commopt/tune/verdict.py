@@ -1,4 +1,4 @@
-"""What a search has found, in words and for the record of a run, with the history of its steps."""
+"""The result of searches, in sentences and for the record of a run, with the history of its steps."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _NOTHING_TRIED = {
 }
 
 _MAX_NUMBERS = 1000
-"""The most step times in a record, some ten kilobytes. In a long fit they cover the searches that chose its plan, and
-not the watch that follows."""
+"""Maximum number of step times in a record, some ten kilobytes. In a long fit they cover the searches that chose its
+plan, but not the watch that follows."""
 
 _LEFT = {
     "rolled back": "a faster plan did not stay faster",
@@ -47,11 +47,11 @@ _LEFT = {
 _HIDDEN = ": backward hides gradient sync as far as any could"
 
 
-def news(director: Director, plans: Sequence[Plan]) -> str:
-    """Returns what is logged during the fit: that a search begins, then `verdict`; empty before."""
+def text_to_log(director: Director, plans: Sequence[Plan]) -> str:
+    """Returns the text to log during the fit: that a search begins, and later `verdict`; empty before."""
     if director.is_searching:
         others = "; ".join(plan.name for plan in plans[1:])
-        return f"A search begins, of {MAX_STEPS} steps at most. The plan is {plans[0].name}; candidates are {others}."
+        return f"A search begins, of at most {MAX_STEPS} steps. The plan is {plans[0].name}; candidates are {others}."
     return "" if director.status == "measuring" else verdict(director, plans)
 
 
@@ -68,8 +68,8 @@ def verdict(director: Director, plans: Sequence[Plan]) -> str:
         )
     if director.not_measured:
         sentences.append(
-            f"Not tried: {', '.join(director.not_measured)}, as measuring a compressor would exceed what this fit may"
-            " spend."
+            f"Not tried: {', '.join(director.not_measured)}, because measuring a compressor would take longer than this"
+            " fit may spend on it."
         )
     return " ".join(sentences)
 
@@ -119,8 +119,8 @@ def _choice(director: Director, plans: Sequence[Plan]) -> str:
     result, arm = director.searches[-1], director.chosen
     if not arm:
         left = [_LEFT[event.what] for event in director.events if event.what in _LEFT]
-        why = left[-1] if result.arm and left else _WHY.get(result.why, result.why)
-        return f"{own}, after {result.num_steps} steps of search: {why}."
+        reason = left[-1] if result.arm and left else _WHY.get(result.why, result.why)
+        return f"{own}, after {result.num_steps} steps of search: {reason}."
     gain, base_s = result.gains[arm], result.base_s
     after = f"{MILLISECONDS.text(base_s * (1 - gain.gain))} per step instead of {MILLISECONDS.text(base_s)}"
     between = f"{short_percent(gain.gain)} less, {short_percent(gain.low)} to {short_percent(gain.high)}"
@@ -130,7 +130,7 @@ def _choice(director: Director, plans: Sequence[Plan]) -> str:
 
 
 def _untried(director: Director, plans: Sequence[Plan]) -> list[str]:
-    """Returns the candidates that a search which ended early has not come to, each with what was predicted."""
+    """Returns the candidates that a search has not tried because it ended early, each with its prediction."""
     if director.chosen or not director.searches or director.searches[-1].why == "none faster":
         return []
     tried = {arm for result in director.searches for arm in result.gains}
@@ -171,7 +171,8 @@ class History:
     def add(self, plan: str, seconds: Sequence[float], *, is_timed: bool) -> None:
         """Adds a visit, with NaN where a step does not count.
 
-        Without ``is_timed`` the mean is kept, as the host's clock is ahead of a device by any number of steps.
+        Without ``is_timed`` only the mean is kept, because the host's clock may be ahead of a device by any number of
+        steps.
         """
         first_step, num_steps = self._num_steps, len(seconds)
         self._num_steps += num_steps

@@ -100,7 +100,7 @@ def test_lines_that_are_left_out_are_named(arguments: tuple[str, ...], predicted
     path = damage_line_6(folder)
     command, *options = arguments
     output = " ".join(commopt(command, folder, *options).output.split())
-    assert f"commopt: {path} is damaged, and this is left out: line 6: " in output
+    assert f"commopt: {path} is damaged, and this is ignored: line 6: " in output
 
 
 def _is_amount(place: tuple[Any, ...]) -> bool:

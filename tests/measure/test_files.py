@@ -158,7 +158,7 @@ def test_a_file_that_is_cut_anywhere_gives_the_steps_before_the_cut(tmp_path):
         num_whole_lines = sum(end - 1 <= size for end in ends)
         assert len(found.steps) == max(0, num_whole_lines - 2)
         assert found.is_cut == (size not in ends and size + 1 not in ends)
-        told = f"{path}: its last line is cut off, as a killed process leaves it, and is left out"
+        told = f"{path}: its last line is cut off, probably by a killed process, and is ignored"
         assert notices([found]) == ([told] if found.is_cut else [])
     path.write_bytes(whole[: ends[0] - 5])
     with pytest.raises(ValueError, match="line of type 'run'"):
@@ -206,7 +206,7 @@ def test_a_broken_line_is_left_out_and_counted(tmp_path, line):
     assert [record.step for record in found.steps] == [0, 1]
     assert [*found.broken_lines] == [4]
     (notice,) = notices([found])
-    assert notice.startswith(f"{path} is damaged, and this is left out: line 4: ")
+    assert notice.startswith(f"{path} is damaged, and this is ignored: line 4: ")
     assert "killed" not in notice
 
 
@@ -231,7 +231,7 @@ def test_a_rank_whose_file_cannot_be_read_is_not_taken_for_absent(tmp_path, cont
     path = rank_file(tmp_path, 0)
     path.write_bytes(content)
     (notice,) = notices(read_run(tmp_path))
-    assert notice.startswith(f"rank 0 is left out: {path} has no line of type 'run' that can be read (")
+    assert notice.startswith(f"rank 0 is ignored: {path} has no line of type 'run' that can be read (")
     assert reason in notice
 
 
@@ -260,7 +260,7 @@ def test_a_later_format_is_an_error(tmp_path):
     write_run(tmp_path)
     path = rank_file(tmp_path, 1)
     path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(ValueError, match=r"rank_1.jsonl has format 2, and this version reads up to 1"):
+    with pytest.raises(ValueError, match=r"rank_1.jsonl has format 2, but this version reads formats up to 1"):
         read_run(tmp_path)
 
 

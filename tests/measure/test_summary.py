@@ -46,7 +46,7 @@ def test_a_rank_that_is_missing_or_behind(tmp_path: Path) -> None:
 
 def test_fewer_steps_than_the_warm_up(tmp_path: Path) -> None:
     write_run(tmp_path, num_steps=4)
-    with pytest.raises(ValueError, match=r"has 4 step.*num_warmup_steps=10 leaves all of them out"):
+    with pytest.raises(ValueError, match=r"has 4 step.*all of them are warm-up .num_warmup_steps=10"):
         summarize_run(tmp_path)
 
 

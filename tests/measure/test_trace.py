@@ -225,7 +225,7 @@ def test_missing_lines_and_ranks_are_reported(tmp_path):
 
 
 def test_mistakes_are_one_line(tmp_path):
-    expected = f"expected {rank_file(tmp_path, 0)}, as CommTimeMonitor writes it"
+    expected = f"expected {rank_file(tmp_path, 0)}, which CommTimeMonitor writes"
     assert _command(tmp_path) == (2, f"commopt: {tmp_path} has no records of steps: {expected}\n")
     write_run(tmp_path, num_steps=3)
     assert _command(tmp_path, "--first-step", 3) == (

@@ -105,7 +105,7 @@ def test_cut_lines_of_steps_and_ranks_without_them_are_a_line(sweep):
     path.write_text(path.read_text()[:-30])
     rank_file(sweep / "2", 1).unlink()
     assert read_runs([sweep]).problems == (
-        "1: comm_time/rank_1.jsonl: its last line is cut off, as a killed process leaves it, and is left out",
+        "1: comm_time/rank_1.jsonl: its last line is cut off, probably by a killed process, and is ignored",
         "2: ranks without records: 1 (of 2 ranks)",
     )
 

@@ -22,7 +22,7 @@ from lightning_commopt.tune.options import TuneOptions
         ({"plan": "autos", "lossy": ["int8"]}, "lossy=.'int8'. needs plan='auto', got 'autos': "),
         ({"plan": "auto", "bucket_cap_mb": 5}, "nothing to choose: bucket_cap_mb=5 is given, and no lossy compressor"),
         ({"plan": "auto", "bucket_cap_mb": 5, "comm_hook": "bf16"}, "nothing to choose.*comm_hook is too"),
-        ({"plan": "auto", "comm_hook": "bf16", "lossy": ["int8"]}, "no effect beside comm_hook='bf16'"),
+        ({"plan": "auto", "comm_hook": "bf16", "lossy": ["int8"]}, "no effect together with comm_hook='bf16'"),
         ({"plan": "auto", "ddp_comm_hook": print}, "plan='auto' and ddp_comm_hook exclude each other"),
         ({"plan": "auto", "mixed_precision": object()}, "plan='auto' and DDP's mixed_precision exclude each other"),
         (
@@ -30,7 +30,7 @@ from lightning_commopt.tune.options import TuneOptions
             "lossy=.'int8'. and skip_all_reduce_unused_params=True exclude each other",
         ),
         ({"plan": "auto", "uneven_batches": "allow"}, "plan='auto' and uneven_batches='allow' exclude each other"),
-        ({"plan": CommPlan(), "static_graph": True}, "whole plan, so static_graph cannot be given too"),
+        ({"plan": CommPlan(), "static_graph": True}, "whole plan, so static_graph cannot be passed as well"),
     ],
 )
 def test_what_is_refused(arguments: dict[str, Any], message: str) -> None:

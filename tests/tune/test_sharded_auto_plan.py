@@ -92,7 +92,7 @@ def test_what_an_earlier_fit_has_chosen_is_tried_first(tmp_path: Path) -> None:
         ({"lossy": ["int8"]}, "lossy=\\['int8'\\] needs plan='auto'"),
         ({"plan": "auto", "lossy": ["powersgd"]}, "lossy: 'powersgd' averages whole gradients"),
         ({"plan": "auto", "lossy": 8}, "lossy must be 'never', a compressor, or a list of compressors"),
-        ({"plan": "auto", "lossy": ["int8"], "comm_hook": "bf16"}, "nothing to choose beside comm_hook='bf16'"),
+        ({"plan": "auto", "lossy": ["int8"], "comm_hook": "bf16"}, "nothing to choose with comm_hook='bf16'"),
         ({"plan": "auto", "lossy": ["int8"], "uneven_batches": "allow"}, "exclude each other"),
     ],
     ids=str,
@@ -141,4 +141,4 @@ def test_a_model_whose_gradients_cannot_be_compressed_is_an_error_at_the_start()
     for whole, divided, tensor_parallel in run_ranks(_fit_all_in_vain):
         assert whole.startswith("plan='auto': configure_model has not sharded the model")
         assert divided == "plan='auto': comm_hook and set_gradient_divide_factor exclude each other"
-        assert tensor_parallel.startswith("plan='auto': comm_hook and param_hook work with data parallelism only")
+        assert tensor_parallel.startswith("plan='auto': comm_hook and param_hook support data parallelism only")

@@ -1,4 +1,4 @@
-"""The factor between the two bandwidths that nccl-tests prints."""
+"""The factor between the two bandwidths that nccl-tests prints: algorithm and bus bandwidth."""
 
 from __future__ import annotations
 

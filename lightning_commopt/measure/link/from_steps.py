@@ -1,9 +1,9 @@
 """The link behind training steps: how long messages took, and one `Link` fitted to them.
 
-A message is a bucket. Its time is how long a collective of it was on the wire and none of an earlier bucket, on the
-rank where that is shortest: the last rank to join a collective waits for no other. gloo sends two buckets of DDP's own
-all-reduce at a time, which share the link, so that neither shows how fast it is: then all buckets of a step are one
-message. Compression is no part of it, and bytes are those on the wire.
+A message is a bucket. Its time is the time in which one of its collectives was on the wire and no collective of an
+earlier bucket, on the rank where that time is shortest: the last rank that joins a collective waits for no other. gloo
+sends two buckets of DDP's own all-reduce at the same time. They share the link, so that neither shows how fast it is;
+then all buckets of a step count as one message. Times do not include compression, and bytes are those on the wire.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from lightning_commopt.measure.record import StepRecord
 from lightning_commopt.text.formatting import grouped
 
 NUM_LAST_STEPS = 200
-"""The link is fitted to these: enough for medians, few enough to follow changes of the link."""
+"""Number of last steps to which the link is fitted: enough for medians, few enough to follow changes of the link."""
 
 MIN_TIMES = 3
-"""A size of messages counts once it has this many times."""
+"""Minimum number of times of a message size for that size to be used."""
 
 NUM_MESSAGES = 8
-"""Most buckets of a step that count: enough sizes for a line, and few enough numbers to gather with every step."""
+"""Maximum number of buckets of a step that are used: enough sizes to fit a line, and few enough numbers to gather with
+every step."""
 
 NUM_TIMES = 2 + NUM_MESSAGES
-"""Numbers of a step in `SentStep.times_s`."""
+"""Number of entries of `SentStep.times_s` for a step."""
 
 SIZES_RATIO = 2
 """The largest message must be this many times the smallest to separate latency from bandwidth. With a ratio of 2 the
@@ -40,8 +41,8 @@ relative error of the bandwidth is at most sqrt(1 + 2**2) / (2 - 1) = 2.2 times 
 limit as the ratio approaches 1."""
 
 _MAX_SHARED = 0.05
-"""Buckets take turns if no more than this share of their time on the wire belongs to two of them. A judgement: messages
-are off by about as much then."""
+"""Buckets count as sent one after another if at most this share of their time on the wire belongs to two of them. It is
+a judgement: times of messages are then wrong by about this share."""
 
 _BLOCK = 10
 """The spread is computed from medians of this many steps, because a prediction is a median of many steps. A run has
@@ -49,15 +50,15 @@ several such medians."""
 
 
 class Message(NamedTuple):
-    """What travelled as one, see the module."""
+    """A bucket, or all buckets of a step, as one message; see the module."""
 
     num_hops: int  # number of messages between two ranks that must follow each other
-    wire_bytes: int  # payload, in terms of an all-reduce
+    wire_bytes: int  # payload, in units of an all-reduce
     time_s: float
 
 
 class SentStep(NamedTuple):
-    """What the buckets of a step had on the wire: on one rank, or with the least times of all ranks."""
+    """The messages of a step: on one rank, or with the shortest times of all ranks."""
 
     whole: Message  # all buckets; its time is how long any of them was on the wire
     shared_s: float  # how long two buckets were on the wire at the same time
@@ -82,7 +83,7 @@ class SentStep(NamedTuple):
 
 
 def sent_step(record: StepRecord, num_ranks: int) -> SentStep:
-    """Returns what a step of one rank had on the wire.
+    """Returns the messages of a step on one rank.
 
     It has no single buckets if two of them share a number, as in a static graph's first backward: their order may
     differ between ranks.
@@ -139,7 +140,7 @@ def sent_steps(ranks: Sequence[Sequence[StepRecord]], num_ranks: int) -> list[Se
 
 @dataclass(frozen=True, kw_only=True)
 class LinkFit:
-    """A link, and how much of it its messages show."""
+    """A link, and what its messages show about it."""
 
     link: Link
     sizes_bytes: tuple[int, ...]  # sizes of the messages, ascending
@@ -178,7 +179,7 @@ def fit_link(
     ratios = sorted(_block_medians([line.ratio(messages) for messages in messages_of if messages]))
     tail = int((1 - CONFIDENCE) / 2 * len(ratios))
     sizes_bytes = sorted({num_bytes for _, num_bytes in known})
-    text = " to ".join(f"{size / 1e6:.3g}" for size in sorted({sizes_bytes[0], sizes_bytes[-1]}))
+    size_range = " to ".join(f"{size / 1e6:.3g}" for size in sorted({sizes_bytes[0], sizes_bytes[-1]}))
     link = Link(
         hop_s=line.hop_s,
         s_per_byte=line.s_per_byte * num_ranks / (2 * (num_ranks - 1)),
@@ -186,7 +187,7 @@ def fit_link(
         high_ratio=max(1.0, ratios[-1 - tail]),
         seen_bytes=median(step.whole.wire_bytes for step in steps if step.whole.wire_bytes > 0),
         has_trees=has_trees,
-        source=f"{sum(map(len, known.values()))} times of {text} MB on the wire in the run",
+        source=f"{sum(map(len, known.values()))} times of {size_range} MB on the wire in the run",
     )
     return LinkFit(
         link=link,

@@ -1,4 +1,4 @@
-"""Link: the latency, the rate and the spread that steps or a probe show, and how long any collective takes then."""
+"""Link: latency, rate and spread, learned from steps or a probe, and the time of any collective that follows."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from dataclasses import dataclass
 from lightning_commopt.text.validation import check_positive
 
 PAYLOAD_SHARE = 1448 / 1514
-"""Payload over bytes on an Ethernet link with TCP and timestamps, in full frames of 1500 bytes."""
+"""Share of payload in the bytes on an Ethernet link, for TCP with timestamps in full frames of 1500 bytes."""
 
 TYPICAL_HOP_S = 1e-4
-"""Time of a message without content where steps do not show it. A judgement: it is usual for TCP between hosts of a
-rack."""
+"""Time of an empty message, for links whose steps do not show it. It is a judgement: a usual time for TCP between hosts
+of a rack."""
 
 _MAX_EXTRAPOLATION = 2.0
-"""Multiple of the bytes that were seen up to which a link is used as it is. A judgement: half of a message of the size
-seen may be latency, and twice the bytes then take 1.5 times as long instead of twice."""
+"""Multiple of the observed bytes up to which a link is used without further uncertainty. It is a judgement: half of the
+time of the observed bytes may be latency, and then twice the bytes take 1.5 times as long instead of twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """What lies between ranks, in terms of one message between two of them."""
+    """The link between ranks, described by one message between two of them."""
 
     hop_s: float  # time of a message without content
     s_per_byte: float  # time of a byte of payload, in one direction
     cpu_s_per_byte: float = 0.0  # processor time that a rank spends on a byte of an all-reduce's payload
-    cpu_s_per_message: float = 0.0  # what it spends besides on a collective of two ranks; times `num_wakes` on more
+    cpu_s_per_message: float = 0.0  # processor time besides for a collective of two ranks; times `num_wakes` for more
     low_ratio: float = 0.9  # 2.5th percentile of measured over expected times of all messages of a step
     high_ratio: float = 1.1  # 97.5th percentile
-    seen_bytes: float | None = None  # payload of a step that the rate was learned from; None where it was probed
-    has_trees: bool = False  # whether collectives may use trees, as NCCL's do, and not rings only
-    source: str = ""  # what it was measured on, in words
+    seen_bytes: float | None = None  # payload of a step from which the rate was learned; None if it was probed
+    has_trees: bool = False  # whether collectives may use trees, as NCCL's do, rather than rings only
+    source: str = ""  # a description of what it was measured on
 
     def at_rate(self, bits_per_s: float) -> Link:
-        """Returns the same with another rate, as far as the processor keeps up with it.
+        """Returns the link with another rate, as far as the processor can keep up with it.
 
         Raises:
             ValueError: the rate is not above 0.
@@ -48,9 +48,9 @@ class Link:
     def for_bytes(self, num_bytes: float) -> Link:
         """Returns the link for steps that send ``num_bytes``.
 
-        Far more bytes than were seen may take time in proportion, or hardly more time than those did, if that was
-        latency. They are expected to take the geometric mean of the two, and a constant more, so that more bytes never
-        take less time. The interval is from half the time of the bytes that were seen to the time in proportion.
+        Far more bytes than were observed may take proportionally more time, or, if the observed time was latency,
+        hardly more. They are expected to take the geometric mean of the two, plus a constant, so that more bytes never
+        take less time. The interval is from half the time of the observed bytes to the proportional time.
         """
         factor = num_bytes / self.seen_bytes if self.seen_bytes else 1.0
         if factor <= _MAX_EXTRAPOLATION:
@@ -65,7 +65,7 @@ class Link:
         )
 
     def times(self, ratio: float) -> Link:
-        """Returns the same where every message takes ``ratio`` times as long."""
+        """Returns a link on which every message takes ``ratio`` times as long."""
         return dataclasses.replace(self, hop_s=ratio * self.hop_s, s_per_byte=ratio * self.s_per_byte)
 
     def cpu_s(self, operation: str, num_bytes: float, num_ranks: int) -> float:

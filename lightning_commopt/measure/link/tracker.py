@@ -23,7 +23,7 @@ from lightning_commopt.text.formatting import byte_unit
 
 
 class LinkTracker:
-    """Keeps ``fit``, of the last 200 steps, up to date; None until a size was measured three times.
+    """Keeps ``fit``, the `LinkFit` of the last steps, up to date. It is None until a size was measured often enough.
 
     Each rank calls `rows` with its steps; the caller gathers the numbers from all ranks and passes them to `update`.
     One rank alone cannot separate the link's time from waiting for others, so without their times there is no fit.
@@ -56,7 +56,7 @@ class LinkTracker:
         return [step.times_s for step in self._own]
 
     def update(self, times_s: NDArray[float64]) -> None:
-        """Refreshes ``fit``, if these times are enough for one.
+        """Updates ``fit``, if these times are sufficient.
 
         They have the shape ``(num_ranks, num_steps, NUM_TIMES)`` and belong to the first steps of the last `rows`.
         """
@@ -81,10 +81,13 @@ class LinkTracker:
             return ""
         names = f"{' and '.join(self.metrics)} are unknown"
         if not self.fit.takes_turns:
-            return f"{names}, as the buckets of a step share the link: a step is one message, always of the same size."
+            return (
+                f"{names}, because the buckets of a step share the link: each step counts as one message, and all steps"
+                " have the same size."
+            )
         first_bytes, last_bytes = self.fit.sizes_bytes[0], self.fit.sizes_bytes[-1]
         if last_bytes >= SIZES_RATIO * first_bytes:
-            return f"{names}, as large buckets took little longer than small ones."
+            return f"{names}, because large buckets took little longer than small ones."
         unit = byte_unit(last_bytes)
         sizes = "the same size" if first_bytes == last_bytes else f"{unit.text(first_bytes)} to {unit.text(last_bytes)}"
-        return f"{names}, as the buckets have {sizes}: the largest must be twice as large as the smallest."
+        return f"{names}, because the buckets have {sizes}: the largest must be twice as large as the smallest."

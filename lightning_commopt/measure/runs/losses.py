@@ -55,8 +55,8 @@ def read_losses(folder: Path) -> list[LossPoint]:
 class LossCurve:
     """Collects the losses of batches without ever waiting for the device.
 
-    Every point is the mean of equally many consecutive batches. With ``max_points`` (an even number) full, neighbours
-    are merged and points hold twice as many batches, so memory is bounded.
+    Every point is the mean of equally many consecutive batches. When there are ``max_points`` points (an even number),
+    neighbours are merged, and points then hold twice as many batches, so memory is bounded.
     """
 
     def __init__(self, max_points: int = 512) -> None:
@@ -91,7 +91,7 @@ class LossCurve:
         losses. All ranks must then call it.
         ``reduce`` all-reduces a float64 tensor on ``device``, None for the CPU, in place or not.
         """
-        import torch  # not at the top of the module, as reading a curve must not load torch
+        import torch  # not at the top of the module, because reading a curve must not import torch
 
         device = device or torch.device("cpu")
         size = torch.tensor([self._batches_per_point, self._num_batches], dtype=torch.float64, device=device)

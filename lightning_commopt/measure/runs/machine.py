@@ -72,7 +72,7 @@ def _cpu_name() -> str:
 
 
 class PeakMemory:
-    """The peak of a rank's device from now on.
+    """The peak memory of a rank's device from now on.
 
     On CUDA it is the memory that torch allocated, and ``torch.cuda``'s own peak is reset. On CPU it is the resident
     memory of the process; unless the system can reset this peak, as Linux can, it is the peak since the process began.

@@ -40,7 +40,7 @@ class RunRecord:
     # strategy.
     sync_method: str
     plan_name: str | None = None  # the plan in few words, with all that differs from the defaults
-    settings: Settings = field(default_factory=Settings)  # what the run was set to, its plan included
+    settings: Settings = field(default_factory=Settings)  # the settings of the run, including its plan
     strategy: str | None = None  # class of the Lightning strategy
     device: str | None = None  # name of rank 0's GPU, or "cpu"
     is_lossy: bool | None = None  # whether the compressor changes gradients; None without a plan
@@ -139,11 +139,11 @@ def how_to_name_loss(metrics: Iterable[str], settings: Settings, named: str | No
 
 
 def new_record(sync_method: str, started_in: Path, **fields: Any) -> RunRecord:
-    """Returns the record of a run that begins now, on this machine, with further fields of it.
+    """Returns the record of a run that begins now on this machine, with further ``fields``.
 
-    Its code is in the repository that has the folder ``started_in``, if there is one.
+    ``started_in`` is a folder of the repository with the run's code, if there is one.
     """
-    # Not at the top of the module, as reading a record must not load torch.
+    # This import is not at the top of the module, because reading a record must not import torch.
     from lightning_commopt.measure.runs.machine import devices, versions
 
     return RunRecord(
@@ -179,8 +179,8 @@ def fail_record(
 ) -> RunRecord | None:
     """Records why a run failed after some seconds; returns its record, None without one.
 
-    An earlier reason is kept unless ``is_final``: the first one is the cause, as the other ranks follow with errors of
-    their connections. If the run has no record, ``unfinished`` is used; without that nothing is written.
+    An earlier reason is kept unless ``is_final``, because the first one is the cause: the other ranks follow with
+    errors of their connections. If the run has no record, ``unfinished`` is used; without that nothing is written.
     """
     try:
         record = RunRecord.load(folder)
@@ -195,7 +195,7 @@ def fail_record(
 
 
 def fail_rank(folder: Path, error: BaseException, *, rank: int, seconds: float) -> None:
-    """Records that an error ended a rank, and so the run, if it has a record; never raises, as that would hide it."""
+    """Records that an error ended a rank, and so the run, if it has a record. Never raises, to not hide the error."""
     reason = f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")  # Ctrl-C has no text
     with suppress(OSError):
         fail_record(folder, reason if rank == 0 else f"rank {rank}: {reason}", seconds=seconds)
@@ -231,7 +231,7 @@ class TriedPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """Steps in a row with one plan, the first of them counted from 0 in the fit."""
+    """Consecutive steps with one plan. The first is counted from 0 in the fit."""
 
     plan: str
     first_step: int
@@ -251,14 +251,14 @@ class Stretch:
 class Tuning:
     """The results of a fit's searches for a plan."""
 
-    status: str  # why the last search ended, or how far it is
-    base_step_s: float | None  # a step with the user's plan, when plans were last compared; None before
-    chosen: str  # name of the plan at the end
+    status: str  # why the last search has ended, or its stage
+    base_step_s: float | None  # time of a step with the user's plan when plans were last compared; None before
+    chosen: str  # name of the plan at the end of the fit
     num_search_steps: int  # number of steps in all searches
     lost_steps: float  # time lost to searching, in steps with the user's plan
     calibration_lost_steps: float  # the part of `lost_steps` before the first candidate was tried
     candidates: Sequence[TriedPlan]  # the user's plan, then the others
-    not_allowed: Mapping[str, float]  # compressor to the most that it could save, as a share of a step
+    not_allowed: Mapping[str, float]  # by name of a compressor, the most that it could save, as a share of a step
     events: Sequence[tuple[int, str]]  # step of the fit; "drift" or "check", "rolled back" or "forbidden"
     verdict: str  # one or more sentences
     history: Sequence[Stretch]  # all steps up to the last decision, or up to the limit of steps that are kept

@@ -1,4 +1,4 @@
-"""Settings: the values that a run was set to, by its configuration, by overrides and by its plan, each of them once."""
+"""Settings: the values of a run's options, from its configuration, overrides and plan, each of them once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OWN_GROUPS = ("commopt", "commopt_record")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a run was set to. Names are dotted, and lists become tuples."""
+    """The settings of a run. Names are dotted, and lists become tuples."""
 
     # The resolved configuration, and under the names of config groups the chosen options. It has no option of a
     # strategy that the plan has with the same value.
@@ -100,7 +100,7 @@ def flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nested(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Reverts `flat` for the names that begin with a prefix. A name below another that has a value is left out.
+    """Reverts `flat` for the names that begin with a prefix. Names below another name with a value are dropped.
 
     >>> nested({"plan.comm_hook.name": "int8", "seed": 1})
     {'plan': {'comm_hook': {'name': 'int8'}}, 'seed': 1}

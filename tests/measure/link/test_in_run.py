@@ -116,7 +116,7 @@ def test_what_cannot_be_told_is_not_said() -> None:
         _refresh(close, records_of_ranks(5, sizes))
         assert close.fit is not None
         assert all(map(math.isnan, close.metrics.values()))
-        assert f"as the buckets have {shown}: the largest must be twice" in close.why_unknown
+        assert f"because the buckets have {shown}: the largest must be twice" in close.why_unknown
 
 
 def test_with_a_known_latency_messages_take_their_time() -> None:
