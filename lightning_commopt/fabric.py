@@ -59,7 +59,8 @@ class CommOptDDP(StartsRanks, WrapsInDDP, DDPStrategy):
         save_comm_state: save in checkpoints that hold an optimizer, for all ranks, what ``comm_hook`` needs to resume
             exactly; see ``docs/how_to/resume.md``.
         nccl: see `lightning_commopt.CommOptDDP`.
-        watch: report what the process group waits for while it is made, and end a rank that joins in vain.
+        watch: report what the process group waits for while it is created, and end a rank that waits for ranks which
+            cannot join any more.
         plan: "auto" to choose buckets and compressors while the loop runs; see `lightning_commopt.CommOptDDP` and
             ``docs/how_to/auto.md``.
         lossy: see `lightning_commopt.CommOptDDP`.

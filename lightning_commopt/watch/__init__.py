@@ -1,1 +1,1 @@
-"""Detects ranks that wait in vain: while joining, at the end of an epoch, for a rank that has failed, in a hang."""
+"""Detects ranks that wait for others which will never come: while joining, at the end of an epoch, or in a hang."""

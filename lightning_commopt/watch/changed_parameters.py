@@ -1,4 +1,4 @@
-"""ChangedParameters: a rank whose model has changed waits for the others, and notices one that trains on without it."""
+"""ChangedParameters: a rank whose model has changed waits for the others and detects those that continue without it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lightning_commopt.sync.store import poll
 from lightning_commopt.text.formatting import list_some
 
 Place = tuple[int, int]
-"""The epoch in this fit, from 1, and the batches that a rank has begun in it; the same on all ranks for the same
-batch."""
+"""Number of the epoch in this fit, from 1, and number of batches that a rank has begun in it. It is the same on all
+ranks for the same batch."""
 
 
 class ChangedParameters:
-    """Lets ranks change what they synchronize only together, through the store: a collective would hang.
+    """Makes ranks change the set of synchronized parameters only together.
 
-    Ranks whose parameters have not changed send nothing and wait for nothing. While waiting, ``check_peers`` is called,
-    which raises if a rank has failed.
+    They agree through the store, since a collective would hang. Ranks whose parameters have not changed send nothing
+    and wait for nothing. While a rank waits, it calls ``check_peers``, which raises if a rank has failed.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class ChangedParameters:
         self._last: Place = (0, 0)
 
     def agree(self, place: Place, names: Sequence[str]) -> None:
-        """Returns once the parameters of these names have changed on all ranks, before the same batch, at ``place``.
+        """Returns once the parameters with these names have changed on all ranks before the same batch, at ``place``.
 
         Raises:
             MisconfigurationException: other parameters, or none, have changed on another rank.
@@ -84,6 +84,6 @@ def _shown(names: Sequence[str]) -> str:
 
 def _error(names: Sequence[str], elsewhere: str) -> MisconfigurationException:
     return MisconfigurationException(
-        f"Parameters of an optimizer were added, frozen or unfrozen: {_shown(names)} on this rank, and {elsewhere}."
-        " Each rank would train another model: change the same parameters before the same batch on all ranks."
+        f"Parameters of an optimizer were added, frozen or unfrozen: {_shown(names)} on this rank, but {elsewhere}."
+        " Each rank would train a different model: change the same parameters before the same batch on all ranks."
     )

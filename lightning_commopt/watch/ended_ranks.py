@@ -1,6 +1,6 @@
 """EndedRanks: finds ranks of this host that have ended before there is a process group.
 
-A rank that only takes its time has a process, and is never among them.
+A rank that is merely slow has a process, and is never among them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LAUNCHERS = {"TorchElasticEnvironment": ("torchrun", "LOCAL_RANK"), "SLURMEnvir
 
 
 class EndedRanks:
-    """What this rank, whose strategy is about to make its process group, can see of the others on its host."""
+    """What a rank that is about to create its process group can find out about the other ranks on its host."""
 
     def __init__(self, strategy: RunningStrategy, ranks_here: range) -> None:
         self._ranks_here = ranks_here
@@ -48,7 +48,7 @@ class EndedRanks:
         self._absent_since: dict[int, float] = {}
 
     def find(self) -> str | None:
-        """Returns which rank has ended, and how as far as that can be seen; None if none has, or if that is unknown."""
+        """Returns which rank has ended, and how, if that can be seen; None if none has, or if that is unknown."""
         first = self._ranks_here.start
         for rank, child in enumerate(self._children, first + 1):
             if (status := child.poll()) is not None:

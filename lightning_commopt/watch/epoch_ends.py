@@ -1,4 +1,4 @@
-"""EpochEnds: a rank that ends an epoch early waits for the others, and notices one that continues."""
+"""EpochEnds: a rank that ends an epoch early waits for the others, and detects ranks that continue."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ import torch.distributed as dist
 from lightning_commopt.sync.store import poll
 from lightning_commopt.text.formatting import ranks_text
 from lightning_commopt.watch import times
-from lightning_commopt.watch.uneven_batches import SKIPPED, UnevenBatchesError, different_ends_message, goes_on_message
+from lightning_commopt.watch.uneven_batches import (
+    SKIPPED,
+    UnevenBatchesError,
+    different_ends_message,
+    early_end_message,
+)
 
 _ABSENT = "-"
-"""What ``compare_set`` returns for a key that does not exist, if it is expected."""
+"""A value that no key has, so that ``compare_set`` with it returns it for keys that do not exist."""
 
 
 @dataclass(kw_only=True)
@@ -25,14 +30,15 @@ class _Epoch:
     number: int = 0  # Lightning's number of the epoch, for messages
     num_ended: int = -1  # batches that this rank has completed; -1 before the first one
     has_left: bool = True  # whether this rank has ended the epoch
-    why: str = ""  # why it has ended it before its last batch, see `goes_on_message`
+    reason: str = ""  # why it has ended it before its last batch, see `early_end_message`
 
 
 class EpochEnds:
-    """Keeps ranks from leaving an epoch that others are still in, through the store: a collective would hang.
+    """Keeps ranks from leaving an epoch that others are still in.
 
-    A rank that ends after the agreed number of batches sends and waits for nothing. While waiting, ``check_peers`` is
-    called, which raises if a rank has failed.
+    They communicate through the store, since a collective would hang. A rank that ends after the agreed number of
+    batches sends nothing and does not wait. While a rank waits, it calls ``check_peers``, which raises if a rank has
+    failed.
 
     Attributes:
         is_meeting: whether this rank waits for the others at the end of an epoch.
@@ -62,13 +68,13 @@ class EpochEnds:
         self._previous, self._epoch = self._epoch, _Epoch(run=self._epoch.run + 1, number=number, has_left=False)
 
     def advance(self, num_batches: int) -> None:
-        """Notes that the epoch continues after ``num_batches``."""
+        """Records that the epoch continues after ``num_batches``."""
         self._epoch.num_ended = num_batches
 
-    def leave(self, num_batches: int, agreed: int | None, why: str = "") -> None:
+    def leave(self, num_batches: int, agreed: int | None, reason: str = "") -> None:
         """Ends the epoch on this rank, after it has completed ``num_batches``; returns once it has ended on all.
 
-        ``agreed`` is the number of batches of every rank, None if unknown; for ``why`` see `goes_on_message`.
+        ``agreed`` is the number of batches of every rank, None if unknown; for ``reason`` see `early_end_message`.
 
         Raises:
             UnevenBatchesError: another rank continues, or has ended it after another number of batches.
@@ -77,7 +83,7 @@ class EpochEnds:
         epoch = self._epoch
         if epoch.has_left:
             return
-        epoch.num_ended, epoch.has_left, epoch.why = num_batches, True, why
+        epoch.num_ended, epoch.has_left, epoch.reason = num_batches, True, reason
         if num_batches != agreed and self._world_size > 1:
             self.is_meeting = True
             self._meet(epoch)
@@ -98,15 +104,15 @@ class EpochEnds:
             left = self._store.compare_set(f"{epoch.run}/left", _ABSENT, _ABSENT).decode()
             if left == _ABSENT:
                 continue
-            rank, number, why = json.loads(left)
+            rank, number, reason = json.loads(left)
             own = epoch.num_ended if epoch.has_left else num_begun
             # A rank that has continued may find that there is no next batch, but not in a collective, or skip it, too.
-            is_skipped = why == SKIPPED
+            is_skipped = reason == SKIPPED
             is_certain = is_training if is_skipped else is_in_collective
             goes_on = not epoch.has_left and epoch.num_ended >= number and is_certain
             if rank != self._rank and (own > number + is_skipped or goes_on):
                 self._store.set(f"{epoch.run}/goes_on", json.dumps([self._rank, own]))
-                return goes_on_message((rank, number), (self._rank, own), epoch.number, why)
+                return early_end_message((rank, number), (self._rank, own), epoch.number, reason)
         return None
 
     def _meet(self, epoch: _Epoch) -> None:
@@ -114,7 +120,7 @@ class EpochEnds:
         store.set(f"{run}/rank/{self._rank}", str(epoch.num_ended))
         num_come = store.add(f"{run}/come", 1)
         if num_come == 1:
-            store.set(f"{run}/left", json.dumps([self._rank, epoch.num_ended, epoch.why]))
+            store.set(f"{run}/left", json.dumps([self._rank, epoch.num_ended, epoch.reason]))
         if num_come == self._world_size:
             store.set(f"{run}/all", json.dumps([int(store.get(f"{run}/rank/{rank}")) for rank in ranks]))
         if not poll(lambda: self._have_all_left(epoch), self._timeout_s):
@@ -126,9 +132,9 @@ class EpochEnds:
             )
         numbers = json.loads(store.get(f"{run}/all"))
         store.add(f"{run}/seen", 1)
-        # The process of rank 0 may end with the fit, and the store with it, after which nobody could read it.
+        # Rank 0 waits, because its process, and the store with it, may end with the fit before the others have read it.
         if self._rank == 0:
-            poll(lambda: store.add(f"{run}/seen", 0) >= self._world_size, times.SEEN_S)
+            poll(lambda: store.add(f"{run}/seen", 0) >= self._world_size, times.READ_RESULT_S)
         if len(set(numbers)) > 1:
             raise UnevenBatchesError(different_ends_message(dict(enumerate(numbers)), epoch.number))
         if self._rank == 0 and run > 1:  # nobody waits for the keys of the previous epoch
@@ -142,5 +148,5 @@ class EpochEnds:
         if self._store.check([f"{epoch.run}/goes_on"]):
             rank, number = json.loads(self._store.get(f"{epoch.run}/goes_on"))
             own = self._rank, epoch.num_ended
-            raise UnevenBatchesError(goes_on_message(own, (rank, number), epoch.number, epoch.why))
+            raise UnevenBatchesError(early_end_message(own, (rank, number), epoch.number, epoch.reason))
         return False

@@ -45,11 +45,11 @@ _of_failed_fits: list[Lifelines] = []
 class FitWatch:
     """Compares the ranks' numbers of batches, and ends a rank that waits for one that has failed.
 
-    It owns a thread, a part of the store, and the connections to other nodes. The thread wakes once a second and checks
-    whether training has progressed; only if not does it read the store. A rank that waits for one that has failed gets
-    some seconds to notice and to end by itself, then its process is ended. A rank that waits for nobody is never ended.
+    It owns a thread, a part of the store, and the connections to other nodes. The thread checks once a second whether
+    training has progressed, and reads the store only if it has not. A rank that waits for a failed one gets some
+    seconds to notice and to end by itself; then its process is ended. A rank that waits for nobody is never ended.
 
-    All ranks must make it, once for each fit, when there is a process group.
+    All ranks must create it, once for each fit, when there is a process group.
     """
 
     def __init__(self, strategy: WatchedStrategy) -> None:
@@ -101,10 +101,10 @@ class FitWatch:
                 return
         text = self._peers.fail(exception)
         if text is not None and multiprocessing.parent_process() is not None:
-            print_now(text)  # the parent prints it only when all ranks have ended
+            print_now(text)  # printed now, because the parent prints it only when all ranks have ended
 
     def agree_on_change(self, names: Sequence[str]) -> None:
-        """Called where the model has changed, before a batch begins; see `ChangedParameters.agree`."""
+        """Must be called if the model has changed, before a batch begins; see `ChangedParameters.agree`."""
         self._changes.agree(_place(self._position), names)
 
     def close(self) -> None:
@@ -140,14 +140,14 @@ class FitWatch:
     def _check_peers(self, where: str) -> None:
         failure = self._peers.failure()
         if failure is not None:
-            raise RuntimeError(f"Rank {self._rank} waits {where} for ranks that have failed. {failure.text}")
+            raise RuntimeError(f"Rank {self._rank} waits {where}, but another rank has failed. {failure.text}")
 
     def _run(self) -> None:
         with log_own_errors("The watch of a fit"):
             try:
                 self._watch()
             except Exception:
-                self._peers.set_waiting(False)  # the others must not take this rank for idle from now on
+                self._peers.set_waiting(False)  # without this watch, the others must not regard this rank as idle
                 raise
 
     def _watch(self) -> None:
@@ -169,7 +169,7 @@ class FitWatch:
                 end_waiting_rank(self._rank, reason, self._grace_s)
 
     def _reason_to_end(self, position: tuple[int, int, int]) -> str | None:
-        """Returns why this rank, which has stalled, waits in vain; None if it does not, or if that is unknown."""
+        """Returns why this stalled rank waits for one that cannot come; None if it does not, or if that is unknown."""
         where = _place(position), batch_is_open(self._trainer)
         self._peers.query_store(lambda: self._changes.find_waiting_rank(*where), None)
         self._find_early_rank()
@@ -185,7 +185,7 @@ class FitWatch:
             # What this rank does on its own must not be lost, and a last batch may not need the others any more.
             is_lost = self._ends.is_in_epoch and not may_end_now(self._trainer) and not is_in_callback(thread)
             return failure.text if is_waiting or is_lost else None
-        # All ranks may raise and catch the same: then they wait for a slow one, and not for the one that has raised.
+        # All ranks may raise and catch the same exception. Then they wait for a slow one, not for one that has raised.
         return failure.text if is_waiting and self._peers.are_all_idle() else None
 
     def _may_be_over(self) -> bool:

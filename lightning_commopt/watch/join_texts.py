@@ -14,7 +14,7 @@ from lightning_commopt.watch.hangs.process import process_state
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _MAX_SHOWN = 8
-"""The most ranks, hosts or processes in a message, so that it stays readable on a terminal."""
+"""Maximum number of ranks, hosts or processes in a message, so that it stays readable in a terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +39,11 @@ class Arrival:
 
 def missing_text(address: str, arrivals: Sequence[Arrival], missing: Sequence[int], starting: Mapping[int, int]) -> str:
     """Returns which ranks have not arrived at ``address``; ``starting`` has processes of such ranks."""
-    here = [arrival.rank for arrival in arrivals]
-    those = f"only {ranks_text(here)} is" if len(here) == 1 else f"{ranks_text(here)} are"
+    arrived = [arrival.rank for arrival in arrivals]
+    present = f"only {ranks_text(arrived)} is" if len(arrived) == 1 else f"{ranks_text(arrived)} are"
     hosts = list(dict.fromkeys(arrival.host for arrival in arrivals))
     on_hosts = f" ({', '.join(hosts[:_MAX_SHOWN])})" if len(hosts) > 1 else ""
-    text = f"rank 0 on {hosts[0]} waits at {address} for {ranks_text(missing)}; {those} here{on_hosts}"
+    text = f"rank 0 on {hosts[0]} waits at {address} for {ranks_text(missing)}; {present} here{on_hosts}"
     shown = [
         f"Rank {rank} still starts: its process {pid} on this host has not reached init_process_group (imports, data,"
         " or code before the Trainer)"
@@ -52,9 +52,9 @@ def missing_text(address: str, arrivals: Sequence[Arrival], missing: Sequence[in
     unknown = [rank for rank in missing if rank not in starting]
     if unknown:
         was, its = ("it was", "its") if len(unknown) == 1 else ("they were", "their")
-        who = f" of {ranks_text(unknown)}" if starting else ""
+        whose = f" of {ranks_text(unknown)}" if starting else ""
         shown.append(
-            f"Check whether {was} started, ended early, or cannot reach {address}: {its} own output{who} shows it"
+            f"Check whether {was} started, ended early, or cannot reach {address}: {its} own output{whose} shows it"
         )
     return ". ".join((text, *shown))
 
@@ -110,8 +110,8 @@ def _remedy(misplaced: Sequence[Arrival], everybody: Sequence[Arrival], master: 
             for name, address in arrival.interfaces.items()
             if right is not None and ipaddress.ip_interface(address).ip in right
         ]
-        what = f"={fitting[0]}" if fitting else " to the interface that the other hosts reach"
-        settings.setdefault(f"{arrival.listening.variable}{what}", []).append(arrival.rank)
+        value = f"={fitting[0]}" if fitting else " to the interface that the other hosts reach"
+        settings.setdefault(f"{arrival.listening.variable}{value}", []).append(arrival.rank)
     return "Set " + "; ".join(f"{setting} on {ranks_text(ranks)}" for setting, ranks in settings.items())
 
 

@@ -1,4 +1,4 @@
-"""JoinWatch: reports what ranks wait for while they make the process group."""
+"""JoinWatch: reports what ranks wait for while they create the process group."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class JoinWatch:
     A thread with its own connection to the store of the rendezvous writes this rank's name and address there, and reads
     which ranks have arrived. It prints on stderr why this rank cannot reach the store; on rank 0, which ranks have not
     arrived; on the lowest rank that still waits when all have, which addresses do not match. It prints again only when
-    the reason changes. A rank that fails, or that is seen to have ended on the host of this one, is reported at once;
-    as there will be no group then, the others get some seconds to notice, and are ended: gloo would wait for five times
-    the timeout. The thread raises nothing, and ends with the block.
+    the reason changes. A rank that fails, or is found to have ended on this rank's host, is reported at once. As there
+    will be no group then, the others get some seconds to notice, and are then ended: gloo would wait for five times the
+    timeout. The thread raises nothing, and ends with the block.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class JoinWatch:
         return self
 
     def note_joined(self) -> None:
-        """Notes that this rank has its process group, and reports nothing more."""
+        """Records that this rank has its process group; nothing is reported afterwards."""
         self._has_joined = True
 
     def __exit__(

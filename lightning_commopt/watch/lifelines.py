@@ -18,28 +18,28 @@ from lightning_commopt.watch import times
 _KEY = "lifeline"
 
 _MAX_TRIES = 3
-"""Tries of a node's first rank to connect to rank 0. One more follows a lost packet, and a firewall that drops all
-packets delays only this many looks."""
+"""Maximum number of attempts of a node's first rank to connect to rank 0: some packets may be lost, while a firewall
+that drops all packets delays only this many looks."""
 
 _MAX_HELLO_BYTES = 256
-"""Bytes that are read of a connection that has not identified itself; a number and a token of 32 digits are far
-shorter."""
+"""Maximum number of bytes that are read from a connection that has not identified itself; a number and a token of 32
+digits are far shorter."""
 
 _MAX_STRANGERS = 64
-"""The most connections that one update accepts; the next one reads their tokens. A judgement: nodes connect within a
-second or two, and strangers never hold more descriptors than these."""
+"""Maximum number of connections that one update accepts; the next update reads their tokens. It is a judgement: nodes
+connect within a second or two, and strangers never hold more descriptors than this."""
 
 _BACKLOG = 1024
-"""Connections that may wait to be accepted, so that strangers do not keep ranks out."""
+"""Number of connections that may wait to be accepted, so that strangers do not keep ranks out."""
 
 
 class Lifelines:
-    """Shows rank 0 which nodes' first ranks have ended, and these whether rank 0 has.
+    """Shows rank 0 which nodes' first ranks have ended, and shows these ranks whether rank 0 has.
 
     The first rank of every other node keeps a connection to rank 0, on which only a token and its confirmation are
-    sent. After these only the orderly end of a connection counts: closed by a process, or by the kernel at the end of
-    the process. A connection that is reset, or a host that does not answer, shows nothing. If a firewall blocks the
-    port there are no connections.
+    sent. After that only the orderly end of a connection means something: a process has closed it, or the kernel has at
+    the end of the process. A connection that is reset, or a host that does not answer, proves nothing. If a firewall
+    blocks the port, there are no connections.
 
     Attributes:
         ended: ranks whose connection has ended.

@@ -1,4 +1,4 @@
-"""Errors of a watch itself, which training must survive and somebody must learn of."""
+"""Bugs in a watch itself, which training must survive, and which must be reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ _logged: set[str] = set()
 
 @contextmanager
 def log_own_errors(watch: str) -> Iterator[None]:
-    """Logs an exception of a ``watch``, the begin of a sentence, with its traceback instead of raising it, once."""
+    """Logs an exception within the context, with its traceback, instead of raising it.
+
+    ``watch`` names what has failed, as the subject of the logged sentence.
+    """
     try:
         yield
     except Exception:

@@ -1,4 +1,4 @@
-"""PatientWatch: compares the batches of ranks in a fit that goes on without those that have failed."""
+"""PatientWatch: compares the batches of ranks in a fit that continues without ranks that have failed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from lightning_commopt.watch.uneven_batches import RESIZING, UnevenBatchesError,
 
 
 class PatientWatch:
-    """Takes the place of `FitWatch` where no rank must be ended because another has failed.
+    """Replaces `FitWatch` in fits in which no rank must be ended because another one has failed.
 
     All ranks wait for each other at the end of an epoch, so that one that was frozen catches up before the others
     validate, save and end the fit.
 
     Args:
         strategy: the strategy of a Trainer that is about to fit.
-        living: the ranks that take part. A failure of this one lets the others go on.
-        compares: whether different numbers of batches are an error, or made even.
+        living: the ranks that take part. If this rank fails, the others continue.
+        compares: whether to compare numbers of batches, so that different numbers are an error, or are made even.
     """
 
     def __init__(self, strategy: WatchedStrategy, living: LivingRanks, *, compares: bool) -> None:
@@ -35,7 +35,7 @@ class PatientWatch:
         )
 
     def fail(self, exception: BaseException) -> None:
-        """Lets the others go on, unless all ranks end the fit with this exception."""
+        """Lets the others continue, unless all ranks end the fit with this exception."""
         if type(exception).__name__ not in ORDERLY:
             self._living.leave()
 

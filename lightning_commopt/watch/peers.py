@@ -78,7 +78,7 @@ class Peers:
         if not self._is_store_lost:
             try:
                 return fn()
-            except RuntimeError:  # asked no more from now on, as torch logs a page each time
+            except RuntimeError:  # the store is not used again, because torch logs a page each time
                 self._is_store_lost = True
         return default
 

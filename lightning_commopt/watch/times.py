@@ -1,8 +1,9 @@
-"""Every timeout and interval of the watches, in seconds, and the order that they need among each other.
+"""All timeouts and intervals of the watches, in seconds, and the required order between them.
 
-Where no measurement is named, a number is a judgement, and its text says what it weighs against what. The orders are
-in words at the numbers, and `tests/watch/test_times.py` holds them. All numbers are read as ``times.NAME`` at each use,
-so that changing one here changes what runs. The process beside a rank reads this module, too: it imports nothing.
+Numbers without a named measurement are judgements, and their texts say what is weighed against what. The texts also
+state which number must exceed which, and `tests/watch/test_times.py` checks it. All numbers are read as ``times.NAME``
+at each use, so that a change here takes effect everywhere. The watcher process beside a rank reads this module, too, so
+it imports nothing.
 """
 
 # JoinWatch watches the start, until there is a process group.
@@ -29,9 +30,9 @@ time, so most ranks end by themselves. It is above `JOIN_LOOK_S` and `JOIN_TRY_S
 store."""
 
 JOIN_CLOSE_S = 3.0
-"""Unit of the time for the thread's last messages: they take less than two of it, for which the rank waits. Half of it,
-for which a rank that fails early waits for rank 0's answer, is above `JOIN_ANSWER_S`. For a third of it such a rank
-tries to reach rank 0, which may start a little later."""
+"""Unit of the time for the thread's last messages. The rank waits up to two units for them. A rank that fails early
+waits half a unit for rank 0's answer, which must be above `JOIN_ANSWER_S`, and tries for a third of a unit to reach
+rank 0, which may start a little later."""
 
 # EndedRanks looks at the processes of this host, before there is a process group.
 
@@ -54,7 +55,7 @@ STALLED_S = 2.0
 stall."""
 
 FIT_GRACE_S = 5.0
-"""Time after which a rank that waits in vain is ended. gloo notices a lost peer within this time, so most ranks end
+"""Time after which a rank that waits for a failed one is ended. gloo notices a lost peer within this time, so most end
 with an exception of their own. It is above `LAST_MESSAGE_S`, `DEATH_S` and two `HANG_LOOK_S`, so that HangMonitor
 reports first."""
 
@@ -66,7 +67,7 @@ LIFELINE_CONNECT_S = 2.0
 """Timeout of one connection from a node's first rank to rank 0. TCP repeats a lost first packet after 1 s, so one may
 be lost. The thread that looks at training waits meanwhile, so this is below `FIT_GRACE_S`."""
 
-SEEN_S = 10.0
+READ_RESULT_S = 10.0
 """Time for which rank 0 keeps the store alive, for the others to read how an epoch has ended. They look ten times a
 second; one that has died never reads it, and delays rank 0 by this time."""
 

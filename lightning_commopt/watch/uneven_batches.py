@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches: what a strategy does before an epoch begins."""
+"""Handles ranks with different numbers of batches, before an epoch begins."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 POLICIES = ("error", "drop", "pad", "allow")
 RESIZING = ("drop", "pad")
-"""Those that change the number of batches of a rank."""
+"""The policies that change a rank's number of batches."""
 
 _WHY = "Gradient sync needs every rank in every step: a rank without a batch would leave the others waiting for it."
 _WHAT_TO_DO = (
-    "Deal the samples out evenly: Trainer(use_distributed_sampler=True), DistributedSampler, or a length that is the"
+    "Distribute the samples evenly: Trainer(use_distributed_sampler=True), DistributedSampler, or a length that is the"
     " same on all ranks. Or let the strategy do it: uneven_batches='drop' ends epochs at the smallest number, 'pad'"
     " repeats batches up to the largest. Trainer(limit_train_batches=N) sets a number."
 )
@@ -29,7 +29,7 @@ _WITHOUT_LENGTH = (
     " with an N that all ranks reach. With a __len__ that is right, uneven_batches='drop' ends epochs at the smallest"
     " number, and 'pad' repeats batches up to the largest."
 )
-"""For numbers that were unknown, or not as expected, when the epoch began."""
+"""The remedy if numbers of batches were unknown, or not as expected, when the epoch began."""
 STOPPED = "trainer.should_stop was set"
 SKIPPED = "on_train_batch_start returned -1, or StopIteration was raised"
 _TOGETHER = {
@@ -38,11 +38,11 @@ _TOGETHER = {
         " all=False)."
     ),
     SKIPPED: (
-        "Lightning ends the epoch of that rank then: let it happen on all ranks in the same step. next() raises"
+        "Lightning then ends the epoch on that rank: make this happen on all ranks in the same step. next() raises"
         " StopIteration at the end of an iterator."
     ),
 }
-"""What to do about a rank that has ended an epoch by itself, by why it has."""
+"""The remedy if a rank has ended an epoch by itself, for each reason."""
 
 
 class UnevenBatchesError(RuntimeError):
@@ -118,16 +118,19 @@ def different_ends_message(numbers: Mapping[int, int], epoch: int) -> str:
     )
 
 
-def goes_on_message(left: tuple[int, int], going: tuple[int, int], epoch: int, why: str) -> str:
-    """Returns the message for a rank that continues in an epoch that another has ended.
+def early_end_message(ended: tuple[int, int], going: tuple[int, int], epoch: int, reason: str) -> str:
+    """Returns the message for a rank that continues in an epoch that another rank has ended.
 
-    Of both the rank, and the number of batches that it has begun or after which it has ended the epoch; ``why`` is
-    `STOPPED` or `SKIPPED` if the latter has ended it before its last batch, else empty.
+    Args:
+        ended: the rank that has ended the epoch, and the number of batches after which it has.
+        going: the rank that continues, and the number of batches that it has begun.
+        epoch: number of the epoch.
+        reason: `STOPPED` or `SKIPPED` if the epoch was ended before its last batch, else empty.
     """
-    cause = f", as {why} there" if why else ""
+    cause = f", because {reason} there" if reason else ""
     return (
-        f"Rank {left[0]} has ended epoch {epoch} after {_count(left[1])}{cause}, and rank {going[0]} continues after"
-        f" {_count(going[1])}. {_WHY} {_TOGETHER.get(why, _WITHOUT_LENGTH)}"
+        f"Rank {ended[0]} has ended epoch {epoch} after {_count(ended[1])}{cause}, and rank {going[0]} continues after"
+        f" {_count(going[1])}. {_WHY} {_TOGETHER.get(reason, _WITHOUT_LENGTH)}"
     )
 
 

@@ -1,6 +1,6 @@
-"""What the training thread does now, by its Python frames and its device; and the end of a process that waits in vain.
+"""Determines from frames and device what the training thread does, and ends a process that waits in vain.
 
-No other watch of a strategy ends a process of training; the launcher of `strategy` ends those that it has started.
+No other module of the watches ends a training process; the launcher in `strategy` ends those that it has started.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ _WAITING = (
 def end_process(reason: str) -> None:
     """Prints ``reason`` on stderr, and ends this process with status 1, without any of its handlers.
 
-    Only for a process that waits for others in vain: in a collective that cannot return, handlers never run.
+    It is only for a process that waits for ranks which cannot come: in a collective that cannot return, handlers would
+    never run.
     """
     print_now(reason)
     os._exit(1)
 
 
 def end_waiting_rank(rank: int, reason: str, waited_s: float) -> None:
-    """Ends the process of a rank that has waited in vain; see `end_process`."""
+    """Ends the process of a rank that has waited for ranks which cannot come; see `end_process`."""
     end_process(f"[rank {rank}] {reason}\n[rank {rank}] This rank has waited for {waited_s:g} s, and ends.")
 
 

@@ -123,7 +123,7 @@ def test_layers_that_one_rank_adds_are_named_on_all() -> None:
     for _, trace in run_ranks_or_raise(_fit_growing_on_one_rank, world_size=2):
         assert trace is not None
         assert "layers.4.0.weight" in trace
-        assert "on this rank, and nothing on rank 0" in trace
+        assert "on this rank, but nothing on rank 0" in trace
 
 
 class _KeepsBest(Tiny):

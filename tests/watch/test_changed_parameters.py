@@ -49,8 +49,8 @@ def test_other_parameters_on_another_rank() -> None:
     first, second = _ranks(timeout_s=0.1)
     thread, ends = _start(first, (1, 1), ["a"])
     thread.join()
-    assert "a on this rank, and on another rank nothing within 0.1 s" in ends[0]
-    with pytest.raises(MisconfigurationException, match="a, b on this rank, and a on rank 0"):
+    assert "a on this rank, but on another rank nothing within 0.1 s" in ends[0]
+    with pytest.raises(MisconfigurationException, match="a, b on this rank, but a on rank 0"):
         second.agree((1, 1), ["a", "b"])
 
 
@@ -62,4 +62,4 @@ def test_a_rank_that_has_passed_is_named(place: tuple[int, int]) -> None:
     while thread.is_alive():
         thread.join(0.01)
         passing.find_waiting_rank(place, is_in_batch=True)
-    assert "a on this rank, and nothing on rank 1" in ends[0]
+    assert "a on this rank, but nothing on rank 1" in ends[0]

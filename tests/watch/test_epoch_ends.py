@@ -56,7 +56,7 @@ def test_a_rank_that_is_slow_to_ask_ends_well() -> None:
 
 def test_all_go_on_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a rank that has read everything is waited for until the limit."""
-    monkeypatch.setattr(times, "SEEN_S", 3600)
+    monkeypatch.setattr(times, "READ_RESULT_S", 3600)
     store = dist.HashStore()
     ends = [_ends(store, rank) for rank in range(2)]
     for number in range(3):
@@ -109,7 +109,7 @@ def test_a_rank_that_is_slow_to_skip_a_batch_is_not_taken_for_one_that_trains() 
 
 
 def test_a_rank_that_has_died_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(times, "SEEN_S", 0.1)
+    monkeypatch.setattr(times, "READ_RESULT_S", 0.1)
     store = dist.HashStore()
     store.set("1/rank/1", "3")
     store.add("1/come", 1)

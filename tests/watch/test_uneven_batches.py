@@ -332,7 +332,7 @@ def _end_alone(callback: type[Callback]) -> None:
     ("callback", "why", "remedy"),
     [
         (StopsAlone, "trainer.should_stop was set", "Set it on all ranks in the same step: trainer.should_stop ="),
-        (SkipsAlone, "on_train_batch_start returned -1, or StopIteration was raised", "let it happen on all ranks"),
+        (SkipsAlone, "on_train_batch_start returned -1, or StopIteration was raised", "make this happen on all ranks"),
     ],
 )
 def test_rank_that_ends_an_epoch_by_itself_is_an_error(callback: type[Callback], why: str, remedy: str) -> None:

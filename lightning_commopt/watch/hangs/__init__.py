@@ -1,1 +1,1 @@
-"""Which rank keeps the others waiting, in what, and why. Imports neither torch nor Lightning, but for `rank_side`."""
+"""Finds out which rank keeps the others waiting, in what, and why. Only `rank_side` imports torch or Lightning."""

@@ -1,7 +1,7 @@
-"""Where in training a rank waits, from the collectives that it has called.
+"""Determines where in training a rank waits, from the collectives that it has called.
 
 With a GPU the host runs ahead: its thread may be a step further when it waits for the device, which is still in a
-collective of the step before. Then the place counts where that collective was called.
+collective of the previous step. Then the place where that collective was called is the one that counts.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def find_span(collective: Collective, marks: Sequence[Mark]) -> Span | None:
 def follow_device(snapshot: RankSnapshot, marks: Sequence[Mark]) -> Span:
     """Moves a snapshot to where the oldest collective was called that the device has not finished.
 
-    A rank stays where it is if its thread is in a collective itself, or has raised something of its own, or if nothing
+    The snapshot is not moved if its thread is in a collective itself, or has raised an error of its own, or if nothing
     is outstanding: then the device computes, and the rank waits for nobody. Before Lightning's broadcast the thread
-    copies a flag to the device, and so waits until it has computed all that was called before.
+    copies a flag to the device, and so waits until the device has computed everything that was called before.
 
     The snapshot has its collectives; its phase, step and what belongs to them, or its ``device_step``, are changed.
     Returns the time of its phase.
@@ -75,7 +75,7 @@ def follow_device(snapshot: RankSnapshot, marks: Sequence[Mark]) -> Span:
 def add_device_bucket(snapshot: RankSnapshot, work: dict[str, Any]) -> None:
     """Adds the oldest bucket that the device has not averaged, if it is one of the snapshot's backward.
 
-    The device may just compute. So where collectives are recorded, one must be outstanding.
+    The device may simply be computing. So if collectives are recorded, one must be outstanding.
     """
     is_of_backward = snapshot.phase == BACKWARD and work.get("device_step") == snapshot.step
     may_wait = snapshot.outstanding_collective() is not None or not snapshot.parsed_collectives()

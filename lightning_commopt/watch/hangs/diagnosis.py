@@ -1,4 +1,4 @@
-"""Decides from the snapshots of all ranks what is a hang, which rank the others wait for, and when ranks may be ended.
+"""Decides from the snapshots of all ranks whether they hang, which rank the others wait for, and when to end ranks.
 
 A healthy run must never be reported, however slow some ranks are in work that others do not have.
 """
@@ -22,8 +22,9 @@ from lightning_commopt.watch.hangs.snapshot import RankSnapshot
 _DOWN = ("unreachable", "unwatched", "stopped", "finished")
 _TRAINS = ("data", "forward", "backward", "optimizer", "callbacks")
 _ESTABLISHED = 4
-"""Collectives that must have occurred in the same order before for the next one to count as unexpected, with two ranks
-only. A judgement: a step has often fewer different collectives, and by chance four in a row rarely occur twice."""
+"""With two ranks only, the number of preceding collectives that must have occurred in the same order before, for the
+next one to count as unexpected. It is a judgement: a step often has fewer different collectives, and four in a row
+rarely occur twice by chance."""
 
 _REPORTED = {"departed": "mismatch", "skipped": "mismatch", "outlier": "waiting", "alone": "waiting"}
 """The kind in a report, for kinds that only sentences need."""

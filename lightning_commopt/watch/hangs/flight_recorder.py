@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 from lightning_commopt.text.formatting import grouped
 
 _MAX_CONTEXT = 12
-"""The most collectives whose order is compared with earlier ones. A judgement: enough to tell apart the places of a
-step in which the same collective occurs, and more would only cost time."""
+"""Maximum number of collectives whose order is compared with earlier ones. It is a judgement: enough to distinguish the
+places of a step in which the same collective occurs, while more would only cost time."""
 BACKGROUND_GROUP = "commopt background"
-"""Description of groups whose collectives nobody waits for; they say nothing about where a rank is."""
+"""Description of groups whose collectives nobody waits for, so that they do not show where a rank is."""
 
 
 class Signature(NamedTuple):
@@ -52,14 +52,14 @@ class Difference:
     number: int  # the number of the collective in its group
     # What each rank has called under that number; None if it has not called it yet.
     called: Mapping[int, Signature | None]
-    is_certain: bool  # whether the side at fault is known, as it departs from the earlier order
+    is_certain: bool  # whether the side at fault is known, because it departs from the earlier order
 
 
 def parse_collectives(dump: Any) -> list[Collective]:
     """Returns the collectives in the Flight Recorder's JSON, the oldest first.
 
-    Point-to-point messages are left out, and so is what `CommTimeMonitor` gathers in the background: its place among
-    the others, such as after every 50th step, would pass for an order that a rank has left.
+    It does not contain point-to-point messages, nor what `CommTimeMonitor` gathers in the background: these gathers
+    occur only in some steps, such as every 50th, so their place among the others would look like a changed order.
     """
     entries = dump.get("entries", []) if isinstance(dump, dict) else []
     collected = []

@@ -21,8 +21,8 @@ from lightning_commopt.watch import times
 _MARK = struct.Struct("<dQHHxxxxq")
 
 _NUM_MARKS = 2048
-"""Marks that are kept, 64 KiB. They are far more than a rank writes between two looks of its watcher, and show some
-steps before a hang: each phase and batch has one, each bucket four."""
+"""Number of marks that are kept, 64 KiB. It is far more than a rank writes between two looks of its watcher, and covers
+some steps before a hang: each phase and batch has one mark, each bucket four."""
 
 NUM_BYTES = _MARK.size * _NUM_MARKS
 
@@ -34,10 +34,11 @@ EXCHANGE_DUE, EXCHANGE_APPLIED = 8, 9
 
 
 _SHOWN_FACTOR = 3
-"""Multiple of its longest time so far that a phase may last. A judgement: durations of one phase rarely differ more."""
+"""Multiple of its longest time so far that a phase may last. It is a judgement: durations of a phase rarely differ by
+more."""
 
 _NUM_SHOWN = 50
-"""Last times of a phase of which the longest counts, so that a limit falls again some steps after something slow."""
+"""Number of last times of a phase of which the longest counts, so that a limit falls again after a slow step."""
 
 
 @dataclass(frozen=True)

@@ -18,18 +18,18 @@ from typing import Any
 from lightning_commopt.watch import times
 
 _HOST, _PORT = "localhost", 28028
-"""NCCL listens here unless ``NCCL_RAS_ADDR`` is set."""
+"""Address at which NCCL listens unless ``NCCL_RAS_ADDR`` is set."""
 
 _PROTOCOL = 2
 """The version of NCCL's protocol that this module speaks."""
 
 _MAX_BYTES, _MAX_LINE_BYTES = 16 * 2**20, 256
-"""The longest status, and the longest of the short answers before it. A judgement: far more than a table of some
-thousand ranks, and little if another program listens at the port."""
+"""Maximum length of the status, and of the short answers before it. It is a judgement: far more than a table of some
+thousand ranks needs, and little if another program listens at the port."""
 
 
 class RasError(RuntimeError):
-    """There is no answer; the message has the reason."""
+    """NCCL has not answered; the message has the reason."""
 
 
 def ras_address(environment: Mapping[str, str]) -> tuple[str, int]:

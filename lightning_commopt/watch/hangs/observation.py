@@ -26,8 +26,8 @@ from lightning_commopt.watch.hangs.stacks import Frame, collective_in, dump_stac
 from lightning_commopt.watch.hangs.transport import RankLink
 
 _MAX_WORKERS = 4
-"""The most workers of a dataloader whose stacks are read: each may take `times.STACK_S` and more, which `times.STATE_S`
-allows for. Workers that hang mostly wait for the same."""
+"""Maximum number of a dataloader's workers whose stacks are read. Each may take `times.STACK_S` and more, and
+`times.STATE_S` must be long enough for all. Workers that hang usually wait for the same thing."""
 
 _DATALOADER = {
     kinds.DATA,
@@ -132,7 +132,7 @@ class Observation:
             self._probe.sample(self.idle_s, with_children=self._phase in _DATALOADER)
 
     def resume(self) -> None:
-        """Resets the idle seconds: a job that was suspended and continues does not hang."""
+        """Resets the idle seconds, because a job that was suspended and continues does not hang."""
         self._resumed_s = time.monotonic()
 
     def note_exit(self) -> None:
@@ -222,7 +222,7 @@ class Observation:
         return answer is not None
 
     def _add_thread(self, snapshot: RankSnapshot, frames: list[Frame]) -> None:
-        """Adds what a thread does: other callbacks have no marks, and may run after ours has set the next phase."""
+        """Adds a thread's activity: other callbacks have no marks, and may run after ours has set the next phase."""
         snapshot.place = _text_of(user_place(frames))
         snapshot.innermost = _text_of(next(iter(frames), None))
         snapshot.called = collective_in(frames)
@@ -264,7 +264,7 @@ class Observation:
         return True
 
     def _infer_wait(self, snapshot: RankSnapshot) -> None:
-        """Lets a rank wait that does not say what its device is in, where its thread only waits for the device."""
+        """Counts a rank as waiting if its thread only waits for the device, and the device's collective is unknown."""
         if snapshot.hook == SIGTERM_BROADCAST and snapshot.called is None:
             snapshot.called, snapshot.is_ahead = "broadcast", True
 

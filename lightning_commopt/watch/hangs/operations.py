@@ -1,4 +1,4 @@
-"""What the functions on a rank's stack tell: operations that need all ranks, called on one; a debugger's prompt."""
+"""Finds operations on a rank's stack: those that need all ranks but were called on one, and a debugger's prompt."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from lightning_commopt.watch.hangs.transport import Address, GoneError, Unreacha
 _T = TypeVar("_T")
 
 _MAX_AT_ONCE = 32
-"""Watchers that are asked at a time, each by a thread. A lost host takes seconds to be found, which many ranks would
-otherwise wait for one after another; more threads would only compete for one core."""
+"""Maximum number of watchers that are asked at the same time, each by a thread. A lost host is detected only after
+seconds, and for many ranks these would add up; more threads would only compete for one core."""
 
 
 class PeerWatchers:

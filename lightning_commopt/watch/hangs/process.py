@@ -29,7 +29,7 @@ _EXIT_CODE = 49
 `process_fields` leaves out."""
 
 _COMPUTING_SHARE = 0.1
-"""Share of a core from which on a thread counts as computing. One that waits uses none; one that computes may wait most
+"""Minimum share of a core for a thread to count as computing. A waiting thread uses none; a computing one may wait most
 of the time for data, or for a core that it shares with others."""
 
 

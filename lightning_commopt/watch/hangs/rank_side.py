@@ -41,7 +41,7 @@ from lightning_commopt.watch.waiting import end_process
 _RAISED_ELSEWHERE = re.compile(r"Caught \w+ (in .+)\.")
 
 _NUM_EVENTS = 256
-"""Events of buckets on the device that are kept: enough for the steps by which the host may be ahead of it."""
+"""Number of events of buckets on the device that are kept: enough for the steps by which the host may run ahead."""
 
 # The folder of this package may hold a backport of a module of Python, and the program's own folder a secrets.py: the
 # watcher looks into neither before Python's own modules.
@@ -59,7 +59,7 @@ main()
 
 
 class WatchedRank:
-    """This rank, with a watcher beside it until `close`. All ranks must make it.
+    """This rank, with a watcher beside it until `close`. All ranks must create it.
 
     Attributes:
         observer: observes the gradient sync.
@@ -115,7 +115,7 @@ class WatchedRank:
         return self._has_met.wait(max(0.0, self._began_s + times.MEET_S - time.monotonic()))
 
     def enter(self, phase: int, step: int) -> None:
-        """Marks the begin of a phase, an index into `lightning_commopt.watch.hangs.marks.PHASES`."""
+        """Marks the beginning of a phase, an index into `lightning_commopt.watch.hangs.marks.PHASES`."""
         self._step = step
         self._marks.write(kinds.PHASE, phase, step)
 
@@ -149,7 +149,7 @@ class WatchedRank:
         self._is_closed.set()
         if exception is None:
             self._link.send(ended="finished")
-        else:  # all is sent now, as the watcher cannot ask for it later
+        else:  # everything is sent now, because the watcher cannot ask for it later
             frames = [*traceback.walk_tb(exception.__traceback__)][-MAX_FRAMES:][::-1]
             raised = [(frame.f_code.co_filename, line or 0, frame.f_code.co_name) for frame, line in frames]
             ended, detail = _ending_of(exception)
@@ -163,13 +163,13 @@ class WatchedRank:
 
     def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         if self._is_closed.is_set():
-            return {}  # all that is to be known of this rank has been sent
+            return {}  # everything about this rank has been sent already
         if "stacks" in question:
             return {"stacks": own_stacks()}
         if "dump" in question:
             return describe_work(sys._current_frames().get(self._fit_thread), self._events)
         if "abort" in question:
-            end_process(f"[rank {self._rank}] HangMonitor ends this rank, as action='abort' asks for.")
+            end_process(f"[rank {self._rank}] HangMonitor ends this rank, because action='abort' is set.")
         return {}
 
     def _meet(self) -> None:

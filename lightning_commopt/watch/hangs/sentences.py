@@ -15,22 +15,22 @@ from lightning_commopt.watch.hangs.operations import called_alone
 from lightning_commopt.watch.hangs.snapshot import SIGTERM_BROADCAST, RankSnapshot
 
 _NAMES_IN_SENTENCE = 2
-"""The most names of parameters in a sentence; the names of a larger bucket are shortened to what they share."""
+"""Maximum number of parameter names in a sentence; those of a larger bucket are shortened to their common prefix."""
 
-_OF_ONE_SIDE = ("mismatch", "alone")
+_DIFFERENT_OPERATION_KINDS = ("mismatch", "alone")
 """Kinds of hangs in which ranks wait in different operations."""
 
 _DETAIL_WIDTH = 240
-"""Characters to which an exception is cut, about two lines: its first words are the most useful."""
+"""Number of characters to which an exception is cut, about two lines: its first words are the most useful."""
 
 # The file is read when this module is imported: once a rank hangs, the file system may hang as well.
 _HINTS = {name: tuple(hints.values()) for name, hints in read_texts(Path(__file__).with_name("hints.txt")).items()}
 
 
 def hints_for(kind: str, culprits: Sequence[RankSnapshot], waiting: Sequence[RankSnapshot]) -> tuple[str, ...]:
-    """Returns hints, the most likely first; none if the user has interrupted a rank."""
+    """Returns hints, the most likely remedies first; none if the user has interrupted a rank."""
     first = culprits[0]
-    alone = called_alone((*culprits, *waiting)) if kind in _OF_ONE_SIDE else {}
+    alone = called_alone((*culprits, *waiting)) if kind in _DIFFERENT_OPERATION_KINDS else {}
     if alone:
         hints = _HINTS[f"alone {next(iter(alone))}"]
     elif kind == "late" and first.device_step is not None:
@@ -96,8 +96,8 @@ def describe_culprit(kind: str, rank: RankSnapshot) -> str:
             return f"{{wait}} in {operation_text(rank)} of {_position(rank)}"
         case "late" if rank.device_step is not None:
             is_before = rank.device_step < rank.step
-            what = f"step {rank.device_step}" if is_before else f"what it called before this batch of step {rank.step}"
-            return f"{{is}} still computing {what} on its device"
+            work = f"step {rank.device_step}" if is_before else f"what it called before this batch of step {rank.step}"
+            return f"{{is}} still computing {work} on its device"
     if rank.is_waiting and kind in ("outlier", "alone"):
         return f"{{wait}} in {operation_text(rank)} of {_position(rank)}{place}, unlike the others"
     if rank.is_waiting:

@@ -28,12 +28,12 @@ from lightning_commopt.watch.hangs.marks import anonymous_file
 from lightning_commopt.watch.hangs.process import catches
 
 MAX_FRAMES = 200
-"""The most frames of a thread that are sent, the innermost ones. The stack of a fit has some tens; an endless recursion
-would fill the report."""
+"""Maximum number of frames of a thread that are sent, the innermost ones. The stack of a fit has some tens; an endless
+recursion would fill the report."""
 
 SIGNAL = getattr(signal, "SIGRTMIN", 34) + 7
-"""The signal in which a thread writes its stack. Real-time signals have no meaning of their own, and other programs
-take the first of them first."""
+"""The signal in whose handler a thread writes its stack. Real-time signals have no predefined meaning, and other
+programs use the first ones first."""
 
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$', re.MULTILINE)
 _COMPILERS = tuple(f"/torch/{name}/" for name in ("_dynamo", "_inductor", "_functorch"))
@@ -71,7 +71,7 @@ def _stacks_fd() -> int:
 def own_stacks() -> dict[int, list[tuple[str, int, str]]]:
     """Returns file, line and name of the innermost functions of each thread but the caller's, by its ident."""
     stacks = {}
-    # Sleeping starts a turn with the GIL, and before it is over no other thread runs, and returns from a frame.
+    # Sleeping starts a new turn with the GIL. Until it is over no other thread runs, so none returns from a frame.
     time.sleep(0)
     for ident, frame in sys._current_frames().items():
         if ident != threading.get_ident():

@@ -24,21 +24,22 @@ from lightning_commopt.watch import times
 from lightning_commopt.watch.own_errors import log_own_errors
 
 _MAX_STRANGERS = 64
-"""The most connected clients that have not identified themselves. A judgement: more than watchers that greet at the
-same moment (`PeerWatchers` asks 32 at a time), and few enough threads for a host that is scanned."""
+"""Maximum number of connected clients that have not identified themselves. It is a judgement: it must be more than the
+watchers that connect at the same moment (`PeerWatchers` asks 32 at a time), and few enough threads for a host that is
+scanned."""
 
 _MAX_BYTES = 64 * 2**20
-"""The longest message. A judgement: several times a snapshot with thousands of collectives and all stacks, and a bound
-to the memory that a damaged message can take."""
+"""Maximum length of a message. It is a judgement: several times a snapshot with thousands of collectives and all
+stacks, and a limit for the memory that a damaged message can take."""
 
 _PART_BYTES = 2**16
-"""A socket is read in parts of this size, which is what it usually holds at most."""
+"""Size of the parts in which a socket is read, which is usually the most that it holds."""
 
 _NONCE_BYTES = 32
-"""A nonce is as long as a signature by SHA-256, so that neither is easier to guess."""
+"""Length of a nonce. It is that of a SHA-256 signature, so that neither is easier to guess."""
 
 _HELLO_BYTES = 64
-"""A client's first line is a signature in hexadecimal digits."""
+"""Length of a client's first line, which is a signature in hexadecimal digits."""
 
 _Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -174,7 +175,7 @@ class RankLink:
         threading.Thread(target=self._read, args=reading, name="commopt-hang-monitor", daemon=True).start()
 
     def send(self, **message: Any) -> None:
-        """Sends a message; gives up if the other end has closed, or does not read for some seconds."""
+        """Sends a message; gives up if the other end has closed, or does not read for `times.SEND_S`."""
         with suppress(OSError), self._lock:
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 

@@ -1,4 +1,4 @@
-"""Turn: of the watchers that are about to report the same hang, one does."""
+"""Turn: makes only one of the watchers that are about to report the same hang report it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ _FREE, _ASKS, _HAS = range(3)
 class Turn:
     """Whether a watcher reports now, as agreed with the watchers of all other ranks.
 
-    A watcher that wants to report asks all others. One that reports refuses, and so does one of a lower rank that asks
-    itself; one of a higher rank gives way. So of two that can reach each other only one reports, whoever asks first,
-    and the lowest of those that ask is not refused unless another reports already. No watcher decides for the others or
-    remembers what it has allowed: any of them may end at any time, and those that do not answer are not waited for.
+    A watcher that wants to report asks all others. A watcher that reports refuses, and so does one of a lower rank that
+    asks itself; one of a higher rank gives way. So of two watchers that can reach each other only one reports, whoever
+    asks first, and the lowest of those that ask is not refused unless another one reports already. No watcher decides
+    for the others or remembers what it has allowed: any of them may end at any time, and those that do not answer are
+    not waited for.
 
-    Source: Ricart and Agrawala, "An optimal algorithm for mutual exclusion in computer networks" (1981), with ranks in
-    place of their clock; who is refused does not wait, as it has nothing more to report.
+    This differs from Ricart and Agrawala, "An optimal algorithm for mutual exclusion in computer networks" (1981), in:
+    1. Ranks take the place of the clock. 2. A watcher that is refused does not wait, since it has nothing to report.
     """
 
     def __init__(self, rank: int) -> None:
@@ -38,7 +39,7 @@ class Turn:
             return self._state == _HAS
 
     def give_back(self) -> None:
-        """Lets others report, once they have been told of this report."""
+        """Lets others report. Call it after they were notified of this report."""
         with self._lock:
             self._state = _FREE
 

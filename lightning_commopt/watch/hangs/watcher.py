@@ -118,7 +118,7 @@ class Watcher:
             time.sleep(times.CONFIRM_S)
 
     def _inquire(self) -> None:
-        """Reports a hang that a second look confirms, as a rank may just have moved, unless a lower rank reports."""
+        """Reports a hang, unless a lower rank reports. A second look must confirm it: a rank may just have moved."""
         if not self._peers or self._peers.is_lower_watching():
             return
         first = self._look()
@@ -135,7 +135,7 @@ class Watcher:
 
     @property
     def _is_settled(self) -> bool:
-        """Whether the end of this rank needs no report, as it was reported, or follows from our own abort."""
+        """Whether the end of this rank needs no report, because it was reported, or follows from our own abort."""
         return self._must_abort.is_set() or (self._is_reported and not self._aborts)
 
     def _report(self, diagnosis: Diagnosis, snapshots: list[RankSnapshot]) -> bool:
@@ -182,7 +182,7 @@ class Watcher:
             aborts = aborts and (self._own.ended is not None or not has_moved(snapshots, self._look()))
         self._peers.send_all(reported=True, abort=aborts)
         if aborts:
-            _print("  Ending all ranks, as action='abort' asks for.")
+            _print("  Ending all ranks, because action='abort' is set.")
             self._must_abort.set()
 
     def _note_progress(self) -> None:
@@ -190,8 +190,8 @@ class Watcher:
         if self._is_reported and self._own_report is not None:
             diagnosis, snapshots = self._own_report
             idle_s = max(rank.idle_s for rank in snapshots)
-            what = ", so it was slow, not hung" if diagnosis.verdict is not None else ""
-            _print(f"HangMonitor: rank {self._settings.rank} continues after {idle_s:.0f} s or more{what}.")
+            conclusion = ", so it was slow, not hung" if diagnosis.verdict is not None else ""
+            _print(f"HangMonitor: rank {self._settings.rank} continues after {idle_s:.0f} s or more{conclusion}.")
             if diagnosis.verdict is not None:
                 slow = diagnosis.verdict.replace("hang", "slow")
                 self._records.report(replace(diagnosis, verdict=slow), snapshots, idle_s)

@@ -130,7 +130,7 @@ def test_ranks_are_ended_once_one_waits(tmp_path: Path, monkeypatch: Any, capfd:
     assert not thread.is_alive()
     printed = capfd.readouterr().err
     assert printed.count("HangMonitor: ranks 0, 1 are still in the dataloader") == 1
-    assert printed.count("Ending all ranks, as action='abort' asks for.") == 1
+    assert printed.count("Ending all ranks, because action='abort' is set.") == 1
 
 
 @pytest.mark.parametrize("is_writable", [True, False])
