@@ -131,7 +131,7 @@ class Basis:
         return self.plan, errors_of(self.plan, self.workload, self.link, self.costs, self.workload.num_ranks)
 
     def save(self, run_dir: Path, forecasts: Sequence[Forecast] = ()) -> None:
-        """Writes it into the directory of its run, atomically, with what was predicted for verdicts."""
+        """Writes the basis into the directory of its run, atomically, with the forecasts for verdicts."""
         plain = {
             "kind": _KIND,
             "format": FORMAT,
@@ -152,7 +152,7 @@ class Basis:
 
         def read(plain: dict[str, Any]) -> Basis:
             if "strategy" in plain:
-                raise ValueError("it has a prediction of FSDP2, which ShardedBasis reads")
+                raise ValueError("it is the basis of predictions for FSDP2, which ShardedBasis.load reads")
             costs = map(CompressorCost.from_plain, plain["costs"])
             return cls(
                 plan=CommPlan.from_dict(plain["plan"]),
@@ -166,18 +166,18 @@ class Basis:
 
 
 def recommended_compressors() -> list[Compressor | None]:
-    """Returns the average of DDP, and the compressors that are recommended at all."""
+    """Returns None, which stands for DDP's own average, and the compressors that verdicts may recommend."""
     ready = ready_compressors()
     return [None, *(ready[name] for name in recommended())]
 
 
 def basis_of_run(run_dir: Path) -> Basis:
-    """Returns what a run shows for predictions.
+    """Returns the basis of predictions that a run provides.
 
-    Without the file that `CommTimeMonitor` writes at the end of a fit, it is made of the last 200 steps of all ranks,
-    or of those since the plan has changed: gradients become ready evenly between two buckets then, and compressors are
-    measured on this machine if the run was on CPU. ``run_dir`` is the directory that has ``comm_time``; its files
-    import nothing, see `without_imports`.
+    If `CommTimeMonitor` has written it at the end of a fit, it is read. Otherwise it is fitted to the last 200 steps of
+    all ranks, or to those since the plan has changed. Then gradients are assumed to become ready evenly between two
+    buckets, and compressors are measured on this machine if the run was on CPU. ``run_dir`` is the directory that has
+    ``comm_time``; its files import nothing, see `without_imports`.
 
     Raises:
         FileNotFoundError: the run has no records.
@@ -185,20 +185,20 @@ def basis_of_run(run_dir: Path) -> Basis:
             FSDP2.
     """
     path = run_dir / PREDICTION_FILE
-    with without_imports():  # a run may be anybody's
+    with without_imports():  # the run may come from somebody else, whose files must not run code here
         if path.exists():
             return Basis.load(path)
         ranks = read_run(run_dir)
         if _is_sharded(ranks[0].steps):
             raise ValueError(
-                f"{run_dir}: its gradients travel in FSDP2's reduce-scatters, and it has no {PREDICTION_FILE}, in which"
-                " CommTimeMonitor keeps what it measures of them at the end of a fit; commopt summary shows what its"
-                " collectives cost"
+                f"{run_dir}: its gradients travel in FSDP2's reduce-scatters, so a prediction needs {PREDICTION_FILE},"
+                " which CommTimeMonitor writes at the end of a fit, and which is missing here; commopt summary shows"
+                " what its collectives cost"
             )
         if is_diloco(str(ranks[0].header.get("comm_hook"))):
             raise ValueError(
-                f"{run_dir}: it exchanges weights (CommOptDiLoCo), and only steps with DDP's buckets are predicted; a"
-                " run of DDP predicts what sync_every would save"
+                f"{run_dir}: it exchanges weights (CommOptDiLoCo), but only steps with DDP's buckets are predicted;"
+                " what sync_every would save is predicted from a run of DDP"
             )
         plan = _plan_of(run_dir, ranks[0])
     steps = list(zip(*list(steps_of_plan(ranks).values())[-NUM_LAST_STEPS:], strict=True)) or [()]
@@ -226,7 +226,7 @@ def _is_sharded(steps: Sequence[StepRecord]) -> bool:
 
 
 def _plan_of(run_dir: Path, records: RankRecords) -> CommPlan:
-    """Returns the plan of a run's last steps; if they do not name it from its record, or the name of its comm hook."""
+    """Returns the plan of a run's last steps: from the steps, else from the run's record, else from its comm hook."""
     if (options := records.header.get("plan")) is not None:
         if not isinstance(options, dict):
             raise ValueError(f"{records.path} is damaged: a plan must be a JSON object, got {options!r}")

@@ -1,4 +1,4 @@
-"""The buckets into which DDP lays gradients, as predictions need them."""
+"""The buckets into which DDP puts gradients, as predictions need them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Buckets = tuple[tuple[Gradient, ...], ...]
 
 
 def buckets_of(plan: CommPlan, gradients: Sequence[Gradient]) -> Buckets:
-    """Returns DDP's buckets once it has laid them out anew: in the order in which gradients become ready.
+    """Returns DDP's buckets after it has rebuilt them in the order in which gradients become ready.
 
-    ``find_unused_parameters`` keeps DDP's first layout, in the reverse order of definition, which is taken to be that
-    of ``gradients``.
+    ``find_unused_parameters`` keeps DDP's first layout, in the reverse order of definition, which is assumed to be the
+    order of ``gradients``.
 
     Source: torch, ``compute_bucket_assignment_by_size``: a bucket is closed once it has reached its cap.
     """
@@ -54,7 +54,7 @@ def _assign(gradients: Iterable[Gradient], caps: Sequence[int]) -> Buckets:
 
 
 def layout_of(bucket: Sequence[Gradient]) -> Layout:
-    """Returns what a compressor needs to know of a bucket, whose gradients are taken to be contiguous."""
+    """Returns what a compressor needs to know of a bucket, whose gradients are assumed to be contiguous."""
     shapes = tuple(torch.Size(gradient.shape) for gradient in bucket)
     strides = tuple(tuple(accumulate(reversed(shape), mul, initial=1))[-2::-1] for shape in shapes)
     return Layout(shapes, strides, _DTYPES.get(bucket[0].itemsize, torch.float32))

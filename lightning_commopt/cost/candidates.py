@@ -24,12 +24,13 @@ _NUM_BATCHES = 4
 """Batches in a step for which accumulation is forecast: enough to show what it saves, and a number that users try."""
 
 _CAPS_MB = (1, 2, 5, 10, 25, 50, 100, 200, 400)
-"""Caps that users try: each is about twice the one before, beside which finer steps change little; 25 is DDP's own."""
+"""Bucket sizes in MiB that users try: each is about twice the previous one, as finer steps change little; 25 is DDP's
+default."""
 
 _MAX_GROUPS = (96, 16, 6)
-"""The most groups of neighbours for which layouts are calculated. 96 are exact for many models, and the time grows with
-their square; with 16 and 6 there are fewer buckets than in the layout that ends first, which take less of a core that
-backward needs."""
+"""Maximum numbers of groups of neighbouring gradients, with each of which a layout is calculated. With 96 the layout is
+exact for many models; the time to find it grows with the square. With 16 and 6 there are fewer buckets than in the
+layout that ends first, which take less of a core that backward needs."""
 
 
 def candidates(
@@ -41,10 +42,10 @@ def candidates(
 ) -> list[Candidate[CommPlan]]:
     """Returns the plan of ``basis`` and plans with other buckets and compressors, by predicted time.
 
-    For each compressor, None being DDP's own average, there are DDP's own layout with the usual caps and, if
-    ``with_lists``, the best layout as a list of caps, also with few neighbours taken together. Lists need a torch that
-    takes them, and gradients of one dtype. The first of several plans with the same buckets counts. Compressors whose
-    cost was not measured are left out. ``num_ranks=None`` stands for the number of the workload's own run.
+    For each compressor (None is DDP's own average) there are DDP's own layout with the usual caps and, if
+    ``with_lists``, the best layouts as lists of caps, see `best_layout`. Lists need a torch that takes them, and
+    gradients of one dtype. Of several plans with the same buckets the first one is kept. Compressors whose cost was not
+    measured are left out. ``num_ranks=None`` stands for the number of the workload's own run.
     """
     base, workload = basis.plan, basis.workload
     with_lists = with_lists and not base.find_unused_parameters and "bucket_cap_mb_list" in ddp_options()
@@ -90,11 +91,11 @@ def best_layout(
 
     Buckets are sent in order, one at a time: a bucket begins when its last gradient is ready and the one before has
     ended. Then the earliest end of the first ``j`` gradients is all that matters to those that follow, so dynamic
-    programming is exact, but for what gradient sync takes from a core that it shares with backward. Of layouts that end
-    at the same time the one with the fewest buckets is taken.
+    programming is exact, except that it ignores what gradient sync takes from a core that it shares with backward. Of
+    layouts that end at the same time the one with the fewest buckets is taken.
 
-    More gradients than ``max_groups`` are taken together first, into neighbours of about the same size; then it is
-    exact for these groups.
+    If there are more gradients than ``max_groups``, neighbours are first joined into groups of about the same size. The
+    layout is then exact for these groups.
 
     Source: Shi et al., "MG-WFBP", IEEE INFOCOM 2019; Zhang et al., "DeAR", IEEE ICDCS 2023.
     """
@@ -160,8 +161,8 @@ def forecasts(basis: Basis, *, accumulates_by_hand: bool = False) -> list[Foreca
     predicted = [_forecast(candidate, basis) for candidate in best]
     return [
         *sorted(predicted, key=lambda forecast: forecast.error_bound),
-        *_exchanging(basis),
-        _accumulating(basis, accumulates_by_hand),
+        *_diloco_forecasts(basis),
+        _accumulation_forecast(basis, accumulates_by_hand),
     ]
 
 
@@ -185,13 +186,13 @@ def _forecast(candidate: Candidate[CommPlan], basis: Basis) -> Forecast:
     )
 
 
-def _exchanging(basis: Basis) -> list[Forecast]:
+def _diloco_forecasts(basis: Basis) -> list[Forecast]:
     """Returns DiLoCo with its default ``sync_every``; empty for one rank."""
     return [
         Forecast(
             setting=f"CommOptDiLoCo(sync_every={plan.sync_every})",
             is_lossy=True,
-            error_bound=1.0,  # not of a gradient: what it costs is known only from the loss
+            error_bound=1.0,  # this is no error of a gradient: only the loss shows what fewer exchanges cost
             step_s=prediction.step_s,
             low_s=prediction.low_s,
             high_s=prediction.high_s,
@@ -202,7 +203,7 @@ def _exchanging(basis: Basis) -> list[Forecast]:
     ]
 
 
-def _accumulating(basis: Basis, by_hand: bool) -> Forecast:
+def _accumulation_forecast(basis: Basis, by_hand: bool) -> Forecast:
     num_batches = _NUM_BATCHES * basis.workload.num_batches
     more = dataclasses.replace(basis, workload=basis.workload.accumulating(num_batches)).predict(basis.plan)
     return Forecast(

@@ -36,7 +36,7 @@ _Hook = TypeVar("_Hook")
 _Cost = TypeVar("_Cost")
 
 _LATE_STEP = 2**30
-"""Compressors are measured as in this step, in which one that starts late has long started."""
+"""Number of the step in which compressors are measured, so late that one with a late start compresses, too."""
 
 
 class Stage(NamedTuple):
@@ -84,13 +84,13 @@ class CompressorCost:
 def measure_costs(
     compressors: Iterable[Compressor | None], gradients: Sequence[Gradient], device: torch.device, num_ranks: int
 ) -> dict[Compressor | None, CompressorCost]:
-    """Measures compressors one after another, in some ten milliseconds each. Needs no communication.
+    """Measures compressors one after another, in tens of milliseconds each and without communication.
 
-    On CPU with one thread in processor time, which other programs do not disturb. The larger scratch buckets have the
-    shapes of the model's gradients as far as they fit. None stands for DDP's own average.
+    On CPU with one thread, processor time is measured, which other programs do not disturb. The larger scratch buckets
+    have the shapes of the model's gradients as far as they fit. None stands for DDP's own average.
 
     Returns:
-        The costs that `each_alone` finds.
+        The cost of each compressor that one rank can run alone, see `each_alone`.
     """
     clock = work_clock(device)
     layouts = (_layout([(256, 256)]), _layout(_shapes(gradients)))
@@ -98,9 +98,9 @@ def measure_costs(
 
 
 def each_alone(compressors: Iterable[_Hook], measure: Callable[[_Hook], _Cost]) -> dict[_Hook, _Cost]:
-    """Returns what ``measure`` finds for each compressor that one rank can run alone.
+    """Returns the result of ``measure`` for each compressor that one rank can run alone.
 
-    These are not the hierarchical ones, and not a user's own compressor that fails, for which there is a warning.
+    Hierarchical compressors are left out. So is a user's own compressor that fails, with a warning.
     """
     costs = {}
     for compressor in compressors:
@@ -126,13 +126,13 @@ def _shapes(gradients: Sequence[Gradient]) -> list[tuple[int, ...]]:
 
     A matrix behind a few biases begins anywhere in a cache line, which costs time.
     """
-    shapes, left = [], LARGE_BYTES // 4
+    shapes, free_numel = [], LARGE_BYTES // 4
     for gradient in gradients:
         numel = gradient.num_bytes // gradient.itemsize
-        if 0 < numel <= left:
+        if 0 < numel <= free_numel:
             shapes.append(gradient.shape)
-            left -= numel
-    return shapes if left <= LARGE_BYTES // 8 else [*shapes, (left // 1024, 1024)]
+            free_numel -= numel
+    return shapes if free_numel <= LARGE_BYTES // 8 else [*shapes, (free_numel // 1024, 1024)]
 
 
 def _layout(shapes: Sequence[tuple[int, ...]]) -> Layout:
@@ -144,12 +144,14 @@ def _measure(
 ) -> CompressorCost:
     if compressor is None:
         return own_average()
-    compressor.wire_bytes(layouts[0], num_ranks)  # fails here rather than in a prediction, which will ask for it
+    compressor.wire_bytes(layouts[0], num_ranks)  # if this fails, then here, and not in a later prediction
     buckets = [_ScratchBucket(compressor, layout, device, num_ranks) for _ in range(NUM_BUCKETS) for layout in layouts]
     with torch.no_grad():
         for _ in range(2):  # the first time does not count, as memory is allocated, and kernels are compiled
             times = time_rounds([bucket.rounds() for bucket in buckets], clock)
-    small, large = ([median(stage) for stage in zip(*same, strict=True)] for same in (times[::2], times[1::2]))
+    small, large = (
+        [median(stage) for stage in zip(*bucket_times, strict=True)] for bucket_times in (times[::2], times[1::2])
+    )
     issued = buckets[1].channel.issued
     small_bytes, large_bytes = (layout.numel * layout.dtype.itemsize for layout in layouts)
     sent = sum(num_bytes if operation == "all_reduce" else num_bytes / 2 for operation, num_bytes in issued)
@@ -180,7 +182,7 @@ class _ScratchBucket:
 
     def __init__(self, compressor: Compressor, layout: Layout, device: torch.device, num_ranks: int) -> None:
         self._compressor, self._layout = compressor, layout
-        generator = torch.Generator(device).manual_seed(0)  # training's own must not notice
+        generator = torch.Generator(device).manual_seed(0)  # training's own generator must not advance
         self._flat = torch.randn(layout.numel, dtype=layout.dtype, device=device, generator=generator)
         self._state = compressor.init(layout, device, _LATE_STEP)
         self.channel = AloneChannel(num_ranks)
@@ -194,8 +196,8 @@ class _ScratchBucket:
 def time_rounds(buckets: Sequence[Rounds], clock: Clock) -> list[list[float]]:
     """Drives the rounds of some buckets to their end.
 
-    They take turns, one round each, so that the memory of others is in the caches when a bucket's turn comes, as that
-    of backward is in training.
+    They take turns, one round each, so that the caches hold other buckets' memory when a bucket's turn comes, as they
+    hold that of backward in training.
 
     Returns:
         For each bucket the seconds before each collective and after the last one.

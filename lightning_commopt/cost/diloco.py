@@ -16,14 +16,14 @@ _DIFFERENCE_ITEMSIZE = 4  # differences travel from float32, also those of param
 
 CHECK_LOSS = "DiLoCo trains different weights on each rank: compare the loss at equal samples before you rely on it"
 
-_ALIKE = (
+_EXCHANGE_ASSUMPTION = (
     "an exchange takes as long as the same bytes between DDP's ranks; on CUDA copies to the host and its arithmetic"
     " come on top"
 )
 
 
 def predict_diloco(plan: DiLoCoPlan, basis: Basis, *, num_ranks: int | None = None) -> Prediction:
-    """Predicts the mean step on ``num_ranks``, or those of the run, as exchanges take place after some steps only.
+    """Predicts the mean step, since exchanges follow only some steps; ``num_ranks=None`` stands for those of the run.
 
     It is a step without communication, and its share of the exchanges as far as they last longer than ``overlap``
     steps. Only ``sync_every``, ``fragments``, ``overlap`` and ``comm_hook`` of the plan count.
@@ -38,11 +38,13 @@ def predict_diloco(plan: DiLoCoPlan, basis: Basis, *, num_ranks: int | None = No
         for exchange_s, step_s in zip(exchanges_s, (steps_s[0], steps_s[2], steps_s[1]), strict=True)
     ]
     expected_s, low_s, high_s = (step_s + wait_s for step_s, wait_s in zip(steps_s, waits_s, strict=True))
-    return Prediction(step_s=expected_s, low_s=low_s, high_s=high_s, exposed_s=waits_s[0], reasons=(_ALIKE, CHECK_LOSS))
+    return Prediction(
+        step_s=expected_s, low_s=low_s, high_s=high_s, exposed_s=waits_s[0], reasons=(_EXCHANGE_ASSUMPTION, CHECK_LOSS)
+    )
 
 
 def _exchange_s(plan: DiLoCoPlan, basis: Basis, num_ranks: int, link_ratio: float) -> float:
-    """Returns the time in which all fragments travel once, with the arithmetic of the compressor."""
+    """Returns the time in which all fragments are exchanged once, with the arithmetic of the compressor."""
     if num_ranks == 1:
         return 0.0
     gradients = basis.workload.gradients
@@ -55,7 +57,7 @@ def _exchange_s(plan: DiLoCoPlan, basis: Basis, num_ranks: int, link_ratio: floa
 
 
 def diloco_candidates(basis: Basis, *, num_ranks: int | None = None) -> list[Candidate[DiLoCoPlan]]:
-    """Returns DiLoCo with some ``sync_every``; for the default also with int4, and with the overlap that hides all."""
+    """Returns DiLoCo with some ``sync_every``; with the default one also int4, and the overlap that hides exchanges."""
     if (basis.workload.num_ranks if num_ranks is None else num_ranks) == 1:
         return []
     plans = [DiLoCoPlan(sync_every=sync_every) for sync_every in SYNC_EVERY]

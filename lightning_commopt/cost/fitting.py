@@ -16,9 +16,9 @@ from lightning_commopt.measure.link.link import Link
 from lightning_commopt.plan import CommPlan
 
 _MIN_FACTOR, _MAX_FACTOR = 1 / 4, 8.0
-"""A factor beyond these is not believed: the rest stays unexplained, or is added to the part that no plan changes. A
-judgement: threads that share a core with others take a few times as long, and nothing takes a quarter of its time
-alone."""
+"""Limits of a plausible factor: beyond them the rest stays unexplained, or is added to the part that no plan changes. A
+judgement: threads that share a core with others take a few times as long, and nothing takes less than a quarter of the
+time that it takes alone."""
 
 _NUM_HALVINGS = 16
 """Halvings of the range of factors, on a logarithmic scale, which find the factor to better than 0.01 %."""
@@ -48,7 +48,7 @@ def fit_to_step(parts: FittedParts, plan: CommPlan, step_s: float) -> FittedPart
     """
     sync_s = step_s - fixed_s(parts.workload, parts.workload.num_ranks)
     stretched = _compressed_parts if plan.is_lossy else _uncompressed_parts
-    fitted = _reaching(sync_s, step_s, parts, plan, stretched)
+    fitted = _with_fitted_factor(sync_s, step_s, parts, plan, stretched)
     missing_s = max(0.0, step_s - _step_s(fitted, plan))
     workload = replace(fitted.workload, rest_s=fitted.workload.rest_s + missing_s)
     return fitted._replace(workload=workload)
@@ -60,14 +60,14 @@ def _step_s(parts: FittedParts, plan: CommPlan) -> float:
     return fixed_s(workload, num_ranks) + outcome_of(plan, workload, link, costs, num_ranks).end_s
 
 
-def _reaching(
+def _with_fitted_factor(
     sync_s: float,
     step_s: float,
     parts: FittedParts,
     plan: CommPlan,
     stretched: Callable[[FittedParts, float], FittedParts],
 ) -> FittedParts:
-    """Returns the parts with the factor with which backward and gradient sync take ``sync_s``."""
+    """Returns the parts, changed by the one factor with which backward and gradient sync take ``sync_s``."""
 
     def is_slower(factor: float) -> bool:
         workload, link, costs, _ = stretched(parts, factor)

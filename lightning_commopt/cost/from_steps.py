@@ -42,7 +42,7 @@ def workload_of_steps(
         gradients = even_gradients(ranks[0], shapes)
     forward_s = median(part.forward_s for part in every)
     backward_s = max(gradients[-1].ready_s, 1e-9) if is_per_gradient else median(part.backward_s for part in every)
-    if is_per_gradient:  # other processes may have slowed down the timed backwards, and left the others alone
+    if is_per_gradient:  # other processes may have slowed down only the timed backwards
         factor = min(1.0, median(part.backward_s for part in every) / backward_s)
         gradients = [gradient._replace(ready_s=factor * gradient.ready_s) for gradient in gradients]
         backward_s *= factor
@@ -117,7 +117,7 @@ def link_of_steps(
 def _link_cpu_s(
     buckets: Sequence[BucketSpan], wakes: float, comm_cpu_s: float, cost: CompressorCost | None
 ) -> tuple[float, float]:
-    """Returns the processor time of a byte on the wire, and the time that a collective of two ranks takes besides.
+    """Returns the processor seconds of a byte on the wire, and the further ones of a collective of two ranks.
 
     A collective of these ranks takes ``wakes`` times the latter.
     """
@@ -148,7 +148,7 @@ class _Parts(NamedTuple):
 
 
 def _parts(record: StepRecord) -> _Parts:
-    began_s = _began_s(record)
+    began_s = _backward_start_s(record)
     last_ready_s = max(bucket.ready_s for bucket in record.buckets)
     ended_s = max(bucket.end_s for bucket in record.buckets)
     forward_s = record.totals.forward_s
@@ -175,7 +175,7 @@ def even_gradients(steps: Sequence[StepRecord], shapes: Mapping[str, Shape] | No
     ready_s: defaultdict[int, list[float]] = defaultdict(list)
     for record in steps:
         if record.buckets:
-            last, began_s = record.buckets[-1].backward, _began_s(record)
+            last, began_s = record.buckets[-1].backward, _backward_start_s(record)
             for bucket in record.buckets:
                 if bucket.backward == last:
                     ready_s[bucket.index].append(bucket.ready_s - began_s)
@@ -192,7 +192,7 @@ def even_gradients(steps: Sequence[StepRecord], shapes: Mapping[str, Shape] | No
     return gradients
 
 
-def _began_s(record: StepRecord) -> float:
+def _backward_start_s(record: StepRecord) -> float:
     """Returns when the last backward of a step with buckets began."""
     last_s = record.buckets[-1].ready_s
     starts_s = (start_s for name, start_s, _ in record.phases if name == "backward" and start_s <= last_s)

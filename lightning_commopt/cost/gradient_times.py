@@ -113,7 +113,7 @@ class GradientTimes:
         return Interrupts((last_s - first_s) / (len(self._interrupts) - 1), in_threads)
 
     def arguments(self) -> dict[str, Any]:
-        """Returns what was found, as `Basis.of_steps` takes it; for errors see `gradients`."""
+        """Returns the measurements as keyword arguments of `Basis.of_steps`; for errors see `gradients`."""
         names = ("comm_cpu_s", "slowdown", "shares_core", "interrupts")
         return {"gradients": self.gradients(), **{name: getattr(self, name) for name in names}}
 

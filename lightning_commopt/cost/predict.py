@@ -80,9 +80,10 @@ def predict(
 ) -> Prediction:
     """Predicts the median step. Only the buckets and the compressor of the plan count.
 
-    A compressor without ``costs`` is taken to compute nothing. ``num_ranks=None`` stands for the workload's own.
-    ``fitted`` is the plan that all this was fitted to, whose step is known, and its errors. An error of the link counts
-    only as far as it changes the difference to that plan; so does one of arithmetic with the same compressor.
+    A compressor without ``costs`` is assumed to compute nothing. ``num_ranks=None`` stands for the workload's own.
+    ``fitted`` is the plan that workload, link and costs were fitted to, whose step is known, and its errors. An error
+    of the link counts only as far as it changes the difference to that plan; so does one of arithmetic with the same
+    compressor.
 
     Raises:
         ValueError: ``num_ranks`` is below 1.
@@ -100,7 +101,7 @@ def predict(
         reasons = (*reasons, f"{seen}, and plans that send up to {num_bytes / 1e6:.3g} MB are extrapolated from that")
     errors = errors_of(plan, workload, planned_link, costs, num_ranks)
     if fitted is not None:
-        errors = _beside(
+        errors = _relative_errors(
             fitted, errors, has_same_hook=plan.comm_hook == fitted[0].comm_hook, is_seen=not is_extrapolated
         )
     of_model_s = 2 * math.hypot(MODEL_ERROR * step_s, workload.spread_s)
@@ -121,7 +122,7 @@ def least_s(step_s: float, computing_s: float) -> float:
 
 
 def errors_of(plan: CommPlan, workload: Workload, link: Link, costs: Costs, num_ranks: int) -> Errors:
-    """Returns what the link's interval, and arithmetic within `COST_RATIO`, change about a step."""
+    """Returns by how much a step changes at the ends of the link's interval, and of `COST_RATIO` for arithmetic."""
     expected_s = outcome_of(plan, workload, link, costs, num_ranks).end_s
     links = (link.times(link.low_ratio), link.times(link.high_ratio))
     own = {plan.comm_hook: costs[plan.comm_hook]} if plan.comm_hook in costs else {}
@@ -131,8 +132,8 @@ def errors_of(plan: CommPlan, workload: Workload, link: Link, costs: Costs, num_
     return Errors(*(end_s - expected_s for end_s in ends_s))
 
 
-def _beside(fitted: tuple[CommPlan, Errors], errors: Errors, *, has_same_hook: bool, is_seen: bool) -> Errors:
-    """Returns the errors of a step beside the one that the parts were fitted to.
+def _relative_errors(fitted: tuple[CommPlan, Errors], errors: Errors, *, has_same_hook: bool, is_seen: bool) -> Errors:
+    """Returns the errors of the difference between a step and the one that the parts were fitted to.
 
     An error of the link changes both steps, unless this one sends far more than was seen. So does an error of the
     arithmetic if both have the same compressor; the arithmetic of two compressors has independent errors.
@@ -230,9 +231,11 @@ def expected_largest(num: int) -> float:
 def _reasons(plan: CommPlan, workload: Workload, link: Link, costs: Costs, num_ranks: int) -> tuple[str, ...]:
     reasons = [f"link: {link.source}"] if link.source else []
     if not workload.is_per_gradient:
-        reasons.append("gradients are taken to become ready evenly between two buckets")
+        reasons.append("gradients are assumed to become ready evenly between two buckets")
     if plan.comm_hook is not None and plan.comm_hook not in costs:
-        reasons.append(f"the arithmetic of {compressor_name(plan.comm_hook)} was not measured and counts as none")
+        reasons.append(f"the arithmetic of {compressor_name(plan.comm_hook)} was not measured and counts as 0 s")
     if num_ranks != workload.num_ranks:
-        reasons.append(f"{workload.num_ranks} ranks were measured: more hops, and more ranks to wait for")
+        reasons.append(
+            f"{workload.num_ranks} ranks were measured; more hops, and more ranks to wait for, are calculated"
+        )
     return tuple(reasons)

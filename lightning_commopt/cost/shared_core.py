@@ -1,4 +1,4 @@
-"""What a rank pays where its threads share a core: waiting for a turn, the work of gloo's threads, interrupts.
+"""What it costs a rank if its threads share a core: waiting for a turn, the work of gloo's threads, interrupts.
 
 The rest of `cost` describes a machine with a core for each thread. There nothing waits (`wake_s` is 0), nothing is
 slowed down (`core_rates` are 1), no other program takes part of a core (`competing_threads` is 0), and interrupts are
@@ -71,12 +71,12 @@ def core_rates(needs: Sequence[float]) -> list[float]:
     """
     if sum(needs) <= 1:
         return [1.0] * len(needs)
-    left, given = 1.0, [0.0] * len(needs)
+    free_share, shares = 1.0, [0.0] * len(needs)
     order = sorted(range(len(needs)), key=needs.__getitem__)
     for place, index in enumerate(order):
-        given[index] = min(needs[index], left / (len(order) - place))
-        left -= given[index]
-    return [1.0 if need == 0 else max(got / need, 1e-9) for got, need in zip(given, needs, strict=True)]
+        shares[index] = min(needs[index], free_share / (len(order) - place))
+        free_share -= shares[index]
+    return [1.0 if need == 0 else max(got / need, 1e-9) for got, need in zip(shares, needs, strict=True)]
 
 
 def message_cpu_s(cpu_s: float, wakes: float) -> float:
@@ -106,7 +106,7 @@ def interrupts_in(stat: str, cores: Collection[int], ticks_per_s: float) -> Inte
 
 
 def undisturbed_share(interrupts_s: float, hidden_share: float, backward_s: float) -> float:
-    """Returns the part of backward that interrupts have left it.
+    """Returns the share of backward's time in which no interrupt took its core.
 
     Args:
         interrupts_s: time in interrupts in a step, spread over the time of its gradient sync.

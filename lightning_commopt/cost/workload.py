@@ -58,7 +58,7 @@ class Workload:
         return sum(gradient.num_bytes for gradient in self.gradients)
 
     def accumulating(self, num_batches: int) -> Workload:
-        """Returns the same with another number of batches in a step; times that do not depend on it stay.
+        """Returns the workload with another number of batches in a step; times that do not depend on it stay.
 
         Raises:
             ValueError: ``num_batches`` is below 1.

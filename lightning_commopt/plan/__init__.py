@@ -1,4 +1,4 @@
-"""The options of each strategy, which are validated here, and their way to JSON and back.
+"""The options of each strategy, which are validated here, and their conversion to JSON and back.
 
 `ShardedPlan` has to be imported from its module, because that loads FSDP2, which takes seconds.
 """

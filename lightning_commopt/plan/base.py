@@ -88,7 +88,7 @@ class Plan(ABC):
 
         Args:
             plan: the plan or the path.
-            words: what a caller takes besides, for the message.
+            words: further values that the caller allows, such as "auto". They are only named in error messages.
 
         Raises:
             OptionError: ``plan`` is neither, or the file has none.
@@ -100,7 +100,7 @@ class Plan(ABC):
             raise OptionError(f"plan must be {allowed}, the path of a file or None, got {plan!r}")
         if not Path(plan).is_file():
             hint = did_you_mean(str(plan), words)
-            raise OptionError(f"plan must be {allowed}, or the path of a file, and there is no file {plan!r}{hint}")
+            raise OptionError(f"plan must be {allowed}, or the path of a file, but there is no file {plan!r}{hint}")
         return cls.load(plan)
 
     @classmethod

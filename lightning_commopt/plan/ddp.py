@@ -50,8 +50,8 @@ class CommPlan(Plan):
             become ready (torch >= 2.11).
         find_unused_parameters: look in every step for parameters without a gradient.
         comm_hook: how buckets are averaged: a name ("none", "bf16", "fp16", "powersgd", ...), a mapping of a name
-            and options (``{"name": "powersgd", "matrix_rank": 2}``), or a compressor, which the plan makes of the
-            others. None and "none" leave DDP's own all-reduce. All except "none" and "all_reduce" are lossy.
+            and options (``{"name": "powersgd", "matrix_rank": 2}``), or a compressor; the plan turns the first two into
+            a compressor. None and "none" leave DDP's own all-reduce. All except "none" and "all_reduce" are lossy.
         broadcast_buffers: send rank 0's buffers to all ranks before each forward.
         forward_sync_buffers: the successor of ``broadcast_buffers`` (torch >= 2.13).
         init_sync: check and send parameters when the model is wrapped (torch >= 2.7).
@@ -170,10 +170,11 @@ def check_option_names(options: Iterable[str], known: Sequence[str]) -> None:
             check_known(name, known)
 
 
-def _check_available(ddp_option: str, asked: str) -> None:
+def _check_available(ddp_option: str, label: str) -> None:
+    """Raises an OptionError, which begins with ``label``, if the installed torch's DDP lacks an option."""
     if ddp_option not in ddp_options():
         since = DDP_OPTION_SINCE.get(ddp_option, "another version")
-        raise OptionError(f"{asked} needs torch >= {since}, but torch {torch.__version__} is installed")
+        raise OptionError(f"{label} needs torch >= {since}, but torch {torch.__version__} is installed")
 
 
 def _check_bucket_cap(value: object) -> float | tuple[float, ...] | None:

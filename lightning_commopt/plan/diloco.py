@@ -1,4 +1,4 @@
-"""DiLoCoPlan: how often workers exchange what they have learned, and how; the options are validated here."""
+"""DiLoCoPlan: how often and how workers exchange what they have learned. The options are validated here."""
 
 from __future__ import annotations
 
@@ -79,16 +79,17 @@ class DiLoCoPlan(Plan):
                 _check_share(name, getattr(self, name))
         if self.fragments > self.sync_every:
             raise OptionError(
-                f"fragments={self.fragments} do not fit in sync_every={self.sync_every}: one is exchanged in a step, so"
-                f" that fragments={self.sync_every} are the most"
+                f"fragments={self.fragments} is too large for sync_every={self.sync_every}: a step exchanges one"
+                f" fragment at most, so the maximum is fragments={self.sync_every}"
             )
         if self.overlap >= self.sync_every:
             raise OptionError(
-                f"overlap={self.overlap} does not fit in sync_every={self.sync_every}: an exchange must end before the"
-                f" next one of the same fragment, so that overlap={self.sync_every - 1} is the most"
+                f"overlap={self.overlap} is too large for sync_every={self.sync_every}: an exchange must end before the"
+                f" next one of the same fragment, so the maximum is overlap={self.sync_every - 1}"
             )
         if self.nesterov and self.outer_momentum == 0:
-            object.__setattr__(self, "nesterov", False)  # it has no effect, and plans are compared by value
+            # Without momentum the option has no effect. As plans are compared by value, it must have one value then.
+            object.__setattr__(self, "nesterov", False)
 
     @property
     def own_share(self) -> float:

@@ -18,7 +18,7 @@ from lightning_commopt.plan.ddp import CommPlan
 from lightning_commopt.text.validation import check_choice, check_integer, check_switch
 
 _NO_BUCKETS = "FSDP2 has no buckets"
-_WHY_NOT = {
+_INAPPLICABLE = {
     "static_graph": "FSDP2 records no graph",
     "gradient_as_bucket_view": _NO_BUCKETS,
     "bucket_cap_mb": f"{_NO_BUCKETS}; what travels together is a unit, whose size shard(..., blocks=...) sets",
@@ -78,7 +78,7 @@ class ShardedPlan(Plan):
                 check_integer("reduce_scatter_max_input_buffers", size, at_least=1)
 
     def check_torch(self) -> None:
-        """Raises an OptionError if this torch cannot carry the plan out, which may be that of a run elsewhere."""
+        """Raises an OptionError if this torch cannot carry out the plan, which another machine may have written."""
         for name in ("comm_hook", "param_hook"):
             if getattr(self, name) is not None:
                 check_available(name)
@@ -91,8 +91,10 @@ class ShardedPlan(Plan):
     @classmethod
     def check_names(cls, names: Sequence[str]) -> None:
         for name in names:
-            if name in _WHY_NOT:
-                raise OptionError(f"{name} is an option of DDP, which cannot apply to sharded models: {_WHY_NOT[name]}")
+            if name in _INAPPLICABLE:
+                raise OptionError(
+                    f"{name} is an option of DDP, which cannot apply to sharded models: {_INAPPLICABLE[name]}"
+                )
         super().check_names(names)
 
     @classmethod

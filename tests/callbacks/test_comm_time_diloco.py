@@ -67,7 +67,7 @@ def test_exchanges_are_in_the_records_and_in_the_summary(tmp_path: Path) -> None
     assert all(call.source for call in issued if call.phase != "pause")  # others are taken for the user's own
     events = to_trace(ranks, range(NUM_STEPS))["traceEvents"]
     assert {"exchange 0", "exchange 1 on the wire", "waits for an exchange"} <= {event["name"] for event in events}
-    with pytest.raises(ValueError, match="a run of DDP predicts what sync_every would save"):
+    with pytest.raises(ValueError, match="what sync_every would save is predicted from a run of DDP"):
         basis_of_run(tmp_path)
 
 

@@ -30,7 +30,7 @@ def test_a_table_of_plans(predicted: Path) -> None:
     assert "uncompressed (as it ran)" in output
     assert "int8" in output
     assert "Assumes: link: 12 times of 10 MB on the wire in the run." in output
-    assert "Assumes: gradients are taken to become ready evenly" in output
+    assert "Assumes: gradients are assumed to become ready evenly" in output
 
 
 def test_a_run_that_put_nothing_on_the_wire_is_not_told_to_train_for_longer(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_a_run_of_fsdp2_without_a_prediction_is_refused_with_the_reason(
     record = StepRecord(step=0, num_samples=1, phases=(Phase("backward", 0, 1),), buckets=(), collectives=(collective,))
     StepWriter(rank_file(tmp_path, 0), header).write([record])
     message = refusal("predict", tmp_path)
-    assert ("FSDP2's reduce-scatters, and it has no prediction.json" in message) == (operation != "all_reduce")
+    assert ("FSDP2's reduce-scatters, so a prediction needs prediction.json" in message) == (operation != "all_reduce")
     assert ("is not from lightning_commopt" in message) == (operation == "all_reduce")
 
 

@@ -30,7 +30,7 @@ from lightning_commopt.cost.candidates import best_of_each
 from lightning_commopt.cost.compressor_cost import measure_costs
 from lightning_commopt.cost.diloco import CHECK_LOSS, diloco_candidates
 from lightning_commopt.cost.fsdp2.arithmetic import measure_shard_costs, predicted_shards
-from lightning_commopt.cost.fsdp2.basis import Elsewhere, ShardedBasis, has_sharded_basis, sharded_candidates
+from lightning_commopt.cost.fsdp2.basis import Conditions, ShardedBasis, has_sharded_basis, sharded_candidates
 from lightning_commopt.cost.predict import Candidate
 from lightning_commopt.launch.lab import parse_rate
 from lightning_commopt.measure.runs.files import PREDICTION_FILE
@@ -114,9 +114,9 @@ def outlook(
         words.append(f"a link of {link}")
     if num_batches is not None:
         words.append("1 batch per step" if num_batches == 1 else f"{num_batches} batches per step")
-    where = Elsewhere(num_ranks, bits_per_s, num_batches)
+    conditions = Conditions(num_ranks, bits_per_s, num_batches)
     predicted = _sharded if has_sharded_basis(run_dir) else _in_buckets
-    num_measured, (present, *others), diloco = predicted(run_dir, where, comm_hooks)
+    num_measured, (present, *others), diloco = predicted(run_dir, conditions, comm_hooks)
     words.insert(0, count(num_ranks or num_measured, "rank"))
     title = f" The median step of {run_dir} with {', '.join(words)}"
     return Outlook(title=title, present=present, others=tuple(others), diloco=tuple(diloco))
@@ -126,7 +126,7 @@ _Predicted = tuple[int, list[Candidate[Any]], list[Candidate[Any]]]
 """The ranks of a run, predictions with that of its own plan first, and those of DiLoCo."""
 
 
-def _in_buckets(run_dir: Path, where: Elsewhere, comm_hooks: Sequence[str] | None) -> _Predicted:
+def _in_buckets(run_dir: Path, conditions: Conditions, comm_hooks: Sequence[str] | None) -> _Predicted:
     """Predicts from a run of DDP."""
     with option_errors("--comm-hook: "):
         for name in comm_hooks or ():
@@ -134,17 +134,17 @@ def _in_buckets(run_dir: Path, where: Elsewhere, comm_hooks: Sequence[str] | Non
         wanted = recommended_compressors() if comm_hooks is None else [compressor_from_config(x) for x in comm_hooks]
     basis = basis_of_run(run_dir)
     world = dataclasses.replace(basis, costs=dict(basis.costs) | missing_costs(basis, wanted))
-    if where.bits_per_s is not None:
-        world = dataclasses.replace(world, link=basis.link.at_rate(where.bits_per_s))
-    if where.num_batches is not None:
-        world = dataclasses.replace(world, workload=basis.workload.accumulating(where.num_batches))
-    present = Candidate(world.plan, world.predict(world.plan, num_ranks=where.num_ranks))
-    best = best_of_each(world, wanted, num_ranks=where.num_ranks)
-    diloco = diloco_candidates(world, num_ranks=where.num_ranks) if comm_hooks is None else []
+    if conditions.bits_per_s is not None:
+        world = dataclasses.replace(world, link=basis.link.at_rate(conditions.bits_per_s))
+    if conditions.num_batches is not None:
+        world = dataclasses.replace(world, workload=basis.workload.accumulating(conditions.num_batches))
+    present = Candidate(world.plan, world.predict(world.plan, num_ranks=conditions.num_ranks))
+    best = best_of_each(world, wanted, num_ranks=conditions.num_ranks)
+    diloco = diloco_candidates(world, num_ranks=conditions.num_ranks) if comm_hooks is None else []
     return basis.workload.num_ranks, [present, *best], [*diloco]
 
 
-def _sharded(run_dir: Path, where: Elsewhere, comm_hooks: Sequence[str] | None) -> _Predicted:
+def _sharded(run_dir: Path, conditions: Conditions, comm_hooks: Sequence[str] | None) -> _Predicted:
     """Predicts from a run of FSDP2."""
     basis = ShardedBasis.load(run_dir / PREDICTION_FILE)
     with option_errors("--comm-hook: "):
@@ -155,8 +155,8 @@ def _sharded(run_dir: Path, where: Elsewhere, comm_hooks: Sequence[str] | None) 
     for hook in wanted if comm_hooks is not None else ():
         if hook is not None and hook not in basis.costs:
             raise ValueError(f"--comm-hook: the arithmetic of {compressor_name(hook)!r} is not known for this run")
-    present = Candidate(basis.plan, basis.predict(basis.plan, where))
-    return basis.workload.num_ranks, [present, *sharded_candidates(basis, wanted, where)], []
+    present = Candidate(basis.plan, basis.predict(basis.plan, conditions))
+    return basis.workload.num_ranks, [present, *sharded_candidates(basis, wanted, conditions)], []
 
 
 def _check_can_be_named(name: str, entry: Entry | None, known: Mapping[str, Entry]) -> None:

@@ -34,23 +34,23 @@ _KIND = "commopt prediction"
 _STRATEGY = "CommOptModelParallel"
 
 
-class Elsewhere(NamedTuple):
-    """Where and how a step is predicted, as far as that differs from the run."""
+class Conditions(NamedTuple):
+    """The conditions of a predicted step that differ from those of the run; None if one does not."""
 
     num_ranks: int | None = None
     bits_per_s: float | None = None  # rate of each rank's link in each direction
     num_batches: int | None = None  # batches that are accumulated for a step
 
 
-AS_IT_RAN = Elsewhere()
+AS_IN_RUN = Conditions()
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedBasis:
     """The workload, the links and the arithmetic of compressors, of one run.
 
-    A prediction is the measured step without what the run's own plan is calculated to take, and with what another plan
-    is. So the run's own plan takes what was measured, whatever is wrong with the parts, and an error of a part counts
+    A prediction is the measured step, minus the calculated communication of the run's own plan, plus that of another
+    plan. So the run's own plan takes what was measured, however wrong the parts are, and an error of a part counts only
     as far as it changes the difference.
     """
 
@@ -64,25 +64,25 @@ class ShardedBasis:
         if self.plan.comm_hook is not None and self.plan.comm_hook not in self.costs:
             raise ValueError(f"the arithmetic of {self.plan.comm_hook!r}, which the run used, was not measured")
 
-    def predict(self, plan: ShardedPlan, where: Elsewhere = AS_IT_RAN) -> Prediction:
+    def predict(self, plan: ShardedPlan, conditions: Conditions = AS_IN_RUN) -> Prediction:
         """Predicts the median step.
 
         Args:
             plan: the plan; of its options only ``comm_hook``, ``param_hook`` and ``accumulate_grads`` count. The
                 arithmetic of its compressor must have been measured.
-            where: what is different from the run.
+            conditions: what is different from the run.
 
         Raises:
-            ValueError: a part of ``where`` is out of range.
+            ValueError: a field of ``conditions`` is out of range.
         """
         for name in ("num_ranks", "num_batches"):
-            if (number := getattr(where, name)) is not None:
+            if (number := getattr(conditions, name)) is not None:
                 check_integer(name, number, at_least=1)
         world = self.world
-        low_s, high_s, exposed_s = self._step(plan, world, where)
+        low_s, high_s, exposed_s = self._step(plan, world, conditions)
         step_s = (low_s + high_s) / 2
         errors_s = [2 * MODEL_ERROR * step_s, 2 * self.workload.spread_s, (high_s - low_s) / 2]
-        changes_s = [sum(self._step(plan, other, where)[:2]) / 2 - step_s for other in self._variants(plan, world)]
+        changes_s = [sum(self._step(plan, other, conditions)[:2]) / 2 - step_s for other in self._variants(plan, world)]
         less_s = math.hypot(*errors_s, *(min(0.0, change_s) for change_s in changes_s))
         more_s = math.hypot(*errors_s, *(max(0.0, change_s) for change_s in changes_s))
         return Prediction(
@@ -90,28 +90,28 @@ class ShardedBasis:
             low_s=max(step_s - less_s, least_s(step_s, step_s - exposed_s)),
             high_s=step_s + more_s,
             exposed_s=exposed_s,
-            reasons=self._reasons(where),
+            reasons=self._reasons(conditions),
         )
 
     @property
     def world(self) -> World:
-        """What the run was in."""
+        """The machines and the number of batches of the run."""
         return World(
             self.links.expected, self.costs, self.gather_cost, self.workload.num_ranks, self.workload.num_batches
         )
 
-    def _step(self, plan: ShardedPlan, world: World, where: Elsewhere) -> tuple[float, float, float]:
-        """Returns both ends of a step, and how long computation waits in it, if the run was in ``world``."""
+    def _step(self, plan: ShardedPlan, world: World, conditions: Conditions) -> tuple[float, float, float]:
+        """Returns both ends of a step, and how long its computation waits, if ``world`` describes the run."""
         work = self.workload
         own_s = communication_s(self.plan, work, world).middle_s
         available_s = max(work.step_s - work.once_s, 0.0)
         scale = min(1.0, available_s / own_s) if own_s > 0 else 1.0
         batch_s = (available_s - scale * own_s) / work.num_batches
-        links = world.links if where.bits_per_s is None else world.links.at_rate(where.bits_per_s)
-        num_ranks = where.num_ranks or work.num_ranks
-        num_batches = where.num_batches or work.num_batches
-        there = world._replace(links=links, num_ranks=num_ranks, num_batches=num_batches)
-        waits = communication_s(plan, work, there)
+        links = world.links if conditions.bits_per_s is None else world.links.at_rate(conditions.bits_per_s)
+        num_ranks = conditions.num_ranks or work.num_ranks
+        num_batches = conditions.num_batches or work.num_batches
+        predicted_world = world._replace(links=links, num_ranks=num_ranks, num_batches=num_batches)
+        waits = communication_s(plan, work, predicted_world)
         rest_s = work.once_s + num_batches * batch_s + self._more_waiting_s(num_ranks)
         return rest_s + scale * waits.low_s, rest_s + scale * waits.high_s, scale * waits.middle_s
 
@@ -123,7 +123,7 @@ class ShardedBasis:
         return work.straggler_s * (expected_largest(num_ranks) / expected_largest(work.num_ranks) - 1)
 
     def _variants(self, plan: ShardedPlan, world: World) -> Iterable[World]:
-        """Yields what the run may have been in as well: one part at one end of its interval."""
+        """Yields other descriptions of the run that are as plausible: one part at one end of its interval."""
         for links in self.links.others:
             yield world._replace(links=links)
         for ratio in (1 / COST_RATIO, COST_RATIO):
@@ -132,18 +132,22 @@ class ShardedBasis:
                     yield world._replace(costs={**self.costs, hook: self.costs[hook].slower(ratio)})
             yield world._replace(gather_cost=self.gather_cost.slower(ratio))
 
-    def _reasons(self, where: Elsewhere) -> tuple[str, ...]:
+    def _reasons(self, conditions: Conditions) -> tuple[str, ...]:
         work, reasons = self.workload, []
-        source = self.links.source if where.bits_per_s is None else f"a rate of {where.bits_per_s / 1e9:g} Gbit/s"
+        source = (
+            self.links.source if conditions.bits_per_s is None else f"a rate of {conditions.bits_per_s / 1e9:g} Gbit/s"
+        )
         reasons.append(f"link: {source}")
-        if where.num_ranks not in (None, work.num_ranks):
-            reasons.append(f"{work.num_ranks} ranks were measured: more hops, and more ranks to wait for")
+        if conditions.num_ranks not in (None, work.num_ranks):
+            reasons.append(
+                f"{work.num_ranks} ranks were measured; more hops, and more ranks to wait for, are calculated"
+            )
         if work.device != "cpu":
             reasons.append("how much computation hides of a shorter collective is between all of it and its share now")
         return tuple(reasons)
 
     def save(self, run_dir: Path, forecasts: Iterable[Forecast] = ()) -> None:
-        """Writes it into the directory of its run, atomically, with what was predicted for verdicts."""
+        """Writes the basis into the directory of its run, atomically, with the forecasts for verdicts."""
         plain = {
             "kind": _KIND,
             "format": FORMAT,
@@ -186,12 +190,12 @@ def has_sharded_basis(run_dir: Path) -> bool:
 
 
 def sharded_candidates(
-    basis: ShardedBasis, hooks: Iterable[ShardedCompressor | None], where: Elsewhere = AS_IT_RAN
+    basis: ShardedBasis, hooks: Iterable[ShardedCompressor | None], conditions: Conditions = AS_IN_RUN
 ) -> list[Candidate[ShardedPlan]]:
     """Returns other plans than that of ``basis``, by predicted time.
 
-    There is each of ``hooks`` whose arithmetic is known, with and without ``param_hook``; and where gradients are
-    accumulated, the other way to do that.
+    These have each of ``hooks`` whose arithmetic is known, with and without ``param_hook``; and, if gradients are
+    accumulated, the other value of ``accumulate_grads``.
     """
     own = basis.plan
     plans = [
@@ -200,19 +204,19 @@ def sharded_candidates(
         if hook is None or hook in basis.costs
         for param_hook in (None, "int8")
     ]
-    if (where.num_batches or basis.workload.num_batches) > 1:
-        plans.append(_accumulating_otherwise(own))
+    if (conditions.num_batches or basis.workload.num_batches) > 1:
+        plans.append(_with_other_accumulation(own))
     unique = [plan for plan in dict.fromkeys(plans) if plan != own]
-    predicted = [Candidate(plan, basis.predict(plan, where)) for plan in unique]
+    predicted = [Candidate(plan, basis.predict(plan, conditions)) for plan in unique]
     return sorted(predicted, key=lambda candidate: candidate.prediction.step_s)
 
 
-def _accumulating_otherwise(plan: ShardedPlan) -> ShardedPlan:
+def _with_other_accumulation(plan: ShardedPlan) -> ShardedPlan:
     return plan.replaced(accumulate_grads="unsharded" if plan.accumulate_grads == "sharded" else "sharded")
 
 
 def sharded_forecasts(basis: ShardedBasis, hooks: Iterable[ShardedCompressor | None]) -> list[Forecast]:
-    """Returns what a verdict recommends from, the most exact first: another compressor, ``param_hook``, accumulation.
+    """Returns the forecasts for a verdict, the most exact first: another compressor, ``param_hook``, accumulation.
 
     Each changes one option of the run's plan.
     """
@@ -229,7 +233,7 @@ def sharded_forecasts(basis: ShardedBasis, hooks: Iterable[ShardedCompressor | N
         bound = AS_INT8.claims.error_bound or 0.0
         forecasts.append(_forecast(basis, own.replaced(param_hook="int8"), 'param_hook="int8"', bound))
     if basis.workload.num_batches > 1 and own.accumulate_grads == "sharded":
-        other = _forecast(basis, _accumulating_otherwise(own), 'accumulate_grads="unsharded"', 0.0)
+        other = _forecast(basis, _with_other_accumulation(own), 'accumulate_grads="unsharded"', 0.0)
         forecasts.append(other._replace(note="each rank then holds gradients as large as the model"))
     return sorted(forecasts, key=lambda forecast: forecast.error_bound)
 

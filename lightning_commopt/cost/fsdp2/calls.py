@@ -68,9 +68,9 @@ def backward_of(batches: Sequence[Batch], slowdown: float) -> tuple[Call, ...]:
 
 
 def blocking(batch: Batch) -> list[TimedCall]:
-    """Returns the calls that block their thread until no other rank is waited for, with nothing else on the link.
+    """Returns the calls that block their thread until the collective has ended, with nothing else on the link.
 
-    These are those of forward; and those of backward, unless a second thread reduces gradients beside it.
+    These are the calls of forward, and those of backward unless a second thread reduces gradients at the same time.
     """
     is_alone = all(call.is_own for call in batch if call.operation == "reduce_scatter")
     return [call for call in batch if call.phase == "forward" or is_alone]

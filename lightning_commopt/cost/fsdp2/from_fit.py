@@ -97,10 +97,10 @@ def _wait_s(batches: Sequence[Batch], least_s: Sequence[Sequence[float]]) -> flo
 
 
 def _with_waits(basis: ShardedBasis, steps: Sequence[StepRecord]) -> ShardedBasis:
-    """Returns the basis with what steps on CUDA show: the times of collectives, and the waits for them."""
+    """Returns the basis with the times of collectives, and of the waits for them, that steps on CUDA show."""
     plan, work = basis.plan, basis.workload
     backwards = {"all_gather": work.num_batches, "reduce_scatter": num_reducing(plan, work.num_batches)}
-    known = {operation: _seen(operation, steps, backwards[operation]) for operation in backwards}
+    known = {operation: _exposure_of(operation, steps, backwards[operation]) for operation in backwards}
     is_own = {"all_gather": plan.param_hook is None, "reduce_scatter": plan.comm_hook is None}
     own_s = dict(zip(backwards, on_streams(plan, work, basis.world), strict=True))
     seen = {
@@ -119,8 +119,8 @@ def _with_waits(basis: ShardedBasis, steps: Sequence[StepRecord]) -> ShardedBasi
     return dataclasses.replace(basis, workload=work)
 
 
-def _seen(operation: str, steps: Sequence[StepRecord], num_backwards: int) -> Exposure:
-    """Returns the time of one operation for a backward that issues it, and the wait for it, as steps show them."""
+def _exposure_of(operation: str, steps: Sequence[StepRecord], num_backwards: int) -> Exposure:
+    """Returns the time of one operation for each backward that issues it, and of the wait for it, from the steps."""
     seconds, exposed = [], []
     for record in steps:
         spans = zip(record.collectives, exposed_s(record), strict=True)

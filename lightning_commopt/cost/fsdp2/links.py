@@ -23,7 +23,7 @@ UNSEEN_RATIO = 1.25
 open. A judgement; see ``docs/evidence/predict.md`` for what came of it."""
 
 MAX_STRETCH = 8.0
-"""Collectives are not believed to take more times as long in training as alone; the rest is waiting for other ranks."""
+"""Maximum ratio of a collective's time in training to its time alone; what exceeds it is waiting for other ranks."""
 
 
 class Load(NamedTuple):
@@ -74,11 +74,11 @@ class Line(NamedTuple):
         return _wakes(num_ranks, self.is_ring) * self.cpu_s_per_message + sent * self.cpu_s_per_byte
 
     def times(self, ratio: float) -> Line:
-        """Returns the same where every collective takes ``ratio`` times as long."""
+        """Returns a line on which every collective takes ``ratio`` times as long."""
         return self._replace(hop_s=ratio * self.hop_s, s_per_byte=ratio * self.s_per_byte)
 
     def delayed(self, seconds: float) -> Line:
-        """Returns the same where every collective between two ranks takes so much longer."""
+        """Returns a line on which every collective between two ranks takes ``seconds`` longer."""
         return self._replace(hop_s=max(0.0, self.hop_s + seconds))
 
 
@@ -140,7 +140,7 @@ class ShardLinks:
 
     expected: Lines
     others: tuple[Lines, ...] = ()  # each with an error that is independent of the others'
-    source: str = ""  # what was measured, in words
+    source: str = ""  # what was measured, as a part of a sentence
 
     def in_training(self, load: Load) -> ShardLinks:
         """Returns the same as it is in training, if it is as it was probed."""

@@ -12,7 +12,7 @@ from lightning_commopt.compressors.sharded import ShardedInt4
 from lightning_commopt.cost.basis import Basis
 from lightning_commopt.cost.fsdp2.arithmetic import ShardCost
 from lightning_commopt.cost.fsdp2.basis import (
-    Elsewhere,
+    Conditions,
     ShardedBasis,
     has_sharded_basis,
     sharded_candidates,
@@ -84,22 +84,22 @@ def test_a_model_that_takes_longer_than_the_step_is_scaled() -> None:
 
 
 def test_other_links_and_numbers_of_batches() -> None:
-    plan, fast = ShardedPlan(), Elsewhere(bits_per_s=8e12)
+    plan, fast = ShardedPlan(), Conditions(bits_per_s=8e12)
     assert basis().predict(plan, fast).step_s == pytest.approx(REST_S + 4 * COMPUTE_S, rel=1e-2)
-    twice = Elsewhere(bits_per_s=4e8 / PAYLOAD_SHARE)
+    twice = Conditions(bits_per_s=4e8 / PAYLOAD_SHARE)
     assert basis().predict(plan, twice).exposed_s == pytest.approx(2 * (GATHERS_S + REDUCES_S))
-    three = basis().predict(plan, Elsewhere(num_batches=3)).step_s
+    three = basis().predict(plan, Conditions(num_batches=3)).step_s
     assert three == pytest.approx(0.2 + 3 * (basis().workload.step_s - 0.2))
-    unsharded = basis().predict(ShardedPlan(accumulate_grads="unsharded"), Elsewhere(num_batches=3)).step_s
+    unsharded = basis().predict(ShardedPlan(accumulate_grads="unsharded"), Conditions(num_batches=3)).step_s
     assert unsharded == pytest.approx(three - 2 * REDUCES_S)
     with pytest.raises(ValueError, match="num_batches"):
-        basis().predict(plan, Elsewhere(num_batches=0))
+        basis().predict(plan, Conditions(num_batches=0))
 
 
 def test_other_numbers_of_ranks() -> None:
-    alone = basis().predict(ShardedPlan(comm_hook=INT8), Elsewhere(num_ranks=1))
+    alone = basis().predict(ShardedPlan(comm_hook=INT8), Conditions(num_ranks=1))
     assert alone.step_s == pytest.approx(REST_S + 4 * COMPUTE_S)
-    many = basis(straggler_s=0.1).predict(ShardedPlan(), Elsewhere(num_ranks=64))
+    many = basis(straggler_s=0.1).predict(ShardedPlan(), Conditions(num_ranks=64))
     share = (63 / 64) / (1 / 2)
     assert many.exposed_s == pytest.approx(share * (GATHERS_S + REDUCES_S))
     assert many.step_s > REST_S + 4 * COMPUTE_S + many.exposed_s + 0.1
@@ -135,7 +135,7 @@ def test_candidates_are_all_pairs_of_hooks() -> None:
         *((hook, "int8") for hook in (None, BF16, INT8)),
         *((hook, None) for hook in (BF16, INT8)),
     }
-    batches = sharded_candidates(basis(), [None], Elsewhere(num_batches=2))
+    batches = sharded_candidates(basis(), [None], Conditions(num_batches=2))
     assert ShardedPlan(accumulate_grads="unsharded") in [plan for plan, _ in batches]
 
 

@@ -103,8 +103,8 @@ def test_more_fragments_than_parts_are_refused(number: int, by: str, message: st
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sync_every": 4, "fragments": 5}, "so that fragments=4 are the most"),
-        ({"sync_every": 4, "overlap": 4}, "so that overlap=3 is the most"),
+        ({"sync_every": 4, "fragments": 5}, "so the maximum is fragments=4"),
+        ({"sync_every": 4, "overlap": 4}, "so the maximum is overlap=3"),
         ({"sync_every": 0}, "sync_every must be an integer of at least 1, got 0"),
         ({"mixing": 1.0}, "mixing must be a number of at least 0 and below 1, got 1.0"),
         ({"outer_lr": 0}, "outer_lr must be a number above 0, got 0"),
