@@ -27,9 +27,9 @@ def choose_baseline(settings: Sequence[Setting], name: str | None = None) -> Set
     nearest to DDP's default; beside `CommOptModelParallel` also Lightning's FSDP2. If there is none, it is the first
     setting.
     """
-    named = [setting for setting in settings if name is not None and setting.name.lower() == name.lower()]
-    if named:
-        return named[0]
+    chosen = [setting for setting in settings if name is not None and setting.name.lower() == name.lower()]
+    if chosen:
+        return chosen[0]
     on_one = [setting for setting in settings if setting.world_size == 1]
     if on_one and _compares_numbers_of_ranks(settings):
         return on_one[0]
@@ -188,9 +188,9 @@ def one_process_for(setting: Setting, settings: Sequence[Setting]) -> Setting | 
     more, such as the batch size.
     """
     on_one = [other for other in settings if other.world_size == 1 and other.samples_per_s is not None]
-    alike = [other for other in on_one if values_beside_plan(other) == values_beside_plan(setting)]
-    same = [other for other in alike if without_ranks(other.values) == without_ranks(setting.values)]
-    return next(iter([*same, *alike] if setting.world_size > 1 else alike), None)
+    comparable = [other for other in on_one if values_beside_plan(other) == values_beside_plan(setting)]
+    same_plan = [other for other in comparable if without_ranks(other.values) == without_ranks(setting.values)]
+    return next(iter([*same_plan, *comparable] if setting.world_size > 1 else comparable), None)
 
 
 def values_beside_plan(setting: Setting) -> dict[str, Value]:
@@ -208,14 +208,14 @@ def _series(settings: Sequence[Setting]) -> list[list[Setting]]:
 
     If a number of ranks was spread over nodes in several ways, the setting on the fewest nodes counts.
     """
-    alike: dict[object, dict[int, Setting]] = {_key(setting): {} for setting in settings}
+    by_plan: dict[object, dict[int, Setting]] = {_key(setting): {} for setting in settings}
     for setting in sorted(settings, key=lambda other: (other.world_size, _num_nodes(other))):
         if setting.samples_per_s is not None:
-            alike[_key(setting)].setdefault(setting.world_size, setting)
+            by_plan[_key(setting)].setdefault(setting.world_size, setting)
     # A method that ran on one number of ranks makes a curve too, as its curve begins at one process.
     return [
         series
-        for series in (list(by_ranks.values()) for by_ranks in alike.values())
+        for series in (list(by_ranks.values()) for by_ranks in by_plan.values())
         if len(series) > 1 or (series and "method" in series[0].values and series[0].world_size > 1)
     ]
 

@@ -140,8 +140,8 @@ def _published() -> dict[str, dict[str, Any]]:
 def _title(found_runs: FoundRuns, folders: Sequence[Path]) -> str:
     """Returns the names of the experiments, or else of the directories."""
     names = dict.fromkeys(run.settings.get("experiment") for run in (*found_runs.finished, *found_runs.failed))
-    named = [display_name(name) for name in names if isinstance(name, str)]
-    return ", ".join(named or dict.fromkeys(folder.resolve().name for folder in folders))
+    names_text = [display_name(name) for name in names if isinstance(name, str)]
+    return ", ".join(names_text or dict.fromkeys(folder.resolve().name for folder in folders))
 
 
 _CONDITIONS: dict[str, Callable[[Run], str | None]] = {
@@ -200,23 +200,23 @@ def _find_mixed(runs: Sequence[Run]) -> list[str]:
     packages = dict.fromkeys(name for run in runs for name in run.record.versions)
     versions = {f"versions of {name}": _distinct(run.record.versions.get(name) for run in runs) for name in packages}
     conditions = versions | {words: _distinct(map(_CONDITIONS[name], runs)) for name, words in _MUST_AGREE.items()}
-    mixed = {what: " and ".join(values) for what, values in conditions.items() if len(values) > 1}
-    return [f"runs with different {what} are compared: {values}" for what, values in mixed.items()]
+    mixed = {condition: " and ".join(values) for condition, values in conditions.items() if len(values) > 1}
+    return [f"runs with different {condition} are compared: {values}" for condition, values in mixed.items()]
 
 
 def _find_unequal(settings: Sequence[Setting]) -> list[str]:
     """Returns a line for each of `_EQUAL` that differs between runs whose settings differ only in the plan."""
-    alike = grouped(
+    comparable = grouped(
         ((setting.world_size, *sorted(values_beside_plan(setting).items())), run)
         for setting in settings
         for run in setting.runs
     )
     lines = []
-    for what, number_of in _EQUAL.items():
-        for runs in alike.values():
+    for quantity, number_of in _EQUAL.items():
+        for runs in comparable.values():
             known = [value for run in runs if (value := number_of(run)) is not None]
             if known and max(known) > (1 + _UNEQUAL) * min(known):
-                lines.append(f"runs with different {what} are compared: {min(known):,.0f} to {max(known):,.0f}")
+                lines.append(f"runs with different {quantity} are compared: {min(known):,.0f} to {max(known):,.0f}")
     return list(dict.fromkeys(lines))
 
 

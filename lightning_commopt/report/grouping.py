@@ -134,9 +134,9 @@ def _group(name: str, split: _Values, settings: _Settings) -> GroupRuns:
         names = [setting_name({key: known[key] for key in shown if known.get(key) is not None})]
     finished, failed = [], []
     for setting, (own, runs) in zip(names, settings, strict=True):
-        named = [dataclasses.replace(run, group=name, setting=setting) for run in runs]
-        failed += [run for run in named if run.record.status == "failed"]
-        own_finished = _number_repetitions([run for run in named if run.record.status == "finished"])
+        own_runs = [dataclasses.replace(run, group=name, setting=setting) for run in runs]
+        failed += [run for run in own_runs if run.record.status == "failed"]
+        own_finished = _number_repetitions([run for run in own_runs if run.record.status == "finished"])
         if own_finished:
             finished.append(_measure(setting, {**split, **own}, own_finished))
     return GroupRuns(name=name, settings=tuple(finished), failed=tuple(failed))

@@ -19,7 +19,7 @@ ROUNDING = 1e-12  # logarithms that differ by less differ only by rounding
 _TIMES_FROM = 2.0  # larger ratios are shown as "2.3 times as fast", smaller ones as "65 % faster"
 
 TIMES = "\N{MULTIPLICATION SIGN}"
-# A test calls a difference that does not exist real with this probability.
+# Probability with which a test reports a difference that does not exist.
 ERROR_RATE = 1 - CONFIDENCE
 MIN_VALUES_OF_AN_INTERVAL = 6  # the range of fewer values covers the median with less than 95 % probability
 

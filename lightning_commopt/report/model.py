@@ -183,7 +183,7 @@ class Column:
     first: Literal["ascending", "descending"] = "ascending"  # how the page's first click sorts: the best comes first
     # Makes the cell from the attribute, the setting and its group.
     show: Callable[[Any, Setting, Group], Cell] = lambda value, setting, group: Cell()
-    is_theirs: bool = False  # whether the column has figures that others have published
+    is_published: bool = False  # whether the column has figures that others have published
 
 
 def columns_of(group: Group) -> list[tuple[Column, list[Cell]]]:
@@ -289,7 +289,7 @@ COLUMNS = (
         title="published by others, on their hardware",
         first="descending",
         show=_published,
-        is_theirs=True,
+        is_published=True,
     ),
     *(Column(key=key) for key in ("speedup_limit", "step_s", "comm_s", "exposed_s")),
 )

@@ -102,8 +102,8 @@ def _spelled(value: Value) -> str:
     return display_name(text_of(value))
 
 
-def _count_of(thing: str) -> Callable[[Value], str]:
-    return lambda value: f"{text_of(value)} {thing}{'' if value == 1 else 's'}"
+def _count_of(noun: str) -> Callable[[Value], str]:
+    return lambda value: f"{text_of(value)} {noun}{'' if value == 1 else 's'}"
 
 
 def _bucket_cap(value: Value) -> str:

@@ -117,7 +117,7 @@ def sections(group: Group, styles: Mapping[str, PlanStyle]) -> list[Section]:
 
 
 def _keep_units(value: object) -> object:
-    """Returns a text whose numbers no line break parts from their units; markup, and what is to be copied, as it is."""
+    """Returns a text with no-break spaces between numbers and units. Markup and text to copy are left unchanged."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return _BLANK_BEFORE_UNIT.sub("\N{NO-BREAK SPACE}", value)
     return value

@@ -87,12 +87,15 @@ class _Entry:
 def find_regressions(report: Mapping[str, Any], other: Path, *, tolerance: float = DEFAULT_TOLERANCE) -> Regressions:
     """Compares a report with an earlier one.
 
-    Settings are the same if all choices are. Runs that Hydra did not start have none, and the names of their settings
-    tell only what varies within a report: the same plan on the same number of ranks is the same setting then, or else
-    the same name, unless the plan is another. Throughputs are compared without pairs, as they
-    were measured at different times. A setting is "slower" only if it lost more than the tolerance with its whole
-    interval. ``report`` is from `to_plain`; ``other`` is a sweep's directory, or a file with the output of ``commopt
-    report --json``.
+    Settings are the same if all their choices are. Runs that Hydra did not start have no choices, and the names of
+    their settings tell only what varies within a report. So they are the same if they have the same plan on the same
+    number of ranks, or else the same name, unless their plans differ. Throughputs are compared without pairs, as they
+    were measured at different times. A setting is "slower" only if its whole interval lies below the tolerance.
+
+    Args:
+        report: the result of `to_plain`.
+        other: a sweep's directory, or a file with the output of ``commopt report --json``.
+        tolerance: share of the throughput that a setting may lose, from 0 to below 1.
 
     Raises:
         OSError: the file cannot be read.
@@ -103,10 +106,10 @@ def find_regressions(report: Mapping[str, Any], other: Path, *, tolerance: float
     before = _load(other)
     try:
         pairs = _pairs(_entries(report), _entries(before))
-        changes = tuple(_change(now, then, tolerance) for now, then in pairs)
+        changes = tuple(_change(current, previous, tolerance) for current, previous in pairs)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{other} is not what commopt report --json prints: {type(error).__name__} {error}") from None
-    in_both = [(now, then) for now, then in pairs if now is not None and then is not None]
+    in_both = [(current, previous) for current, previous in pairs if current is not None and previous is not None]
     if not in_both:
         raise ValueError(f"{other} has no setting in common with this report: nothing can be compared")
     conditions, earlier = report.get("conditions", {}), before.get("conditions", {})
@@ -116,9 +119,9 @@ def find_regressions(report: Mapping[str, Any], other: Path, *, tolerance: float
         if conditions.get(name) != earlier.get(name)
     ]
     lines += [
-        f"{now.name}: {now.differing_from(then)}; before: {then.differing_from(now)}"
-        for now, then in in_both
-        if now.settings != then.settings
+        f"{current.name}: {current.differing_from(previous)}; before: {previous.differing_from(current)}"
+        for current, previous in in_both
+        if current.settings != previous.settings
     ]
     shown = other.resolve().name if other.is_absolute() else str(other)
     return Regressions(other=shown, tolerance=tolerance, changes=changes, conditions=tuple(lines))
@@ -157,11 +160,13 @@ def _pairs(ours: list[_Entry], theirs: list[_Entry]) -> list[tuple[_Entry | None
     partners: dict[_Entry, _Entry] = {}
     for is_same in (_has_same_choices, _has_same_setup, _has_same_name, _has_same_plan):
         for setting in ours:
-            same = [other for other in theirs if other not in partners.values() and is_same(other, setting)]
-            if same and setting not in partners:
+            candidates = [other for other in theirs if other not in partners.values() and is_same(other, setting)]
+            if candidates and setting not in partners:
                 # A part of a sweep may have other names for equal choices. Runs that Hydra did not start have the same
                 # choices under several names; then the name decides.
-                partners[setting] = next((other for other in same if _has_same_name(other, setting)), same[0])
+                partners[setting] = next(
+                    (other for other in candidates if _has_same_name(other, setting)), candidates[0]
+                )
     missing = [other for other in theirs if other not in partners.values()]
     return [*((setting, partners.get(setting)) for setting in ours), *((None, other) for other in missing)]
 
@@ -187,17 +192,25 @@ def _has_same_plan(setting: _Entry, other: _Entry) -> bool:
     return not is_known and (setting.group, setting.sync_method) == (other.group, other.sync_method)
 
 
-def _change(now: _Entry | None, then: _Entry | None, tolerance: float) -> Change:
-    shown = now or then
+def _change(current: _Entry | None, previous: _Entry | None, tolerance: float) -> Change:
+    shown = current or previous
     assert shown is not None
     change = Change(group=shown.group, setting=shown.name, outcome="no difference")
-    if now is not None and now.errors and then is not None and then.runs and not (now.runs and then.errors):
-        return dataclasses.replace(change, outcome="failed", error=now.errors[0])
-    rates, earlier = ([] if entry is None else entry.rates for entry in (now, then))
-    if now is None or then is None or not rates or not earlier:
+    if (
+        current is not None
+        and current.errors
+        and previous is not None
+        and previous.runs
+        and not (current.runs and previous.errors)
+    ):
+        return dataclasses.replace(change, outcome="failed", error=current.errors[0])
+    rates, earlier = ([] if entry is None else entry.rates for entry in (current, previous))
+    if current is None or previous is None or not rates or not earlier:
         outcome: Outcome = "new" if rates else "missing" if earlier else "unknown"
         return dataclasses.replace(change, outcome=outcome)
     ratio, outcome = compare(rates, earlier, is_paired=False)
     if outcome == "slower" and (ratio.high is None or ratio.high >= 1 - tolerance):
         outcome = "no difference"
-    return dataclasses.replace(change, outcome=outcome, ratio=ratio, before=then.samples_per_s, now=now.samples_per_s)
+    return dataclasses.replace(
+        change, outcome=outcome, ratio=ratio, before=previous.samples_per_s, now=current.samples_per_s
+    )

@@ -17,7 +17,8 @@ from lightning_commopt.report.model import Run
 from lightning_commopt.text.formatting import list_some
 
 _MAX_DEPTH = 6
-# Limit for the files of one run, and of all. Parsing as much takes seconds, and five times the memory.
+# Limit for the files of steps of one run, and of all runs together. Parsing that much takes seconds, and five times as
+# much memory.
 _MAX_STEPS_BYTES = 200_000_000
 
 
@@ -25,7 +26,7 @@ def read_runs(folders: Sequence[Path]) -> FoundRuns:
     """Reads all runs in some directories, at any depth down to six; a ValueError if none has finished or failed."""
     found_runs = FoundRuns(_short_names(folders))
     if not found_runs.finished and not found_runs.failed:
-        # Pages are shared with others, so they have no whole paths. Errors are not, and have them.
+        # Pages are shared with others, so they show no whole paths. An error is not shared, so it does.
         with_paths = FoundRuns({folder: str(folder) for folder in folders})
         raise ValueError(f"no run could be read: {'; '.join(with_paths.problems) or 'no directory was given'}")
     return found_runs
@@ -38,7 +39,7 @@ class FoundRuns:
         self.finished: list[Run] = []
         self.failed: list[Run] = []
         self._problems: list[str] = []
-        self._lacking: dict[str, list[str]] = {}
+        self._missing: dict[str, list[str]] = {}
         self._seen: set[Path] = set()
         self._steps_bytes = 0
         for folder, shown in shown_names.items():
@@ -46,21 +47,21 @@ class FoundRuns:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """A line for each problem, then for each thing that runs lack, with their names."""
-        return (*self._problems, *(f"{what}: {list_some(names)}" for what, names in self._lacking.items()))
+        """A line for each problem, then one for each kind of missing data, with the names of the runs."""
+        return (*self._problems, *(f"{lack}: {list_some(names)}" for lack, names in self._missing.items()))
 
     def _read_folder(self, folder: Path, shown: str) -> None:
         if not folder.is_dir():
-            what = "is not a directory" if folder.exists() else "does not exist"
-            self._problems.append(f"{shown or folder.name} {what}")
+            problem = "is not a directory" if folder.exists() else "does not exist"
+            self._problems.append(f"{shown or folder.name} {problem}")
             return
         run_folders = list(_run_folders(folder))
         if not run_folders:
             called = shown or folder.resolve().name
-            problem = f"is not a sweep: there is no {RUN_FILE} in it or its subdirectories"
-            self._problems.append(f"{called} {problem}, as commopt-train and RunRecorder write it")
+            problem = f"is not a sweep: neither it nor a subdirectory has a {RUN_FILE}"
+            self._problems.append(f"{called} {problem}, which commopt-train and RunRecorder write")
         for run_folder in run_folders:
-            if run_folder.resolve() in self._seen:  # the user named a directory and one within it
+            if run_folder.resolve() in self._seen:  # the user has named a directory, and another one inside it
                 continue
             self._seen.add(run_folder.resolve())
             name = (Path(shown) / run_folder.relative_to(folder)).as_posix()
@@ -76,7 +77,7 @@ class FoundRuns:
             )
             return
         if record.status == "running":
-            self._lacks("still running or killed, left out", name)
+            self._note_missing("still running or killed, left out", name)
             return
         run = Run(folder=folder, record=record, name=name)
         if record.status == "failed":
@@ -86,8 +87,8 @@ class FoundRuns:
         losses, has_steps = self._losses(run), self._has_steps(run)
         if run.throughput is None:
             is_short = record.num_timed_steps == 0
-            why = "no steps followed the warm-up" if is_short else "SpeedMonitor was not among the callbacks"
-            self._lacks(f"no throughput, as {why}", name)
+            reason = "no steps followed the warm-up" if is_short else "SpeedMonitor was not among the callbacks"
+            self._note_missing(f"no throughput, as {reason}", name)
         self.finished.append(dataclasses.replace(run, losses=losses, has_steps=has_steps, tuning=self._tuning(run)))
 
     def _losses(self, run: Run) -> tuple[LossPoint, ...]:
@@ -97,7 +98,7 @@ class FoundRuns:
             self._problems.append(f"{run.name}/{LOSS_FILE} cannot be read: {_in_a_line(error, run.folder)}")
             return ()
         if not losses:
-            self._lacks(f"no loss curve, as there is no {LOSS_FILE}", run.name)
+            self._note_missing(f"no loss curve, as there is no {LOSS_FILE}", run.name)
         return losses
 
     def _tuning(self, run: Run) -> Tuning | None:
@@ -106,7 +107,7 @@ class FoundRuns:
             check_numbers(tuning)
             return tuning
         except (TypeError, ValueError) as error:
-            self._problems.append(f"{run.name}/{RUN_FILE}: tuning cannot be read ({error})")
+            self._problems.append(f"{run.name}/{RUN_FILE}: the results of plan='auto' cannot be read ({error})")
             return None
 
     def _has_steps(self, run: Run) -> bool:
@@ -114,15 +115,15 @@ class FoundRuns:
         try:
             sizes = [path.stat().st_size for path in (run.folder / FOLDER).glob("*.jsonl")]
             if not sizes:
-                self._lacks(f"no timeline, as CommTimeMonitor has saved no steps in {FOLDER}", run.name)
+                self._note_missing(f"no timeline, as CommTimeMonitor has saved no steps in {FOLDER}", run.name)
                 return False
             if sum(sizes) > _MAX_STEPS_BYTES:
                 most = f"{_MAX_STEPS_BYTES / 1e6:.0f} MB"
-                self._lacks(f"no timeline, as there are more than {most} of steps in {FOLDER}", run.name)
+                self._note_missing(f"no timeline, as there are more than {most} of steps in {FOLDER}", run.name)
                 return False
             self._steps_bytes += sum(sizes)
             if self._steps_bytes > _MAX_STEPS_BYTES:
-                self._lacks(f"steps in {FOLDER} not checked for broken lines, as there are many", run.name)
+                self._note_missing(f"steps in {FOLDER} not checked for broken lines, as there are many", run.name)
                 return True
             lines = notices(read_run(run.folder))
         except (OSError, ValueError) as error:
@@ -131,8 +132,8 @@ class FoundRuns:
         self._problems += [f"{run.name}: {_relative(line, run.folder)}" for line in lines]
         return True
 
-    def _lacks(self, what: str, name: str) -> None:
-        self._lacking.setdefault(what, []).append(name)
+    def _note_missing(self, lack: str, run_name: str) -> None:
+        self._missing.setdefault(lack, []).append(run_name)
 
 
 def _short_names(folders: Sequence[Path]) -> dict[Path, str]:
@@ -151,14 +152,14 @@ def _short_names(folders: Sequence[Path]) -> dict[Path, str]:
 
 def _run_folders(folder: Path) -> Iterator[Path]:
     """Yields the directories with a record, nearest first, and none below them."""
-    for here, inner, files in os.walk(folder):
-        depth = len(Path(here).relative_to(folder).parts)
+    for path, subfolders, files in os.walk(folder):
+        depth = len(Path(path).relative_to(folder).parts)
         if RUN_FILE in files:
-            yield Path(here)
+            yield Path(path)
         is_end = RUN_FILE in files or depth >= _MAX_DEPTH
-        kept = [] if is_end else [name for name in inner if not name.startswith(".")]
+        visible = [] if is_end else [name for name in subfolders if not name.startswith(".")]
         set_aside = EARLIER_FOLDER if SUMMARY_FILE in files else None
-        inner[:] = sorted((name for name in kept if name != set_aside), key=_natural)
+        subfolders[:] = sorted((name for name in visible if name != set_aside), key=_natural)
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:

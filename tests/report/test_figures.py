@@ -402,7 +402,7 @@ def test_a_setting_without_a_loss_is_named_below_the_decision(sweep: Report) -> 
     group = sweep.groups[0]
     settings = (*group.settings[:-1], replace(group.settings[-1], loss_change=None))
     chart = known(decision(replace(group, settings=settings, recommended=None), _styles(sweep)))
-    assert f"without a place here: {settings[-1].name}." in chart.note
+    assert f"because they have no validation loss: {settings[-1].name}." in chart.note
     assert len(_names(chart)) == len(settings) - 1
 
 

@@ -179,15 +179,14 @@ def test_other_directories_are_lines_beside_a_sweep(sweep, tmp_path):
     found = read_runs([sweep, tmp_path / "empty", tmp_path / "gone", tmp_path / "file"])
     assert len(found.finished) == 4
     assert found.problems == (
-        "empty is not a sweep: there is no run.json in it or its subdirectories, as commopt-train and RunRecorder"
-        " write it",
+        "empty is not a sweep: neither it nor a subdirectory has a run.json, which commopt-train and RunRecorder write",
         "gone does not exist",
         "file is not a directory",
     )
 
 
 NOTHING = {
-    "empty": "{folder} is not a sweep: there is no run.json in it",
+    "empty": "{folder} is not a sweep: neither it nor a subdirectory has a run.json",
     "gone": "{folder} does not exist",
     "broken": "{folder}/0/run.json cannot be read, so the run is left out: ",
     "running": "still running or killed, left out: {folder}/0",

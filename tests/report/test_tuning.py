@@ -133,7 +133,7 @@ def test_a_search_that_cannot_be_read_is_a_warning(tmp_path: Path, change: dict[
     """If it fails, one broken file ends a report of many runs."""
     save_run(tmp_path / "0", samples_per_s=1.0, tuning={**sample_tuning({INT8: 0.4}), **change})
     report = build_report([tmp_path])
-    assert any("0/run.json: tuning cannot be read" in problem for problem in report.problems)
+    assert any("0/run.json: the results of plan='auto' cannot be read" in problem for problem in report.problems)
     assert _TUNING not in _charts(tmp_path)
 
 

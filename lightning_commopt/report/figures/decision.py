@@ -51,12 +51,12 @@ def decision(group: Group, styles: Mapping[str, PlanStyle]) -> Chart | None:
     across, changes = extent(traces)
     note = _note(group, [speedup for _, speedup in known])
     if len(lines) < len(placed):
-        note += " Marks have the look of their plan; each names its setting when pointed at, and the table has all."
+        note += " Marks of a plan look alike. The tooltip of a mark names its setting, and the table has all settings."
     if band is not None:
         note += " The band is the spread of the baseline's own loss: a change within it is noise."
     without = [setting.name for setting, _ in known if setting.loss_change is None]
     if without:
-        note += f" Without a validation loss, and so without a place here: {', '.join(without)}."
+        note += f" Left out, because they have no validation loss: {', '.join(without)}."
     axis_x = linear_axis([*across, 1.0])
     axis_y = linear_axis([*changes, *(band or ()), -_SAME, _SAME])
     guides = ideal_line([1.0, 1.0], [axis_y.low, axis_y.high]), ideal_line([axis_x.low, axis_x.high], [0.0, 0.0])
@@ -83,8 +83,8 @@ def _looks(settings: Sequence[Setting], styles: Mapping[str, PlanStyle]) -> tupl
         looks, names = line_styles(methods, styles), [setting.name for setting in settings]
     else:
         looks, names = [styles[method] for method in methods], list(map(display_name, methods))
-    named = dict(zip(names, looks, strict=True))
-    return looks, tuple(Line(name, style, is_line=False) for name, style in named.items())
+    look_of = dict(zip(names, looks, strict=True))
+    return looks, tuple(Line(name, style, is_line=False) for name, style in look_of.items())
 
 
 def _note(group: Group, speedups: list[Interval]) -> str:

@@ -102,17 +102,17 @@ def _curve(setting: Setting) -> _Curve | None:
 
 def _distinct(curves: Sequence[_Curve]) -> list[_Curve]:
     """Returns the first curve of each plan and final loss; the size of buckets does not change the loss."""
-    kept: list[_Curve] = []
+    distinct: list[_Curve] = []
     for curve in curves:
         is_new = all(
             curve.setting.sync_method != other.setting.sync_method
             or curve.diverged_at != other.diverged_at
             or abs(_final(curve) - _final(other)) > _SAME_LOSS * abs(_final(other))
-            for other in kept
+            for other in distinct
         )
         if is_new:
-            kept.append(curve)
-    return kept
+            distinct.append(curve)
+    return distinct
 
 
 def _final(curve: _Curve) -> float:

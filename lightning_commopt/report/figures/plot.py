@@ -49,7 +49,7 @@ class Trace:
     color: str  # a color of CSS, such as "var(--plan-0)"
     dash: str | None = None  # the line's dash in SVG's notation, "none" for a solid line; None for no line
     symbol: str | None = None  # one of `style.SYMBOLS`; None for no markers
-    width: float = 2.0  # of the line, in pixels
+    width: float = 2.0  # width of the line, in pixels
     hover: str = ""  # the tooltip of the line
     is_marked: bool = False  # whether a ring is drawn around the points
 

@@ -54,12 +54,12 @@ def typical_steps(group: Group) -> list[TypicalStep]:
 def _by_urgency(group: Group) -> list[Setting]:
     """Returns the setting on most ranks for each plan and bucket size: each plan's fastest, slowest, then others."""
     several = [setting for setting in group.settings if setting.world_size > 1]
-    kept: dict[tuple[object, ...], Setting] = {}
+    settings: dict[tuple[object, ...], Setting] = {}
     for setting in several or group.settings:
         key = setting.sync_method, setting.bucket_cap_mb, *sorted(without_ranks(setting.values).items())
-        if key not in kept or setting.world_size > kept[key].world_size:
-            kept[key] = setting
-    by_length = sorted(kept.values(), key=lambda own: own.step_s.median if own.step_s else float("inf"))
+        if key not in settings or setting.world_size > settings[key].world_size:
+            settings[key] = setting
+    by_length = sorted(settings.values(), key=lambda own: own.step_s.median if own.step_s else float("inf"))
     by_plan = grouped((setting.sync_method, setting) for setting in by_length)
     fastest = [of_plan[0] for of_plan in by_plan.values()]
     slowest = [of_plan[-1] for of_plan in by_plan.values() if len(of_plan) > 1]
@@ -156,18 +156,18 @@ class _Scale(NamedTuple):
     length_s: float
     unit: Unit
 
-    def part(self, kind: Swatch, start_s: float, end_s: float, what: str, text: str = "") -> Part:
+    def part(self, kind: Swatch, start_s: float, end_s: float, label: str, text: str = "") -> Part:
         """Returns a part between two times of the rank's clock, whose tooltip says what it is and how long it took."""
         # An exchange of DiLoCo may have begun before the step that waits for it.
         start, end = (max(0.0, at_s - self.origin_s) / self.length_s for at_s in (start_s, end_s))
-        return Part(start, end, f"{what}: {self.unit.text(end_s - start_s)}", kind, text=text)
+        return Part(start, end, f"{label}: {self.unit.text(end_s - start_s)}", kind, text=text)
 
 
 def _phases(record: StepRecord, scale: _Scale) -> tuple[Part, ...]:
     """Returns the phases of a step, and above them the exposed communication of each backward."""
-    named = ("forward", "backward", "optimizer")
+    labelled = ("forward", "backward", "optimizer")
     parts = [
-        scale.part(cast("Swatch", name), start_s, end_s, name, name if name in named else "")
+        scale.part(cast("Swatch", name), start_s, end_s, name, name if name in labelled else "")
         for name, start_s, end_s in record.phases
     ]
     for backward in dict.fromkeys(bucket.backward for bucket in record.buckets):

@@ -40,7 +40,7 @@ def _chart(prefix: str, tuning: Tuning, styles: Mapping[str, PlanStyle]) -> Char
     cost = f"{'cost' if tuning.lost_steps >= 0 else 'saved'} the time of {number(abs(tuning.lost_steps))}"
     return Chart(
         title=f"{prefix}{_headline(tuning)}",
-        note=" ".join([tuning.verdict, *(f"Step {step:,}: {what}." for step, what in tuning.events)]),
+        note=" ".join([tuning.verdict, *(f"Step {step:,}: {event}." for step, event in tuning.events)]),
         x_title="steps of the fit (number)",
         y_title=f"time of a step, of the slowest rank ({unit.name})",
         plot=_plot(tuning, looks, unit),
