@@ -27,8 +27,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         echo(f"lightning-commopt {version('lightning-commopt')}")
         raise typer.Exit
 
@@ -72,7 +72,7 @@ app.command(rich_help_panel=AFTER, epilog="Example: commopt report multirun/2026
 
 
 def _add_missing(name: str) -> None:
-    """Adds a command that names its distribution, whatever follows it on the command line."""
+    """Adds a command that names the distribution to install, whatever its arguments are."""
     pip = "pip install commopt-diagnose"
     any_arguments = {"allow_extra_args": True, "ignore_unknown_options": True}
 

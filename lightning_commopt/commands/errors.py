@@ -1,4 +1,4 @@
-"""What commands share: panels of the help, the option ``--json``, how they print and report a user's mistake."""
+"""Shared by all commands: panels of the help, the option ``--json``, printing, and reports of a user's mistake."""
 
 import json as json_text
 import os
@@ -43,10 +43,10 @@ def print_json(value: Any, *, allow_nan: bool = True) -> None:
 
 @contextmanager
 def errors_in_a_line(*others: type[Exception]) -> Iterator[None]:
-    """Prints a user's mistake, or one of ``others``, and exits with 2 as for a wrong option; the rest is a traceback.
+    """Prints a user's mistake, or one of ``others``, and exits with 2 as for a wrong option; other errors are raised.
 
-    1 is left to commands that could run, and have found something wrong. Typer ends a command whose output nobody reads
-    any longer, as in ``commopt report DIR | head``, without a word.
+    Exit status 1 is reserved for commands that could run, and have found something wrong. Typer silently ends a command
+    whose output nobody reads any longer, as in ``commopt report DIR | head``.
     """
     mistakes: tuple[type[Exception], ...] = (OSError, ValueError, *others)
     try:
@@ -59,7 +59,7 @@ def errors_in_a_line(*others: type[Exception]) -> Iterator[None]:
 
 
 def check_outputs(*paths: Path | None) -> None:
-    """Checks that files can be written, before what takes minutes.
+    """Checks that files can be written, before a command runs for minutes.
 
     Raises:
         ValueError: one is a folder, or in a folder that does not exist or cannot be written to.

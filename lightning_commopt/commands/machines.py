@@ -14,14 +14,14 @@ from lightning_commopt.text.terminal import TextConsole
 
 def selftest(
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto: CUDA where there is a device.")] = "auto",
-    full: Annotated[bool, typer.Option("--full", help="Also several buckets, streams, speed, hangs.")] = False,
-    output: Annotated[Path | None, typer.Option(help="Write everything as JSON to this file.")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Also check several buckets, streams, speed and hangs.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write all results as JSON to this file.")] = None,
     limit_s: Annotated[float, typer.Option(min=1, help="Seconds for all checks together.")] = 300,
 ) -> None:
     """Checks gradient sync on this machine's devices: exactness, equal ranks, resume, memory, measured times.
 
     Each outcome is printed, and written to --output, as soon as it is known. Exit status 1 if a check fails, 2 if some
-    could not run, or not to their end.
+    could not run or be completed.
     """
     from lightning_commopt.commands.selftest import run
     from lightning_commopt.launch.process import InterruptedRun, raise_signals
@@ -61,9 +61,9 @@ def run(
 ) -> None:
     """Runs COMMAND with CommTimeMonitor and HangMonitor in every Trainer of it: nothing in the script changes.
 
-    The progress bar shows exposed_share, the share of a step that waits for communication. A fit ends with the table of
-    its step, a verdict, and where its files are; a fit that hangs with the rank at fault. Strategy and numbers stay as
-    they are. The exit status is that of COMMAND, or 1 if it has made no Trainer.
+    The progress bar shows exposed_share, the share of a step that waits for communication. At its end a fit prints the
+    table of its step, a verdict, and the place of its files; if it hangs, it prints which rank is at fault. Strategy
+    and numbers do not change. The exit status is that of COMMAND, or 1 if it has made no Trainer.
     """
     from lightning_commopt.commands.monitored import CHANGE
     from lightning_commopt.commands.trainers import run_changed
@@ -102,7 +102,7 @@ def tune(
         echo(f"commopt: COMMAND ended with status {status}, and no plan was found: {output} is not written", err=True)
         raise typer.Exit(status)
     if verdict is None and has_searched:
-        echo("The plan is with the commopt tune of that node where rank 0 has run.")
+        echo("Rank 0 ran on another node: commopt tune has printed and written the plan there.")
         return
     if verdict is None:
         echo("commopt: no fit of COMMAND has looked for a plan: it needs a Trainer with DDP on several ranks", err=True)

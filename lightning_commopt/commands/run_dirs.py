@@ -12,16 +12,16 @@ from lightning_commopt.commands.errors import echo
 def newest_run(folder: Path, *patterns: str) -> Path:
     """Returns ``folder`` if a file in it matches one of these patterns, else the directory below it where one does.
 
-    Of several the one that was written last counts, and a line on standard error names it. Folders match too, but
-    theirs is the time at which a file was added or removed. If there is none, ``folder`` itself is returned: what reads
-    it knows best what is missing.
+    Of several directories the one that was written last is returned, and a line on standard error names it. A folder
+    can match, too; its time is that at which a file was last added or removed. If nothing matches, ``folder`` itself is
+    returned, and its reader reports what is missing.
     """
     if not folder.is_dir() or _matches(folder, patterns):
         return folder
     runs: dict[Path, float] = {}
     for path, folders, _ in os.walk(folder):
-        if found := _matches(Path(path), patterns):
-            runs[Path(path)] = max(match.stat().st_mtime for match in found)
+        if matches := _matches(Path(path), patterns):
+            runs[Path(path)] = max(match.stat().st_mtime for match in matches)
             folders.clear()  # a run holds no other run
     if not runs:
         return folder

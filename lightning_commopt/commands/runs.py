@@ -11,7 +11,7 @@ from lightning_commopt.measure.runs.files import PREDICTION_FILE
 from lightning_commopt.text.terminal import TextConsole
 
 RunDir = Annotated[
-    Path, typer.Argument(help="Directory of a run with CommTimeMonitor, or one above it: the newest run counts.")
+    Path, typer.Argument(help="Directory of a run with CommTimeMonitor, or one above it, whose newest run is read.")
 ]
 
 
@@ -94,7 +94,7 @@ def report(
         built = build_report(dirs, baseline=baseline)
         plain = to_plain(built)
         regressions = None if earlier is None else find_regressions(plain, earlier, tolerance=tolerance)
-        # Before anything is printed, as who reads the output may stop in the middle, such as `head`.
+        # Files are written before anything is printed, as the reader of the output, such as `head`, may stop early.
         written = None
         if output is not None or not json:
             beside = next(folder for folder in dirs if folder.is_dir())
@@ -126,7 +126,7 @@ def predict(
     ] = None,
     comm_hook: Annotated[
         list[str] | None,
-        typer.Option(help="A compressor by name, again for more; by default those that are recommended."),
+        typer.Option(help="Name of a compressor; may be given several times. By default the recommended ones."),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from lightning_commopt.compat.import_hook import call_after_import
 
 VARIABLE = "COMMOPT_TRAINERS"
-"""Holds, as JSON, the place of the function that changes arguments, as "module:name", and what that is given."""
+"""Holds as JSON the function that changes arguments, as "module:name", and its options."""
 
 _NOTE = "made"
 """Name of the file that says a Trainer has been made."""
@@ -29,14 +29,14 @@ folder, so that ranks which srun starts elsewhere are changed, too."""
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
-def run_changed(command: Sequence[str], change: str, asked: Mapping[str, Any]) -> tuple[int, bool]:
-    """Runs a command, which starts Python programs in whatever way, to its end.
+def run_changed(command: Sequence[str], change: str, options: Mapping[str, Any]) -> tuple[int, bool]:
+    """Runs a command to its end, however it starts Python programs.
 
     Args:
         command: the words of it.
         change: "module:name" of a function that is called with a package's name, the arguments by which a Trainer of it
-            is made, which it changes, and ``asked``.
-        asked: what the function depends on, as JSON has it.
+            is made, which it changes, and ``options``.
+        options: options of that function, in JSON types.
 
     Returns:
         The status of the command, as a shell has it, and whether a Trainer was made on this node.
@@ -48,13 +48,13 @@ def run_changed(command: Sequence[str], change: str, asked: Mapping[str, Any]) -
 
     with tempfile.TemporaryDirectory(prefix="commopt-") as folder:
         path = os.pathsep.join(filter(None, (str(_STARTUP), os.environ.get("PYTHONPATH"))))
-        variable = json.dumps({"change": change, "asked": asked, "note": str(Path(folder) / _NOTE)})
+        variable = json.dumps({"change": change, "options": options, "note": str(Path(folder) / _NOTE)})
         environment = {**os.environ, "PYTHONPATH": path, VARIABLE: variable}
         try:
             status = run_beneath(command, environment)
         except OSError as error:
             hint = f"; for a script, write python {command[0]}" if command[0].endswith(".py") else ""
-            raise OSError(f"COMMAND does not start: {error}{hint}") from error
+            raise OSError(f"COMMAND cannot be started: {error}{hint}") from error
         return status, (Path(folder) / _NOTE).exists()
 
 
@@ -70,20 +70,20 @@ def _change_trainer(module: ModuleType) -> None:
 
     @wraps(init)
     def changed(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(init).bind(self, *args, **kwargs)
-        own = dict(given.arguments)
-        given.apply_defaults()
-        defaults = {name: value for name, value in given.arguments.items() if name not in own}
+        call = inspect.signature(init).bind(self, *args, **kwargs)
+        own = dict(call.arguments)
+        call.apply_defaults()
+        defaults = {name: value for name, value in call.arguments.items() if name not in own}
         variable = json.loads(os.environ[VARIABLE])
         place, _, name = variable["change"].partition(":")
         package = module.__name__.removesuffix(".trainer.trainer")
-        getattr(import_module(place), name)(package, given.arguments, variable["asked"])
-        with suppress(OSError):  # the command has ended, and its folder with it, or is on another node
+        getattr(import_module(place), name)(package, call.arguments, variable["options"])
+        with suppress(OSError):  # the folder is on another node, or has been removed at the end of the command
             Path(variable["note"]).touch()
-        # Lightning takes variables of the environment, such as PL_TRAINER_MAX_STEPS, for what is not given.
+        # For arguments that are missing Lightning reads variables of the environment, such as PL_TRAINER_MAX_STEPS.
         for name, value in defaults.items():
-            if given.arguments[name] is value:
-                del given.arguments[name]
-        init(*given.args, **given.kwargs)
+            if call.arguments[name] is value:
+                del call.arguments[name]
+        init(*call.args, **call.kwargs)
 
     module.Trainer.__init__ = changed

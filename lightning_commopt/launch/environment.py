@@ -16,7 +16,7 @@ LAB_RANK_VARIABLE = "COMMOPT_LAB_RANK"
 """Set for a rank that `lightning_commopt.train.sweep.lab_run` has started."""
 
 _LAUNCHER_VARIABLE = "COMMOPT_LAUNCHER"
-"""Holds the process of the rank that has started this one as its child, and the port where these ranks meet."""
+"""Holds the process ID of the rank that has started this one as its child, and the port where these ranks meet."""
 
 
 def is_lab_rank() -> bool:
@@ -49,7 +49,7 @@ def has_external_launcher() -> bool:
 
 
 def launcher_pid(start_method: str) -> int | None:
-    """Returns the process that has started this rank and outlives all ranks; None if there is none.
+    """Returns the ID of the process that has started this rank and outlives all ranks; None if there is none.
 
     With the start method "popen" Lightning's other ranks are children of rank 0, which may end first.
     """
@@ -59,7 +59,7 @@ def launcher_pid(start_method: str) -> int | None:
 
 @contextmanager
 def name_launcher(port: int) -> Generator[None, None, None]:
-    """Lets ranks that this process starts inside the context know their launcher: see `launching_rank`."""
+    """Tells ranks that this process starts inside the context who their launcher is: see `launching_rank`."""
     os.environ[_LAUNCHER_VARIABLE] = f"{os.getpid()} {port}"
     try:
         yield
@@ -68,7 +68,7 @@ def name_launcher(port: int) -> Generator[None, None, None]:
 
 
 def launching_rank(port: int) -> int | None:
-    """Returns the process of the rank that has started this one to meet at a port; None if that is not known."""
+    """Returns the process ID of the rank that has started this one to meet at ``port``; None if it is unknown."""
     pid, _, known_port = os.environ.get(_LAUNCHER_VARIABLE, "").partition(" ")
     # Programs that a rank starts inherit the variable too, so it counts only for the port that it names.
     return int(pid) if known_port == str(port) and "TORCHELASTIC_RUN_ID" not in os.environ else None

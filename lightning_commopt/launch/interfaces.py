@@ -17,7 +17,7 @@ from typing import NamedTuple
 _SIOCGIFFLAGS, _SIOCGIFADDR, _SIOCGIFNETMASK = 0x8913, 0x8915, 0x891B  # linux/sockios.h
 _IFF_UP = 1  # linux/if.h
 _GLOBAL_SCOPE = "00"  # /proc/net/if_inet6 has this for an IPv6 address that hosts of other links can reach
-_UNUSABLE_FLAGS = 0x48  # linux/if_addr.h: an IPv6 address that is still tried, or that another host has, too
+_UNUSABLE_FLAGS = 0x48  # linux/if_addr.h: IFA_F_TENTATIVE, IFA_F_DADFAILED: an IPv6 address not yet, or not, unique
 _REQUEST_BYTES = 256  # no smaller than struct ifreq
 _ADDRESS = slice(20, 24)  # where struct ifreq with a sockaddr_in has the address
 _REASONS = {
@@ -81,14 +81,14 @@ def list_interfaces() -> list[Interface]:
 
 
 def _ipv6_interfaces(path: Path = Path("/proc/net/if_inet6")) -> dict[str, Interface]:
-    """Returns the interfaces with a global IPv6 address, with the first one of each."""
-    found: dict[str, Interface] = {}
+    """Returns the interfaces that have global IPv6 addresses by name, each with the first one."""
+    interfaces: dict[str, Interface] = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         digits, _, prefix_length, scope, flags, name = line.split()
         if scope == _GLOBAL_SCOPE and not int(flags, 16) & _UNUSABLE_FLAGS:
             address = str(ipaddress.IPv6Address(int(digits, 16)))
-            found.setdefault(name, Interface(name, address, int(prefix_length, 16)))
-    return found
+            interfaces.setdefault(name, Interface(name, address, int(prefix_length, 16)))
+    return interfaces
 
 
 def find_listening(
@@ -173,12 +173,12 @@ def try_port(host: str, port: int, *, limit_s: float) -> PortFailure | None:
         socket.create_connection((host, port), timeout=limit_s).close()
     except ConnectionRefusedError:
         return PortFailure(
-            f"{host} refuses connections to port {port}: nothing listens there, so rank 0 does not run,"
+            f"{host} refuses connections to port {port}: nothing listens there, so rank 0 is not running,"
             " or the port is wrong (MASTER_PORT, --port)",
             is_refused=True,
         )
     except (socket.gaierror, UnicodeError) as error:
-        return PortFailure(f"the name {host} cannot be resolved: is it right (MASTER_ADDR, --hosts)? ({error})")
+        return PortFailure(f"the name {host} cannot be resolved ({error}): check MASTER_ADDR or --hosts")
     except TimeoutError:
         return PortFailure(
             f"{host}:{port} does not answer within {limit_s:g} s, not even with a refusal: probably a firewall"

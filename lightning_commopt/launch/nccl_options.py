@@ -36,7 +36,7 @@ class NcclOptions:
 
     @classmethod
     def from_config(cls, config: Any) -> NcclOptions | None:
-        """Makes options from what a strategy was given.
+        """Makes options from the argument ``nccl`` of a strategy.
 
         Args:
             config: options, the name of a profile, or a mapping of settings that may also have ``override`` and
@@ -68,21 +68,21 @@ class NcclOptions:
                 chosen[name] = value
             else:
                 info(
-                    f"{name}={environment[name]} of the environment takes precedence over nccl's {value}; override=True"
-                    " in nccl replaces it."
+                    f"{name}={environment[name]} in the environment takes precedence over {value} from the option nccl;"
+                    " override=True in nccl replaces it."
                 )
         environment.update(chosen)
         return chosen
 
 
 _replaced: dict[str, tuple[str | None, str]] = {}
-"""Of each variable that `set_in_process` has set, what it was before, and what it was set to."""
+"""For each variable that `set_in_process` has set, its earlier value (None if unset), and the value that was set."""
 _in_use: dict[str, str] | None = None
-"""What it has set last, and NCCL may have read; None if no process group over NCCL was made here so far."""
+"""The variables that it has set last, which NCCL may have read; None before the first process group over NCCL."""
 
 
 def set_in_process(options: NcclOptions | None) -> None:
-    """Sets what a strategy asks for, in place of what an earlier one has, before it makes a process group over NCCL."""
+    """Sets a strategy's variables in place of an earlier one's, before it creates a process group over NCCL."""
     global _in_use
     restore_process()
     before = dict(os.environ)
@@ -91,13 +91,13 @@ def set_in_process(options: NcclOptions | None) -> None:
     if _in_use not in (None, chosen):
         warn_once(
             "nccl: an earlier Trainer of this process had other settings, and NCCL reads most of its variables only"
-            " once per process. Train each in a process of its own, as the jobs of commopt-train are."
+            " once per process. Run each Trainer in a process of its own, as commopt-train does for each job."
         )
     _in_use = chosen
 
 
 def restore_process() -> None:
-    """Gives the variables that `set_in_process` has set, and nobody else since, their earlier values."""
+    """Restores the variables that `set_in_process` has set, except those that other code has changed since."""
     for name, (before, own) in _replaced.items():
         if os.environ.get(name) != own:
             continue
@@ -117,7 +117,7 @@ def _load_profile(name: Any) -> dict[str, Any]:
     known = profiles()
     if not isinstance(name, str) or name not in known:
         raise OptionError(f"nccl={name!r} is not a profile; known: {', '.join(known)}{did_you_mean(name, known)}")
-    from omegaconf import OmegaConf  # only who asks for a profile waits for its import
+    from omegaconf import OmegaConf  # its import takes time, and only profiles need it
 
     return dict(OmegaConf.load(known[name]))
 

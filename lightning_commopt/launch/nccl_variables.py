@@ -24,7 +24,7 @@ _OPPOSITES = {"DISABLE": "ENABLE", "ENABLE": "DISABLE"}
 # Similarities from 0 to 1 from which on a name, or a word of it, counts as misspelt. The first is high enough that
 # NCCL_DEBUG_FLAG is not taken for NCCL_DEBUG_FILE. The second is above the 4/7 of NET and NVTX, and below the 2/3 that
 # two of three letters have.
-_NEAR, _ALIKE = 0.88, 0.65
+_MIN_NAME_SIMILARITY, _MIN_WORD_SIMILARITY = 0.88, 0.65
 _OLDEST = (2, 21)  # the version that comes with the oldest supported torch
 
 
@@ -162,7 +162,7 @@ def _suggest(name: str, value: str) -> str | None:
     if opposite is not None:
         return f"{opposite}={int(value == '0')}"
     beginnings = [known for known in names if re.match(rf"{known}[A-Z]", name)]
-    near = [known for known in get_close_matches(name, names, cutoff=_NEAR) if _is_alike(name, known)]
+    near = [known for known in get_close_matches(name, names, cutoff=_MIN_NAME_SIMILARITY) if _is_alike(name, known)]
     return next(iter([*beginnings, *near]), None)
 
 
@@ -170,7 +170,9 @@ def _is_alike(name: str, other: str) -> bool:
     """Returns whether each word of a name may be a misspelt word of another name, unlike NET and NVTX."""
     words, others = name.split("_"), other.split("_")
     pairs = [(word, known) for word, known in zip(words, others, strict=False) if word != known]
-    return len(words) != len(others) or all(SequenceMatcher(None, *pair).ratio() > _ALIKE for pair in pairs)
+    return len(words) != len(others) or all(
+        SequenceMatcher(None, *pair).ratio() > _MIN_WORD_SIMILARITY for pair in pairs
+    )
 
 
 def _with_right_prefix(name: str) -> str | None:

@@ -39,9 +39,9 @@ class RankError(RuntimeError):
     """
 
     def __init__(self, rank: int, status: int | None, timeout_s: float | None, outputs: list[str]) -> None:
-        how = f"still ran after {timeout_s:g} s" if status is None else f"ended with status {status}"
+        outcome = f"still ran after {timeout_s:g} s" if status is None else f"ended with status {status}"
         tail = "\n".join(outputs[rank].splitlines()[-_LINES_IN_MESSAGE:])
-        super().__init__(f"rank {rank} {how}; its last output:\n{tail}")
+        super().__init__(f"rank {rank} {outcome}; its last output:\n{tail}")
         self.rank = rank
         self.status = status
         self.outputs = outputs
@@ -210,10 +210,10 @@ def run_in_group(
 
 
 def run_beneath(command: Sequence[str], env: Mapping[str, str]) -> int:
-    """Runs a command in this process group, with our input and output, and leaves what a signal does to it.
+    """Runs a command in this process group, with our input and output; how it handles a signal is up to the command.
 
-    Terminals and schedulers send signals to the whole group, so we only wait for what the command makes of them.
-    SIGTERM is passed on, as it may be for us alone: containers send it to their first process.
+    Terminals and schedulers send signals to the whole group, so we only wait until the command has handled them.
+    SIGTERM is passed on, because we may be the only process that receives it: containers send it to their first one.
 
     Returns:
         The exit status as a shell has it: 128 more than the number of the signal that ended the command.
@@ -222,7 +222,7 @@ def run_beneath(command: Sequence[str], env: Mapping[str, str]) -> int:
         OSError: the command cannot be started.
     """
     started: list[subprocess.Popen[bytes]] = []
-    early: list[int] = []  # while the command was being started
+    early: list[int] = []  # signals that arrived while the command was being started
 
     def handle(number: int, _: Any) -> None:
         if number == signal.SIGTERM and started:

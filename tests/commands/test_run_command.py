@@ -74,7 +74,7 @@ def test_a_rank_on_another_node_is_changed(tmp_path: Path) -> None:
 
 
 def test_a_command_that_is_not_there() -> None:
-    assert refusal("run", "--", "there-is-no-such-command").startswith("commopt: COMMAND does not start: ")
+    assert refusal("run", "--", "there-is-no-such-command").startswith("commopt: COMMAND cannot be started: ")
     assert "; for a script, write python no_such.py" in refusal("run", "no_such.py")
 
 
@@ -83,7 +83,7 @@ def test_variables_of_the_environment_count(monkeypatch: pytest.MonkeyPatch, tmp
     own = type("Trainer", (Trainer,), {})  # the variables have the name of the class
     module = ModuleType(Trainer.__module__)
     module.Trainer = own  # type: ignore[attr-defined]
-    monkeypatch.setenv(VARIABLE, json.dumps({"change": CHANGE, "asked": {}, "note": str(tmp_path / "made")}))
+    monkeypatch.setenv(VARIABLE, json.dumps({"change": CHANGE, "options": {}, "note": str(tmp_path / "made")}))
     monkeypatch.setenv("PL_TRAINER_MAX_STEPS", "7")
     monkeypatch.setenv("PL_TRAINER_MAX_EPOCHS", "8")
     _change_trainer(module)

@@ -165,7 +165,7 @@ def _check_can_be_named(name: str, entry: Entry | None, known: Mapping[str, Entr
     ``entry`` is the compressor of that name among those for the run's strategy, which are ``known``.
     """
     if entry_named(name) is None and "." not in name and normalize_name(name) != "none":
-        names = ["none", *sorted(one for one, other in known.items() if _refusal(other) is None)]
+        names = ["none", *sorted(known_name for known_name, other in known.items() if _refusal(other) is None)]
         hint = did_you_mean(name, names)
         raise ValueError(f"{name!r} is unknown; names that can be given here: {', '.join(names)}{hint}")
     if entry is not None and (refusal := _refusal(entry)) is not None:

@@ -10,11 +10,11 @@ from lightning_commopt.testing.places import Place
 
 
 class NotChecked(Exception):  # noqa: N818 (no error)
-    """What is missing here for a check."""
+    """A check cannot run on this machine; the message names what is missing."""
 
 
 class Measured(NamedTuple):
-    """What came of a check that measures."""
+    """The result of a check that measures something."""
 
     detail: str  # the result in words
     numbers: dict[str, Any]  # measured values by name, for the JSON

@@ -30,7 +30,7 @@ _FILLED_BY = laws, sharded_laws, diloco, on_device, variants
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of one check."""
+    """The result of one check."""
 
     name: str  # what should hold
     status: Literal["passed", "failed", "not checked", "out of time"]
@@ -42,10 +42,10 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class SelfTest:
-    """The outcome of the self-test, with all that somebody else needs to understand it."""
+    """The outcome of the self-test, with everything that is needed to understand it elsewhere."""
 
     place: str  # where the ranks ran
-    refused: dict[str, str]  # places that were better and could not be had, with why
+    refused: dict[str, str]  # better places where ranks could not run, each with the reason
     outcomes: list[Outcome]  # one for each check so far
     is_whole: bool  # whether no check is still to come
     info: dict[str, Any]  # versions, devices and backends
@@ -89,7 +89,7 @@ def run_selftest(
 
 
 def _versions() -> dict[str, Any]:
-    """Returns versions that matter to kernels on CUDA; None of what there is not."""
+    """Returns the versions that matter to kernels on CUDA; None for a package that is missing."""
     versions: dict[str, Any] = {"cuda_version": torch.version.cuda, "triton_version": None, "driver_version": None}
     with suppress(PackageNotFoundError):
         versions["triton_version"] = version("triton")
@@ -108,7 +108,7 @@ def _run(check: Check, place: Place, limit_s: float) -> Outcome:
             raise OutOfTime
         outcome = run_on(place, _run_on_rank, check.name)[0] if check.is_on_ranks else _try_check(check, place)
     except OutOfTime:
-        late = f"the {limit_s:g} s for all checks (--limit-s) ended before it did"
+        late = f"the {limit_s:g} s for all checks (--limit-s) were over before this one had ended"
         outcome = Outcome(name=check.name, status="out of time", detail=late)
     except Exception as error:  # the file with the other results must be written
         trace = traceback.format_exc()
@@ -149,18 +149,18 @@ def progress_lines(console: Console) -> Iterator[Callable[[str], None]]:
 def print_place(selftest: SelfTest, console: Console) -> None:
     """Prints where ranks run, and where they could not."""
     console.print(selftest.place, highlight=False, markup=False)
-    for place, why in selftest.refused.items():
-        console.print(f"{place}: refused ({why})", highlight=False, markup=False)
+    for place, reason in selftest.refused.items():
+        console.print(f"{place}: refused ({reason})", highlight=False, markup=False)
 
 
 def print_outcome(outcome: Outcome, console: Console) -> None:
-    """Prints what came of one check."""
+    """Prints the result of one check."""
     console.print(Text.assemble((outcome.status, _COLORS[outcome.status]), f": {outcome.name}"))
     console.print(Padding(Text(f"{outcome.detail} ({outcome.seconds:.1f} s)"), (0, 0, 0, 4)))
 
 
 def print_sum(selftest: SelfTest, console: Console) -> None:
-    """Prints how many checks ended how."""
+    """Prints the number of checks with each status."""
     numbers: Counter[str] = Counter(outcome.status for outcome in selftest.outcomes)
     shown = ", ".join(f"{numbers[status]} {status}" for status in _COLORS if numbers[status])
     console.print(shown + ("" if selftest.is_whole else "; interrupted before the others"), highlight=False)

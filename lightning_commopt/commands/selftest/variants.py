@@ -1,6 +1,6 @@
-"""Checks for ``--full``: what must not change averages, such as kernels and streams, and what may not happen.
+"""Checks for ``--full``: kernels, streams and odd sizes do not change averages, and nothing is compiled late.
 
-Also what is known of collectives, and what the hang monitor reports when a rank fails.
+They also check that collectives are recorded, and that the hang monitor names a rank that fails.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ _ODD_SHAPES = ((257, 129), (7,), (33, 65), (4097,))
 _AFTER_S = 2.0  # the healthy steps take milliseconds, so a report this early is no false one
 _LIMIT_S = 60.0  # many times `_AFTER_S`, as collecting stacks and reports takes seconds on a busy machine
 _FAULTY_STEP = 3  # the steps before it show that the ranks train
+# With these variables torch's Flight Recorder records collectives. Their name has changed between versions of torch.
 _RECORDER = dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000")
 
 
@@ -56,10 +57,10 @@ def _kernels(place: Place) -> str:
         with in_plain_torch():
             plain = run_steps(setup, compressor)
         atol = max(1e-3, 4 * compressor.claims.untracked_error)
-        for what in ("received", "residual"):
-            is_off = (getattr(fast, what) - getattr(plain, what)).abs() > atol
+        for quantity in ("received", "residual"):
+            is_off = (getattr(fast, quantity) - getattr(plain, quantity)).abs() > atol
             share_off = is_off.float().mean().item()
-            assert share_off < 0.01, f"{name}: {share_off:.1%} of the elements are off in {what!r}"
+            assert share_off < 0.01, f"{name}: {share_off:.1%} of the elements are off in {quantity!r}"
             worst = max(worst, share_off)
     return f"{len(compressors)} compressors, at most {worst:.2%} of the elements off by a rounding"
 
@@ -71,15 +72,15 @@ def _kernels(place: Place) -> str:
 )
 def _streams(place: Place) -> str:
     blocking = {"CUDA_LAUNCH_BLOCKING": "1"}
-    ways = {"two streams": (2, {}), "one stream": (1, {}), "blocking launches": (2, blocking)}
+    modes = {"two streams": (2, {}), "one stream": (1, {}), "blocking launches": (2, blocking)}
     if place.device_type == "cpu":
-        ways = {"a run": (2, {}), "another": (2, {})}
-    results = {way: run_on(place, digests, num, environment=variables) for way, (num, variables) in ways.items()}
-    first_way, (first, *others) = next(iter(results.items()))
-    assert all(other == first for other in others), f"{first_way}: ranks differ"
-    for way, (ours, *_) in results.items():
+        modes = {"a run": (2, {}), "another": (2, {})}
+    results = {label: run_on(place, digests, num, environment=variables) for label, (num, variables) in modes.items()}
+    first_label, (first, *others) = next(iter(results.items()))
+    assert all(other == first for other in others), f"{first_label}: ranks differ"
+    for label, (ours, *_) in results.items():
         wrong = [name for name in first if ours[name] != first[name]]
-        assert not wrong, f"{', '.join(wrong)}: {way} and {first_way} differ"
+        assert not wrong, f"{', '.join(wrong)}: {label} and {first_label} differ"
     return f"{len(first)} compressors: {', '.join(results)}"
 
 
@@ -251,7 +252,7 @@ def _fail(device: torch.device, watched: WatchedRank, report: Path) -> None:
     """Makes an error that all later calls of CUDA raise again, and closes the watch, as an exception does."""
     try:
         if device.type == "cpu":
-            raise RuntimeError("a fault that was put in")
+            raise RuntimeError("an injected fault")
         torch.zeros(1, device=device)[torch.tensor([10], device=device)]
         torch.cuda.synchronize()
     except RuntimeError as error:

@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from lightning_commopt.strategy.ddp import CommOptStrategy
 
 FOUND, SEARCHED = "found.json", "searched"
-"""Files in the folder that fits are given: what rank 0 has found, and a sign of any rank that has looked for a plan."""
+"""Files in a folder that all fits know: the result of rank 0, and a marker that some rank has looked for a plan."""
 
 
 class Tuned(NamedTuple):
     """How a command has ended.
 
     Attributes:
-        status: of the command.
-        verdict: in words, and its plan is in the output. None if no rank 0 on this host has looked for a plan, or if
-            the command failed before any fit has decided on one.
+        status: exit status of the command.
+        verdict: the verdict in words; its plan has been written to the output. None if rank 0 has not looked for a plan
+            on this host, or if the command failed before any fit has decided on one.
         has_searched: whether any rank on this host has looked for a plan.
     """
 
@@ -31,7 +31,7 @@ class Tuned(NamedTuple):
 
 
 def run_tuned(command: Sequence[str], *, lossy: Sequence[str], output: Path, ends_fit: bool) -> Tuned:
-    """Runs a command, which starts Python programs in whatever way, to its end. Without a verdict ``output`` stays.
+    """Runs a command, however it starts Python programs, to its end. Without a verdict ``output`` is left unchanged.
 
     Raises:
         ValueError: a name in ``lossy`` is unknown, or ``output`` cannot be written.
@@ -45,30 +45,30 @@ def run_tuned(command: Sequence[str], *, lossy: Sequence[str], output: Path, end
     TuneOptions.of("auto", list(lossy), {})
     check_outputs(output)
     with tempfile.TemporaryDirectory(prefix="commopt-tune-") as folder:
-        asked = {"lossy": list(lossy), "folder": folder, "ends_fit": ends_fit}
-        status, _ = run_changed(command, f"{__name__}:{tune_trainer.__name__}", asked)
+        options = {"lossy": list(lossy), "folder": folder, "ends_fit": ends_fit}
+        status, _ = run_changed(command, f"{__name__}:{tune_trainer.__name__}", options)
         has_searched = (Path(folder) / SEARCHED).exists()
         try:
-            found = json.loads((Path(folder) / FOUND).read_text(encoding="utf-8"))
+            result = json.loads((Path(folder) / FOUND).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return Tuned(status, None, has_searched)
-    if status and not found["has_decided"]:
+    if status and not result["has_decided"]:
         return Tuned(status, None, has_searched)
     try:
-        write_whole(output, found["plan"] + "\n")
+        write_whole(output, result["plan"] + "\n")
     except OSError as error:
-        raise OSError(f"{error}. {found['verdict']} The plan: {found['plan']}") from error
-    return Tuned(status, found["verdict"], has_searched)
+        raise OSError(f"{error}. {result['verdict']} The plan: {result['plan']}") from error
+    return Tuned(status, result["verdict"], has_searched)
 
 
-def tune_trainer(package: str, arguments: dict[str, Any], asked: Mapping[str, Any]) -> None:
+def tune_trainer(package: str, arguments: dict[str, Any], options: Mapping[str, Any]) -> None:
     """Puts a strategy that looks for a plan in the place of a Trainer's; see `trainers.run_changed`."""
     from lightning_commopt.strategy.adapters import adapter_for
 
-    arguments["strategy"] = tuned_strategy(arguments["strategy"], adapter_for(package), asked)
+    arguments["strategy"] = tuned_strategy(arguments["strategy"], adapter_for(package), options)
 
 
-def tuned_strategy(strategy: object, ours: type[CommOptStrategy], asked: Mapping[str, Any]) -> CommOptStrategy:
+def tuned_strategy(strategy: object, ours: type[CommOptStrategy], options: Mapping[str, Any]) -> CommOptStrategy:
     """Returns the strategy that replaces a Trainer's, of the class ``ours`` unless that is from this package already.
 
     Raises:
@@ -84,13 +84,13 @@ def tuned_strategy(strategy: object, ours: type[CommOptStrategy], asked: Mapping
         name = strategy.removeprefix("commopt_")
         known = aliases().get(f"commopt_{name}")
         if strategy != "auto" and known is None:
-            raise ValueError(f"commopt tune is for DDP, and the Trainer has strategy={strategy!r}")
+            raise ValueError(f"commopt tune is for DDP, but the Trainer has strategy={strategy!r}")
         strategy = ours(**(known or {}))
     elif is_lightnings_ddp(strategy):
         if comm_hook_of(strategy) is not None:
-            raise ValueError("commopt tune has nothing to choose: the Trainer's DDPStrategy has a ddp_comm_hook")
+            raise ValueError("commopt tune has nothing to choose: remove ddp_comm_hook from the Trainer's DDPStrategy")
         strategy = ours(**arguments_of_ddp(strategy))
     elif not isinstance(strategy, CommOptStrategy) or is_baseline(strategy):
-        raise ValueError(f"commopt tune is for DDP, and the Trainer has strategy={strategy!r}")
-    strategy.auto_plan = Tuning(strategy, asked)
+        raise ValueError(f"commopt tune is for DDP, but the Trainer has strategy={strategy!r}")
+    strategy.auto_plan = Tuning(strategy, options)
     return strategy

@@ -23,7 +23,7 @@ MASTER_PORT = 29500
 _MAX_HOSTS = 254  # addresses of 10.0.0.0/24, without the first and the last
 _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}  # tc(8) defines its rates by these factors
 _MIN_RATE, _MAX_RATE = 10**5, 10**11  # bits per second; at the lowest, a packet takes a quarter of a second
-_MAX_RATE_ELSEWHERE = 10**12  # above what a network card has
+_MAX_RATE_ELSEWHERE = 10**12  # limit for links that the lab does not create; no network card is as fast
 # The smaller burst holds two packets at the rates where it counts. The larger one is `_SLOW_BURST_S` at 1 Gbit/s.
 _MIN_BURST_BYTES, _MAX_SLOW_BURST_BYTES = 2**14, 2**18
 # A burst of this duration hides that a timer of the kernel is late. The longer one is for up to 1 Gbit/s.
@@ -43,7 +43,7 @@ def parse_rate(rate: str | None, name: str = "rate", *, is_elsewhere: bool = Fal
     Args:
         rate: such as "2.5gbit".
         name: name of the option, for the error message.
-        is_elsewhere: it is of a link that exists, and not to be made here: it may be faster, and not be unlimited.
+        is_elsewhere: whether the lab does not create this link. Its rate may then be higher, but not unlimited.
 
     Raises:
         ValueError: the rate is not in this notation, or is out of range.
@@ -107,7 +107,7 @@ class NetLab:
         return [f"10.0.0.{host + 1}" for host in range(self.num_hosts)]
 
     def __enter__(self) -> NetLab:
-        assert self._keeper is None, "a lab is opened once at a time"
+        assert self._keeper is None, "this lab is open already"
         self._unshare_options = find_unshare_options()
         self._keeper = Keeper(self._unshare_options)
         try:
@@ -188,7 +188,9 @@ class NetLab:
                 self._limit(device=f"port{host}", is_new=is_new)
 
     def enter(self, host: int) -> tuple[str, ...]:
-        """Returns the prefix of a command to run it on a host, in this process's folder. The caller must end it.
+        """Returns the prefix with which a command runs on a host, in this process's folder.
+
+        The caller must end the process of that command.
 
         Raises:
             LabError: the lab is not open.
@@ -255,7 +257,7 @@ class NetLab:
             self._do("ip", "link", "set", port, "master", "bridge0", "up")
 
     def _limit(self, *options: str, device: str, is_new: bool = True) -> None:
-        """Limits the rate at which a device sends; without ``is_new`` it changes the limit that there is."""
+        """Limits the rate at which a device sends; without ``is_new`` it changes the existing limit."""
         if self._bits_per_s is None:
             return
         bytes_per_s = self._bits_per_s / 8

@@ -29,7 +29,7 @@ _DEVICES = {
 
 
 class LabError(RuntimeError):
-    """This machine cannot make the network lab; the message names what is missing."""
+    """This machine cannot create the network lab; the message names what is missing."""
 
 
 def why_not() -> str | None:
@@ -42,10 +42,10 @@ def why_not() -> str | None:
 
 
 def find_unshare_options() -> tuple[str, ...]:
-    """Returns the options for ``unshare`` with which namespaces can be made here: none for root.
+    """Returns the options with which ``unshare`` can create namespaces here: none for root.
 
     Raises:
-        LabError: namespaces cannot be made here.
+        LabError: namespaces cannot be created here.
     """
     if sys.platform != "linux":
         raise LabError(f"the network lab needs Linux, this is {sys.platform}")
@@ -64,10 +64,10 @@ def find_unshare_options() -> tuple[str, ...]:
             "the network lab needs root with CAP_SYS_ADMIN and CAP_NET_ADMIN, or a kernel that allows unprivileged "
             f"user namespaces; both are refused: {'; '.join(refusals)}"
         )
-    for what, command in _DEVICES.items():
+    for capability, command in _DEVICES.items():
         refusal = _why_refused(unshare_options, command.split())
         if refusal is not None:
-            raise LabError(f"the network lab needs {what}, which is refused here: {refusal}")
+            raise LabError(f"the network lab needs {capability}, which is refused here: {refusal}")
     return unshare_options
 
 
@@ -143,8 +143,18 @@ class Keeper:
         network = "--net" if host is None else f"--net={root}/run/netns/{host}"
         user = ("--user", "--preserve-credentials") if self._unshare_options else ()
         processes = (f"--pid=/proc/{self.pid}/ns/pid_for_children",) if self._has_processes else ()
-        where = () if folder is None else (f"--wd={root}{folder}",)
-        return (path_of("nsenter"), "--target", str(self.pid), *user, "--mount", *processes, network, *where, "--")
+        working_folder = () if folder is None else (f"--wd={root}{folder}",)
+        return (
+            path_of("nsenter"),
+            "--target",
+            str(self.pid),
+            *user,
+            "--mount",
+            *processes,
+            network,
+            *working_folder,
+            "--",
+        )
 
     def close(self) -> None:
         """Ends the namespaces; returns when no process is left in them."""

@@ -180,7 +180,7 @@ def test_checks_that_are_cut_short_do_not_pass(monkeypatch: pytest.MonkeyPatch) 
     """If it fails, a busy machine that has checked nothing looks as good as one on which everything holds."""
     monkeypatch.setattr(run, "CHECKS", [Check("is late", mock.Mock(side_effect=ranks.OutOfTime), is_on_ranks=False)])
     output = commopt("selftest", "--device", "cpu", "--limit-s", 40, status=2).output
-    assert "out of time: is late\n    the 40 s for all checks (--limit-s) ended before it did" in output
+    assert "out of time: is late\n    the 40 s for all checks (--limit-s) were over before this one had ended" in output
     assert output.endswith("1 out of time\n")
 
 
@@ -310,7 +310,7 @@ def test_the_hang_monitor_reports_a_fault(fault: str) -> None:
     report = variants.report_of(CPU, fault)
     assert (report["ranks"], report["kind"]) == ([1], fault), report["sentence"]
     if fault == "failed":
-        assert "a fault that was put in" in report["sentence"]
+        assert "an injected fault" in report["sentence"]
 
 
 def test_the_laws_are_checked_in_several_buckets_only_if_asked_for() -> None:

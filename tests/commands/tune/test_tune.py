@@ -98,7 +98,7 @@ def _fit_as_tuned(variable: dict[str, Any]) -> str:
 def test_a_trainer_gets_a_plan_that_is_searched_for(tmp_path: Path) -> None:
     """If it fails, Trainers of a tuned program train without a search, to the end, or without the plan at the end."""
     asked = {"lossy": [], "folder": str(tmp_path), "ends_fit": True}
-    variable = {"change": "lightning_commopt.commands.tune.inject:tune_trainer", "asked": asked}
+    variable = {"change": "lightning_commopt.commands.tune.inject:tune_trainer", "options": asked}
     assert run_ranks(_fit_as_tuned, {**variable, "note": str(tmp_path / "made")}) == ["CommOptDDP"] * 2
     found = json.loads((tmp_path / "found.json").read_text())
     assert CommPlan.from_json(found["plan"]) == _SMALL
@@ -175,7 +175,7 @@ def test_a_node_without_rank_0_says_where_the_plan_is(tmp_path: Path) -> None:
     output = tmp_path / "plan.json"
     with _ran(0, lambda folder: (folder / "searched").touch()):
         printed = commopt("tune", f"--output={output}", "--", "torchrun", "train.py")
-    assert printed.stdout == "The plan is with the commopt tune of that node where rank 0 has run.\n"
+    assert printed.stdout == "Rank 0 ran on another node: commopt tune has printed and written the plan there.\n"
     assert not output.exists()
 
 
@@ -191,7 +191,7 @@ def test_a_rank_0_on_another_node_than_the_command_prints_the_plan(
         assert not caplog.messages
         with patch.object(tuning, "describe", lambda: found), caplog.at_level("INFO"):
             tuning.end_fit()
-    assert caplog.messages == ["commopt tune, on another node, writes no plan. Chosen. The plan: {}"]
+    assert caplog.messages == ["commopt tune runs on another node, so it cannot write the plan. Chosen. The plan: {}"]
 
 
 def test_a_read_only_folder_starts_nothing(tmp_path: Path) -> None:
@@ -216,8 +216,8 @@ def test_wrong_options_start_nothing(option: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "message"),
     [
-        ("fsdp", "commopt tune is for DDP, and the Trainer has strategy='fsdp'"),
-        (DDPStrategy(ddp_comm_hook=bf16_compress_hook), "the Trainer's DDPStrategy has a ddp_comm_hook"),
+        ("fsdp", "commopt tune is for DDP, but the Trainer has strategy='fsdp'"),
+        (DDPStrategy(ddp_comm_hook=bf16_compress_hook), "remove ddp_comm_hook from the Trainer's DDPStrategy"),
     ],
 )
 def test_what_cannot_be_tuned(strategy: Any, message: str) -> None:
