@@ -35,7 +35,7 @@ from lightning_commopt.text.formatting import list_some
 
 __all__ = ["InterleavedDP", "NaiveDP"]
 
-_LIGHTNINGS_DDP_OPTIONS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
+_DDP_STRATEGY_OPTIONS = ("ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
 _ONE_PARAMETER_MB = 1e-6  # about a byte, which DDP exceeds with the first parameter of each bucket
 
 
@@ -43,7 +43,8 @@ class ParameterwiseDP(CommOptDDP):
     """The base of `NaiveDP` and `InterleavedDP`, which differ in when gradients are averaged.
 
     In the first backward of a fit DDP has a single bucket. After that each parameter has a bucket, in the order in
-    which gradients came on rank 0. With several optimizers this is so from the start, in reverse order of parameters.
+    which rank 0 has computed the gradients. With several optimizers each has one from the start, in the reverse order
+    of parameters.
 
     Args:
         accelerator: see ``DDPStrategy``, as for all arguments.
@@ -75,7 +76,7 @@ class ParameterwiseDP(CommOptDDP):
             **arguments, bucket_cap_mb=_ONE_PARAMETER_MB, gradient_as_bucket_view=True, save_comm_state=False
         )
         self.gradient_sync = GradientSync(self.plan, self._hook)
-        self._named: dict[str, Parameter] = {}
+        self._parameters: dict[str, Parameter] = {}
 
     def configure_ddp(self) -> None:
         if self.world_size > 1:
@@ -86,7 +87,7 @@ class ParameterwiseDP(CommOptDDP):
         model = self.model
         assert isinstance(model, DistributedDataParallel)
         model.bucket_bytes_cap = sys.maxsize  # torch.compile cuts the graph at buckets of this size
-        self._named = synced_parameters(model)
+        self._parameters = synced_parameters(model)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -96,7 +97,7 @@ class ParameterwiseDP(CommOptDDP):
     def post_backward(self, closure_loss: Tensor) -> None:
         """Raises an error for gradients that would not be averaged."""
         if isinstance(self.model, DistributedDataParallel) and self.model.require_backward_grad_sync:
-            gradients = {name: values.grad for name, values in self._named.items() if values.requires_grad}
+            gradients = {name: values.grad for name, values in self._parameters.items() if values.requires_grad}
             missing = [name for name, gradient in gradients.items() if gradient is None]
             if missing and not self.plan.find_unused_parameters:
                 raise MisconfigurationException(
@@ -114,7 +115,7 @@ class ParameterwiseDP(CommOptDDP):
         super().post_backward(closure_loss)
 
 
-class _OneByOne(ObservedBuckets):
+class _SequentialAverages(ObservedBuckets):
     """Holds back gradients until all are ready, then averages one after another, and waits for each.
 
     Every rank multiplies its gradient by the reciprocal of the number of ranks, and the products are summed, as in DDP.
@@ -136,14 +137,14 @@ class _OneByOne(ObservedBuckets):
         future: Future[Tensor] = Future(devices=[flat.device] if flat.is_cuda else None)
         self._held.append((flat, info, future))
         if info.is_last:
-            syncs = [self._observers.ready(about) for _, about, _ in self._held]
-            for (gradient, about, averaged), sync in zip(self._held, syncs, strict=True):
+            syncs = [self._observers.ready(held_info) for _, held_info, _ in self._held]
+            for (gradient, held_info, averaged), sync in zip(self._held, syncs, strict=True):
                 sync.note(START)
                 gradient.mul_(self._reciprocal)
                 sync.note(SEND)
                 self._group.allreduce([gradient]).wait()
                 sync.note(ARRIVE)
-                sync.note(END, about.gradient_bytes)
+                sync.note(END, held_info.gradient_bytes)
                 averaged.set_result(gradient)
             self._held.clear()
         return future
@@ -164,7 +165,7 @@ class NaiveDP(ParameterwiseDP):
     each all-reduce, and the host runs ahead. The arguments are those of `ParameterwiseDP`.
     """
 
-    _hook = _AfterBackward(_OneByOne)
+    _hook = _AfterBackward(_SequentialAverages)
 
 
 class InterleavedDP(ParameterwiseDP):
@@ -177,7 +178,7 @@ class InterleavedDP(ParameterwiseDP):
 
 
 def _refuse_options(strategy: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
-    ddp_names = {*ddp_options(), *DDP_OPTION_SINCE, *CommPlan.options(), *_LIGHTNINGS_DDP_OPTIONS, *OWN_OPTIONS}
+    ddp_names = {*ddp_options(), *DDP_OPTION_SINCE, *CommPlan.options(), *_DDP_STRATEGY_OPTIONS, *OWN_OPTIONS}
     for name in options:
         if name in ddp_names:
             raise OptionError(

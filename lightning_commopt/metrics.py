@@ -89,7 +89,9 @@ class StepStatistics(Metric):
             steps = Steps.of([[statistics.row(steps)]] if isinstance(steps, StepRecord) else steps)
         num_steps, num_ranks, _ = steps.values.shape
         if len(self.sample) and self.sample[-1].shape[-2] != num_ranks:
-            raise ValueError(f"steps must be of {self.sample[-1].shape[-2]} ranks as before, got {num_ranks}")
+            raise ValueError(
+                f"steps must have {self.sample[-1].shape[-2]} ranks, as in earlier updates, got {num_ranks}"
+            )
         device = self.sums.device
         self.sums += torch.from_numpy(steps.sums).to(device)
         torch.maximum(self.maxima, torch.from_numpy(steps.maxima).to(device), out=self.maxima)

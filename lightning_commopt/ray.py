@@ -39,6 +39,8 @@ _T = TypeVar("_T")
 
 
 class _InWorkers:
+    """Adapts a strategy to the workers of Ray Train, which starts them, and whose environment it requires."""
+
     cluster_environment: Any
 
     @property

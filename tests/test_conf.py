@@ -124,7 +124,7 @@ def test_every_model_is_made(model):
         (["strategy.static_graph=3"], "static_graph must be true, false or None, got 3"),
         (["strategy=commopt_fsdp", "strategy.plan=auto"], "plan='auto' has nothing to choose: for sharded models"),
         (["strategy=commopt_fsdp", "strategy.comm_hook=powersgd"], "'powersgd' averages whole gradients"),
-        (["strategy=diloco", "strategy.overlap=30"], "overlap=30 does not fit in sync_every=30"),
+        (["strategy=diloco", "strategy.overlap=30"], "overlap=30 is too large for sync_every=30"),
         (["strategy=single", "trainer.devices=2"], "one device, got trainer.devices=2"),
         (["seed=${nowhere}"], "nowhere"),
         (["seed=abc"], "seed must be an integer of at least 0, got 'abc'"),

@@ -22,8 +22,8 @@ def decide_on_time(trainer: Trainer, decide: Callable[[bool], bool]) -> Callable
 
     Args:
         trainer: a Trainer that is about to fit.
-        decide: called after each batch, if the Trainer validates after some time, with whether it is over on this
-            rank's clock; returns whether to validate.
+        decide: called after each batch of a Trainer that validates after some time, with whether that time is over on
+            this rank's clock; returns whether to validate.
     """
     values: Any = trainer  # Lightning 2.5 has none of them
 

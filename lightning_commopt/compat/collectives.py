@@ -35,7 +35,7 @@ _OPERATIONS = {
     "REDUCE_SCATTER": "reduce_scatter",
     "ALLTOALL": "all_to_all",
 }
-_INPUTS_ARE_MORE = ("all_reduce", "broadcast", "reduce_scatter", "barrier")
+_NO_LARGER_OUTPUTS = ("all_reduce", "broadcast", "reduce_scatter", "barrier")  # their inputs tell the bytes
 _IGNORED = ("SPLIT", "NEW_WINDOW")  # these make groups and windows, and transfer no tensors
 
 
@@ -57,7 +57,7 @@ def has_collective_hooks() -> bool:
 
 
 def listen(group: dist.ProcessGroup, listener: Listener, *, sees_end: bool) -> Callable[[], None]:
-    """Notifies ``listener`` of every collective that this process issues on a group, until the result is called.
+    """Notifies ``listener`` of every collective on a group of this process; returns a function that ends that.
 
     The group is not kept alive.
 
@@ -130,9 +130,9 @@ class _GroupHooks:
         if not listeners or (name := self._names.get(args.name)) is None:
             return
         try:
-            # torch makes a new list of tensors at each access, so this reads only the lists that count.
+            # torch makes a new list of tensors at each access, so this reads only the larger of the two lists.
             sent = 0 if name == "all_gather" else _nbytes(args.input_tensors)
-            received = 0 if name in _INPUTS_ARE_MORE else _nbytes(args.output_tensors)
+            received = 0 if name in _NO_LARGER_OUTPUTS else _nbytes(args.output_tensors)
             num_bytes = sent if sent > received else received
             issued = [watched for listener in listeners if (watched := listener(name, num_bytes)) is not None]
         except Exception as error:

@@ -45,9 +45,9 @@ def order_of_gradients(unit: FSDPModule) -> list[int]:
 def dtypes_of(module: FSDPModule) -> set[torch.dtype]:
     """Returns the dtypes in which parameters and gradients of a unit may travel."""
     policy: Any = getattr(module._get_fsdp_state(), "_mp_policy", None)
-    given = [getattr(policy, name, None) for name in ("param_dtype", "reduce_dtype")]
+    dtypes = [getattr(policy, name, None) for name in ("param_dtype", "reduce_dtype")]
     parameters: Iterator[Tensor] = module.parameters()  # type: ignore[attr-defined]
-    return {dtype for dtype in given if dtype is not None} | {parameter.dtype for parameter in parameters}
+    return {dtype for dtype in dtypes if dtype is not None} | {parameter.dtype for parameter in parameters}
 
 
 def has_own_divide_factor(module: FSDPModule) -> bool:
@@ -86,8 +86,8 @@ def comm_objects_of(unit: FSDPModule) -> Iterator[tuple[str, Any]]:
 
 def keeps_reduced(parameter: Tensor, dtype: torch.dtype) -> bool:
     """Returns whether a reduced gradient of ``dtype`` becomes the parameter's without a conversion or a hook."""
-    kept = getattr(parameter, "grad_dtype", parameter.dtype) or dtype
-    return kept == dtype and not getattr(parameter, "_post_accumulate_grad_hooks", None)
+    grad_dtype = getattr(parameter, "grad_dtype", parameter.dtype) or dtype
+    return grad_dtype == dtype and not getattr(parameter, "_post_accumulate_grad_hooks", None)
 
 
 def _groups_of(module: FSDPModule) -> list[Any]:

@@ -25,7 +25,7 @@ _Call = Callable[[], "dist.Work | None"]
 _FUNCTIONS = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
 
 Around = Callable[[], AbstractContextManager[None]]
-"""Makes the context in which a collective that was notified of is issued, and in which a thread waits for one."""
+"""Returns the context in which a collective is issued after its notification, or in which a thread waits for one."""
 
 
 class NotifyingComm:
@@ -74,10 +74,10 @@ class ObservedUnits:
         """Observes the comm objects that units have now, and no others; a change of plan replaces them."""
         if not _has_comm_objects():
             return
-        found = (pair for unit in self._units for pair in comm_objects_of(unit) if pair[0] in self._operations)
-        present = {id(comm): (operation, comm) for operation, comm in found}
-        for gone in self._undo.keys() - present.keys():
-            self._undo.pop(gone)()
+        pairs = (pair for unit in self._units for pair in comm_objects_of(unit) if pair[0] in self._operations)
+        present = {id(comm): (operation, comm) for operation, comm in pairs}
+        for lost in self._undo.keys() - present.keys():
+            self._undo.pop(lost)()
         for new in present.keys() - self._undo.keys():
             self._undo[new] = self._observe(*present[new])
 
@@ -86,7 +86,7 @@ class ObservedUnits:
             self._undo.popitem()[1]()
 
     def _observe(self, operation: str, comm: Any) -> Callable[[], object]:
-        """Observes a comm object until the result is called."""
+        """Observes a comm object until the returned function is called."""
         if isinstance(comm, NotifyingComm):
             comm.listener, comm.around = self._listener, self._around
 
@@ -102,7 +102,7 @@ class ObservedUnits:
         return partial(setattr, comm, "__class__", own)
 
     def _observe_functions(self) -> Callable[[], None]:
-        """Observes the collectives of all sharded models in this process, until the result is called."""
+        """Observes the collectives of all sharded models in this process, until the returned function is called."""
         operations, issue = self._operations, self._issue
 
         class Observed:
@@ -124,7 +124,7 @@ class ObservedUnits:
         return partial(setattr, module, "dist", dist)
 
     def _issue(self, operation: str, num_bytes: int, call: _Call) -> dist.Work | None:
-        """Issues a collective, and notifies of it, and of its end, at once if it has no handle to wait for."""
+        """Issues a collective, and notifies of it and of its end, which is now if there is no handle to wait for."""
         issued = self._listener(operation, num_bytes)
         with self._around():
             work = call()
@@ -143,9 +143,10 @@ whether it is FSDP2's own, which blocks a thread on CPU until it has ended."""
 
 
 def around_calls(model: Module, around: AroundCall) -> Callable[[], None]:
-    """Calls the comm objects of a model's units within a context, in the caller's thread, until the result is called.
+    """Makes calls of the comm objects of a model's units run within a context, in the thread of their caller.
 
-    Until then nothing else may replace the class of these objects, but for those that their units have lost.
+    The returned function undoes that. Until it is called nothing else may replace the class of these objects, except of
+    those that no longer belong to a unit.
     """
     replaced: list[tuple[Any, type, type]] = []
     for unit in units_of(model):

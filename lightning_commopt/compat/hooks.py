@@ -29,7 +29,8 @@ _PACKAGES = ("/lightning/pytorch/", "/pytorch_lightning/")
 
 _DISTRIBUTED = "/torch/distributed/"
 _WAITING = ("distributed_c10d.py", "_functional_collectives.py", "nn/functional.py")
-_OTHERS = ("elastic/", "launcher/", "run.py", "checkpoint/", "c10d_logger.py")
+"""Files of torch.distributed whose functions wait for other ranks, wherever they are on the stack."""
+_SURROUNDING = ("elastic/", "launcher/", "run.py", "checkpoint/", "c10d_logger.py")
 """Files that start ranks, write files or wrap functions, whose frames surround everything that a rank does."""
 
 _DDP = "/torch/nn/parallel/distributed.py"
@@ -42,6 +43,7 @@ _OWN_WAITS = (
     "/lightning_commopt/sync/diloco/living.py",
     "/lightning_commopt/sync/diloco/members.py",
 )
+"""Files of this package in which a rank waits for others without a collective."""
 
 
 class Activity(NamedTuple):
@@ -125,4 +127,4 @@ def waited_in(file: str, function: str, *, is_innermost: bool) -> str | None:
     _, is_torchs, part = file.rpartition(_DISTRIBUTED)
     if not is_torchs or function == "wrapper":
         return None
-    return function if part in _WAITING or (is_innermost and not part.startswith(_OTHERS)) else None
+    return function if part in _WAITING or (is_innermost and not part.startswith(_SURROUNDING)) else None

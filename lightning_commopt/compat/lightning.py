@@ -102,7 +102,9 @@ def package_in_use() -> str:
                 raise
         else:
             return package
-    raise ModuleNotFoundError("lightning_commopt needs lightning or pytorch-lightning, and neither is installed")
+    raise ModuleNotFoundError(
+        "lightning_commopt needs lightning or pytorch-lightning, but neither is installed: pip install lightning"
+    )
 
 
 def count_samples(batch: Any) -> int | None:
@@ -204,13 +206,13 @@ def reductions_left_out(trainer: Trainer) -> dict[str, str]:
         meta, sync = metric.meta, metric.meta.sync
         if metric.is_tensor and meta.on_step and sync.should and not sync.rank_zero_only and sync.group is None:
             reductions[meta.forked_name(on_step=True)] = sync.op
-            if not (is_after_epoch and meta.on_epoch):  # then it is that of the epoch
+            if not (is_after_epoch and meta.on_epoch):  # otherwise the name stands for the value of the epoch
                 reductions[meta.name] = sync.op
     return reductions
 
 
 def clock_callbacks(trainer: Trainer) -> list[Callback]:
-    """Returns the callbacks that broadcast in every batch whether some time is over, as for ``max_time``."""
+    """Returns the callbacks that broadcast in every batch whether a time limit, such as ``max_time``, has passed."""
     saving = [x for x in callbacks_of(trainer, "ModelCheckpoint") if x._train_time_interval is not None]
     return [*callbacks_of(trainer, "Timer"), *saving]
 

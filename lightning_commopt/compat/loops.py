@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def _ignore(*_: object) -> None:
-    """Does nothing where nobody wants to know of an event."""
+    """Stands for a callback that was not given."""
 
 
 class LoopEvents:

@@ -90,7 +90,7 @@ def run_whatever_handlers_raise(end: Callable[[], None]) -> None:
         once()
     while True:
         with suppress(Exception):
-            has_ended.wait()  # Thread.join, once interrupted, would take the thread for ended
+            has_ended.wait()  # a Thread.join that was interrupted once would regard the thread as ended
             return
 
 
@@ -102,7 +102,7 @@ class SigtermCheck:
     before the same batch, or before a validation; within one it is called at once. The handler saves a checkpoint and
     waits for all ranks: for ever if some of them are in the collectives of a batch.
 
-    All ranks must make it, for the same fit, with a Lightning that `broadcasts_sigterm`. It lasts until `close`.
+    All ranks must create it, for the same fit, with a Lightning that `broadcasts_sigterm`. It lasts until `close`.
     """
 
     def __init__(self, trainer: Trainer, every_n_steps: int) -> None:
@@ -120,8 +120,8 @@ class SigtermCheck:
             wrap_method(loop, SIGTERM_BROADCAST, self._before_batch),
             wrap_method(loop, "run", self._run_epoch),
             wrap_method(loop.val_loop, "run", self._run_validation),
-            wrap_method(connector, "_sigterm_notifier_fn", self._receive),
-            wrap_method(connector, "_slurm_sigusr_handler_fn", self._receive_of_slurm),
+            wrap_method(connector, "_sigterm_notifier_fn", self._receive_sigterm),
+            wrap_method(connector, "_slurm_sigusr_handler_fn", self._receive_slurm_signal),
         ]
 
     def agree_by(
@@ -146,14 +146,14 @@ class SigtermCheck:
         while self._undo:
             self._undo.pop()()
 
-    def _receive(self, inner: Callable[..., None], number: int, frame: FrameType | None) -> None:
+    def _receive_sigterm(self, inner: Callable[..., None], number: int, frame: FrameType | None) -> None:
         launcher = self._trainer.strategy.launcher
         if launcher is not None and not self._has_received:
             # As Lightning does, this passes the signal on to the ranks that this one has started.
             launcher.kill(number)
         self._has_received = True
 
-    def _receive_of_slurm(self, inner: Callable[..., None], number: int, frame: FrameType | None) -> None:
+    def _receive_slurm_signal(self, inner: Callable[..., None], number: int, frame: FrameType | None) -> None:
         self._num_received += 1
         if not (self._trainer.training and self._is_of_all):
             self._handle_if(self._must_save)
@@ -211,7 +211,7 @@ class SigtermCheck:
         if self._any_rank(self._has_received):
             self._trainer._signal_connector.received_sigterm = True
 
-    def _any_of_group(self, is_so: bool) -> bool:
-        flag = torch.tensor([is_so], dtype=torch.int32, device=self._trainer.strategy.root_device)
+    def _any_of_group(self, has_signal: bool) -> bool:
+        flag = torch.tensor([has_signal], dtype=torch.int32, device=self._trainer.strategy.root_device)
         dist.all_reduce(flag, dist.ReduceOp.MAX)
         return bool(flag.item())

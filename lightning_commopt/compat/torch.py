@@ -75,7 +75,10 @@ def hook_numbers(module: Module) -> set[int]:
 
 
 def add_hooks(module: Module, hooks: dict[str, Any], left_out: set[int]) -> None:
-    """Adds hooks of another module, from `hooks_of`, but for some numbers; their handles then remove them here."""
+    """Adds hooks of another module, from `hooks_of`, except those with the numbers ``left_out``.
+
+    The handles of these hooks then remove them here.
+    """
     for name, added in hooks.items():
         if isinstance(added, dict):
             for number in left_out & added.keys():

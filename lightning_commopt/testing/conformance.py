@@ -22,12 +22,13 @@ from lightning_commopt.testing.sharded_laws import SHARDED_LAWS, ShardedSetup, w
 from lightning_commopt.testing.steps import Setup
 from lightning_commopt.text.validation import check_choice, warn
 
-# Else each rank imports these anew, which takes longer than all laws; who needs more in ranks sets another list later.
+# The server from which ranks are forked imports these once. Otherwise each rank would, which takes longer than all
+# laws. A caller whose ranks need more modules sets another list later.
 ranks.PROCESSES.set_forkserver_preload([__name__, "torch._dynamo"])
 
 _DDP, _FSDP2 = "DDP", "FSDP2"
 _LAWS_OF: Mapping[str, Mapping[str, Law]] = {_FSDP2: SHARDED_LAWS, _DDP: LAWS}
-_NUM_RANKS = (2, 3, 4)  # what `Claims.error_bound` is about
+_NUM_RANKS = (2, 3, 4)  # numbers of ranks for which `Claims.error_bound` holds
 
 
 class _Trial(NamedTuple):
@@ -69,7 +70,7 @@ def check_compressor(
     laws are left out, with a warning.
 
     The law `same_collectives` is tried first, whatever ``laws`` are: it sends nothing, and finds ranks that would wait
-    for each other. A law that hangs all the same ends after one minute if it waits for a collective, after two
+    for each other. A law that still hangs ends after one minute if it waits for a collective, after two
     otherwise, and the laws after it are not tried. No process of a rank is left when this returns or raises, also by
     Ctrl-C.
 
@@ -77,7 +78,7 @@ def check_compressor(
         compressor: its class is at the top level of a module, registered or not. The ranks get it by pickle, and import
             its module by name. A script calls this below ``if __name__ == "__main__":``, as they import it, too. One
             that starts late, such as `AfterSteps`, must start amid the 8 steps of a law, as with ``start_step=4``.
-        num_ranks: 2, 3 or 4, which is what `Claims.error_bound` is about. 3 finds what is right for two ranks only.
+        num_ranks: 2, 3 or 4, for which `Claims.error_bound` holds. 3 finds what is right for two ranks only.
         device: "cpu" with gloo; "cuda", where NCCL takes a GPU for each rank, or one that they share, and gloo takes
             over where NCCL refuses; "auto" for CUDA where there is a device.
         laws: names of the laws to check, in any order; None for all. A name in `LAWS` and in `SHARDED_LAWS` is checked
@@ -106,7 +107,7 @@ def check_compressor(
             has_waited = waited_s >= place.timeout_s
             broken[trial] = f"after {waited_s:.0f} s of waiting {reason}" if has_waited else reason
             if has_waited or trial.law is same_collectives:
-                break  # the others would wait in vain as well
+                break  # ranks would wait for each other under the other laws as well
     if broken:
         raise AssertionError(_report(repr(compressor), place, broken, len(trials), untried))
 
@@ -146,7 +147,7 @@ def _pickle(compressor: Compressor | ShardedCompressor) -> bytes:
         if "<locals>" in cls.__qualname__:
             reason = f"its class {cls.__qualname__} is local to a function; define it at the top level of a module"
         raise TypeError(
-            f"{cls.__name__} cannot be pickled, which is how it reaches the ranks, processes of their own: {reason}"
+            f"{cls.__name__} cannot be pickled, but the ranks, which are other processes, get it by pickle: {reason}"
         ) from error
 
 
@@ -188,13 +189,13 @@ def _try(trial: _Trial, pickled: bytes, name: str, place: Place) -> str:
 
 
 def _in_words(error: RankError) -> str:
-    """Returns who has raised what, and its traceback, each beginning a line."""
-    who, _, trace = str(error).partition("\n")
+    """Returns a line with the rank and its exception, and then the traceback."""
+    head, _, trace = str(error).partition("\n")
     if trace == DIED:
-        why = "gloo ends a process that receives a larger message than it has asked for"
-        return f"{who.removesuffix(' raised')}: {DIED}; {why}"
+        reason = "gloo ends a process that receives a larger message than it has asked for"
+        return f"{head.removesuffix(' raised')}: {DIED}; {reason}"
     raised = re.findall(r"^[\w.]+: .+", trace, re.MULTILINE)  # the last one is of the exception that was not caught
-    return f"{who} {raised[-1]}\n{trace}" if raised else str(error)
+    return f"{head} {raised[-1]}\n{trace}" if raised else str(error)
 
 
 def _try_on_rank(strategy: str, law: str, pickled: bytes, name: str, place: Place) -> str | _CannotImport:
@@ -216,14 +217,14 @@ def _try_on_rank(strategy: str, law: str, pickled: bytes, name: str, place: Plac
 
 def _report(name: str, place: Place, broken: Mapping[_Trial, str], num_laws: int, untried: Iterable[_Trial]) -> str:
     """Returns the message about broken laws; a traceback appears once, though it may break many of them."""
-    paragraphs, traces = [f"{name} breaks {len(broken)} of {num_laws} laws, on {place.name}:"], []
+    paragraphs, traced = [f"{name} breaks {len(broken)} of {num_laws} laws, on {place.name}:"], []
     for trial, reason in broken.items():
-        what, _, trace = reason.partition("\n")
+        first_line, _, trace = reason.partition("\n")
         law = f"    Law: {trial.law.statement}.\n    Else {trial.law.consequence}."
-        paragraphs.append(f"{_shown(trial)}: {what}\n{law}")
-        if trace and what not in traces:
+        paragraphs.append(f"{_shown(trial)}: {first_line}\n{law}")
+        if trace and first_line not in traced:
             paragraphs.append(textwrap.indent(trace.strip(), "    "))
-            traces.append(what)
+            traced.append(first_line)
     if untried:
         paragraphs.append(f"Not tried, as ranks may wait for each other: {', '.join(map(_shown, untried))}")
     return "\n\n".join(paragraphs)

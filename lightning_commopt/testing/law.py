@@ -19,7 +19,7 @@ class Law:
     Attributes:
         name: its name in ``check_compressor(..., laws=[name])``.
         statement: what holds, in a line.
-        consequence: what it means for training if it does not hold, likewise.
+        consequence: what it means for training if it does not hold, in a line that follows the word "Else".
         holds: raises an AssertionError that begins with the compressor's name and says what is wrong.
     """
 

@@ -24,7 +24,7 @@ from lightning_commopt.testing.steps import (
     run_steps,
 )
 
-# The gradients are at most some units, and sums in another order differ by a few of float32's epsilons of 1.2e-7.
+# The largest gradients are about 5, and sums in another order differ by a few of float32's epsilons of 1.2e-7.
 _ATOL_LOSSLESS = 1e-5
 _SCALES = (0.0, 1e-20, 1e4)  # no scale at all; squares below float32's range; values near fp16's largest, 65504
 
@@ -58,10 +58,10 @@ _STEPS_ALONE = {
     "ranks wait for each other forever, or add up messages that do not belong together",
 )
 def same_collectives(setup: Setup, name: str, compressor: Any) -> None:
-    """Runs the compressor without the others, as if they sent what this rank does: so no rank waits in vain."""
+    """Runs the compressor alone, as if the other ranks sent what this one does, so that no rank can wait in vain."""
     is_last, run_alone = dist.get_rank() == dist.get_world_size() - 1, setup.alone(compressor)
     issued, error = None, None
-    for step, (what, factor) in enumerate(_STEPS_ALONE.items()):
+    for step, (description, factor) in enumerate(_STEPS_ALONE.items()):
         try:
             issued = run_alone(setup.gradients(step, factor if is_last else 1.0))
         except Exception as raised:
@@ -73,7 +73,7 @@ def same_collectives(setup: Setup, name: str, compressor: Any) -> None:
             return  # the rank that has raised reports it
         for other, theirs in enumerate(every):
             difference = _first_difference(every[0], theirs, other)
-            assert not difference, f"{name}: in a step with {what} {difference}"
+            assert not difference, f"{name}: in a step with {description} {difference}"
 
 
 def _first_difference(first: list[str], theirs: list[str], rank: int) -> str:

@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from lightning_commopt.testing.places import Place, candidates
 
-# Ranks are forked from a server that has imported the slow packages once: two of them take 0.15 s to start, which is
-# why each call has new ones, and none finds what another has left.
+# Ranks are forked from a server that has imported the slow packages once, so that two of them start in 0.15 s. As that
+# is fast, each call has new ranks, which find nothing that earlier ones have left.
 PROCESSES = multiprocessing.get_context("forkserver")
 
 Answer = tuple[Any, str | None]
@@ -33,7 +33,7 @@ Answer = tuple[Any, str | None]
 DIED = "it died before it answered"
 """Stands for the traceback of a rank that could not send one."""
 
-SECONDS_AFTER_A_FAILURE = 5  # time for ranks with errors of their own to report them; the others wait in vain
+SECONDS_AFTER_A_FAILURE = 5  # time for ranks with errors of their own to report them; the others may never answer
 LIMIT_S: float = 120
 """Time after which `run_on` ends ranks that have not answered. It is no measure of speed: a law takes seconds on busy
 cores."""
@@ -120,7 +120,7 @@ def find_place(device: str, num_ranks: int = 2) -> tuple[Place, dict[str, str]]:
             return place, refused
         except RankError as error:
             refused[place.name] = last_line(error)
-    raise RankError("; ".join(f"{name}: {why}" for name, why in refused.items()))
+    raise RankError("; ".join(f"{name}: {reason}" for name, reason in refused.items()))
 
 
 def _try(place: Place) -> None:

@@ -60,7 +60,7 @@ def _draw_parameters(net: nn.Module) -> None:
 
 
 class Vectors(nn.Module):
-    """Nothing that is worth compressing, and a parameter that is not used."""
+    """Parameters that are too small to compress, and one that is not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,8 +230,8 @@ def run_steps(setup: Setup, compressor: Any, *, repeat: bool = False) -> Steps:
         sent.append(flatten(gradients))
         received.append(setup.run_step(model, sync, gradients))
         byte_counts.append(sync.wire_bytes)
-    declared, left = setup.declared_bytes(model, sync), setup.end(sync)
-    residual = {name: left.get(name, torch.zeros_like(value)) for name, value in setup.net().named_parameters()}
+    declared, residuals = setup.declared_bytes(model, sync), setup.end(sync)
+    residual = {name: residuals.get(name, torch.zeros_like(value)) for name, value in setup.net().named_parameters()}
     per_step = (byte_counts[-1] - byte_counts[-3]) / 2  # alternating compressors send one factor, then the other
     return Steps(torch.stack(sent), torch.stack(received), flatten(residual), per_step, declared)
 

@@ -19,7 +19,7 @@ Confidence = Literal["certain", "likely", "possible"]
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A line of a file that the user named: its number from 1, and its text without colour codes, perhaps cut."""
+    """A line of a file that the user named: its number from 1, and its text without color codes, perhaps cut."""
 
     file: str
     number: int

@@ -76,23 +76,23 @@ def short_percent(share: float) -> str:
     return f"{number(100 * abs(share), digits=2, max_decimals=2)} %"
 
 
-def count(num: int, thing: str) -> str:
+def count(num: int, noun: str) -> str:
     """Returns a number of things.
 
     >>> count(1, "rank"), count(2, "rank")
     ('1 rank', '2 ranks')
     """
-    return f"{num} {thing}" if num == 1 else f"{num} {thing}s"
+    return f"{num} {noun}" if num == 1 else f"{num} {noun}s"
 
 
-def list_some(things: Collection[object], num_shown: int = 4) -> str:
+def list_some(items: Collection[object], num_shown: int = 4) -> str:
     """Returns the first of some things, and the number of the others.
 
     >>> list_some("ab"), list_some(range(6), 3)
     ('a, b', '0, 1, 2 and 3 more')
     """
-    more = len(things) - num_shown
-    shown = ", ".join(map(str, islice(things, num_shown)))
+    more = len(items) - num_shown
+    shown = ", ".join(map(str, islice(items, num_shown)))
     return f"{shown} and {more} more" if more > 0 else shown
 
 

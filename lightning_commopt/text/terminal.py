@@ -74,15 +74,15 @@ class _Trimmed:
         spaces: list[Segment] = []  # held back, as the line may end after them
         for segment in console.render(self._renderable, options):
             for text in (segment.text,) if segment.control else re.split(r"(\n)", segment.text):
-                kept = text if segment.control else text.rstrip(" ")
-                if kept == "\n":
+                trimmed = text if segment.control else text.rstrip(" ")
+                if trimmed == "\n":
                     spaces.clear()
-                if kept:
+                if trimmed:
                     yield from spaces
                     spaces.clear()
-                    yield Segment(kept, segment.style, segment.control)
-                if len(kept) < len(text):
-                    spaces.append(Segment(text[len(kept) :], segment.style))
+                    yield Segment(trimmed, segment.style, segment.control)
+                if len(trimmed) < len(text):
+                    spaces.append(Segment(text[len(trimmed) :], segment.style))
         yield from spaces
 
 
@@ -173,10 +173,10 @@ class TextTable:
             for name, (heading, *cells) in zip(self._headings, measured, strict=True)
         ]
         between = Measurement.get(console, unlimited, self._table(full, padding)).maximum - sum(full)
-        left, wanted = options.max_width - between - sum(least), sum(full) - sum(least)
-        if left < (0 if wraps else wanted):
+        free, wanted = options.max_width - between - sum(least), sum(full) - sum(least)
+        if free < (0 if wraps else wanted):
             return None
-        share = min(1.0, left / wanted) if wanted else 0.0
+        share = min(1.0, free / wanted) if wanted else 0.0
         return [low + int(share * (high - low)) for low, high in zip(least, full, strict=True)]
 
     def _list(self, width: int) -> Iterator[RenderableType]:

@@ -105,9 +105,9 @@ def check_folders(jobs: Iterable[Job]) -> None:
     Raises:
         ConfigError: two of them have the same folder.
     """
-    seen: dict[Path, Job] = {}
+    first_of_folder: dict[Path, Job] = {}
     for job in jobs:
-        other = seen.setdefault(job.folder, job)
+        other = first_of_folder.setdefault(job.folder, job)
         if other is not job:
             raise ConfigError(
                 f"hydra.sweep.subdir must differ between jobs, but jobs {other.number} and {job.number} have the same "
@@ -175,9 +175,9 @@ def find_changed_keys(job: Job) -> list[str]:
         return []
     except (YAMLError, OSError):
         return [CONFIG_FILE]
-    now = flat(OmegaConf.to_container(OmegaConf.create(job.config_yaml)))  # type: ignore[arg-type]
-    in_both = before.keys() & now.keys()
-    return [name for name in {**now, **before} if name not in in_both or before[name] != now[name]]
+    current = flat(OmegaConf.to_container(OmegaConf.create(job.config_yaml)))  # type: ignore[arg-type]
+    in_both = before.keys() & current.keys()
+    return [name for name in {**current, **before} if name not in in_both or before[name] != current[name]]
 
 
 def set_aside(folder: Path, sweep_dir: Path) -> Path | None:
@@ -197,8 +197,8 @@ def set_aside(folder: Path, sweep_dir: Path) -> Path | None:
 
 def continue_command(arguments: Sequence[str], sweep_dir: Path) -> str:
     """Returns the shell command that continues a sweep, from the arguments that started it."""
-    here = Path.cwd()
-    shown = sweep_dir.relative_to(here) if sweep_dir.is_relative_to(here) else sweep_dir
+    current_folder = Path.cwd()
+    shown = sweep_dir.relative_to(current_folder) if sweep_dir.is_relative_to(current_folder) else sweep_dir
     others = [argument for argument in arguments if not argument.startswith(_SWEEP_DIR)]
     value = shown if _PLAIN_PATH.fullmatch(str(shown)) else quote(str(shown))
     return shlex.join(["commopt-train", *others, f"{_SWEEP_DIR}{value}"])

@@ -84,7 +84,9 @@ class SweepDisplay:
     def on_end(self, result: JobResult) -> None:
         """Counts a job that has finished or failed, or whose earlier run is kept."""
         if result.is_kept:
-            self._console.print(Text(f"job {result.job.number} is kept: {_overrides_text(result.job)}"), soft_wrap=True)
+            self._console.print(
+                Text(f"job {result.job.number} is not run again: {_overrides_text(result.job)}"), soft_wrap=True
+            )
         else:
             self._seconds_of_jobs.append(time.monotonic() - self._started_at)
             self._started_at = time.monotonic()
@@ -125,22 +127,22 @@ def _overrides_text(job: Job) -> str:
 def hint(error: BaseException | None, folder: Path) -> str | None:
     """Returns a hint at a misspelled name for an error of Hydra; None for other errors.
 
-    It is a line such as "experiment=quickstat: did you mean 'quickstart'?". If no name is similar it has those that
-    exist, or is None where Hydra lists them. ``folder`` is the folder of the configuration, whose subfolders are the
-    groups.
+    The hint is a line such as "experiment=quickstat: did you mean 'quickstart'?". If no name is similar, it lists the
+    names that exist, or is None where Hydra lists them. ``folder`` is the folder of the configuration, whose subfolders
+    are the groups.
     """
     names: list[str] = []
     if isinstance(error, MissingConfigException):
         group, _, name = (error.missing_cfg_file or "").rpartition("/")
-        asked, known = f"{group}={name}" if group else name, list(error.options or ())
+        requested, known = f"{group}={name}" if group else name, list(error.options or ())
     else:
         cause = error.__cause__ if error is not None else None
         if not isinstance(cause, OmegaConfBaseException) or not isinstance(cause.parent_node, DictConfig):
             return None
-        asked = cause.full_key or ""
-        prefix, _, name = asked.rpartition(".")
+        requested = cause.full_key or ""
+        prefix, _, name = requested.rpartition(".")
         groups = [] if prefix else [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_dir()]
         names = [key for key in map(str, cause.parent_node) if not key.startswith("_")]
         known = [*names, *groups]
     question = did_you_mean(name, known) or (names and f"there are {', '.join(names)}")
-    return f"{asked}: {question.removeprefix('; ')}" if question else None
+    return f"{requested}: {question.removeprefix('; ')}" if question else None

@@ -59,12 +59,12 @@ def run_in_lab(command: Sequence[str], link: str, shape: LabShape, unfinished: R
             )
     except RankError as error:
         lines = final_lines(error.outputs[error.rank])
-        how = f"rank {error.rank} ended with status {error.status}"
+        outcome = f"rank {error.rank} ended with status {error.status}"
         exception = last_exception(lines)
-        reason = f"{how}: {exception}" if exception else how
+        reason = f"{outcome}: {exception}" if exception else outcome
         fail_record(folder, reason, unfinished=unfinished, is_final=error.rank != 0)  # rank 0 records its own error
-        shown = "\n".join([f"{how}; its last lines:", *(f"  {line}" for line in lines[-_LINES_IN_MESSAGE:])])
-        raise RankFailed(f"{how}; its output is above" if error.rank == 0 else shown) from None
+        shown = "\n".join([f"{outcome}; its last lines:", *(f"  {line}" for line in lines[-_LINES_IN_MESSAGE:])])
+        raise RankFailed(f"{outcome}; its output is above" if error.rank == 0 else shown) from None
     except InterruptedRun as error:
         fail_record(folder, str(error), unfinished=unfinished, is_final=True)
         raise
@@ -75,7 +75,7 @@ def _show_first_rank(rank: int, output: bytes) -> None:
     if rank != 0:
         return
     sys.stdout.flush()
-    left = memoryview(output)
+    remaining = memoryview(output)
     # The bytes bypass sys.stdout, as a part of the output may end within a character.
-    while left:
-        left = left[os.write(sys.stdout.fileno(), left) :]
+    while remaining:
+        remaining = remaining[os.write(sys.stdout.fileno(), remaining) :]

@@ -37,7 +37,7 @@ from lightning_commopt.train.sweep.resolvers import register_resolvers
 
 _NAMESPACE = "hydra_plugins._lightning_commopt_sweep"
 # Paths in a configuration may use these variables of an allocation. All others are removed, as they would make
-# Lightning take a run for a task of SLURM.
+# Lightning regard a run as a task of SLURM.
 _SLURM_KEPT = ("SLURM_JOB_ID", "SLURM_TMPDIR")
 
 
@@ -76,7 +76,7 @@ class FreshProcessLauncher(Launcher):
                 "under SLURM without srun, or with srun --ntasks=1."
             )
         try:
-            import_module("lightning_commopt.report")  # the sweep ends in it: what it needs is asked for before that
+            import_module("lightning_commopt.report")  # the sweep ends with a report: missing packages must show now
         except ImportError as error:
             raise ConfigError(str(error)) from error
         # Hydra's own launchers begin with these two calls.
@@ -128,8 +128,8 @@ class FreshProcessLauncher(Launcher):
         changed = find_changed_keys(job)
         moved_to = set_aside(job.folder, sweep_dir)
         if changed:
-            where = f"; the earlier run is in {moved_to}" if moved_to else ""
-            self.display.on_note(f"job {job.number} runs again, as its settings changed: {', '.join(changed)}{where}")
+            kept = f"; the earlier run is in {moved_to}" if moved_to else ""
+            self.display.on_note(f"job {job.number} runs again, as its settings changed: {', '.join(changed)}{kept}")
 
     def _remember(self, result: JobResult, sweep_dir: Path) -> None:
         self._results[result.job.content] = result

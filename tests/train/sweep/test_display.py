@@ -51,7 +51,7 @@ def test_time_left_is_that_of_the_jobs_that_ran(clock):
     display.on_plan(Path("sweep"), 12)
     assert display.remaining_s == 5 * 4000
     shown = output.getvalue()
-    assert "job 3 is kept: seed=3" in shown
+    assert "job 3 is not run again: seed=3" in shown
     assert "job 6 (7 of 10): seed=6" in shown
     assert "6/10" in shown
     assert "4:26:40 left" in shown
