@@ -155,7 +155,7 @@ def _from_list(text: str, port: int) -> RankIdentity:
     names = {socket.gethostname(), socket.getfqdn()}
     names |= {name.partition(".")[0] for name in names}
     own = [rank for rank, host in enumerate(hosts) if host in names]
-    own = own or [rank for rank, host in enumerate(hosts) if _is_own_address(host)]
+    own = own or [rank for rank, host in enumerate(hosts) if is_own_address(host)]
     if len(own) != 1:
         problem = "is not this host" if not own else "has this host twice"
         which = ", ".join(hosts[rank] for rank in own) or ", ".join(hosts)
@@ -175,7 +175,7 @@ def _from_list(text: str, port: int) -> RankIdentity:
     )
 
 
-def _is_own_address(host: str) -> bool:
+def is_own_address(host: str) -> bool:
     """Returns whether a name or address is of this host: then a socket can be bound to it."""
     with suppress(OSError, UnicodeError):
         for family, _, _, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):

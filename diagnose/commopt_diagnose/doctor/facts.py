@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from commopt_diagnose.control_groups import control_groups
-from commopt_diagnose.rank_identity import RankIdentity
+from commopt_diagnose.rank_identity import RankIdentity, is_own_address
 from commopt_diagnose.topology.findings import find_all
 from commopt_diagnose.topology.machine import TopologyError, cpus_text
 from commopt_diagnose.topology.nvml import read_text
@@ -118,6 +118,7 @@ class Facts:
     world_size: int = 1  # number of ranks that this rank expects
     hosts: Sequence[str] = ()  # value of ``--hosts``; empty under a launcher
     address: str | None  # what the host's name resolves to, which gloo listens on; None if it does not resolve
+    is_own_address: bool = True  # whether this host has that address, without which gloo listens on the loopback device
     versions: dict[str, str]  # versions of Python, torch, NCCL and the packages
     gpus: Sequence[str] = ()  # names of the CUDA devices that torch finds
     has_gpu_driver: bool = False  # whether NVIDIA's driver is loaded
@@ -156,6 +157,7 @@ def collect_facts(
     return Facts(
         **of_rank,
         address=address,
+        is_own_address=is_own_address(socket.gethostname()),
         versions=versions() | ({} if nccl is None else {"nccl": nccl}),
         gpus=[torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         has_gpu_driver=(root / "proc/driver/nvidia/version").exists(),

@@ -90,6 +90,8 @@ def find_wrong_interfaces(facts: Facts, *, has_others: bool) -> Iterator[Finding
         yield _finding("error", "gloo_interface", named=named, there=there)
     elif has_others and not named and (facts.address is None or ipaddress.ip_address(facts.address).is_loopback):
         yield _finding("error", "host_name", address=facts.address or "nothing")
+    elif has_others and not named and not facts.is_own_address:
+        yield _finding("error", "foreign_address", address=facts.address, there=there)
     named = facts.environment.get("NCCL_SOCKET_IFNAME")
     if named and facts.nccl_interface is None and (has_others or facts.gpus):
         yield _finding("error", "nccl_interface", named=named, there=there)

@@ -229,6 +229,14 @@ def test_facts_of_this_machine() -> None:
     assert facts.num_cores == len(parse_cpus(facts.cores)) == len(os.sched_getaffinity(0))
 
 
+def test_a_name_that_leads_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, a host whose name has a former address looks ready, and gloo listens where nobody reaches it."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "203.0.113.5")
+    assert not collect_facts({}).is_own_address
+    monkeypatch.setattr(socket, "gethostname", lambda: "127.0.0.1")
+    assert collect_facts({}).is_own_address
+
+
 def test_a_container_without_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If it fails, a container that was started without GPUs or adapters looks as if it had its host's."""
 

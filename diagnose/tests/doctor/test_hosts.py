@@ -163,6 +163,11 @@ def test_the_interface_of_gloo() -> None:
         ({}, None),
         ({"address": "127.0.1.1"}, "name resolves to 127.0.1.1"),
         ({"address": "127.0.1.1", "environment": {"GLOO_SOCKET_IFNAME": "eth0"}}, None),
+        (
+            {"address": "203.0.113.5", "is_own_address": False, "gloo_interface": None},
+            "resolves to 203.0.113.5, which this host does not have; there are: lo 127.0.0.1, eth0 10.0.0.1",
+        ),
+        ({"address": "10.0.0.7", "gloo_interface": None}, None),
         ({"gloo_interface": None, "environment": {"GLOO_SOCKET_IFNAME": "eth9"}}, "GLOO_SOCKET_IFNAME=eth9, and there"),
         (
             {"nccl_interface": None, "environment": {"NCCL_SOCKET_IFNAME": "ens"}},
