@@ -40,9 +40,9 @@ def commopt(*arguments: object, status: int = 0, columns: int = 120, **options: 
     return printed
 
 
-def refusal(*arguments: object, status: int = 2) -> str:
+def refusal(*arguments: object, status: int = 2, **options: Any) -> str:
     """Returns the only line that a command prints about a user's mistake."""
-    (line,) = commopt(*arguments, status=status).output.splitlines()
+    (line,) = commopt(*arguments, status=status, **options).output.splitlines()
     return line
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import socket
 import statistics
 import sys
@@ -24,12 +25,14 @@ from commopt_diagnose.bench.measure import measure, reduce_value
 from commopt_diagnose.bench.result import BenchResult
 from commopt_diagnose.bench.settings import BenchSettings
 from commopt_diagnose.bench.start import PROGRESS, OnProgress
+from commopt_diagnose.doctor.meeting import MeetingError, check_port
 from commopt_diagnose.rank_identity import RankIdentity, find_rank_identity
 from lightning_commopt.measure.runs.machine import devices, nccl_version, versions
 from lightning_commopt.sync.groups import let_gloo_finish_at_exit
 from lightning_commopt.text.validation import check_choice
 
 _TIMEOUT = timedelta(minutes=30)
+_MEETING_S = 300.0  # a slow file system may keep the first rank that long behind the others
 _CPU_RANKS = 2  # the fewest ranks that communicate
 _NUM_WARMUPS = 2  # copies before those that are timed
 _NUM_COPIES = 10  # the median of so few ignores a disturbed one
@@ -55,6 +58,7 @@ def run_job(
 
     Raises:
         ValueError: a setting does not fit these ranks.
+        MeetingError: the ranks cannot meet, or gloo cannot start.
     """
     is_cuda = device_type == "cuda"
     device = torch.device("cuda", identity.local_rank % torch.cuda.device_count()) if is_cuda else torch.device("cpu")
@@ -62,13 +66,20 @@ def run_job(
     if is_cuda:
         torch.cuda.set_device(device)
     let_gloo_finish_at_exit()
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
-        init_method=init_method,
-        rank=identity.rank,
-        world_size=identity.world_size,
-        timeout=_TIMEOUT,
-    )
+    if init_method == "env://" and not identity.hosts_store:
+        check_port(identity.address, identity.port, limit_s=_MEETING_S)  # torch would go on trying for `_TIMEOUT`
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+            init_method=init_method,
+            rank=identity.rank,
+            world_size=identity.world_size,
+            timeout=_TIMEOUT,
+        )
+    except RuntimeError as error:
+        # Errors of gloo begin with a place in its source.
+        reason = re.sub(r"^\[enforce fail at [^\]]*\] ", "", str(error).partition("\n")[0])
+        raise MeetingError(f"the ranks cannot meet: {reason}; commopt doctor looks for causes") from error
     try:
         load_at_start, started_at = os.getloadavg()[0], datetime.now().astimezone()
         ranks_per_node = int(reduce_value(identity.ranks_per_node, dist.ReduceOp.MIN))  # ranks must agree on it
@@ -148,14 +159,17 @@ def main() -> None:
         if identity.rank == 0:
             print(PROGRESS + json.dumps([num_done, total, label]), flush=True)
 
-    result = run_job(
-        BenchSettings(**job["settings"]),
-        identity,
-        device_type=job["device_type"],
-        on_progress=print_progress,
-        notes=job["notes"],
-        init_method=f"file://{job['store']}",
-    )
+    try:
+        result = run_job(
+            BenchSettings(**job["settings"]),
+            identity,
+            device_type=job["device_type"],
+            on_progress=print_progress,
+            notes=job["notes"],
+            init_method=f"file://{job['store']}",
+        )
+    except MeetingError as error:
+        sys.exit(str(error))
     if identity.rank == 0:
         result.save(Path(job["result"]))
 
@@ -191,6 +205,7 @@ def bench_launched(
 
     Raises:
         ValueError: a setting does not fit these ranks.
+        MeetingError: the ranks cannot meet.
     """
     if device == "auto":
         device = "cuda" if _num_gpus_of_host() >= identity.ranks_per_node else "cpu"

@@ -11,6 +11,7 @@ from commopt_diagnose.bench.operations import compressor_of
 from commopt_diagnose.bench.result import BenchResult
 from commopt_diagnose.bench.settings import BenchSettings
 from commopt_diagnose.bench.start import OnProgress, start_bench
+from commopt_diagnose.doctor.meeting import MeetingError
 from commopt_diagnose.rank_identity import find_rank_identity
 from lightning_commopt.commands.errors import echo
 from lightning_commopt.launch.lab import RankError, parse_rate
@@ -48,8 +49,12 @@ def run_bench(
         unused = [name for name, value in options.items() if value is not None]
         if unused:
             raise ValueError(f"{', '.join(unused)}: a launcher has started the ranks already")
-        with _progress(settings, is_shown=identity.rank == 0) as on_progress:
-            return bench_launched(settings, identity, device=device, on_progress=on_progress)
+        try:
+            with _progress(settings, is_shown=identity.rank == 0) as on_progress:
+                return bench_launched(settings, identity, device=device, on_progress=on_progress)
+        except MeetingError as error:
+            echo(f"commopt: {error}", err=True)
+            raise typer.Exit(1) from None
     if link is None and num_hosts is not None:
         raise ValueError(f"--hosts {num_hosts} needs a link between them, such as --link 1gbit")
     device_type, num_devices = device_type_of("cpu" if link is not None and device == "auto" else device)

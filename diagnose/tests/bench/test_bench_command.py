@@ -59,6 +59,26 @@ def test_the_command_measures_prints_and_writes(tmp_path: Path) -> None:
     assert ran.stderr == (f"commopt: 4 cases, 1 repetition of 2 calls each\nwritten to {', '.join(map(str, files))}\n")
 
 
+def test_an_interface_that_is_not_there() -> None:
+    """If it fails, a variable of another host in the environment ends in a traceback of torch's."""
+    output = commopt("bench", *QUICK, status=1, env={"GLOO_SOCKET_IFNAME": "eth99"}).output
+    assert "the ranks cannot meet: " in output
+    assert "Unable to find address for: eth99; commopt doctor looks for causes" in output
+    assert "Traceback" not in output
+
+
+def test_a_meeting_place_that_is_not_there(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it fails, ranks of srun that cannot reach the first one say nothing for half an hour."""
+    monkeypatch.setattr(job, "_MEETING_S", 0.1)
+    launcher = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+    for address, message in (
+        ("127.0.0.1", f"127.0.0.1 refuses connections to port {port}: nothing listens there"),
+        ("no-such-host.invalid", "the name no-such-host.invalid cannot be resolved"),
+    ):
+        line = refusal("bench", *QUICK, status=1, env=launcher | {"MASTER_ADDR": address})
+        assert line.startswith(f"commopt: {message}")
+
+
 @pytest.mark.exhaustive
 def test_under_torchrun_every_rank_runs_the_command_and_the_first_prints() -> None:
     """If it fails, torchrun's ranks start ranks of their own, hang, or all print."""
