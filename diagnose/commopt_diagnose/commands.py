@@ -165,6 +165,8 @@ def topo(
     from commopt_diagnose.topology.terminal import print_topology, to_plain, write_page
 
     with errors_in_a_line():
+        if file is not None and source != "auto":
+            raise ValueError(f"--source {source} is for this machine: leave it out with --from {file}")
         machine = read_machine(source) if file is None else read_file(file)
         findings = find_all(machine)
         if file is None and local_rank():

@@ -274,6 +274,8 @@ def test_without_nvidia_ml_py(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert "pip install 'commopt-diagnose[topo]'" in refusal("topo", "--source", "nvml")
     assert "must be auto, nvml or nvidia-smi, got 'nvm'" in refusal("topo", "--source", "nvm")
+    line = refusal("topo", "--source", "nvml", "--from", "a.txt")
+    assert line == "commopt: --source nvml is for this machine: leave it out with --from a.txt"
 
 
 def test_xml_with_links_that_join_nothing() -> None:
