@@ -225,5 +225,6 @@ def nsys(
     if raw:
         echo(f"commopt: {raw}: {nsight.NO_IMPORT}", err=True)
     if not reports and not raw:
-        echo(f"commopt: {nsight.NO_REPORTS}", err=True)
+        failed = f"there are no reports: the command failed with status {status}, for which its output has the reason"
+        echo(f"commopt: {failed if status else nsight.NO_REPORTS}", err=True)
     raise typer.Exit(status)

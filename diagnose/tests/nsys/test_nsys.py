@@ -80,7 +80,7 @@ def test_under_the_users_launcher_a_failure_is_passed_on(nsys_dir, tmp_path, mon
     script = "import os, sys; open(f'rank {os.environ[\"RANK\"]}', 'w').write(sys.argv[1]); sys.exit(3)"
     (tmp_path / "train.py").write_text(script)
     output = commopt("nsys", *LAUNCHER, "--standalone", "--nproc-per-node=2", "train.py", "--lr=1", status=1).output
-    assert "there are no reports: nsys collects between cudaProfilerStart and cudaProfilerStop" in output
+    assert "there are no reports: the command failed with status 1" in output
     written = [rank for rank in (0, 1) if (tmp_path / f"rank {rank}").exists()]  # the first failure ends the others
     assert written
     for rank in written:
@@ -215,29 +215,32 @@ def test_reports_are_not_lost_to_those_that_are_there(nsys_dir, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "lines"),
+    ("status", "files", "lines"),
     [
-        ([], ["there are no reports: nsys collects between cudaProfilerStart and"]),
-        (["rank_0.qdrep"], ["reports: nsys/rank_0.qdrep"]),
-        (["rank_0.1.nsys-rep", "rank_0.1.sqlite"], ["reports: nsys/rank_0.1.nsys-rep"]),
-        (["rank_0.qdstrm", "rank_1.qdstrm"], ["nsys/rank_0.qdstrm, nsys/rank_1.qdstrm: nsys collected this"]),
+        (0, [], ["there are no reports: nsys collects between cudaProfilerStart and"]),
+        (1, [], ["there are no reports: the command failed with status 1"]),
+        (1, ["rank_0.nsys-rep"], ["reports: nsys/rank_0.nsys-rep"]),
+        (0, ["rank_0.qdrep"], ["reports: nsys/rank_0.qdrep"]),
+        (0, ["rank_0.1.nsys-rep", "rank_0.1.sqlite"], ["reports: nsys/rank_0.1.nsys-rep"]),
+        (0, ["rank_0.qdstrm", "rank_1.qdstrm"], ["nsys/rank_0.qdstrm, nsys/rank_1.qdstrm: nsys collected this"]),
         (
+            0,
             ["rank_0.nsys-rep", "rank_0.qdstrm", "rank_1.qdstrm"],
             ["reports: nsys/rank_0.nsys-rep", "nsys/rank_1.qdstrm: nsys collected this, but made no report"],
         ),
     ],
 )
 @pytest.mark.usefixtures("nsys_dir")
-def test_what_nsys_has_left_is_named(files, lines, tmp_path, monkeypatch):
+def test_what_nsys_has_left_is_named(status, files, lines, tmp_path, monkeypatch):
     """If it fails, data that an old nsys, or one without its importer, has collected counts as never collected."""
 
     def leave_files(command):
         for name in files:
             (tmp_path / "nsys" / name).touch()
-        return 0
+        return status
 
     monkeypatch.setattr("commopt_diagnose.nsys.run", leave_files)
-    output = commopt("nsys", "python", "a.py").output.splitlines()
+    output = commopt("nsys", "python", "a.py", status=status).output.splitlines()
     assert len(output) == len(lines)
     for line, words in zip(output, lines, strict=True):
         assert line.startswith(f"commopt: {words}")
