@@ -123,8 +123,7 @@ def meet(facts: Facts, identity: RankIdentity, *, limit_s: float) -> Meeting:
         check_port(identity.address, identity.port, limit_s=limit_s)
     try:
         store = _open_store(identity, deadline)
-        users = {"gloo": facts.gloo_interface, "NCCL": facts.nccl_interface} if identity.local_rank == 0 else {}
-        with listen_on_ports(users) as ports:
+        with listen_on_ports(interfaces_to_try(facts) if identity.local_rank == 0 else {}) as ports:
             return _FactExchange(store, identity, deadline, limit_s).meet(facts, ports)
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
         # Facts from another version of this package may raise any of these.
@@ -134,6 +133,12 @@ def meet(facts: Facts, identity: RankIdentity, *, limit_s: float) -> Meeting:
             f"rank {identity.rank} on {identity.host} was at {identity.address}:{identity.port}, but lost the others"
             f" within {limit_s:g} s: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         ) from error
+
+
+def interfaces_to_try(facts: Facts) -> dict[str, Interface | None]:
+    """Returns the interfaces of gloo and NCCL; an interface that only NCCL would use does not matter without GPUs."""
+    is_used = facts.gpus or facts.nccl_interface == facts.gloo_interface
+    return {"gloo": facts.gloo_interface, "NCCL": facts.nccl_interface if is_used else None}
 
 
 def _open_store(identity: RankIdentity, deadline: float) -> dist.Store:

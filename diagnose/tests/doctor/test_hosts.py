@@ -22,6 +22,7 @@ from commopt_diagnose.doctor.meeting import (
     UnreachablePort,
     disambiguate_hosts,
     find_unreachable,
+    interfaces_to_try,
     listen_on_ports,
     meet,
 )
@@ -79,6 +80,14 @@ def test_a_meeting_and_one_that_somebody_misses(port: int) -> None:
         found = pool.starmap_async(met, [(rank, 4, port, 0.5) for rank in range(3)], chunksize=1).get(120)
     assert found[0].startswith(f"d did not reach 127.0.0.1:{port} within 0.5 s")
     assert found == found[:1] * 3
+
+
+def test_an_interface_that_nobody_uses_is_not_tried() -> None:
+    """If it fails, hosts that train on CPU are refused for an address that only NCCL would take."""
+    facts = replace(FACTS, nccl_interface=DOCKER)
+    assert interfaces_to_try(facts) == {"gloo": ETHERNET, "NCCL": None}
+    assert interfaces_to_try(replace(facts, gpus=["H100"])) == {"gloo": ETHERNET, "NCCL": DOCKER}
+    assert interfaces_to_try(FACTS) == {"gloo": ETHERNET, "NCCL": ETHERNET}
 
 
 def test_ports_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,6 +375,20 @@ def test_two_hosts(lab: NetLab) -> None:
     ]
     assert [each["gloo_interface"] for each in found["ranks"]] == [["eth0", "10.0.0.1", 24], ["eth0", "10.0.0.2", 24]]
     assert second.strip() == "status 1"
+
+
+BRIDGE = """
+ip link add ib0 type veth peer name unused; ip link set unused up; ip addr add 172.18.0.1/16 dev ib0; ip link set ib0 up
+unset NCCL_SOCKET_IFNAME
+"""
+
+
+@pytest.mark.exhaustive
+def test_an_interface_of_nccl_on_hosts_without_gpus(lab_machine: None) -> None:
+    """If it fails, hosts that train on CPU are refused for an address that only NCCL would take."""
+    with NetLab(2) as bridged:
+        first, _ = outputs(bridged, f"{BRIDGE} commopt doctor --hosts host0,host1")
+    assert "host0, host1: gloo would use eth0, NCCL would use ib0\nNothing is wrong" in first
 
 
 @pytest.mark.exhaustive
