@@ -47,8 +47,11 @@ def find(
 
 def _unreachable_ports(unreachable: Sequence[UnreachablePort], everybody: Sequence[Facts]) -> Iterator[Finding]:
     own = {facts.host: {interface.address for interface in facts.interfaces} for facts in everybody}
+    named = {facts.host for facts in everybody if facts.environment.get("GLOO_SOCKET_IFNAME")}
     for from_host, to_host, listening, _ in unreachable:
-        if listening.address in own[from_host]:
+        # Without the variable, gloo's loopback address comes from the host's name, which has a finding of its own.
+        is_known = "gloo" in listening.users and to_host not in named and _is_loopback(listening.address)
+        if listening.address in own[from_host] and not is_known:
             yield _finding("error", "own_address", where=from_host, host=to_host, port=listening)
     by_hosts = grouped(
         ((from_host, to_host), f"port {port} of {address} ({interface}, which {users} would use): {reason}")
@@ -88,7 +91,7 @@ def find_wrong_interfaces(facts: Facts, *, has_others: bool) -> Iterator[Finding
     named = facts.environment.get("GLOO_SOCKET_IFNAME")
     if named and facts.gloo_interface is None:
         yield _finding("error", "gloo_interface", named=named, there=there)
-    elif has_others and not named and (facts.address is None or ipaddress.ip_address(facts.address).is_loopback):
+    elif has_others and not named and (facts.address is None or _is_loopback(facts.address)):
         yield _finding("error", "host_name", address=facts.address or "nothing")
     elif has_others and not named and not facts.is_own_address:
         yield _finding("error", "foreign_address", address=facts.address, there=there)
@@ -97,6 +100,10 @@ def find_wrong_interfaces(facts: Facts, *, has_others: bool) -> Iterator[Finding
         yield _finding("error", "nccl_interface", named=named, there=there)
     elif has_others and facts.gpus and facts.nccl_interface and facts.nccl_interface.name.startswith(_OF_ONE_HOST):
         yield _finding("error", "nccl_interface_of_one_host", name=facts.nccl_interface.name, there=there)
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address).is_loopback
 
 
 def find_in_adapters(facts: Facts) -> Iterator[Finding]:

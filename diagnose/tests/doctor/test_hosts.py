@@ -320,6 +320,15 @@ def test_hosts_that_have_the_same_address() -> None:
     assert "NCCL_SOCKET_IFNAME" in finding.advice
 
 
+@pytest.mark.parametrize(("named", "codes"), [({}, ["host_name"]), ({"GLOO_SOCKET_IFNAME": "lo"}, ["own_address"])])
+def test_a_loopback_address_is_reported_once(named: dict[str, str], codes: list[str]) -> None:
+    """If it fails, the most frequent mistake in /etc/hosts has two reasons, one of them wrong."""
+    facts = replace(FACTS, address="127.0.1.1", gloo_interface=LOOPBACK, environment=named)
+    closed = UnreachablePort("a", "b", ListeningPort("lo", "127.0.0.1", 40123, "gloo"), "refused")
+    other = replace(facts, rank=1, host="b", address="10.0.0.2", gloo_interface=ETHERNET)
+    assert [finding.code for finding in find([facts, other], [closed]) if finding.where == "a"] == codes
+
+
 def test_a_topology_that_could_not_be_read() -> None:
     """If it fails, a host whose driver does not work, or lacks a tool, looks as if it had no GPU."""
     reason = "NVML: Driver/library version mismatch; nvidia-smi is not on PATH"
